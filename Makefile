@@ -1,0 +1,38 @@
+# Everything is set up by itself, inside .venv: `make demo`, `make test`.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+
+.PHONY: demo test lint unit bench clean
+
+demo: $(VENV)/.train          ## train a small model on the text that ships with Python, then sample from it
+	$(BIN)/shardwise train examples/demo.toml
+	$(BIN)/shardwise generate runs/demo --prompt "def " --max-tokens 300 --temperature 0.7 --top-k 40 --seed 1
+
+test: lint unit               ## everything CI runs
+
+lint: $(VENV)/.dev            ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+unit: $(VENV)/.dev
+	$(BIN)/pytest
+
+bench: $(VENV)/.dev           ## the measured claims, each beside its peer
+	$(BIN)/python benchmarks/step_overhead.py
+	$(BIN)/python benchmarks/tokenize_speed.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.train: pyproject.toml requirements-dev.txt | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check -q -r requirements-dev.txt -e '.[train]'
+	touch $@
+
+$(VENV)/.dev: pyproject.toml requirements-dev.txt | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check -q -r requirements-dev.txt -e '.[dev]'
+	touch $@ $(VENV)/.train

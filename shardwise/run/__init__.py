@@ -1,0 +1,26 @@
+"""What a job is: typed config, presets, reading, deriving, checking and writing. Imports nothing above it, and no torch."""
+
+from shardwise.run.axes import AXES, RANK_AXES
+from shardwise.run.config import ClusterConfig, DataConfig, LayoutConfig, ModelConfig, Run, TrainConfig
+from shardwise.run.presets import PRESETS
+from shardwise.run.problems import Problem, UserError
+from shardwise.run.read import read_run, run_from_dict
+from shardwise.run.write import to_dict, to_toml
+
+__all__ = [
+    "AXES",
+    "PRESETS",
+    "RANK_AXES",
+    "ClusterConfig",
+    "DataConfig",
+    "LayoutConfig",
+    "ModelConfig",
+    "Problem",
+    "Run",
+    "TrainConfig",
+    "UserError",
+    "read_run",
+    "run_from_dict",
+    "to_dict",
+    "to_toml",
+]

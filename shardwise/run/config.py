@@ -1,0 +1,209 @@
+"""What a job is: five typed sections and a name. Every key is declared once, here, with its type, default, limits and
+meaning; `shardwise config --schema` prints these declarations, and the reader checks a user's file against them.
+
+A 0 that means "derived" is filled in by `shardwise.run.derive`, so a resolved run holds no such 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from math import prod
+from typing import Any, Literal, get_type_hints
+
+from shardwise.run.axes import RANK_AXES
+
+
+def key(default: Any, meaning: str, *, least: float | None = None, above: float | None = None, most: float | None = None) -> Any:
+    """Declare a config key: its default, what it is for, and the smallest/largest value that makes sense."""
+    return field(default=default, metadata={"meaning": meaning, "least": least, "above": above, "most": most})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The network. Without a preset, a Llama-like decoder of the given shape."""
+
+    preset: str = key("", "published model whose shape to start from; keys given beside it override it")
+    layers: int = key(4, "decoder layers", least=1)
+    hidden: int = key(256, "width of the residual stream", least=1)
+    heads: int = key(4, "query heads", least=1)
+    kv_heads: int = key(0, "key/value heads (grouped-query attention); 0: as many as heads", least=0)
+    head_dim: int = key(0, "width of a head; 0: hidden / heads", least=0)
+    ffn: int = key(0, "width of the feed-forward layer; 0: 8/3 hidden (swiglu) or 4 hidden (gelu), in steps of 64", least=0)
+    vocab: int = key(257, "rows of the embedding; at least the tokenizer's size (257: bytes and end of document)", least=1)
+    max_positions: int = key(0, "longest sequence the model is made for; 0: train.seq_len", least=0)
+    norm: Literal["rmsnorm", "layernorm"] = key("rmsnorm", "kind of normalisation before each block")
+    norm_eps: float = key(1e-5, "added to the variance in norms", above=0)
+    activation: Literal["swiglu", "gelu"] = key("swiglu", "feed-forward: gated SiLU, or GELU (tanh form, as GPT-2)")
+    bias: Literal["none", "qkv", "all"] = key("none", "biases: none (Llama), on q, k and v (Qwen2.5), on every matrix (GPT)")
+    position: Literal["rotary", "learned"] = key("rotary", "how positions enter: rotated queries and keys, or a learned table")
+    rope_theta: float = key(10000.0, "base of the rotary frequencies", above=0)
+    rope_scaling: Literal["none", "llama3", "yarn"] = key("none", "how rotary frequencies stretch beyond the trained length")
+    rope_factor: float = key(1.0, "how many times longer than rope_original the context became", least=1)
+    rope_original: int = key(0, "context length before stretching; 0: max_positions", least=0)
+    rope_low_freq: float = key(1.0, "llama3 scaling: wavelengths longer than rope_original/this are stretched fully", above=0)
+    rope_high_freq: float = key(4.0, "llama3 scaling: wavelengths shorter than rope_original/this are kept", above=0)
+    yarn_beta_fast: float = key(32.0, "YaRN: rotations over rope_original above which a frequency is kept", above=0)
+    yarn_beta_slow: float = key(1.0, "YaRN: rotations over rope_original below which a frequency is stretched", above=0)
+    yarn_mscale: float = key(1.0, "YaRN: weight of the logarithmic growth of rotary amplitude", least=0)
+    yarn_mscale_all: float = key(0.0, "YaRN: the same growth applied to all attention scores (DeepSeek)", least=0)
+    qk_norm: bool = key(False, "normalise each head of queries and keys (Qwen3)")
+    sliding_window: int = key(0, "attend to this many latest positions only; 0: to all", least=0)
+    tied_embeddings: bool = key(False, "share the embedding with the output head")
+    init_std: float = key(0.02, "standard deviation of initial weights", above=0)
+    attention: Literal["grouped", "latent"] = key("grouped", "multi-head/grouped-query attention, or DeepSeek's latent attention")
+    q_rank: int = key(0, "latent attention: rank of the compressed queries; 0: not compressed", least=0)
+    kv_rank: int = key(0, "latent attention: rank of the compressed keys and values", least=0)
+    nope_dim: int = key(0, "latent attention: width of a head's part without position", least=0)
+    rope_dim: int = key(0, "latent attention: width of a head's rotated part, shared by all heads in the keys", least=0)
+    v_dim: int = key(0, "latent attention: width of a head's values", least=0)
+    experts: int = key(0, "routed experts in each mixture layer; 0: a dense model", least=0)
+    experts_per_token: int = key(0, "routed experts each token goes to", least=0)
+    expert_ffn: int = key(0, "width of one expert; 0: ffn", least=0)
+    shared_experts: int = key(0, "experts every token passes (one block of this many times expert_ffn)", least=0)
+    dense_layers: int = key(0, "first layers that stay dense in a mixture model", least=0)
+    router: Literal["softmax", "sigmoid"] = key("softmax", "scores of the experts: softmax (Mixtral), sigmoid with bias (DeepSeek-V3)")
+    router_groups: int = key(1, "groups of experts that routing first chooses among", least=1)
+    router_top_groups: int = key(1, "groups a token may use", least=1)
+    router_normalize: bool = key(True, "make the weights of a token's chosen experts add up to one")
+    router_scale: float = key(1.0, "factor on the routed experts' output", above=0)
+
+
+@dataclass(frozen=True)
+class LayoutConfig:
+    """How the run is spread over ranks. World size = replicate x shard x context x tensor x pipeline."""
+
+    replicate: int = key(1, "data-parallel copies that hold everything", least=1)
+    shard: int = key(1, "data-parallel ranks that share parameters, gradients and optimizer (ZeRO)", least=1)
+    context: int = key(1, "ranks a sequence is cut over", least=1)
+    tensor: int = key(1, "ranks each matrix is cut over", least=1)
+    pipeline: int = key(1, "stages the layers are cut into", least=1)
+    expert: int = key(1, "ranks the experts are spread over; regroups shard x context, adds no ranks", least=1)
+
+    @property
+    def world(self) -> int:
+        """Ranks in all."""
+        return prod(getattr(self, axis) for axis in RANK_AXES)
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that see different samples."""
+        return self.replicate * self.shard
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is learned from. Without sets, the built-in corpus of texts that ship with Python, as bytes."""
+
+    sets: tuple[str, ...] = key((), "folders made by `shardwise data build`; empty: the built-in corpus")
+    weights: tuple[float, ...] = key((), "share of samples from each set; empty: by their tokens")
+    validation: tuple[str, ...] = key((), "folders to evaluate on; empty: hold out the end of each set")
+    holdout: float = key(0.01, "share of each set held out when there is no validation set", least=0, most=0.5)
+    separate_documents: bool = key(False, "keep attention and positions inside each packed document")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How it is learned. A global batch is microbatch x accumulation x data ranks sequences."""
+
+    steps: int = key(1000, "optimizer steps", least=1)
+    global_batch: int = key(32, "sequences in a step, over all ranks", least=1)
+    microbatch: int = key(0, "sequences in one forward pass of a rank; 0: a rank's whole share of the batch", least=0)
+    seq_len: int = key(512, "tokens in a sequence", least=1)
+    seed: int = key(0, "fixes the initial weights and the order of the data", least=0)
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] = key(
+        "float32", "arithmetic of the network; the 16-bit ones keep parameters, gradients and optimizer in float32"
+    )
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "where to run; auto: the GPU where there is one")
+    optimizer: Literal["adamw", "muon"] = key("adamw", "muon: orthogonalised momentum on matrices, AdamW on the rest")
+    lr: float = key(3e-4, "peak learning rate of AdamW", above=0)
+    muon_lr: float = key(0.02, "peak learning rate of Muon's matrices", above=0)
+    muon_momentum: float = key(0.95, "Muon's momentum", least=0, most=1)
+    weight_decay: float = key(0.1, "decoupled decay; norms, biases and the like are never decayed", least=0)
+    beta1: float = key(0.9, "AdamW's first moment", least=0, most=1)
+    beta2: float = key(0.95, "AdamW's second moment", least=0, most=1)
+    eps: float = key(1e-8, "AdamW's epsilon", above=0)
+    clip: float = key(1.0, "largest gradient norm; 0: no clipping", least=0)
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = key("cosine", "learning rate after warm-up; wsd: stable, then decay")
+    warmup: int = key(0, "steps of linear warm-up", least=0)
+    decay: float = key(0.2, "wsd: share of the steps spent decaying at the end", least=0, most=1)
+    final_lr: float = key(0.1, "learning rate at the end, as a share of the peak", least=0, most=1)
+    loss_scale: float = key(65536.0, "float16: first loss scale; it then adapts", above=0)
+    balance_loss: float = key(0.0, "mixtures: weight of the per-sequence load-balance loss", least=0)
+    router_z_loss: float = key(0.0, "mixtures: weight of the squared log-partition of router logits", least=0)
+    balance_rate: float = key(0.001, "sigmoid router: step of the selection bias towards even load", least=0)
+    eval_every: int = key(100, "steps between evaluations, and one at the end; 0: never", least=0)
+    eval_sequences: int = key(64, "validation sequences an evaluation looks at", least=1)
+    checkpoint_every: int = key(0, "steps between checkpoints, besides the one at the end; 0: only that", least=0)
+    keep: int = key(2, "checkpoints kept, newest first", least=1)
+    tensorboard: bool = key(False, "also write TensorBoard events to the run folder")
+    wandb: str = key("", "also send metrics to this Weights & Biases project")
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """What it runs on."""
+
+    chip: str = key("", "accelerator by its catalogue name; empty: this machine")
+    nodes: int = key(1, "machines", least=1)
+    devices_per_node: int = key(0, "accelerators in a machine; 0: what the layout needs, spread evenly", least=0)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One job, the only argument of plan, train and explain."""
+
+    name: str = key("run", "what the run is called; its folder is runs/NAME unless --out says otherwise")
+    model: ModelConfig = field(default_factory=ModelConfig)
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+    @property
+    def accumulation(self) -> int:
+        """Microbatches each data rank runs in a step."""
+        return self.train.global_batch // (self.train.microbatch * self.layout.data_ranks)
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens in one step over all ranks."""
+        return self.train.global_batch * self.train.seq_len
+
+
+SECTIONS: dict[str, type] = {
+    "model": ModelConfig,
+    "layout": LayoutConfig,
+    "data": DataConfig,
+    "train": TrainConfig,
+    "cluster": ClusterConfig,
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One declared key, as the schema lists it and the reader checks it."""
+
+    name: str
+    type: Any
+    default: Any
+    meaning: str
+    least: float | None
+    above: float | None
+    most: float | None
+
+
+def declared(section: type) -> Iterator[Key]:
+    """The keys of a section in the order they are declared."""
+    hints = get_type_hints(section)
+    for f in fields(section):
+        if f.metadata:
+            yield Key(f.name, hints[f.name], f.default, **f.metadata)
+
+
+def all_keys() -> dict[str, Key]:
+    """Every key a run file may hold: `name`, then `section.key`."""
+    keys = {k.name: k for k in declared(Run)}
+    for section, cls in SECTIONS.items():
+        keys.update({f"{section}.{k.name}": k for k in declared(cls)})
+    return keys

@@ -1,0 +1,41 @@
+"""Fills the keys that a user may leave to be derived, so that everything downstream reads plain numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardwise.run.config import ModelConfig, Run
+
+
+def derive_model(model: ModelConfig, seq_len: int) -> ModelConfig:
+    """The model with no derived key left open."""
+    if model.attention == "latent":
+        head_dim = model.nope_dim + model.rope_dim
+    else:
+        head_dim = model.head_dim or model.hidden // model.heads
+    ffn = model.ffn
+    if not ffn and model.activation == "gelu":
+        ffn = 4 * model.hidden
+    elif not ffn:
+        ffn = -(-8 * model.hidden // 3 // 64) * 64
+    positions = model.max_positions or seq_len
+    return replace(
+        model,
+        kv_heads=model.kv_heads or model.heads,
+        head_dim=head_dim,
+        ffn=ffn,
+        max_positions=positions,
+        rope_original=model.rope_original or positions,
+        expert_ffn=(model.expert_ffn or ffn) if model.experts else 0,
+    )
+
+
+def derive(run: Run) -> Run:
+    """The run with every derived key filled in."""
+    train = run.train
+    if not train.microbatch:
+        train = replace(train, microbatch=max(1, train.global_batch // run.layout.data_ranks))
+    cluster = run.cluster
+    if not cluster.devices_per_node:
+        cluster = replace(cluster, devices_per_node=-(-run.layout.world // cluster.nodes))
+    return replace(run, model=derive_model(run.model, train.seq_len), train=train, cluster=cluster)

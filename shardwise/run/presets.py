@@ -1,0 +1,95 @@
+"""Published models by name, each as the keys of `[model]` that its published config sets.
+
+Shapes come from the authors' papers and released `config.json` files: GPT-2 (Radford et al. 2019), GPT-3 (Brown et al.
+2020, table 2.1), Llama 2 and 3 (Touvron et al. 2023, Grattafiori et al. 2024), Qwen2.5 and Qwen3 technical reports,
+Mixtral (Jiang et al. 2024), DeepSeek-V3 (2024). Their parameter counts are tested against `transformers`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Keys = dict[str, Any]
+
+
+def _gpt(layers: int, hidden: int, heads: int, positions: int = 1024) -> Keys:
+    return dict(
+        layers=layers, hidden=hidden, heads=heads, ffn=4 * hidden, vocab=50257, max_positions=positions, norm="layernorm",
+        activation="gelu", bias="all", position="learned", tied_embeddings=True,
+    )  # fmt: skip
+
+
+def _llama2(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> Keys:
+    return dict(
+        layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=32000, max_positions=4096, norm_eps=1e-5
+    )  # fmt: skip
+
+
+def _llama3(layers: int, hidden: int, heads: int, ffn: int, *, factor: float = 0.0, tied: bool = False) -> Keys:
+    keys = dict(
+        layers=layers, hidden=hidden, heads=heads, kv_heads=8, ffn=ffn, vocab=128256, max_positions=8192, norm_eps=1e-5,
+        rope_theta=500000.0, tied_embeddings=tied,
+    )  # fmt: skip
+    if factor:  # 3.1 and later stretch the context from 8k to 128k
+        keys |= dict(max_positions=131072, rope_scaling="llama3", rope_factor=factor, rope_original=8192)
+    return keys
+
+
+def _qwen25(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int = 152064, tied: bool = False) -> Keys:
+    return dict(
+        layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab, max_positions=32768, norm_eps=1e-6,
+        rope_theta=1e6, bias="qkv", tied_embeddings=tied,
+    )  # fmt: skip
+
+
+def _qwen3(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, tied: bool = False) -> Keys:
+    return dict(
+        layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=128, ffn=ffn, vocab=151936, max_positions=40960,
+        norm_eps=1e-6, rope_theta=1e6, qk_norm=True, tied_embeddings=tied,
+    )  # fmt: skip
+
+
+def _mixtral(layers: int, hidden: int, heads: int, ffn: int, vocab: int, positions: int) -> Keys:
+    return dict(
+        layers=layers, hidden=hidden, heads=heads, kv_heads=8, ffn=ffn, vocab=vocab, max_positions=positions, norm_eps=1e-5,
+        rope_theta=1e6, experts=8, experts_per_token=2,
+    )  # fmt: skip
+
+
+PRESETS: dict[str, Keys] = {
+    "gpt2-124m": _gpt(12, 768, 12),
+    "gpt2-355m": _gpt(24, 1024, 16),
+    "gpt2-774m": _gpt(36, 1280, 20),
+    "gpt2-1.5b": _gpt(48, 1600, 25),
+    "gpt3-175b": _gpt(96, 12288, 96, 2048),
+    "llama2-7b": _llama2(32, 4096, 32, 32, 11008),
+    "llama2-13b": _llama2(40, 5120, 40, 40, 13824),
+    "llama2-70b": _llama2(80, 8192, 64, 8, 28672),
+    "llama3-1b": _llama3(16, 2048, 32, 8192, factor=32.0, tied=True),
+    "llama3-3b": _llama3(28, 3072, 24, 8192, factor=32.0, tied=True),
+    "llama3-8b": _llama3(32, 4096, 32, 14336),
+    "llama3-70b": _llama3(80, 8192, 64, 28672),
+    "llama3-405b": _llama3(126, 16384, 128, 53248, factor=8.0),
+    "qwen2.5-0.5b": _qwen25(24, 896, 14, 2, 4864, 151936, tied=True),
+    "qwen2.5-1.5b": _qwen25(28, 1536, 12, 2, 8960, 151936, tied=True),
+    "qwen2.5-3b": _qwen25(36, 2048, 16, 2, 11008, 151936, tied=True),
+    "qwen2.5-7b": _qwen25(28, 3584, 28, 4, 18944),
+    "qwen2.5-14b": _qwen25(48, 5120, 40, 8, 13824),
+    "qwen2.5-32b": _qwen25(64, 5120, 40, 8, 27648),
+    "qwen2.5-72b": _qwen25(80, 8192, 64, 8, 29568),
+    "qwen3-0.6b": _qwen3(28, 1024, 16, 8, 3072, tied=True),
+    "qwen3-1.7b": _qwen3(28, 2048, 16, 8, 6144, tied=True),
+    "qwen3-4b": _qwen3(36, 2560, 32, 8, 9728, tied=True),
+    "qwen3-8b": _qwen3(36, 4096, 32, 8, 12288),
+    "qwen3-14b": _qwen3(40, 5120, 40, 8, 17408),
+    "qwen3-32b": _qwen3(64, 5120, 64, 8, 25600),
+    "qwen3-30b-a3b": _qwen3(48, 2048, 32, 4, 6144) | dict(experts=128, experts_per_token=8, expert_ffn=768),
+    "mixtral-8x7b": _mixtral(32, 4096, 32, 14336, 32000, 32768),
+    "mixtral-8x22b": _mixtral(56, 6144, 48, 16384, 32768, 65536),
+    "deepseek-v3": dict(
+        layers=61, hidden=7168, heads=128, ffn=18432, vocab=129280, max_positions=163840, norm_eps=1e-6, attention="latent",
+        q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128, rope_scaling="yarn", rope_factor=40.0,
+        rope_original=4096, yarn_mscale_all=1.0, experts=256, experts_per_token=8, expert_ffn=2048, shared_experts=1,
+        dense_layers=3, router="sigmoid", router_groups=8, router_top_groups=4, router_scale=2.5,
+    ),  # fmt: skip
+}

@@ -1,0 +1,37 @@
+"""A user's mistake is a `Problem`: where it stands, which key, and a sentence that says what would be right.
+
+Everything that checks input collects problems and raises them together as one `UserError`, so that a person mends a run
+once and not five times. The command line prints them and exits with code 2; it never shows a traceback for them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake: `where` is a file or "command line", `key` a config key or argument ("" when there is none)."""
+
+    message: str
+    key: str = ""
+    where: str = ""
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.where, self.key, self.message) if part)
+
+
+class UserError(Exception):
+    """Raised with every problem found. `str()` is what the user reads."""
+
+    def __init__(self, *problems: Problem | str) -> None:
+        self.problems = [p if isinstance(p, Problem) else Problem(p) for p in problems]
+        super().__init__("\n".join(str(p) for p in self.problems))
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The sentence ending that helps with a misspelt name: '; did you mean "tensor"?' or ''."""
+    close = difflib.get_close_matches(word, list(known), n=2, cutoff=0.6)
+    return f"; did you mean {' or '.join(close)}?" if close else ""

@@ -1,0 +1,190 @@
+"""From a TOML file and `--section.key=value` to a resolved, checked `Run`, or to the list of everything wrong with it."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+from shardwise.run.check import broken_rules
+from shardwise.run.config import SECTIONS, Key, Run, all_keys
+from shardwise.run.derive import derive
+from shardwise.run.presets import PRESETS
+from shardwise.run.problems import Problem, UserError, nearest
+
+COMMAND_LINE = "command line"
+
+
+class _Given(dict[str, tuple[Any, str]]):
+    """Values by full key, each with where it was said; later sources overwrite earlier ones."""
+
+
+def read_run(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Run:
+    """The run of a TOML file (or of the defaults alone), with `section.key=value` overrides laid over it."""
+    problems: list[Problem] = []
+    given = _Given()
+    if path is not None:
+        given.update(_from_file(Path(path), problems))
+        given.setdefault("name", (Path(path).stem, str(path)))
+    given.update(_from_overrides(overrides, problems))
+    return _resolve(given, problems)
+
+
+def run_from_dict(values: dict[str, Any], where: str = "") -> Run:
+    """The run of nested sections, as TOML or JSON would give them."""
+    problems: list[Problem] = []
+    return _resolve(_flatten(values, where, problems), problems)
+
+
+def _resolve(given: _Given, problems: list[Problem]) -> Run:
+    keys = all_keys()
+    for name in [n for n in given if n not in keys]:
+        _, where = given.pop(name)
+        problems.append(Problem(_unknown(name, keys), name, where))
+
+    preset, where = given.get("model.preset", ("", ""))
+    if isinstance(preset, str) and preset in PRESETS:
+        base = {f"model.{k}": (v, f"preset {preset}") for k, v in PRESETS[preset].items()}
+        given = _Given({**base, **given})
+    elif isinstance(preset, str) and preset:
+        known = f"; known: {', '.join(PRESETS)}"
+        problems.append(Problem(f'there is no preset "{preset}"{nearest(preset, PRESETS) or known}', "model.preset", where))
+
+    values: dict[str, Any] = {}
+    bad = {p.key for p in problems}
+    if "model.preset" in bad:  # then no size of the model is known, and rules about it would only mislead
+        bad |= {name for name in keys if name.startswith("model.")}
+    for name, (raw, where) in given.items():
+        try:
+            values[name] = _convert(raw, keys[name], from_text=where == COMMAND_LINE)
+        except ValueError as e:
+            problems.append(Problem(str(e), name, where))
+            bad.add(name)
+
+    sections = {s: cls(**_section(values, s)) for s, cls in SECTIONS.items()}
+    run = derive(Run(name=values.get("name", "run"), **sections))
+    for rule in broken_rules(run):
+        if not bad & {rule.key, *rule.others}:
+            problems.append(Problem(rule.reason, rule.key, _blame(given, rule.key, rule.others)))
+    if problems:
+        raise UserError(*problems)
+    return run
+
+
+def _blame(given: _Given, key: str, others: tuple[str, ...]) -> str:
+    """The file (or command line) that said the key, or, where it is a default, one of the keys beside it."""
+    return next((given[k][1] for k in (key, *others) if k in given), "defaults")
+
+
+def _section(values: dict[str, Any], section: str) -> dict[str, Any]:
+    return {k.split(".", 1)[1]: v for k, v in values.items() if k.startswith(section + ".")}
+
+
+def _unknown(name: str, keys: dict[str, Key]) -> str:
+    section, _, leaf = name.partition(".")
+    if leaf and section not in SECTIONS:
+        return f"there is no section [{section}]{nearest(section, SECTIONS) or '; known: ' + ', '.join(SECTIONS)}"
+    same_leaf = [k for k in keys if k.split(".")[-1] == (leaf or section)]
+    if same_leaf:
+        return f"there is no such key; did you mean {' or '.join(same_leaf)}?"
+    return f"there is no such key{nearest(name, keys)}"
+
+
+def _from_file(path: Path, problems: list[Problem]) -> _Given:
+    try:
+        text = path.read_bytes().decode("utf-8")
+        return _flatten(tomllib.loads(text), str(path), problems)
+    except tomllib.TOMLDecodeError as e:
+        raise UserError(Problem(f"is not valid TOML: {e}", where=str(path))) from None
+    except UnicodeDecodeError as e:
+        raise UserError(Problem(f"is not UTF-8 text (byte {e.start})", where=str(path))) from None
+    except IsADirectoryError:
+        raise UserError(Problem("is a folder; a run is a TOML file", where=str(path))) from None
+    except RecursionError:
+        raise UserError(Problem("is nested too deeply to be a run", where=str(path))) from None
+    except OSError as e:
+        raise UserError(Problem(f"cannot be read: {e.strerror}", where=str(path))) from None
+
+
+def _flatten(values: dict[str, Any], where: str, problems: list[Problem]) -> _Given:
+    given = _Given()
+    for section, content in values.items():
+        if isinstance(content, dict):
+            given.update({f"{section}.{k}": (v, where) for k, v in content.items()})
+        elif section in SECTIONS:
+            problems.append(Problem(f"is a section, written [{section}], not a value", section, where))
+        else:
+            given[section] = (content, where)
+    return given
+
+
+def _from_overrides(overrides: Iterable[str], problems: list[Problem]) -> _Given:
+    given = _Given()
+    for item in overrides:
+        name, equals, text = item.removeprefix("--").partition("=")
+        if not equals:
+            problems.append(Problem("has no value; write --section.key=value", name, COMMAND_LINE))
+        else:
+            given[name] = (text, COMMAND_LINE)
+    return given
+
+
+def type_name(kind: Any) -> str:
+    """How the schema and the messages call a type."""
+    if get_origin(kind) is Literal:
+        return " | ".join(f'"{choice}"' for choice in get_args(kind))
+    if get_origin(kind) is tuple:
+        return f"list of {type_name(get_args(kind)[0])}"
+    return {int: "whole number", float: "number", bool: "true or false", str: "text", NoneType: "nothing"}[kind]
+
+
+def _parse_text(text: str, kind: Any) -> Any:
+    """A command-line value: text where text is wanted, otherwise as TOML would read it."""
+    if kind is str or get_origin(kind) is Literal:
+        return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
+    if get_origin(kind) is tuple and not text.lstrip().startswith("["):
+        return [_parse_text(part.strip(), get_args(kind)[0]) for part in text.split(",")] if text else []
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (tomllib.TOMLDecodeError, KeyError, RecursionError):
+        return text
+
+
+def _convert(raw: Any, key: Key, *, from_text: bool) -> Any:
+    value = _typed(_parse_text(raw, key.type) if from_text else raw, key.type)
+    for limit, broken, word in (
+        (key.least, lambda v, x: v < x, "at least"),
+        (key.above, lambda v, x: v <= x, "above"),
+        (key.most, lambda v, x: v > x, "at most"),
+    ):
+        if limit is not None and broken(value, limit):
+            raise ValueError(f"{value} must be {word} {limit:g}")
+    if key.name == "name" and (not value or Path(value).name != value or value in (".", "..")):
+        raise ValueError(f'"{value}" must be usable as the name of a folder')
+    return value
+
+
+def _typed(value: Any, kind: Any) -> Any:
+    if get_origin(kind) is Literal:
+        choices = get_args(kind)
+        if value not in choices:
+            raise ValueError(f'"{value}" is not one of {", ".join(choices)}{nearest(str(value), choices)}')
+        return value
+    if get_origin(kind) is tuple:
+        items = value if isinstance(value, list) else [value]
+        return tuple(_typed(item, get_args(kind)[0]) for item in items)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    # 1e3 is how people write a thousand, and TOML calls that a float.
+    if kind is int and isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        value = int(value)
+    if type(value) is not kind:
+        raise ValueError(f"{value!r} is not a {type_name(kind)}")
+    if kind is float and not math.isfinite(value):
+        raise ValueError(f"{value} is not a finite number")
+    if kind is int and abs(value) >= 2**63:
+        raise ValueError(f"{value} is too large")
+    return value

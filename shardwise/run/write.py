@@ -1,0 +1,43 @@
+"""A resolved run as TOML (what a run folder and a checkpoint hold; reading it gives the same run) and as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from shardwise.run.config import SECTIONS, Run, all_keys
+from shardwise.run.read import type_name
+
+
+def to_dict(run: Run) -> dict[str, Any]:
+    """Plain nested sections, ready for JSON."""
+    return json.loads(json.dumps(asdict(run)))
+
+
+def to_toml(run: Run) -> str:
+    """The resolved run as a TOML file."""
+    values = to_dict(run)
+    lines = [f"name = {_toml(values['name'])}"]
+    for section in SECTIONS:
+        lines += ["", f"[{section}]"]
+        lines += [f"{key} = {_toml(value)}" for key, value in values[section].items()]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, str):
+        # JSON's string is TOML's basic string, but for the one control character JSON leaves alone.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value)
+
+
+def schema() -> list[dict[str, Any]]:
+    """Every key with its type, default and meaning, in order."""
+    return [
+        {"key": name, "type": type_name(k.type), "default": list(k.default) if isinstance(k.default, tuple) else k.default,
+         "meaning": k.meaning}
+        for name, k in all_keys().items()
+    ]  # fmt: skip
