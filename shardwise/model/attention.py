@@ -1,0 +1,121 @@
+"""Attention: multi-head and grouped-query (Ainslie et al. 2023), and DeepSeek's latent attention (DeepSeek-V2, 2024).
+
+Both end in `DotProduct`, a module without parameters that takes queries, keys and values of whole heads: the one place
+where tokens look at each other, and so the one that splitting a sequence over devices replaces. The number of heads is
+read off the projections' width, so a device that holds a part of the heads runs the same code.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.model.cache import LayerCache
+from shardwise.model.layers import Linear, Norm
+from shardwise.model.rotary import Rotation, rotate, score_growth
+from shardwise.run import ModelConfig
+
+
+def visible(queries: int, documents: Tensor | None, keys: int, window: int, device: torch.device) -> Tensor | None:
+    """Which keys each of the last `queries` positions may see, [batch or 1, 1, queries, keys], or None for plain causal.
+
+    `documents` [batch, keys] numbers the document of each position; attention stays inside a document.
+    """
+    if queries == keys and documents is None and not 0 < window < keys:
+        return None
+    key = torch.arange(keys, device=device)
+    query = key[keys - queries :, None]
+    seen = key <= query
+    if window:
+        seen = seen & (query - key < window)
+    seen = seen[None, None]
+    if documents is not None:
+        seen = seen & (documents[:, None, keys - queries :, None] == documents[:, None, None, :])
+    return seen
+
+
+class DotProduct(nn.Module):
+    """Softmax of scaled products, of heads laid out [batch, sequence, heads, width]; None as mask means causal."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.scale,
+            enable_gqa=k.shape[2] != q.shape[2],
+        )
+        return out.transpose(1, 2)
+
+
+class GroupedAttention(nn.Module):
+    """Query heads in groups that share a key/value head; as many groups as heads is multi-head attention."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        bias = config.bias != "none"
+        self.q = Linear(config.hidden, config.heads * config.head_dim, bias=bias)
+        self.k = Linear(config.hidden, config.kv_heads * config.head_dim, bias=bias)
+        self.v = Linear(config.hidden, config.kv_heads * config.head_dim, bias=bias)
+        self.out = Linear(config.heads * config.head_dim, config.hidden, bias=config.bias == "all")
+        self.q_norm = Norm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = Norm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.core = DotProduct(config.head_dim**-0.5 * score_growth(config))
+
+    def forward(self, x: Tensor, turn: Rotation | None, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
+        heads = (*x.shape[:2], -1, self.head_dim)
+        q, k, v = self.q(x).view(heads), self.k(x).view(heads), self.v(x).view(heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if turn is not None:
+            q, k = rotate(q, turn), rotate(k, turn)
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        return self.out(self.core(q, k, v, mask).flatten(2))
+
+
+class LatentAttention(nn.Module):
+    """Keys and values unfolded from a small latent vector; position enters through a part of its own.
+
+    The cache keeps only the latent and the one rotated key that all heads share.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        c = config
+        self.nope_dim, self.rope_dim, self.v_dim, self.kv_rank = c.nope_dim, c.rope_dim, c.v_dim, c.kv_rank
+        q_width = c.heads * c.head_dim
+        if c.q_rank:
+            self.q_down = Linear(c.hidden, c.q_rank, bias=False)
+            self.q_norm = Norm(c.q_rank, 1e-6)  # these two norms have an epsilon of their own in the published model
+        self.q = Linear(c.q_rank or c.hidden, q_width, bias=False)
+        self.kv_down = Linear(c.hidden, c.kv_rank + c.rope_dim, bias=False)
+        self.kv_norm = Norm(c.kv_rank, 1e-6)
+        self.kv = Linear(c.kv_rank, c.heads * (c.nope_dim + c.v_dim), bias=False)
+        self.out = Linear(c.heads * c.v_dim, c.hidden, bias=False)
+        self.compressed_queries = bool(c.q_rank)
+        self.core = DotProduct(c.head_dim**-0.5 * score_growth(c))
+
+    def forward(self, x: Tensor, turn: Rotation | None, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
+        assert turn is not None, "latent attention has no positions but rotary ones"
+        batch, length = x.shape[:2]
+        q = self.q(self.q_norm(self.q_down(x)) if self.compressed_queries else x)
+        q = q.view(batch, length, -1, self.nope_dim + self.rope_dim)
+        q_nope, q_rope = q.split((self.nope_dim, self.rope_dim), dim=-1)
+        latent, k_rope = self.kv_down(x).split((self.kv_rank, self.rope_dim), dim=-1)
+        latent, k_rope = self.kv_norm(latent), rotate(k_rope[:, :, None], turn)
+        if cache is not None:
+            latent, k_rope = cache.extend(latent, k_rope)
+        kv = self.kv(latent).view(batch, latent.shape[1], -1, self.nope_dim + self.v_dim)
+        k_nope, v = kv.split((self.nope_dim, self.v_dim), dim=-1)
+        k = torch.cat((k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)), dim=-1)
+        q = torch.cat((q_nope, rotate(q_rope, turn)), dim=-1)
+        return self.out(self.core(q, k, v, mask).flatten(2))

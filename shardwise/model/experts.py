@@ -1,0 +1,135 @@
+"""Mixtures of experts: a router sends each token to its top-k feed-forward layers, and no token is dropped.
+
+Tokens are laid in the order of their experts, each expert works on one contiguous piece, and the results return by the
+inverse order: permutations only, so that the sums, and with them two runs, are identical to the bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.model.layers import FeedForward, at_least_float32
+from shardwise.run import ModelConfig
+
+
+class Router(nn.Module):
+    """Scores every expert for every token and picks the best k.
+
+    Softmax as in Mixtral, or sigmoid with a selection bias as in DeepSeek-V3 (2024, section 2.1.2): the bias decides who is
+    chosen but not with what weight, and is moved after each step towards even load, outside of the gradient.
+    """
+
+    bias: Tensor
+    load: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.experts, config.hidden))
+        if config.router == "sigmoid":
+            self.register_buffer("bias", torch.zeros(config.experts))
+        # Tokens each expert was given since the last `rebalance`.
+        self.register_buffer("load", torch.zeros(config.experts), persistent=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens [batch, sequence, hidden] to weights and experts [batch, sequence, k], and the two auxiliary losses.
+
+        The auxiliary losses are sums over tokens: the sequence-wise balance loss (DeepSeek-V3, eq. 17 to 20) and the
+        squared log-partition of the logits (Zoph et al. 2022, eq. 5).
+        """
+        c = self.config
+        wide = at_least_float32(x)
+        logits = F.linear(wide, self.weight.to(wide.dtype))
+        if c.router == "sigmoid":
+            scores = logits.sigmoid()
+            choice = scores + self.bias.to(scores.dtype)
+            probabilities = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        else:
+            scores = choice = probabilities = logits.softmax(dim=-1)
+        if c.router_groups > 1:
+            choice = self._within_best_groups(choice)
+        chosen = choice.topk(c.experts_per_token, dim=-1, sorted=False).indices
+        weights = scores.gather(-1, chosen)
+        if c.router_normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        counts = torch.zeros_like(scores).scatter_(-1, chosen, 1.0)
+        if self.training:
+            self.load += counts.detach().sum(dim=(0, 1)).to(self.load.dtype)
+        length = x.shape[1]
+        share = counts.sum(dim=1) * (c.experts / (c.experts_per_token * length))
+        balance = (share * probabilities.mean(dim=1)).sum() * length
+        z = logits.logsumexp(dim=-1).square().sum()
+        return weights * c.router_scale, chosen, torch.stack((balance, z))
+
+    def _within_best_groups(self, choice: Tensor) -> Tensor:
+        """Only experts in the groups whose two best scores add up highest stay eligible (DeepSeek-V3's node limit)."""
+        c = self.config
+        groups = choice.unflatten(-1, (c.router_groups, -1))
+        best = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
+        chosen = best.topk(c.router_top_groups, dim=-1).indices
+        eligible = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, chosen, True)
+        return groups.masked_fill(~eligible[..., None], float("-inf")).flatten(-2)
+
+    @torch.no_grad()
+    def rebalance(self, rate: float) -> None:
+        """Move the selection bias by `rate` towards the experts that got less than the mean, and count anew."""
+        if self.config.router == "sigmoid" and rate:
+            self.bias += rate * torch.sign(self.load.mean() - self.load)
+        self.load.zero_()
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Rows of `x`, `counts[e]` of them for each expert in turn, times that expert's matrix [out, in]."""
+    weight = weight.to(x.dtype)
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        return F.grouped_mm(x, weight.transpose(-2, -1), offs=counts.cumsum(0, dtype=torch.int32))
+    pieces = zip(x.split(counts.tolist()), weight.unbind(), strict=True)
+    return torch.cat([F.linear(piece, w) for piece, w in pieces])
+
+
+class Experts(nn.Module):
+    """The routed experts' matrices, stacked [expert, out, in]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        shape = (config.experts, config.expert_ffn, config.hidden)
+        self.gate = nn.Parameter(torch.empty(shape))
+        self.up = nn.Parameter(torch.empty(shape))
+        self.down = nn.Parameter(torch.empty(config.experts, config.hidden, config.expert_ffn))
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        inner = F.silu(grouped_linear(x, self.gate, counts)) * grouped_linear(x, self.up, counts)
+        return grouped_linear(inner, self.down, counts)
+
+
+class Mixture(nn.Module):
+    """Router, routed experts and, where the model has them, shared experts that every token passes."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.router = Router(config)
+        self.experts = Experts(config)
+        width = config.shared_experts * config.expert_ffn
+        self.shared = FeedForward(config, width) if width else None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, chosen, auxiliary = self.router(x)
+        out = self.dispatch(x.flatten(0, 1), weights.flatten(0, 1), chosen.flatten(0, 1)).view_as(x)
+        if self.shared is not None:
+            out = out + self.shared(x)
+        return out, auxiliary
+
+    def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Each token [tokens, hidden] through its k experts, added up by weight."""
+        tokens, k = chosen.shape
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)
+        counts = flat.bincount(minlength=self.experts.gate.shape[0])
+        # Copies first, then a permutation: its gradient is a permutation too, and the sum over copies is in a fixed order.
+        copies = x[:, None].expand(-1, k, -1).reshape(tokens * k, -1)
+        done = self.experts(copies.index_select(0, order), counts)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(tokens * k, device=x.device))
+        done = done.index_select(0, back).view(tokens, k, -1)
+        return (done * weights[..., None].to(x.dtype)).sum(dim=1)

@@ -1,0 +1,64 @@
+"""The small parts of the network: matrices, embeddings, norms and the feed-forward layer.
+
+Parameters are cast to the dtype of the activations where they are used. So the same network computes in 16 bits over
+float32 parameters, in pure float64, or over parameters that a sharding wrapper has already cast; and gradients arrive in
+the dtype of the parameters without an autocast context.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.run import ModelConfig
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """16-bit numbers widened, for arithmetic that 16 bits would spoil; wider ones as they are."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` computed in the dtype of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias.to(x.dtype) if self.bias is not None else None
+        return F.linear(x, self.weight.to(x.dtype), bias)
+
+
+class Norm(nn.Module):
+    """RMSNorm (Zhang & Sennrich 2019), or LayerNorm when `centered`."""
+
+    def __init__(self, width: int, eps: float, centered: bool = False) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width)) if centered else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (x.shape[-1],)
+        if self.bias is None:
+            return F.rms_norm(x, shape, self.weight.to(x.dtype), self.eps)
+        return F.layer_norm(x, shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+
+
+def make_norm(config: ModelConfig) -> Norm:
+    """The norm that stands before each block."""
+    return Norm(config.hidden, config.norm_eps, centered=config.norm == "layernorm")
+
+
+class FeedForward(nn.Module):
+    """A gated SiLU layer (Shazeer 2020) or, as in GPT, a GELU layer in its tanh form."""
+
+    def __init__(self, config: ModelConfig, width: int) -> None:
+        super().__init__()
+        bias = config.bias == "all"
+        self.gate = Linear(config.hidden, width, bias=bias) if config.activation == "swiglu" else None
+        self.up = Linear(config.hidden, width, bias=bias)
+        self.down = Linear(width, config.hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate is not None:
+            return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
