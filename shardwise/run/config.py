@@ -115,6 +115,7 @@ class TrainConfig:
         "float32", "arithmetic of the network; the 16-bit ones keep parameters, gradients and optimizer in float32"
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "where to run; auto: the GPU where there is one")
+    deterministic: bool = key(False, "GPUs: two runs identical to the bit, at some cost in speed; CPUs always are")
     optimizer: Literal["adamw", "muon"] = key("adamw", "muon: orthogonalised momentum on matrices, AdamW on the rest")
     lr: float = key(3e-4, "peak learning rate of AdamW", above=0)
     muon_lr: float = key(0.02, "peak learning rate of Muon's matrices", above=0)

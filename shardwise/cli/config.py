@@ -1,0 +1,43 @@
+"""`shardwise config`: the resolved run, or the schema of all keys."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from shardwise.run import UserError, read_run, to_dict, to_toml
+from shardwise.run.write import schema
+
+HELP = "Print the resolved run as TOML, or with --schema every key with its type, default and meaning."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What follows the verb."""
+    parser.add_argument("run", nargs="?", help="the run, a TOML file")
+    parser.add_argument("--schema", action="store_true", help="list every key instead")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Print what was asked for."""
+    if args.schema:
+        print(json.dumps(schema(), indent=1) if args.json else _schema_text())
+        return 0
+    if args.run is None and not args.overrides:
+        raise UserError("name a run (a TOML file), or ask for --schema")
+    run = read_run(args.run, args.overrides)
+    print(json.dumps(to_dict(run), indent=1) if args.json else to_toml(run), end="\n" if args.json else "")
+    return 0
+
+
+def _schema_text() -> str:
+    lines = []
+    section = ""
+    for entry in schema():
+        head, _, leaf = entry["key"].rpartition(".")
+        if head != section:
+            section = head
+            lines += ["", f"[{section}]"]
+        lines.append(f"{leaf} = {json.dumps(entry['default'])}")
+        lines.append(f"    {entry['type']}: {entry['meaning']}")
+    return "\n".join(lines)

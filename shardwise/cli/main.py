@@ -1,0 +1,134 @@
+"""The `shardwise` command: finds the verb, lets its file do the work, and turns a user's mistake into a sentence.
+
+Each verb is a file with `HELP`, `add_arguments` and `execute`; only the chosen one is imported, so that help and errors
+answer at once. `--section.key=value` anywhere on the line overrides the run, for every verb that takes one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from shardwise import __version__
+from shardwise.run.problems import UserError, nearest
+
+# Verb to (module, what it does). The words are here so that `--help` imports nothing.
+VERBS: dict[str, tuple[str, str]] = {
+    "train": ("shardwise.cli.train", "train a run, or go on with one that was begun"),
+    "generate": ("shardwise.cli.generate", "continue text with a checkpoint"),
+    "config": ("shardwise.cli.config", "print the resolved run, or every key there is"),
+    "data": ("shardwise.cli.data", "turn text, JSONL or Parquet into token shards"),
+    "convert": ("shardwise.cli.convert", "weights to and from Hugging Face folders"),
+}
+
+_OVERRIDE = re.compile(r"--([A-Za-z_]\w*\.\w+|name)(=.*)?", re.DOTALL)
+
+
+def overview() -> str:
+    """What `shardwise --help` prints."""
+    width = max(map(len, VERBS))
+    lines = [f"  {verb:<{width}}  {what}" for verb, (_, what) in VERBS.items()]
+    return "\n".join(
+        [
+            "usage: shardwise VERB …",
+            "",
+            "Plan, train and explain large transformer models from one description of the job.",
+            "",
+            "verbs:",
+            *lines,
+            "",
+            "A run is a TOML file; --section.key=value overrides it (shardwise config --schema lists the keys).",
+            "`shardwise VERB --help` says more; `shardwise --version` prints the version.",
+        ]
+    )
+
+
+def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The overrides of the run, as `key=value`, and the other arguments."""
+    overrides, rest = [], []
+    waiting = iter(arguments)
+    for argument in waiting:
+        found = _OVERRIDE.fullmatch(argument)
+        if not found:
+            rest.append(argument)
+        elif found[2]:
+            overrides.append(found[1] + found[2])
+        else:  # `--train.steps 10`
+            value = next(waiting, None)
+            overrides.append(found[1] if value is None else f"{found[1]}={value}")
+    return overrides, rest
+
+
+class _Parser(argparse.ArgumentParser):
+    """Argument errors are user errors like any other."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run one command and give its exit code; mistakes are raised as `UserError`."""
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    if arguments[0] == "--version":
+        print(f"shardwise {__version__}")
+        return 0
+    verb, rest = arguments[0], arguments[1:]
+    if verb not in VERBS:
+        raise UserError(f'there is no verb "{verb}"{nearest(verb, VERBS) or "; there are " + ", ".join(VERBS)}')
+    module = importlib.import_module(VERBS[verb][0])
+    overrides, rest = split_overrides(rest)
+    parser = _Parser(prog=f"shardwise {verb}", description=module.HELP, allow_abbrev=False)
+    module.add_arguments(parser)
+    args = parser.parse_args(rest)
+    args.overrides = overrides
+    if overrides and not hasattr(args, "run"):
+        raise UserError(f"shardwise {verb} takes no run, so it has no --{overrides[0].partition('=')[0]}")
+    return module.execute(args)
+
+
+def missing_part(error: ModuleNotFoundError) -> str | None:
+    """How to install the optional part of the package that a module belongs to, or None."""
+    extras = {"torch": "train", "safetensors": "train", "tokenizers": "train", "pyarrow": "parquet"}
+    name = (error.name or "").partition(".")[0]
+    if name not in extras:
+        return None
+    return f"this verb needs {name}, which is not installed: pip install 'shardwise[{extras[name]}]'"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command; prints mistakes as sentences and gives the exit code: 0 good, 2 the user's mistake."""
+    try:
+        return run_command(arguments)
+    except UserError as e:
+        for problem in e.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as e:
+        message = missing_part(e)
+        if message is None:
+            raise
+        print(f"error: {message}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # Whoever read our output has had enough. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as e:
+        where = f"{e.filename}: " if e.filename else ""
+        print(f"error: {where}{e.strerror or e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def entry() -> NoReturn:
+    """The console script."""
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,137 @@
+"""What a person sees while a run trains: a live panel on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+BARS = "▁▂▃▄▅▆▇█"
+LINE_SECONDS = 5.0
+
+
+def clock(seconds: float) -> str:
+    """A duration as people say it: 42s, 3m07s, 5h12m, 3d04h."""
+    s = max(0, round(seconds))
+    if s < 60:
+        return f"{s}s"
+    if s < 3600:
+        return f"{s // 60}m{s % 60:02d}s"
+    if s < 86400:
+        return f"{s // 3600}h{s % 3600 // 60:02d}m"
+    return f"{s // 86400}d{s % 86400 // 3600:02d}h"
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """The course of a number, newest at the right, each column the mean of its share."""
+    finite = [v for v in values if v == v and abs(v) != float("inf")]
+    if not finite:
+        return ""
+    columns = min(width, len(finite))
+    edges = [round(i * len(finite) / columns) for i in range(columns + 1)]
+    means = [sum(finite[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    low, high = min(means), max(means)
+    return "".join(BARS[int((m - low) / (high - low or 1) * (len(BARS) - 1))] for m in means)
+
+
+@dataclass
+class Progress:
+    """The numbers of one step, ready to be shown."""
+
+    step: int
+    steps: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens_per_s: float
+    utilization: float
+    memory: int
+    seconds_left: float
+
+    def parts(self) -> dict[str, str]:
+        """Label to text, in the order they are shown."""
+        return {
+            "step": f"{self.step:>{len(str(self.steps))}}/{self.steps}",
+            "loss": f"{self.loss:.4f}",
+            "grad norm": f"{self.grad_norm:.3f}",
+            "lr": f"{self.learning_rate:.2e}",
+            "tokens/s": f"{self.tokens_per_s:,.0f}",
+            "MFU": f"{self.utilization:.1%}",
+            "memory": f"{self.memory / 2**30:.2f} GiB",
+            "left": clock(self.seconds_left),
+        }
+
+    def line(self) -> str:
+        """The step as one plain line."""
+        return "  ".join(f"{label} {text}" for label, text in self.parts().items())
+
+
+class PlainDisplay:
+    """A line every few seconds, for logs and pipes."""
+
+    def __init__(self) -> None:
+        self.last = float("-inf")
+
+    def __enter__(self) -> PlainDisplay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        """A sentence that stays."""
+        print(text, flush=True)
+
+    def show(self, progress: Progress) -> None:
+        """The state after a step."""
+        now = time.monotonic()
+        if now - self.last >= LINE_SECONDS or progress.step == progress.steps:
+            self.last = now
+            self.say(progress.line())
+
+
+class LiveDisplay(PlainDisplay):
+    """A panel that is redrawn in place: progress, numbers, and the course of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from rich.console import Console
+        from rich.live import Live
+
+        self.console = Console()
+        self.live = Live(console=self.console, refresh_per_second=4, transient=False)
+        self.losses: list[float] = []
+
+    def __enter__(self) -> LiveDisplay:
+        self.live.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.live.__exit__(*exception)
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False)
+
+    def show(self, progress: Progress) -> None:
+        from rich.console import Group
+        from rich.panel import Panel
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        self.losses.append(progress.loss)
+        parts = progress.parts()
+        grid = Table.grid(expand=True, padding=(0, 2))
+        for _ in parts:
+            grid.add_column(justify="left")
+        grid.add_row(*(Text(label, style="dim") for label in parts))
+        grid.add_row(*(Text(text, style="bold") for text in parts.values()))
+        curve = Text(sparkline(self.losses, max(10, self.console.width - 8)), style="cyan")
+        bar = ProgressBar(total=progress.steps, completed=progress.step)
+        self.live.update(Panel(Group(grid, bar, curve), title="training", border_style="dim"))
+
+
+def make_display() -> PlainDisplay:
+    """The live panel on a terminal, lines elsewhere."""
+    return LiveDisplay() if sys.stdout.isatty() else PlainDisplay()

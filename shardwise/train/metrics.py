@@ -1,0 +1,79 @@
+"""A run's numbers as they are made: `metrics.jsonl` always, TensorBoard and Weights & Biases when the run asks.
+
+One JSON object a step and one an evaluation. A resumed run cuts the file back to the step it resumes from, so that every
+step stands there once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from shardwise.run import Run, UserError, to_dict
+
+FILE = "metrics.jsonl"
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run folder; a last line cut off by a crash is passed over."""
+    path = folder / FILE
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break
+    return records
+
+
+class Metrics:
+    """Writes records, each at once, so that a crash loses none."""
+
+    def __init__(self, folder: Path, run: Run, resumed_step: int = 0) -> None:
+        kept = [r for r in read_metrics(folder) if r["step"] <= resumed_step]
+        self.file = (folder / FILE).open("w")
+        for record in kept:
+            self.file.write(json.dumps(record) + "\n")
+        self.board = _open_tensorboard(folder, resumed_step) if run.train.tensorboard else None
+        self.wandb = _open_wandb(folder, run) if run.train.wandb else None
+
+    def record(self, **values: Any) -> None:
+        """Append one record. JSON has no NaN, so a number that is not finite is written as text."""
+        clean = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        self.file.write(json.dumps(clean) + "\n")
+        self.file.flush()
+        numbers = {k: v for k, v in values.items() if k != "step"}
+        if self.board is not None:
+            for key, value in numbers.items():
+                self.board.add_scalar(key, value, values["step"])
+        if self.wandb is not None:
+            self.wandb.log(numbers, step=values["step"])
+
+    def close(self) -> None:
+        """Flush and close everything."""
+        self.file.close()
+        if self.board is not None:
+            self.board.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+
+def _open_tensorboard(folder: Path, resumed_step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UserError("train.tensorboard needs TensorBoard: pip install 'shardwise[tensorboard]'") from None
+    # Events past the step that is resumed from would otherwise be shown twice.
+    return SummaryWriter(folder / "tensorboard", purge_step=resumed_step + 1)
+
+
+def _open_wandb(folder: Path, run: Run) -> Any:
+    try:
+        import wandb
+    except ImportError:
+        raise UserError("train.wandb needs Weights & Biases: pip install 'shardwise[wandb]'") from None
+    return wandb.init(project=run.train.wandb, name=run.name, dir=folder, config=to_dict(run), resume="allow", id=run.name)

@@ -1,0 +1,45 @@
+"""How fast and how full: the peak a utilisation is taken of, and the memory in use."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+
+import torch
+
+from shardwise.hardware.chips import chip_of_driver_name
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """FLOP/s to measure a run against, and where that number is from: the maker's figure for a known GPU, otherwise the
+    best of a few matrix products timed here."""
+    name = str(dtype).removeprefix("torch.")
+    if device.type == "cuda":
+        chip = chip_of_driver_name(torch.cuda.get_device_name(device))
+        if chip is not None and name in chip.peak:
+            return chip.peak[name], f"{chip.name}'s {name} peak of {chip.peak[name] / 1e12:,.0f} TFLOP/s"
+    size = 8192 if device.type == "cuda" else 1024
+    a = torch.randn(size, size, device=device).to(dtype)
+    best = float("inf")
+    for _ in range(5):
+        _synchronize(device)
+        start = time.perf_counter()
+        a @ a
+        _synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    flops = 2 * size**3 / best
+    return flops, f"{flops / 1e9:,.0f} GFLOP/s, this machine's {name} matrix product as measured at the start"
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes in use so far: of the GPU's allocator, or of this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used if sys.platform == "darwin" else used * 1024
