@@ -19,8 +19,6 @@ from shardwise.model.layers import FeedForward, Linear, at_least_float32, make_n
 from shardwise.model.rotary import Rotation, rotation
 from shardwise.run import ModelConfig
 
-IGNORED = -100  # a target that is not learned
-
 
 class Output(NamedTuple):
     """What a forward pass gives: logits, or the summed loss when there were targets; and for mixtures the summed
@@ -112,7 +110,6 @@ class Transformer(nn.Module):
 
 
 def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy added over targets: dividing by a count is left to who knows the whole batch."""
-    return F.cross_entropy(
-        at_least_float32(logits).flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
+    """Cross-entropy added over targets; dividing by a count is left to who knows the whole batch. Targets that are not to
+    be learned hold the number that PyTorch ignores."""
+    return F.cross_entropy(at_least_float32(logits).flatten(0, 1), targets.flatten(), reduction="sum")

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.data.batches import Batch, Data, Samples, open_data
+from shardwise.data.batches import Batch, Samples
+from shardwise.data.open import Data, open_data
 from shardwise.plan.work import CONVENTION, parameters, training_flops
 from shardwise.run import Run, UserError, to_toml
 from shardwise.train import checkpoint
@@ -108,7 +109,9 @@ def _batches(samples: Samples, run: Run, done: int) -> Iterator[Batch]:
 
 
 def _validation_batch(samples: Samples, sequences: int) -> Batch:
-    return samples.take(np.arange(min(sequences, samples.count)))
+    """The same sequences each time, spread evenly, so that a few speak for the whole set."""
+    sequences = min(sequences, samples.count)
+    return samples.take(np.arange(sequences) * samples.count // sequences)
 
 
 def _introduce(trainee: Trainee, data: Data, display: PlainDisplay, resumed: bool) -> None:

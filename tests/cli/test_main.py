@@ -1,0 +1,105 @@
+"""The command as a user meets it: quick help without torch, sentences instead of tracebacks, exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli.main import VERBS, main, split_overrides
+
+
+def test_help_names_every_verb_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from shardwise.cli.main import main; assert main(['--help']) == 0; "
+        "heavy = {'torch', 'numpy', 'rich', 'safetensors', 'tokenizers', 'transformers'} & set(sys.modules); "
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(verb in done.stdout for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_each_verb_has_help_without_torch(verb: str) -> None:
+    code = (
+        "import sys; from shardwise.cli.main import main\n"
+        f"try: main([{verb!r}, '--help'])\n"
+        "except SystemExit as e: assert e.code == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"shardwise {verb}" in done.stdout
+
+
+def test_planning_side_imports_without_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; "
+        "import shardwise.run, shardwise.plan.work, shardwise.hardware.chips, shardwise.data.batches"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_torch_training_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text("")
+    code = f"import sys; sys.modules['torch'] = None; from shardwise.cli.main import main; sys.exit(main(['train', {str(tmp_path / 'r.toml')!r}]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "pip install 'shardwise[train]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "phrase"),
+    [
+        (["trian"], "did you mean train"),
+        (["xyzzy"], "there are train"),
+        (["train"], "required"),
+        (["train", "absent.toml"], "cannot be read"),
+        (["train", "absent.toml", "--bogus"], "--bogus"),
+        (["config"], "name a run"),
+        (["config", "--train.lr=fast"], "train.lr"),
+        (["config", "--train.lr"], "has no value"),
+        (["generate", "absent", "--prompt", "x"], "absent"),
+        (["generate", "absent", "--prompt", "x", "--top-p", "0", "--max-tokens", "0"], "--top-p"),
+        (["convert", "from-hf", "absent", "out"], "absent"),
+        (["data", "build", "absent.txt", "--out", "x"], "absent.txt"),
+        (["data", "show", "absent", "--train.lr=3"], "takes no run"),
+    ],
+)
+def test_mistakes_get_a_sentence_and_exit_code_2(
+    arguments: list[str], phrase: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert phrase in said
+    assert all(line.startswith("error: ") for line in said.splitlines())
+    assert not list(tmp_path.iterdir())
+
+
+def test_config_prints_the_resolved_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "big.toml"
+    file.write_text('[model]\npreset = "llama3-8b"\n')
+    assert main(["config", str(file), "--json", "--train.steps", "5"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert (values["name"], values["model"]["kv_heads"], values["train"]["steps"]) == ("big", 8, 5)
+    assert main(["config", str(file)]) == 0
+    (tmp_path / "again.toml").write_text(capsys.readouterr().out)
+    assert main(["config", str(tmp_path / "again.toml"), "--json", "--train.steps=5"]) == 0
+    assert json.loads(capsys.readouterr().out) == values
+    assert main(["config", "--schema"]) == 0
+    assert "microbatch" in capsys.readouterr().out
+    assert main(["config", "--schema", "--json"]) == 0
+    assert {"key", "type", "default", "meaning"} == set(json.loads(capsys.readouterr().out)[0])
+
+
+def test_overrides_may_stand_anywhere_and_take_either_form() -> None:
+    overrides, rest = split_overrides(["--train.lr=1", "run.toml", "--model.layers", "3", "--out", "x", "--name=y"])
+    assert overrides == ["train.lr=1", "model.layers=3", "name=y"]
+    assert rest == ["run.toml", "--out", "x"]

@@ -1,0 +1,20 @@
+"""Shared by all tests: one thread, so that numbers repeat and test processes do not fight for cores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quiet_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    import torch
+
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        # The built-in corpus is cached for the tests alone, so that they build it themselves.
+        cache: Path = tmp_path_factory.mktemp("cache")
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        yield

@@ -1,0 +1,59 @@
+"""Counting by formula against counting the network itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from shardwise.model import Transformer, initialize
+from shardwise.plan.work import forward_flops, keys_seen, parameters
+from shardwise.run import PRESETS, ModelConfig
+from shardwise.run.derive import derive_model
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_parameters_of_every_preset_equal_the_networks(name: str) -> None:
+    config = derive_model(ModelConfig(**PRESETS[name]), 1024)
+    with torch.device("meta"):
+        network = Transformer(config)
+    assert parameters(config).total == sum(p.numel() for p in network.parameters())
+
+
+SHAPES = {
+    "llama": dict(kv_heads=2),
+    "gpt": dict(norm="layernorm", activation="gelu", bias="all", position="learned", tied_embeddings=True),
+    "qwen": dict(bias="qkv", qk_norm=True, head_dim=24),
+    "mixtral": dict(experts=4, experts_per_token=2, expert_ffn=96),
+    "deepseek": dict(
+        attention="latent", q_rank=24, kv_rank=16, nope_dim=16, rope_dim=8, v_dim=12, experts=8, experts_per_token=3,
+        expert_ffn=32, shared_experts=2, dense_layers=1, router="sigmoid",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_forward_operations_equal_those_pytorch_counts(family: str) -> None:
+    length = 16
+    config = derive_model(ModelConfig(layers=3, hidden=64, heads=4, vocab=100, **SHAPES[family]), length)
+    model = Transformer(config)
+    initialize(model, config, 0)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        model(torch.randint(0, 100, (1, length)))
+    # The math backend multiplies whole score matrices; the convention counts the causal half.
+    v_dim = config.v_dim if config.attention == "latent" else config.head_dim
+    whole = 2 * config.layers * config.heads * (config.head_dim + v_dim) * length
+    causal = whole / length * keys_seen(config, length)
+    assert counter.get_total_flops() == pytest.approx(length * (forward_flops(config, length) - causal + whole), rel=1e-12)
+
+
+def test_active_parameters_leave_out_the_experts_a_token_does_not_meet() -> None:
+    p = parameters(derive_model(ModelConfig(**PRESETS["mixtral-8x7b"]), 1024))
+    assert p.total - p.active == p.experts * 6 // 8
+
+
+@pytest.mark.parametrize(("length", "window"), [(1, 0), (7, 0), (7, 3), (7, 7), (7, 100)])
+def test_keys_seen_is_the_mean_over_queries(length: int, window: int) -> None:
+    counted = sum(min(i + 1, window or length) for i in range(length)) / length
+    assert keys_seen(ModelConfig(sliding_window=window), length) == pytest.approx(counted)

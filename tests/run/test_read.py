@@ -1,0 +1,160 @@
+"""Reading a run: every mistake at once with its place, presets under overrides, and resolved runs that read back as themselves."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.run import PRESETS, Run, TrainConfig, UserError, read_run, run_from_dict, to_dict, to_toml
+from shardwise.run.config import SECTIONS, all_keys
+from shardwise.run.write import schema
+
+
+def problems(path: Path | None = None, *overrides: str) -> list[tuple[str, str, str]]:
+    with pytest.raises(UserError) as caught:
+        read_run(path, overrides)
+    return [(p.where, p.key, p.message) for p in caught.value.problems]
+
+
+def test_all_mistakes_are_reported_at_once_with_file_and_key(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'speed = 3\n[model]\nheadz = 3\nlayers = "many"\nheads = 6\nkv_heads = 4\nhidden = 384\n'
+        "[layuot]\nx = 1\n[train]\nlr = -1\ntensor = 2\ndtype = 'bfloat61'\n"
+    )
+    found = {key: (where, message) for where, key, message in problems(file, "--layout.shard=two", "--train.seed=-1")}
+    assert set(found) == {
+        "speed", "model.headz", "model.layers", "model.kv_heads", "layuot.x", "train.lr", "train.tensor", "train.dtype",
+        "layout.shard", "train.seed",
+    }  # fmt: skip
+    assert found["model.headz"][0] == str(file)
+    assert "model.heads" in found["model.headz"][1]
+    assert "[layuot]" in found["layuot.x"][1]
+    assert "layout" in found["layuot.x"][1]
+    assert "layout.tensor" in found["train.tensor"][1]
+    assert "bfloat16" in found["train.dtype"][1]
+    assert found["layout.shard"][0] == "command line"
+    assert "above 0" in found["train.lr"][1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "phrase"),
+    [
+        (["model.heads=3"], "model.heads", "do not divide hidden = 256"),
+        (["model.kv_heads=3"], "model.kv_heads", "1, 2, 4 would do"),
+        (["model.head_dim=31"], "model.head_dim", "odd"),
+        (["model.attention=latent"], "model.kv_rank", "needs this size"),
+        (["model.attention=latent", "model.kv_rank=8", "model.nope_dim=8", "model.rope_dim=7", "model.v_dim=8"], "model.rope_dim", "odd"),
+        (["model.experts=4"], "model.experts_per_token", "between 1 and experts = 4"),
+        (["model.experts=4", "model.experts_per_token=5"], "model.experts_per_token", "between 1 and"),
+        (["model.experts=4", "model.experts_per_token=1", "model.router_groups=3"], "model.router_groups", "do not divide"),
+        (["model.experts=4", "model.experts_per_token=1", "model.router_top_groups=2"], "model.router_top_groups", "more than"),
+        (
+            ["model.experts=4", "model.experts_per_token=2", "model.router_groups=4", "model.router_top_groups=1"],
+            "model.experts_per_token",
+            "cannot be chosen",
+        ),
+        (["model.experts=4", "model.experts_per_token=1", "model.activation=gelu"], "model.experts", "swiglu"),
+        (["model.experts=4", "model.experts_per_token=1", "model.dense_layers=9"], "model.dense_layers", "more than layers"),
+        (["model.shared_experts=1"], "model.shared_experts", "no meaning"),
+        (["model.position=learned", "model.max_positions=100"], "train.seq_len", "longer than the learned table"),
+        (["layout.tensor=3"], "layout.tensor", "does not divide model.heads"),
+        (["model.heads=8", "model.kv_heads=4", "model.head_dim=6", "layout.tensor=8", "model.ffn=4"], "layout.tensor", "feed-forward"),
+        (["model.heads=12", "model.head_dim=8", "model.kv_heads=4", "layout.tensor=6"], "layout.tensor", "divide each other"),
+        (["layout.tensor=4", "train.seq_len=510"], "train.seq_len", "not a multiple of layout.tensor"),
+        (["layout.context=3"], "train.seq_len", "2 x layout.context = 6"),
+        (["layout.pipeline=5"], "layout.pipeline", "at least one layer"),
+        (["layout.expert=2", "layout.shard=2"], "layout.expert", "the model has none"),
+        (["layout.expert=2", "model.experts=4", "model.experts_per_token=1"], "layout.expert", "regroup"),
+        (["layout.expert=3", "layout.shard=3", "train.global_batch=33", "model.experts=4", "model.experts_per_token=1"], "layout.expert", "whole experts"),
+        (["train.global_batch=10", "train.microbatch=4"], "train.global_batch", "not a multiple"),
+        (["layout.replicate=3", "layout.shard=2"], "train.global_batch", "5 x 3 x 2 = 30"),
+        (["cluster.nodes=2", "cluster.devices_per_node=8"], "cluster.devices_per_node", "not the 1 ranks"),
+        (["train.warmup=2000"], "train.warmup", "more than train.steps"),
+        (["data.sets=a,b", "data.weights=1"], "data.weights", "1 weights for 2 sets"),
+        (["data.sets=a,b", "data.weights=0,0"], "data.weights", "must not be negative"),
+        (["name=a/b"], "name", "name of a folder"),
+        (["train.lr=nan"], "train.lr", "finite"),
+        (["train.lr"], "train.lr", "has no value"),
+        (["train.steps=1e30"], "train.steps", "not a whole number"),
+        (["train.steps=99999999999999999999"], "train.steps", "too large"),
+        (["data.holdout=0.9"], "data.holdout", "at most 0.5"),
+    ],
+)  # fmt: skip
+def test_each_rule_refuses_with_its_reason(overrides: list[str], key: str, phrase: str) -> None:
+    found = problems(None, *overrides)
+    assert [m for _, k, m in found if k == key and phrase in m], found
+
+
+def test_a_rule_is_silent_while_its_keys_cannot_be_read() -> None:
+    assert [k for _, k, _ in problems(None, "model.heads=x", "model.kv_heads=3")] == ["model.heads"]
+
+
+def test_a_preset_lies_under_the_keys_beside_it() -> None:
+    run = read_run(None, ["model.preset=llama3-8b", "model.layers=2"])
+    assert (run.model.layers, run.model.hidden, run.model.vocab) == (2, 4096, 128256)
+    assert "llama3-8b" in problems(None, "model.preset=lama3-8b")[0][2]
+
+
+def test_derived_keys_are_filled_in() -> None:
+    run = read_run(None, ["model.hidden=192", "model.heads=6", "layout.shard=4"])
+    assert (run.model.kv_heads, run.model.head_dim, run.model.ffn) == (6, 32, 512)
+    assert run.train.microbatch == 8
+    assert run.accumulation == 1
+    assert run.cluster.devices_per_node == 4
+
+
+def test_command_line_values_are_typed_by_their_key() -> None:
+    run = read_run(None, ["train.steps=1e3", "train.lr=1", "data.sets=['a','b']", "data.weights=1,2", "model.qk_norm=true", "name=7"])
+    assert (run.train.steps, run.train.lr, run.data.sets, run.data.weights) == (1000, 1.0, ("a", "b"), (1.0, 2.0))
+    assert run.model.qk_norm is True
+    assert run.name == "7"
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_resolved_run_reads_back_as_itself(name: str, tmp_path: Path) -> None:
+    run = read_run(None, [f"model.preset={name}", "train.seq_len=1024", "name=x"])
+    (tmp_path / "x.toml").write_text(to_toml(run))
+    assert read_run(tmp_path / "x.toml") == run
+    assert run_from_dict(json.loads(json.dumps(to_dict(run)))) == run
+
+
+@given(st.text(max_size=30), st.floats(1e-12, 1e12), st.lists(st.text(min_size=1, max_size=10), max_size=3))
+def test_any_text_and_number_survives_toml(text: str, number: float, names: list[str]) -> None:
+    import tomllib
+
+    run = Run(train=TrainConfig(lr=number, wandb=text))
+    run = replace(run, data=replace(run.data, sets=tuple(names)))
+    back = tomllib.loads(to_toml(run))
+    assert back["train"]["lr"] == number
+    assert back["train"]["wandb"] == text
+    assert back["data"]["sets"] == names
+
+
+@pytest.mark.parametrize(
+    ("content", "phrase"),
+    [(b"[model", "not valid TOML"), (b"\xff\xfe", "not UTF-8"), (b"model = 3\n", "is a section"), (b"a = " + b"[" * 3000, "TOML")],
+)  # fmt: skip
+def test_files_that_are_no_runs_get_a_sentence(tmp_path: Path, content: bytes, phrase: str) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_bytes(content)
+    try:
+        found = problems(file)
+    except RecursionError:
+        pytest.fail("a traceback instead of a sentence")
+    assert found[0][0] == str(file)
+    assert phrase in found[0][2] or "nested too deeply" in found[0][2]
+    assert "cannot be read" in problems(tmp_path / "absent.toml")[0][2]
+    assert "folder" in problems(tmp_path)[0][2]
+
+
+def test_the_schema_lists_every_declared_key_with_a_meaning() -> None:
+    listed = {entry["key"] for entry in schema()}
+    declared = {f"{s}.{f.name}" for s, cls in SECTIONS.items() for f in fields(cls)} | {"name"}
+    assert listed == declared == set(all_keys())
+    assert all(len(entry["meaning"]) > 5 and entry["type"] for entry in schema())

@@ -1,0 +1,120 @@
+"""Whole runs in their folders: what is written, going on after a stop, refusing another job."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shardwise.run import Run, UserError, read_run, run_from_dict
+from shardwise.train.display import clock, sparkline
+from shardwise.train.loop import train
+from shardwise.train.metrics import read_metrics
+
+
+def make_run(**keys: Any) -> Run:
+    settings = dict(steps=6, seq_len=32, global_batch=4, eval_every=3, eval_sequences=5, checkpoint_every=2, device="cpu")
+    model = dict(layers=2, hidden=16, heads=2, ffn=32)
+    return run_from_dict(dict(name="tiny", model=model, train=settings | keys))
+
+
+def losses(folder: Path) -> list[float]:
+    return [r["loss"] for r in read_metrics(folder) if "loss" in r]
+
+
+def test_a_run_folder_holds_what_scripts_rely_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(keep=2)
+    train(run, tmp_path / "out")
+    assert read_run(tmp_path / "out" / "run.toml") == run
+    records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    steps = [r for r in records if "loss" in r]
+    assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
+    assert set(steps[0]) == {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "seconds"}
+    assert steps[-1]["tokens"] == 6 * 4 * 32
+    assert [(r["step"], set(r)) for r in records if "eval_loss" in r] == [(3, {"step", "eval_loss"}), (6, {"step", "eval_loss"})]
+    assert sorted(p.name for p in (tmp_path / "out" / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+    said = capsys.readouterr().out
+    for word in ("loss", "grad norm", "lr", "tokens/s", "MFU", "memory", "left", "validation loss", "causal attention"):
+        assert word in said
+
+
+@pytest.mark.parametrize("keys", [dict(), dict(optimizer="muon", dtype="float16"), dict(dtype="float64")], ids=str)
+def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, keys: dict[str, Any]) -> None:
+    whole = make_run(schedule="constant", **keys)
+    train(whole, tmp_path / "whole")
+    part = replace(whole, train=replace(whole.train, steps=4))
+    train(part, tmp_path / "part")
+    train(whole, tmp_path / "part")
+    assert losses(tmp_path / "part") == losses(tmp_path / "whole")
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        a, b = (load_file(tmp_path / which / "checkpoints" / "step-00000006" / file) for which in ("whole", "part"))
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_metrics_are_cut_back_to_the_step_that_is_resumed(tmp_path: Path) -> None:
+    run = make_run()
+    train(run, tmp_path)
+    before = losses(tmp_path)
+    # As if it had been killed after step 5: the newest checkpoint is step 4, and a line was cut off.
+    for path in (tmp_path / "checkpoints" / "step-00000006").iterdir():
+        path.unlink()
+    (tmp_path / "checkpoints" / "step-00000006").rmdir()
+    with (tmp_path / "metrics.jsonl").open("a") as f:
+        f.write('{"step": 7, "lo')
+    train(run, tmp_path)
+    assert losses(tmp_path) == before
+
+
+def test_a_finished_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(make_run(), tmp_path)
+    train(make_run(), tmp_path)
+    assert "trained to step 6 already" in capsys.readouterr().out
+
+
+def test_another_model_or_other_data_is_refused_with_the_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run()
+    train(run, tmp_path)
+    wider = replace(run, model=replace(run.model, ffn=48))
+    with pytest.raises(UserError, match="ffn: 32 -> 48"):
+        train(wider, tmp_path)
+    state = tmp_path / "checkpoints" / "step-00000006" / "state.json"
+    content = json.loads(state.read_text())
+    state.write_text(json.dumps(content | {"data": "other"}))
+    with pytest.raises(UserError, match="other data"):
+        train(run, tmp_path)
+    state.write_text(json.dumps(content | {"format": 99}))
+    with pytest.raises(UserError, match="newer version"):
+        train(run, tmp_path)
+    (state.parent / "model.safetensors").write_bytes(b"torn")
+    state.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="not a whole training checkpoint"):
+        train(run, tmp_path)
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(make_run(tensorboard=True), tmp_path)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [e.value for e in events.Scalars("loss")] == pytest.approx(losses(tmp_path))
+    assert len(events.Scalars("eval_loss")) == 2
+
+
+def test_several_ranks_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    run = run_from_dict(dict(layout=dict(shard=2)))
+    with pytest.raises(UserError, match="needs 2 ranks"):
+        train(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_durations_and_curves_read_well() -> None:
+    assert [clock(s) for s in (0.4, 59, 61, 3725, 90061)] == ["0s", "59s", "1m01s", "1h02m", "1d01h"]
+    assert sparkline([3, 2, 1, 0], 4) == "█▅▃▁"
+    assert len(sparkline(list(map(float, range(100))), 10)) == 10
+    assert sparkline([float("nan")], 5) == ""

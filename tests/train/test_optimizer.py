@@ -1,0 +1,71 @@
+"""Muon's orthogonalisation, who decays and who does not, and the course of the learning rate."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardwise.model import Transformer, initialize
+from shardwise.run import TrainConfig, run_from_dict
+from shardwise.train.optimizer import Optimizer, orthogonalize
+from shardwise.train.schedule import learning_rate_factor
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (8, 32), (32, 8), (3, 8, 16)])
+def test_orthogonalising_brings_singular_values_near_one(shape: tuple[int, ...]) -> None:
+    g = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    out = orthogonalize(g)
+    values = torch.linalg.svdvals(out)
+    assert values.min() > 0.3
+    assert values.max() < 1.3
+    # The directions stay: the nearest orthogonal matrix is U V^T.
+    u, _, vh = torch.linalg.svd(g, full_matrices=False)
+    cosine = (out * (u @ vh)).sum() / out.norm() / (u @ vh).norm()
+    assert cosine > 0.95
+    if g.ndim == 3:
+        torch.testing.assert_close(out[1], orthogonalize(g[1]))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_decay_spares_norms_and_biases(optimizer: str) -> None:
+    run = run_from_dict(
+        dict(
+            model=dict(layers=1, hidden=16, heads=2, vocab=11, norm="layernorm", bias="all", activation="gelu", position="learned"),
+            train=dict(seq_len=8, optimizer=optimizer, weight_decay=0.5, lr=0.1, muon_lr=0.1),
+        )
+    )  # fmt: skip
+    model = Transformer(run.model)
+    initialize(model, run.model, 0)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    Optimizer(model, run.train).step(run.train.steps // 100)
+    for name, p in model.named_parameters():
+        shrunk = not torch.equal(p, before[name])
+        assert shrunk == (p.ndim > 1), name
+
+
+def test_muon_takes_the_matrices_of_blocks_and_leaves_the_rest() -> None:
+    run = run_from_dict(dict(model=dict(layers=1, hidden=16, heads=2, experts=2, experts_per_token=1), train=dict(optimizer="muon")))
+    optimizer = Optimizer(Transformer(run.model), run.train)
+    adam, muon = ({optimizer.names[p] for g in part.param_groups for p in g["params"]} for part in optimizer.parts)
+    assert {"embed.weight", "head.weight", "norm.weight"} <= adam
+    assert "layers.0.attention.q.weight" in muon
+    assert "layers.0.ffn.experts.up" in muon
+    assert adam | muon == set(optimizer.names.values())
+
+
+def test_learning_rate_follows_each_schedule() -> None:
+    def course(**keys: object) -> list[float]:
+        train = TrainConfig(steps=10, warmup=2, final_lr=0.1, **keys)  # type: ignore[arg-type]
+        return [learning_rate_factor(train, s) for s in range(1, 11)]
+
+    for schedule in ("cosine", "linear", "wsd", "constant"):
+        values = course(schedule=schedule)
+        assert values[:2] == [0.5, 1.0]
+        assert values[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1)
+        assert all(a >= b for a, b in zip(values[1:], values[2:], strict=False))
+    assert course(schedule="cosine")[5] == pytest.approx(0.55)
+    assert course(schedule="linear")[5] == pytest.approx(0.55)
+    assert course(schedule="wsd", decay=0.4)[:6] == [0.5, 1, 1, 1, 1, 1]
+    assert course(schedule="wsd", decay=0.4)[7] == pytest.approx(0.55)
