@@ -23,7 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop", action="append", default=[], help="end at this text; may be given several times")
     parser.add_argument("--seed", type=int, default=0, help="fixes the draws")
     parser.add_argument("--no-cache", action="store_true", help="recompute everything for each token (slow; a check)")
-    parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16", "float16"), help="arithmetic; default: the run's")
+    parser.add_argument(
+        "--dtype",
+        choices=("float64", "float32", "bfloat16", "float16"),
+        help="arithmetic; default: the run's",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

@@ -33,7 +33,9 @@ def initial_value(config: ModelConfig, seed: int, name: str, shape: tuple[int, .
     leaf = name.removesuffix(".weight").split(".")[-1]
     std = config.init_std / (2 * config.layers) ** 0.5 if leaf in ("out", "down") else config.init_std
     if len(shape) == 3:
-        experts = [torch.empty(shape[1:]).normal_(0, std, generator=generator(seed, f"{name}/{e}")) for e in range(shape[0])]
+        experts = [
+            torch.empty(shape[1:]).normal_(0, std, generator=generator(seed, f"{name}/{e}")) for e in range(shape[0])
+        ]
         return torch.stack(experts)
     return torch.empty(shape).normal_(0, std, generator=generator(seed, name))
 

@@ -30,7 +30,14 @@ class Parameters:
     @property
     def total(self) -> int:
         """All parameters, tied ones once."""
-        parts = (self.embedding, self.attention, self.dense_ffn, self.router, self.experts, self.shared_experts)
+        parts = (
+            self.embedding,
+            self.attention,
+            self.dense_ffn,
+            self.router,
+            self.experts,
+            self.shared_experts,
+        )
         return sum(parts) + self.norms + self.head
 
     @property

@@ -94,7 +94,9 @@ def _model_rules(run: Run) -> Iterator[Broken]:
             )
         if m.activation != "swiglu" or m.bias == "all":
             yield Broken(
-                "model.experts", ("model.activation", "model.bias"), 'experts are swiglu layers without biases'
+                "model.experts",
+                ("model.activation", "model.bias"),
+                "experts are swiglu layers without biases",
             )
     else:
         for name in ("experts_per_token", "shared_experts", "dense_layers"):
@@ -185,7 +187,10 @@ def _batch_rules(run: Run) -> Iterator[Broken]:
     if cluster.nodes * cluster.devices_per_node != lay.world:
         yield Broken(
             "cluster.devices_per_node",
-            ("cluster.nodes", *(f"layout.{axis}" for axis in ("replicate", "shard", "context", "tensor", "pipeline"))),
+            (
+                "cluster.nodes",
+                *(f"layout.{axis}" for axis in ("replicate", "shard", "context", "tensor", "pipeline")),
+            ),
             f"{cluster.nodes} nodes x {cluster.devices_per_node} devices are not the {lay.world} ranks of the layout "
             f"(replicate x shard x context x tensor x pipeline)",
         )

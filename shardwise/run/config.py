@@ -14,7 +14,14 @@ from typing import Any, Literal, get_type_hints
 from shardwise.run.axes import RANK_AXES
 
 
-def key(default: Any, meaning: str, *, least: float | None = None, above: float | None = None, most: float | None = None) -> Any:
+def key(
+    default: Any,
+    meaning: str,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+) -> Any:
     """Declare a config key: its default, what it is for, and the smallest/largest value that makes sense."""
     return field(default=default, metadata={"meaning": meaning, "least": least, "above": above, "most": most})
 
@@ -29,19 +36,33 @@ class ModelConfig:
     heads: int = key(4, "query heads", least=1)
     kv_heads: int = key(0, "key/value heads (grouped-query attention); 0: as many as heads", least=0)
     head_dim: int = key(0, "width of a head; 0: hidden / heads", least=0)
-    ffn: int = key(0, "width of the feed-forward layer; 0: 8/3 hidden (swiglu) or 4 hidden (gelu), in steps of 64", least=0)
-    vocab: int = key(257, "rows of the embedding; at least the tokenizer's size (257: bytes and end of document)", least=1)
+    ffn: int = key(
+        0,
+        "width of the feed-forward layer; 0: 8/3 hidden (swiglu) or 4 hidden (gelu), in steps of 64",
+        least=0,
+    )
+    vocab: int = key(
+        257, "rows of the embedding; at least the tokenizer's size (257: bytes and end of document)", least=1
+    )
     max_positions: int = key(0, "longest sequence the model is made for; 0: train.seq_len", least=0)
     norm: Literal["rmsnorm", "layernorm"] = key("rmsnorm", "kind of normalisation before each block")
     norm_eps: float = key(1e-5, "added to the variance in norms", above=0)
     activation: Literal["swiglu", "gelu"] = key("swiglu", "feed-forward: gated SiLU, or GELU (tanh form, as GPT-2)")
-    bias: Literal["none", "qkv", "all"] = key("none", "biases: none (Llama), on q, k and v (Qwen2.5), on every matrix (GPT)")
-    position: Literal["rotary", "learned"] = key("rotary", "how positions enter: rotated queries and keys, or a learned table")
+    bias: Literal["none", "qkv", "all"] = key(
+        "none", "biases: none (Llama), on q, k and v (Qwen2.5), on every matrix (GPT)"
+    )
+    position: Literal["rotary", "learned"] = key(
+        "rotary", "how positions enter: rotated queries and keys, or a learned table"
+    )
     rope_theta: float = key(10000.0, "base of the rotary frequencies", above=0)
-    rope_scaling: Literal["none", "llama3", "yarn"] = key("none", "how rotary frequencies stretch beyond the trained length")
+    rope_scaling: Literal["none", "llama3", "yarn"] = key(
+        "none", "how rotary frequencies stretch beyond the trained length"
+    )
     rope_factor: float = key(1.0, "how many times longer than rope_original the context became", least=1)
     rope_original: int = key(0, "context length before stretching; 0: max_positions", least=0)
-    rope_low_freq: float = key(1.0, "llama3 scaling: wavelengths longer than rope_original/this are stretched fully", above=0)
+    rope_low_freq: float = key(
+        1.0, "llama3 scaling: wavelengths longer than rope_original/this are stretched fully", above=0
+    )
     rope_high_freq: float = key(4.0, "llama3 scaling: wavelengths shorter than rope_original/this are kept", above=0)
     yarn_beta_fast: float = key(32.0, "YaRN: rotations over rope_original above which a frequency is kept", above=0)
     yarn_beta_slow: float = key(1.0, "YaRN: rotations over rope_original below which a frequency is stretched", above=0)
@@ -51,7 +72,9 @@ class ModelConfig:
     sliding_window: int = key(0, "attend to this many latest positions only; 0: to all", least=0)
     tied_embeddings: bool = key(False, "share the embedding with the output head")
     init_std: float = key(0.02, "standard deviation of initial weights", above=0)
-    attention: Literal["grouped", "latent"] = key("grouped", "multi-head/grouped-query attention, or DeepSeek's latent attention")
+    attention: Literal["grouped", "latent"] = key(
+        "grouped", "multi-head/grouped-query attention, or DeepSeek's latent attention"
+    )
     q_rank: int = key(0, "latent attention: rank of the compressed queries; 0: not compressed", least=0)
     kv_rank: int = key(0, "latent attention: rank of the compressed keys and values", least=0)
     nope_dim: int = key(0, "latent attention: width of a head's part without position", least=0)
@@ -62,7 +85,9 @@ class ModelConfig:
     expert_ffn: int = key(0, "width of one expert; 0: ffn", least=0)
     shared_experts: int = key(0, "experts every token passes (one block of this many times expert_ffn)", least=0)
     dense_layers: int = key(0, "first layers that stay dense in a mixture model", least=0)
-    router: Literal["softmax", "sigmoid"] = key("softmax", "scores of the experts: softmax (Mixtral), sigmoid with bias (DeepSeek-V3)")
+    router: Literal["softmax", "sigmoid"] = key(
+        "softmax", "scores of the experts: softmax (Mixtral), sigmoid with bias (DeepSeek-V3)"
+    )
     router_groups: int = key(1, "groups of experts that routing first chooses among", least=1)
     router_top_groups: int = key(1, "groups a token may use", least=1)
     router_normalize: bool = key(True, "make the weights of a token's chosen experts add up to one")
@@ -112,7 +137,8 @@ class TrainConfig:
     seq_len: int = key(512, "tokens in a sequence", least=1)
     seed: int = key(0, "fixes the initial weights and the order of the data", least=0)
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = key(
-        "float32", "arithmetic of the network; the 16-bit ones keep parameters, gradients and optimizer in float32"
+        "float32",
+        "arithmetic of the network; the 16-bit ones keep parameters, gradients and optimizer in float32",
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "where to run; auto: the GPU where there is one")
     deterministic: bool = key(False, "GPUs: two runs identical to the bit, at some cost in speed; CPUs always are")
@@ -125,7 +151,9 @@ class TrainConfig:
     beta2: float = key(0.95, "AdamW's second moment", least=0, most=1)
     eps: float = key(1e-8, "AdamW's epsilon", above=0)
     clip: float = key(1.0, "largest gradient norm; 0: no clipping", least=0)
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = key("cosine", "learning rate after warm-up; wsd: stable, then decay")
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = key(
+        "cosine", "learning rate after warm-up; wsd: stable, then decay"
+    )
     warmup: int = key(0, "steps of linear warm-up", least=0)
     decay: float = key(0.2, "wsd: share of the steps spent decaying at the end", least=0, most=1)
     final_lr: float = key(0.1, "learning rate at the end, as a share of the peak", least=0, most=1)

@@ -26,7 +26,7 @@ def _llama2(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> Ke
 
 
 def _llama3(layers: int, hidden: int, heads: int, ffn: int, *, factor: float = 0.0, tied: bool = False) -> Keys:
-    keys = dict(
+    keys: Keys = dict(
         layers=layers, hidden=hidden, heads=heads, kv_heads=8, ffn=ffn, vocab=128256, max_positions=8192, norm_eps=1e-5,
         rope_theta=500000.0, tied_embeddings=tied,
     )  # fmt: skip
@@ -35,7 +35,9 @@ def _llama3(layers: int, hidden: int, heads: int, ffn: int, *, factor: float = 0
     return keys
 
 
-def _qwen25(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int = 152064, tied: bool = False) -> Keys:
+def _qwen25(
+    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int = 152064, tied: bool = False
+) -> Keys:
     return dict(
         layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab, max_positions=32768, norm_eps=1e-6,
         rope_theta=1e6, bias="qkv", tied_embeddings=tied,
@@ -85,11 +87,33 @@ PRESETS: dict[str, Keys] = {
     "qwen3-32b": _qwen3(64, 5120, 64, 8, 25600),
     "qwen3-30b-a3b": _qwen3(48, 2048, 32, 4, 6144) | dict(experts=128, experts_per_token=8, expert_ffn=768),
     "mixtral-8x7b": _mixtral(32, 4096, 32, 14336, 32000, 32768),
-    "mixtral-8x22b": _mixtral(56, 6144, 48, 16384, 32768, 65536),
+    "mixtral-8x22b": _mixtral(56, 6144, 48, 16384, 32000, 65536),
     "deepseek-v3": dict(
-        layers=61, hidden=7168, heads=128, ffn=18432, vocab=129280, max_positions=163840, norm_eps=1e-6, attention="latent",
-        q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128, rope_scaling="yarn", rope_factor=40.0,
-        rope_original=4096, yarn_mscale_all=1.0, experts=256, experts_per_token=8, expert_ffn=2048, shared_experts=1,
-        dense_layers=3, router="sigmoid", router_groups=8, router_top_groups=4, router_scale=2.5,
-    ),  # fmt: skip
+        layers=61,
+        hidden=7168,
+        heads=128,
+        ffn=18432,
+        vocab=129280,
+        max_positions=163840,
+        norm_eps=1e-6,
+        attention="latent",
+        q_rank=1536,
+        kv_rank=512,
+        nope_dim=128,
+        rope_dim=64,
+        v_dim=128,
+        rope_scaling="yarn",
+        rope_factor=40.0,
+        rope_original=4096,
+        yarn_mscale_all=1.0,
+        experts=256,
+        experts_per_token=8,
+        expert_ffn=2048,
+        shared_experts=1,
+        dense_layers=3,
+        router="sigmoid",
+        router_groups=8,
+        router_top_groups=4,
+        router_scale=2.5,
+    ),
 }

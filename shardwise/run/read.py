@@ -51,7 +51,9 @@ def _resolve(given: _Given, problems: list[Problem]) -> Run:
         given = _Given({**base, **given})
     elif isinstance(preset, str) and preset:
         known = f"; known: {', '.join(PRESETS)}"
-        problems.append(Problem(f'there is no preset "{preset}"{nearest(preset, PRESETS) or known}', "model.preset", where))
+        problems.append(
+            Problem(f'there is no preset "{preset}"{nearest(preset, PRESETS) or known}', "model.preset", where)
+        )
 
     values: dict[str, Any] = {}
     bad = {p.key for p in problems}

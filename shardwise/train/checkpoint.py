@@ -74,7 +74,9 @@ def check_same_job(checkpoint: Path, run: Run) -> None:
     now = to_dict(run)["model"]
     changed = [d for d in differences(before, now) if not d.startswith("preset:")]
     if changed:
-        reason = "holds another model: " + "; ".join(changed) + ". Give --out another folder, or restore the model's keys"
+        reason = (
+            "holds another model: " + "; ".join(changed) + ". Give --out another folder, or restore the model's keys"
+        )
         raise UserError(Problem(reason, where=str(checkpoint)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -30,7 +31,7 @@ def sparkline(values: list[float], width: int) -> str:
         return ""
     columns = min(width, len(finite))
     edges = [round(i * len(finite) / columns) for i in range(columns + 1)]
-    means = [sum(finite[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    means = [sum(finite[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(means), max(means)
     return "".join(BARS[int((m - low) / (high - low or 1) * (len(BARS) - 1))] for m in means)
 

@@ -76,4 +76,6 @@ def _open_wandb(folder: Path, run: Run) -> Any:
         import wandb
     except ImportError:
         raise UserError("train.wandb needs Weights & Biases: pip install 'shardwise[wandb]'") from None
-    return wandb.init(project=run.train.wandb, name=run.name, dir=folder, config=to_dict(run), resume="allow", id=run.name)
+    return wandb.init(
+        project=run.train.wandb, name=run.name, dir=folder, config=to_dict(run), resume="allow", id=run.name
+    )

@@ -62,7 +62,7 @@ class Optimizer:
 
     def __init__(self, model: nn.Module, train: TrainConfig) -> None:
         self.train = train
-        self.names = {p: name for name, p in model.named_parameters()}
+        self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         matrices = [p for name, p in model.named_parameters() if p.ndim > 1 and name.startswith("layers.")]
         chosen = set(matrices) if train.optimizer == "muon" else set()
         rest = [p for p in self.names if p not in chosen]

@@ -24,7 +24,9 @@ from shardwise.train.optimizer import Optimizer
 def choose_device(wanted: str) -> torch.device:
     """The device a run asks for, or a sentence when this machine does not have it."""
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise UserError('train.device: "cuda" was asked for, but PyTorch sees no GPU on this machine; use "auto" or "cpu"')
+        raise UserError(
+            'train.device: "cuda" was asked for, but PyTorch sees no GPU on this machine; use "auto" or "cpu"'
+        )
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
@@ -67,7 +69,9 @@ class Trainee:
         self.model.train()
         self.optimizer.zero_grad()
         loss_tokens = batch.loss_tokens
-        loss = torch.zeros((), dtype=torch.float64 if self.dtype == torch.float64 else torch.float32, device=self.device)
+        loss = torch.zeros(
+            (), dtype=torch.float64 if self.dtype == torch.float64 else torch.float32, device=self.device
+        )
         for micro in microbatches(batch, train.microbatch, self.device):
             total, auxiliary = self.model(**micro)
             loss += total.detach()

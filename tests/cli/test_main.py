@@ -47,7 +47,10 @@ def test_planning_side_imports_without_torch() -> None:
 
 def test_without_torch_training_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text("")
-    code = f"import sys; sys.modules['torch'] = None; from shardwise.cli.main import main; sys.exit(main(['train', {str(tmp_path / 'r.toml')!r}]))"
+    code = (
+        "import sys; sys.modules['torch'] = None; from shardwise.cli.main import main; "
+        f"sys.exit(main(['train', {str(tmp_path / 'r.toml')!r}]))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert "pip install 'shardwise[train]'" in done.stderr
@@ -73,7 +76,11 @@ def test_without_torch_training_says_what_to_install(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_get_a_sentence_and_exit_code_2(
-    arguments: list[str], phrase: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    phrase: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2

@@ -38,7 +38,9 @@ def build(family: str) -> Transformer:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("sampling", [Sampling(0), Sampling(0.8, top_k=10, top_p=0.9, seed=3)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0), Sampling(0.8, top_k=10, top_p=0.9, seed=3)], ids=["greedy", "sampled"]
+)
 def test_cache_and_company_change_no_token(family: str, sampling: Sampling) -> None:
     model = build(family)
     cached = generate(model, PROMPTS, 12, sampling)
@@ -99,13 +101,31 @@ def test_more_than_the_learned_positions_is_refused() -> None:
 
 def test_the_command_continues_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_from_dict(
-        dict(name="g", model=dict(layers=1, hidden=16, heads=2), train=dict(steps=2, seq_len=32, global_batch=2, eval_every=0, device="cpu"))
-    )  # fmt: skip
+        dict(
+            name="g",
+            model=dict(layers=1, hidden=16, heads=2),
+            train=dict(steps=2, seq_len=32, global_batch=2, eval_every=0, device="cpu"),
+        )
+    )
     train(run, tmp_path)
     capsys.readouterr()
-    base = ["generate", str(tmp_path), "--prompt", "def", "--prompt", "a longer one", "--max-tokens", "7", "--json"]
+    base = [
+        "generate",
+        str(tmp_path),
+        "--prompt",
+        "def",
+        "--prompt",
+        "a longer one",
+        "--max-tokens",
+        "7",
+        "--json",
+    ]
     results = []
-    for extra in (["--temperature", "0"], ["--temperature", "0", "--no-cache"], ["--temperature", "0", "--dtype", "float64"]):
+    for extra in (
+        ["--temperature", "0"],
+        ["--temperature", "0", "--no-cache"],
+        ["--temperature", "0", "--dtype", "float64"],
+    ):
         assert main(base + extra) == 0
         results.append(json.loads(capsys.readouterr().out)["samples"])
     assert results[0] == results[1]

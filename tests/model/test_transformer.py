@@ -76,7 +76,11 @@ def test_the_cache_changes_nothing(family: str) -> None:
 
 def test_attention_is_softmax_of_products() -> None:
     torch.manual_seed(0)
-    q, k, v = torch.randn(2, 6, 4, 8).double(), torch.randn(2, 6, 2, 8).double(), torch.randn(2, 6, 2, 8).double()
+    q, k, v = (
+        torch.randn(2, 6, 4, 8).double(),
+        torch.randn(2, 6, 2, 8).double(),
+        torch.randn(2, 6, 2, 8).double(),
+    )
     got = DotProduct(0.3)(q, k, v, None)
     want = torch.zeros_like(got)
     for b in range(2):
@@ -111,8 +115,18 @@ def test_targets_give_the_summed_loss_and_ignored_ones_do_not_count() -> None:
 @pytest.mark.parametrize("router", ["softmax", "sigmoid"])
 def test_a_mixture_adds_its_chosen_experts_by_weight(router: str) -> None:
     config = derive_model(
-        ModelConfig(hidden=16, heads=2, ffn=24, experts=5, experts_per_token=2, shared_experts=1, router=router, router_scale=1.5), 8
-    )  # fmt: skip
+        ModelConfig(
+            hidden=16,
+            heads=2,
+            ffn=24,
+            experts=5,
+            experts_per_token=2,
+            shared_experts=1,
+            router=router,
+            router_scale=1.5,
+        ),
+        8,
+    )
     mixture = Mixture(config).double()
     initialize(mixture, config, 0)
     for p in mixture.parameters():
@@ -137,7 +151,8 @@ def test_a_mixture_adds_its_chosen_experts_by_weight(router: str) -> None:
 
 def test_group_limited_routing_stays_in_the_best_groups() -> None:
     config = derive_model(
-        ModelConfig(hidden=8, experts=8, experts_per_token=3, router="sigmoid", router_groups=4, router_top_groups=2), 8
+        ModelConfig(hidden=8, experts=8, experts_per_token=3, router="sigmoid", router_groups=4, router_top_groups=2),
+        8,
     )
     router = Router(config)
     initialize(router, config, 0)

@@ -45,7 +45,9 @@ def test_forward_operations_equal_those_pytorch_counts(family: str) -> None:
     v_dim = config.v_dim if config.attention == "latent" else config.head_dim
     whole = 2 * config.layers * config.heads * (config.head_dim + v_dim) * length
     causal = whole / length * keys_seen(config, length)
-    assert counter.get_total_flops() == pytest.approx(length * (forward_flops(config, length) - causal + whole), rel=1e-12)
+    assert counter.get_total_flops() == pytest.approx(
+        length * (forward_flops(config, length) - causal + whole), rel=1e-12
+    )
 
 
 def test_active_parameters_leave_out_the_experts_a_token_does_not_meet() -> None:

@@ -1,4 +1,4 @@
-"""Reading a run: every mistake at once with its place, presets under overrides, and resolved runs that read back as themselves."""
+"""Reading a run: every mistake at once with its place, presets under overrides, resolved runs that read back as themselves."""
 
 from __future__ import annotations
 
@@ -42,6 +42,10 @@ def test_all_mistakes_are_reported_at_once_with_file_and_key(tmp_path: Path) -> 
     assert "above 0" in found["train.lr"][1]
 
 
+LATENT = ("model.attention=latent", "model.kv_rank=8", "model.nope_dim=8", "model.v_dim=8")
+MIXTURE = ("model.experts=4", "model.experts_per_token=1")
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "phrase"),
     [
@@ -49,29 +53,29 @@ def test_all_mistakes_are_reported_at_once_with_file_and_key(tmp_path: Path) -> 
         (["model.kv_heads=3"], "model.kv_heads", "1, 2, 4 would do"),
         (["model.head_dim=31"], "model.head_dim", "odd"),
         (["model.attention=latent"], "model.kv_rank", "needs this size"),
-        (["model.attention=latent", "model.kv_rank=8", "model.nope_dim=8", "model.rope_dim=7", "model.v_dim=8"], "model.rope_dim", "odd"),
+        ([*LATENT, "model.rope_dim=7"], "model.rope_dim", "odd"),
         (["model.experts=4"], "model.experts_per_token", "between 1 and experts = 4"),
         (["model.experts=4", "model.experts_per_token=5"], "model.experts_per_token", "between 1 and"),
-        (["model.experts=4", "model.experts_per_token=1", "model.router_groups=3"], "model.router_groups", "do not divide"),
-        (["model.experts=4", "model.experts_per_token=1", "model.router_top_groups=2"], "model.router_top_groups", "more than"),
+        ([*MIXTURE, "model.router_groups=3"], "model.router_groups", "do not divide"),
+        ([*MIXTURE, "model.router_top_groups=2"], "model.router_top_groups", "more than"),
         (
             ["model.experts=4", "model.experts_per_token=2", "model.router_groups=4", "model.router_top_groups=1"],
             "model.experts_per_token",
             "cannot be chosen",
         ),
-        (["model.experts=4", "model.experts_per_token=1", "model.activation=gelu"], "model.experts", "swiglu"),
-        (["model.experts=4", "model.experts_per_token=1", "model.dense_layers=9"], "model.dense_layers", "more than layers"),
+        ([*MIXTURE, "model.activation=gelu"], "model.experts", "swiglu"),
+        ([*MIXTURE, "model.dense_layers=9"], "model.dense_layers", "more than layers"),
         (["model.shared_experts=1"], "model.shared_experts", "no meaning"),
         (["model.position=learned", "model.max_positions=100"], "train.seq_len", "longer than the learned table"),
         (["layout.tensor=3"], "layout.tensor", "does not divide model.heads"),
-        (["model.heads=8", "model.kv_heads=4", "model.head_dim=6", "layout.tensor=8", "model.ffn=4"], "layout.tensor", "feed-forward"),
+        (["model.heads=8", "model.kv_heads=4", "layout.tensor=8", "model.ffn=4"], "layout.tensor", "feed-forward"),
         (["model.heads=12", "model.head_dim=8", "model.kv_heads=4", "layout.tensor=6"], "layout.tensor", "divide each other"),
         (["layout.tensor=4", "train.seq_len=510"], "train.seq_len", "not a multiple of layout.tensor"),
         (["layout.context=3"], "train.seq_len", "2 x layout.context = 6"),
         (["layout.pipeline=5"], "layout.pipeline", "at least one layer"),
         (["layout.expert=2", "layout.shard=2"], "layout.expert", "the model has none"),
-        (["layout.expert=2", "model.experts=4", "model.experts_per_token=1"], "layout.expert", "regroup"),
-        (["layout.expert=3", "layout.shard=3", "train.global_batch=33", "model.experts=4", "model.experts_per_token=1"], "layout.expert", "whole experts"),
+        ([*MIXTURE, "layout.expert=2"], "layout.expert", "regroup"),
+        ([*MIXTURE, "layout.expert=3", "layout.shard=3", "train.global_batch=33"], "layout.expert", "whole experts"),
         (["train.global_batch=10", "train.microbatch=4"], "train.global_batch", "not a multiple"),
         (["layout.replicate=3", "layout.shard=2"], "train.global_batch", "5 x 3 x 2 = 30"),
         (["cluster.nodes=2", "cluster.devices_per_node=8"], "cluster.devices_per_node", "not the 1 ranks"),
@@ -110,8 +114,23 @@ def test_derived_keys_are_filled_in() -> None:
 
 
 def test_command_line_values_are_typed_by_their_key() -> None:
-    run = read_run(None, ["train.steps=1e3", "train.lr=1", "data.sets=['a','b']", "data.weights=1,2", "model.qk_norm=true", "name=7"])
-    assert (run.train.steps, run.train.lr, run.data.sets, run.data.weights) == (1000, 1.0, ("a", "b"), (1.0, 2.0))
+    run = read_run(
+        None,
+        [
+            "train.steps=1e3",
+            "train.lr=1",
+            "data.sets=['a','b']",
+            "data.weights=1,2",
+            "model.qk_norm=true",
+            "name=7",
+        ],
+    )
+    assert (run.train.steps, run.train.lr, run.data.sets, run.data.weights) == (
+        1000,
+        1.0,
+        ("a", "b"),
+        (1.0, 2.0),
+    )
     assert run.model.qk_norm is True
     assert run.name == "7"
 

@@ -18,7 +18,9 @@ from shardwise.train.metrics import read_metrics
 
 
 def make_run(**keys: Any) -> Run:
-    settings = dict(steps=6, seq_len=32, global_batch=4, eval_every=3, eval_sequences=5, checkpoint_every=2, device="cpu")
+    settings = dict(
+        steps=6, seq_len=32, global_batch=4, eval_every=3, eval_sequences=5, checkpoint_every=2, device="cpu"
+    )
     model = dict(layers=2, hidden=16, heads=2, ffn=32)
     return run_from_dict(dict(name="tiny", model=model, train=settings | keys))
 
@@ -36,10 +38,26 @@ def test_a_run_folder_holds_what_scripts_rely_on(tmp_path: Path, capsys: pytest.
     assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
     assert set(steps[0]) == {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "seconds"}
     assert steps[-1]["tokens"] == 6 * 4 * 32
-    assert [(r["step"], set(r)) for r in records if "eval_loss" in r] == [(3, {"step", "eval_loss"}), (6, {"step", "eval_loss"})]
-    assert sorted(p.name for p in (tmp_path / "out" / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+    assert [(r["step"], set(r)) for r in records if "eval_loss" in r] == [
+        (3, {"step", "eval_loss"}),
+        (6, {"step", "eval_loss"}),
+    ]
+    assert sorted(p.name for p in (tmp_path / "out" / "checkpoints").iterdir()) == [
+        "step-00000004",
+        "step-00000006",
+    ]
     said = capsys.readouterr().out
-    for word in ("loss", "grad norm", "lr", "tokens/s", "MFU", "memory", "left", "validation loss", "causal attention"):
+    for word in (
+        "loss",
+        "grad norm",
+        "lr",
+        "tokens/s",
+        "MFU",
+        "memory",
+        "left",
+        "validation loss",
+        "causal attention",
+    ):
         assert word in said
 
 
@@ -77,7 +95,9 @@ def test_a_finished_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "trained to step 6 already" in capsys.readouterr().out
 
 
-def test_another_model_or_other_data_is_refused_with_the_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_model_or_other_data_is_refused_with_the_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = make_run()
     train(run, tmp_path)
     wider = replace(run, model=replace(run.model, ffn=48))

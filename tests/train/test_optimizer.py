@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -30,7 +32,9 @@ def test_orthogonalising_brings_singular_values_near_one(shape: tuple[int, ...])
 def test_decay_spares_norms_and_biases(optimizer: str) -> None:
     run = run_from_dict(
         dict(
-            model=dict(layers=1, hidden=16, heads=2, vocab=11, norm="layernorm", bias="all", activation="gelu", position="learned"),
+            model=dict(
+                layers=1, hidden=16, heads=2, vocab=11, norm="layernorm", bias="all", activation="gelu", position="learned"
+            ),
             train=dict(seq_len=8, optimizer=optimizer, weight_decay=0.5, lr=0.1, muon_lr=0.1),
         )
     )  # fmt: skip
@@ -46,7 +50,12 @@ def test_decay_spares_norms_and_biases(optimizer: str) -> None:
 
 
 def test_muon_takes_the_matrices_of_blocks_and_leaves_the_rest() -> None:
-    run = run_from_dict(dict(model=dict(layers=1, hidden=16, heads=2, experts=2, experts_per_token=1), train=dict(optimizer="muon")))
+    run = run_from_dict(
+        dict(
+            model=dict(layers=1, hidden=16, heads=2, experts=2, experts_per_token=1),
+            train=dict(optimizer="muon"),
+        )
+    )
     optimizer = Optimizer(Transformer(run.model), run.train)
     adam, muon = ({optimizer.names[p] for g in part.param_groups for p in g["params"]} for part in optimizer.parts)
     assert {"embed.weight", "head.weight", "norm.weight"} <= adam
@@ -64,7 +73,7 @@ def test_learning_rate_follows_each_schedule() -> None:
         values = course(schedule=schedule)
         assert values[:2] == [0.5, 1.0]
         assert values[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1)
-        assert all(a >= b for a, b in zip(values[1:], values[2:], strict=False))
+        assert all(a >= b for a, b in pairwise(values[1:]))
     assert course(schedule="cosine")[5] == pytest.approx(0.55)
     assert course(schedule="linear")[5] == pytest.approx(0.55)
     assert course(schedule="wsd", decay=0.4)[:6] == [0.5, 1, 1, 1, 1, 1]

@@ -72,7 +72,10 @@ def test_twenty_steps_equal_transformers_with_adamw() -> None:
     oracle.load_state_dict({f"{k}.weight": v.weight.detach().clone() for k, v in pairs.items()})
     decayed = [p for p in oracle.parameters() if p.ndim > 1]
     spared = [p for p in oracle.parameters() if p.ndim == 1]
-    groups = [dict(params=decayed, weight_decay=run.train.weight_decay), dict(params=spared, weight_decay=0.0)]
+    groups = [
+        dict(params=decayed, weight_decay=run.train.weight_decay),
+        dict(params=spared, weight_decay=0.0),
+    ]
     optimizer = torch.optim.AdamW(groups, lr=run.train.lr, betas=(0.9, 0.95), eps=1e-8)
     for step, batch in enumerate(batches(20), start=1):
         if step <= 3:
@@ -137,7 +140,9 @@ def test_two_runs_are_identical_to_the_bit(dtype: str) -> None:
     first = train(make_run(MIXTURE, dtype=dtype), batches(4))
     second = train(make_run(MIXTURE, dtype=dtype), batches(4))
     assert first[:2] == second[:2]
-    assert all(torch.equal(a, b) for a, b in zip(first[2].model.parameters(), second[2].model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first[2].model.parameters(), second[2].model.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

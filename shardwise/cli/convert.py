@@ -1,0 +1,66 @@
+"""`shardwise convert`: weights from a Hugging Face folder into a checkpoint, and back. The conversion
+streams, so a model of any size passes through a small machine; no pickle is ever loaded."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from shardwise.run.problems import UserError
+
+HELP = "weights to and from Hugging Face safetensors"
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the two directions and their arguments."""
+    ways = parser.add_subparsers(dest="way", required=True, metavar="from-hf | to-hf")
+    inward = ways.add_parser("from-hf", help="a Hugging Face folder into a checkpoint")
+    inward.add_argument("source", metavar="HF_DIR", help="folder with config.json and safetensors files")
+    outward = ways.add_parser("to-hf", help="a checkpoint, or a run's newest one, into a Hugging Face folder")
+    outward.add_argument("source", metavar="CHECKPOINT", help="checkpoint or run folder")
+    outward.add_argument("--dtype", choices=DTYPES, help="dtype to write; as stored unless given")
+    for way in (inward, outward):
+        way.add_argument("out", metavar="OUT_DIR", help="folder to make; must not exist, or be empty")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Convert, and say what was done."""
+    if args.overrides:
+        raise UserError(f"convert changes no run, so --{args.overrides[0]} has no meaning here")
+    import torch
+
+    from shardwise.model.huggingface import from_hf, to_hf
+
+    begin = time.perf_counter()
+    with _progress() as progress:
+        if args.way == "from-hf":
+            done = from_hf(args.source, args.out, progress)
+        else:
+            dtype = getattr(torch, args.dtype) if args.dtype else None
+            done = to_hf(args.source, args.out, dtype, progress)
+    seconds = time.perf_counter() - begin
+    print(
+        f"{args.out}: {done.architecture}, {done.parameters:,} parameters, {done.bytes / 1e9:.3g} GB in {seconds:.1f} s"
+    )
+    for note in done.notes:
+        print(f"left out: {note}")
+    return 0
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on a terminal, nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("convert", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,157 @@
+"""`shardwise data`: text, JSONL or Parquet into token shards, and a look at what a set holds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.data.build import Summary
+    from shardwise.data.shards import TokenSet
+
+HELP = "turn text, JSONL or Parquet into token shards, and look into them"
+
+_EXCERPT = 200
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(dest="data_verb", metavar="VERB", required=True)
+
+    build = verbs.add_parser(
+        "build",
+        help="tokenise files or folders into a set",
+        description="Tokenise text (.txt, .md, .rst, or any file named), JSONL and Parquet files, and "
+        "folders of them, into a folder that a run's data.sets can name; text and JSONL may be gzipped. "
+        "Interrupted, the same command goes on where it was. A text file is one document; one of more than a "
+        "megabyte is tokenised in parts cut at line ends.",
+    )
+    build.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, or a folder to search for files")
+    build.add_argument(
+        "--out", required=True, metavar="DIR", help="folder for the set; new, empty, or of the same build"
+    )
+    build.add_argument(
+        "--tokenizer",
+        default="byte",
+        metavar="byte|PATH",
+        help="raw bytes (default), a tokenizer.json, or a folder with one",
+    )
+    build.add_argument(
+        "--end", default="", metavar="TOKEN", help="the token that ends a document, where its name is unusual"
+    )
+    build.add_argument(
+        "--field", default="text", help="JSONL field or Parquet column that holds the text (default: text)"
+    )
+    build.add_argument("--workers", type=int, default=0, metavar="N", help="processes (default: one for each core)")
+    build.add_argument("--shard-tokens", type=int, default=2**29, metavar="N", help="tokens in a shard (default: 2^29)")
+    build.add_argument("--restart", action="store_true", help="throw away what the folder holds of an earlier build")
+    build.add_argument("--json", action="store_true", help="print the summary as JSON")
+
+    show = verbs.add_parser(
+        "show", help="what a set holds", description="What a token set holds, with its first lines."
+    )
+    show.add_argument("folder", metavar="DIR", help="a folder made by `shardwise data build`")
+    show.add_argument("--json", action="store_true", help="print as JSON")
+
+
+def execute(args: argparse.Namespace) -> int:
+    return _build(args) if args.data_verb == "build" else _show(args)
+
+
+def _build(args: argparse.Namespace) -> int:
+    from shardwise.data.build import build
+    from shardwise.data.progress import progress_for
+
+    summary = build(
+        args.inputs,
+        args.out,
+        tokenizer=args.tokenizer,
+        end=args.end,
+        field=args.field,
+        workers=args.workers,
+        shard_tokens=args.shard_tokens,
+        restart=args.restart,
+        progress=progress_for(sys.stderr),
+    )
+    if args.json:
+        print(json.dumps(_summary(summary)))
+    else:
+        _print_summary(summary)
+    return 0
+
+
+def _summary(summary: Summary) -> dict[str, Any]:
+    index = summary.index
+    return {
+        "folder": str(summary.folder),
+        "documents": index.documents,
+        "empty_documents": index.skipped,
+        "tokens": index.tokens,
+        "text_bytes": index.text_bytes,
+        "bytes_per_token": round(index.text_bytes / index.tokens, 4),
+        "dtype": index.dtype,
+        "shards": len(index.shards),
+        "seconds": round(summary.seconds, 3),
+        "units": summary.units,
+        "units_resumed": summary.resumed,
+        "already_built": summary.already,
+        "fingerprint": index.fingerprint,
+    }
+
+
+def _print_summary(summary: Summary) -> None:
+    from shardwise.data.progress import megabytes
+
+    index = summary.index
+    if summary.already:
+        print(f"{summary.folder} is already built; nothing was done")
+    skipped = f" ({index.skipped:,} empty ones left out)" if index.skipped else ""
+    print(f"documents        {index.documents:,}{skipped}")
+    print(f"tokens           {index.tokens:,} as {index.dtype}, in {_shards(len(index.shards))}")
+    print(f"text             {megabytes(index.text_bytes)}, {index.text_bytes / index.tokens:.2f} bytes a token")
+    if not summary.already:
+        resumed = f", {summary.resumed} of {summary.units} units done earlier" if summary.resumed else ""
+        print(f"time             {summary.seconds:.1f} s{resumed}")
+    print(f"to train on it   --data.sets={summary.folder} --model.vocab={index.tokenizer['vocab']}")
+
+
+def _shards(count: int) -> str:
+    return "1 shard" if count == 1 else f"{count:,} shards"
+
+
+def _show(args: argparse.Namespace) -> int:
+    from shardwise.data.shards import TokenSet
+
+    tokens = TokenSet.open(args.folder)
+    excerpt = tokens.tokenizer().decode(tokens.read(0, min(_EXCERPT, tokens.tokens)).tolist())
+    if args.json:
+        print(json.dumps(_holdings(tokens, excerpt)))
+        return 0
+    index = tokens.index
+    print(f"documents    {index.documents:,}" + (f" ({index.skipped:,} empty ones left out)" if index.skipped else ""))
+    print(f"tokens       {index.tokens:,} as {index.dtype}, in {_shards(len(index.shards))}")
+    made = index.tokenizer
+    print(f"tokenizer    {made['kind']}, {made['vocab']:,} tokens, {made['end']} ends a document")
+    print(f"text         {index.text_bytes / max(index.tokens, 1):.2f} bytes a token")
+    print(f"source       {', '.join(index.source)}")
+    print(f"fingerprint  {index.fingerprint}")
+    print(f"begins\n{excerpt}")
+    return 0
+
+
+def _holdings(tokens: TokenSet, excerpt: str) -> dict[str, Any]:
+    index = tokens.index
+    return {
+        "folder": str(tokens.folder),
+        "tokens": index.tokens,
+        "documents": index.documents,
+        "empty_documents": index.skipped,
+        "text_bytes": index.text_bytes,
+        "dtype": index.dtype,
+        "shards": [{"file": name, "tokens": count} for name, count in index.shards],
+        "tokenizer": index.tokenizer,
+        "source": list(index.source),
+        "fingerprint": index.fingerprint,
+        "excerpt": excerpt,
+    }
