@@ -1,0 +1,144 @@
+"""From token sets to batches. A sample is a window of consecutive tokens, packed documents and all; which
+window sample number i is follows from (seed, i) alone, so batches of any composition, on any number of ranks,
+hold the same samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from shardwise.data.order import key_of, mixture, permute
+from shardwise.data.shards import TokenSet
+
+# Targets with this value are not learned; the value PyTorch's cross entropy leaves out by default.
+IGNORED = -100
+
+# Tell the two uses of the seed apart.
+_ORDER, _MIXTURE = 1, 2
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of tokens and what should be predicted at each of them."""
+
+    tokens: NDArray[np.int64]  # [rows, length]
+    targets: NDArray[np.int64]  # [rows, length], IGNORED where nothing is to be learned
+    positions: NDArray[np.int64] | None = None  # [rows, length], from 0 in each document
+    documents: NDArray[np.int32] | None = None  # [rows, length], 0, 1, … in each row
+
+    @property
+    def loss_tokens(self) -> int:
+        """Targets that count."""
+        return int(np.count_nonzero(self.targets != IGNORED))
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Some windows of a set: numbers first to first + count, each `length` tokens behind the one before."""
+
+    tokens: TokenSet
+    first: int
+    count: int
+
+
+def windows_in(tokens: int, length: int) -> int:
+    """Windows of a set: each needs one token more than its length, the last target."""
+    return max((tokens - 1) // length, 0)
+
+
+class Samples:
+    """Samples numbered 0, 1, 2, … without end; each `count` of them are one epoch.
+
+    Shuffled, an epoch without weights visits every window of every set once, in an order of its own. With
+    weights, sets are drawn by their share and each set has its own epochs. Not shuffled, windows come in
+    order, the sets by turns, so that the first few samples speak for all of them.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Windows],
+        length: int,
+        *,
+        seed: int = 0,
+        weights: Sequence[float] = (),
+        shuffled: bool = True,
+        separate_documents: bool = False,
+    ) -> None:
+        self.parts = tuple(parts)
+        self.length = length
+        self.seed = seed
+        self.weights = tuple(weights)
+        self.shuffled = shuffled
+        self.separate_documents = separate_documents
+        self._counts = np.array([part.count for part in parts], dtype=np.int64)
+        self._ends = np.cumsum(self._counts)
+
+    @property
+    def count(self) -> int:
+        """Samples in an epoch."""
+        return int(self._counts.sum())
+
+    def take(self, indices: ArrayLike) -> Batch:
+        """The samples of these numbers."""
+        numbers = np.asarray(indices, dtype=np.int64).ravel()
+        if numbers.size and (numbers.min() < 0 or not self.count):
+            raise IndexError(f"there is no sample {numbers.min()} among {self.count}")
+        chosen, window = self._find(numbers) if numbers.size else (numbers, numbers)
+        rows = np.empty((len(numbers), self.length + 1), dtype=np.int64)
+        positions = np.empty((len(numbers), self.length), dtype=np.int64) if self.separate_documents else None
+        documents = np.empty((len(numbers), self.length), dtype=np.int32) if self.separate_documents else None
+        targets = np.empty((len(numbers), self.length), dtype=np.int64)
+        for row, (part_number, number) in enumerate(zip(chosen.tolist(), window.tolist(), strict=True)):
+            part = self.parts[part_number]
+            start = (part.first + number) * self.length
+            rows[row] = part.tokens.read(start, start + self.length + 1)
+            targets[row] = rows[row, 1:]
+            if positions is not None and documents is not None:
+                ends = part.tokens.ends_between(start, start + self.length) - start
+                positions[row], documents[row] = _inside_documents(ends, self.length)
+                # Behind the last token of a document comes another document, which nothing foretells.
+                targets[row, ends - 1] = IGNORED
+        return Batch(np.ascontiguousarray(rows[:, :-1]), targets, positions, documents)
+
+    __call__ = take
+
+    def _find(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The part each sample lies in, and its window there."""
+        if not self.shuffled:
+            return self._by_turns(numbers % self.count)
+        if not self.weights:
+            epoch, place = numbers // self.count, numbers % self.count
+            place = permute(place, self.count, key_of(self.seed, _ORDER, epoch))
+            chosen = np.searchsorted(self._ends, place, side="right")
+            return chosen, place - (self._ends - self._counts)[chosen]
+        chosen, rank = mixture(numbers, self.weights, int(key_of(self.seed, _MIXTURE)[0]))
+        window = np.empty_like(rank)
+        for part in np.unique(chosen).tolist():
+            mine = chosen == part
+            epoch, place = rank[mine] // self._counts[part], rank[mine] % self._counts[part]
+            window[mine] = permute(place, int(self._counts[part]), key_of(self.seed, _ORDER, part, epoch))
+        return chosen, window
+
+    def _by_turns(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Sample numbers dealt to the parts one after another; a part that has no more is passed over."""
+        chosen, window = np.empty_like(numbers), np.empty_like(numbers)
+        dealt = below = 0  # samples and windows of each part given out in earlier stretches
+        for size in np.unique(self._counts[self._counts > 0]).tolist():
+            players = np.flatnonzero(self._counts >= size)
+            stop = dealt + (size - below) * len(players)
+            mine = (numbers >= dealt) & (numbers < stop)
+            turn, seat = np.divmod(numbers[mine] - dealt, len(players))
+            chosen[mine], window[mine] = players[seat], below + turn
+            dealt, below = stop, size
+        return chosen, window
+
+
+def _inside_documents(ends: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """For a window in which documents end at `ends`: the position of each token in its document, and the
+    document."""
+    places = np.arange(length)
+    document = np.searchsorted(ends, places, side="right")
+    return places - np.concatenate([[0], ends])[document], document

@@ -1,0 +1,226 @@
+"""Reads the documents of a piece of input, one after another and never the whole of it. Text files are one
+document each, cut at line ends into parts that fit in memory; JSONL holds one a line and Parquet one a row.
+What cannot be read is told with its file and line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from shardwise.data.inputs import Input, Piece, import_parquet
+from shardwise.run.problems import Problem, UserError
+
+# A text longer than this is tokenised in parts, cut at line ends.
+TEXT_PART = 2**20
+_ROWS = 256
+# Enough to see a pattern; a file that is wrong throughout must not fill the screen.
+MOST_PROBLEMS = 10
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(slots=True)
+class Part:
+    """A document, or a part of a long one. `place` finds it again for a message: a byte offset or a row."""
+
+    text: str
+    consumed: int  # bytes of input, for the progress bar
+    place: int
+    first: bool = True
+    last: bool = True
+
+
+class Reader:
+    """The documents of one piece; problems are gathered, and raised at the end or when there are many."""
+
+    def __init__(self, file: Input, piece: Piece, field: str) -> None:
+        self.file = file
+        self.piece = piece
+        self.field = field
+        self.problems: list[Problem] = []
+        self._told = piece.start
+
+    def __iter__(self) -> Iterator[Part]:
+        try:
+            yield from {"text": self._text, "jsonl": self._jsonl, "parquet": self._parquet}[self.file.kind]()
+        except (EOFError, zlib.error, gzip.BadGzipFile) as e:
+            self.problems.append(Problem(f"is not a whole gzip file: {e}", where=self.file.path))
+        except OSError as e:
+            self.problems.append(Problem(f"cannot be read: {e.strerror or e}", where=self.file.path))
+        if self.problems:
+            raise UserError(*self.problems)
+
+    def _open(self) -> IO[bytes]:
+        if self.file.zipped:
+            return gzip.open(self.file.path)  # type: ignore[return-value]
+        return open(self.file.path, "rb", buffering=TEXT_PART)
+
+    def _consumed(self, source: Any, at: int) -> int:
+        """Bytes of the file read since the last call; of a gzip file, of what lies on disk."""
+        position = source.fileobj.tell() if self.file.zipped else at
+        told, self._told = self._told, max(self._told, position)
+        return self._told - told
+
+    def refuse(self, place: int, message: str) -> None:
+        """Note what is wrong with the document at `place`."""
+        if self.file.kind == "parquet":
+            where = f"{self.file.path}: row group {self.piece.start}, row {place + 1}"
+        else:
+            with self._open() as source:
+                where = f"{self.file.path}:{_line_number(source, place)}"
+        self.problems.append(Problem(message, where=where))
+        if len(self.problems) >= MOST_PROBLEMS:
+            raise UserError(*self.problems)
+
+    def _text(self) -> Iterator[Part]:
+        with self._open() as source:
+            at = _text_edge(source, self.piece.start)
+            first = self.piece.start == 0
+            ends_file = self.file.zipped or self.piece.stop >= self.file.bytes
+            stop = None if ends_file else _text_edge(source, self.piece.stop)
+            source.seek(at)
+            rest = b""
+            while True:
+                wanted = TEXT_PART if stop is None else min(TEXT_PART, stop - at - len(rest))
+                block = source.read(wanted)
+                data = rest + block
+                finished = not block or (stop is not None and at + len(data) >= stop)
+                edge = len(data) if finished else _good_edge(data)
+                head, rest = data[:edge], data[edge:]
+                if head or (finished and ends_file):
+                    consumed = self._consumed(source, at + len(head))
+                    yield from self._text_part(head, at, consumed, first, finished and ends_file)
+                    first = False
+                at += len(head)
+                if finished:
+                    return
+
+    def _text_part(self, data: bytes, at: int, consumed: int, first: bool, last: bool) -> Iterator[Part]:
+        start = len(_BOM) if at == 0 and data.startswith(_BOM) else 0
+        try:
+            yield Part(data[start:].decode("utf-8"), consumed, at, first, last)
+        except UnicodeDecodeError as e:
+            self.refuse(at + start + e.start, "is not UTF-8 text")
+
+    def _jsonl(self) -> Iterator[Part]:
+        with self._open() as source:
+            at = _to_line_start(source, self.piece.start)
+            source.seek(at)
+            while self.file.zipped or at < self.piece.stop:
+                line = source.readline()
+                if not line:
+                    return
+                place, at = at, at + len(line)
+                if place == 0:
+                    line = line.removeprefix(_BOM)
+                text = self._value(line, place) if not line.isspace() else None
+                if text is not None:
+                    yield Part(text, self._consumed(source, at), place)
+
+    def _value(self, line: bytes, place: int) -> str | None:
+        try:
+            row = json.loads(line.decode("utf-8").rstrip("\r\n"))
+            value = row[self.field]
+        except UnicodeDecodeError:
+            self.refuse(place, "is not UTF-8 text")
+        except json.JSONDecodeError as e:
+            self.refuse(place, f"is not valid JSON: {e.msg} at character {e.pos + 1}")
+        except (ValueError, RecursionError) as e:
+            self.refuse(place, f"is not valid JSON: {e}")
+        except KeyError:
+            known = ", ".join(map(str, list(row)[:8])) or "no fields at all"
+            self.refuse(place, f'has no field "{self.field}"; it has {known}: name one with --field')
+        except (TypeError, IndexError):
+            self.refuse(place, f"is not a JSON object with fields, but {_name(row)}")
+        else:
+            if isinstance(value, str):
+                return value
+            self.refuse(place, f'field "{self.field}" is {_name(value)}, not text')
+        return None
+
+    def _parquet(self) -> Iterator[Part]:
+        arrow, parquet = import_parquet(self.file.path)
+        try:
+            with parquet.ParquetFile(Path(self.file.path)) as source:
+                groups = list(range(self.piece.start, self.piece.stop))
+                rows = sum(source.metadata.row_group(g).num_rows for g in groups)
+                row = 0
+                for batch in source.iter_batches(_ROWS, row_groups=groups, columns=[self.field], use_threads=False):
+                    for cell in batch.column(0):
+                        text = self._cell(cell, row)
+                        if text is not None:
+                            yield Part(text, self.piece.bytes // rows, row)
+                        row += 1
+        except arrow.ArrowException as e:
+            self.problems.append(Problem(f"cannot be read as Parquet: {e}", where=self.file.path))
+
+    def _cell(self, cell: Any, row: int) -> str | None:
+        try:
+            value = cell.as_py()
+        except UnicodeDecodeError:
+            self.refuse(row, f'column "{self.field}" is not UTF-8 text')
+            return None
+        if value is None:
+            self.refuse(row, f'column "{self.field}" is null, not text')
+        return value
+
+
+def _to_line_start(source: IO[bytes], offset: int) -> int:
+    """The first start of a line at or behind an offset."""
+    if offset == 0:
+        return 0
+    source.seek(offset - 1)
+    at = offset - 1
+    while block := source.readline(TEXT_PART):
+        at += len(block)
+        if block.endswith(b"\n"):
+            break
+    return at
+
+
+def _text_edge(source: IO[bytes], offset: int) -> int:
+    """Where to cut a text at or behind an offset: at a line end if one is near, else at a space, else between
+    characters. Two neighbouring pieces find the same place, and neither reads far for it."""
+    if offset == 0:
+        return 0
+    source.seek(offset - 1)
+    data = source.read(TEXT_PART + 1)
+    line, space = data.find(b"\n"), data.find(b" ", 1)
+    if line >= 0:
+        return offset + line
+    if space >= 0:
+        return offset - 1 + space
+    later = 1
+    while later < len(data) and data[later] & 0xC0 == 0x80:
+        later += 1
+    return offset - 1 + later
+
+
+def _good_edge(data: bytes) -> int:
+    """Where to cut a text that goes on: behind its last line end, else its last space, else between
+    characters."""
+    edge = data.rfind(b"\n") + 1 or data.rfind(b" ")  # tokens like to begin with their space
+    if edge <= 0:
+        edge = len(data)
+        while edge > max(len(data) - 4, 1) and data[edge - 1] & 0xC0 == 0x80:
+            edge -= 1
+        if data[edge - 1] >= 0xC0:
+            edge -= 1
+    return edge or len(data)
+
+
+def _line_number(source: IO[bytes], offset: int) -> int:
+    lines = 1
+    while offset > 0 and (block := source.read(min(TEXT_PART, offset))):
+        lines += block.count(b"\n")
+        offset -= len(block)
+    return lines
+
+
+def _name(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")

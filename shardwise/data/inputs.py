@@ -1,0 +1,204 @@
+"""What a set is built from: the files behind the names a user gave, and how they are cut into units of work.
+The cut depends on the files alone, never on the number of workers, so the result doesn't either; and one
+large file still keeps every worker busy, because it is cut at line ends or row groups."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.run.problems import Problem, UserError
+
+TEXT = (".txt", ".md", ".rst", ".text")
+JSONL = (".jsonl", ".ndjson")
+PARQUET = (".parquet",)
+
+# Enough units to share out evenly, but neither so small that starting one shows nor so many that a folder
+# groans.
+_UNITS = 512
+_SMALLEST, _LARGEST = 2**18, 2**26
+
+
+@dataclass(frozen=True)
+class Input:
+    """One file. `rows` holds, for Parquet, the bytes of each row group."""
+
+    path: str
+    kind: str  # "text", "jsonl" or "parquet"
+    zipped: bool
+    bytes: int
+    modified: int  # nanoseconds
+    row_groups: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of an input: a range of bytes, or of row groups. Lines belong to the piece their first byte
+    stands in."""
+
+    input: int
+    start: int
+    stop: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a worker does at a time, and what is kept or lost when a build is interrupted."""
+
+    number: int
+    pieces: tuple[Piece, ...]
+
+
+def kind_of(path: Path) -> tuple[str, bool] | None:
+    """What a file's name says it holds, and whether it is gzipped; None for a name that says nothing."""
+    suffixes = [s.lower() for s in path.suffixes]
+    zipped = bool(suffixes) and suffixes[-1] == ".gz"
+    inner = suffixes[-2:-1] if zipped else suffixes[-1:]
+    for kind, known in (("text", TEXT), ("jsonl", JSONL), ("parquet", PARQUET)):
+        if inner and inner[0] in known and not (zipped and kind == "parquet"):
+            return kind, zipped
+    return None
+
+
+def find_inputs(names: Sequence[str | Path], field: str) -> list[Input]:
+    """The files behind the names, in the order given; those of a folder sorted, hidden ones left out."""
+    problems: list[Problem] = []
+    found: dict[str, Input] = {}
+    for name in names:
+        path = Path(name)
+        if path.is_dir():
+            paths = list(_walk(path))
+            if not paths:
+                known = ", ".join((*TEXT, *JSONL, *PARQUET))
+                problems.append(
+                    Problem(f"holds no file to read ({known}, or the first ones with .gz)", where=str(name))
+                )
+        elif path.is_file():
+            paths = [path]
+        else:
+            problems.append(Problem("there is no such file or folder", where=str(name)))
+            continue
+        for each in paths:
+            try:
+                _add(each, field, found)
+            except UserError as e:
+                problems += e.problems
+            except OSError as e:
+                problems.append(Problem(f"cannot be read: {e.strerror}", where=str(each)))
+    if not names:
+        problems.append(Problem("name at least one file or folder to build from"))
+    if problems:
+        raise UserError(*problems)
+    return list(found.values())
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for here, folders, files in os.walk(folder):
+        folders[:] = sorted(f for f in folders if not f.startswith("."))
+        for file in sorted(files):
+            if not file.startswith(".") and kind_of(Path(file)):
+                yield Path(here, file)
+
+
+def _add(path: Path, field: str, found: dict[str, Input]) -> None:
+    kind, zipped = kind_of(path) or ("text", path.suffix.lower() == ".gz")
+    if path.name.lower().endswith((".json", ".json.gz")):
+        message = "is .json: name it .jsonl if each line is an object, or .txt if the JSON itself is the text"
+        raise UserError(Problem(message, where=str(path)))
+    resolved = str(path.resolve())
+    if resolved in found:
+        raise UserError(Problem("is named twice, by itself or through a folder", where=str(path)))
+    with open(path, "rb"):  # before work starts, not in the middle of it
+        stat = path.stat()
+    groups = _row_groups(path, field) if kind == "parquet" else ()
+    found[resolved] = Input(resolved, kind, zipped, stat.st_size, stat.st_mtime_ns, groups)
+
+
+def _row_groups(path: Path, field: str) -> tuple[int, ...]:
+    """The bytes of each row group, with the column to be read found and fit to be text."""
+    arrow, parquet = import_parquet(str(path))
+    try:
+        file = parquet.ParquetFile(path)
+    except (arrow.ArrowException, OSError) as e:
+        raise UserError(Problem(f"is not a Parquet file: {e}", where=str(path))) from None
+    with file:
+        schema = file.schema_arrow
+        if schema.names.count(field) != 1:
+            message = f'has no column "{field}"; it has {", ".join(schema.names)}: name one with --field'
+            raise UserError(Problem(message, where=str(path)))
+        kind = schema.field(field).type
+        if arrow.types.is_dictionary(kind):
+            kind = kind.value_type
+        if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind) or str(kind) == "string_view"):
+            raise UserError(Problem(f'column "{field}" holds {kind}, not text', where=str(path)))
+        meta = file.metadata
+        return tuple(meta.row_group(g).total_byte_size for g in range(meta.num_row_groups))
+
+
+def refuse_changed(inputs: Sequence[Input]) -> None:
+    """A file that changes while it is read would leave a set that is neither the old one nor the new."""
+    problems = []
+    for file in inputs:
+        try:
+            stat = os.stat(file.path)
+            same = (stat.st_size, stat.st_mtime_ns) == (file.bytes, file.modified)
+        except OSError:
+            same = False
+        if not same:
+            message = "changed while the set was built; build again with --restart when it is at rest"
+            problems.append(Problem(message, where=file.path))
+    if problems:
+        raise UserError(*problems)
+
+
+def import_parquet(where: str) -> tuple[Any, Any]:
+    """pyarrow, or a sentence that says how to get it."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        message = "Parquet needs pyarrow: pip install 'shardwise[parquet]'"
+        raise UserError(Problem(message, where=where)) from None
+    return pyarrow, pyarrow.parquet
+
+
+def unit_bytes(inputs: Sequence[Input]) -> int:
+    """How large units of work are, by what there is to do."""
+    return min(max(sum(i.bytes for i in inputs) // _UNITS, _SMALLEST), _LARGEST)
+
+
+def cut(inputs: Sequence[Input]) -> list[Unit]:
+    """All inputs, in order, as units of about equal size."""
+    size = unit_bytes(inputs)
+    units: list[Unit] = []
+    gathered: list[Piece] = []
+    gathered_bytes = 0
+    for piece in _pieces(inputs, size):
+        if gathered and gathered_bytes + piece.bytes > size:
+            units.append(Unit(len(units), tuple(gathered)))
+            gathered, gathered_bytes = [], 0
+        gathered.append(piece)
+        gathered_bytes += piece.bytes
+    if gathered:
+        units.append(Unit(len(units), tuple(gathered)))
+    return units
+
+
+def _pieces(inputs: Sequence[Input], size: int) -> Iterator[Piece]:
+    for number, file in enumerate(inputs):
+        if file.kind == "parquet":
+            # The groups' sizes are those of all columns; scaled, they add up to the file's, as the progress
+            # bar needs.
+            total = max(sum(file.row_groups), 1)
+            for group, group_bytes in enumerate(file.row_groups):
+                yield Piece(number, group, group + 1, group_bytes * file.bytes // total)
+        elif file.zipped or file.bytes <= size:
+            yield Piece(number, 0, file.bytes, file.bytes)
+        else:
+            for start in range(0, file.bytes, size):
+                stop = min(start + size, file.bytes)
+                yield Piece(number, start, stop, stop - start)

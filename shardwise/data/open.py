@@ -1,0 +1,109 @@
+"""Opens the data of a run: its sets or the built-in corpus, checked against each other and against the model,
+as samples to train on and samples to evaluate on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.data.batches import Samples, Windows, windows_in
+from shardwise.data.corpus import builtin_corpus
+from shardwise.data.shards import TokenSet
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.run import Problem, Run, UserError
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run learns from. `fingerprint` changes when any token of any set does."""
+
+    train: Samples
+    validation: Samples
+    tokenizer: Tokenizer
+    fingerprint: str
+
+
+def open_data(run: Run) -> Data:
+    """The data a run names, with everything that is wrong with it told at once."""
+    data, length = run.data, run.train.seq_len
+    problems: list[Problem] = []
+    if data.sets:
+        train = _open_all(data.sets, "data.sets", problems)
+        validation = _open_all(data.validation, "data.validation", problems)
+    else:
+        corpus = builtin_corpus()
+        train = [TokenSet.open(corpus / "train")]
+        validation = _open_all(data.validation, "data.validation", problems) or [TokenSet.open(corpus / "validation")]
+    if problems:
+        raise UserError(*problems)
+
+    held_out = not validation
+    if held_out and not data.holdout and run.train.eval_every:
+        message = "is 0 and data.validation is empty: set one of them, or train.eval_every = 0"
+        problems.append(Problem(message, "data.holdout"))
+    problems += _same_tokenizer(train + validation)
+    vocab = max(s.index.tokenizer["vocab"] for s in train + validation)
+    if vocab > run.model.vocab:
+        message = f"{run.model.vocab} is too small for the data's tokenizer; set model.vocab = {vocab}, or more"
+        problems.append(Problem(message, "model.vocab"))
+
+    learned, evaluated = [], []
+    for each in train:
+        count = windows_in(each.tokens, length)
+        kept = max(round(count * data.holdout), 1) if held_out and data.holdout else 0
+        learned.append(Windows(each, 0, count - kept))
+        evaluated.append(Windows(each, count - kept, kept))
+        if count - kept < 1:
+            problems.append(_too_short(each, length, "data.sets", " and one to hold out" if kept else ""))
+    if not held_out:
+        evaluated = [Windows(each, 0, windows_in(each.tokens, length)) for each in validation]
+        problems += [_too_short(w.tokens, length, "data.validation", "") for w in evaluated if not w.count]
+    if problems:
+        raise UserError(*problems)
+
+    separate = data.separate_documents
+    return Data(
+        train=Samples(learned, length, seed=run.train.seed, weights=data.weights, separate_documents=separate),
+        validation=Samples(evaluated, length, shuffled=False, separate_documents=separate),
+        tokenizer=train[0].tokenizer(),
+        fingerprint=_fingerprint(train, validation),
+    )
+
+
+def _open_all(folders: Sequence[str], key: str, problems: list[Problem]) -> list[TokenSet]:
+    opened = []
+    for folder in folders:
+        try:
+            opened.append(TokenSet.open(folder))
+        except UserError as e:
+            problems += [Problem(p.message, key, p.where) for p in e.problems]
+    return opened
+
+
+def _same_tokenizer(sets: Sequence[TokenSet]) -> list[Problem]:
+    first = sets[0]
+    return [
+        Problem(
+            f"was made with another tokenizer ({_describe(each)}) than {first.folder} ({_describe(first)}); "
+            "build both with the same one",
+            where=str(each.folder),
+        )
+        for each in sets[1:]
+        if each.index.tokenizer != first.index.tokenizer
+    ]
+
+
+def _describe(tokens: TokenSet) -> str:
+    return f"{tokens.index.tokenizer['kind']}, {tokens.index.tokenizer['vocab']} tokens"
+
+
+def _too_short(tokens: TokenSet, length: int, key: str, more: str) -> Problem:
+    message = f"has {tokens.tokens} tokens, too few for one sequence of train.seq_len = {length}{more}"
+    return Problem(message, key, str(tokens.folder))
+
+
+def _fingerprint(train: Sequence[TokenSet], validation: Sequence[TokenSet]) -> str:
+    lines = [f"train {each.fingerprint}" for each in train]
+    lines += [f"validation {each.fingerprint}" for each in validation]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

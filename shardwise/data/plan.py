@@ -1,0 +1,140 @@
+"""The plan of a build, written before any work: which inputs, how large, how old, which settings. An
+interrupted build goes on only under the same plan; under another one the pieces would not belong together, so
+it is refused and told what differs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwise.data.documents import TEXT_PART
+from shardwise.data.inputs import Input, unit_bytes
+from shardwise.data.shards import DOCUMENTS, INDEX, TokenSet, write_atomically
+from shardwise.data.tokenizer import FILE, MARKER, Tokenizer
+from shardwise.run.problems import Problem, UserError
+
+PLAN = "plan.json"
+WORK = "work"
+_VERSION = 1
+_MOST_NAMED = 5
+
+
+def make_plan(inputs: Sequence[Input], tokenizer: Tokenizer, field: str, shard_tokens: int) -> dict[str, Any]:
+    """Everything that decides what a build's result is."""
+    return {
+        "version": _VERSION,
+        "tokenizer": {
+            "kind": tokenizer.kind,
+            "vocab": tokenizer.vocab,
+            "end": tokenizer.end,
+            "digest": tokenizer.digest,
+        },
+        "field": field,
+        "shard_tokens": shard_tokens,
+        "cut": {"unit_bytes": unit_bytes(inputs), "text_part": TEXT_PART},
+        "inputs": {i.path: {"kind": i.kind, "bytes": i.bytes, "modified": i.modified} for i in inputs},
+    }
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """What a person would say has changed between two plans."""
+    changes = []
+    for name, flag in (("field", "--field"), ("shard_tokens", "--shard-tokens")):
+        if old.get(name) != new[name]:
+            changes.append(f"{flag} was {old.get(name)} and is {new[name]}")
+    if old.get("tokenizer") != new["tokenizer"]:
+        changes.append(f"the tokenizer was {_describe(old.get('tokenizer'))} and is {_describe(new['tokenizer'])}")
+    before, now = old.get("inputs"), new["inputs"]
+    if not isinstance(before, dict):
+        before = {}
+    files = (
+        [f"{path} was not there" for path in now if path not in before]
+        + [f"{path} is gone" for path in before if path not in now]
+        + [f"{path} has changed" for path in now if path in before and before[path] != now[path]]
+    )
+    if not files and list(before) != list(now):
+        files = ["the inputs come in another order"]
+    changes += files[:_MOST_NAMED]
+    if len(files) > _MOST_NAMED:
+        changes.append(f"and {len(files) - _MOST_NAMED} more files differ")
+    if not changes and old != new:
+        changes.append("it was planned by another version of shardwise")
+    return changes
+
+
+def _describe(tokenizer: Any) -> str:
+    if not isinstance(tokenizer, dict):
+        return "unknown"
+    return f"{tokenizer.get('kind')} ({tokenizer.get('vocab')} tokens, {str(tokenizer.get('digest'))[:8]})"
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep a second build out of a folder while one works in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(Problem(f"cannot be made a folder: {e.strerror}", "--out", str(folder))) from None
+    try:
+        import fcntl
+    except ModuleNotFoundError:  # no such locks on this system
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(Problem("another build is working in this folder", "--out", str(folder))) from None
+        except OSError:
+            pass  # some network file systems cannot lock; the build itself works there
+        yield
+    finally:
+        os.close(handle)
+
+
+def prepare(folder: Path, plan: dict[str, Any], restart: bool) -> bool:
+    """Make a folder ready for a plan. True: it already holds the finished set of this very plan."""
+    ours = (folder / PLAN).exists() or (folder / INDEX).exists()
+    if not ours and any(folder.iterdir()):
+        message = "holds other files; give a new or empty folder"
+        raise UserError(Problem(message, "--out", str(folder)))
+    if restart:
+        _clear(folder)
+    elif ours:
+        changes = differences(_read_plan(folder / PLAN), plan)
+        if changes:
+            state = "a finished set" if (folder / INDEX).exists() else "a build"
+            told = "; ".join(changes)
+            message = f"holds {state} of another plan ({told}); use --restart to replace it, or another --out"
+            raise UserError(Problem(message, "--out", str(folder)))
+        if (folder / INDEX).exists():
+            TokenSet.open(folder)
+            return True
+    (folder / WORK).mkdir(exist_ok=True)
+    write_atomically(folder / PLAN, json.dumps(plan, indent=1, ensure_ascii=False).encode("utf-8"))
+    return False
+
+
+def _read_plan(path: Path) -> dict[str, Any]:
+    try:
+        plan = json.loads(path.read_bytes())
+    except (OSError, ValueError) as e:
+        raise UserError(Problem(f"cannot be read ({e}); use --restart to build again", where=str(path))) from None
+    return plan if isinstance(plan, dict) else {}
+
+
+def _clear(folder: Path) -> None:
+    """Remove what a build makes, and nothing else; the index first, so that no half-removed set looks
+    whole."""
+    names = [INDEX, DOCUMENTS, FILE, MARKER, *(p.name for p in sorted(folder.glob("tokens-*.bin")))]
+    names += [p.name for p in sorted(folder.glob("*.tmp"))]
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / WORK, ignore_errors=True)
+    (folder / PLAN).unlink(missing_ok=True)

@@ -1,0 +1,207 @@
+"""A token set on disk: shards of raw little-endian token numbers, the offsets at which documents end, and an
+index. The index is written last and in one step, so a folder has one only when everything it speaks of is
+whole; a folder without one, or whose files disagree with it, is refused as half-written."""
+
+from __future__ import annotations
+
+import bisect
+import json
+import os
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.data.tokenizer import Tokenizer, load_tokenizer
+from shardwise.run.problems import Problem, UserError
+
+INDEX = "index.json"
+DOCUMENTS = "documents.bin"
+FORMAT = "shardwise-tokens"
+VERSION = 1
+DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+ENDS: np.dtype[Any] = np.dtype("<u8")
+
+# Each mapped file keeps a descriptor open, and a large set has more shards than a process may open files.
+_MAPPED_AT_ONCE = 128
+
+
+def dtype_for(vocab: int) -> str:
+    """The smaller of the two kinds of token number that holds a vocabulary."""
+    return "uint16" if vocab <= 2**16 else "uint32"
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Put a file in place so that it is seen whole or not at all, even when the power fails."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with open(draft, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, path)
+
+
+@dataclass(frozen=True)
+class Index:
+    """What `index.json` says."""
+
+    dtype: str
+    tokens: int
+    documents: int
+    skipped: int  # documents left out because they were empty
+    text_bytes: int
+    shards: tuple[tuple[str, int], ...]  # file and tokens
+    tokenizer: dict[str, Any]  # kind, vocab, end, digest
+    source: tuple[str, ...]  # the inputs as the user named them
+    fingerprint: str
+
+    def write(self, folder: Path) -> None:
+        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        write_atomically(folder / INDEX, json.dumps(content, indent=1, ensure_ascii=False).encode("utf-8"))
+
+
+def read_index(folder: str | Path) -> Index:
+    """The index of a set, with everything the code relies on checked."""
+    path = Path(folder) / INDEX
+
+    def refuse(message: str, where: Path = path) -> UserError:
+        return UserError(Problem(message, where=str(where)))
+
+    try:
+        content = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        if not Path(folder).is_dir():
+            raise refuse("there is no such folder", Path(folder)) from None
+        raise refuse(
+            f"holds no {INDEX}, so it is no token set or half of one: `shardwise data build` finishes it",
+            Path(folder),
+        ) from None
+    except (OSError, ValueError, RecursionError) as e:
+        raise refuse(f"cannot be read as the index of a token set: {e}") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise refuse(f'is not the index of a token set (its "format" is not "{FORMAT}")')
+    if content.get("version") != VERSION:
+        raise refuse(
+            f"is of version {content.get('version')!r}, and this shardwise reads version {VERSION}; "
+            "update shardwise or build the set again"
+        )
+    try:
+        index = Index(
+            dtype=str(content["dtype"]),
+            tokens=_whole(content["tokens"]),
+            documents=_whole(content["documents"]),
+            skipped=_whole(content["skipped"]),
+            text_bytes=_whole(content["text_bytes"]),
+            shards=tuple((str(name), _whole(tokens)) for name, tokens in content["shards"]),
+            tokenizer={
+                "kind": str(content["tokenizer"]["kind"]),
+                "vocab": _whole(content["tokenizer"]["vocab"]),
+                "end": _whole(content["tokenizer"]["end"]),
+                "digest": str(content["tokenizer"]["digest"]),
+            },
+            source=tuple(map(str, content["source"])),
+            fingerprint=str(content["fingerprint"]),
+        )
+    except (KeyError, TypeError, ValueError) as e:
+        raise refuse(f"is damaged: {type(e).__name__} {e}") from None
+    if index.dtype not in DTYPES:
+        raise refuse(f'is damaged: dtype "{index.dtype}" is not one of {", ".join(DTYPES)}')
+    for name, _ in index.shards:
+        if Path(name).name != name or name in ("", ".", "..") or "\\" in name:
+            raise refuse(f'names the shard "{name}", which would lie outside the folder')
+    if sum(tokens for _, tokens in index.shards) != index.tokens:
+        raise refuse("is damaged: its shards do not add up to its tokens")
+    return index
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is not a count")
+    return value
+
+
+class TokenSet:
+    """A set opened for reading. Nothing is loaded: windows are read from memory-mapped files."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.index = read_index(folder)
+        self._dtype = DTYPES[self.index.dtype]
+        self._check_sizes()
+        self._starts = [0, *accumulate(tokens for _, tokens in self.index.shards)]
+        self._maps: dict[int, NDArray[Any]] = {}
+        self.ends: NDArray[Any] = _map(self.folder / DOCUMENTS, ENDS, self.index.documents)
+        if int(self.ends[-1] if len(self.ends) else 0) != self.tokens:
+            raise UserError(
+                Problem("the documents do not end where the tokens end: the set is damaged", where=str(folder))
+            )
+
+    @classmethod
+    def open(cls, folder: str | Path) -> TokenSet:
+        return cls(folder)
+
+    def _check_sizes(self) -> None:
+        expected = {name: tokens * self._dtype.itemsize for name, tokens in self.index.shards}
+        expected[DOCUMENTS] = self.index.documents * ENDS.itemsize
+        problems = []
+        for name, size in expected.items():
+            path = self.folder / name
+            found = path.stat().st_size if path.is_file() else None
+            if found != size:
+                state = "is missing" if found is None else f"has {found} bytes"
+                problems.append(Problem(f"{state}, and the index says {size}: the set is not whole", where=str(path)))
+        if problems:
+            raise UserError(*problems)
+
+    @property
+    def tokens(self) -> int:
+        return self.index.tokens
+
+    @property
+    def documents(self) -> int:
+        return self.index.documents
+
+    @property
+    def fingerprint(self) -> str:
+        return self.index.fingerprint
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer the set was made with."""
+        return load_tokenizer(self.folder)
+
+    def read(self, start: int, stop: int) -> NDArray[Any]:
+        """Tokens start to stop of the whole set, copied across shard boundaries where need be."""
+        if not 0 <= start <= stop <= self.tokens:
+            raise IndexError(f"[{start}, {stop}) is not within the {self.tokens} tokens of {self.folder}")
+        out = np.empty(stop - start, dtype=self._dtype)
+        at = start
+        shard = bisect.bisect_right(self._starts, start) - 1
+        while at < stop:
+            base, edge = self._starts[shard], self._starts[shard + 1]
+            upto = min(stop, edge)
+            out[at - start : upto - start] = self._shard(shard)[at - base : upto - base]
+            at, shard = upto, shard + 1
+        return out
+
+    def ends_between(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Where documents end (one past their last token) in start < end <= stop."""
+        # The bounds must be of the array's own type, or NumPy would convert, and so load, the whole array.
+        first, last = np.searchsorted(self.ends, np.array([start, stop], dtype=ENDS), side="right")
+        return self.ends[first:last].astype(np.int64)
+
+    def _shard(self, number: int) -> NDArray[Any]:
+        mapped = self._maps.get(number)
+        if mapped is None:
+            if len(self._maps) >= _MAPPED_AT_ONCE:
+                self._maps.pop(next(iter(self._maps)), None)
+            name, tokens = self.index.shards[number]
+            mapped = self._maps[number] = _map(self.folder / name, self._dtype, tokens)
+        return mapped
+
+
+def _map(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+    # An empty file cannot be mapped.
+    return np.memmap(path, dtype=dtype, mode="r", shape=(count,)) if count else np.empty(0, dtype=dtype)

@@ -1,0 +1,215 @@
+"""From text to token numbers and back: raw bytes, or any `tokenizer.json` of the `tokenizers` library. A
+tokenizer saves itself into the folder of a data set or a checkpoint, so that what reads the folder later uses
+the same numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.run.problems import Problem, UserError, nearest
+
+FILE = "tokenizer.json"
+# Beside tokenizer.json, because that file does not say which of its tokens ends a document.
+MARKER = "shardwise_tokenizer.json"
+BYTE = "byte"
+
+# Names under which published tokenizers keep their end of document, most telling first.
+END_NAMES = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|endofdocument|>",
+    "<｜end▁of▁sentence｜>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "[EOS]",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|return|>",
+    "[SEP]",
+)
+
+
+class Tokenizer(Protocol):
+    """What the rest of the package asks of a tokenizer."""
+
+    kind: str
+
+    @property
+    def vocab(self) -> int:
+        """One more than the largest token number."""
+
+    @property
+    def end(self) -> int:
+        """The token that ends a document."""
+
+    @property
+    def digest(self) -> str:
+        """Two tokenizers with the same digest give the same numbers."""
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, with no special token added."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        """The tokens of several texts, each an array."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of some tokens; special tokens leave no trace."""
+
+    def save(self, folder: str | Path) -> None:
+        """Write into a folder what `load_tokenizer(folder)` needs."""
+
+
+class ByteTokenizer:
+    """Tokens 0 to 255 are the bytes of UTF-8; 256 ends a document."""
+
+    kind = BYTE
+    vocab = 257
+    end = 256
+    digest = BYTE
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        # A sample may be cut in the middle of a character, and a model may say bytes that are no text at all.
+        return bytes(i for i in map(int, ids) if 0 <= i < 256).decode("utf-8", errors="replace")
+
+    def save(self, folder: str | Path) -> None:
+        _write_marker(Path(folder), {"kind": BYTE})
+
+
+class JsonTokenizer:
+    """A `tokenizer.json`. Its truncation and padding are switched off: a data set holds every token once."""
+
+    kind = "json"
+
+    def __init__(self, content: bytes, *, end: str = "", hint: str = "", where: str = FILE) -> None:
+        """`end` names the end of document; `hint` is a name to try before the usual ones."""
+        self._content = content
+        self._library = _read(content, where)
+        vocabulary = self._library.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise UserError(Problem("is a tokenizer without a single token", where=where))
+        # Numbers may have gaps, so the count of tokens would be too small.
+        self.vocab = max(vocabulary.values()) + 1
+        self.end_name = _find_end(vocabulary, end, hint, where)
+        self.end: int = vocabulary[self.end_name]
+        self.digest = hashlib.sha256(content + b"\0" + self.end_name.encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        return self._library.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        kind = np.uint16 if self.vocab <= 2**16 else np.uint32
+        # The fast call skips offsets, which nothing here looks at.
+        encodings = self._library.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=kind) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        # A model's embedding may have more rows than the tokenizer has tokens.
+        return self._library.decode([i for i in map(int, ids) if 0 <= i < self.vocab])
+
+    def save(self, folder: str | Path) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / FILE).write_bytes(self._content)
+        _write_marker(Path(folder), {"kind": self.kind, "end": self.end_name})
+
+
+def load_tokenizer(where: str | Path, end: str = "") -> Tokenizer:
+    """The tokenizer called "byte", of a `tokenizer.json`, or of a folder that holds one. `end` names the
+    token that ends a document, where the usual names do not find it."""
+    path = Path(where)
+    if str(where) == BYTE:
+        if end:
+            raise UserError(Problem(f'the byte tokenizer has its own end of document; "{end}" cannot be it', "--end"))
+        return ByteTokenizer()
+    if path.is_dir():
+        return _from_folder(path, end)
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        message = f'there is no such tokenizer; give "{BYTE}", a {FILE}, or a folder that holds one'
+        raise UserError(Problem(message, where=str(where))) from None
+    except OSError as e:
+        raise UserError(Problem(f"cannot be read: {e.strerror}", where=str(where))) from None
+    return JsonTokenizer(content, end=end, hint=_published_end(path.parent), where=str(path))
+
+
+def _from_folder(folder: Path, end: str) -> Tokenizer:
+    marker = _read_marker(folder)
+    if marker.get("kind") == BYTE:
+        return load_tokenizer(BYTE, end)
+    if not (folder / FILE).is_file():
+        message = f"holds neither {FILE} nor {MARKER}, so its tokenizer is unknown"
+        raise UserError(Problem(message, where=str(folder)))
+    content = (folder / FILE).read_bytes()
+    hint = marker.get("end") or _published_end(folder)
+    return JsonTokenizer(content, end=end, hint=hint, where=str(folder / FILE))
+
+
+def _read(content: bytes, where: str) -> Any:
+    try:
+        import tokenizers
+    except ModuleNotFoundError:
+        message = "a tokenizer.json needs the tokenizers library: pip install 'shardwise[train]'"
+        raise UserError(Problem(message, where=where)) from None
+    try:
+        library = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+    except Exception as e:  # the library raises bare Exception for whatever it cannot read
+        raise UserError(Problem(f"is not a tokenizer the tokenizers library can read: {e}", where=where)) from None
+    library.no_truncation()
+    library.no_padding()
+    return library
+
+
+def _find_end(vocabulary: dict[str, int], end: str, hint: str, where: str) -> str:
+    if end:
+        if end not in vocabulary:
+            message = f'the tokenizer has no token "{end}" to end a document with{nearest(end, vocabulary)}'
+            raise UserError(Problem(message, "--end", where))
+        return end
+    for name in (hint, *END_NAMES):
+        if name in vocabulary:
+            return name
+    known = ", ".join(END_NAMES[:5])
+    message = f"has no token that is known to end a document ({known}, …); name it with --end TOKEN"
+    raise UserError(Problem(message, where=where))
+
+
+def _published_end(folder: Path) -> str:
+    """The end of document that a published model's `tokenizer_config.json` names, if it does."""
+    try:
+        named = json.loads((folder / "tokenizer_config.json").read_bytes())["eos_token"]
+        return named if isinstance(named, str) else str(named["content"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _write_marker(folder: Path, marker: dict[str, str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARKER).write_text(json.dumps(marker) + "\n", encoding="utf-8")
+
+
+def _read_marker(folder: Path) -> dict[str, str]:
+    path = folder / MARKER
+    if not path.exists():
+        return {}
+    try:
+        marker = json.loads(path.read_bytes())
+        known = marker["kind"] in (BYTE, JsonTokenizer.kind) and isinstance(marker.get("end", ""), str)
+    except (OSError, ValueError, KeyError, TypeError):
+        known = False
+    if not known:
+        raise UserError(Problem('does not say {"kind": "byte"} or {"kind": "json", "end": …}', where=str(path)))
+    return marker

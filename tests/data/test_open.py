@@ -1,0 +1,109 @@
+"""The data of a run: held-out windows, validation sets, mixtures, and everything that does not fit
+together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardwise.data import open_data
+from shardwise.data.build import build
+from shardwise.data.shards import TokenSet
+from shardwise.run import Run, UserError, run_from_dict
+
+
+def run_of(data: dict[str, object], **train: object) -> Run:
+    return run_from_dict({"data": data, "train": {"seq_len": 10, **train}})
+
+
+@pytest.fixture
+def hundred(write_set: Callable[..., TokenSet]) -> TokenSet:
+    """100 windows of 10 tokens, each of which tells where it stands."""
+    return write_set("hundred", [list(range(1001))])
+
+
+def first_tokens(samples: object) -> list[int]:
+    return samples.take(np.arange(samples.count)).tokens[:, 0].tolist()  # type: ignore[attr-defined]
+
+
+def test_the_end_is_held_out(hundred: TokenSet) -> None:
+    data = open_data(run_of({"sets": [str(hundred.folder)], "holdout": 0.1}))
+    assert sorted(first_tokens(data.train)) == list(range(0, 900, 10))
+    assert first_tokens(data.train) != list(range(0, 900, 10))
+    assert first_tokens(data.validation) == list(range(900, 1000, 10))
+    assert data.tokenizer.vocab == 257
+
+
+def test_at_least_one_window_is_held_out(hundred: TokenSet) -> None:
+    data = open_data(run_of({"sets": [str(hundred.folder)], "holdout": 1e-6}))
+    assert (data.train.count, data.validation.count) == (99, 1)
+
+
+def test_no_holdout_and_no_evaluation(hundred: TokenSet) -> None:
+    run = run_of({"sets": [str(hundred.folder)], "holdout": 0.0}, eval_every=0)
+    data = open_data(run)
+    assert (data.train.count, data.validation.count) == (100, 0)
+    with pytest.raises(UserError, match=r"data\.holdout: is 0"):
+        open_data(run_of({"sets": [str(hundred.folder)], "holdout": 0.0}))
+
+
+def test_a_validation_set(hundred: TokenSet, write_set: Callable[..., TokenSet]) -> None:
+    other = write_set("other", [list(range(2000, 2041))])
+    data = open_data(run_of({"sets": [str(hundred.folder)], "validation": [str(other.folder)]}))
+    assert data.train.count == 100
+    assert first_tokens(data.validation) == [2000, 2010, 2020, 2030]
+
+
+def test_seed_weights_and_documents_reach_the_samples(hundred: TokenSet, write_set: Callable[..., TokenSet]) -> None:
+    other = write_set("other", [list(range(2000, 2041))])
+    sets = {"sets": [str(hundred.folder), str(other.folder)]}
+    plain = open_data(run_of(sets)).train.take(np.arange(50))
+    assert plain.documents is None
+    assert not np.array_equal(open_data(run_of(sets, seed=1)).train.take(np.arange(50)).tokens, plain.tokens)
+    weighted = open_data(run_of({**sets, "weights": [0.0, 1.0]})).train
+    assert weighted.take(np.arange(50)).tokens.min() >= 2000
+    apart = open_data(run_of({**sets, "separate_documents": True}))
+    assert apart.train.take([0]).documents is not None
+    assert apart.validation.take([0]).positions is not None
+
+
+def test_fingerprint_follows_the_sets(hundred: TokenSet, write_set: Callable[..., TokenSet]) -> None:
+    other = write_set("other", [list(range(2000, 2041))])
+    one, two = str(hundred.folder), str(other.folder)
+    chosen = [
+        {"sets": [one]}, {"sets": [two]}, {"sets": [one, two]}, {"sets": [two, one]},
+        {"sets": [one], "validation": [two]},
+    ]  # fmt: skip
+    prints = [open_data(run_of(c)).fingerprint for c in chosen]
+    assert len(set(prints)) == len(prints)
+    assert open_data(run_of({"sets": [one]}, seed=5)).fingerprint == prints[0]
+
+
+def test_everything_wrong_at_once(hundred: TokenSet, tmp_path: Path, tokenizer_file: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        open_data(run_of({"sets": [str(tmp_path / "no"), str(tmp_path)], "validation": [str(tmp_path / "neither")]}))
+    text = str(caught.value)
+    assert text.count("data.sets") == 2
+    assert text.count("data.validation") == 1
+
+    source = tmp_path / "a.txt"
+    source.write_text("some text " * 20)
+    build([source], tmp_path / "tiny", tokenizer=tokenizer_file, workers=1)
+    with pytest.raises(UserError) as caught:
+        open_data(run_of({"sets": [str(hundred.folder), str(tmp_path / "tiny")]}, seq_len=500))
+    text = str(caught.value)
+    assert "was made with another tokenizer (json, 4" in text
+    assert "model.vocab: 257 is too small for the data's tokenizer; set model.vocab = " in text
+    assert "too few for one sequence of train.seq_len = 500 and one to hold out" in text
+
+
+def test_without_sets_the_builtin_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    data = open_data(Run())
+    assert data.train.count > 1000
+    assert data.validation.count > 50
+    assert len(data.tokenizer.decode(data.train.take([0]).tokens[0])) > 200
+    assert data.fingerprint == open_data(Run()).fingerprint
