@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokenise files or folders into a set",
         description="Tokenise text (.txt, .md, .rst, or any file named), JSONL and Parquet files, and "
         "folders of them, into a folder that a run's data.sets can name; text and JSONL may be gzipped. "
-        "Interrupted, the same command goes on where it was. A text file is one document; one of more than a "
-        "megabyte is tokenised in parts cut at line ends.",
+        "Interrupted, the same command goes on where it was. A text file is one document; a long one is "
+        "tokenised in parts, cut at line ends.",
     )
     build.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, or a folder to search for files")
     build.add_argument(

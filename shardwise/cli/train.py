@@ -1,13 +1,17 @@
-"""`shardwise train`: trains a run into its folder."""
+"""`shardwise train`: trains a run into its folder, on as many ranks as its layout needs."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from shardwise.run import read_run
 
-HELP = "Train a run. Its folder (runs/NAME, or --out) gets run.toml, metrics.jsonl and checkpoints/; started again, it goes on."
+HELP = (
+    "Train a run. Its folder (runs/NAME, or --out) gets run.toml, metrics.jsonl and checkpoints/; started again, it goes on. "
+    "A layout of several ranks is started on this machine, unless torchrun or Slurm started them."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +23,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Train."""
     run = read_run(args.run, args.overrides)
-    from shardwise.train.loop import train
+    out = args.out or Path("runs") / run.name
+    from shardwise.train import launch
+    from shardwise.train.loop import check, train
 
-    train(run, args.out or Path("runs") / run.name)
+    where = launch.place(os.environ)
+    launch.check_world(run, where)
+    if run.layout.world == 1:
+        train(run, out)
+        return 0
+    if where is None:
+        check(run, out)
+        overrides = [f"--{override}" for override in args.overrides]
+        return launch.start_local(["train", args.run, "--out", str(out), *overrides], run.layout.world, out / "logs")
+    launch.join(where, wants_gpu=run.train.device != "cpu")
+    try:
+        train(run, out)
+    finally:
+        launch.leave()
     return 0

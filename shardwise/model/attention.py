@@ -35,6 +35,17 @@ def visible(queries: int, documents: Tensor | None, keys: int, window: int, devi
     return seen
 
 
+class Visibility(nn.Module):
+    """Makes the mask that all layers of a forward pass share."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.window = window
+
+    def forward(self, queries: int, documents: Tensor | None, keys: int, device: torch.device) -> Tensor | None:
+        return visible(queries, documents, keys, self.window, device)
+
+
 class DotProduct(nn.Module):
     """Softmax of scaled products, of heads laid out [batch, sequence, heads, width]; None as mask means causal."""
 

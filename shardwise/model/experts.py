@@ -30,8 +30,9 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.experts, config.hidden))
         if config.router == "sigmoid":
             self.register_buffer("bias", torch.zeros(config.experts))
-        # Tokens each expert was given since the last `rebalance`.
+        # Tokens each expert was given since the last `rebalance`; not counted while a forward pass is repeated.
         self.register_buffer("load", torch.zeros(config.experts), persistent=False)
+        self.counting = True
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens [batch, sequence, hidden] to weights and experts [batch, sequence, k], and the two auxiliary losses.
@@ -54,14 +55,17 @@ class Router(nn.Module):
         weights = scores.gather(-1, chosen)
         if c.router_normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        counts = torch.zeros_like(scores).scatter_(-1, chosen, 1.0)
-        if self.training:
-            self.load += counts.detach().sum(dim=(0, 1)).to(self.load.dtype)
-        length = x.shape[1]
-        share = counts.sum(dim=1) * (c.experts / (c.experts_per_token * length))
-        balance = (share * probabilities.mean(dim=1)).sum() * length
+        counts = torch.zeros_like(scores).scatter_(-1, chosen, 1.0).sum(dim=1)
+        if self.counting and self.training:
+            self.load += counts.sum(dim=0).to(self.load.dtype)
+        counts, probabilities, length = self.over_sequence(counts, probabilities.sum(dim=1), x.shape[1])
+        balance = (counts * probabilities).sum() * (c.experts / (c.experts_per_token * length))
         z = logits.logsumexp(dim=-1).square().sum()
         return weights * c.router_scale, chosen, torch.stack((balance, z))
+
+    def over_sequence(self, counts: Tensor, probabilities: Tensor, length: int) -> tuple[Tensor, Tensor, int]:
+        """Sums over the tokens seen here [batch, experts] as sums over whole sequences, and their length."""
+        return counts, probabilities, length
 
     def _within_best_groups(self, choice: Tensor) -> Tensor:
         """Only experts in the groups whose two best scores add up highest stay eligible (DeepSeek-V3's node limit)."""
@@ -126,10 +130,14 @@ class Mixture(nn.Module):
         tokens, k = chosen.shape
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
-        counts = flat.bincount(minlength=self.experts.gate.shape[0])
+        counts = flat.bincount(minlength=self.router.config.experts)
         # Copies first, then a permutation: its gradient is a permutation too, and the sum over copies is in a fixed order.
         copies = x[:, None].expand(-1, k, -1).reshape(tokens * k, -1)
-        done = self.experts(copies.index_select(0, order), counts)
+        done = self.run_experts(copies.index_select(0, order), counts)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(tokens * k, device=x.device))
         done = done.index_select(0, back).view(tokens, k, -1)
         return (done * weights[..., None].to(x.dtype)).sum(dim=1)
+
+    def run_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Rows in the order of their experts, `counts` of them for each, through those experts."""
+        return self.experts(rows, counts)

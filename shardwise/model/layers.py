@@ -7,6 +7,8 @@ the dtype of the parameters without an autocast context.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,11 +22,13 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` computed in the dtype of its input."""
+    """`nn.Linear` computed in the dtype of its input. `product` is what multiplies: another may be put in its place."""
+
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = staticmethod(F.linear)
 
     def forward(self, x: Tensor) -> Tensor:
         bias = self.bias.to(x.dtype) if self.bias is not None else None
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        return self.product(x, self.weight.to(x.dtype), bias)
 
 
 class Norm(nn.Module):

@@ -1,7 +1,7 @@
 """The decoder-only transformer on one device: GPT, Llama, Qwen, Mixtral and DeepSeek are configurations of it.
 
-It knows nothing of parallelism. A stage of a pipeline is this class with some of its parts set to None; what lies between
-the parts is one tensor, the residual stream.
+It knows nothing of parallelism, but names the parts where devices would have to talk to each other, as modules that can be
+replaced: the embedding, attention's `DotProduct`, the experts' dispatch, and the loss.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.model.attention import GroupedAttention, LatentAttention, visible
+from shardwise.model.attention import GroupedAttention, LatentAttention, Visibility
 from shardwise.model.cache import Cache, LayerCache
 from shardwise.model.experts import Mixture
 from shardwise.model.layers import FeedForward, Linear, at_least_float32, make_norm
@@ -48,22 +48,39 @@ class Block(nn.Module):
         return x + out, auxiliary
 
 
+class LinearCrossEntropy(nn.Module):
+    """The end of the network in training: scores of the vocabulary and the cross-entropy summed over targets. Dividing by
+    a count is left to who knows the whole batch; targets not to be learned hold the number that PyTorch ignores."""
+
+    def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        logits = at_least_float32(F.linear(x, weight.to(x.dtype)))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
 class Transformer(nn.Module):
-    """Embedding, blocks, norm, head. `dtype` is that of the arithmetic; parameters may be wider."""
+    """Embedding, blocks, norm, head. `dtype` is that of the arithmetic; parameters may be wider.
+
+    `first` and `last` say whether the tokens enter here and whether the loss is made here: in a stage of a pipeline one or
+    both are False, what enters or leaves is then the residual stream, and the parts not needed are None.
+    """
 
     embed: nn.Embedding | None
     positions: nn.Embedding | None
+    norm: nn.Module | None
     head: Linear | None
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.config = config
         self.dtype = dtype
+        self.first = self.last = True
         self.embed = nn.Embedding(config.vocab, config.hidden)
         self.positions = nn.Embedding(config.max_positions, config.hidden) if config.position == "learned" else None
         self.layers = nn.ModuleDict({str(n): Block(config, n) for n in range(config.layers)})
         self.norm = make_norm(config)
         self.head = None if config.tied_embeddings else Linear(config.hidden, config.vocab, bias=False)
+        self.visibility = Visibility(config.sliding_window)
+        self.loss: nn.Module = LinearCrossEntropy()
 
     def forward(
         self,
@@ -78,38 +95,36 @@ class Transformer(nn.Module):
         `positions` count from 0 unless given; `documents` numbers the documents packed in a row, which then do not see
         each other; with a `cache` the tokens continue what it holds.
         """
-        length = tokens.shape[1]
         before = cache.used if cache is not None else 0
         if positions is None:
-            positions = torch.arange(before, before + length, device=tokens.device)[None]
+            positions = torch.arange(before, before + tokens.shape[1], device=tokens.device)[None]
+        length = positions.shape[1]
         if cache is not None:
             documents = cache.begin(documents, length)
-        mask = visible(length, documents, before + length, self.config.sliding_window, tokens.device)
-
-        assert self.embed is not None
-        x = self.embed(tokens)
-        if self.positions is not None:
-            x = x + self.positions(positions)
-        if self.dtype is not None:
-            x = x.to(self.dtype)
+        mask = self.visibility(length, documents, before + length, tokens.device)
+        x = self.enter(tokens, positions) if self.first else tokens
         turn = rotation(self.config, positions, x.dtype) if self.config.position == "rotary" else None
         auxiliary = None
         for n, block in enumerate(self.layers.values()):
             x, extra = block(x, turn, mask, cache.layers[n] if cache is not None else None)
             if extra is not None:
                 auxiliary = extra if auxiliary is None else auxiliary + extra
-        logits = self.logits(self.norm(x))
-        return Output(logits if targets is None else summed_cross_entropy(logits, targets), auxiliary)
+        return Output(self.leave(x, targets) if self.last else x, auxiliary)
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Scores of the vocabulary, from the head or, tied, from the embedding."""
-        if self.head is not None:
-            return self.head(x)
+    def enter(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Tokens to the residual stream."""
         assert self.embed is not None
-        return F.linear(x, self.embed.weight.to(x.dtype))
+        x = self.embed(tokens)
+        if self.positions is not None:
+            x = x + self.positions(positions)
+        return x if self.dtype is None else x.to(self.dtype)
 
-
-def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy added over targets; dividing by a count is left to who knows the whole batch. Targets that are not to
-    be learned hold the number that PyTorch ignores."""
-    return F.cross_entropy(at_least_float32(logits).flatten(0, 1), targets.flatten(), reduction="sum")
+    def leave(self, x: Tensor, targets: Tensor | None) -> Tensor:
+        """The residual stream to logits or to the loss, by the head or, tied, by the embedding."""
+        vocabulary = self.head if self.head is not None else self.embed
+        assert self.norm is not None
+        assert vocabulary is not None
+        x = self.norm(x)
+        if targets is None:
+            return F.linear(x, vocabulary.weight.to(x.dtype))
+        return self.loss(x, vocabulary.weight, targets)

@@ -104,11 +104,36 @@ class LayoutConfig:
     tensor: int = key(1, "ranks each matrix is cut over", least=1)
     pipeline: int = key(1, "stages the layers are cut into", least=1)
     expert: int = key(1, "ranks the experts are spread over; regroups shard x context, adds no ranks", least=1)
+    zero: Literal[1, 2, 3] = key(3, "what shard x context ranks share: 1 optimizer, 2 and gradients, 3 and parameters")
+    prefetch: int = key(1, "ZeRO: layers whose parameters are gathered ahead of their use", least=0)
+    offload: bool = key(False, "ZeRO: keep parameters, gradients and optimizer in the CPU's memory; GPUs only")
+    context_method: Literal["ring", "ulysses", "gather"] = key("ring", "how attention sees the other ranks' part of a sequence")
+    expert_tensor: bool = key(False, "cut each expert's width over the tensor ranks too")
+    schedule: Literal["gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v", "dualpipe-v"] = key(
+        "1f1b", "order of the pipeline's microbatches"
+    )
+    chunks: int = key(2, "interleaved, breadth-first: stages on each pipeline rank (the V-shaped ones have 2)", least=1)
+    stages: tuple[int, ...] = key((), "layers of each pipeline stage; empty: balanced by their work")
+    recompute: Literal["none", "attention", "full", "operations", "budget"] = key(
+        "none", "what the backward pass computes again instead of keeping"
+    )
+    recompute_every: int = key(1, "attention, full, operations: every how many layers", least=1)
+    recompute_operations: tuple[str, ...] = key(
+        (), 'operations: what to compute again, of "attention", "norm", "activation", "matrix"'
+    )
+    recompute_budget: float = key(0.0, "budget: GiB of saved activations a microbatch may keep on a rank", least=0)
 
     @property
     def world(self) -> int:
         """Ranks in all."""
         return prod(getattr(self, axis) for axis in RANK_AXES)
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Pipeline stages each rank holds."""
+        if self.schedule in ("interleaved", "breadth-first"):
+            return self.chunks
+        return 2 if self.schedule in ("zb-v", "dualpipe-v") and self.pipeline > 1 else 1
 
     @property
     def data_ranks(self) -> int:
@@ -157,6 +182,9 @@ class TrainConfig:
     warmup: int = key(0, "steps of linear warm-up", least=0)
     decay: float = key(0.2, "wsd: share of the steps spent decaying at the end", least=0, most=1)
     final_lr: float = key(0.1, "learning rate at the end, as a share of the peak", least=0, most=1)
+    reduce_dtype: Literal["float64", "float32", "bfloat16"] = key(
+        "float32", "dtype in which gradients are added over ranks; never narrower than float32 arithmetic needs"
+    )
     loss_scale: float = key(65536.0, "float16: first loss scale; it then adapts", above=0)
     balance_loss: float = key(0.0, "mixtures: weight of the per-sequence load-balance loss", least=0)
     router_z_loss: float = key(0.0, "mixtures: weight of the squared log-partition of router logits", least=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tomllib
 from collections.abc import Iterable
@@ -137,7 +138,7 @@ def _from_overrides(overrides: Iterable[str], problems: list[Problem]) -> _Given
 def type_name(kind: Any) -> str:
     """How the schema and the messages call a type."""
     if get_origin(kind) is Literal:
-        return " | ".join(f'"{choice}"' for choice in get_args(kind))
+        return " | ".join(json.dumps(choice) for choice in get_args(kind))
     if get_origin(kind) is tuple:
         return f"list of {type_name(get_args(kind)[0])}"
     return {int: "whole number", float: "number", bool: "true or false", str: "text", NoneType: "nothing"}[kind]
@@ -145,7 +146,7 @@ def type_name(kind: Any) -> str:
 
 def _parse_text(text: str, kind: Any) -> Any:
     """A command-line value: text where text is wanted, otherwise as TOML would read it."""
-    if kind is str or get_origin(kind) is Literal:
+    if kind is str or (get_origin(kind) is Literal and isinstance(get_args(kind)[0], str)):
         return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
     if get_origin(kind) is tuple and not text.lstrip().startswith("["):
         return [_parse_text(part.strip(), get_args(kind)[0]) for part in text.split(",")] if text else []
@@ -173,7 +174,8 @@ def _typed(value: Any, kind: Any) -> Any:
     if get_origin(kind) is Literal:
         choices = get_args(kind)
         if value not in choices:
-            raise ValueError(f'"{value}" is not one of {", ".join(choices)}{nearest(str(value), choices)}')
+            words = [str(choice) for choice in choices]
+            raise ValueError(f'"{value}" is not one of {", ".join(words)}{nearest(str(value), words)}')
         return value
     if get_origin(kind) is tuple:
         items = value if isinstance(value, list) else [value]

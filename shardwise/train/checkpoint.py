@@ -1,4 +1,4 @@
-"""Saving a training run and taking it up again, on one process.
+"""Saving a training run and taking it up again, on the same layout or another.
 
 A checkpoint is a folder `checkpoints/step-00000100` of plain files: the resolved run, weights and optimizer state as
 safetensors, counters as JSON, the tokenizer. It is written under another name and renamed when complete, so a folder with
@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run import Problem, Run, UserError, read_run, to_dict, to_toml
 from shardwise.train.loss_scale import LossScale
+from shardwise.train.state import collect, restore
 from shardwise.train.step import Trainee
 
 FORMAT = 1
@@ -36,13 +37,17 @@ def complete_checkpoints(out: Path) -> list[Path]:
 
 
 def save(trainee: Trainee, out: Path, tokenizer: Tokenizer, fingerprint: str) -> Path:
-    """Write a checkpoint of the current step and drop the oldest beyond `train.keep`."""
+    """Write a checkpoint of the current step and drop the oldest beyond `train.keep`. Every rank must call it."""
     target = folder_of_step(out, trainee.step)
+    whole = collect(trainee)
+    if whole is None:
+        return target
     draft = target.with_name(f".{target.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
-    save_file({k: v.contiguous() for k, v in trainee.model.state_dict().items()}, draft / "model.safetensors")
-    save_file(trainee.optimizer.state(), draft / "optimizer.safetensors")
+    for kind in ("model", "optimizer"):
+        tensors = {name.removeprefix(f"{kind}/"): t for name, t in whole.items() if name.startswith(f"{kind}/")}
+        save_file(tensors, draft / f"{kind}.safetensors")
     (draft / "run.toml").write_text(to_toml(trainee.run))
     tokenizer.save(draft)
     state = dict(
@@ -87,15 +92,16 @@ def load(trainee: Trainee, checkpoint: Path, fingerprint: str) -> None:
         if state["format"] > FORMAT:
             reason = f"was written by a newer version (format {state['format']}; this one reads up to {FORMAT})"
             raise UserError(Problem(reason, where=str(checkpoint)))
-        device = str(trainee.device)
-        weights = load_file(checkpoint / "model.safetensors", device=device)
-        optimizer = load_file(checkpoint / "optimizer.safetensors")
+        whole = {
+            f"{kind}/{name}": tensor
+            for kind in ("model", "optimizer")
+            for name, tensor in load_file(checkpoint / f"{kind}.safetensors").items()
+        }
     except (OSError, ValueError, KeyError, SafetensorError) as e:
         raise UserError(Problem(f"is not a whole training checkpoint: {e}", where=str(checkpoint))) from None
     if state["data"] != fingerprint:
         reason = "was trained on other data than the run now names (or the built-in corpus of another Python version)"
         raise UserError(Problem(reason, key="data.sets", where=str(checkpoint)))
-    trainee.model.load_state_dict(weights)
-    trainee.optimizer.load(optimizer)
+    restore(trainee, whole)
     trainee.loss_scale = LossScale(**state["loss_scale"])
     trainee.step, trainee.tokens = state["step"], state["tokens"]

@@ -133,6 +133,15 @@ class LiveDisplay(PlainDisplay):
         self.live.update(Panel(Group(grid, bar, curve), title="training", border_style="dim"))
 
 
-def make_display() -> PlainDisplay:
-    """The live panel on a terminal, lines elsewhere."""
+class QuietDisplay(PlainDisplay):
+    """Nothing: one rank speaks for all."""
+
+    def say(self, text: str) -> None:
+        pass
+
+
+def make_display(quiet: bool = False) -> PlainDisplay:
+    """The live panel on a terminal, lines elsewhere, nothing when `quiet`."""
+    if quiet:
+        return QuietDisplay()
     return LiveDisplay() if sys.stdout.isatty() else PlainDisplay()

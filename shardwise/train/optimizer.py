@@ -1,18 +1,22 @@
-"""AdamW (Loshchilov & Hutter 2019) and Muon (Jordan et al. 2024) over a model's parameters, by the kind of each.
+"""AdamW (Loshchilov & Hutter 2019) and Muon (Jordan et al. 2024) over the parameters a rank holds, by the kind of each.
 
 Decay is decoupled and spares norms and biases. Muon orthogonalises the momentum of the matrices inside the blocks and
 leaves embeddings, head, norms and biases to AdamW. `torch.optim.Muon` is not used: it takes single matrices only, not
-stacked experts, and always iterates in bfloat16, where here the dtype of the parameters decides.
+stacked experts or shards, and always iterates in bfloat16, where here the dtype of the parameters decides.
+Optimizers work on this rank's parts as plain tensors: their arithmetic is elementwise, except for Muon, which gathers the
+matrix (traffic: every matrix once a step over the ranks that share it).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from shardwise.parallel.gather import part_of, whole_matrix
+from shardwise.parallel.gradients import Held, local
+from shardwise.parallel.mesh import Mesh
 from shardwise.run import TrainConfig
 from shardwise.train.schedule import learning_rate_factor
 
@@ -35,10 +39,13 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum, orthogonalised, with decoupled decay; for matrices and stacks of matrices."""
+    """Nesterov momentum, orthogonalised, with decoupled decay; for matrices, stacks of them, and parts of either."""
 
-    def __init__(self, params: Iterable[dict[str, Any]], lr: float, momentum: float, weight_decay: float) -> None:
-        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+    def __init__(self, held: Sequence[tuple[Tensor, Held]], mesh: Mesh, train: TrainConfig) -> None:
+        settings = dict(lr=train.muon_lr, momentum=train.muon_momentum, weight_decay=train.weight_decay)
+        super().__init__([p for p, _ in held], settings)
+        self.held = dict(held)
+        self.mesh = mesh
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -51,37 +58,41 @@ class Muon(torch.optim.Optimizer):
                 if not state:
                     state["momentum"] = torch.zeros_like(p)
                 buffer = state["momentum"].lerp_(p.grad, 1 - group["momentum"])
-                update = orthogonalize(p.grad.lerp(buffer, group["momentum"]))
+                whole = whole_matrix(p.grad.lerp(buffer, group["momentum"]), self.held[p], self.mesh)
+                update = part_of(orthogonalize(whole), self.held[p], self.mesh)
                 # A tall matrix gets a larger step, so that its outputs move as much as a wide one's.
-                stretch = max(1.0, p.shape[-2] / p.shape[-1]) ** 0.5
+                stretch = max(1.0, whole.shape[-2] / whole.shape[-1]) ** 0.5
                 p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * stretch)
 
 
 class Optimizer:
     """The optimizers of a run as one: step, learning rate by step, and state by parameter name."""
 
-    def __init__(self, model: nn.Module, train: TrainConfig) -> None:
+    def __init__(self, held: Sequence[Held], mesh: Mesh, train: TrainConfig) -> None:
         self.train = train
-        self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-        matrices = [p for name, p in model.named_parameters() if p.ndim > 1 and name.startswith("layers.")]
-        chosen = set(matrices) if train.optimizer == "muon" else set()
-        rest = [p for p in self.names if p not in chosen]
+        self.held = list(held)
+        # The same memory as the parameters, without the wrapping that data parallelism gives them.
+        self.mine = [local(h.parameter.detach()) for h in self.held]
+        pairs = list(zip(self.mine, self.held, strict=True))
+        muon = [(p, h) for p, h in pairs if train.optimizer == "muon" and _is_block_matrix(h)]
+        rest = [(p, h) for p, h in pairs if train.optimizer != "muon" or not _is_block_matrix(h)]
         groups = [
-            dict(params=[p for p in rest if p.ndim > 1], weight_decay=train.weight_decay),
-            dict(params=[p for p in rest if p.ndim == 1], weight_decay=0.0),
+            dict(params=[p for p, h in rest if len(h.whole) > 1], weight_decay=train.weight_decay),
+            dict(params=[p for p, h in rest if len(h.whole) == 1], weight_decay=0.0),
         ]
-        self.parts: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(
-                [g for g in groups if g["params"]],
-                lr=train.lr,
-                betas=(train.beta1, train.beta2),
-                eps=train.eps,
-                fused=True,
+        self.parts: list[torch.optim.Optimizer] = []
+        if rest:
+            self.parts.append(
+                torch.optim.AdamW(
+                    [g for g in groups if g["params"]],
+                    lr=train.lr,
+                    betas=(train.beta1, train.beta2),
+                    eps=train.eps,
+                    fused=True,
+                )
             )
-        ]
-        if chosen:
-            group = dict(params=matrices)
-            self.parts.append(Muon([group], train.muon_lr, train.muon_momentum, train.weight_decay))
+        if muon:
+            self.parts.append(Muon(muon, mesh, train))
         self.peaks = [part.defaults["lr"] for part in self.parts]
 
     def learning_rate(self, step: int) -> float:
@@ -91,6 +102,8 @@ class Optimizer:
     def step(self, step: int) -> None:
         """Update the parameters from their gradients; `step` counts from 1."""
         factor = learning_rate_factor(self.train, step)
+        for p, h in zip(self.mine, self.held, strict=True):
+            p.grad = h.grad
         for part, peak in zip(self.parts, self.peaks, strict=True):
             for group in part.param_groups:
                 group["lr"] = peak * factor
@@ -98,27 +111,22 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
-        for part in self.parts:
-            part.zero_grad(set_to_none=True)
+        for p, h in zip(self.mine, self.held, strict=True):
+            p.grad = h.parameter.grad = None
 
-    def state(self) -> dict[str, Tensor]:
-        """Every tensor of the state as `parameter/what`."""
-        return {
-            f"{self.names[p]}/{what}": value
-            for part in self.parts
-            for p, values in part.state.items()
-            for what, value in values.items()
-        }
+    def state_of(self, index: int) -> dict[str, Tensor]:
+        """The state of the parameter `held[index]`, this rank's part."""
+        p = self.mine[index]
+        return next((dict(part.state[p]) for part in self.parts if p in part.state), {})
 
-    def load(self, state: dict[str, Tensor]) -> None:
-        """Take over a state that `state()` gave."""
-        by_name: dict[str, dict[str, Tensor]] = {}
-        for key, value in state.items():
-            name, _, what = key.rpartition("/")
-            by_name.setdefault(name, {})[what] = value
+    def set_state(self, index: int, values: dict[str, Tensor]) -> None:
+        """Take over the state of the parameter `held[index]`."""
+        p = self.mine[index]
         for part in self.parts:
-            for group in part.param_groups:
-                for p in group["params"]:
-                    for what, value in by_name.get(self.names[p], {}).items():
-                        # The step counter of AdamW is a scalar on the CPU unless fused on the parameter's device.
-                        part.state[p][what] = value.to(p.device) if value.ndim or p.is_cuda else value
+            if any(p is q for group in part.param_groups for q in group["params"]):
+                # AdamW counts steps in a scalar, on the parameter's device because it is fused.
+                part.state[p] = {what: value.to(p.device) for what, value in values.items()}
+
+
+def _is_block_matrix(held: Held) -> bool:
+    return len(held.whole) > 1 and held.name.startswith("layers.")

@@ -1,4 +1,4 @@
-"""One training step: microbatches forward and backward, gradients clipped, parameters updated.
+"""One training step: microbatches forward and backward, gradients clipped, parameters updated, on any layout.
 
 The loss is the sum over all tokens of the global batch divided by their number, so one batch of 8 and 8 accumulated
 batches of 1 give the same gradient. Parameters, gradients and optimizer are float32 for 16-bit arithmetic.
@@ -6,16 +6,22 @@ batches of 1 give the same gradient. Parameters, gradients and optimizer are flo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.data.batches import Batch
-from shardwise.model import Transformer, initialize
+from shardwise.data.batches import IGNORED, Batch
 from shardwise.model.experts import Router
+from shardwise.parallel.apply import apply
+from shardwise.parallel.context import zigzag
+from shardwise.parallel.gradients import add_partial, clip, total_norm
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.pipeline import Microbatch
+from shardwise.parallel.shard import uses_copies_alone
 from shardwise.run import Run, UserError
 from shardwise.train.loss_scale import LossScale
 from shardwise.train.optimizer import Optimizer
@@ -24,9 +30,7 @@ from shardwise.train.optimizer import Optimizer
 def choose_device(wanted: str) -> torch.device:
     """The device a run asks for, or a sentence when this machine does not have it."""
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            'train.device: "cuda" was asked for, but PyTorch sees no GPU on this machine; use "auto" or "cpu"'
-        )
+        raise UserError('train.device: "cuda" was asked for, but PyTorch sees no GPU on this machine; use "auto" or "cpu"')
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
@@ -39,62 +43,140 @@ class StepResult:
     loss: Tensor
     grad_norm: Tensor
     learning_rate: float
-    loss_tokens: int
 
 
 class Trainee:
-    """A model being trained: network, optimizer, loss scale, and how far it has come."""
+    """A model being trained: this rank's part of it, its optimizer, the loss scale, and how far it has come."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, mesh: Mesh | None = None) -> None:
         self.run = run
         self.device = choose_device(run.train.device)
         if self.device.type == "cuda" and run.train.deterministic:
             torch.use_deterministic_algorithms(True)
+        self.mesh = mesh or Mesh(run.layout, self.device.type)
         self.dtype: torch.dtype = getattr(torch, run.train.dtype)
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        with torch.device("meta"):
-            model = Transformer(run.model, dtype=self.dtype).to(wide)
-        self.model = model.to_empty(device=self.device)
-        initialize(self.model, run.model, run.train.seed)
-        self.optimizer = Optimizer(self.model, run.train)
+        self.wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.parallel = apply(run, self.mesh, self.device)
+        self.optimizer = Optimizer(self.parallel.held, self.mesh, run.train)
         self.loss_scale = LossScale(run.train.loss_scale if self.dtype == torch.float16 else 1.0)
-        self.routers = [m for m in self.model.modules() if isinstance(m, Router)]
+        self.routers = [m for model in self.parallel.models for m in model.modules() if isinstance(m, Router)]
         self.auxiliary_weights = torch.tensor([run.train.balance_loss, run.train.router_z_loss], device=self.device)
         self.step = 0
         self.tokens = 0
 
+    @property
+    def model(self) -> torch.nn.Module:
+        """The network, on a rank that holds one stage of it."""
+        return self.parallel.models[0]
+
+    def samples(self, numbers: np.ndarray) -> np.ndarray:
+        """This rank's share of the samples of a step."""
+        return np.split(numbers, self.run.layout.data_ranks)[self.mesh.data_index]
+
     def train_step(self, batch: Batch) -> StepResult:
         """One step over this rank's share of the global batch."""
         train = self.run.train
-        self.model.train()
+        for model in self.parallel.models:
+            model.train()
         self.optimizer.zero_grad()
-        loss_tokens = batch.loss_tokens
-        loss = torch.zeros(
-            (), dtype=torch.float64 if self.dtype == torch.float64 else torch.float32, device=self.device
-        )
-        for micro in microbatches(batch, train.microbatch, self.device):
-            total, auxiliary = self.model(**micro)
-            loss += total.detach()
-            if auxiliary is not None:
-                total = total + (auxiliary * self.auxiliary_weights.to(auxiliary.dtype)).sum()
-            (total * (self.loss_scale.scale / loss_tokens)).backward()
+        loss_tokens = self._over_data(batch.loss_tokens)
+        # DistributedDataParallel averages where everything else adds.
+        copies = self.mesh.size("replicate") if uses_copies_alone(self.mesh) else 1
+        factor = self.loss_scale.scale * copies / loss_tokens
+        loss = self.parallel.pipeline.run(self._microbatches(batch), self._stream(), (factor, self.auxiliary_weights))
         self.step += 1
-        self.tokens += batch.tokens.size
-        grad_norm = self._clip()
+        self.tokens += self.run.batch_tokens
+        grad_norm = self._finish_gradients()
         if self._usable(grad_norm):
             self.optimizer.step(self.step)
         for router in self.routers:
+            self._add_load(router)
             router.rebalance(train.balance_rate)
-        return StepResult(loss / loss_tokens, grad_norm, self.optimizer.learning_rate(self.step), loss_tokens)
+        return StepResult(self._whole_loss(loss) / loss_tokens, grad_norm, self.optimizer.learning_rate(self.step))
 
-    def _clip(self) -> Tensor:
-        """Take the loss scale out of the gradients and shorten them to the allowed norm; gives the norm before that."""
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+    @torch.no_grad()
+    def evaluate(self, samples: Callable[[np.ndarray], Batch], numbers: np.ndarray) -> float:
+        """Mean loss over the tokens of the samples of these numbers, dealt out over the data ranks."""
+        for model in self.parallel.models:
+            model.eval()
+        ranks, at_once = self.run.layout.data_ranks, self.run.train.microbatch * self.run.accumulation
+        share = numbers[self.mesh.data_index :: ranks]
+        loss = torch.zeros((), dtype=self.wide, device=self.device)
+        counted = 0
+        for start in range(0, -(-len(numbers) // ranks), at_once):
+            own = share[start : start + at_once]
+            # All ranks run whole schedules; rows beyond a rank's share are computed but have nothing to learn.
+            batch = samples(np.concatenate((own, np.full(at_once - len(own), numbers[0]))))
+            batch.targets[len(own) :] = IGNORED
+            loss += self.parallel.pipeline.run(self._microbatches(batch), self._stream(), None)
+            counted += batch.loss_tokens
+        return (self._whole_loss(loss) / self._over_data(counted)).item()
+
+    def _stream(self) -> Tensor:
+        """Shape and dtype of what travels between stages for one microbatch."""
+        train, layout = self.run.train, self.run.layout
+        length = train.seq_len // (layout.context * layout.tensor)
+        return torch.empty(train.microbatch, length, self.run.model.hidden, dtype=self.dtype, device=self.device)
+
+    def _microbatches(self, batch: Batch) -> list[Microbatch]:
+        """The batch in microbatches on the device, of every sequence the part this context rank holds."""
+        size, ranks = self.run.train.microbatch, self.run.layout.context
+        length = batch.tokens.shape[1]
+        places = zigzag(length, ranks, self.mesh.index("context")).numpy() if ranks > 1 else np.arange(length)
+        positions = batch.positions if batch.positions is not None else np.arange(length)[None]
+
+        def on_device(array: np.ndarray | None) -> Tensor | None:
+            if array is None:
+                return None
+            return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+
+        pieces = []
+        for start in range(0, len(batch.tokens), size):
+            rows = slice(start, start + size)
+            own = positions[rows] if len(positions) > 1 else positions
+            pieces.append(
+                dict(
+                    tokens=on_device(batch.tokens[rows][:, places]),
+                    targets=on_device(batch.targets[rows][:, places]),
+                    positions=on_device(own[:, places]),
+                    # Attention needs to know the documents of the whole row.
+                    documents=None if batch.documents is None else on_device(batch.documents[rows]),
+                )
+            )
+        return pieces
+
+    def _over_data(self, count: int) -> float:
+        """A count of this rank's samples, added over all data ranks."""
+        if self.run.layout.data_ranks == 1:
+            return count
+        total = torch.tensor([count], dtype=torch.int64, device=self.device)
+        for axis in ("replicate", "shard"):
+            if self.mesh.group(axis) is not None:
+                dist.all_reduce(total, group=self.mesh.group(axis))
+        return total.item()
+
+    def _whole_loss(self, loss: Tensor) -> Tensor:
+        """The loss summed over data and context ranks, on every rank of the pipeline."""
+        for axis in ("replicate", "shard", "context", "pipeline"):
+            if self.mesh.group(axis) is not None:
+                dist.all_reduce(loss, group=self.mesh.group(axis))
+        return loss
+
+    def _add_load(self, router: Router) -> None:
+        """Tokens an expert was given, over the whole batch."""
+        for axis in ("replicate", "zero", "tensor"):
+            if self.mesh.group(axis) is not None:
+                dist.all_reduce(router.load, group=self.mesh.group(axis))
+
+    def _finish_gradients(self) -> Tensor:
+        """Add what several ranks hold parts of, take the loss scale out, shorten to the allowed norm; gives the norm."""
+        held = self.parallel.held
+        add_partial(held, self.mesh, self.parallel.tied)
         if self.dtype == torch.float16:
-            torch._foreach_mul_(gradients, 1 / self.loss_scale.scale)
-        norm = torch.nn.utils.get_total_norm(gradients)
+            torch._foreach_mul_([h.grad for h in held if h.grad is not None], 1 / self.loss_scale.scale)
+        norm = total_norm(held, self.mesh, self.device)
         if self.run.train.clip:
-            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.run.train.clip, norm)
+            clip(held, norm, self.run.train.clip)
         return norm
 
     def _usable(self, grad_norm: Tensor) -> bool:
@@ -105,27 +187,3 @@ class Trainee:
         self.loss_scale.update(finite)
         return finite
 
-    @torch.no_grad()
-    def evaluate(self, batch: Batch) -> float:
-        """Mean loss over the tokens of a batch, in microbatches."""
-        self.model.eval()
-        micros = microbatches(batch, self.run.train.microbatch, self.device)
-        return sum(self.model(**micro).result.item() for micro in micros) / batch.loss_tokens
-
-
-def microbatches(batch: Batch, size: int, device: torch.device) -> Iterator[dict[str, Tensor | None]]:
-    """The batch in pieces of `size` sequences, as the network's keyword arguments, on the device."""
-
-    def piece(array: np.ndarray | None, start: int) -> Tensor | None:
-        if array is None:
-            return None
-        tensor = torch.from_numpy(array[start : start + size])
-        return tensor.to(device, non_blocking=True)
-
-    for start in range(0, len(batch.tokens), size):
-        yield dict(
-            tokens=piece(batch.tokens, start),
-            targets=piece(batch.targets, start),
-            positions=piece(batch.positions, start),
-            documents=piece(batch.documents, start),
-        )

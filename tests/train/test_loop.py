@@ -126,13 +126,6 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     assert len(events.Scalars("eval_loss")) == 2
 
 
-def test_several_ranks_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    run = run_from_dict(dict(layout=dict(shard=2)))
-    with pytest.raises(UserError, match="needs 2 ranks"):
-        train(run, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_durations_and_curves_read_well() -> None:
     assert [clock(s) for s in (0.4, 59, 61, 3725, 90061)] == ["0s", "59s", "1m01s", "1h02m", "1d01h"]
     assert sparkline([3, 2, 1, 0], 4) == "█▅▃▁"

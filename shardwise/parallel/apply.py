@@ -1,0 +1,126 @@
+"""Puts a run's layout on its model: one line an axis, then weights block by block, so that no rank ever holds the whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.model.initialize import initial_value
+from shardwise.model.transformer import Transformer
+from shardwise.parallel.collectives import Group
+from shardwise.parallel.context import apply_context
+from shardwise.parallel.expert import apply_expert
+from shardwise.parallel.gradients import Held
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.pipeline import Pipeline, Stage, put_off_weights
+from shardwise.parallel.recompute import apply_recompute
+from shardwise.parallel.shard import Sharder, uses_copies_alone, wrap_copies
+from shardwise.parallel.split import part, splits
+from shardwise.parallel.stages import layers_of_stages
+from shardwise.parallel.tensor import apply_tensor
+from shardwise.run import Run
+from shardwise.schedules import make_schedule
+
+
+@dataclass
+class Parallel:
+    """This rank's part of a model: its stages, the executor that runs them, and the parameters it holds."""
+
+    mesh: Mesh
+    models: list[Transformer]
+    pipeline: Pipeline
+    held: list[Held]
+    tied: Group
+
+
+def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
+    """Build this rank's part of the run's model, with initial weights that depend on seed and name alone."""
+    layout = run.layout
+    schedule = make_schedule(layout.schedule, layout.pipeline, run.accumulation, layout.stages_per_rank)
+    ranges = layers_of_stages(run)
+    sharder = Sharder(run, mesh)
+    stages: dict[int, Stage] = {}
+    held: list[Held] = []
+    for number in schedule.stages_of(mesh.index("pipeline")):
+        model = _stage(run, ranges[number], first=number == 0, last=number == schedule.stages - 1)
+        apply_tensor(model, mesh)
+        apply_context(model, mesh, layout.context_method)
+        apply_expert(model, mesh, layout.expert_tensor)
+        apply_recompute(model, layout)
+        whole = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        for name, block in model.layers.items():
+            _materialize(block, f"layers.{name}.", run, mesh, device)
+            sharder.block(block)
+        _materialize(model, "", run, mesh, device)
+        sharder.root(model)
+        module: nn.Module = wrap_copies(model) if uses_copies_alone(mesh) else model
+        split = put_off_weights(model) if any(a.kind == "I" for a in schedule.ranks[0]) else None
+        stages[number] = Stage(module, model, split)
+        copied = run.model.tied_embeddings and not model.first and schedule.stages > 1
+        for name, parameter in model.named_parameters():
+            cut = splits(run.model, layout, name)
+            copy = copied and name == "embed.weight"
+            held.append(Held(name, parameter, whole[name], cut, _sharded_over(name, parameter), copy))
+    pipeline = Pipeline(stages, schedule, mesh, sync_every=layout.zero > 1)
+    models = [stage.model for stage in stages.values()]
+    return Parallel(mesh, models, pipeline, held, _tied_group(run, mesh, schedule.placement))  # type: ignore[arg-type]
+
+
+def _stage(run: Run, layers: range, first: bool, last: bool) -> Transformer:
+    """The part of the network that a stage runs, without memory yet."""
+    with torch.device("meta"):
+        model = Transformer(run.model, dtype=getattr(torch, run.train.dtype))
+    model.layers = nn.ModuleDict({name: block for name, block in model.layers.items() if int(name) in layers})
+    model.first, model.last = first, last
+    if not first:
+        model.positions = None
+    if not last:
+        model.norm = model.head = None
+    if not first and not (last and run.model.tied_embeddings):
+        model.embed = None
+    return model
+
+
+@torch.no_grad()
+def _materialize(module: nn.Module, prefix: str, run: Run, mesh: Mesh, device: torch.device) -> None:
+    """Give a module's meta parameters this rank's part of their initial values, and its buffers zeros."""
+    wide = torch.float64 if run.train.dtype == "float64" else torch.float32
+    place = {axis: (mesh.size(axis), mesh.index(axis)) for axis in ("tensor", "expert")}
+    for owner_name, owner in module.named_modules():
+        base = f"{prefix}{owner_name}." if owner_name else prefix
+        for leaf, parameter in list(owner.named_parameters(recurse=False)):
+            if not parameter.is_meta:
+                continue
+            name = f"{base}{leaf}"
+            value = initial_value(run.model, run.train.seed, name, tuple(parameter.shape))
+            mine = part(value, splits(run.model, run.layout, name), place)
+            # A copy, so that the whole value can be let go.
+            owner.register_parameter(leaf, nn.Parameter(mine.to(device, wide, copy=True).contiguous()))
+        for leaf, buffer in list(owner.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                owner.register_buffer(leaf, torch.zeros_like(buffer, device=device), leaf not in owner._non_persistent_buffers_set)
+
+
+def _sharded_over(name: str, parameter: Tensor) -> str:
+    if not isinstance(parameter, DTensor):
+        return ""
+    return "expert_shard" if ".experts." in name else "zero"
+
+
+def _tied_group(run: Run, mesh: Mesh, placement: tuple[int, ...]) -> Group:
+    """The first and the last stage's rank of this pipeline, when each holds a copy of a tied embedding."""
+    if not run.model.tied_embeddings or placement[0] == placement[-1]:
+        return None
+    mine = None
+    every: list[list[int] | None] = [None] * run.layout.world
+    dist.all_gather_object(every, mesh.pipeline_ranks())
+    for ranks in sorted({tuple(r) for r in every if r is not None}):
+        ends = [ranks[placement[0]], ranks[placement[-1]]]
+        group = dist.new_group(ends)
+        if mesh.rank in ends:
+            mine = group
+    return mine

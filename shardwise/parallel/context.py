@@ -1,0 +1,284 @@
+"""Context parallelism: each rank holds a part of every sequence, and attention alone sees across.
+
+A sequence is cut into 2c chunks; rank r takes chunk r and chunk 2c-1-r (zig-zag), so that causal work is the same on every
+rank. Three ways to see the other ranks' keys and values, with n = batch x sequence/c x heads x width numbers:
+- ring (Liu et al. 2023): keys and values travel round, 2(c-1) n_kv forward, twice that backward (they and their gradients);
+  pieces are merged by their log-sum-exp, and chunks that lie in the future are never computed.
+- ulysses (Jacobs et al. 2023): all-to-alls turn a part of the sequence with all heads into the whole sequence with a part of
+  the heads and back; (c-1)/c of 2 n_q + 2 n_kv forward, the same backward.
+- gather (Llama 3, Grattafiori et al. 2024): keys and values of all ranks are gathered, 2(c-1) n_kv forward, the same backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.model.attention import DotProduct, GroupedAttention, LatentAttention, visible
+from shardwise.model.transformer import Block, Transformer
+from shardwise.parallel.collectives import Group, exchange, gather_sequence
+from shardwise.parallel.mesh import Mesh
+
+
+def zigzag(length: int, ranks: int, rank: int) -> Tensor:
+    """The places in a sequence that a rank holds: one chunk from the front and its mirror image from the back."""
+    chunk = length // (2 * ranks)
+    front = torch.arange(rank * chunk, (rank + 1) * chunk)
+    back = torch.arange((2 * ranks - 1 - rank) * chunk, (2 * ranks - rank) * chunk)
+    return torch.cat((front, back))
+
+
+@dataclass(frozen=True)
+class ContextMask:
+    """What the attention of a split sequence needs to know: the whole rows' documents (or None) and the sliding window."""
+
+    documents: Tensor | None
+    window: int
+
+
+class ContextVisibility(nn.Module):
+    """Stands for the one-device mask: passes on what masks of pieces are made from."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.window = window
+
+    def forward(self, queries: int, documents: Tensor | None, keys: int, device: torch.device) -> ContextMask:
+        return ContextMask(documents, self.window)
+
+
+def piece_mask(mask: ContextMask, queries: tuple[int, int], keys: tuple[int, int], device: torch.device) -> Tensor | None:
+    """Which of the keys [start, stop) each of the queries [start, stop) sees; None when it sees all of them."""
+    q, k = torch.arange(*queries, device=device)[:, None], torch.arange(*keys, device=device)
+    everything = keys[1] <= queries[0] + 1 and (not mask.window or queries[1] - 1 - keys[0] < mask.window)
+    if everything and mask.documents is None:
+        return None
+    seen = (k <= q) & (q - k < mask.window) if mask.window else k <= q
+    seen = seen[None, None]
+    if mask.documents is not None:
+        rows, columns = mask.documents[:, queries[0] : queries[1]], mask.documents[:, keys[0] : keys[1]]
+        seen = seen & (rows[:, None, :, None] == columns[:, None, None, :])
+    return seen
+
+
+def _heads_first(x: Tensor, heads: int) -> Tensor:
+    """[batch, sequence, heads, width] to [batch, heads, sequence, width], key/value heads repeated for their queries."""
+    x = x.transpose(1, 2)
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def attend_piece(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attention of some queries to some keys, and the log-sum-exp of its scores, by which pieces are merged."""
+    scores = (q @ k.mT) * scale
+    if seen is not None:
+        scores = scores.masked_fill(~seen, float("-inf"))
+    lse = scores.logsumexp(dim=-1)
+    # A query that sees nothing here has a log-sum-exp of -inf; zero weights, not NaN, are meant.
+    weights = (scores - lse.masked_fill(lse == float("-inf"), 0)[..., None]).exp()
+    return weights @ v, lse
+
+
+def attend_piece_backward(
+    grad: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, scale: float, seen: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a piece given the log-sum-exp of the whole row and `delta`, the row sums of grad x output."""
+    weights = ((q @ k.mT) * scale - lse[..., None]).exp()
+    if seen is not None:
+        weights = weights.masked_fill(~seen, 0)
+    inner = weights * (grad @ v.mT - delta[..., None]) * scale
+    return inner @ k, inner.mT @ q, weights.mT @ grad
+
+
+def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Two attentions over different keys as one over both (online softmax, Milakov & Gimelshein 2018)."""
+    total = torch.logaddexp(lse, more_lse)
+    base = total.masked_fill(total == float("-inf"), 0)
+    return out * (lse - base).exp()[..., None] + more * (more_lse - base).exp()[..., None], total
+
+
+class _Ring:
+    """Passes tensors round the ranks of a group, one step at a time, in both directions of a pair without deadlock."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.next = dist.get_global_rank(group, (self.rank + 1) % self.ranks)
+        self.last = dist.get_global_rank(group, (self.rank - 1) % self.ranks)
+
+    def pass_on(self, x: Tensor) -> tuple[Tensor, list[Any]]:
+        """Start sending `x` to the next rank; gives the buffer that fills from the last one, and what to wait for."""
+        buffer = torch.empty_like(x)
+        operations = [
+            dist.P2POp(dist.isend, x.contiguous(), self.next, self.group),
+            dist.P2POp(dist.irecv, buffer, self.last, self.group),
+        ]
+        return buffer, dist.batch_isend_irecv(operations)
+
+    def chunks(self, rank: int, length: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Where the two chunks of a rank lie in the whole sequence, `length` being that of a rank's part."""
+        half = length // 2
+        front, back = rank * half, (2 * self.ranks - 1 - rank) * half
+        return (front, front + half), (back, back + half)
+
+    def pairs(self, owner: int, length: int) -> Iterator[tuple[slice, slice, tuple[int, int], tuple[int, int]]]:
+        """Which of my chunks of queries see which chunks of keys of `owner`: slices of the parts, and places in the row."""
+        half = length // 2
+        pieces = (slice(0, half), slice(half, length))
+        for mine, queries in zip(pieces, self.chunks(self.rank, length), strict=True):
+            for theirs, keys in zip(pieces, self.chunks(owner, length), strict=True):
+                if keys[0] <= queries[0]:
+                    yield mine, theirs, queries, keys
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask, scale: float, group: Any) -> Tensor:
+        ring, length, heads = _Ring(group), q.shape[1], q.shape[2]
+        queries = _heads_first(q, heads)
+        out = queries.new_zeros(*queries.shape[:-1], v.shape[-1])
+        lse = queries.new_full(queries.shape[:-1], float("-inf"))
+        held = torch.cat((k, v), dim=-1)
+        for step in range(ring.ranks):
+            if step < ring.ranks - 1:
+                coming, waiting = ring.pass_on(held)
+            keys, values = (_heads_first(x, heads) for x in held.split((k.shape[-1], v.shape[-1]), dim=-1))
+            for mine, theirs, where_q, where_k in ring.pairs((ring.rank - step) % ring.ranks, length):
+                seen = piece_mask(mask, where_q, where_k, q.device)
+                piece = attend_piece(queries[:, :, mine], keys[:, :, theirs], values[:, :, theirs], scale, seen)
+                out[:, :, mine], lse[:, :, mine] = merge(out[:, :, mine], lse[:, :, mine], *piece)
+            if step < ring.ranks - 1:
+                for work in waiting:
+                    work.wait()
+                held = coming
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.rest = mask, scale, group
+        return out.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        mask, scale, group = ctx.rest
+        ring, length, heads = _Ring(group), q.shape[1], q.shape[2]
+        groups = heads // k.shape[2]
+        queries, grad = _heads_first(q, heads), grads[0].transpose(1, 2)
+        delta = (grad * out).sum(dim=-1)
+        dq = torch.zeros_like(queries)
+        widths = (k.shape[-1], v.shape[-1])
+        held = torch.cat((k, v), dim=-1)
+        # The gradient of the keys and values held travels with them, and is home after a full round.
+        dheld = torch.zeros_like(held)
+        for step in range(ring.ranks):
+            if step < ring.ranks - 1:
+                coming, waiting = ring.pass_on(held)
+            keys, values = (_heads_first(x, heads) for x in held.split(widths, dim=-1))
+            dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
+            for mine, theirs, where_q, where_k in ring.pairs((ring.rank - step) % ring.ranks, length):
+                seen = piece_mask(mask, where_q, where_k, q.device)
+                gq, gk, gv = attend_piece_backward(
+                    grad[:, :, mine], delta[:, :, mine], queries[:, :, mine], keys[:, :, theirs], values[:, :, theirs],
+                    lse[:, :, mine], scale, seen,
+                )  # fmt: skip
+                dq[:, :, mine] += gq
+                dk[:, :, theirs] += gk
+                dv[:, :, theirs] += gv
+            both = torch.cat((dk, dv), dim=-1).unflatten(1, (-1, groups)).sum(dim=2)
+            dheld = dheld + both.transpose(1, 2)
+            if step < ring.ranks - 1:
+                for work in waiting:
+                    work.wait()
+                held = coming
+            dheld, waiting_grad = ring.pass_on(dheld)
+            for work in waiting_grad:
+                work.wait()
+        gk, gv = dheld.split(widths, dim=-1)
+        return dq.transpose(1, 2), gk, gv, None, None, None
+
+
+class RingDotProduct(nn.Module):
+    """Attention over a ring of ranks."""
+
+    def __init__(self, scale: float, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.scale = scale
+        self.group = group
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask) -> Tensor:
+        return _RingAttention.apply(q, k, v, mask, self.scale, self.group)
+
+
+class GatherDotProduct(nn.Module):
+    """Attention to keys and values gathered from all ranks."""
+
+    def __init__(self, scale: float, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.inner = DotProduct(scale)
+        self.group = group
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask) -> Tensor:
+        ranks, rank, part = dist.get_world_size(self.group), dist.get_rank(self.group), q.shape[1]
+        length = part * ranks
+        width = k.shape[-1]
+        both = gather_sequence(torch.cat((k, v), dim=-1), self.group)
+        places = torch.cat([zigzag(length, ranks, r) for r in range(ranks)]).to(q.device)
+        both = both.index_select(1, places.argsort())
+        seen = visible(length, mask.documents, length, mask.window, q.device)
+        if seen is None:
+            everywhere = torch.arange(length, device=q.device)
+            seen = (everywhere <= everywhere[:, None])[None, None]
+        seen = seen[:, :, zigzag(length, ranks, rank).to(q.device)]
+        return self.inner(q, both[..., :width], both[..., width:], seen)
+
+
+class UlyssesDotProduct(nn.Module):
+    """Attention over whole sequences, a part of the heads on each rank."""
+
+    def __init__(self, scale: float, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.inner = DotProduct(scale)
+        self.group = group
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask) -> Tensor:
+        ranks = dist.get_world_size(self.group)
+        if k.shape[2] % ranks:  # too few key/value heads to deal out: repeat each for the query heads that use it
+            groups = q.shape[2] // k.shape[2]
+            k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
+        places = torch.cat([zigzag(q.shape[1] * ranks, ranks, r) for r in range(ranks)]).to(q.device)
+        q, k, v = (self._to_heads(x, ranks).index_select(1, places.argsort()) for x in (q, k, v))
+        length = q.shape[1]
+        out = self.inner(q, k, v, visible(length, mask.documents, length, mask.window, q.device))
+        return self._to_sequence(out.index_select(1, places), ranks)
+
+    def _swap(self, x: Tensor, ranks: int) -> Tensor:
+        """All-to-all of the first dimension, dealt out evenly."""
+        rows = [x.shape[0] // ranks] * ranks
+        return exchange(x, self.group, rows, rows)
+
+    def _to_heads(self, x: Tensor, ranks: int) -> Tensor:
+        batch, part, heads, width = x.shape
+        x = x.view(batch, part, ranks, heads // ranks, width).permute(2, 0, 1, 3, 4).contiguous()
+        return self._swap(x, ranks).permute(1, 0, 2, 3, 4).reshape(batch, ranks * part, heads // ranks, width)
+
+    def _to_sequence(self, x: Tensor, ranks: int) -> Tensor:
+        batch, length, heads, width = x.shape
+        x = x.view(batch, ranks, length // ranks, heads, width).transpose(0, 1).contiguous()
+        return self._swap(x, ranks).permute(1, 2, 0, 3, 4).reshape(batch, length // ranks, heads * ranks, width)
+
+
+METHODS = {"ring": RingDotProduct, "ulysses": UlyssesDotProduct, "gather": GatherDotProduct}
+
+
+def apply_context(model: Transformer, mesh: Mesh, method: str) -> None:
+    """Put attention that sees across the context ranks in the place of the one-device one."""
+    group: Group = mesh.group("context")
+    if group is None:
+        return
+    model.visibility = ContextVisibility(model.config.sliding_window)
+    for block in model.layers.values():
+        assert isinstance(block, Block)
+        assert isinstance(block.attention, GroupedAttention | LatentAttention)
+        block.attention.core = METHODS[method](block.attention.core.scale, group)

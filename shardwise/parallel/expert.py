@@ -1,0 +1,87 @@
+"""Expert parallelism: experts are dealt out over ranks, and tokens travel to their experts and back by all-to-all.
+
+A rank holds 1/e of the experts. Traffic of a rank for each mixture layer and microbatch: the rows it does not keep, forward
+there and back, (tokens x k x hidden) x (e-1)/e numbers each way when the load is even, and the same backward; besides one
+small all-to-all of counts. No token is dropped unless a capacity is set: then each sequence gives an expert at most
+ceil(capacity x sequence x k / experts) tokens, the earliest ones, whatever the layout.
+
+With expert tensor parallelism the experts' inner width is cut over the tensor ranks too: a piece of the sequence is gathered
+before and scattered after, as for dense layers; without it each tensor rank sends the tokens of its own piece.
+Balance statistics are those of whole sequences, so they are added over the ranks that share one.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.model.experts import Mixture, Router
+from shardwise.model.transformer import Block, Transformer
+from shardwise.parallel.collectives import Group, all_gather, exchange, gather_sequence, scatter_sum, sum_whole
+from shardwise.parallel.mesh import Mesh
+
+
+class SplitRouter(Router):
+    """A router that sees a part of each sequence, and takes balance over the whole of it."""
+
+    sequence: Group = None
+
+    def over_sequence(self, counts: Tensor, probabilities: Tensor, length: int) -> tuple[Tensor, Tensor, int]:
+        ranks = dist.get_world_size(self.sequence)
+        dist.all_reduce(counts, group=self.sequence)
+        return counts, sum_whole(probabilities, self.sequence), length * ranks
+
+
+
+class SplitMixture(Mixture):
+    """A mixture whose experts live on several ranks."""
+
+    group: Group = None
+    tensor: Group = None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, chosen, auxiliary = self.router(x)
+        routed = gather_sequence(x, self.tensor)
+        if self.tensor is not None:
+            weights, chosen = gather_sequence(weights, self.tensor), all_gather(chosen, self.tensor, 1)
+        out = self.dispatch(routed.flatten(0, 1), weights.flatten(0, 1), chosen.flatten(0, 1)).view_as(routed)
+        out = scatter_sum(out, self.tensor)
+        if self.shared is not None:
+            out = out + self.shared(x)
+        return out, auxiliary
+
+    def run_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Rows sorted by expert, through the experts wherever they are."""
+        if self.group is None:
+            return self.experts(rows, counts)
+        ranks = dist.get_world_size(self.group)
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts, group=self.group)
+        # Sizes of messages must be known to the host.
+        sent = counts.view(ranks, -1).sum(dim=1).tolist()
+        received = theirs.view(ranks, -1).sum(dim=1).tolist()
+        arrived = exchange(rows, self.group, received, sent)
+        # They arrive by rank and then expert; the experts want them by expert.
+        owner = torch.arange(theirs.numel() // ranks, device=rows.device).repeat(ranks).repeat_interleave(theirs)
+        order = owner.argsort(stable=True)
+        done = self.experts(arrived.index_select(0, order), theirs.view(ranks, -1).sum(dim=0))
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=rows.device))
+        return exchange(done.index_select(0, back), self.group, sent, received)
+
+
+def apply_expert(model: Transformer, mesh: Mesh, expert_tensor: bool) -> None:
+    """Deal the experts out, and make routers count whole sequences."""
+    for block in model.layers.values():
+        assert isinstance(block, Block)
+        mixture = block.ffn
+        if not isinstance(mixture, Mixture):
+            continue
+        if mesh.group("sequence") is not None:
+            mixture.router.__class__ = SplitRouter
+            assert isinstance(mixture.router, SplitRouter)
+            mixture.router.sequence = mesh.group("sequence")
+        mixture.__class__ = SplitMixture
+        assert isinstance(mixture, SplitMixture)
+        mixture.group = mesh.group("expert")
+        mixture.tensor = mesh.group("tensor") if expert_tensor else None

@@ -1,0 +1,238 @@
+"""Pipeline parallelism: executes the action list of a schedule, the very list that the planner times.
+
+A rank holds one or several stages. Between stages travels the residual stream of a microbatch, forward, and its gradient,
+backward: batch x sequence x hidden numbers (over context and tensor ranks each its piece) for every microbatch and boundary
+between ranks. Sends never wait; receives are posted in the order the sender sends, so nothing depends on luck or tags.
+A run without a pipeline is the same executor with one stage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise.model.layers import Linear
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.shard import reduce_now
+from shardwise.schedules import Action, Message, Schedule, message_of, transfers
+
+Microbatch = dict[str, Tensor | None]
+
+
+class WeightGradients:
+    """Weight gradients put off during a backward pass for the input, to be computed by a later action."""
+
+    def __init__(self) -> None:
+        self.put_off: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def take(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """What has been put off since the last call."""
+        taken, self.put_off = self.put_off, []
+        return taken
+
+
+class _InputFirst(torch.autograd.Function):
+    """A product whose backward pass gives the input's gradient now and puts the weight's off."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, store: WeightGradients) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight, ctx.store = weight, store
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+        ctx.store.put_off.append((ctx.weight, x, grads[0]))
+        return grads[0] @ weight, None, None
+
+
+def put_off_weights(model: nn.Module) -> WeightGradients:
+    """Make the matrices of a stage put their weights' gradients off."""
+    store = WeightGradients()
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = _InputFirst.apply(x, weight, store)
+        return out if bias is None else out + bias
+
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.product = product  # type: ignore[method-assign]
+    return store
+
+
+def compute_put_off(taken: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+    """The weights' part of a backward pass."""
+    for weight, x, grad in taken:
+        product = grad.flatten(0, -2).mT @ x.flatten(0, -2)
+        torch.autograd.backward(weight, product)
+
+
+class Mail:
+    """What this rank exchanges with the other ranks of its pipeline during one step."""
+
+    def __init__(self, schedule: Schedule, mesh: Mesh, like: Tensor) -> None:
+        self.ranks = mesh.pipeline_ranks()
+        self.me = mesh.index("pipeline")
+        self.like = like
+        self.groups = (mesh.group("pipeline"), mesh.group("pipeline_back"))
+        self.expected = {
+            sender: deque(messages) for (sender, receiver), messages in transfers(schedule).items() if receiver == self.me
+        }
+        self.arriving: dict[Message, tuple[Tensor, Any]] = {}
+        self.sending: list[tuple[Tensor, Any]] = []
+
+    def _group(self, sender: int, receiver: int) -> Any:
+        # Each direction has a communicator of its own, so that a send never queues behind a receive that waits for it.
+        return self.groups[sender > receiver]
+
+    def send(self, x: Tensor, receiver: int) -> None:
+        """Start sending; the tensor is kept until it is gone."""
+        x = x.contiguous()
+        self.sending = [(kept, work) for kept, work in self.sending if not work.is_completed()]
+        self.sending.append((x, dist.isend(x, self.ranks[receiver], group=self._group(self.me, receiver))))
+
+    def receive(self, message: Message, sender: int) -> Tensor:
+        """Wait for a message, posting receives in the order they were sent."""
+        while message not in self.arriving:
+            following = self.expected[sender].popleft()
+            buffer = torch.empty_like(self.like)
+            work = dist.irecv(buffer, self.ranks[sender], group=self._group(sender, self.me))
+            self.arriving[following] = (buffer, work)
+        buffer, work = self.arriving.pop(message)
+        work.wait()
+        return buffer
+
+    def close(self) -> None:
+        """Wait until everything sent has gone."""
+        for _, work in self.sending:
+            work.wait()
+        self.sending = []
+
+
+@dataclass
+class Stage:
+    """A stage on this rank: what to call, its network, and what it keeps between the passes of a microbatch."""
+
+    module: nn.Module
+    model: nn.Module
+    split: WeightGradients | None = None
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    roots: dict[int, list[Tensor]] = field(default_factory=dict)
+    put_off: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = field(default_factory=dict)
+
+
+class Pipeline:
+    """Runs this rank's part of a schedule."""
+
+    def __init__(self, stages: dict[int, Stage], schedule: Schedule, mesh: Mesh, sync_every: bool) -> None:
+        self.stages = stages
+        self.schedule = schedule
+        self.mesh = mesh
+        self.sync_every = sync_every
+        self.actions = schedule.ranks[mesh.index("pipeline")]
+        self.executed: list[Action] = []
+
+    def run(self, microbatches: list[Microbatch], like: Tensor, weights: tuple[Tensor | float, Tensor] | None) -> Tensor:
+        """All microbatches through the schedule; gives the summed loss of the last stage (zero elsewhere).
+
+        `like` has the shape and dtype of the residual stream of a microbatch. `weights` are the factor on the loss and
+        the factors on the auxiliary losses; None runs the forward passes alone.
+        """
+        self.loss = torch.zeros((), dtype=torch.float64 if like.dtype == torch.float64 else torch.float32, device=like.device)
+        self.microbatches, self.weights = microbatches, weights
+        self.mail = Mail(self.schedule, self.mesh, like)
+        self.local: dict[Message, Tensor] = {}
+        self.executed = []
+        actions = [a for a in self.actions if weights is not None or a.kind == "F"]
+        remaining = Counter((a.stage, a.kind) for a in actions)
+        for action in actions:
+            remaining[action.stage, action.kind] -= 1
+            if action.kind == "F":
+                self._forward(action)
+            elif action.kind == "W":
+                compute_put_off(self.stages[action.stage].put_off.pop(action.microbatch))
+            else:
+                self._backward(action, last=not remaining[action.stage, action.kind])
+            self.executed.append(action)
+        self.mail.close()
+        if weights is not None:
+            for stage in self.stages.values():
+                if stage.split is not None:
+                    reduce_now(stage.model)
+        return self.loss
+
+    def _forward(self, action: Action) -> None:
+        stage, batch = self.stages[action.stage], self.microbatches[action.microbatch]
+        first, last = action.stage == 0, action.stage == self.schedule.stages - 1
+        x = batch["tokens"] if first else self._get(Message("activation", action.stage - 1, action.microbatch))
+        assert x is not None
+        training = self.weights is not None
+        if training and not first:
+            x.requires_grad_()
+        targets = batch["targets"] if last else None
+        with self._gradients_wait(stage, action) if training else torch.no_grad():
+            result, auxiliary = stage.module(
+                x, targets=targets, positions=batch["positions"], documents=batch["documents"]
+            )
+        if last:
+            self.loss += result.detach()
+        else:
+            self._put(action, result.detach())
+        if self.weights is not None:
+            root = result * self.weights[0] if last else result
+            roots = [root]
+            if auxiliary is not None and auxiliary.requires_grad:
+                factor = self.weights[1].to(auxiliary.dtype) * self.weights[0]
+                roots.append((auxiliary * factor).sum())
+            stage.inputs[action.microbatch], stage.roots[action.microbatch] = x, roots
+
+    def _backward(self, action: Action, last: bool) -> None:
+        stage = self.stages[action.stage]
+        ends = action.stage == self.schedule.stages - 1
+        grad = None if ends else self._get(Message("gradient", action.stage + 1, action.microbatch))
+        roots = stage.roots.pop(action.microbatch)
+        if isinstance(stage.model, FSDPModule):
+            # Without gradient sync a stage's gradients stay whole until the last microbatch (or until `reduce_now`).
+            stage.model.set_requires_gradient_sync(stage.split is None and (self.sync_every or last))
+            stage.model.set_is_last_backward(stage.split is None and last)
+        with self._gradients_wait(stage, action):
+            torch.autograd.backward(roots, [grad, *[None] * (len(roots) - 1)])
+        x = stage.inputs.pop(action.microbatch)
+        if stage.split is not None:
+            taken = stage.split.take()
+            if action.kind == "I":
+                stage.put_off[action.microbatch] = taken
+            else:
+                compute_put_off(taken)
+        if x.grad is not None:
+            self._put(action, x.grad)
+
+    def _gradients_wait(self, stage: Stage, action: Action) -> Any:
+        """Copies are brought together after the last microbatch alone."""
+        if isinstance(stage.module, DistributedDataParallel) and action.microbatch < self.schedule.microbatches - 1:
+            return stage.module.no_sync()
+        return contextlib.nullcontext()
+
+    def _put(self, action: Action, x: Tensor) -> None:
+        sent = message_of(action, self.schedule.placement)
+        if sent is not None:
+            self.mail.send(x, sent[0])
+            return
+        kind, receiver = ("activation", action.stage + 1) if action.kind == "F" else ("gradient", action.stage - 1)
+        if 0 <= receiver < self.schedule.stages:
+            self.local[Message(kind, action.stage, action.microbatch)] = x  # type: ignore[arg-type]
+
+    def _get(self, message: Message) -> Tensor:
+        if message in self.local:
+            return self.local.pop(message)
+        return self.mail.receive(message, self.schedule.placement[message.stage])

@@ -1,0 +1,115 @@
+"""Data parallelism: copies (`replicate`) and sharing (`shard`), and both at once.
+
+Copies alone are PyTorch's DistributedDataParallel: 2(r-1)/r of the gradient bytes a step and rank, all-reduced in buckets while
+the backward pass runs. Sharing is ZeRO (Rajbhandari et al. 2020) by `fully_shard`, over z = shard x context ranks, P bytes of a
+rank's parameters in the dtype they are gathered in, G in that they are reduced in:
+- zero = 1: the optimizer is shared. P(z-1)/z gathered once a step, gradients kept whole and G(z-1)/z scattered once a step.
+- zero = 2: gradients too, scattered after every microbatch.
+- zero = 3: parameters too: gathered for every microbatch's forward and again for its backward.
+Parameters are gathered block by block. With copies as well, each rank's shard of the gradients is all-reduced over them.
+Gradients are added, not averaged: the loss is already divided by the tokens of the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwise.model.experts import Mixture
+from shardwise.model.transformer import Block, Transformer
+from shardwise.parallel.mesh import Mesh
+from shardwise.run import Run
+
+
+def uses_copies_alone(mesh: Mesh) -> bool:
+    """True when ranks differ in nothing but the samples they see: then plain DistributedDataParallel is used."""
+    return mesh.size("replicate") == mesh.layout.world > 1
+
+
+def _needed(mesh: Mesh, axis: str) -> bool:
+    return not uses_copies_alone(mesh) and (mesh.size(axis) > 1 or mesh.size("replicate") > 1)
+
+
+class Sharder:
+    """Applies `fully_shard` to blocks as soon as they are made, so that a rank never holds more than one whole."""
+
+    def __init__(self, run: Run, mesh: Mesh) -> None:
+        self.run = run
+        self.mesh = mesh
+        dtype = getattr(torch, run.train.dtype)
+        narrow = dtype in (torch.bfloat16, torch.float16)
+        reduce = torch.float64 if dtype == torch.float64 else getattr(torch, run.train.reduce_dtype)
+        self.policy = MixedPrecisionPolicy(
+            param_dtype=dtype if narrow else None,
+            reduce_dtype=reduce if narrow else None,
+            cast_forward_inputs=False,
+        )
+        self.offload = CPUOffloadPolicy() if run.layout.offload else OffloadPolicy()
+
+    def block(self, block: Block) -> None:
+        """Share one block's parameters, its experts over their own ranks."""
+        experts = set()
+        if isinstance(block.ffn, Mixture):
+            experts = set(block.ffn.experts.parameters())
+            if _needed(self.mesh, "expert_shard"):
+                self._shard(block.ffn.experts, "expert_shard")
+        if _needed(self.mesh, "zero"):
+            self._shard(block, "zero", experts)
+
+    def root(self, model: Transformer) -> None:
+        """Share what stands outside of the blocks, and settle what is gathered ahead."""
+        if not _needed(self.mesh, "zero"):
+            return
+        experts = {p for m in model.modules() if isinstance(m, Mixture) for p in m.experts.parameters()}
+        self._shard(model, "zero", experts)
+        blocks = [block for block in model.layers.values() if isinstance(block, FSDPModule)]
+        ahead = self.run.layout.prefetch
+        if ahead > 1:
+            for n, block in enumerate(blocks):
+                block.set_modules_to_forward_prefetch(blocks[n + 1 : n + 1 + ahead])
+                block.set_modules_to_backward_prefetch(blocks[max(0, n - ahead) : n][::-1])
+
+    def _shard(self, module: nn.Module, axis: str, ignored: set[nn.Parameter] | None = None) -> None:
+        fully_shard(
+            module,
+            mesh=self.mesh.sharding(axis),
+            reshard_after_forward=self.run.layout.zero == 3,
+            mp_policy=self.policy,
+            offload_policy=self.offload,
+            ignored_params=ignored or None,
+        )
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)
+
+
+def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    """The modules whose parameters `fully_shard` handles."""
+    return (m for m in model.modules() if isinstance(m, FSDPModule))
+
+
+def wrap_copies(model: nn.Module) -> DistributedDataParallel:
+    """Plain data parallelism."""
+    return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+
+
+def reduce_now(model: nn.Module) -> None:
+    """Scatter the gradients that backward passes have gathered up unreduced.
+
+    Backward passes split into input and weight parts finish a weight's gradient outside of the passes that `fully_shard`
+    watches, so its reduction is started by hand, the way PyTorch's own pipelining does it.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    for module in sharded_modules(model):
+        module.set_is_last_backward(True)
+        module.set_reshard_after_backward(True, recurse=False)
+        module.set_requires_gradient_sync(True, recurse=False)
+    state = fully_shard.state(model)  # type: ignore[attr-defined]
+    for each in state._state_ctx.all_states:
+        if each._fsdp_param_group:
+            each._fsdp_param_group.post_backward()
+    state._root_post_backward_final_callback()

@@ -1,0 +1,169 @@
+"""Tensor parallelism (Shoeybi et al. 2019) with sequence parallelism (Korthikanti et al. 2022): matrices are cut into columns,
+then rows, over ranks that talk fast; between them each rank keeps a piece of the sequence, so norms and the residual stream
+are split too. Embedding, head and cross-entropy are cut by vocabulary: logits are never gathered.
+
+Parameters and activations fall by t. Traffic of a rank for each layer and microbatch, forward: two all-gathers and two reduce-
+scatters of its piece, each (t-1)/t of batch x sequence x hidden numbers; backward the same again, and the gather of the block's
+input once more when it is recomputed. Embedding and head: one of each. Loss: three all-reduces of batch x sequence numbers.
+Parameters here are plain tensors holding this rank's part (`split.py`), not DTensors: a vocabulary that does not divide, cut
+again by `fully_shard`, is a layout DTensor does not have, and activations need no dispatch through it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.model.attention import GroupedAttention, LatentAttention
+from shardwise.model.experts import Mixture
+from shardwise.model.layers import FeedForward, Linear, at_least_float32
+from shardwise.model.transformer import Block, Transformer
+from shardwise.parallel.collectives import Group, gather_sequence, scatter_sum
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.split import bounds
+
+
+class RowLinear(Linear):
+    """A matrix cut by rows: products are partial sums, added over ranks and scattered along the sequence."""
+
+    group: Group = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = scatter_sum(self.product(x, self.weight.to(x.dtype), None), self.group)
+        return out if self.bias is None else out + self.bias.to(x.dtype)
+
+
+class SomeHeads(Linear):
+    """Keys or values when there are fewer heads than ranks: the whole matrix is kept and one head's rows are used."""
+
+    rows: slice = slice(None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias[self.rows].to(x.dtype) if self.bias is not None else None
+        return self.product(x, self.weight[self.rows].to(x.dtype), bias)
+
+
+class VocabularyEmbedding(nn.Embedding):
+    """An embedding cut by vocabulary: each rank looks up what it has, and the sum is scattered along the sequence."""
+
+    group: Group = None
+    start: int = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        local = tokens - self.start
+        known = (local >= 0) & (local < self.weight.shape[0])
+        found = F.embedding(local * known, self.weight) if self.weight.shape[0] else self.weight.new_zeros(1)
+        return scatter_sum(torch.where(known[..., None], found, 0), self.group)
+
+
+class _VocabularyCrossEntropy(torch.autograd.Function):
+    """Summed cross-entropy of logits cut by vocabulary, without gathering them."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int, group: Group) -> Tensor:
+        if logits.shape[-1]:
+            highest = logits.amax(dim=-1)
+        else:
+            highest = logits.new_full(logits.shape[:-1], float("-inf"))
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+        local = targets - start
+        mine = (local >= 0) & (local < logits.shape[-1])
+        exponentials = (logits - highest[..., None]).exp()
+        total = exponentials.sum(dim=-1)
+        target = torch.zeros_like(total)
+        if logits.shape[-1]:
+            picked = (logits - highest[..., None]).gather(-1, (local * mine)[..., None])[..., 0]
+            target = torch.where(mine, picked, 0)
+        both = torch.stack((total, target))
+        dist.all_reduce(both, group=group)
+        total, target = both
+        counted = targets >= 0
+        ctx.save_for_backward(exponentials / total[..., None], local, mine, counted)
+        return torch.where(counted, total.log() - target, 0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        softmax, local, mine, counted = ctx.saved_tensors
+        grad = softmax.clone()
+        if grad.shape[-1]:
+            index = (local * mine)[..., None]
+            grad.scatter_add_(-1, index, -mine[..., None].to(grad.dtype))
+        return grad * (counted[..., None] * grads[0]), None, None, None
+
+
+class VocabularyLoss(nn.Module):
+    """Head and loss over a vocabulary cut over ranks; the input is a piece of the sequence."""
+
+    def __init__(self, group: Group, start: int) -> None:
+        super().__init__()
+        self.group = group
+        self.start = start
+
+    def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        x = gather_sequence(x, self.group)
+        logits = at_least_float32(F.linear(x, weight.to(x.dtype)))
+        return _VocabularyCrossEntropy.apply(logits, targets, self.start, self.group)
+
+
+def local_sequence(x: Tensor, mesh: Mesh) -> Tensor:
+    """This tensor rank's piece of a sequence [batch, sequence, …]."""
+    return x.chunk(mesh.size("tensor"), dim=1)[mesh.index("tensor")]
+
+
+def _gather_input(group: Group) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (gather_sequence(args[0], group), *args[1:])
+
+    return hook
+
+
+def _by_rows(module: Linear, group: Group) -> RowLinear:
+    module.__class__ = RowLinear
+    assert isinstance(module, RowLinear)
+    module.group = group
+    return module
+
+
+def _cut_attention(attention: nn.Module, model: Transformer, mesh: Mesh) -> None:
+    group = mesh.group("tensor")
+    attention.register_forward_pre_hook(_gather_input(group))
+    assert isinstance(attention, GroupedAttention | LatentAttention)
+    _by_rows(attention.out, group)
+    config, ranks = model.config, mesh.size("tensor")
+    if isinstance(attention, GroupedAttention) and config.kv_heads < ranks:
+        head = mesh.index("tensor") * config.kv_heads // ranks
+        for module in (attention.k, attention.v):
+            module.__class__ = SomeHeads
+            assert isinstance(module, SomeHeads)
+            module.rows = slice(head * config.head_dim, (head + 1) * config.head_dim)
+
+
+def _cut_feed_forward(ffn: FeedForward, group: Group) -> None:
+    ffn.register_forward_pre_hook(_gather_input(group))
+    _by_rows(ffn.down, group)
+
+
+def apply_tensor(model: Transformer, mesh: Mesh) -> None:
+    """Cut the network over the tensor ranks: modules change here, their parameters when they are made (`split.py`)."""
+    group = mesh.group("tensor")
+    if group is None:
+        return
+    start, _ = bounds(model.config.vocab, mesh.size("tensor"), mesh.index("tensor"))
+    if model.embed is not None:
+        model.embed.__class__ = VocabularyEmbedding
+        assert isinstance(model.embed, VocabularyEmbedding)
+        model.embed.group, model.embed.start = group, start
+    if model.positions is not None:
+        model.positions.register_forward_pre_hook(lambda _, args: (local_sequence(args[0], mesh),))
+    model.loss = VocabularyLoss(group, start)
+    for block in model.layers.values():
+        assert isinstance(block, Block)
+        _cut_attention(block.attention, model, mesh)
+        if isinstance(block.ffn, FeedForward):
+            _cut_feed_forward(block.ffn, group)
+        elif isinstance(block.ffn, Mixture) and block.ffn.shared is not None:
+            _cut_feed_forward(block.ffn.shared, group)

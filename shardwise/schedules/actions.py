@@ -1,0 +1,106 @@
+"""A pipeline schedule is one list of actions for each rank: the planner times that list and the trainer executes it.
+
+An action names what is computed, for which stage and microbatch. Communication is not listed, because it follows from
+where the stages stand: a forward sends its output to the next stage, a backward sends its gradient to the stage before,
+and nothing is sent between two stages of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Kind = Literal["F", "B", "I", "W"]
+
+FORWARD: Kind = "F"
+BACKWARD: Kind = "B"  # for the input and the weights together
+BACKWARD_INPUT: Kind = "I"
+BACKWARD_WEIGHT: Kind = "W"
+KINDS: tuple[Kind, ...] = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+
+
+class Action(NamedTuple):
+    """One piece of work on one rank; `str()` is short, "F2.5" for the forward of stage 2 on microbatch 5."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.stage}.{self.microbatch}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What each pipeline rank does, in order. `placement[stage]` is the rank that holds the stage."""
+
+    name: str
+    ranks: tuple[tuple[Action, ...], ...]
+    placement: tuple[int, ...]
+    microbatches: int
+
+    @property
+    def stages(self) -> int:
+        """Stages over all ranks; each rank holds `stages / len(ranks)` of them."""
+        return len(self.placement)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that stand on a rank, in the order of the network."""
+        return tuple(stage for stage, home in enumerate(self.placement) if home == rank)
+
+
+class Message(NamedTuple):
+    """What one stage sends another: `stage` is the one that computed it."""
+
+    kind: Literal["activation", "gradient"]
+    stage: int
+    microbatch: int
+
+
+def message_of(action: Action, placement: Sequence[int]) -> tuple[int, Message] | None:
+    """The rank that waits for what this action computes, and the message; None when it stays on its rank."""
+    kind, stage, microbatch = action
+    if kind == FORWARD:
+        receiver, what = stage + 1, Message("activation", stage, microbatch)
+    elif kind in (BACKWARD, BACKWARD_INPUT):
+        receiver, what = stage - 1, Message("gradient", stage, microbatch)
+    else:
+        return None
+    if not 0 <= receiver < len(placement) or placement[receiver] == placement[stage]:
+        return None
+    return placement[receiver], what
+
+
+def transfers(schedule: Schedule) -> dict[tuple[int, int], tuple[Message, ...]]:
+    """For each directed pair of ranks (sender, receiver), the messages in the order the sender produces them.
+
+    Point-to-point calls between two processes match in order, so a receiver that posts its receives in this order gets
+    each message where it expects it, also where two ranks share several pairs of stages.
+    """
+    channels: dict[tuple[int, int], list[Message]] = {}
+    for sender, actions in enumerate(schedule.ranks):
+        for action in actions:
+            sent = message_of(action, schedule.placement)
+            if sent is not None:
+                channels.setdefault((sender, sent[0]), []).append(sent[1])
+    return {pair: tuple(channels[pair]) for pair in sorted(channels)}
+
+
+def loop_placement(ranks: int, chunks: int) -> tuple[int, ...]:
+    """Stages dealt round the ranks `chunks` times: stage s stands on rank s mod ranks."""
+    return tuple(stage % ranks for stage in range(ranks * chunks))
+
+
+def v_placement(ranks: int) -> tuple[int, ...]:
+    """Two stages a rank, down the ranks and up again, so that rank 0 holds both the embedding and the head."""
+    return (*range(ranks), *reversed(range(ranks)))
+
+
+def keep_microbatches(lists: Iterable[Iterable[Action]], microbatches: int) -> tuple[tuple[Action, ...], ...]:
+    """The lists without the microbatches from `microbatches` on.
+
+    No action depends on another microbatch, so what is left of a schedule without deadlock has no deadlock. This is how
+    the regular schedules serve irregular counts: the next regular count is scheduled and the surplus left out.
+    """
+    return tuple(tuple(action for action in actions if action.microbatch < microbatches) for actions in lists)

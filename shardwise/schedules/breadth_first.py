@@ -1,0 +1,27 @@
+"""Breadth-first pipeline (Lamy-Poirier 2023, "Breadth-First Pipeline Parallelism").
+
+Each rank holds v stages, dealt round the ranks in a loop, and takes all microbatches through one of them before it
+turns to the next; then back the same way. With P ranks, m >= P microbatches, F and B the times of one of the v stages:
+
+- bubble on each rank: (P - 1)(F + B), a v-th of GPipe's, since a stage is a v-th of a rank's layers;
+- activations held: m on each of v stages, m v in all, as much as GPipe.
+
+What it buys for that memory is that a rank works on one stage for a long stretch: with sharded parameters each stage is
+gathered once for the forward and once for the backward, not once for each microbatch, and its gradients can be reduced
+while the next stage computes. With fewer microbatches than ranks a rank waits for the first one to come round.
+"""
+
+from __future__ import annotations
+
+from shardwise.schedules.actions import Action, Schedule, loop_placement
+
+
+def breadth_first(ranks: int, microbatches: int, chunks: int) -> Schedule:
+    """All microbatches through one stage, then all through the rank's next; the backward takes the stages in reverse."""
+    lists = []
+    for rank in range(ranks):
+        stages = range(rank, ranks * chunks, ranks)
+        forward = [Action("F", stage, microbatch) for stage in stages for microbatch in range(microbatches)]
+        backward = [Action("B", stage, microbatch) for stage in reversed(stages) for microbatch in range(microbatches)]
+        lists.append((*forward, *backward))
+    return Schedule("breadth-first", tuple(lists), loop_placement(ranks, chunks), microbatches)

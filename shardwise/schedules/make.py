@@ -1,0 +1,70 @@
+"""The schedules by name: whether one is legal for a layout, and its lists.
+
+`legal` is arithmetic on four numbers, for use before anything starts; `make_schedule` raises the same sentences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from shardwise.schedules.actions import Schedule
+from shardwise.schedules.breadth_first import breadth_first
+from shardwise.schedules.dualpipe import dualpipe_v
+from shardwise.schedules.gpipe import gpipe
+from shardwise.schedules.one_forward_one_backward import interleaved, one_forward_one_backward
+from shardwise.schedules.zero_bubble import zb_h1, zb_v
+
+
+class _Family(NamedTuple):
+    build: Callable[[int, int, int], Schedule]
+    chunks: int
+    """Stages a rank when nothing is said."""
+    any_chunks: bool = False
+
+
+_FAMILIES: dict[str, _Family] = {
+    "gpipe": _Family(lambda ranks, microbatches, _: gpipe(ranks, microbatches), 1),
+    "1f1b": _Family(lambda ranks, microbatches, _: one_forward_one_backward(ranks, microbatches), 1),
+    "interleaved": _Family(interleaved, 2, any_chunks=True),
+    "breadth-first": _Family(breadth_first, 2, any_chunks=True),
+    "zb-h1": _Family(lambda ranks, microbatches, _: zb_h1(ranks, microbatches), 1),
+    "zb-v": _Family(lambda ranks, microbatches, _: zb_v(ranks, microbatches), 2),
+    "dualpipe-v": _Family(lambda ranks, microbatches, _: dualpipe_v(ranks, microbatches), 2),
+}
+SCHEDULES = tuple(_FAMILIES)
+SPLIT_BACKWARD = ("zb-h1", "zb-v", "dualpipe-v")
+"""Those that need a stage able to go back for its input and for its weights apart."""
+
+
+def usual_chunks(name: str) -> int:
+    """Stages a rank holds when the number is not given: 1, or 2 for the schedules that are about having several."""
+    return _FAMILIES[name].chunks
+
+
+def legal(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> list[str]:
+    """Why this schedule cannot be made, a sentence each; empty when it can."""
+    reasons = []
+    if ranks < 1:
+        reasons.append(f"a pipeline of {ranks} ranks: it needs at least 1")
+    if microbatches < 1:
+        reasons.append(f"{microbatches} microbatches: a step needs at least 1")
+    if chunks is not None and chunks < 1:
+        reasons.append(f"{chunks} stages a rank: each rank holds at least 1")
+    family = _FAMILIES.get(name)
+    if family is None:
+        reasons.append(f'no schedule is called "{name}"; there are {", ".join(SCHEDULES)}')
+    elif chunks is not None and chunks >= 1 and chunks != family.chunks and not family.any_chunks:
+        holds = "1 stage" if family.chunks == 1 else f"{family.chunks} stages"
+        several = "; interleaved and breadth-first take any number" if family.chunks == 1 else ""
+        reasons.append(f"{name} holds {holds} on each rank, not {chunks}{several}")
+    return reasons
+
+
+def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
+    """The lists of a schedule; `chunks` is the number of stages on each rank. Raises `ValueError` with what is wrong."""
+    reasons = legal(name, ranks, microbatches, chunks)
+    if reasons:
+        raise ValueError("; ".join(reasons))
+    family = _FAMILIES[name]
+    return family.build(ranks, microbatches, family.chunks if chunks is None else chunks)

@@ -1,0 +1,149 @@
+"""How long a schedule takes: the lists played with a duration for each kind of action and stage.
+
+A rank does its actions in order and waits when an input has not arrived; sends do not hold up the sender. Each action
+is visited once and a waiting rank is woken by the one action it waits for, so the time is linear in the actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.schedules.actions import KINDS, Action, Kind, Schedule
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds (or any unit) of each kind of action, one number for each stage."""
+
+    forward: Sequence[float]
+    backward_input: Sequence[float]
+    backward_weight: Sequence[float]
+    backward: Sequence[float] | None = None
+    """The backward in one piece; where it is not given, the sum of the two halves."""
+
+    @classmethod
+    def even(cls, stages: int, forward: float = 1, backward_input: float = 1, backward_weight: float = 1) -> Cost:
+        """The same for every stage; by default the unit of the zero-bubble papers, where the backward is 2."""
+        return cls((forward,) * stages, (backward_input,) * stages, (backward_weight,) * stages)
+
+    def of(self, kind: Kind) -> Sequence[float]:
+        """The durations of one kind, by stage."""
+        if kind == "F":
+            return self.forward
+        if kind == "I":
+            return self.backward_input
+        if kind == "W":
+            return self.backward_weight
+        if self.backward is not None:
+            return self.backward
+        return [a + b for a, b in zip(self.backward_input, self.backward_weight, strict=True)]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """When everything happens. `start[rank][i]` and `end[rank][i]` belong to `schedule.ranks[rank][i]`."""
+
+    start: tuple[tuple[float, ...], ...]
+    end: tuple[tuple[float, ...], ...]
+    makespan: float
+    """From the first start to the last end over all ranks."""
+    busy: tuple[float, ...]
+    """Work of each rank."""
+
+    @property
+    def bubble(self) -> tuple[float, ...]:
+        """Time each rank does not work while any rank does: makespan - busy."""
+        return tuple(self.makespan - busy for busy in self.busy)
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """Time each rank waits between its own first start and last end.
+
+        The zero-bubble papers count this one: a rank that starts r steps late may run r steps into the next iteration.
+        """
+        return tuple(
+            ends[-1] - starts[0] - busy if starts else 0.0
+            for starts, ends, busy in zip(self.start, self.end, self.busy, strict=True)
+        )
+
+
+class Stuck(ValueError):
+    """The lists wait for each other, or for an action that is in no list."""
+
+    def __init__(self, waiting: dict[int, Action]) -> None:
+        self.waiting = waiting
+        super().__init__("; ".join(f"rank {rank} waits before {action}" for rank, action in waiting.items()))
+
+
+def time(schedule: Schedule, cost: Cost, latency: float | Sequence[float] = 0) -> Timing:
+    """Plays the lists. `latency` is the time of a transfer between two ranks, or one for each boundary: `latency[s]`
+    between stages s and s + 1, in both directions. The schedule is one that `check` passes; of a mistake in another
+    this sees only that the lists cannot be played to the end, and raises `Stuck`."""
+    stages, microbatches, placement = schedule.stages, schedule.microbatches, schedule.placement
+    # Plain floats, since arithmetic on the numbers of an array is several times slower.
+    durations = {kind: [float(duration) for duration in cost.of(kind)] for kind in KINDS}
+    if any(len(by_stage) != stages for by_stage in durations.values()):
+        raise ValueError(f"{schedule.name} has {stages} stages: a cost needs that many durations of each kind")
+    wire = [latency] * (stages - 1) if isinstance(latency, int | float) else latency
+    hop = [float(wire[s]) if placement[s] != placement[s + 1] else 0.0 for s in range(stages - 1)]
+
+    # Arrival of what each forward or backward gives the next stage. Slots run by (stage, microbatch); the stage "before
+    # the first" and the stage "after the last" have always arrived.
+    size = stages * microbatches
+    activation: list[float | None] = [0.0] * microbatches + [None] * size  # what stage s reads is at s * microbatches
+    gradient: list[float | None] = [None] * size + [0.0] * microbatches  # … and here at (s + 1) * microbatches
+    forward_hop = [*hop, 0.0]
+    backward_hop = [0.0, *hop]
+    asleep: dict[int, int] = {}  # slot waited for -> rank; gradients are numbered after the activations
+    gradient_slots = size + microbatches
+
+    starts: list[list[float]] = [[] for _ in schedule.ranks]
+    ends: list[list[float]] = [[] for _ in schedule.ranks]
+    clock = [0.0] * len(schedule.ranks)
+    ready = list(reversed(range(len(schedule.ranks))))
+    while ready:
+        rank = ready.pop()
+        actions, start, end, now = schedule.ranks[rank], starts[rank], ends[rank], clock[rank]
+        for at in range(len(end), len(actions)):
+            kind, stage, microbatch = actions[at]
+            here = stage * microbatches + microbatch
+            after = here + microbatches
+            woken = None
+            if kind == "F":
+                arrival = activation[here]
+                if arrival is None:
+                    asleep[here] = rank
+                    break
+                if arrival > now:
+                    now = arrival
+                start.append(now)
+                now += durations["F"][stage]
+                activation[after] = now + forward_hop[stage]
+                woken = asleep.pop(after, None)
+            elif kind == "W":
+                start.append(now)
+                now += durations["W"][stage]
+            else:
+                arrival = gradient[after]
+                if arrival is None:
+                    asleep[gradient_slots + after] = rank
+                    break
+                if arrival > now:
+                    now = arrival
+                start.append(now)
+                now += durations[kind][stage]
+                gradient[here] = now + backward_hop[stage]
+                woken = asleep.pop(gradient_slots + here, None)
+            end.append(now)
+            if woken is not None:
+                ready.append(woken)
+        clock[rank] = now
+
+    stuck = {
+        rank: actions[len(ends[rank])] for rank, actions in enumerate(schedule.ranks) if len(ends[rank]) < len(actions)
+    }
+    if stuck:
+        raise Stuck(stuck)
+    busy = tuple(sum(durations[kind][stage] for kind, stage, _ in actions) for actions in schedule.ranks)
+    return Timing(tuple(map(tuple, starts)), tuple(map(tuple, ends)), max(clock, default=0.0), busy)

@@ -1,0 +1,84 @@
+"""What the ranks of a test compute: a few steps of a small model on a layout, and everything one would compare."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.data.batches import IGNORED, Batch
+from shardwise.parallel.gather import whole
+from shardwise.parallel.gradients import local
+from shardwise.run import Run, run_from_dict
+from shardwise.train.step import Trainee
+
+DENSE = dict(layers=4, hidden=32, heads=4, kv_heads=2, ffn=64, vocab=61, qk_norm=True)
+MIXTURE = dict(
+    layers=4, hidden=32, heads=4, kv_heads=4, ffn=64, vocab=61, experts=4, experts_per_token=2, expert_ffn=24,
+    shared_experts=1, dense_layers=1, router="sigmoid",
+)  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": DENSE,
+    "mixture": MIXTURE,
+    "tied": DENSE | dict(tied_embeddings=True, position="learned", norm="layernorm", activation="gelu", bias="all", qk_norm=False),
+    "latent": dict(
+        layers=4, hidden=32, heads=4, ffn=64, vocab=61, attention="latent", q_rank=24, kv_rank=16, nope_dim=8, rope_dim=4, v_dim=8,
+    ),
+    "softmax": MIXTURE | dict(router="softmax", shared_experts=0, dense_layers=0),
+}  # fmt: skip
+LENGTH, BATCH = 32, 8
+
+
+def make_run(model: str, layout: dict[str, Any], **train: Any) -> Run:
+    base = dict(
+        steps=5, seq_len=LENGTH, global_batch=BATCH, microbatch=1, dtype="float64", device="cpu", lr=1e-2, clip=0.5,
+        balance_loss=0.01, router_z_loss=0.001, balance_rate=0.01,
+    )  # fmt: skip
+    return run_from_dict(dict(model=MODELS[model], layout=layout, train=base | train))
+
+
+def batch(step: int, documents: bool) -> Batch:
+    """A global batch; with documents, rows packed from pieces of uneven lengths, some targets missing."""
+    rng = np.random.default_rng(step)
+    tokens = rng.integers(0, 61, (BATCH, LENGTH + 1))
+    targets = tokens[:, 1:].copy()
+    if not documents:
+        return Batch(tokens[:, :-1].copy(), targets)
+    positions, numbers = np.empty((BATCH, LENGTH), np.int64), np.empty((BATCH, LENGTH), np.int32)
+    for row in range(BATCH):
+        cuts = np.sort(rng.choice(np.arange(1, LENGTH), rng.integers(0, 4), replace=False))
+        numbers[row] = np.searchsorted(cuts, np.arange(LENGTH), side="right")
+        positions[row] = np.arange(LENGTH) - np.concatenate([[0], cuts])[numbers[row]]
+        targets[row, cuts - 1] = IGNORED
+    return Batch(tokens[:, :-1].copy(), targets, positions, numbers)
+
+
+def take(batch: Batch, rows: np.ndarray) -> Batch:
+    optional = [None if a is None else a[rows] for a in (batch.positions, batch.documents)]
+    return Batch(batch.tokens[rows], batch.targets[rows], *optional)
+
+
+def train(rank: int, run: Run, documents: bool = True) -> dict[str, Any]:
+    """Five steps; losses, gradient norms, an evaluation, and the whole parameters (of the stages of this rank)."""
+    trainee = Trainee(run)
+    losses, norms = [], []
+    for step in range(run.train.steps):
+        rows = trainee.samples(np.arange(BATCH))
+        result = trainee.train_step(take(batch(step, documents), rows))
+        losses.append(result.loss.item())
+        norms.append(result.grad_norm.item())
+    evaluated = trainee.evaluate(lambda rows: take(batch(99, documents), rows), np.arange(5))
+    parameters = {
+        h.name: whole(local(h.parameter.detach()), h, trainee.mesh).numpy() for h in trainee.parallel.held
+    }
+    biases = {
+        f"layers.{n}.bias": block.ffn.router.bias.numpy()
+        for model in trainee.parallel.models
+        for n, block in model.layers.items()
+        if hasattr(block.ffn, "router") and run.model.router == "sigmoid"
+    }
+    return dict(
+        losses=losses, norms=norms, evaluated=evaluated, parameters=parameters | biases,
+        executed=trainee.parallel.pipeline.executed, threads=torch.get_num_threads(),
+    )  # fmt: skip

@@ -1,0 +1,90 @@
+"""Ranks for tests, started once and used by every distributed test: importing torch for each case would cost minutes.
+
+A pool holds processes that wait for work. A case names a function and its arguments; the first `world` processes form a fresh
+process group, call it, and send back what it returns.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+SIZE = 8
+PATIENCE = 120.0
+
+
+def _serve(rank: int, pipe: Connection, store: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        task = pipe.recv()
+        if task is None:
+            return
+        number, world, function, arguments = task
+        try:
+            if world > 1:
+                dist.init_process_group("gloo", init_method=f"file://{store}{number}", rank=rank, world_size=world)
+            pipe.send((True, function(rank, *arguments)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+class RankPool:
+    """Processes that run distributed cases one after another."""
+
+    def __init__(self, size: int = SIZE) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.folder = tempfile.TemporaryDirectory()
+        self.number = 0
+        self.pipes, self.processes = [], []
+        environment = dict(os.environ)
+        os.environ["OMP_NUM_THREADS"] = "1"
+        for rank in range(size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, there, f"{self.folder.name}/store"), daemon=True)
+            process.start()
+            self.pipes.append(here)
+            self.processes.append(process)
+        os.environ.clear()
+        os.environ.update(environment)
+        atexit.register(self.close)
+
+    def run(self, world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call `function(rank, *arguments)` on each rank of a world; gives what each returned."""
+        self.number += 1
+        for pipe in self.pipes[:world]:
+            pipe.send((self.number, world, function, arguments))
+        results, failures = [], []
+        for rank, pipe in enumerate(self.pipes[:world]):
+            # A rank that failed leaves the others waiting; theirs is not the failure to show.
+            if not pipe.poll(PATIENCE if not failures else 1.0):
+                failures.append(f"rank {rank} did not answer")
+                continue
+            good, value = pipe.recv()
+            (results if good else failures).append(value)
+        if failures:
+            self.restart()
+            raise AssertionError("\n".join(failures))
+        return results
+
+    def restart(self) -> None:
+        """Begin again with fresh processes, after a case that left some of them hanging."""
+        self.close()
+        self.__init__(len(self.processes))  # type: ignore[misc]
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self.processes:
+            process.kill()
+            process.join()

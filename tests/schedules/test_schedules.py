@@ -1,0 +1,245 @@
+"""Every schedule passes the checker for any number of microbatches, and has the bubble and memory its paper states."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.schedules import (
+    SCHEDULES,
+    SPLIT_BACKWARD,
+    Action,
+    Cost,
+    Schedule,
+    check,
+    draw,
+    high_water,
+    legal,
+    make_schedule,
+    time,
+    transfers,
+    usual_chunks,
+)
+
+ANY_CHUNKS = ("interleaved", "breadth-first")
+SMALL = settings(max_examples=150, deadline=None)
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    name = draw(st.sampled_from(SCHEDULES))
+    chunks = draw(st.integers(1, 3)) if name in ANY_CHUNKS else None
+    return make_schedule(name, draw(st.integers(1, 8)), draw(st.integers(1, 20)), chunks)
+
+
+def bubbles(
+    schedule: Schedule, forward: float = 1, backward_input: float = 1, backward_weight: float = 1
+) -> set[float]:
+    return set(time(schedule, Cost.even(schedule.stages, forward, backward_input, backward_weight)).bubble)
+
+
+@SMALL
+@given(schedules())
+def test_every_schedule_passes_the_checker_for_any_number_of_microbatches(schedule: Schedule) -> None:
+    report = check(schedule)
+    assert report.problems == ()
+    assert all(levels[-1] == 0 for levels in report.in_flight)
+    actions = [action for rank in schedule.ranks for action in rank]
+    assert sum(action.kind == "F" for action in actions) == schedule.stages * schedule.microbatches
+
+
+@SMALL
+@given(schedules())
+def test_each_stage_adds_up_its_gradients_in_the_same_order(schedule: Schedule) -> None:
+    for stage in range(schedule.stages):
+        for kinds in ("F", "BI", "BW"):
+            order = [
+                a.microbatch for a in schedule.ranks[schedule.placement[stage]] if a.stage == stage and a.kind in kinds
+            ]
+            assert order == list(range(schedule.microbatches)), (stage, kinds)
+
+
+@SMALL
+@given(schedules())
+def test_transfers_are_the_neighbours_of_the_network_in_the_senders_order(schedule: Schedule) -> None:
+    seen = set()
+    for (sender, receiver), messages in transfers(schedule).items():
+        assert sender != receiver
+        order = {action: at for at, action in enumerate(schedule.ranks[sender])}
+        made = []
+        for kind, stage, microbatch in messages:
+            reader = stage + 1 if kind == "activation" else stage - 1
+            assert (schedule.placement[stage], schedule.placement[reader]) == (sender, receiver)
+            made += [order[Action(k, stage, microbatch)] for k in ("F" if kind == "activation" else "BI")
+                     if Action(k, stage, microbatch) in order]  # fmt: skip
+            seen.add((kind, stage, microbatch))
+        assert made == sorted(made)
+        assert len(made) == len(messages)
+    crossings = sum(a != b for a, b in pairwise(schedule.placement))
+    assert len(seen) == 2 * crossings * schedule.microbatches
+
+
+def test_two_ranks_that_share_several_pairs_of_stages_share_one_channel() -> None:
+    # One rank down the V and one up: activations of stage 0 and gradients of stage 3 both go from rank 0 to rank 1.
+    messages = transfers(make_schedule("zb-v", 2, 3))[0, 1]
+    assert {(message.kind, message.stage) for message in messages} == {("activation", 0), ("gradient", 3)}
+    assert [str(Action("F", 2, 5)), str(Action("W", 0, 11))] == ["F2.5", "W0.11"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("more", [0, 1, 3, 8])
+def test_gpipe_and_1f1b_have_the_same_bubble_and_1f1b_holds_only_the_depth(ranks: int, more: int) -> None:
+    microbatches = ranks + more
+    gpipe = make_schedule("gpipe", ranks, microbatches)
+    plain = make_schedule("1f1b", ranks, microbatches)
+    assert bubbles(gpipe, 2, 3, 1) == bubbles(plain, 2, 3, 1) == {(ranks - 1) * (2 + 3 + 1)}
+    assert check(gpipe).high_water == (microbatches,) * ranks
+    assert check(plain).high_water == tuple(ranks - rank for rank in range(ranks))
+    assert make_schedule("interleaved", ranks, microbatches, 1).ranks == plain.ranks
+    assert make_schedule("breadth-first", ranks, microbatches, 1).ranks == gpipe.ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize("microbatches", range(8, 25, 3))
+def test_interleaving_divides_the_bubble_also_where_microbatches_do_not_divide(
+    ranks: int, chunks: int, microbatches: int
+) -> None:
+    # A stage is a chunk-th of a rank's layers, so this is a chunk-th of the bubble of 1F1B.
+    looped = make_schedule("interleaved", ranks, microbatches, chunks)
+    broad = make_schedule("breadth-first", ranks, microbatches, chunks)
+    assert bubbles(looped) == bubbles(broad) == {(ranks - 1) * 3}
+    group = -(-microbatches // (microbatches // ranks))
+    assert check(looped).high_water == tuple(
+        min(2 * (ranks - rank - 1) + (chunks - 1) * group + 1, microbatches * chunks) for rank in range(ranks)
+    )
+    assert check(broad).high_water == (microbatches * chunks,) * ranks
+    if microbatches % ranks == 0:
+        assert group == ranks
+
+
+@pytest.mark.parametrize(("forward", "for_input", "for_weight"), [(1, 1, 1), (3, 4, 2), (4, 3, 3)])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("more", [0, 1, 5])
+def test_zb_h1_keeps_the_memory_of_1f1b_and_fills_its_bubble_with_weights(
+    ranks: int, more: int, forward: int, for_input: int, for_weight: int
+) -> None:
+    schedule = make_schedule("zb-h1", ranks, ranks + more)
+    assert bubbles(schedule, forward, for_input, for_weight) == {(ranks - 1) * (forward + for_input - for_weight)}
+    report = check(schedule)
+    assert report.high_water == (ranks,) * ranks
+    assert report.high_water_input == tuple(ranks - rank for rank in range(ranks))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("more", [-1, 0, 1, 7])
+def test_zb_v_never_waits_within_the_memory_of_1f1b(ranks: int, more: int) -> None:
+    schedule = make_schedule("zb-v", ranks, 2 * ranks + more)
+    timing = time(schedule, Cost.even(schedule.stages))
+    assert timing.idle == (0,) * ranks
+    assert set(timing.bubble) == {ranks - 1}
+    assert check(schedule).high_water == (2 * ranks,) * ranks
+
+
+@pytest.mark.parametrize(("forward", "for_input", "for_weight"), [(1, 1, 1), (4, 3, 2), (4, 4, 3)])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("more", [0, 1, 7])
+def test_dualpipe_v_in_sequence(ranks: int, more: int, forward: int, for_input: int, for_weight: int) -> None:
+    schedule = make_schedule("dualpipe-v", ranks, 2 * ranks + more)
+    assert bubbles(schedule, forward, for_input, for_weight) == {(ranks - 1) * (forward + for_input - for_weight)}
+    assert check(schedule).high_water == (2 * ranks + 1,) * ranks
+    for rank, actions in enumerate(schedule.ranks):
+        # Published parts 3 and 7 split one backward for each rank below, part 6 half of its 2 (rank + 1).
+        assert sum(action.kind == "W" for action in actions) == 2 * (ranks - rank - 1) + rank + 1
+        for one, other in pairwise(actions):
+            if (one.kind, other.kind) == ("F", "B"):
+                assert one.microbatch != other.microbatch
+                assert one.stage != other.stage
+
+
+@pytest.mark.parametrize(("forward", "for_input", "for_weight"), [(1, 1, 1), (2, 3, 2), (3, 4, 2)])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_dualpipe_v_with_pairs_run_as_one_has_the_published_bubble(
+    ranks: int, forward: int, for_input: int, for_weight: int
+) -> None:
+    schedule = make_schedule("dualpipe-v", ranks, 2 * ranks + 3)
+    backward = for_input + for_weight
+    length = {"F": forward, "B": backward, "I": for_input, "W": for_weight}
+    blocks: list[list[list[Action]]] = []
+    for actions in schedule.ranks:
+        blocks.append([])
+        for action in actions:
+            if action.kind == "B" and blocks[-1][-1][-1].kind == "F":
+                blocks[-1][-1].append(action)
+            else:
+                blocks[-1].append([action])
+    finished: dict[tuple[bool, int, int], int] = {(True, -1, m): 0 for m in range(schedule.microbatches)}
+    finished |= {(False, schedule.stages, m): 0 for m in range(schedule.microbatches)}
+    clock = [0] * ranks
+    while any(blocks):
+        for rank in range(ranks):
+            while blocks[rank]:
+                block = blocks[rank][0]
+                inputs = [
+                    (a.kind == "F", a.stage + (-1 if a.kind == "F" else 1), a.microbatch)
+                    for a in block
+                    if a.kind != "W"
+                ]
+                if any(needed not in finished for needed in inputs):
+                    break
+                clock[rank] = max([clock[rank], *(finished[needed] for needed in inputs)])
+                clock[rank] += sum(length[action.kind] for action in block)
+                finished |= {(a.kind == "F", a.stage, a.microbatch): clock[rank] for a in block if a.kind != "W"}
+                blocks[rank].pop(0)
+    work = 2 * schedule.microbatches * (forward + backward)
+    assert max(clock) - work == (ranks - 1) * ((forward + backward) + backward - 3 * for_weight)
+
+
+def test_memory_can_be_weighed_by_stage_and_by_what_the_weights_still_need() -> None:
+    schedule = make_schedule("zb-h1", 2, 4)
+    # Rank 1 holds one microbatch before I, and owes one W at the end: 10 + 3.
+    assert high_water(schedule, [7, 10], [2, 3]) == (14, 13)
+    assert high_water(schedule) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("1f1b", 0, 4), ["0 ranks"]),
+        (("1f1b", 2, 0), ["0 microbatches"]),
+        (("interleaved", 2, 4, 0), ["0 stages"]),
+        (("zb-v", 2, 4, 3), ["zb-v holds 2 stages on each rank, not 3"]),
+        (("zb-h1", 2, 4, 2), ["zb-h1 holds 1 stage on each rank, not 2"]),
+        (("interleave", -1, 0, 2), ["-1 ranks", "0 microbatches", "there are gpipe"]),
+    ],
+)
+def test_what_is_not_legal_is_said_whole_and_not_made(arguments: tuple, words: list[str]) -> None:
+    reasons = legal(*arguments)
+    assert len(reasons) == len(words)
+    assert all(word in reason for word, reason in zip(words, reasons, strict=True))
+    with pytest.raises(ValueError, match="") as caught:
+        make_schedule(*arguments)
+    assert str(caught.value) == "; ".join(reasons)
+
+
+def test_names_and_usual_chunks_agree_with_what_is_made() -> None:
+    for name in SCHEDULES:
+        assert legal(name, 3, 4) == legal(name, 3, 4, usual_chunks(name)) == []
+        schedule = make_schedule(name, 3, 4)
+        assert schedule.name == name
+        assert schedule.stages == 3 * usual_chunks(name)
+        assert schedule.stages_of(0)[0] == 0
+        kinds = {action.kind for rank in schedule.ranks for action in rank}
+        assert ("I" in kinds) == (name in SPLIT_BACKWARD)
+    assert make_schedule("zb-v", 3, 4).stages_of(1) == (1, 4)
+    assert make_schedule("interleaved", 3, 4).stages_of(1) == (1, 4)
+    assert make_schedule("zb-v", 3, 4).stages_of(0) == (0, 5)
+
+
+def test_a_picture_has_a_row_for_each_rank_and_a_character_for_each_unit() -> None:
+    rows = draw(make_schedule("1f1b", 2, 3)).splitlines()
+    assert rows[:2] == ["rank 0 01..aa2bb.cc", "rank 1 .0aa1bb2cc.."]
+    assert draw(make_schedule("zb-h1", 2, 2)).splitlines()[1] == "rank 1 .0a1bAB"
