@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 SIZE = 8
-PATIENCE = 120.0
+PATIENCE = 60.0
 
 
 def _serve(rank: int, pipe: Connection, store: str) -> None:

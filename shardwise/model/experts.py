@@ -1,10 +1,13 @@
-"""Mixtures of experts: a router sends each token to its top-k feed-forward layers, and no token is dropped.
+"""Mixtures of experts: a router sends each token to its top-k feed-forward layers. No token is dropped, unless a capacity is
+set; then a choice that finds its expert full counts nothing.
 
 Tokens are laid in the order of their experts, each expert works on one contiguous piece, and the results return by the
 inverse order: permutations only, so that the sums, and with them two runs, are identical to the bit.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +58,8 @@ class Router(nn.Module):
         weights = scores.gather(-1, chosen)
         if c.router_normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        if c.expert_capacity:
+            weights = weights * self.within_capacity(chosen)
         counts = torch.zeros_like(scores).scatter_(-1, chosen, 1.0).sum(dim=1)
         if self.counting and self.training:
             self.load += counts.sum(dim=0).to(self.load.dtype)
@@ -66,6 +71,14 @@ class Router(nn.Module):
     def over_sequence(self, counts: Tensor, probabilities: Tensor, length: int) -> tuple[Tensor, Tensor, int]:
         """Sums over the tokens seen here [batch, experts] as sums over whole sequences, and their length."""
         return counts, probabilities, length
+
+    def within_capacity(self, chosen: Tensor) -> Tensor:
+        """Which choices [batch, sequence, k] an expert still has room for, the earliest tokens of a sequence first."""
+        c = self.config
+        room = math.ceil(c.expert_capacity * chosen.shape[1] * c.experts_per_token / c.experts)
+        taken = F.one_hot(chosen.flatten(1), c.experts).cumsum(dim=1)
+        place = taken.gather(-1, chosen.flatten(1)[..., None])[..., 0]
+        return (place <= room).view_as(chosen)
 
     def _within_best_groups(self, choice: Tensor) -> Tensor:
         """Only experts in the groups whose two best scores add up highest stay eligible (DeepSeek-V3's node limit)."""

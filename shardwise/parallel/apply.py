@@ -49,8 +49,8 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
         model = _stage(run, ranges[number], first=number == 0, last=number == schedule.stages - 1)
         apply_tensor(model, mesh)
         apply_context(model, mesh, layout.context_method)
-        apply_expert(model, mesh, layout.expert_tensor)
-        apply_recompute(model, layout)
+        apply_expert(model, mesh, layout.expert_tensor, run.train.seq_len)
+        apply_recompute(model, run)
         whole = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         for name, block in model.layers.items():
             _materialize(block, f"layers.{name}.", run, mesh, device)

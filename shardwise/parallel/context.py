@@ -27,6 +27,8 @@ from shardwise.parallel.mesh import Mesh
 
 def zigzag(length: int, ranks: int, rank: int) -> Tensor:
     """The places in a sequence that a rank holds: one chunk from the front and its mirror image from the back."""
+    if ranks == 1:
+        return torch.arange(length)
     chunk = length // (2 * ranks)
     front = torch.arange(rank * chunk, (rank + 1) * chunk)
     back = torch.arange((2 * ranks - 1 - rank) * chunk, (2 * ranks - rank) * chunk)

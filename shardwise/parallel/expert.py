@@ -19,6 +19,7 @@ from torch import Tensor
 from shardwise.model.experts import Mixture, Router
 from shardwise.model.transformer import Block, Transformer
 from shardwise.parallel.collectives import Group, all_gather, exchange, gather_sequence, scatter_sum, sum_whole
+from shardwise.parallel.context import zigzag
 from shardwise.parallel.mesh import Mesh
 
 
@@ -26,12 +27,21 @@ class SplitRouter(Router):
     """A router that sees a part of each sequence, and takes balance over the whole of it."""
 
     sequence: Group = None
+    places: Tensor  # where in the sequence the tokens of all ranks lie, rank after rank
 
     def over_sequence(self, counts: Tensor, probabilities: Tensor, length: int) -> tuple[Tensor, Tensor, int]:
         ranks = dist.get_world_size(self.sequence)
         dist.all_reduce(counts, group=self.sequence)
         return counts, sum_whole(probabilities, self.sequence), length * ranks
 
+
+
+    def within_capacity(self, chosen: Tensor) -> Tensor:
+        # Who came first is a question of the whole sequence: gather the choices, put them in order, and take mine back.
+        everyone = all_gather(chosen, self.sequence, 1)
+        order = self.places.to(chosen.device)
+        whole = super().within_capacity(everyone.index_select(1, order.argsort()))
+        return whole.index_select(1, order).chunk(dist.get_world_size(self.sequence), dim=1)[dist.get_rank(self.sequence)]
 
 
 class SplitMixture(Mixture):
@@ -70,7 +80,7 @@ class SplitMixture(Mixture):
         return exchange(done.index_select(0, back), self.group, sent, received)
 
 
-def apply_expert(model: Transformer, mesh: Mesh, expert_tensor: bool) -> None:
+def apply_expert(model: Transformer, mesh: Mesh, expert_tensor: bool, seq_len: int) -> None:
     """Deal the experts out, and make routers count whole sequences."""
     for block in model.layers.values():
         assert isinstance(block, Block)
@@ -81,6 +91,8 @@ def apply_expert(model: Transformer, mesh: Mesh, expert_tensor: bool) -> None:
             mixture.router.__class__ = SplitRouter
             assert isinstance(mixture.router, SplitRouter)
             mixture.router.sequence = mesh.group("sequence")
+            ranks = mesh.size("context")
+            mixture.router.places = torch.cat([zigzag(seq_len, ranks, rank) for rank in range(ranks)])
         mixture.__class__ = SplitMixture
         assert isinstance(mixture, SplitMixture)
         mixture.group = mesh.group("expert")

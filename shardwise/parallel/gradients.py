@@ -65,8 +65,11 @@ def add_partial(held: Iterable[Held], mesh: Mesh, tied: Group) -> None:
     if mesh.group("tensor") is not None:
         whole = [h.grad for h in held if all(split.axis != "tensor" for split in h.cut)]
         _all_reduce_together([g for g in whole if g is not None], mesh.group("tensor"))
-    if tied is not None:
-        shared = [h.grad for h in held if h.name == "embed.weight"]
+    shared = [h.grad for h in held if h.name == "embed.weight" and h.grad is not None]
+    if len(shared) == 2:  # both ends of a tied embedding are on this rank
+        shared[0].add_(shared[1])
+        shared[1].copy_(shared[0])
+    elif tied is not None:
         _all_reduce_together([g for g in shared if g is not None], tied)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -137,9 +137,10 @@ class Pipeline:
     def __init__(self, stages: dict[int, Stage], schedule: Schedule, mesh: Mesh, sync_every: bool) -> None:
         self.stages = stages
         self.schedule = schedule
+        forward = tuple(tuple(action for action in actions if action.kind == "F") for actions in schedule.ranks)
+        self.forward_only = replace(schedule, ranks=forward)
         self.mesh = mesh
         self.sync_every = sync_every
-        self.actions = schedule.ranks[mesh.index("pipeline")]
         self.executed: list[Action] = []
 
     def run(self, microbatches: list[Microbatch], like: Tensor, weights: tuple[Tensor | float, Tensor] | None) -> Tensor:
@@ -150,10 +151,11 @@ class Pipeline:
         """
         self.loss = torch.zeros((), dtype=torch.float64 if like.dtype == torch.float64 else torch.float32, device=like.device)
         self.microbatches, self.weights = microbatches, weights
-        self.mail = Mail(self.schedule, self.mesh, like)
+        schedule = self.schedule if weights is not None else self.forward_only
+        self.mail = Mail(schedule, self.mesh, like)
         self.local: dict[Message, Tensor] = {}
         self.executed = []
-        actions = [a for a in self.actions if weights is not None or a.kind == "F"]
+        actions = schedule.ranks[self.mesh.index("pipeline")]
         remaining = Counter((a.stage, a.kind) for a in actions)
         for action in actions:
             remaining[action.stage, action.kind] -= 1

@@ -1,39 +1,30 @@
 """Recomputation (Chen et al. 2016): activations are thrown away in the forward pass and computed again in the backward pass.
 
-`full` keeps a block's input alone; `attention` repeats only the part whose memory grows with the square of the sequence
-(Korthikanti et al. 2022); `operations` repeats the named kinds; `budget` repeats as few whole blocks as the budget needs, by
-measuring what one block keeps. Every variant may be limited to every n-th layer. Routers do not count a repeated token twice.
+`full` keeps a block's input alone, at the price of a third more work; `attention` repeats only the part whose memory grows with
+the square of the sequence (Korthikanti et al. 2022); `operations` repeats the named parts; `budget` repeats as few whole blocks
+as the budget needs, by measuring what a block keeps on tensors without data. The first three may be limited to every n-th layer.
+Traffic inside a repeated part is repeated too. Routers do not count a repeated token twice.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.model.attention import GroupedAttention, LatentAttention
-from shardwise.model.experts import Router
+from shardwise.model.experts import Mixture, Router
+from shardwise.model.layers import Norm
+from shardwise.model.rotary import rotation
 from shardwise.model.transformer import Block, Transformer
-from shardwise.run import LayoutConfig
-
-_aten = torch.ops.aten
-KINDS: dict[str, set[Any]] = {
-    "attention": {
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,
-        _aten._scaled_dot_product_flash_attention.default,
-        _aten._scaled_dot_product_efficient_attention.default,
-        _aten._scaled_dot_product_cudnn_attention.default,
-        _aten._scaled_dot_product_fused_attention_overrideable.default,
-    },
-    "norm": {_aten._fused_rms_norm.default, _aten.native_layer_norm.default, _aten.rsqrt.default, _aten.pow.Tensor_Scalar},
-    "activation": {_aten.silu.default, _aten.gelu.default, _aten.mul.Tensor},
-    "matrix": {_aten.mm.default, _aten.addmm.default, _aten.bmm.default},
-}  # fmt: skip
+from shardwise.run import ModelConfig, Run
 
 
 @contextlib.contextmanager
@@ -48,82 +39,91 @@ def _not_counting(module: nn.Module) -> Iterator[None]:
             router.counting = True
 
 
-@contextlib.contextmanager
-def _both(first: Any, second: Any) -> Iterator[None]:
-    with first, second:
-        yield
-
-
-def _selective(kinds: tuple[str, ...]) -> Callable[[], tuple[Any, Any]]:
-    repeated = set().union(*(KINDS[kind] for kind in kinds))
-
-    def policy(ctx: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.PREFER_RECOMPUTE if operation in repeated else CheckpointPolicy.PREFER_SAVE
-
-    return functools.partial(create_selective_checkpoint_contexts, policy)
-
-
-def repeat(module: nn.Module, kinds: tuple[str, ...] = ()) -> None:
-    """Make a module compute itself again in the backward pass: all of it, or just the named kinds of operations."""
+def repeat(module: nn.Module) -> None:
+    """Make a module compute itself again in the backward pass."""
     forward = module.forward
-
-    def contexts() -> tuple[Any, Any]:
-        first, again = _selective(kinds)() if kinds else (contextlib.nullcontext(), contextlib.nullcontext())
-        return first, _both(again, _not_counting(module))
 
     @functools.wraps(forward)
     def repeated(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+
+        def contexts() -> tuple[Any, Any]:
+            return contextlib.nullcontext(), _not_counting(module)
+
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, preserve_rng_state=False, **kwargs)
 
     module.forward = repeated  # type: ignore[method-assign]
 
 
-def saved_bytes(block: nn.Module, *args: Any) -> int:
-    """Bytes that one forward pass of a block keeps for the backward pass, parameters not counted."""
-    parameters = {p.untyped_storage().data_ptr() for p in block.parameters()}
+def parts(block: Block, kind: str) -> Iterator[nn.Module]:
+    """The parts of a block that a word of `layout.recompute_operations` names."""
+    if kind == "attention":
+        assert isinstance(block.attention, GroupedAttention | LatentAttention)
+        yield block.attention.core
+    elif kind == "norm":
+        yield from (m for m in block.modules() if isinstance(m, Norm))
+    elif kind == "ffn":
+        yield block.ffn
+
+
+def apply_recompute(model: Transformer, run: Run) -> None:
+    """Mark what the backward pass repeats."""
+    layout = run.layout
+    blocks = [block for block in model.layers.values() if isinstance(block, Block)]
+    if layout.recompute == "budget":
+        for block in over_budget(blocks, run):
+            repeat(block)
+        return
+    for block in blocks[:: layout.recompute_every]:
+        if layout.recompute == "full":
+            repeat(block)
+        kinds = {"operations": layout.recompute_operations, "attention": ("attention",)}.get(layout.recompute, ())
+        for kind in kinds:
+            for module in parts(block, kind):
+                repeat(module)
+
+
+def saved_bytes(config: ModelConfig, routed: bool, batch: int, length: int, dtype: torch.dtype) -> int:
+    """Bytes one block keeps for the backward pass of a microbatch, measured on tensors without data.
+
+    Experts are counted as one dense layer of the width a token meets.
+    """
+    width = config.expert_ffn * (config.experts_per_token + config.shared_experts) if routed else config.ffn
+    dense = replace(config, experts=0, experts_per_token=0, shared_experts=0, dense_layers=0, ffn=width)
     kept: dict[int, int] = {}
 
     def note(x: Tensor) -> Tensor:
         storage = x.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
+        kept[storage._cdata] = storage.nbytes()
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x), _not_counting(block):
-        result = block(*args)
-    del result
-    return sum(kept.values())
+    with FakeTensorMode():
+        block = Block(dense, 0)
+        parameters = {p.untyped_storage()._cdata for p in block.parameters()}
+        x = torch.empty(batch, length, config.hidden, dtype=dtype, requires_grad=True)
+        turn = rotation(dense, torch.arange(length)[None], dtype) if config.position == "rotary" else None
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            block(x, turn, None)
+    return sum(size for storage, size in kept.items() if storage not in parameters)
 
 
-def apply_recompute(model: Transformer, layout: LayoutConfig) -> None:
-    """Mark the blocks, or their attention, that the backward pass repeats."""
-    if layout.recompute in ("none", "budget"):
-        return
-    for block in list(model.layers.values())[:: layout.recompute_every]:
-        assert isinstance(block, Block)
-        if layout.recompute == "full":
-            repeat(block)
-        elif layout.recompute == "operations":
-            repeat(block, layout.recompute_operations)
-        else:
-            assert isinstance(block.attention, GroupedAttention | LatentAttention)
-            repeat(block.attention.core)
-
-
-def fit_budget(model: Transformer, budget: float, block_bytes: list[int], input_bytes: int) -> int:
-    """Repeat as few blocks as needed for one microbatch to keep at most `budget` bytes; gives how many are repeated.
-
-    Blocks that keep most are repeated first. When even repeating all is too much, all are repeated.
-    """
-    blocks = list(model.layers.values())
-    total = sum(block_bytes)
-    repeated = 0
-    for n in sorted(range(len(blocks)), key=lambda i: -block_bytes[i]):
-        if total <= budget:
+def over_budget(blocks: list[Block], run: Run) -> list[Block]:
+    """As few blocks as must be repeated for a microbatch to keep at most the budget; those that keep most go first."""
+    train, layout = run.train, run.layout
+    dtype = getattr(torch, train.dtype)
+    length = train.seq_len // layout.context
+    sizes = {
+        routed: saved_bytes(run.model, routed, train.microbatch, length, dtype) // layout.tensor
+        for routed in {isinstance(block.ffn, Mixture) for block in blocks}
+    }
+    entering = train.microbatch * length * run.model.hidden * dtype.itemsize // layout.tensor
+    total = sum(sizes[isinstance(block.ffn, Mixture)] for block in blocks)
+    repeated = []
+    for block in sorted(blocks, key=lambda b: -sizes[isinstance(b.ffn, Mixture)]):
+        if total <= layout.recompute_budget * 2**30:
             break
-        repeat(blocks[n])
-        total += input_bytes - block_bytes[n]
-        repeated += 1
+        total += entering - sizes[isinstance(block.ffn, Mixture)]
+        repeated.append(block)
     return repeated
+

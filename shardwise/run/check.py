@@ -126,6 +126,12 @@ def _layout_rules(run: Run) -> Iterator[Broken]:
             f"evenly or copied evenly over the ranks",
         )
     widths = {"model.ffn": m.ffn} if not m.experts or m.dense_layers else {}
+    if m.experts and lay.expert_tensor and m.expert_ffn % lay.tensor:
+        yield Broken(
+            "layout.expert_tensor",
+            ("layout.tensor", "model.expert_ffn"),
+            f"layout.tensor = {lay.tensor} does not divide model.expert_ffn = {m.expert_ffn}",
+        )
     if m.experts and m.shared_experts:
         widths["model.expert_ffn"] = m.expert_ffn * m.shared_experts
     for name, width in widths.items():
@@ -149,12 +155,40 @@ def _layout_rules(run: Run) -> Iterator[Broken]:
             f"{train.seq_len} is not a multiple of 2 x layout.context = {2 * lay.context}: each rank takes one piece from the "
             f"front and one from the back, so that causal work is even",
         )
-    if lay.pipeline > m.layers:
+    stages = lay.pipeline * lay.stages_per_rank
+    if stages > m.layers:
         yield Broken(
             "layout.pipeline",
-            ("model.layers",),
-            f"{lay.pipeline} stages for model.layers = {m.layers}: each stage needs at least one layer",
+            ("model.layers", "layout.schedule", "layout.chunks"),
+            f"{lay.pipeline} ranks with {lay.stages_per_rank} stages each for model.layers = {m.layers}: each stage needs at "
+            f"least one layer",
         )
+    if lay.stages and (len(lay.stages) != stages or sum(lay.stages) != m.layers or min(lay.stages) < 1):
+        yield Broken(
+            "layout.stages",
+            ("layout.pipeline", "layout.schedule", "layout.chunks", "model.layers"),
+            f"{list(lay.stages)} must be {stages} numbers above 0 that add up to model.layers = {m.layers}",
+        )
+    if lay.context > 1 and lay.context_method == "ulysses" and m.heads % (lay.tensor * lay.context):
+        yield Broken(
+            "layout.context",
+            ("layout.tensor", "model.heads", "layout.context_method"),
+            f"model.heads = {m.heads} is not a multiple of layout.tensor x layout.context = {lay.tensor * lay.context}: ulysses "
+            f"deals whole heads out; ring and gather do not",
+        )
+    unknown = [word for word in lay.recompute_operations if word not in ("attention", "norm", "ffn")]
+    if unknown or (lay.recompute == "operations") != bool(lay.recompute_operations):
+        yield Broken(
+            "layout.recompute_operations",
+            ("layout.recompute",),
+            'names parts of a layer, some of "attention", "norm", "ffn", when layout.recompute is "operations", and nothing otherwise',
+        )
+    if (lay.recompute == "budget") != (lay.recompute_budget > 0):
+        yield Broken(
+            "layout.recompute_budget", ("layout.recompute",), 'is above 0 when layout.recompute is "budget", and 0 otherwise'
+        )
+    if lay.offload and train.device == "cpu":
+        yield Broken("layout.offload", ("train.device",), "moves things from a GPU to the CPU; on a CPU they are there already")
     if lay.expert > 1:
         if not m.experts:
             yield Broken("layout.expert", ("model.experts",), f"{lay.expert} ranks of experts, but the model has none")

@@ -92,6 +92,9 @@ class ModelConfig:
     router_top_groups: int = key(1, "groups a token may use", least=1)
     router_normalize: bool = key(True, "make the weights of a token's chosen experts add up to one")
     router_scale: float = key(1.0, "factor on the routed experts' output", above=0)
+    expert_capacity: float = key(
+        0.0, "an expert takes at most this many times its even share of a sequence, the rest is dropped; 0: no limit", least=0
+    )
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ class LayoutConfig:
     )
     recompute_every: int = key(1, "attention, full, operations: every how many layers", least=1)
     recompute_operations: tuple[str, ...] = key(
-        (), 'operations: what to compute again, of "attention", "norm", "activation", "matrix"'
+        (), 'operations: parts of a layer to compute again, of "attention", "norm", "ffn"'
     )
     recompute_budget: float = key(0.0, "budget: GiB of saved activations a microbatch may keep on a rank", least=0)
 

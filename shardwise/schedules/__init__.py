@@ -5,7 +5,7 @@ from shardwise.schedules.check import Report, check
 from shardwise.schedules.draw import draw
 from shardwise.schedules.make import SCHEDULES, SPLIT_BACKWARD, legal, make_schedule, usual_chunks
 from shardwise.schedules.memory import held, high_water
-from shardwise.schedules.stages import check_split, split_layers
+from shardwise.schedules.stages import split_layers
 from shardwise.schedules.timing import Cost, Stuck, Timing, time
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "Stuck",
     "Timing",
     "check",
-    "check_split",
     "draw",
     "held",
     "high_water",

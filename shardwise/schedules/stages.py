@@ -52,21 +52,6 @@ def split_layers(costs: Sequence[float], stages: int, first: float = 0, last: fl
     return tuple(counts)
 
 
-def check_split(counts: Sequence[int], layers: int, stages: int) -> list[str]:
-    """What is wrong with a split given by hand, a sentence each; empty when it is right."""
-    problems = []
-    if len(counts) != stages:
-        problems.append(f"{len(counts)} numbers of layers for {stages} stages: give one for each stage")
-    problems += [
-        f"stage {stage} has {count} layers: each stage needs at least one"
-        for stage, count in enumerate(counts)
-        if count < 1
-    ]
-    if sum(counts) != layers:
-        problems.append(f"{' + '.join(map(str, counts)) or '0'} = {sum(counts)} layers, but the model has {layers}")
-    return problems
-
-
 def _totals(costs: Sequence[float], start: int, first: float, last: float) -> Iterator[float]:
     """The cost of a stage of 1, 2, … layers from `start` on. Always added in this order, so that equal sums are equal."""
     total = first if start == 0 else 0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.schedules import check_split, split_layers
+from shardwise.schedules import split_layers
 
 
 def every_split(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
@@ -46,7 +46,9 @@ def test_no_other_split_is_better_or_as_good_and_more_even(
 def test_the_bottleneck_is_exact_for_any_numbers(costs: list[float], data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, len(costs)))
     counts = split_layers(costs, stages, 0.3, 0.7)
-    assert check_split(counts, len(costs), stages) == []
+    assert len(counts) == stages
+    assert sum(counts) == len(costs)
+    assert min(counts) >= 1
     least = min(bottleneck(other, costs, 0.3, 0.7) for other in every_split(len(costs), stages))
     assert bottleneck(counts, costs, 0.3, 0.7) == pytest.approx(least, abs=1e-12)
 
@@ -64,13 +66,3 @@ def test_what_cannot_be_split_is_said() -> None:
         split_layers([1, 1, 1], 4)
     with pytest.raises(ValueError, match="negative"):
         split_layers([1, -1, 1], 2)
-
-
-def test_a_split_by_hand_is_checked_whole() -> None:
-    assert check_split((3, 5, 4), 12, 3) == []
-    assert len(check_split((3, 5, 4), 12, 4)) == 1
-    problems = check_split((6, 0, 5), 12, 4)
-    assert len(problems) == 3
-    assert "3 numbers of layers for 4 stages" in problems[0]
-    assert "stage 1 has 0 layers" in problems[1]
-    assert "6 + 0 + 5 = 11 layers, but the model has 12" in problems[2]

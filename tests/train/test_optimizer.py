@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from shardwise.model import Transformer, initialize
 from shardwise.run import TrainConfig, run_from_dict
-from shardwise.train.optimizer import Optimizer, orthogonalize
+from shardwise.train.optimizer import orthogonalize
 from shardwise.train.schedule import learning_rate_factor
+from shardwise.train.step import Trainee
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (8, 32), (32, 8), (3, 8, 16)])
@@ -38,13 +38,12 @@ def test_decay_spares_norms_and_biases(optimizer: str) -> None:
             train=dict(seq_len=8, optimizer=optimizer, weight_decay=0.5, lr=0.1, muon_lr=0.1),
         )
     )  # fmt: skip
-    model = Transformer(run.model)
-    initialize(model, run.model, 0)
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    for p in model.parameters():
+    trainee = Trainee(run)
+    before = {n: p.detach().clone() for n, p in trainee.model.named_parameters()}
+    for p in trainee.model.parameters():
         p.grad = torch.zeros_like(p)
-    Optimizer(model, run.train).step(run.train.steps // 100)
-    for name, p in model.named_parameters():
+    trainee.optimizer.step(run.train.steps // 100)
+    for name, p in trainee.model.named_parameters():
         shrunk = not torch.equal(p, before[name])
         assert shrunk == (p.ndim > 1), name
 
@@ -56,12 +55,13 @@ def test_muon_takes_the_matrices_of_blocks_and_leaves_the_rest() -> None:
             train=dict(optimizer="muon"),
         )
     )
-    optimizer = Optimizer(Transformer(run.model), run.train)
-    adam, muon = ({optimizer.names[p] for g in part.param_groups for p in g["params"]} for part in optimizer.parts)
+    optimizer = Trainee(run).optimizer
+    names = {p: h.name for p, h in zip(optimizer.mine, optimizer.held, strict=True)}
+    adam, muon = ({names[p] for g in part.param_groups for p in g["params"]} for part in optimizer.parts)
     assert {"embed.weight", "head.weight", "norm.weight"} <= adam
     assert "layers.0.attention.q.weight" in muon
     assert "layers.0.ffn.experts.up" in muon
-    assert adam | muon == set(optimizer.names.values())
+    assert adam | muon == set(names.values())
 
 
 def test_learning_rate_follows_each_schedule() -> None:
