@@ -6,6 +6,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from parallel_pool import RankPool
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--layouts", type=int, default=60, help="how many random layouts to hold against one process")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Processes for distributed tests, started once."""
+    pool = RankPool()
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(autouse=True, scope="session")

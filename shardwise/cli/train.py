@@ -36,7 +36,7 @@ def execute(args: argparse.Namespace) -> int:
         check(run, out)
         overrides = [f"--{override}" for override in args.overrides]
         return launch.start_local(["train", args.run, "--out", str(out), *overrides], run.layout.world, out / "logs")
-    launch.join(where, wants_gpu=run.train.device != "cpu")
+    launch.join(where, run)
     try:
         train(run, out)
     finally:

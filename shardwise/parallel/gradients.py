@@ -1,12 +1,14 @@
 """What remains to be done with gradients after the backward pass, whatever the layout: add the parts that several ranks hold,
-take the norm over everything exactly once, clip.
+take the norm over everything exactly once, scale.
 
 Traffic a step and rank: over tensor ranks one all-reduce of the gradients of what is not cut (norms, routers, …), of its
-shard where shared; one between the first and last stage of a tied embedding; a few numbers for the norm on each axis.
+shard where shared; one between the first and last stage of a tied embedding. The norm is a share of each rank (`squares`),
+which the step adds over all ranks in the one small message that it sends.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -73,51 +75,24 @@ def add_partial(held: Iterable[Held], mesh: Mesh, tied: Group) -> None:
         _all_reduce_together([g for g in shared if g is not None], tied)
 
 
-def total_norm(held: Iterable[Held], mesh: Mesh, device: torch.device) -> Tensor:
-    """The norm of the whole model's gradient, each number counted once."""
-    squares: dict[tuple[str, ...], list[Tensor]] = {}
+@torch.no_grad()
+def squares(held: Iterable[Held], mesh: Mesh, device: torch.device) -> Tensor:
+    """This rank's share of the squared norm of the whole model's gradient: added over all ranks, each number counts once."""
+    by_copies: dict[int, list[Tensor]] = {}
     for h in held:
-        if h.grad is not None and not h.copy_of_other_stage:
-            squares.setdefault(h.axes, []).append(torch.linalg.vector_norm(h.grad).square())
-    kinds = sorted(squares)
-    if mesh.layout.world > 1:
-        # Every rank must send the same messages, whatever stages it holds.
-        kinds = _kinds_everywhere(kinds, mesh)
-    total = torch.zeros((), device=device, dtype=_widest(squares))
-    for axes in kinds:
-        part = torch.stack(squares[axes]).sum() if squares.get(axes) else torch.zeros_like(total)
-        for axis in axes:
-            if mesh.group(axis) is not None:
-                dist.all_reduce(part, group=mesh.group(axis))
-        total = total + part
-    if mesh.group("pipeline") is not None:
-        dist.all_reduce(total, group=mesh.group("pipeline"))
-    return total.sqrt()
+        gradient = h.grad
+        if gradient is not None and not h.copy_of_other_stage:
+            pieces = math.prod(mesh.size(axis) for axis in h.axes)
+            by_copies.setdefault(mesh.layout.world // (mesh.layout.pipeline * pieces), []).append(gradient)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for copies, gradients in by_copies.items():
+        total += torch.stack(torch._foreach_norm(gradients)).double().square().sum() / copies
+    return total
 
 
-def _widest(squares: dict[tuple[str, ...], list[Tensor]]) -> torch.dtype:
-    found = {t.dtype for ts in squares.values() for t in ts}
-    return torch.float64 if torch.float64 in found else torch.float32
-
-
-def _kinds_everywhere(kinds: list[tuple[str, ...]], mesh: Mesh) -> list[tuple[str, ...]]:
-    """All ways of being cut that occur in a layout, in one order."""
-    layout = mesh.layout
-    spread = "zero" if mesh.size("zero") > 1 else ""
-    experts = "expert_shard" if mesh.size("expert_shard") > 1 else ""
-    known = {
-        tuple(axis for axis in (*cut, last) if axis)
-        for cut in ((), ("tensor",))
-        for last in (spread,)
-    }
-    if layout.expert > 1 or experts or spread:
-        for cut in ((), ("expert",), ("tensor",), ("expert", "tensor")):
-            known.add(tuple(axis for axis in (*cut, experts) if axis))
-    return sorted(known | set(kinds))
-
-
-def clip(held: Iterable[Held], norm: Tensor, most: float) -> None:
-    """Shorten all gradients by the same factor when their norm is above `most`."""
-    factor = (most / (norm + 1e-6)).clamp(max=1.0)
-    gradients = [h.grad for h in held if h.grad is not None and h.grad.numel()]
-    torch._foreach_mul_(gradients, factor.to(gradients[0].dtype) if gradients else factor)
+@torch.no_grad()
+def multiply(held: Iterable[Held], factor: Tensor) -> None:
+    """All gradients times one number."""
+    gradients = [g for h in held if (g := h.grad) is not None and g.numel()]
+    if gradients:
+        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))

@@ -5,13 +5,15 @@ the backward pass runs. Sharing is ZeRO (Rajbhandari et al. 2020) by `fully_shar
 rank's parameters in the dtype they are gathered in, G in that they are reduced in:
 - zero = 1: the optimizer is shared. P(z-1)/z gathered once a step, gradients kept whole and G(z-1)/z scattered once a step.
 - zero = 2: gradients too, scattered after every microbatch.
-- zero = 3: parameters too: gathered for every microbatch's forward and again for its backward.
+- zero = 3: parameters too: gathered for every microbatch's forward and again for its backward. Only what stands outside of
+  the blocks stays gathered between the two where one follows the other at once, that is without a pipeline.
 Parameters are gathered block by block. With copies as well, each rank's shard of the gradients is all-reduced over them.
 Gradients are added, not averaged: the loss is already divided by the tokens of the whole batch.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -65,25 +67,30 @@ class Sharder:
         if not _needed(self.mesh, "zero"):
             return
         experts = {p for m in model.modules() if isinstance(m, Mixture) for p in m.experts.parameters()}
-        self._shard(model, "zero", experts)
-        blocks = [block for block in model.layers.values() if isinstance(block, FSDPModule)]
+        # The backward pass begins with the head: without a pipeline, what is let go would be fetched back at once.
+        self._shard(model, "zero", experts, keep=self.run.layout.pipeline == 1)
+        blocks: list[FSDPModule] = [block for block in model.layers.values() if isinstance(block, FSDPModule)]
         ahead = self.run.layout.prefetch
         if ahead > 1:
             for n, block in enumerate(blocks):
                 block.set_modules_to_forward_prefetch(blocks[n + 1 : n + 1 + ahead])
                 block.set_modules_to_backward_prefetch(blocks[max(0, n - ahead) : n][::-1])
 
-    def _shard(self, module: nn.Module, axis: str, ignored: set[nn.Parameter] | None = None) -> None:
+    def _shard(
+        self, module: nn.Module, axis: str, ignored: set[nn.Parameter] | None = None, keep: bool = False
+    ) -> None:
         fully_shard(
             module,
             mesh=self.mesh.sharding(axis),
-            reshard_after_forward=self.run.layout.zero == 3,
+            reshard_after_forward=self.run.layout.zero == 3 and not keep,
             mp_policy=self.policy,
             offload_policy=self.offload,
             ignored_params=ignored or None,
         )
         assert isinstance(module, FSDPModule)
+        # Plain sums: by default a factor is given to the transport, and gloo takes none, not even 1.
         module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
 
 
 def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
@@ -93,7 +100,10 @@ def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
 
 def wrap_copies(model: nn.Module) -> DistributedDataParallel:
     """Plain data parallelism."""
-    return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+    with warnings.catch_warnings():
+        # PyTorch 2.13 has a new name for `broadcast_buffers`, which older versions do not know.
+        warnings.simplefilter("ignore", FutureWarning)
+        return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
 
 
 def reduce_now(model: nn.Module) -> None:

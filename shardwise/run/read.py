@@ -178,7 +178,7 @@ def _typed(value: Any, kind: Any) -> Any:
             raise ValueError(f'"{value}" is not one of {", ".join(words)}{nearest(str(value), words)}')
         return value
     if get_origin(kind) is tuple:
-        items = value if isinstance(value, list) else [value]
+        items = value if isinstance(value, list | tuple) else [value]
         return tuple(_typed(item, get_args(kind)[0]) for item in items)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)

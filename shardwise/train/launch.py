@@ -67,28 +67,30 @@ def check_world(run: Run, where: Place | None) -> None:
         raise UserError(Problem(reason, key="cluster.nodes"))
 
 
-def join(where: Place, wants_gpu: bool) -> None:
+def join(where: Place, run: Run) -> None:
     """Become one of the ranks: choose a device and meet the others."""
     import torch
     import torch.distributed as dist
 
-    gpus = torch.cuda.device_count() if wants_gpu else 0
+    gpus = torch.cuda.device_count() if run.train.device != "cpu" else 0
+    shared = gpus > 0 and int(os.environ.get("LOCAL_WORLD_SIZE", where.world)) > gpus
+    layout = run.layout
+    if shared and (layout.pipeline > 1 or (layout.context > 1 and layout.context_method == "ring")):
+        reason = (
+            f"{layout.world} ranks would share {gpus} GPU(s), and gloo, which they then talk through, carries no point-to-point "
+            'messages of GPUs; pipelines and ring attention need them. Use train.device = "cpu" or more GPUs'
+        )
+        raise UserError(Problem(reason, key="layout"))
     if gpus:
         torch.cuda.set_device(where.local_rank % gpus)
-    # NCCL wants a GPU for each rank; gloo carries CUDA tensors too, where ranks share one.
-    backend = "cpu:gloo,cuda:nccl" if gpus and where.local_rank < gpus and not _shared_gpu(where, gpus) else "gloo"
     dist.init_process_group(
-        backend,
+        # NCCL wants a GPU for each rank; gloo carries collectives of CUDA tensors too, where ranks share one.
+        "cpu:gloo,cuda:nccl" if gpus and not shared else "gloo",
         init_method=f"tcp://{where.address}:{where.port}",
         rank=where.rank,
         world_size=where.world,
         timeout=timedelta(minutes=10),
     )
-
-
-def _shared_gpu(where: Place, gpus: int) -> bool:
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", where.world))
-    return local_world > gpus
 
 
 def leave() -> None:

@@ -99,6 +99,7 @@ class Optimizer:
         """AdamW's learning rate in a step, the one that metrics show."""
         return self.train.lr * learning_rate_factor(self.train, step)
 
+    @torch.no_grad()
     def step(self, step: int) -> None:
         """Update the parameters from their gradients; `step` counts from 1."""
         factor = learning_rate_factor(self.train, step)

@@ -1,7 +1,9 @@
 """One training step: microbatches forward and backward, gradients clipped, parameters updated, on any layout.
 
 The loss is the sum over all tokens of the global batch divided by their number, so one batch of 8 and 8 accumulated
-batches of 1 give the same gradient. Parameters, gradients and optimizer are float32 for 16-bit arithmetic.
+batches of 1 give the same gradient. Ranks learn that number, the loss and the norm in one small message behind the backward
+pass, and the gradients are corrected as they are clipped. Parameters, gradients and optimizer are float32 for 16-bit
+arithmetic.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from shardwise.data.batches import IGNORED, Batch
 from shardwise.model.experts import Router
 from shardwise.parallel.apply import apply
 from shardwise.parallel.context import zigzag
-from shardwise.parallel.gradients import add_partial, clip, total_norm
+from shardwise.parallel.gradients import add_partial, multiply, squares
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import Microbatch
 from shardwise.parallel.shard import uses_copies_alone
@@ -30,7 +32,9 @@ from shardwise.train.optimizer import Optimizer
 def choose_device(wanted: str) -> torch.device:
     """The device a run asks for, or a sentence when this machine does not have it."""
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise UserError('train.device: "cuda" was asked for, but PyTorch sees no GPU on this machine; use "auto" or "cpu"')
+        raise UserError(
+            'train.device: "cuda" was asked for, but PyTorch sees no GPU on this machine; use "auto" or "cpu"'
+        )
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
@@ -79,20 +83,19 @@ class Trainee:
         for model in self.parallel.models:
             model.train()
         self.optimizer.zero_grad()
-        loss_tokens = self._over_data(batch.loss_tokens)
         # DistributedDataParallel averages where everything else adds.
         copies = self.mesh.size("replicate") if uses_copies_alone(self.mesh) else 1
-        factor = self.loss_scale.scale * copies / loss_tokens
+        factor = self.loss_scale.scale * copies / self.run.batch_tokens
         loss = self.parallel.pipeline.run(self._microbatches(batch), self._stream(), (factor, self.auxiliary_weights))
         self.step += 1
         self.tokens += self.run.batch_tokens
-        grad_norm = self._finish_gradients()
+        loss, grad_norm = self._finish_gradients(loss, batch.loss_tokens)
         if self._usable(grad_norm):
             self.optimizer.step(self.step)
+        self._add_loads()
         for router in self.routers:
-            self._add_load(router)
             router.rebalance(train.balance_rate)
-        return StepResult(self._whole_loss(loss) / loss_tokens, grad_norm, self.optimizer.learning_rate(self.step))
+        return StepResult(loss, grad_norm, self.optimizer.learning_rate(self.step))
 
     @torch.no_grad()
     def evaluate(self, samples: Callable[[np.ndarray], Batch], numbers: np.ndarray) -> float:
@@ -162,22 +165,36 @@ class Trainee:
                 dist.all_reduce(loss, group=self.mesh.group(axis))
         return loss
 
-    def _add_load(self, router: Router) -> None:
-        """Tokens an expert was given, over the whole batch."""
+    def _add_loads(self) -> None:
+        """Tokens each expert of this rank's stages was given, over the whole batch."""
+        if not self.routers:
+            return
+        loads = torch.stack([router.load for router in self.routers])
         for axis in ("replicate", "zero", "tensor"):
             if self.mesh.group(axis) is not None:
-                dist.all_reduce(router.load, group=self.mesh.group(axis))
+                dist.all_reduce(loads, group=self.mesh.group(axis))
+        for router, load in zip(self.routers, loads, strict=True):
+            router.load.copy_(load)
 
-    def _finish_gradients(self) -> Tensor:
-        """Add what several ranks hold parts of, take the loss scale out, shorten to the allowed norm; gives the norm."""
-        held = self.parallel.held
+    def _finish_gradients(self, loss: Tensor, loss_tokens: int) -> tuple[Tensor, Tensor]:
+        """Add what several ranks hold parts of, divide by the tokens that count, take the loss scale out, shorten to the
+        allowed norm; gives the mean loss of the whole batch and the norm."""
+        held, layout, train = self.parallel.held, self.run.layout, self.run.train
         add_partial(held, self.mesh, self.parallel.tied)
-        if self.dtype == torch.float16:
-            torch._foreach_mul_([h.grad for h in held if h.grad is not None], 1 / self.loss_scale.scale)
-        norm = total_norm(held, self.mesh, self.device)
-        if self.run.train.clip:
-            clip(held, norm, self.run.train.clip)
-        return norm
+        # What ranks hold in common is divided among them, so that one sum over all ranks counts it once.
+        loss_share = loss.double() / layout.tensor
+        tokens_share = loss_share.new_tensor(loss_tokens / (layout.world // layout.data_ranks))
+        sums = torch.stack((squares(held, self.mesh, self.device), loss_share, tokens_share))
+        if layout.world > 1:
+            dist.all_reduce(sums)
+        counted = sums[2].clamp(min=1)
+        # The backward pass divided by all tokens of the batch, as if every one had a target that counts.
+        factor = self.run.batch_tokens / (counted * self.loss_scale.scale)
+        norm = sums[0].sqrt() * factor
+        if train.clip:
+            factor = factor * (train.clip / (norm + 1e-6)).clamp(max=1.0)
+        multiply(held, factor)
+        return sums[1] / counted, norm
 
     def _usable(self, grad_norm: Tensor) -> bool:
         """False for float16 gradients that overflowed; only float16 waits for the answer."""
@@ -186,4 +203,3 @@ class Trainee:
         finite = bool(grad_norm.isfinite())
         self.loss_scale.update(finite)
         return finite
-

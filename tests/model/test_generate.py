@@ -132,7 +132,7 @@ def test_the_command_continues_a_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert [s["prompt"] for s in results[0]] == ["def", "a longer one"]
     assert all(len(s["tokens"]) == 7 for s in results[0])
     text = results[0][0]["text"]
-    assert main([*base[:4], "--max-tokens", "7", "--temperature", "0"]) == 0
+    assert main([*base[:4], "--max-tokens", "7", "--temperature", "0", "--device", "cpu"]) == 0
     assert capsys.readouterr().out == f"def{text}\n"
     assert main([*base, "--temperature", "0", "--stop", text[2:4]]) == 0
     cut = json.loads(capsys.readouterr().out)["samples"][0]

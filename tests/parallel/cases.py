@@ -11,6 +11,7 @@ from shardwise.data.batches import IGNORED, Batch
 from shardwise.parallel.gather import whole
 from shardwise.parallel.gradients import local
 from shardwise.run import Run, run_from_dict
+from shardwise.train.state import collect, restore
 from shardwise.train.step import Trainee
 
 DENSE = dict(layers=4, hidden=32, heads=4, kv_heads=2, ffn=64, vocab=61, qk_norm=True)
@@ -25,6 +26,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "latent": dict(
         layers=4, hidden=32, heads=4, ffn=64, vocab=61, attention="latent", q_rank=24, kv_rank=16, nope_dim=8, rope_dim=4, v_dim=8,
     ),
+    "capacity": MIXTURE | dict(expert_capacity=0.8),
+    "window": DENSE | dict(sliding_window=11),
     "softmax": MIXTURE | dict(router="softmax", shared_experts=0, dense_layers=0),
 }  # fmt: skip
 LENGTH, BATCH = 32, 8
@@ -32,21 +35,21 @@ LENGTH, BATCH = 32, 8
 
 def make_run(model: str, layout: dict[str, Any], **train: Any) -> Run:
     base = dict(
-        steps=5, seq_len=LENGTH, global_batch=BATCH, microbatch=1, dtype="float64", device="cpu", lr=1e-2, clip=0.5,
+        steps=5, seq_len=LENGTH, global_batch=BATCH, microbatch=2, dtype="float64", device="cpu", lr=1e-2, clip=0.5,
         balance_loss=0.01, router_z_loss=0.001, balance_rate=0.01,
     )  # fmt: skip
     return run_from_dict(dict(model=MODELS[model], layout=layout, train=base | train))
 
 
-def batch(step: int, documents: bool) -> Batch:
+def batch(step: int, documents: bool, rows: int = BATCH) -> Batch:
     """A global batch; with documents, rows packed from pieces of uneven lengths, some targets missing."""
     rng = np.random.default_rng(step)
-    tokens = rng.integers(0, 61, (BATCH, LENGTH + 1))
+    tokens = rng.integers(0, 61, (rows, LENGTH + 1))
     targets = tokens[:, 1:].copy()
     if not documents:
         return Batch(tokens[:, :-1].copy(), targets)
-    positions, numbers = np.empty((BATCH, LENGTH), np.int64), np.empty((BATCH, LENGTH), np.int32)
-    for row in range(BATCH):
+    positions, numbers = np.empty((rows, LENGTH), np.int64), np.empty((rows, LENGTH), np.int32)
+    for row in range(rows):
         cuts = np.sort(rng.choice(np.arange(1, LENGTH), rng.integers(0, 4), replace=False))
         numbers[row] = np.searchsorted(cuts, np.arange(LENGTH), side="right")
         positions[row] = np.arange(LENGTH) - np.concatenate([[0], cuts])[numbers[row]]
@@ -59,26 +62,49 @@ def take(batch: Batch, rows: np.ndarray) -> Batch:
     return Batch(batch.tokens[rows], batch.targets[rows], *optional)
 
 
-def train(rank: int, run: Run, documents: bool = True) -> dict[str, Any]:
-    """Five steps; losses, gradient norms, an evaluation, and the whole parameters (of the stages of this rank)."""
+def train(rank: int, run: Run, documents: bool = True, seed: int = 0) -> dict[str, Any]:
+    """Some steps; losses, gradient norms, an evaluation, and the whole parameters of this rank's stages."""
     trainee = Trainee(run)
-    losses, norms = [], []
-    for step in range(run.train.steps):
-        rows = trainee.samples(np.arange(BATCH))
-        result = trainee.train_step(take(batch(step, documents), rows))
-        losses.append(result.loss.item())
-        norms.append(result.grad_norm.item())
+    losses, norms = steps(trainee, 0, run.train.steps, documents, seed)
+    trained = list(trainee.parallel.pipeline.executed)
     evaluated = trainee.evaluate(lambda rows: take(batch(99, documents), rows), np.arange(5))
-    parameters = {
-        h.name: whole(local(h.parameter.detach()), h, trainee.mesh).numpy() for h in trainee.parallel.held
-    }
+    parameters = {h.name: whole(local(h.parameter.detach()), h, trainee.mesh).cpu().numpy() for h in trainee.parallel.held}
     biases = {
-        f"layers.{n}.bias": block.ffn.router.bias.numpy()
+        f"layers.{n}.bias": block.ffn.router.bias.cpu().numpy()
         for model in trainee.parallel.models
         for n, block in model.layers.items()
         if hasattr(block.ffn, "router") and run.model.router == "sigmoid"
     }
+    executed = trainee.parallel.pipeline.executed
     return dict(
-        losses=losses, norms=norms, evaluated=evaluated, parameters=parameters | biases,
-        executed=trainee.parallel.pipeline.executed, threads=torch.get_num_threads(),
+        losses=losses, norms=norms, evaluated=evaluated, parameters=parameters | biases, trained=trained, executed=executed
     )  # fmt: skip
+
+
+def steps(trainee: Trainee, first: int, last: int, documents: bool, seed: int = 0) -> tuple[list[float], list[float]]:
+    """Run some steps of a trainee on this rank's rows of each batch."""
+    losses, norms = [], []
+    for step in range(first, last):
+        size = trainee.run.train.global_batch
+        rows = trainee.samples(np.arange(size))
+        result = trainee.train_step(take(batch(step + 1000 * seed, documents, size), rows))
+        losses.append(result.loss.item())
+        norms.append(result.grad_norm.item())
+    return losses, norms
+
+
+def train_and_collect(rank: int, run: Run, last: int) -> dict[str, Any] | None:
+    """The whole state after some steps, on the first rank."""
+    trainee = Trainee(run)
+    steps(trainee, 0, last, True)
+    state = collect(trainee)
+    return None if state is None else {name: tensor.numpy() for name, tensor in state.items()}
+
+
+def restore_and_train(rank: int, run: Run, first: int, state: dict[str, Any]) -> dict[str, Any]:
+    """Go on from a whole state."""
+    trainee = Trainee(run)
+    restore(trainee, {name: torch.from_numpy(array) for name, array in state.items()})
+    trainee.step = first
+    losses, norms = steps(trainee, first, run.train.steps, True)
+    return dict(losses=losses, norms=norms)

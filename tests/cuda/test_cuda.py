@@ -1,0 +1,66 @@
+"""The whole stack on a GPU, where there is one: it computes what the CPU computes, alone over NCCL, and on several ranks that
+share the GPU as far as gloo carries CUDA tensors: every collective, but no point-to-point message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cases
+import numpy as np
+import pytest
+import torch
+from parallel_pool import RankPool
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+MODELS = ["dense", "mixture", "tied", "latent", "softmax", "capacity", "window"]
+
+
+def alone_over_nccl(rank: int, model: str, layout: dict[str, Any], train: dict[str, Any]) -> dict[str, Any]:
+    import tempfile
+
+    import torch.distributed as dist
+
+    with tempfile.NamedTemporaryFile() as store:
+        dist.init_process_group("nccl", init_method=f"file://{store.name}", rank=0, world_size=1)
+        return cases.train(0, cases.make_run(model, layout, **train | dict(device="cuda")))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("layout", [dict(), dict(recompute="full"), dict(schedule="interleaved")], ids=str)
+def test_one_rank_over_nccl_equals_the_cpu(ranks: RankPool, model: str, layout: dict[str, Any]) -> None:
+    want = cases.train(0, cases.make_run(model, layout))
+    got = ranks.run(1, alone_over_nccl, model, layout, {})[0]
+    np.testing.assert_allclose(got["losses"], want["losses"], rtol=1e-9)
+    np.testing.assert_allclose(got["norms"], want["norms"], rtol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("model", ["dense", "mixture"])
+def test_narrow_arithmetic_follows_the_cpu(ranks: RankPool, model: str, dtype: str) -> None:
+    want = cases.train(0, cases.make_run(model, {}, dtype="float64", lr=1e-3))
+    got = ranks.run(1, alone_over_nccl, model, {}, dict(dtype=dtype, lr=1e-3))[0]
+    np.testing.assert_allclose(got["losses"], want["losses"], rtol=1e-4 if dtype == "float32" else 1e-2)
+
+
+SHARED = [
+    dict(replicate=2),
+    dict(shard=2),
+    dict(shard=2, zero=1),
+    dict(replicate=2, shard=2),
+    dict(tensor=2),
+    dict(context=2, context_method="ulysses"),
+    dict(context=2, context_method="gather"),
+    dict(shard=2, expert=2),
+    dict(shard=2, tensor=2),
+]
+
+
+@pytest.mark.parametrize("layout", SHARED, ids=str)
+def test_ranks_that_share_a_gpu_equal_the_cpu(ranks: RankPool, layout: dict[str, Any]) -> None:
+    model = "mixture" if "expert" in layout else "dense"
+    want = cases.train(0, cases.make_run(model, {}))
+    run = cases.make_run(model, layout, device="cuda")
+    for got in ranks.run(run.layout.world, cases.train, run):
+        np.testing.assert_allclose(got["losses"], want["losses"], rtol=1e-9)
+        np.testing.assert_allclose(got["norms"], want["norms"], rtol=1e-9)

@@ -1,0 +1,201 @@
+"""Every layout computes what one process computes: losses, gradient norms, evaluation and final parameters, in float64, where a
+bug cannot hide behind rounding. Each axis alone, every pair, every variant of each axis, and many random combinations."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from typing import Any
+
+import cases
+import numpy as np
+import pytest
+from parallel_pool import RankPool
+
+from shardwise.run import UserError
+
+TOLERANCE = 1e-9
+Layout = dict[str, Any]
+
+
+@functools.cache
+def one_process(model: str, documents: bool, **train: Any) -> dict[str, Any]:
+    return cases.train(0, cases.make_run(model, {}, **train), documents)
+
+
+def assert_equal(ranks: RankPool, model: str, layout: Layout, documents: bool = True, **train: Any) -> list[dict[str, Any]]:
+    run = cases.make_run(model, layout, **train)
+    # One process may cut the batch as it likes; the result is the same.
+    alone = train | dict(microbatch=1)
+    want = one_process(model, documents, **alone)
+    results = ranks.run(run.layout.world, cases.train, run, documents)
+    seen = set()
+    for rank, got in enumerate(results):
+        context = f"{model} {layout} {train} rank {rank}"
+        np.testing.assert_allclose(got["losses"], want["losses"], rtol=TOLERANCE, err_msg=context)
+        np.testing.assert_allclose(got["norms"], want["norms"], rtol=TOLERANCE, err_msg=context)
+        np.testing.assert_allclose(got["evaluated"], want["evaluated"], rtol=TOLERANCE, err_msg=context)
+        for name, value in got["parameters"].items():
+            seen.add(name)
+            # Relative to the parameter's size. A key bias has no gradient but rounding, hence a floor to that size.
+            scale = max(np.abs(want["parameters"][name]).max(), 0.1)
+            worst = np.abs(value - want["parameters"][name]).max() / scale
+            assert worst < TOLERANCE, f"{context} {name} {worst}"
+    assert seen == set(want["parameters"])
+    return results
+
+
+AXES: dict[str, Layout] = {
+    "replicate": dict(replicate=2),
+    "shard": dict(shard=2),
+    "context": dict(context=2),
+    "tensor": dict(tensor=2),
+    "pipeline": dict(pipeline=2),
+    "expert": dict(shard=2, expert=2),
+}
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("model", ["dense", "mixture"])
+def test_each_axis_alone(ranks: RankPool, model: str, axis: str) -> None:
+    if axis == "expert" and model == "dense":
+        pytest.skip("a dense model has no experts")
+    assert_equal(ranks, model, AXES[axis])
+
+
+@pytest.mark.parametrize("pair", list(itertools.combinations(AXES, 2)), ids="+".join)
+@pytest.mark.parametrize("model", ["dense", "mixture"])
+def test_every_pair_of_axes(ranks: RankPool, model: str, pair: tuple[str, str]) -> None:
+    layout = AXES[pair[0]] | AXES[pair[1]]
+    if "expert" in pair and model == "dense":
+        pytest.skip("a dense model has no experts")
+    assert_equal(ranks, model, layout)
+
+
+VARIANTS: list[tuple[str, Layout]] = [
+    ("dense", dict(replicate=4)),
+    ("dense", dict(shard=4)),
+    ("dense", dict(shard=2, zero=1)),
+    ("dense", dict(shard=2, zero=2)),
+    ("mixture", dict(shard=2, replicate=2, zero=1)),
+    ("mixture", dict(shard=2, context=2, expert=2, zero=2)),
+    ("dense", dict(shard=2, prefetch=2)),
+    ("dense", dict(tensor=4)),
+    ("tied", dict(tensor=4)),
+    ("latent", dict(tensor=2)),
+    ("latent", dict(context=2)),
+    ("softmax", dict(tensor=2, context=2)),
+    ("softmax", dict(tensor=2, shard=2, expert=2, expert_tensor=True)),
+    ("mixture", dict(tensor=2, expert_tensor=True)),
+    ("capacity", dict(tensor=2, context=2)),
+    ("capacity", dict(shard=2, expert=2)),
+    ("window", dict(context=2)),
+    ("window", dict(context=2, context_method="gather")),
+    *[("dense", dict(context=4, context_method=method)) for method in ("ring", "ulysses", "gather")],
+    *[("latent", dict(context=2, context_method=method)) for method in ("ulysses", "gather")],
+    *[("mixture", dict(shard=4, expert=4, zero=zero)) for zero in (1, 2, 3)],
+    *[("dense", dict(recompute=mode)) for mode in ("attention", "full")],
+    ("mixture", dict(recompute="full", recompute_every=2, shard=2, expert=2)),
+    ("mixture", dict(recompute="operations", recompute_operations=("norm", "attention", "ffn"), tensor=2)),
+    ("dense", dict(recompute="budget", recompute_budget=1e-4, shard=2)),
+    ("tied", dict(pipeline=4)),
+    ("dense", dict(pipeline=2, stages=(1, 3))),
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), VARIANTS, ids=str)
+def test_each_variant_of_an_axis(ranks: RankPool, model: str, layout: Layout) -> None:
+    assert_equal(ranks, model, layout)
+
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v", "dualpipe-v")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("model", "more"), [("tied", {}), ("mixture", dict(shard=2, expert=2, recompute="full"))])
+def test_each_schedule_runs_as_listed(ranks: RankPool, model: str, more: Layout, schedule: str) -> None:
+    from shardwise.schedules import check, make_schedule
+
+    layout = dict(pipeline=2, schedule=schedule, **more)
+    run = cases.make_run(model, layout)
+    listed = make_schedule(schedule, 2, run.accumulation, run.layout.stages_per_rank)
+    assert check(listed).ok
+    results = assert_equal(ranks, model, layout)
+    world = run.layout.world
+    for rank, got in enumerate(results):
+        # The evaluation at the end of the case runs the forward passes of the same list.
+        own = listed.ranks[rank * 2 // world]
+        assert got["executed"] == [action for action in own if action.kind == "F"]
+        assert got["trained"] == list(own)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("batch", [1, 3, 5])
+def test_microbatches_that_do_not_divide(ranks: RankPool, schedule: str, batch: int) -> None:
+    assert_equal(ranks, "dense", dict(pipeline=2, schedule=schedule), global_batch=batch, microbatch=1, steps=2)
+
+
+@pytest.mark.parametrize("layout", [dict(shard=2), dict(tensor=2, shard=2), dict(pipeline=2, tensor=2)], ids=str)
+def test_muon_orthogonalises_whole_matrices(ranks: RankPool, layout: Layout) -> None:
+    assert_equal(ranks, "mixture", layout, optimizer="muon")
+
+
+def random_layout(generator: random.Random) -> tuple[str, Layout, dict[str, Any]]:
+    """A legal combination of up to 8 ranks; illegal draws are thrown away."""
+    while True:
+        model = generator.choice(["dense", "mixture", "tied", "latent", "softmax"])
+        sizes = {a: generator.choice([1, 1, 2, 2, 4]) for a in ("replicate", "shard", "context", "tensor", "pipeline")}
+        layout: Layout = dict(sizes)
+        layout["zero"] = generator.choice([1, 2, 3])
+        layout["context_method"] = generator.choice(["ring", "ulysses", "gather"])
+        layout["schedule"] = generator.choice(SCHEDULES) if sizes["pipeline"] > 1 else "1f1b"
+        layout["recompute"] = generator.choice(["none", "none", "attention", "full"])
+        layout["expert_tensor"] = generator.random() < 0.5
+        if model in ("mixture", "softmax"):
+            layout["expert"] = generator.choice([1, 2, 4])
+        train = dict(microbatch=generator.choice([1, 2]), steps=3)
+        try:
+            run = cases.make_run(model, layout, **train)
+        except UserError:
+            continue
+        if 2 <= run.layout.world <= 8 and sum(size > 1 for size in sizes.values()) >= 2:
+            return model, layout, train
+
+
+def test_random_combinations(ranks: RankPool, request: pytest.FixtureRequest) -> None:
+    generator = random.Random(2026)
+    for _ in range(request.config.getoption("--layouts")):
+        model, layout, train = random_layout(generator)
+        assert_equal(ranks, model, layout, documents=generator.random() < 0.5, **train)
+
+
+@pytest.mark.parametrize(
+    "layout", [dict(shard=2), dict(tensor=2), dict(context=2), dict(pipeline=2), dict(replicate=2)], ids=str
+)
+def test_bfloat16_stays_within_the_spread_of_data_orders(ranks: RankPool, layout: Layout) -> None:
+    settings = dict(dtype="bfloat16", steps=8, lr=1e-3)
+    one = cases.train(0, cases.make_run("dense", {}, **settings), True)["losses"]
+    other = cases.train(0, cases.make_run("dense", {}, **settings), True, seed=1)["losses"]
+    spread = np.abs(np.subtract(one, other)).max()
+    for got in ranks.run(2, cases.train, cases.make_run("dense", layout, **settings), True):
+        assert np.abs(np.subtract(got["losses"], one)).max() < spread
+
+
+RESHARD: list[tuple[Layout, Layout]] = [
+    (dict(shard=2, expert=2), dict()),
+    (dict(), dict(tensor=2, pipeline=2)),
+    (dict(tensor=2, shard=2, zero=1), dict(pipeline=2, schedule="zb-v", context=2)),
+    (dict(pipeline=4), dict(replicate=2, shard=2, expert=2, zero=2)),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), RESHARD, ids=str)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_state_moves_between_layouts(ranks: RankPool, before: Layout, after: Layout, optimizer: str) -> None:
+    want = one_process("mixture", True, optimizer=optimizer)
+    start, end = (cases.make_run("mixture", layout, optimizer=optimizer) for layout in (before, after))
+    state = ranks.run(start.layout.world, cases.train_and_collect, start, 2)[0]
+    for got in ranks.run(end.layout.world, cases.restore_and_train, end, 2, state):
+        np.testing.assert_allclose(got["losses"], want["losses"][2:], rtol=TOLERANCE)
+        np.testing.assert_allclose(got["norms"], want["norms"][2:], rtol=TOLERANCE)

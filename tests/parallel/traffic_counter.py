@@ -1,0 +1,92 @@
+"""Counts what a rank sends: every collective and point-to-point call by axis and operation, in bytes.
+
+All of them, also those of DistributedDataParallel's reducer (C++) and of `fully_shard`, pass PyTorch's dispatcher as an
+operator of `c10d` that names its process group, so a dispatch mode sees them all; an operator or a group that this file does
+not know is an error, not a gap. Bytes are those that the definition of an operation makes a rank receive, or send,
+from or to the other r-1 ranks of its group, whatever algorithm the library uses:
+- all-gather of n bytes a rank: (r-1) n
+- reduce-scatter of N bytes on every rank: (r-1)/r N
+- all-reduce of N bytes: 2(r-1)/r N, a reduce-scatter and an all-gather
+- all-to-all: what leaves the rank for others
+- send: the bytes sent (a receive is counted where it is sent)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from fractions import Fraction
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.train.step import Trainee
+
+# In the order in which groups that are one and the same communicator are named together.
+AXES = ("pipeline", "replicate", "shard", "context", "tensor", "zero", "expert_shard", "expert", "sequence")
+Traffic = Counter[tuple[str, str]]
+
+
+def _size(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def _total(tensors: list[Tensor]) -> int:
+    return sum(map(_size, tensors))
+
+
+def axes_by_group(trainee: Trainee) -> dict[str, str]:
+    """Names of process groups to names of axes; both directions of a pipeline and its tied ends are the pipeline.
+
+    Axes that share a communicator, because each spans all ranks, can't be told apart and are named together: "shard+zero".
+    """
+    names: dict[str, list[str]] = {}
+    for axis in AXES:
+        group = trainee.mesh.group(axis)
+        if group is not None:
+            names.setdefault(group.group_name, []).append(axis)
+    for group in (trainee.mesh.group("pipeline_back"), trainee.parallel.tied):
+        if group is not None:
+            names.setdefault(group.group_name, []).append("pipeline")
+    return {group: "+".join(axes) for group, axes in names.items()}
+
+
+class TrafficCounter(TorchDispatchMode):
+    """While it is open, adds up the bytes of each (axis, operation) of this rank; `axes` names the groups."""
+
+    def __init__(self, axes: dict[str, str]) -> None:
+        super().__init__()
+        self.axes = axes
+        self.traffic: Traffic = Counter()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in operator.namespace:
+            self._count(str(operator), args)
+        return operator(*args, **(kwargs or {}))
+
+    def _count(self, operator: str, args: tuple[Any, ...]) -> None:
+        group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject))
+        ranks = group.size()
+        others = Fraction(ranks - 1, ranks)
+        match operator.split(".")[1], args:
+            case "allreduce_", (tensors, *_):
+                operation, size = "all-reduce", 2 * others * _total(tensors)
+            case "_allgather_base_", (_, mine, *_):
+                operation, size = "all-gather", (ranks - 1) * _size(mine)
+            case "allgather_", (_, mine, *_):
+                operation, size = "all-gather", (ranks - 1) * _total(mine)
+            case "_reduce_scatter_base_", (_, whole, *_):
+                operation, size = "reduce-scatter", others * _size(whole)
+            case "alltoall_base_", (_, rows, _, _, sent, *_):
+                kept = sent[group.rank()] if sent else len(rows) // ranks
+                operation, size = "all-to-all", _size(rows[kept:])
+            case "send", (tensors, *_):
+                operation, size = "send", _total(tensors)
+            case "recv_", _:
+                return
+            case _:
+                raise NotImplementedError(f"bytes of {operator}")
+        if ranks > 1:
+            self.traffic[self.axes[group.group_name], operation] += size

@@ -1,0 +1,123 @@
+"""Ranks started by the command itself: the curve of one process, one message when a rank dies, and joining other launchers."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardwise.run import UserError, read_run
+from shardwise.train.launch import Place, check_world, first_host, place
+from shardwise.train.metrics import read_metrics
+
+RUN = """
+[model]
+layers = 2
+hidden = 16
+heads = 2
+ffn = 32
+[train]
+steps = 4
+seq_len = 32
+global_batch = 4
+microbatch = 1
+dtype = "float64"
+device = "cpu"
+eval_every = 2
+eval_sequences = 3
+"""
+
+
+def shardwise(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    (folder / "r.toml").write_text(RUN)
+    command = [sys.executable, "-m", "shardwise", "train", "r.toml", *arguments]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    paths = [str(Path(__file__).parents[2]), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, stdout=pipe, stderr=pipe, text=True, env=environment)
+
+
+def test_the_command_starts_its_ranks_and_the_curve_is_that_of_one(tmp_path: Path) -> None:
+    several = shardwise(tmp_path, "--out", "several", "--layout.tensor=2", "--layout.shard=2")
+    alone = shardwise(tmp_path, "--out", "alone")
+    for process in (several, alone):
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, out + err
+    a, b = read_metrics(tmp_path / "alone"), read_metrics(tmp_path / "several")
+    for one, other in zip(a, b, strict=True):
+        assert one["step"] == other["step"]
+        for key in ("loss", "grad_norm", "eval_loss", "tokens"):
+            assert one.get(key, 0) == pytest.approx(other.get(key, 0), rel=1e-9)
+    # And it goes on, on another layout.
+    more = shardwise(tmp_path, "--out", "several", "--layout.pipeline=2", "--train.steps=5")
+    out, err = more.communicate(timeout=120)
+    assert more.returncode == 0, out + err
+    assert "going on from step 4" in out
+    assert read_metrics(tmp_path / "several")[-2]["step"] == 5
+
+
+def rank_process(parent: int, rank: int) -> int | None:
+    """The process that the parent started as a rank."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parents = re.search(r"PPid:\s+(\d+)", (folder / "status").read_text())
+            if parents and int(parents[1]) == parent and f"\0RANK={rank}\0" in "\0" + (folder / "environ").read_text():
+                return int(folder.name)
+        except (OSError, UnicodeDecodeError):
+            continue
+    return None
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds its ranks through /proc")
+def test_a_rank_that_dies_takes_the_others_down_with_one_message(tmp_path: Path) -> None:
+    process = shardwise(tmp_path, "--layout.shard=3", "--train.global_batch=3", "--train.steps=100000")
+    assert process.stdout is not None
+    for line in process.stdout:  # training has begun
+        if line.startswith("step "):
+            break
+    ranks = [rank_process(process.pid, rank) for rank in range(3)]
+    assert all(ranks)
+    os.kill(ranks[1] or 0, signal.SIGKILL)
+    began = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - began < 20
+    assert process.returncode == 1
+    assert "error: rank 1 was killed by SIGKILL" in err
+    assert "Traceback" not in err
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+def test_a_layout_that_cannot_work_starts_nothing(tmp_path: Path) -> None:
+    process = shardwise(tmp_path, "--layout.tensor=3", "--layout.pipeline=5", "--layout.shard=3")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert len(err.splitlines()) >= 3
+    assert all(line.startswith("error: ") for line in err.splitlines())
+    assert not (tmp_path / "runs").exists()
+
+
+def test_other_launchers_are_recognised() -> None:
+    torchrun = dict(RANK="3", WORLD_SIZE="8", LOCAL_RANK="1", MASTER_ADDR="node0", MASTER_PORT="1234")
+    assert place(torchrun) == Place(3, 8, 1, "node0", 1234)
+    slurm = dict(SLURM_PROCID="5", SLURM_NTASKS="16", SLURM_LOCALID="1", SLURM_STEP_NODELIST="gpu[003-007,9]", SLURM_JOB_ID="7")
+    assert place(slurm) == Place(5, 16, 1, "gpu003", 20007)
+    assert place(dict(SLURM_PROCID="0", SLURM_NTASKS="1")) is None
+    assert place({}) is None
+    assert [first_host(n) for n in ("a1,b2", "node12", "x[01,05]")] == ["a1", "node12", "x01"]
+
+
+def test_the_ranks_there_are_must_be_those_the_layout_needs() -> None:
+    run = read_run(None, ["layout.shard=4"])
+    check_world(run, Place(0, 4, 0, "", 0))
+    check_world(run, None)
+    with pytest.raises(UserError, match="needs 4 ranks .* but 3 were started"):
+        check_world(run, Place(0, 3, 0, "", 0))
+    with pytest.raises(UserError, match="torchrun or srun"):
+        check_world(read_run(None, ["layout.shard=4", "cluster.nodes=2"]), None)
