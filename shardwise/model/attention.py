@@ -79,7 +79,7 @@ class GroupedAttention(nn.Module):
         self.out = Linear(config.heads * config.head_dim, config.hidden, bias=config.bias == "all")
         self.q_norm = Norm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = Norm(config.head_dim, config.norm_eps) if config.qk_norm else None
-        self.core = DotProduct(config.head_dim**-0.5 * score_growth(config))
+        self.core: nn.Module = DotProduct(config.head_dim**-0.5 * score_growth(config))
 
     def forward(self, x: Tensor, turn: Rotation | None, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
@@ -113,7 +113,7 @@ class LatentAttention(nn.Module):
         self.kv = Linear(c.kv_rank, c.heads * (c.nope_dim + c.v_dim), bias=False)
         self.out = Linear(c.heads * c.v_dim, c.hidden, bias=False)
         self.compressed_queries = bool(c.q_rank)
-        self.core = DotProduct(c.head_dim**-0.5 * score_growth(c))
+        self.core: nn.Module = DotProduct(c.head_dim**-0.5 * score_growth(c))
 
     def forward(self, x: Tensor, turn: Rotation | None, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
         assert turn is not None, "latent attention has no positions but rotary ones"

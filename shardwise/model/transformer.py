@@ -79,7 +79,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict({str(n): Block(config, n) for n in range(config.layers)})
         self.norm = make_norm(config)
         self.head = None if config.tied_embeddings else Linear(config.hidden, config.vocab, bias=False)
-        self.visibility = Visibility(config.sliding_window)
+        self.visibility: nn.Module = Visibility(config.sliding_window)
         self.loss: nn.Module = LinearCrossEntropy()
 
     def forward(

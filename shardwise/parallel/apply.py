@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.model.initialize import initial_value
-from shardwise.model.transformer import Transformer
+from shardwise.model.transformer import Block, Transformer
 from shardwise.parallel.collectives import Group
 from shardwise.parallel.context import apply_context
 from shardwise.parallel.expert import apply_expert
@@ -54,6 +54,7 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
         whole = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         for name, block in model.layers.items():
             _materialize(block, f"layers.{name}.", run, mesh, device)
+            assert isinstance(block, Block)
             sharder.block(block)
         _materialize(model, "", run, mesh, device)
         sharder.root(model)
@@ -102,7 +103,9 @@ def _materialize(module: nn.Module, prefix: str, run: Run, mesh: Mesh, device: t
             owner.register_parameter(leaf, nn.Parameter(mine.to(device, wide, copy=True).contiguous()))
         for leaf, buffer in list(owner.named_buffers(recurse=False)):
             if buffer.is_meta:
-                owner.register_buffer(leaf, torch.zeros_like(buffer, device=device), leaf not in owner._non_persistent_buffers_set)
+                owner.register_buffer(
+                    leaf, torch.zeros_like(buffer, device=device), leaf not in owner._non_persistent_buffers_set
+                )
 
 
 def _sharded_over(name: str, parameter: Tensor) -> str:

@@ -11,7 +11,7 @@ rank. Three ways to see the other ranks' keys and values, with n = batch x seque
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,9 @@ class ContextVisibility(nn.Module):
         return ContextMask(documents, self.window)
 
 
-def piece_mask(mask: ContextMask, queries: tuple[int, int], keys: tuple[int, int], device: torch.device) -> Tensor | None:
+def piece_mask(
+    mask: ContextMask, queries: tuple[int, int], keys: tuple[int, int], device: torch.device
+) -> Tensor | None:
     """Which of the keys [start, stop) each of the queries [start, stop) sees; None when it sees all of them."""
     q, k = torch.arange(*queries, device=device)[:, None], torch.arange(*keys, device=device)
     everything = keys[1] <= queries[0] + 1 and (not mask.window or queries[1] - 1 - keys[0] < mask.window)
@@ -271,7 +273,11 @@ class UlyssesDotProduct(nn.Module):
         return self._swap(x, ranks).permute(1, 2, 0, 3, 4).reshape(batch, length // ranks, heads * ranks, width)
 
 
-METHODS = {"ring": RingDotProduct, "ulysses": UlyssesDotProduct, "gather": GatherDotProduct}
+METHODS: dict[str, Callable[[float, dist.ProcessGroup], nn.Module]] = {
+    "ring": RingDotProduct,
+    "ulysses": UlyssesDotProduct,
+    "gather": GatherDotProduct,
+}
 
 
 def apply_context(model: Transformer, mesh: Mesh, method: str) -> None:
@@ -283,4 +289,6 @@ def apply_context(model: Transformer, mesh: Mesh, method: str) -> None:
     for block in model.layers.values():
         assert isinstance(block, Block)
         assert isinstance(block.attention, GroupedAttention | LatentAttention)
-        block.attention.core = METHODS[method](block.attention.core.scale, group)
+        one_device = block.attention.core
+        assert isinstance(one_device, DotProduct)
+        block.attention.core = METHODS[method](one_device.scale, group)

@@ -34,14 +34,14 @@ class SplitRouter(Router):
         dist.all_reduce(counts, group=self.sequence)
         return counts, sum_whole(probabilities, self.sequence), length * ranks
 
-
-
     def within_capacity(self, chosen: Tensor) -> Tensor:
         # Who came first is a question of the whole sequence: gather the choices, put them in order, and take mine back.
         everyone = all_gather(chosen, self.sequence, 1)
         order = self.places.to(chosen.device)
         whole = super().within_capacity(everyone.index_select(1, order.argsort()))
-        return whole.index_select(1, order).chunk(dist.get_world_size(self.sequence), dim=1)[dist.get_rank(self.sequence)]
+        return whole.index_select(1, order).chunk(dist.get_world_size(self.sequence), dim=1)[
+            dist.get_rank(self.sequence)
+        ]
 
 
 class SplitMixture(Mixture):

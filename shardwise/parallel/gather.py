@@ -79,4 +79,3 @@ def whole(x: Tensor, held: Held, mesh: Mesh) -> Tensor:
 def mine(x: Tensor, held: Held, mesh: Mesh) -> Tensor:
     """This rank's part of a whole: the inverse of `whole`."""
     return resharded(part(x, held.cut, _place(mesh)), held, mesh)
-

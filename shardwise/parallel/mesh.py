@@ -25,12 +25,14 @@ class Mesh:
         self.layout = layout
         self.device_type = device_type
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        if ranks != layout.world:
-            raise RuntimeError(f"the layout needs {layout.world} ranks, and {ranks} are here")
+        here = dist.get_world_size() if dist.is_initialized() else 1
+        if here != layout.world:
+            raise RuntimeError(f"the layout needs {layout.world} ranks, and {here} are here")
         self._ranks = np.arange(layout.world).reshape([getattr(layout, axis) for axis in ORDER])
         spread = layout.shard * layout.context // layout.expert
-        self._expert_ranks = self._ranks.reshape(layout.pipeline, layout.replicate, spread, layout.expert, layout.tensor)
+        self._expert_ranks = self._ranks.reshape(
+            layout.pipeline, layout.replicate, spread, layout.expert, layout.tensor
+        )
         self._groups: dict[str, dist.ProcessGroup | None] = {}
         self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
         zero = self._ranks.reshape(layout.pipeline, layout.replicate, layout.shard * layout.context, layout.tensor)

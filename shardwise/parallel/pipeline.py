@@ -66,7 +66,7 @@ def put_off_weights(model: nn.Module) -> WeightGradients:
 
     for module in model.modules():
         if isinstance(module, Linear):
-            module.product = product  # type: ignore[method-assign]
+            module.product = product
     return store
 
 
@@ -86,7 +86,9 @@ class Mail:
         self.like = like
         self.groups = (mesh.group("pipeline"), mesh.group("pipeline_back"))
         self.expected = {
-            sender: deque(messages) for (sender, receiver), messages in transfers(schedule).items() if receiver == self.me
+            sender: deque(messages)
+            for (sender, receiver), messages in transfers(schedule).items()
+            if receiver == self.me
         }
         self.arriving: dict[Message, tuple[Tensor, Any]] = {}
         self.sending: list[tuple[Tensor, Any]] = []
@@ -143,13 +145,17 @@ class Pipeline:
         self.sync_every = sync_every
         self.executed: list[Action] = []
 
-    def run(self, microbatches: list[Microbatch], like: Tensor, weights: tuple[Tensor | float, Tensor] | None) -> Tensor:
+    def run(
+        self, microbatches: list[Microbatch], like: Tensor, weights: tuple[Tensor | float, Tensor] | None
+    ) -> Tensor:
         """All microbatches through the schedule; gives the summed loss of the last stage (zero elsewhere).
 
         `like` has the shape and dtype of the residual stream of a microbatch. `weights` are the factor on the loss and
         the factors on the auxiliary losses; None runs the forward passes alone.
         """
-        self.loss = torch.zeros((), dtype=torch.float64 if like.dtype == torch.float64 else torch.float32, device=like.device)
+        self.loss = torch.zeros(
+            (), dtype=torch.float64 if like.dtype == torch.float64 else torch.float32, device=like.device
+        )
         self.microbatches, self.weights = microbatches, weights
         schedule = self.schedule if weights is not None else self.forward_only
         self.mail = Mail(schedule, self.mesh, like)

@@ -53,7 +53,7 @@ def repeat(module: nn.Module) -> None:
 
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, preserve_rng_state=False, **kwargs)
 
-    module.forward = repeated  # type: ignore[method-assign]
+    module.forward = repeated
 
 
 def parts(block: Block, kind: str) -> Iterator[nn.Module]:
@@ -126,4 +126,3 @@ def over_budget(blocks: list[Block], run: Run) -> list[Block]:
         total += entering - sizes[isinstance(block.ffn, Mixture)]
         repeated.append(block)
     return repeated
-

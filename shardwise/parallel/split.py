@@ -11,7 +11,16 @@ from torch import Tensor
 
 from shardwise.run import LayoutConfig, ModelConfig
 
-_COLUMNS = ("attention.q", "attention.k", "attention.v", "attention.kv", "ffn.gate", "ffn.up", "ffn.shared.gate", "ffn.shared.up")
+_COLUMNS = (
+    "attention.q",
+    "attention.k",
+    "attention.v",
+    "attention.kv",
+    "ffn.gate",
+    "ffn.up",
+    "ffn.shared.gate",
+    "ffn.shared.up",
+)
 _ROWS = ("attention.out", "ffn.down", "ffn.shared.down")
 
 
@@ -34,7 +43,7 @@ def splits(model: ModelConfig, layout: LayoutConfig, name: str) -> tuple[Split, 
     its gradient is a part too and is added over them at the end of a step."""
     parts = name.split(".")
     if len(parts) > 2 and parts[-3:-1] == ["ffn", "experts"]:
-        cut = (Split("expert", 0),) if layout.expert > 1 else ()
+        cut: tuple[Split, ...] = (Split("expert", 0),) if layout.expert > 1 else ()
         if layout.tensor > 1 and layout.expert_tensor:
             cut += (Split("tensor", 2 if parts[-1] == "down" else 1),)
         return cut

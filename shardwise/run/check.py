@@ -181,14 +181,18 @@ def _layout_rules(run: Run) -> Iterator[Broken]:
         yield Broken(
             "layout.recompute_operations",
             ("layout.recompute",),
-            'names parts of a layer, some of "attention", "norm", "ffn", when layout.recompute is "operations", and nothing otherwise',
+            'names parts of a layer ("attention", "norm", "ffn") when layout.recompute is "operations", and nothing otherwise',
         )
     if (lay.recompute == "budget") != (lay.recompute_budget > 0):
         yield Broken(
-            "layout.recompute_budget", ("layout.recompute",), 'is above 0 when layout.recompute is "budget", and 0 otherwise'
+            "layout.recompute_budget",
+            ("layout.recompute",),
+            'is above 0 when layout.recompute is "budget", and 0 otherwise',
         )
     if lay.offload and train.device == "cpu":
-        yield Broken("layout.offload", ("train.device",), "moves things from a GPU to the CPU; on a CPU they are there already")
+        yield Broken(
+            "layout.offload", ("train.device",), "moves things from a GPU to the CPU; on a CPU they are there already"
+        )
     if lay.expert > 1:
         if not m.experts:
             yield Broken("layout.expert", ("model.experts",), f"{lay.expert} ranks of experts, but the model has none")

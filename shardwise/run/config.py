@@ -93,7 +93,9 @@ class ModelConfig:
     router_normalize: bool = key(True, "make the weights of a token's chosen experts add up to one")
     router_scale: float = key(1.0, "factor on the routed experts' output", above=0)
     expert_capacity: float = key(
-        0.0, "an expert takes at most this many times its even share of a sequence, the rest is dropped; 0: no limit", least=0
+        0.0,
+        "an expert takes at most this many times its even share of a sequence, the rest is dropped; 0: no limit",
+        least=0,
     )
 
 
@@ -110,7 +112,9 @@ class LayoutConfig:
     zero: Literal[1, 2, 3] = key(3, "what shard x context ranks share: 1 optimizer, 2 and gradients, 3 and parameters")
     prefetch: int = key(1, "ZeRO: layers whose parameters are gathered ahead of their use", least=0)
     offload: bool = key(False, "ZeRO: keep parameters, gradients and optimizer in the CPU's memory; GPUs only")
-    context_method: Literal["ring", "ulysses", "gather"] = key("ring", "how attention sees the other ranks' part of a sequence")
+    context_method: Literal["ring", "ulysses", "gather"] = key(
+        "ring", "how attention sees the other ranks' part of a sequence"
+    )
     expert_tensor: bool = key(False, "cut each expert's width over the tensor ranks too")
     schedule: Literal["gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v", "dualpipe-v"] = key(
         "1f1b", "order of the pipeline's microbatches"

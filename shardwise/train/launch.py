@@ -39,7 +39,13 @@ def place(environment: Mapping[str, str]) -> Place | None:
     e = environment
     if "RANK" in e and "WORLD_SIZE" in e:
         local = int(e.get("LOCAL_RANK", "0"))
-        return Place(int(e["RANK"]), int(e["WORLD_SIZE"]), local, e.get("MASTER_ADDR", "127.0.0.1"), int(e.get("MASTER_PORT", "29500")))
+        return Place(
+            int(e["RANK"]),
+            int(e["WORLD_SIZE"]),
+            local,
+            e.get("MASTER_ADDR", "127.0.0.1"),
+            int(e.get("MASTER_PORT", "29500")),
+        )
     if "SLURM_PROCID" in e and int(e.get("SLURM_NTASKS", "1")) > 1:
         address = e.get("MASTER_ADDR") or first_host(e.get("SLURM_STEP_NODELIST") or e.get("SLURM_JOB_NODELIST", ""))
         # Jobs that share a node must not share a port.
@@ -60,7 +66,9 @@ def check_world(run: Run, where: Place | None) -> None:
     """The ranks there are must be the ranks the layout needs."""
     needed = run.layout.world
     if where is not None and where.world != needed:
-        sizes = " x ".join(f"{axis} {getattr(run.layout, axis)}" for axis in ("replicate", "shard", "context", "tensor", "pipeline"))
+        sizes = " x ".join(
+            f"{axis} {getattr(run.layout, axis)}" for axis in ("replicate", "shard", "context", "tensor", "pipeline")
+        )
         raise UserError(Problem(f"needs {needed} ranks ({sizes}), but {where.world} were started", key="layout"))
     if where is None and run.cluster.nodes > 1:
         reason = f"{run.cluster.nodes} nodes: start the same command on each of them with torchrun or srun, {needed} ranks in all"

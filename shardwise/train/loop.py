@@ -14,8 +14,8 @@ import numpy as np
 
 from shardwise.data.batches import Batch, Samples
 from shardwise.data.open import Data, open_data
-from shardwise.plan.work import CONVENTION, parameters, training_flops
 from shardwise.parallel.mesh import Mesh
+from shardwise.plan.work import CONVENTION, parameters, training_flops
 from shardwise.run import AXES, Run, to_toml
 from shardwise.train import checkpoint
 from shardwise.train.display import PlainDisplay, Progress, clock, make_display

@@ -18,7 +18,7 @@ def _here(trainee: Trainee) -> Iterator[tuple[str, Tensor]]:
     """What this rank's stages hold, each tensor made whole: `model/NAME` and `optimizer/NAME/WHAT`."""
     mesh = trainee.mesh
     for n, held in enumerate(trainee.parallel.held):
-        values = {what: value for what, value in sorted(trainee.optimizer.state_of(n).items())}
+        values = dict(sorted(trainee.optimizer.state_of(n).items()))
         if held.copy_of_other_stage:
             continue
         yield f"model/{held.name}", whole(local(held.parameter.detach()), held, mesh)

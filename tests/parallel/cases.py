@@ -68,7 +68,9 @@ def train(rank: int, run: Run, documents: bool = True, seed: int = 0) -> dict[st
     losses, norms = steps(trainee, 0, run.train.steps, documents, seed)
     trained = list(trainee.parallel.pipeline.executed)
     evaluated = trainee.evaluate(lambda rows: take(batch(99, documents), rows), np.arange(5))
-    parameters = {h.name: whole(local(h.parameter.detach()), h, trainee.mesh).cpu().numpy() for h in trainee.parallel.held}
+    parameters = {
+        h.name: whole(local(h.parameter.detach()), h, trainee.mesh).cpu().numpy() for h in trainee.parallel.held
+    }
     biases = {
         f"layers.{n}.bias": block.ffn.router.bias.cpu().numpy()
         for model in trainee.parallel.models

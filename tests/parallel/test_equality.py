@@ -24,7 +24,9 @@ def one_process(model: str, documents: bool, **train: Any) -> dict[str, Any]:
     return cases.train(0, cases.make_run(model, {}, **train), documents)
 
 
-def assert_equal(ranks: RankPool, model: str, layout: Layout, documents: bool = True, **train: Any) -> list[dict[str, Any]]:
+def assert_equal(
+    ranks: RankPool, model: str, layout: Layout, documents: bool = True, **train: Any
+) -> list[dict[str, Any]]:
     run = cases.make_run(model, layout, **train)
     # One process may cut the batch as it likes; the result is the same.
     alone = train | dict(microbatch=1)

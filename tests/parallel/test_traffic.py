@@ -59,7 +59,7 @@ class Place:
     def sizes(self) -> dict[str, int]:
         lay = self.run.layout
         zero = lay.shard * lay.context
-        sizes = dict(zero=zero, expert_shard=zero // lay.expert, sequence=lay.context * lay.tensor)
+        sizes = dict(zero=zero, expert_shard=zero // lay.expert, sequence=lay.context * lay.tensor, world=lay.world)
         return {axis: sizes[axis] if axis in sizes else getattr(lay, axis) for axis in AXES}
 
     @property
@@ -95,6 +95,7 @@ class Weight:
     shape: tuple[int, ...]
     cut: bool = False  # over the tensor ranks
     routed: bool = False  # belongs to the routed experts
+    outside: bool = False  # of the blocks
 
     def shard(self, ranks: int) -> int:
         """Numbers in a shard: rows are dealt out in equal pieces, the last ones padded."""
@@ -119,8 +120,8 @@ def weights(place: Place) -> Iterator[Weight]:
     """The parameters of a rank that holds all layers."""
     m, lay = place.run.model, place.run.layout
     t = lay.tensor
-    rows = _piece(m.vocab, t, place.tensor)
-    yield from (Weight((rows, m.hidden), cut=True), Weight((rows, m.hidden), cut=True), Weight((m.hidden,)))
+    vocabulary = Weight((_piece(m.vocab, t, place.tensor), m.hidden), cut=True, outside=True)
+    yield from (vocabulary, vocabulary, Weight((m.hidden,), outside=True))
     for layer in range(m.layers):
         yield from (Weight((m.hidden,)), Weight((m.hidden,)))
         yield from (
@@ -150,13 +151,15 @@ def data_traffic(place: Place) -> Traffic:
             sum(math.prod(w.shape) for w in weights(place)), sizes["replicate"]
         )
         return traffic
-    gathers = run.accumulation * (2 if run.layout.zero == 3 else 1)
     reductions = 1 if run.layout.zero == 1 else run.accumulation
     for axis, routed in (("zero", False), ("expert_shard", True)):
-        shard = sum(w.shard(sizes[axis]) for w in weights(place) if w.routed == routed) * NUMBER
-        traffic[axis, "all-gather"] += gathers * (sizes[axis] - 1) * shard
-        traffic[axis, "reduce-scatter"] += reductions * (sizes[axis] - 1) * shard
-        traffic["replicate", "all-reduce"] += reductions * all_reduce(shard // NUMBER, sizes["replicate"])
+        others = sizes[axis] - 1
+        for weight in (w for w in weights(place) if w.routed == routed):
+            shard = weight.shard(sizes[axis])
+            again = run.layout.zero == 3 and not weight.outside
+            traffic[axis, "all-gather"] += run.accumulation * (2 if again else 1) * others * shard * NUMBER
+            traffic[axis, "reduce-scatter"] += reductions * others * shard * NUMBER
+            traffic["replicate", "all-reduce"] += reductions * all_reduce(shard, sizes["replicate"])
     return traffic
 
 
@@ -252,22 +255,8 @@ def expert_traffic(place: Place, choices: list[Choices]) -> Traffic:
 
 
 def small_traffic(place: Place) -> Traffic:
-    """Single numbers: the count of tokens, the loss, and the sums of squares of the gradients' norm."""
-    sizes, traffic = place.sizes, Traffic()
-    count = ("replicate", "shard")
-    loss = ("replicate", "shard", "context", "pipeline")
-    norm = [*(axis for kind in norm_kinds(sizes) for axis in kind), "pipeline"]
-    for axis in (*count, *loss, *norm):
-        traffic[axis, "all-reduce"] += all_reduce(1, sizes[axis])
-    return traffic
-
-
-def norm_kinds(sizes: dict[str, int]) -> set[tuple[str, ...]]:
-    """Ways in which a parameter may lie over ranks: a sum of squares is made for each, and added over each of its axes."""
-    kinds = {(*cut, "zero") for cut in ((), ("tensor",))}
-    if sizes["zero"] > 1:
-        kinds |= {(*cut, "expert_shard") for cut in ((), ("expert",), ("tensor",), ("expert", "tensor"))}
-    return {tuple(axis for axis in kind if sizes[axis] > 1 or axis in ("expert", "tensor")) for kind in kinds}
+    """`train/step.py`: the squared norm of the gradient, the loss and the count of its tokens."""
+    return Counter({("world", "all-reduce"): all_reduce(3, place.run.layout.world)})
 
 
 def expected_traffic(place: Place, choices: list[Choices]) -> Traffic:
@@ -361,8 +350,9 @@ def test_experts_and_tensor(ranks: RankPool, expert_tensor: bool) -> None:
 def known_calls(rank: int) -> Traffic:
     everyone, some = dist.group.WORLD, dist.new_group([0, 1])
     assert everyone is not None
+    names = {everyone.group_name: "three"} | ({some.group_name: "two"} if rank < 2 else {})
     mine, all_of_it = torch.ones(5), torch.empty(15)
-    with TrafficCounter({everyone.group_name: "three", some.group_name: "two"}) as counter:
+    with TrafficCounter(names) as counter:
         dist.all_reduce(mine)
         dist.all_gather_into_tensor(all_of_it, mine)
         dist.all_gather([torch.empty(5) for _ in range(3)], mine)

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.train.step import Trainee
 
 # In the order in which groups that are one and the same communicator are named together.
-AXES = ("pipeline", "replicate", "shard", "context", "tensor", "zero", "expert_shard", "expert", "sequence")
+AXES = ("pipeline", "replicate", "shard", "context", "tensor", "zero", "expert_shard", "expert", "sequence", "world")
 Traffic = Counter[tuple[str, str]]
 
 
@@ -40,17 +40,20 @@ def _total(tensors: list[Tensor]) -> int:
 def axes_by_group(trainee: Trainee) -> dict[str, str]:
     """Names of process groups to names of axes; both directions of a pipeline and its tied ends are the pipeline.
 
-    Axes that share a communicator, because each spans all ranks, can't be told apart and are named together: "shard+zero".
+    Axes that share a communicator, because each spans all ranks, can't be told apart and are named together:
+    "shard+zero+world".
     """
     names: dict[str, list[str]] = {}
     for axis in AXES:
-        group = trainee.mesh.group(axis)
+        group = dist.group.WORLD if axis == "world" else trainee.mesh.group(axis)
         if group is not None:
             names.setdefault(group.group_name, []).append(axis)
+    labels = {group: "+".join(axes) for group, axes in names.items()}
+    pipeline = trainee.mesh.group("pipeline")
     for group in (trainee.mesh.group("pipeline_back"), trainee.parallel.tied):
-        if group is not None:
-            names.setdefault(group.group_name, []).append("pipeline")
-    return {group: "+".join(axes) for group, axes in names.items()}
+        if pipeline is not None and group is not None:
+            labels[group.group_name] = labels[pipeline.group_name]
+    return labels
 
 
 class TrafficCounter(TorchDispatchMode):

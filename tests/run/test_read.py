@@ -83,7 +83,7 @@ MIXTURE = ("model.experts=4", "model.experts_per_token=1")
         (["layout.recompute_budget=1"], "layout.recompute_budget", "0 otherwise"),
         (["layout.offload=true", "train.device=cpu"], "layout.offload", "there already"),
         (["layout.zero=4"], "layout.zero", "not one of 1, 2, 3"),
-        ([*MIXTURE, "layout.tensor=4", "model.expert_ffn=6", "layout.expert_tensor=true"], "layout.expert_tensor", "does not divide"),
+        ([*MIXTURE, "layout.tensor=4", "model.expert_ffn=6", "layout.expert_tensor=true"], "layout.expert_tensor", "not divide"),
         (["layout.expert=2", "layout.shard=2"], "layout.expert", "the model has none"),
         ([*MIXTURE, "layout.expert=2"], "layout.expert", "regroup"),
         ([*MIXTURE, "layout.expert=3", "layout.shard=3", "train.global_batch=33"], "layout.expert", "whole experts"),

@@ -106,7 +106,9 @@ def test_a_layout_that_cannot_work_starts_nothing(tmp_path: Path) -> None:
 def test_other_launchers_are_recognised() -> None:
     torchrun = dict(RANK="3", WORLD_SIZE="8", LOCAL_RANK="1", MASTER_ADDR="node0", MASTER_PORT="1234")
     assert place(torchrun) == Place(3, 8, 1, "node0", 1234)
-    slurm = dict(SLURM_PROCID="5", SLURM_NTASKS="16", SLURM_LOCALID="1", SLURM_STEP_NODELIST="gpu[003-007,9]", SLURM_JOB_ID="7")
+    slurm = dict(
+        SLURM_PROCID="5", SLURM_NTASKS="16", SLURM_LOCALID="1", SLURM_STEP_NODELIST="gpu[003-007,9]", SLURM_JOB_ID="7"
+    )
     assert place(slurm) == Place(5, 16, 1, "gpu003", 20007)
     assert place(dict(SLURM_PROCID="0", SLURM_NTASKS="1")) is None
     assert place({}) is None
@@ -117,7 +119,7 @@ def test_the_ranks_there_are_must_be_those_the_layout_needs() -> None:
     run = read_run(None, ["layout.shard=4"])
     check_world(run, Place(0, 4, 0, "", 0))
     check_world(run, None)
-    with pytest.raises(UserError, match="needs 4 ranks .* but 3 were started"):
+    with pytest.raises(UserError, match=r"needs 4 ranks .* but 3 were started"):
         check_world(run, Place(0, 3, 0, "", 0))
     with pytest.raises(UserError, match="torchrun or srun"):
         check_world(read_run(None, ["layout.shard=4", "cluster.nodes=2"]), None)
