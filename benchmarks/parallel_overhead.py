@@ -3,8 +3,9 @@
 `layout.shard=4` stands against a script that calls `fully_shard` on every block and on the root, with its defaults;
 `layout.replicate=4` against one with DistributedDataParallel. All train the same small Llama (`step_overhead.py`) on the
 same batches, one microbatch a step, with clipping and AdamW; a step ends when its loss is a number. Where PyTorch leaves a
-choice, the scripts have what measured faster: fused AdamW, gradients that live in DDP's buckets, no broadcast of buffers.
-The scripts report the loss of a rank's own samples and this trainer that of the whole batch: its price is ours to pay.
+choice, the scripts are given what this trainer uses: fused AdamW (with sharded parameters faster than the default),
+gradients that live in DDP's buckets, no broadcast of buffers. The scripts report the loss of a rank's own samples, this
+trainer that of the whole batch: that sum is part of its price.
 
 The ranks are started once. Steps of the two alternate in the same processes, each after a barrier, and a step takes as
 long as its slowest rank; the figure is the median of the ratios of neighbouring steps.

@@ -29,9 +29,11 @@ def execute(args: argparse.Namespace) -> int:
 
     where = launch.place(os.environ)
     launch.check_world(run, where)
-    if run.layout.world == 1:
+    if run.layout.world == 1 and not run.layout.offload:
         train(run, out)
         return 0
+    if where is None and run.layout.world == 1:  # offloading is a kind of sharding, and wants a group, be it of one
+        where = launch.Place(0, 1, 0, "127.0.0.1", launch.free_port())
     if where is None:
         check(run, out)
         overrides = [f"--{override}" for override in args.overrides]

@@ -140,15 +140,28 @@ class Mixture(nn.Module):
 
     def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Each token [tokens, hidden] through its k experts, added up by weight."""
-        tokens, k = chosen.shape
+        (tokens, k), experts = chosen.shape, self.router.config.experts
         flat = chosen.flatten()
+        if self.router.config.expert_capacity:
+            return self._dispatch_kept(x, weights, flat)
         order = flat.argsort(stable=True)
-        counts = flat.bincount(minlength=self.router.config.experts)
+        counts = flat.bincount(minlength=experts)
         # Copies first, then a permutation: its gradient is a permutation too, and the sum over copies is in a fixed order.
         copies = x[:, None].expand(-1, k, -1).reshape(tokens * k, -1)
         done = self.run_experts(copies.index_select(0, order), counts)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(tokens * k, device=x.device))
         done = done.index_select(0, back).view(tokens, k, -1)
+        return (done * weights[..., None].to(x.dtype)).sum(dim=1)
+
+    def _dispatch_kept(self, x: Tensor, weights: Tensor, flat: Tensor) -> Tensor:
+        """The same when experts have a capacity: choices without weight are not sent at all."""
+        tokens, k = weights.shape
+        kept = weights.detach().flatten().nonzero()[:, 0]
+        order = kept[flat[kept].argsort(stable=True)]
+        counts = flat[kept].bincount(minlength=self.router.config.experts)
+        copies = x[:, None].expand(-1, k, -1).reshape(tokens * k, -1)
+        done = self.run_experts(copies.index_select(0, order), counts)
+        done = torch.zeros_like(copies).index_copy(0, order, done).view(tokens, k, -1)
         return (done * weights[..., None].to(x.dtype)).sum(dim=1)
 
     def run_experts(self, rows: Tensor, counts: Tensor) -> Tensor:

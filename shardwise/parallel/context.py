@@ -2,11 +2,14 @@
 
 A sequence is cut into 2c chunks; rank r takes chunk r and chunk 2c-1-r (zig-zag), so that causal work is the same on every
 rank. Three ways to see the other ranks' keys and values, with n = batch x sequence/c x heads x width numbers:
-- ring (Liu et al. 2023): keys and values travel round, 2(c-1) n_kv forward, twice that backward (they and their gradients);
-  pieces are merged by their log-sum-exp, and chunks that lie in the future are never computed.
+- ring (Liu et al. 2023): keys and values travel round, 2(c-1) n_kv forward; backward 2(c-1) n_kv again and 2c n_kv of their
+  gradients, which go the full round home; pieces are merged by their log-sum-exp, and chunks that lie in the future are never
+  computed.
 - ulysses (Jacobs et al. 2023): all-to-alls turn a part of the sequence with all heads into the whole sequence with a part of
-  the heads and back; (c-1)/c of 2 n_q + 2 n_kv forward, the same backward.
+  the heads and back; (c-1)/c of 2 n_q + 2 n_kv forward, the same backward. When c does not divide the key/value heads they
+  are repeated for each query head: n_kv is then n_q.
 - gather (Llama 3, Grattafiori et al. 2024): keys and values of all ranks are gathered, 2(c-1) n_kv forward, the same backward.
+These for each layer and microbatch. For parameters a context rank is one more data rank (`shard.py`).
 """
 
 from __future__ import annotations

@@ -1,13 +1,19 @@
 """Expert parallelism: experts are dealt out over ranks, and tokens travel to their experts and back by all-to-all.
 
-A rank holds 1/e of the experts. Traffic of a rank for each mixture layer and microbatch: the rows it does not keep, forward
-there and back, (tokens x k x hidden) x (e-1)/e numbers each way when the load is even, and the same backward; besides one
-small all-to-all of counts. No token is dropped unless a capacity is set: then each sequence gives an expert at most
-ceil(capacity x sequence x k / experts) tokens, the earliest ones, whatever the layout.
+A rank holds 1/e of the experts. Traffic of a rank for each mixture layer and microbatch: rows of `hidden` numbers, forward
+those it does not keep and, back, those it did for others; backward the same. That is (tokens x k x hidden) x (e-1)/e numbers
+four times when the load is even; besides one all-to-all of counts, (e-1)/e of `experts` int64 numbers. No token is dropped
+unless a capacity is set: then each sequence gives an expert at most ceil(capacity x sequence x k / experts) tokens, the
+earliest ones, whatever the layout.
 
 With expert tensor parallelism the experts' inner width is cut over the tensor ranks too: a piece of the sequence is gathered
-before and scattered after, as for dense layers; without it each tensor rank sends the tokens of its own piece.
-Balance statistics are those of whole sequences, so they are added over the ranks that share one.
+before and scattered after, as for dense layers and besides what shared experts gather and scatter, and with it the k choices
+(int64) and weights of each token, the weights' gradients scattered. Without it each tensor rank sends the tokens of its own
+piece, holds its experts whole, and their gradients are all-reduced over the tensor ranks once a step (`gradients.py`).
+
+Balance statistics are those of whole sequences, so 2 x batch x experts numbers are all-reduced over the ranks that share one
+(context x tensor) for each mixture layer and microbatch; with a capacity the k choices (int64) of its tokens are gathered too.
+Once a step the loads, mixture layers x experts float32 numbers, are all-reduced over replicate, shard x context, and tensor.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """What remains to be done with gradients after the backward pass, whatever the layout: add the parts that several ranks hold,
 take the norm over everything exactly once, scale.
 
-Traffic a step and rank: over tensor ranks one all-reduce of the gradients of what is not cut (norms, routers, …), of its
-shard where shared; one between the first and last stage of a tied embedding. The norm is a share of each rank (`squares`),
-which the step adds over all ranks in the one small message that it sends.
+Traffic a step and rank: over t tensor ranks one all-reduce, 2(t-1)/t of the gradients of what is not cut (norms, routers,
+keys and values of fewer heads than ranks, experts without expert tensor parallelism), of its shard where shared; one of the
+embedding's gradient between the first and last stage where it is tied. The norm is a share of each rank (`squares`), which the
+step adds over all ranks in the one small message that it sends: three float64 numbers, with the loss and the count of tokens.
 """
 
 from __future__ import annotations

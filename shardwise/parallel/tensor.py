@@ -3,8 +3,10 @@ then rows, over ranks that talk fast; between them each rank keeps a piece of th
 are split too. Embedding, head and cross-entropy are cut by vocabulary: logits are never gathered.
 
 Parameters and activations fall by t. Traffic of a rank for each layer and microbatch, forward: two all-gathers and two reduce-
-scatters of its piece, each (t-1)/t of batch x sequence x hidden numbers; backward the same again, and the gather of the block's
-input once more when it is recomputed. Embedding and head: one of each. Loss: three all-reduces of batch x sequence numbers.
+scatters of its piece, each (t-1)/t of batch x sequence x hidden numbers; backward the same again, and when the block is
+recomputed both gathers and the first scatter once more (the second ends the block, and nothing needs its result). Embedding
+and head together: a gather and a scatter forward, and the same backward. Loss: 2(t-1)/t of 3 x batch x sequence numbers, all-
+reduced in two messages. Once a step the gradients of what is not cut (`gradients.py`).
 Parameters here are plain tensors holding this rank's part (`split.py`), not DTensors: a vocabulary that does not divide, cut
 again by `fully_shard`, is a layout DTensor does not have, and activations need no dispatch through it.
 """
@@ -24,6 +26,7 @@ from shardwise.model.layers import FeedForward, Linear, at_least_float32
 from shardwise.model.transformer import Block, Transformer
 from shardwise.parallel.collectives import Group, gather_sequence, scatter_sum
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.overlap import ProductScatter, first_matrix, gather_into
 from shardwise.parallel.split import bounds
 
 
@@ -34,6 +37,14 @@ class RowLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         out = scatter_sum(self.product(x, self.weight.to(x.dtype), None), self.group)
+        return out if self.bias is None else out + self.bias.to(x.dtype)
+
+
+class OverlappedRowLinear(RowLinear):
+    """The same, its sums scattered while it is still multiplied."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = ProductScatter.apply(x, self.weight.to(x.dtype), self.group)
         return out if self.bias is None else out + self.bias.to(x.dtype)
 
 
@@ -121,18 +132,18 @@ def _gather_input(group: Group) -> Any:
     return hook
 
 
-def _by_rows(module: Linear, group: Group) -> RowLinear:
-    module.__class__ = RowLinear
-    assert isinstance(module, RowLinear)
-    module.group = group
-    return module
+def _cut(module: nn.Module, last: Linear, group: Group, overlap: bool) -> None:
+    """Gather a part's input and scatter its output; its matrices in between are columns, then rows."""
+    first = first_matrix(module) if overlap else None
+    module.register_forward_pre_hook(_gather_input(group) if first is None else gather_into(first, group))
+    last.__class__ = OverlappedRowLinear if overlap else RowLinear
+    assert isinstance(last, RowLinear)
+    last.group = group
 
 
 def _cut_attention(attention: nn.Module, model: Transformer, mesh: Mesh) -> None:
-    group = mesh.group("tensor")
-    attention.register_forward_pre_hook(_gather_input(group))
     assert isinstance(attention, GroupedAttention | LatentAttention)
-    _by_rows(attention.out, group)
+    _cut(attention, attention.out, mesh.group("tensor"), mesh.layout.async_tensor)
     config, ranks = model.config, mesh.size("tensor")
     if isinstance(attention, GroupedAttention) and config.kv_heads < ranks:
         head = mesh.index("tensor") * config.kv_heads // ranks
@@ -140,11 +151,6 @@ def _cut_attention(attention: nn.Module, model: Transformer, mesh: Mesh) -> None
             module.__class__ = SomeHeads
             assert isinstance(module, SomeHeads)
             module.rows = slice(head * config.head_dim, (head + 1) * config.head_dim)
-
-
-def _cut_feed_forward(ffn: FeedForward, group: Group) -> None:
-    ffn.register_forward_pre_hook(_gather_input(group))
-    _by_rows(ffn.down, group)
 
 
 def apply_tensor(model: Transformer, mesh: Mesh) -> None:
@@ -164,6 +170,6 @@ def apply_tensor(model: Transformer, mesh: Mesh) -> None:
         assert isinstance(block, Block)
         _cut_attention(block.attention, model, mesh)
         if isinstance(block.ffn, FeedForward):
-            _cut_feed_forward(block.ffn, group)
+            _cut(block.ffn, block.ffn.down, group, mesh.layout.async_tensor)
         elif isinstance(block.ffn, Mixture) and block.ffn.shared is not None:
-            _cut_feed_forward(block.ffn.shared, group)
+            _cut(block.ffn.shared, block.ffn.shared.down, group, mesh.layout.async_tensor)

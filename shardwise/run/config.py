@@ -115,6 +115,7 @@ class LayoutConfig:
     context_method: Literal["ring", "ulysses", "gather"] = key(
         "ring", "how attention sees the other ranks' part of a sequence"
     )
+    async_tensor: bool = key(False, "overlap tensor traffic with the products beside it, in pieces")
     expert_tensor: bool = key(False, "cut each expert's width over the tensor ranks too")
     schedule: Literal["gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v", "dualpipe-v"] = key(
         "1f1b", "order of the pipeline's microbatches"

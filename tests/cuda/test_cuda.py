@@ -43,6 +43,29 @@ def test_narrow_arithmetic_follows_the_cpu(ranks: RankPool, model: str, dtype: s
     np.testing.assert_allclose(got["losses"], want["losses"], rtol=1e-4 if dtype == "float32" else 1e-2)
 
 
+def test_parameters_and_optimizer_may_live_in_the_cpus_memory(ranks: RankPool) -> None:
+    want = cases.train(0, cases.make_run("dense", {}))
+    got = ranks.run(1, offloaded)[0]
+    np.testing.assert_allclose(got["losses"], want["losses"], rtol=1e-9)
+    np.testing.assert_allclose(got["norms"], want["norms"], rtol=1e-9)
+    assert got["devices"] == ["cpu"]
+
+
+def offloaded(rank: int) -> dict[str, Any]:
+    import tempfile
+
+    import torch.distributed as dist
+
+    from shardwise.train.step import Trainee
+
+    with tempfile.NamedTemporaryFile() as store:
+        dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store.name}", rank=0, world_size=1)
+        trainee = Trainee(cases.make_run("dense", dict(offload=True), device="cuda"))
+        losses, norms = cases.steps(trainee, 0, 5, True)
+        kept = [p for p in trainee.optimizer.mine] + list(trainee.optimizer.state_of(0).values())
+        return dict(losses=losses, norms=norms, devices=sorted({t.device.type for t in kept}))
+
+
 SHARED = [
     dict(replicate=2),
     dict(shard=2),

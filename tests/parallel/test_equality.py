@@ -85,6 +85,10 @@ VARIANTS: list[tuple[str, Layout]] = [
     ("dense", dict(shard=2, prefetch=2)),
     ("dense", dict(tensor=4)),
     ("tied", dict(tensor=4)),
+    ("dense", dict(tensor=4, async_tensor=True)),
+    ("tied", dict(tensor=2, async_tensor=True, recompute="full")),
+    ("mixture", dict(tensor=2, shard=2, expert=2, async_tensor=True)),
+    ("latent", dict(tensor=2, async_tensor=True, pipeline=2, schedule="zb-h1")),
     ("latent", dict(tensor=2)),
     ("latent", dict(context=2)),
     ("softmax", dict(tensor=2, context=2)),
@@ -154,6 +158,7 @@ def random_layout(generator: random.Random) -> tuple[str, Layout, dict[str, Any]
         layout["schedule"] = generator.choice(SCHEDULES) if sizes["pipeline"] > 1 else "1f1b"
         layout["recompute"] = generator.choice(["none", "none", "attention", "full"])
         layout["expert_tensor"] = generator.random() < 0.5
+        layout["async_tensor"] = generator.random() < 0.3
         if model in ("mixture", "softmax"):
             layout["expert"] = generator.choice([1, 2, 4])
         train = dict(microbatch=generator.choice([1, 2]), steps=3)

@@ -236,6 +236,9 @@ def expert_traffic(place: Place, choices: list[Choices]) -> Traffic:
     calls = run.accumulation * place.mixtures
     sums = 2 * run.train.microbatch * m.experts  # tokens and probabilities of each expert in each sequence
     traffic["sequence", "all-reduce"] = calls * all_reduce(sums, sizes["sequence"])
+    if m.expert_capacity:
+        chosen = place.tokens // lay.tensor * m.experts_per_token
+        traffic["sequence", "all-gather"] = calls * (sizes["sequence"] - 1) * chosen * NUMBER
     for axis in ("replicate", "zero", "tensor"):
         traffic[axis, "all-reduce"] += place.mixtures * all_reduce(m.experts, sizes[axis], LOAD)
     if lay.expert > 1:
@@ -333,13 +336,14 @@ def test_experts(ranks: RankPool) -> None:
     check(ranks, cases.make_run("mixture", dict(shard=2, expert=2)))
 
 
-def test_shared_experts_ranks(ranks: RankPool) -> None:
-    """More ranks than the experts are dealt out over: each expert is sharded over two of them."""
+def test_experts_on_more_ranks_than_they_are_dealt_over(ranks: RankPool) -> None:
+    """Each expert is sharded over two ranks."""
     check(ranks, cases.make_run("mixture", dict(shard=4, expert=2), microbatch=1))
 
 
-def test_experts_over_context(ranks: RankPool) -> None:
-    check(ranks, cases.make_run("mixture", dict(context=2, expert=2), global_batch=4))
+@pytest.mark.parametrize("model", ["mixture", "capacity"])
+def test_experts_over_context(ranks: RankPool, model: str) -> None:
+    check(ranks, cases.make_run(model, dict(context=2, expert=2), global_batch=4))
 
 
 @pytest.mark.parametrize("expert_tensor", [False, True])

@@ -1,0 +1,139 @@
+"""Asynchronous tensor parallelism (Wang et al. 2023, "Overlap communication with dependent computation"): a gather before a
+product, or a scatter after it, is cut into pieces, and a piece is multiplied while the next one travels.
+
+The same bytes as in `tensor.py`, in more and smaller messages, hidden behind the product as far as it lasts. In the backward
+pass the scatter of the input's gradient runs while the weight's gradient is computed. Needs a backend whose collectives run
+beside the computation: NCCL does, and gloo, which has threads of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.model.attention import GroupedAttention
+from shardwise.model.layers import FeedForward, Linear
+from shardwise.parallel.collectives import Group
+
+PIECES = 2
+
+
+def _arriving(x: Tensor, group: Group) -> Iterator[tuple[int, int, Tensor]]:
+    """Gather a sequence in pieces: (piece, pieces, [ranks, batch, sequence of a piece, width]) as each arrives."""
+    ranks = dist.get_world_size(group)
+    pieces = PIECES if x.shape[1] % PIECES == 0 else 1
+    sent = []
+    for piece in x.chunk(pieces, dim=1):
+        out = x.new_empty((ranks, *piece.shape))
+        sent.append(
+            (out, dist.all_gather_into_tensor(out.flatten(0, 1), piece.contiguous(), group=group, async_op=True))
+        )
+    for number, (out, work) in enumerate(sent):
+        work.wait()
+        yield number, pieces, out
+
+
+def _in_pieces(x: Tensor, ranks: int, pieces: int) -> Tensor:
+    """A whole sequence [batch, sequence, width] seen as [batch, rank, piece, sequence of a piece, width]."""
+    return x.unflatten(1, (ranks, pieces, -1))
+
+
+def _scatter_async(x: Tensor, group: Group) -> tuple[Tensor, Any]:
+    """Start adding [ranks, batch, sequence, width] over ranks, each keeping its own."""
+    out = x.new_empty(x.shape[1:])
+    return out, dist.reduce_scatter_tensor(out, x.flatten(0, 1), group=group, async_op=True)
+
+
+class _GatherProduct(torch.autograd.Function):
+    """A gathered sequence, and its product with one matrix computed while it arrives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+        ranks = dist.get_world_size(group)
+        batch, length, width = x.shape
+        whole = x.new_empty(batch, ranks * length, width)
+        out = x.new_empty(batch, ranks * length, weight.shape[0])
+        for number, pieces, arrived in _arriving(x, group):
+            _in_pieces(whole, ranks, pieces)[:, :, number] = arrived.transpose(0, 1)
+            _in_pieces(out, ranks, pieces)[:, :, number] = F.linear(arrived, weight).transpose(0, 1)
+        ctx.save_for_backward(whole, weight)
+        ctx.group = group
+        return whole, out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        whole, weight = ctx.saved_tensors
+        ranks = dist.get_world_size(ctx.group)
+        total = grads[0] + grads[1] @ weight
+        scattered, work = _scatter_async(total.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous(), ctx.group)
+        weight_grad = grads[1].flatten(0, 1).mT @ whole.flatten(0, 1)
+        work.wait()
+        return scattered, weight_grad, None
+
+
+class ProductScatter(torch.autograd.Function):
+    """A product whose partial sums are added over ranks piece by piece, while the next piece is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group) -> Tensor:
+        ranks = dist.get_world_size(group)
+        length = x.shape[1] // ranks
+        pieces = PIECES if length % PIECES == 0 else 1
+        sent = []
+        for number in range(pieces):
+            piece = _in_pieces(x, ranks, pieces)[:, :, number].transpose(0, 1)
+            sent.append(_scatter_async(F.linear(piece, weight), group))
+        for _, work in sent:
+            work.wait()
+        ctx.save_for_backward(x, weight)
+        ctx.group = group
+        return torch.cat([out for out, _ in sent], dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        ranks = dist.get_world_size(ctx.group)
+        batch, length = x.shape[:2]
+        whole = grads[0].new_empty(batch, length, weight.shape[0])
+        x_grad = torch.empty_like(x)
+        for number, pieces, arrived in _arriving(grads[0], ctx.group):
+            _in_pieces(whole, ranks, pieces)[:, :, number] = arrived.transpose(0, 1)
+            _in_pieces(x_grad, ranks, pieces)[:, :, number] = (arrived @ weight).transpose(0, 1)
+        return x_grad, whole.flatten(0, 1).mT @ x.flatten(0, 1), None
+
+
+class ReadyLinear(Linear):
+    """The first matrix behind a gather: its product was computed while the sequence arrived."""
+
+    ready: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, self.ready = self.ready, None
+        assert out is not None, "the product is made by the hook that gathers the input"
+        return out if self.bias is None else out + self.bias.to(x.dtype)
+
+
+def gather_into(first: Linear, group: Group) -> Any:
+    """A hook that gathers a module's input and multiplies it by the module's first matrix as it arrives."""
+    first.__class__ = ReadyLinear
+    assert isinstance(first, ReadyLinear)
+
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        whole, first.ready = _GatherProduct.apply(args[0], first.weight.to(args[0].dtype), group)
+        return (whole, *args[1:])
+
+    return hook
+
+
+def first_matrix(module: nn.Module) -> Linear | None:
+    """The matrix cut by columns that a block's part multiplies its input with first, where it has one."""
+    if isinstance(module, GroupedAttention):
+        return module.q
+    if isinstance(module, FeedForward):
+        return module.gate if module.gate is not None else module.up
+    return None
