@@ -96,4 +96,4 @@ def multiply(held: Iterable[Held], factor: Tensor) -> None:
     """All gradients times one number."""
     gradients = [g for h in held if (g := h.grad) is not None and g.numel()]
     if gradients:
-        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+        torch._foreach_mul_(gradients, factor.to(gradients[0]))

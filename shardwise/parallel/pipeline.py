@@ -2,8 +2,9 @@
 
 A rank holds one or several stages. Between stages travels the residual stream of a microbatch, forward, and its gradient,
 backward: batch x sequence x hidden numbers (over context and tensor ranks each its piece) for every microbatch and boundary
-between ranks. Sends never wait; receives are posted in the order the sender sends, so nothing depends on luck or tags.
-A run without a pipeline is the same executor with one stage.
+between ranks: a rank sends one message a microbatch for each of its stages that is not the last, and one for each that is not
+the first; neighbouring stages on one rank send nothing. Sends never wait; receives are posted in the order the sender sends,
+so nothing depends on luck or tags. A run without a pipeline is the same executor with one stage.
 """
 
 from __future__ import annotations
@@ -136,13 +137,13 @@ class Stage:
 class Pipeline:
     """Runs this rank's part of a schedule."""
 
-    def __init__(self, stages: dict[int, Stage], schedule: Schedule, mesh: Mesh, sync_every: bool) -> None:
+    def __init__(self, stages: dict[int, Stage], schedule: Schedule, mesh: Mesh, zero: int) -> None:
         self.stages = stages
         self.schedule = schedule
         forward = tuple(tuple(action for action in actions if action.kind == "F") for actions in schedule.ranks)
         self.forward_only = replace(schedule, ranks=forward)
         self.mesh = mesh
-        self.sync_every = sync_every
+        self.sync_every, self.share_parameters = zero > 1, zero == 3
         self.executed: list[Action] = []
 
     def run(
@@ -213,6 +214,9 @@ class Pipeline:
             # Without gradient sync a stage's gradients stay whole until the last microbatch (or until `reduce_now`).
             stage.model.set_requires_gradient_sync(stage.split is None and (self.sync_every or last))
             stage.model.set_is_last_backward(stage.split is None and last)
+            # Copies are added up once a step, and only shared parameters are let go between microbatches.
+            stage.model.set_requires_all_reduce(stage.split is None and last)
+            stage.model.set_reshard_after_backward(self.share_parameters or (stage.split is None and last))
         with self._gradients_wait(stage, action):
             torch.autograd.backward(roots, [grad, *[None] * (len(roots) - 1)])
         x = stage.inputs.pop(action.microbatch)

@@ -3,7 +3,8 @@
 `full` keeps a block's input alone, at the price of a third more work; `attention` repeats only the part whose memory grows with
 the square of the sequence (Korthikanti et al. 2022); `operations` repeats the named parts; `budget` repeats as few whole blocks
 as the budget needs, by measuring what a block keeps on tensors without data. The first three may be limited to every n-th layer.
-Traffic inside a repeated part is repeated too, but for what comes after the last tensor that its backward pass needs. Routers do not count a repeated token twice.
+Traffic inside a repeated part is repeated too, but for what comes after the last tensor that its backward pass needs. Routers
+do not count a repeated token twice.
 """
 
 from __future__ import annotations

@@ -3,13 +3,12 @@
 Copies alone are PyTorch's DistributedDataParallel: 2(r-1)/r of the gradient bytes a step and rank, all-reduced in buckets while
 the backward pass runs. Sharing is ZeRO (Rajbhandari et al. 2020) by `fully_shard`, over z = shard x context ranks, P bytes of a
 rank's parameters in the dtype they are gathered in, G in that they are reduced in, rows padded to a multiple of z:
-- zero = 1: the optimizer is shared. P(z-1)/z gathered for every microbatch (its backward pass lets them go), gradients kept
-  whole and G(z-1)/z scattered once a step.
+- zero = 1: the optimizer is shared. P(z-1)/z gathered once a step, gradients kept whole and G(z-1)/z scattered once a step.
 - zero = 2: gradients too, scattered after every microbatch.
 - zero = 3: parameters too: gathered for every microbatch's forward and again for its backward. Only what stands outside of
   the blocks stays gathered between the two where one follows the other at once, that is without a pipeline.
 Parameters are gathered block by block. With copies as well, each rank's shard of the gradients is all-reduced over them
-whenever it has been scattered: 2(r-1)/r of G/z. Routed experts likewise, with z / e ranks (`expert_shard`) in the place of z.
+once a step: 2(r-1)/r of G/z. Routed experts likewise, with z / e ranks (`expert_shard`) in the place of z.
 Gradients are added, not averaged: the loss is already divided by the tokens of the whole batch.
 """
 

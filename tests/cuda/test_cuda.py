@@ -62,7 +62,7 @@ def offloaded(rank: int) -> dict[str, Any]:
         dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store.name}", rank=0, world_size=1)
         trainee = Trainee(cases.make_run("dense", dict(offload=True), device="cuda"))
         losses, norms = cases.steps(trainee, 0, 5, True)
-        kept = [p for p in trainee.optimizer.mine] + list(trainee.optimizer.state_of(0).values())
+        kept = [*trainee.optimizer.mine, *trainee.optimizer.state_of(0).values()]
         return dict(losses=losses, norms=norms, devices=sorted({t.device.type for t in kept}))
 
 
