@@ -22,6 +22,7 @@ unit: $(VENV)/.dev
 bench: $(VENV)/.dev           ## the measured claims, each beside its peer
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/tokenize_speed.py
+	$(BIN)/python benchmarks/parallel_overhead.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

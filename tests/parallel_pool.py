@@ -16,12 +16,17 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 SIZE = 8
-PATIENCE = 60.0
+PATIENCE = 180.0  # seconds; a healthy case takes a few, but a loaded machine may import slowly
 
 
 def _serve(rank: int, pipe: Connection, store: str) -> None:
     import torch
     import torch.distributed as dist
+
+    # What cases need, imported while the tests before them run.
+    import torch.distributed.fsdp
+
+    import shardwise.train.step  # noqa: F401
 
     torch.set_num_threads(1)
     while True:

@@ -1,9 +1,8 @@
 """One training step: microbatches forward and backward, gradients clipped, parameters updated, on any layout.
 
 The loss is the sum over all tokens of the global batch divided by their number, so one batch of 8 and 8 accumulated
-batches of 1 give the same gradient. Ranks learn that number, the loss and the norm in one small message behind the backward
-pass, and the gradients are corrected as they are clipped. Parameters, gradients and optimizer are float32 for 16-bit
-arithmetic.
+batches of 1 give the same gradient. That number is added over the ranks while the passes run, and the gradients are corrected
+as they are clipped; loss and norm follow in one message. Parameters, gradients and optimizer are float32 for 16-bit arithmetic.
 """
 
 from __future__ import annotations
@@ -82,20 +81,30 @@ class Trainee:
         train = self.run.train
         for model in self.parallel.models:
             model.train()
+        layout, held = self.run.layout, self.parallel.held
         self.optimizer.zero_grad()
+        # What ranks hold in common is divided among them, so that a sum over all ranks counts it once.
+        loss_tokens = batch.loss_tokens * layout.data_ranks / layout.world
+        counted = self._begin_sum(torch.tensor(loss_tokens, dtype=torch.float64, device=self.device))
         # DistributedDataParallel averages where everything else adds.
         copies = self.mesh.size("replicate") if uses_copies_alone(self.mesh) else 1
         factor = self.loss_scale.scale * copies / self.run.batch_tokens
         loss = self.parallel.pipeline.run(self._microbatches(batch), self._stream(), (factor, self.auxiliary_weights))
         self.step += 1
         self.tokens += self.run.batch_tokens
-        loss, grad_norm = self._finish_gradients(loss, batch.loss_tokens)
+        add_partial(held, self.mesh, self.parallel.tied)
+        square = squares(held, self.mesh, self.device)
+        sums = self._begin_sum(torch.stack((square, loss.double() / layout.tensor)))
+        # Copies need not hear from each other to know the norm: then the message travels while the optimizer works.
+        square = square * layout.world if uses_copies_alone(self.mesh) else sums()[0]
+        tokens = counted().clamp(min=1)
+        grad_norm = self._scale_gradients(square, tokens)
         if self._usable(grad_norm):
             self.optimizer.step(self.step)
         self._add_loads()
         for router in self.routers:
             router.rebalance(train.balance_rate)
-        return StepResult(loss, grad_norm, self.optimizer.learning_rate(self.step))
+        return StepResult(sums()[1] / tokens, grad_norm, self.optimizer.learning_rate(self.step))
 
     @torch.no_grad()
     def evaluate(self, samples: Callable[[np.ndarray], Batch], numbers: np.ndarray) -> float:
@@ -176,25 +185,26 @@ class Trainee:
         for router, load in zip(self.routers, loads, strict=True):
             router.load.copy_(load)
 
-    def _finish_gradients(self, loss: Tensor, loss_tokens: int) -> tuple[Tensor, Tensor]:
-        """Add what several ranks hold parts of, divide by the tokens that count, take the loss scale out, shorten to the
-        allowed norm; gives the mean loss of the whole batch and the norm."""
-        held, layout, train = self.parallel.held, self.run.layout, self.run.train
-        add_partial(held, self.mesh, self.parallel.tied)
-        # What ranks hold in common is divided among them, so that one sum over all ranks counts it once.
-        loss_share = loss.double() / layout.tensor
-        tokens_share = loss_share.new_tensor(loss_tokens / (layout.world // layout.data_ranks))
-        sums = torch.stack((squares(held, self.mesh, self.device), loss_share, tokens_share))
-        if layout.world > 1:
-            dist.all_reduce(sums)
-        counted = sums[2].clamp(min=1)
+    def _begin_sum(self, share: Tensor) -> Callable[[], Tensor]:
+        """Begin to add what each rank holds over all of them; what is given back waits for the sum."""
+        work = dist.all_reduce(share, async_op=True) if self.run.layout.world > 1 else None
+
+        def finish() -> Tensor:
+            if work is not None:
+                work.wait()
+            return share
+
+        return finish
+
+    def _scale_gradients(self, square: Tensor, tokens: Tensor) -> Tensor:
+        """Divide by the tokens that count, take the loss scale out, shorten to the allowed norm; gives the norm before."""
         # The backward pass divided by all tokens of the batch, as if every one had a target that counts.
-        factor = self.run.batch_tokens / (counted * self.loss_scale.scale)
-        norm = sums[0].sqrt() * factor
-        if train.clip:
-            factor = factor * (train.clip / (norm + 1e-6)).clamp(max=1.0)
-        multiply(held, factor)
-        return sums[1] / counted, norm
+        factor = self.run.batch_tokens / (tokens * self.loss_scale.scale)
+        norm = square.sqrt() * factor
+        if self.run.train.clip:
+            factor = factor * (self.run.train.clip / (norm + 1e-6)).clamp(max=1.0)
+        multiply(self.parallel.held, factor)
+        return norm
 
     def _usable(self, grad_norm: Tensor) -> bool:
         """False for float16 gradients that overflowed; only float16 waits for the answer."""

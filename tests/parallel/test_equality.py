@@ -170,11 +170,25 @@ def random_layout(generator: random.Random) -> tuple[str, Layout, dict[str, Any]
             return model, layout, train
 
 
-def test_random_combinations(ranks: RankPool, request: pytest.FixtureRequest) -> None:
-    generator = random.Random(2026)
-    for _ in range(request.config.getoption("--layouts")):
-        model, layout, train = random_layout(generator)
-        assert_equal(ranks, model, layout, documents=generator.random() < 0.5, **train)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "number" in metafunc.fixturenames:
+        metafunc.parametrize("number", range(metafunc.config.getoption("--layouts")))
+
+
+def test_random_combinations(ranks: RankPool, number: int) -> None:
+    generator = random.Random(2026 + number)
+    model, layout, train = random_layout(generator)
+    assert_equal(ranks, model, layout, documents=generator.random() < 0.5, **train)
+
+
+@pytest.mark.parametrize(
+    "layout", [dict(shard=2), dict(shard=2, replicate=2), dict(tensor=2), dict(replicate=2)], ids=str
+)
+def test_float32_follows_float64(ranks: RankPool, layout: Layout) -> None:
+    want = one_process("mixture", True, microbatch=1)["losses"]
+    run = cases.make_run("mixture", layout, dtype="float32")
+    for got in ranks.run(run.layout.world, cases.train, run, True):
+        np.testing.assert_allclose(got["losses"], want, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
