@@ -161,7 +161,7 @@ def random_layout(generator: random.Random) -> tuple[str, Layout, dict[str, Any]
         layout["async_tensor"] = generator.random() < 0.3
         if model in ("mixture", "softmax"):
             layout["expert"] = generator.choice([1, 2, 4])
-        train = dict(microbatch=generator.choice([1, 2, 2, 4]))
+        train = dict(microbatch=generator.choice([1, 2, 4, 4, 8]))
         try:
             run = cases.make_run(model, layout, **train)
         except UserError:
