@@ -1,0 +1,95 @@
+"""One colour for each axis, category of time, owner of memory and pass, on light and dark paper alike.
+
+Colours that meet in one picture were moved apart until they stay distinct in OKLab under normal sight, protanopia and
+deuteranopia, each kept at a contrast of 1.9 or more with both papers; the tests measure it. A picture never rests on
+colour alone: bars carry names, cells carry letters.
+"""
+
+from __future__ import annotations
+
+from shardwise.ledger import Span
+from shardwise.report.pick import pass_of
+
+PAPER_LIGHT = "#ffffff"
+PAPER_DARK = "#16181d"
+
+AXIS = {
+    "replicate": "#e391d2",
+    "shard": "#eba21c",
+    "context": "#20a583",
+    "tensor": "#ad385a",
+    "pipeline": "#7350c8",
+    "expert": "#8a8200",
+}
+
+OPTIMIZER = "#006d66"
+
+CATEGORY = {
+    "matmul": "#4276b6",
+    "attention": "#5cb7f5",
+    "memory": "#7193af",
+    "host": "#84561c",
+    **AXIS,
+    "bubble": "#c1bbb6",
+    "optimizer": OPTIMIZER,
+    "data": "#a89c50",
+    "checkpoint": "#4c4268",
+    "other": "#7eb688",
+}
+
+OWNER = {
+    "parameters": "#306bac",
+    "gradients": "#9163ef",
+    "optimizer": OPTIMIZER,
+    "activations": "#5bb8fe",
+    "logits": "#c32420",
+    "gathered": AXIS["shard"],  # whole layers of ZeRO: the shard axis holds them
+    "buffers": "#b58b5b",
+    "workspace": "#a6abb1",
+}
+
+PASS = {
+    "forward": CATEGORY["matmul"],
+    "recompute": "#8fc1e8",
+    "backward": "#d8843a",
+    "backward_input": "#e8a552",
+    "backward_weight": "#a5561d",
+    "optimizer": OPTIMIZER,
+}
+
+RAMP = ("#fac75a", "#d0a460", "#a98a68", "#83746d", "#5f6078", "#414f8f")
+"""From little to much, by lightness as well as hue."""
+
+UNKNOWN = "#8b8f98"
+
+
+def of_category(name: str) -> str:
+    """The colour of a category, also of one the ledger does not know."""
+    return CATEGORY.get(name, UNKNOWN)
+
+
+def of_owner(name: str) -> str:
+    """The colour of an owner of memory, also of one the ledger does not know."""
+    return OWNER.get(name, UNKNOWN)
+
+
+def of_span(span: Span) -> str:
+    """Computing has the colour of its pass where the name tells it; all else that of its category."""
+    return PASS.get(pass_of(span)) or of_category(span.category)
+
+
+def ink_on(color: str) -> str:
+    """Black or white, whichever is easier to read on this colour."""
+    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+    return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#ffffff"
+
+
+def shade(color: str, share: float) -> str:
+    """The colour moved towards white by a share, so that neighbours of one kind can be told apart."""
+    parts = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
+
+
+def ramp(position: float) -> str:
+    """The colour of a place between 0, little, and 1, much."""
+    return RAMP[min(len(RAMP) - 1, max(0, round(position * (len(RAMP) - 1))))]

@@ -1,0 +1,177 @@
+"""What a picture shows of a record, decided once for both renderers: which ranks, in which order, what a span is, which
+points nothing beats."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shardwise.ledger import CATEGORIES, COLLECTIVES, OWNERS, PASSES, Account, Difference, Memory, Span, Traffic
+from shardwise.run.axes import AXES
+
+ALL_BARS = 8
+"""A pipeline no longer than this is shown whole."""
+
+_ACTIONS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight", "R": "recompute"}
+_ACTION = re.compile(r"([FBIWR])(\d+\.\d+)?$")
+_PASS_NAMES = (*PASSES, "backward")
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a ranking: the key in each row, its title, how its values are written, and which of them is better."""
+
+    key: str
+    title: str
+    words: Callable[[Any], str] = str
+    better: Literal["low", "high", ""] = ""
+
+    def text(self, row: Mapping[str, Any]) -> str:
+        """A row's value in words; a row may lack it."""
+        value = row.get(self.key)
+        return "" if value is None else self.words(value)
+
+
+@dataclass(frozen=True)
+class MemoryBar:
+    """One bar: a pipeline rank, or the mean of those not shown one by one."""
+
+    label: str
+    owners: Mapping[str, float]
+    note: str = ""
+
+    @property
+    def total(self) -> float:
+        """Its length."""
+        return sum(self.owners.values())
+
+
+@dataclass(frozen=True)
+class TrafficRow:
+    """What one collective moved along one axis."""
+
+    axis: str
+    collective: str
+    bytes: float
+    messages: float
+
+
+def pass_of(span: Span) -> str:
+    """The pass a span on the compute stream belongs to, by its name ("forward", "backward input 3", "F2.5"); else ""."""
+    if span.stream != "compute":
+        return ""
+    if action := _ACTION.match(span.name):
+        return _ACTIONS[action[1]]
+    name = span.name.lower().replace(" ", "_").replace("-", "_")
+    return max((each for each in _PASS_NAMES if name.startswith(each)), key=len, default="")
+
+
+def kind_of(span: Span) -> str:
+    """What a legend calls a span: its pass, or its category."""
+    return pass_of(span) or span.category
+
+
+def ordered(names: Iterable[str], known: Sequence[str]) -> list[str]:
+    """Names in the ledger's order, then those it does not know in their own."""
+    given = list(dict.fromkeys(names))
+    return [name for name in known if name in given] + [name for name in given if name not in known]
+
+
+def owners_of(memory: Memory) -> list[str]:
+    """The owners that hold anything, in the ledger's order."""
+    return ordered((owner for rank in memory.ranks for owner, held in rank.items() if held), OWNERS)
+
+
+def memory_bars(memory: Memory, longest: int = ALL_BARS) -> list[MemoryBar]:
+    """Every pipeline rank, or of a longer pipeline the first, the fullest, the last and the mean of the rest."""
+    totals = memory.totals
+    if len(totals) <= longest:
+        return [MemoryBar(str(rank), owners) for rank, owners in enumerate(memory.ranks)]
+    fullest = totals.index(max(totals))
+    shown = sorted({0, fullest, len(totals) - 1})
+    bars = [MemoryBar(str(rank), memory.ranks[rank], "fullest" if rank == fullest else "") for rank in shown]
+    rest = [owners for rank, owners in enumerate(memory.ranks) if rank not in shown]
+    mean = {owner: sum(each.get(owner, 0.0) for each in rest) / len(rest) for owner in owners_of(memory)}
+    return [*bars, MemoryBar("rest", mean, f"mean of {len(rest)}")]
+
+
+def breakdown(account: Account) -> list[tuple[str, float]]:
+    """Categories that took time, longest first; what they leave of the step is "not accounted for"."""
+    parts = [(name, taken) for name, taken in account.breakdown.items() if taken > 0]
+    missing = account.step_seconds - sum(taken for _, taken in parts)
+    if parts and missing > 1e-3 * account.step_seconds:
+        parts.append(("not accounted for", missing))
+    place = {name: at for at, name in enumerate(CATEGORIES)}
+    return sorted(parts, key=lambda part: (-part[1], place.get(part[0], len(place))))
+
+
+def traffic_rows(traffic: Traffic) -> list[TrafficRow]:
+    """Every axis and collective that moved anything, in the order of the axes."""
+    rows = []
+    for axis in ordered([*traffic.bytes, *traffic.messages], AXES):
+        moved, sent = traffic.bytes.get(axis, {}), traffic.messages.get(axis, {})
+        for collective in ordered([*moved, *sent], COLLECTIVES):
+            row = TrafficRow(axis, collective, moved.get(collective, 0.0), sent.get(collective, 0.0))
+            if row.bytes or row.messages:
+                rows.append(row)
+    return rows
+
+
+def streams_of(spans: Iterable[Span]) -> list[str]:
+    """The streams that occur: computing first, then the axes."""
+    return ordered((span.stream for span in spans), ("compute", *AXES))
+
+
+def lanes(spans: Iterable[Span]) -> list[list[Span]]:
+    """Spans of one stream by start, laid in as few lanes as are needed for none to overlap within a lane."""
+    found: list[list[Span]] = []
+    ends: list[int] = []
+    for span in sorted(spans, key=lambda each: each.start):
+        start, end = nanoseconds(span)
+        lane = next((at for at, free in enumerate(ends) if free <= start), len(ends))
+        if lane == len(ends):
+            found.append([])
+            ends.append(0)
+        found[lane].append(span)
+        ends[lane] = end
+    return found
+
+
+def nanoseconds(span: Span) -> tuple[int, int]:
+    """Start and end as whole nanoseconds. Both are rounded from the same clock, so spans that touch still touch."""
+    return round(span.start * 1e9), round((span.start + span.seconds) * 1e9)
+
+
+def tolerance_of(account: str, tolerance: float | Mapping[str, float]) -> float:
+    """How far two accounts may differ: one share for all, or one for each account; one not named must be equal."""
+    return tolerance.get(account, 0.0) if isinstance(tolerance, Mapping) else tolerance
+
+
+def beyond(difference: Difference, tolerance: float | Mapping[str, float]) -> bool:
+    """Whether two numbers are further apart than they may be; a number that is none never agrees."""
+    return not abs(difference.relative) <= tolerance_of(difference.account, tolerance)
+
+
+def agreement(differences: Sequence[Difference], tolerance: float | Mapping[str, float]) -> str:
+    """The comparison in a sentence."""
+    apart = sum(beyond(each, tolerance) for each in differences)
+    if not differences:
+        return "Nothing to compare: the accounts share no quantity."
+    if not apart:
+        return f"All {len(differences)} quantities agree within tolerance."
+    return f"{apart} of {len(differences)} quantities differ by more than the tolerance."
+
+
+def front(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> list[bool]:
+    """Which rows nothing beats: no other row is as good in every column that has a better side and better in one."""
+    sides = [column for column in columns if column.better]
+    scores = [tuple(row[c.key] if c.better == "low" else -row[c.key] for c in sides) for row in rows]
+    distinct = sorted(set(scores))
+    best: set[tuple[Any, ...]] = set()
+    # In sorted order a row can only be beaten by one already seen, and then by one that nothing beats.
+    for score in distinct:
+        if not any(all(a <= b for a, b in zip(other, score, strict=True)) for other in best):
+            best.add(score)
+    return [score in best for score in scores]

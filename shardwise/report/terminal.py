@@ -1,0 +1,346 @@
+"""The ledger in a terminal. Each function returns something rich can print; the caller owns the console and its width.
+
+Where there is no colour (a pipe, a log, NO_COLOR) the same pictures are drawn with letters, and the legend says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.segment import Segment
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.ledger import Account, Difference, Memory, Span, Timeline, Traffic
+from shardwise.report import cells, colors, pick, words
+
+WIDEST_BAR = 100
+MOST_ROWS = 24
+"""Pipeline ranks a timeline draws; of a longer pipeline the two ends."""
+
+EIGHTHS = " ▏▎▍▌▋▊▉"
+WARNING = "bold red"
+
+
+def key_figures(figures: Iterable[tuple[str, str, str]]) -> RenderableType:
+    """The few numbers that matter: what, how much, and a remark."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(style="dim", overflow="fold")
+    for label, value, note in figures:
+        table.add_row(Text(label), Text(value), Text(note))
+    return table
+
+
+def memory_bars(memory: Memory) -> RenderableType:
+    """Peak memory of each pipeline rank by owner against what a device holds, then the numbers, which are the legend."""
+    bars, owners = pick.memory_bars(memory), pick.owners_of(memory)
+    if not bars:
+        return Group(_title("Memory"), Text("not known", style="dim"))
+    scale = max(memory.capacity, memory.peak)
+    picture = _table(show_header=False)
+    picture.add_column(justify="right", no_wrap=True)
+    picture.add_column()
+    picture.add_column(justify="right", no_wrap=True)
+    for bar in bars:
+        parts = [_Part(cells.OWNER_LETTERS.get(o, "?"), colors.of_owner(o), bar.owners.get(o, 0.0)) for o in owners]
+        picture.add_row(_rank_label(bar), _Bar(parts, scale, memory.capacity), _room(bar.total, memory.capacity))
+    size = f"; a device holds {words.size(memory.capacity)}, marked |" if memory.capacity else ""
+    head = _title("Memory", f"peak of each pipeline rank{size}")
+    return Group(head, picture, "", _memory_numbers(bars, owners))
+
+
+def breakdown_bar(account: Account) -> RenderableType:
+    """Where the step's time goes, longest first."""
+    parts = pick.breakdown(account)
+    if not parts:
+        return Group(_title("Time"), Text("not known", style="dim"))
+    table = _table(show_header=False)
+    table.add_column(no_wrap=True)
+    for _ in range(2):
+        table.add_column(justify="right", no_wrap=True)
+    table.add_column()
+    longest = parts[0][1]
+    for name, taken in parts:
+        bar = _Bar([_Part("#", colors.of_category(name), taken)], longest)
+        share = taken / account.step_seconds if account.step_seconds else float("nan")
+        table.add_row(Text(name), Text(words.seconds(taken)), Text(words.percent(share), style="dim"), bar)
+    return Group(_title("Time", f"of {words.seconds(account.step_seconds)} a step, on the slowest rank"), table)
+
+
+def traffic_table(traffic: Traffic) -> RenderableType:
+    """Bytes and messages one rank sends in a step, by axis and collective."""
+    rows, total = pick.traffic_rows(traffic), traffic.total
+    if not rows:
+        return Group(_title("Traffic"), Text("none", style="dim"))
+    table = _table()
+    table.add_column("axis")
+    table.add_column("collective")
+    for name in ("sent", "share", "messages", "each"):
+        table.add_column(name, justify="right", no_wrap=True)
+    last = ""
+    for row in rows:
+        table.add_row(
+            _named(row.axis, colors.of_category(row.axis)) if row.axis != last else "",
+            Text(row.collective.replace("_", " ")),
+            Text(words.size(row.bytes)),
+            Text(words.percent(row.bytes / total if total else 0.0), style="dim"),
+            Text(words.count(row.messages) if row.messages else words.DASH),
+            Text(words.size(row.bytes / row.messages) if row.messages else words.DASH, style="dim"),
+        )
+        last = row.axis
+    table.add_section()
+    messages = sum(row.messages for row in rows)
+    table.add_row("all", "", words.size(total), "", words.count(messages) if messages else words.DASH, "", style="bold")
+    return Group(_title("Traffic", "what one rank sends in a step"), table)
+
+
+def timeline(timeline: Timeline, width: int | None = None) -> RenderableType:
+    """One step: a row for each pipeline rank, coloured by pass, with the microbatch's number where there is room."""
+    if not timeline.spans:
+        return Group(_title("One step"), Text("not known", style="dim"))
+    return Group(_title("One step", "each row a pipeline rank, numbers are microbatches"), _Timeline(timeline, width))
+
+
+def ranking_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[pick.Column]) -> RenderableType:
+    """Candidates, best first, numbered. Columns that do not fit are named below instead of squeezing the others."""
+    return _Ranking(rows, columns)
+
+
+def comparison_table(
+    differences: Sequence[Difference],
+    tolerance: float | Mapping[str, float],
+    names: tuple[str, str] = ("plan", "run"),
+    only_beyond: bool = False,
+) -> RenderableType:
+    """Two accounts side by side; what is further apart than the tolerance is marked. `only_beyond` leaves out the rest."""
+    head = _title("Comparison", pick.agreement(differences, tolerance))
+    rows = [each for each in differences if not only_beyond or pick.beyond(each, tolerance)]
+    if not rows:
+        return head
+    table = _table()
+    table.add_column("account")
+    table.add_column("quantity", overflow="fold")
+    for name in (*names, "difference", ""):
+        table.add_column(Text(name), justify="right", no_wrap=True)
+    last = ""
+    for each in rows:
+        apart = pick.beyond(each, tolerance)
+        table.add_row(
+            Text(each.account if each.account != last else "", style="dim"),
+            Text(each.name.replace("_", " ")),
+            Text(words.quantity(each.account, each.name, each.first)),
+            Text(words.quantity(each.account, each.name, each.second)),
+            Text(words.change(each.relative), style=WARNING if apart else "dim"),
+            Text("!" if apart else "", style=WARNING),
+        )
+        last = each.account
+    return Group(head, table)
+
+
+def notes(sentences: Iterable[str]) -> RenderableType:
+    """Remarks, one below the other."""
+    table = Table.grid(padding=(0, 1))
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    for sentence in sentences:
+        table.add_row("-", Text(sentence))
+    return table
+
+
+@dataclass(frozen=True)
+class _Part:
+    letter: str
+    color: str
+    value: float
+
+
+@dataclass(frozen=True)
+class _Bar:
+    """A bar of coloured parts as wide as its place, with a mark at `limit`."""
+
+    parts: Sequence[_Part]
+    scale: float
+    limit: float = 0.0
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(min(8, options.max_width), min(options.max_width, WIDEST_BAR))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        room = min(options.max_width, WIDEST_BAR) - bool(self.limit)
+        mark = round(self.limit / self.scale * room) if self.limit and self.scale > 0 else None
+        plain = _plain(console)
+        drawn = self._cells(room, plain)
+        if mark is not None:
+            drawn.insert(mark, ("|" if plain else "│", Style(bold=True)))
+        yield from (Segment(text, style) for text, style in drawn)
+
+    def _cells(self, room: int, plain: bool) -> list[tuple[str, Style]]:
+        drawn: list[tuple[str, Style]] = []
+        for part, width in zip(self.parts, cells.stacked([p.value for p in self.parts], self.scale, room), strict=True):
+            drawn += [(part.letter if plain else "█", Style() if plain else Style(color=part.color))] * width
+        # A single bar ends within a cell, so that small values still differ.
+        if not plain and len(self.parts) == 1 and self.scale > 0:
+            eighths = round(min(1.0, self.parts[0].value / self.scale) * room * 8)
+            style = Style(color=self.parts[0].color)
+            drawn = [("█", style)] * (eighths // 8) + [(EIGHTHS[eighths % 8], style)] * bool(eighths % 8)
+        return drawn + [(" ", Style())] * (room - len(drawn))
+
+
+@dataclass(frozen=True)
+class _Swatch:
+    """The key of a colour: a square, or the letter that stands for it where there is no colour."""
+
+    letter: str
+    color: str
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, 1)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Segment(self.letter) if _plain(console) else Segment("■", Style(color=self.color))
+
+
+@dataclass(frozen=True)
+class _Timeline:
+    timeline: Timeline
+    width: int | None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        spans, step = self.timeline.spans, self.timeline.seconds
+        step = max(step, max(span.start + span.seconds for span in spans))
+        by_rank: dict[int, list[Span]] = {rank: [] for rank in sorted({span.rank for span in spans})}
+        for span in spans:
+            by_rank[span.rank].append(span)
+        shown = cells.rows_shown(list(by_rank), MOST_ROWS)
+        gutter = max(len(str(rank)) for rank in by_rank) + 1
+        width = max(10, min(self.width or options.max_width, options.max_width) - gutter)
+        plain = _plain(console)
+        drawn: list[Span] = []
+        for rank in shown:
+            if rank is None:
+                yield Text(f"{'':{gutter}}({len(by_rank) - len(shown) + 1} more ranks between)", style="dim")
+            else:
+                row = Text(f"{rank:>{gutter - 1}} ", style="dim", no_wrap=True, end="\n")
+                for piece in cells.paint(by_rank[rank], step, width):
+                    row.append_text(_piece(piece, plain))
+                    drawn += [piece.span] if piece.span else []
+                yield row
+        end = words.seconds(step)
+        yield Text(f"{'':{gutter}}0{end:>{width - 1}}", style="dim", no_wrap=True)
+        yield _legend(drawn, plain)
+
+
+@dataclass(frozen=True)
+class _Ranking:
+    rows: Sequence[Mapping[str, Any]]
+    columns: Sequence[pick.Column]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        kept, left = self._fitting(options.max_width)
+        table = _table()
+        table.add_column("", justify="right", style="dim", no_wrap=True)
+        for column in kept:
+            table.add_column(Text(column.title), justify="right" if self._numeric(column) else "left", overflow="fold")
+        for place, row in enumerate(self.rows, 1):
+            table.add_row(str(place), *(Text(column.text(row)) for column in kept), style="bold" if place == 1 else "")
+        yield table
+        if left:
+            yield Text(f"not shown for want of width: {', '.join(column.title for column in left)}", style="dim")
+
+    def _numeric(self, column: pick.Column) -> bool:
+        return all(isinstance(row.get(column.key), int | float | None) for row in self.rows)
+
+    def _fitting(self, width: int) -> tuple[list[pick.Column], list[pick.Column]]:
+        left = width - len(str(len(self.rows))) - 4
+        kept: list[pick.Column] = []
+        for column in self.columns:
+            left -= max(len(column.title), *(len(column.text(row)) for row in self.rows), 1) + 2
+            if left < 0 and kept:
+                break
+            kept.append(column)
+        return kept, list(self.columns[len(kept) :])
+
+
+def _plain(console: Console) -> bool:
+    return console.color_system is None or console.no_color
+
+
+def _title(title: str, remark: str = "") -> Text:
+    text = Text(title, style="bold")
+    return text.append(f"  {remark}", style="not bold dim") if remark else text
+
+
+def _table(show_header: bool = True) -> Table:
+    return Table(
+        box=box.SIMPLE_HEAD if show_header else None,
+        show_edge=False,
+        show_header=show_header,
+        header_style="dim",
+        pad_edge=False,
+    )
+
+
+def _named(name: str, color: str) -> Text:
+    return Text(name, style=Style(color=color, bold=True))
+
+
+def _rank_label(bar: pick.MemoryBar) -> Text:
+    return Text(f"{bar.label} ({bar.note})" if bar.note else bar.label, style="dim")
+
+
+def _room(total: float, capacity: float) -> Text:
+    """How full: the total, and what is left or lacking."""
+    text = Text(words.size(total), style="bold")
+    if not capacity:
+        return text
+    if total > capacity:
+        return text.append(f"  over by {words.size(total - capacity)}", style=WARNING)
+    return text.append(f"  {words.percent(total / capacity):>6}", style="not bold dim")
+
+
+def _memory_numbers(bars: Sequence[pick.MemoryBar], owners: Sequence[str]) -> Table:
+    table = _table()
+    table.add_column("")
+    table.add_column("GiB on rank")
+    for bar in bars:
+        table.add_column(Text(bar.label), justify="right", no_wrap=True)
+    for owner in owners:
+        key = _Swatch(cells.OWNER_LETTERS.get(owner, "?"), colors.of_owner(owner))
+        table.add_row(key, Text(owner), *(words.gib(bar.owners.get(owner, 0.0)) for bar in bars))
+    table.add_section()
+    table.add_row("", "all", *(words.gib(bar.total) for bar in bars), style="bold")
+    return table
+
+
+def _piece(piece: cells.Piece, plain: bool) -> Text:
+    span = piece.span
+    if span is None:
+        return Text((cells.IDLE if plain else " ") * piece.cells, style="" if plain else "on default")
+    if plain:
+        # The letter tells the pass, so it comes before the number.
+        letter = cells.KIND_LETTERS.get(pick.kind_of(span), "?")
+        return Text(f"{cells.caption(span, piece.cells - 1):{letter}>{piece.cells}}")
+    color = colors.of_span(span)
+    if span.microbatch > 0 and span.microbatch % 2:
+        color = colors.shade(color, 0.25)
+    return Text(
+        f"{cells.caption(span, piece.cells):<{piece.cells}}", style=Style(color=colors.ink_on(color), bgcolor=color)
+    )
+
+
+def _legend(spans: Sequence[Span], plain: bool) -> Text:
+    seen = {pick.kind_of(span): span for span in reversed(spans)}
+    legend = Text()
+    for kind in pick.ordered(seen, tuple(cells.KIND_LETTERS)):
+        key = cells.KIND_LETTERS.get(kind, "?") if plain else "■"
+        legend.append(key, style="" if plain else Style(color=colors.of_span(seen[kind])))
+        legend.append(f" {kind.replace('_', ' ')}   ")
+    return legend.append(f"{cells.IDLE if plain else '□'} idle")
