@@ -52,17 +52,36 @@ def make_norm(config: ModelConfig) -> Norm:
     return Norm(config.hidden, config.norm_eps, centered=config.norm == "layernorm")
 
 
+def _gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": F.silu,
+    "geglu": _gelu,
+    "gelu": _gelu,
+    "relu": F.relu,
+    "relu2": _squared_relu,
+}
+"""The function between the matrices of a feed-forward layer, or on its gate."""
+
+
 class FeedForward(nn.Module):
-    """A gated SiLU layer (Shazeer 2020) or, as in GPT, a GELU layer in its tanh form."""
+    """Two matrices with a function between them, which may be gated by a third matrix (Shazeer 2020)."""
 
     def __init__(self, config: ModelConfig, width: int) -> None:
         super().__init__()
         bias = config.bias == "all"
-        self.gate = Linear(config.hidden, width, bias=bias) if config.activation == "swiglu" else None
+        self.function = ACTIVATIONS[config.activation]
+        self.gate = Linear(config.hidden, width, bias=bias) if config.gated else None
         self.up = Linear(config.hidden, width, bias=bias)
         self.down = Linear(width, config.hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is not None:
-            return self.down(F.silu(self.gate(x)) * self.up(x))
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+            return self.down(self.function(self.gate(x)) * self.up(x))
+        return self.down(self.function(self.up(x)))

@@ -63,7 +63,7 @@ def attention_parameters(model: ModelConfig) -> tuple[int, int]:
 
 def feed_forward_parameters(model: ModelConfig, width: int) -> tuple[int, int]:
     """Of one layer of that width: numbers in matrices, and in biases."""
-    matrices = 3 if model.activation == "swiglu" else 2
+    matrices = 3 if model.gated else 2
     return matrices * model.hidden * width, (matrices - 1) * width + model.hidden if model.bias == "all" else 0
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shardwise.run.config import Run
+from shardwise.run.config import LayoutConfig, Run
+from shardwise.run.problems import nearest
 
 
 class Broken(NamedTuple):
@@ -25,9 +26,24 @@ def _divisors(n: int, most: int = 8) -> str:
 def broken_rules(run: Run) -> Iterator[Broken]:
     """Every rule the resolved run breaks."""
     yield from _model_rules(run)
-    yield from _layout_rules(run)
-    yield from _batch_rules(run)
+    if run.layout.auto:
+        yield from _search_rules(run)
+    else:
+        yield from _layout_rules(run)
+        yield from _batch_rules(run)
+    if run.train.warmup > run.train.steps:
+        reason = f"{run.train.warmup} is more than train.steps = {run.train.steps}"
+        yield Broken("train.warmup", ("train.steps",), reason)
     yield from _data_rules(run)
+
+
+def _search_rules(run: Run) -> Iterator[Broken]:
+    known = {name for name in LayoutConfig.__dataclass_fields__ if name not in ("auto", "fixed")}
+    for word in run.layout.fixed:
+        if word not in known:
+            yield Broken("layout.fixed", (), f'"{word}" is not a key of this section{nearest(word, known)}')
+    if not run.cluster.chip:
+        yield Broken("cluster.chip", ("layout.auto",), "a search needs to know the chip, and how many: cluster.nodes")
 
 
 def _model_rules(run: Run) -> Iterator[Broken]:
@@ -232,8 +248,6 @@ def _batch_rules(run: Run) -> Iterator[Broken]:
             f"{cluster.nodes} nodes x {cluster.devices_per_node} devices are not the {lay.world} ranks of the layout "
             f"(replicate x shard x context x tensor x pipeline)",
         )
-    if train.warmup > train.steps:
-        yield Broken("train.warmup", ("train.steps",), f"{train.warmup} is more than train.steps = {train.steps}")
 
 
 def _data_rules(run: Run) -> Iterator[Broken]:

@@ -38,7 +38,7 @@ class ModelConfig:
     head_dim: int = key(0, "width of a head; 0: hidden / heads", least=0)
     ffn: int = key(
         0,
-        "width of the feed-forward layer; 0: 8/3 hidden (swiglu) or 4 hidden (gelu), in steps of 64",
+        "width of the feed-forward layer; 0: 8/3 hidden in steps of 64 (gated) or 4 hidden",
         least=0,
     )
     vocab: int = key(
@@ -47,7 +47,9 @@ class ModelConfig:
     max_positions: int = key(0, "longest sequence the model is made for; 0: train.seq_len", least=0)
     norm: Literal["rmsnorm", "layernorm"] = key("rmsnorm", "kind of normalisation before each block")
     norm_eps: float = key(1e-5, "added to the variance in norms", above=0)
-    activation: Literal["swiglu", "gelu"] = key("swiglu", "feed-forward: gated SiLU, or GELU (tanh form, as GPT-2)")
+    activation: Literal["swiglu", "geglu", "gelu", "relu", "relu2"] = key(
+        "swiglu", "feed-forward: gated by SiLU or GELU, or plain GELU (tanh form, as GPT-2), ReLU, squared ReLU"
+    )
     bias: Literal["none", "qkv", "all"] = key(
         "none", "biases: none (Llama), on q, k and v (Qwen2.5), on every matrix (GPT)"
     )
@@ -98,6 +100,11 @@ class ModelConfig:
         least=0,
     )
 
+    @property
+    def gated(self) -> bool:
+        """Whether a feed-forward layer has a gate beside its first matrix."""
+        return self.activation in ("swiglu", "geglu")
+
 
 @dataclass(frozen=True)
 class LayoutConfig:
@@ -130,6 +137,12 @@ class LayoutConfig:
         (), 'operations: parts of a layer to compute again, of "attention", "norm", "ffn"'
     )
     recompute_budget: float = key(0.0, "budget: GiB of saved activations a microbatch may keep on a rank", least=0)
+
+    auto: bool = key(
+        False,
+        'search for the best layout on the cluster\'s devices; `layout = "auto"` says the same, nothing else fixed',
+    )
+    fixed: tuple[str, ...] = key((), "auto: keys of this section that the search leaves alone; empty: those given")
 
     @property
     def world(self) -> int:
@@ -173,6 +186,9 @@ class TrainConfig:
         "float32",
         "arithmetic of the network; the 16-bit ones keep parameters, gradients and optimizer in float32",
     )
+    fp8: Literal["none", "tensorwise", "rowwise"] = key(
+        "none", "matrix products of the layers in 8 bits, scaled by tensor or by row; planned, not yet trained"
+    )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "where to run; auto: the GPU where there is one")
     deterministic: bool = key(False, "GPUs: two runs identical to the bit, at some cost in speed; CPUs always are")
     optimizer: Literal["adamw", "muon"] = key("adamw", "muon: orthogonalised momentum on matrices, AdamW on the rest")
@@ -207,11 +223,28 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """What it runs on."""
+    """What it runs on. A 0 stands for what is usual for the chip."""
 
     chip: str = key("", "accelerator by its catalogue name; empty: this machine")
     nodes: int = key(1, "machines", least=1)
-    devices_per_node: int = key(0, "accelerators in a machine; 0: what the layout needs, spread evenly", least=0)
+    devices_per_node: int = key(
+        0, "accelerators in a machine; 0: what the layout needs, spread evenly (auto: the usual)", least=0
+    )
+    domain: int = key(0, "devices joined by the fast link, where that is more or less than a machine", least=0)
+    intra_gbs: float = key(0.0, "GB/s of a device and direction on the fast link", least=0)
+    inter_gbs: float = key(0.0, "GB/s of a device and direction between machines", least=0)
+    hbm_gbs: float = key(0.0, "GB/s of a device's memory, where it is not the catalogue's", least=0)
+    power_w: float = key(0.0, "watts a device is capped at", least=0)
+    fabric: Literal["", "rail", "fat-tree", "ethernet", "torus"] = key("", "how machines are joined")
+    taper: float = key(1.0, "fat-tree: how many times less bandwidth the upper levels have", least=1)
+    profile: str = key("", "file written by `shardwise bench`, whose measured curves replace the catalogue's")
+    headroom: float = key(0.05, "share of a device's memory the plan leaves free", least=0, most=0.9)
+    price: float = key(0.0, "US dollars for a device and hour; 0: the catalogue's", least=0)
+    mtbf_hours: float = key(
+        50_000.0, "hours a device works between two failures that stop the run (Llama 3 saw 50,000)", above=0
+    )
+    restart_seconds: float = key(600.0, "from a failure to the first step after it", least=0)
+    storage_gbs: float = key(1.0, "GB/s a machine writes checkpoints with", above=0)
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,8 @@ def derive_model(model: ModelConfig, seq_len: int) -> ModelConfig:
     else:
         head_dim = model.head_dim or model.hidden // model.heads
     ffn = model.ffn
-    if not ffn and model.activation == "gelu":
-        ffn = 4 * model.hidden
-    elif not ffn:
-        ffn = -(-8 * model.hidden // 3 // 64) * 64
+    if not ffn:
+        ffn = -(-8 * model.hidden // 3 // 64) * 64 if model.gated else 4 * model.hidden
     positions = model.max_positions or seq_len
     return replace(
         model,
@@ -32,10 +30,11 @@ def derive_model(model: ModelConfig, seq_len: int) -> ModelConfig:
 
 def derive(run: Run) -> Run:
     """The run with every derived key filled in."""
-    train = run.train
+    train, cluster = run.train, run.cluster
+    if run.layout.auto:  # batch and devices are the search's to divide
+        return replace(run, model=derive_model(run.model, train.seq_len))
     if not train.microbatch:
         train = replace(train, microbatch=max(1, train.global_batch // run.layout.data_ranks))
-    cluster = run.cluster
     if not cluster.devices_per_node:
         cluster = replace(cluster, devices_per_node=-(-run.layout.world // cluster.nodes))
     return replace(run, model=derive_model(run.model, train.seq_len), train=train, cluster=cluster)

@@ -67,6 +67,9 @@ def _resolve(given: _Given, problems: list[Problem]) -> Run:
             problems.append(Problem(str(e), name, where))
             bad.add(name)
 
+    if values.get("layout.auto"):
+        fixed = tuple(k for k in _section(values, "layout") if k not in ("auto", "fixed"))
+        values.setdefault("layout.fixed", fixed)
     sections = {s: cls(**_section(values, s)) for s, cls in SECTIONS.items()}
     run = derive(Run(name=values.get("name", "run"), **sections))
     for rule in broken_rules(run):
@@ -117,6 +120,8 @@ def _flatten(values: dict[str, Any], where: str, problems: list[Problem]) -> _Gi
     for section, content in values.items():
         if isinstance(content, dict):
             given.update({f"{section}.{k}": (v, where) for k, v in content.items()})
+        elif section == "layout" and content == "auto":
+            given["layout.auto"] = (True, where)
         elif section in SECTIONS:
             problems.append(Problem(f"is a section, written [{section}], not a value", section, where))
         else:
@@ -130,6 +135,8 @@ def _from_overrides(overrides: Iterable[str], problems: list[Problem]) -> _Given
         name, equals, text = item.removeprefix("--").partition("=")
         if not equals:
             problems.append(Problem("has no value; write --section.key=value", name, COMMAND_LINE))
+        elif (name, text) == ("layout", "auto"):
+            given["layout.auto"] = ("true", COMMAND_LINE)
         else:
             given[name] = (text, COMMAND_LINE)
     return given

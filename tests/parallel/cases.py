@@ -33,13 +33,13 @@ MODELS: dict[str, dict[str, Any]] = {
 LENGTH, BATCH = 32, 8
 
 
-def make_run(model: str, layout: dict[str, Any], **train: Any) -> Run:
+def make_run(model: str, layout: dict[str, Any], layers: int = 4, **train: Any) -> Run:
     share = train.get("global_batch", BATCH) // (layout.get("replicate", 1) * layout.get("shard", 1))
     base = dict(
         steps=5, seq_len=LENGTH, global_batch=BATCH, microbatch=max(1, share // 2), dtype="float64", device="cpu", lr=1e-2,
         clip=0.5, balance_loss=0.01, router_z_loss=0.001, balance_rate=0.01,
     )  # fmt: skip
-    return run_from_dict(dict(model=MODELS[model], layout=layout, train=base | train))
+    return run_from_dict(dict(model=MODELS[model] | dict(layers=layers), layout=layout, train=base | train))
 
 
 def batch(step: int, documents: bool, rows: int = BATCH) -> Batch:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from shardwise.plan.work import attention_parameters, feed_forward_parameters, keys_seen
-from shardwise.run import ModelConfig, Run
+from shardwise.run import LayoutConfig, ModelConfig, Run
 from shardwise.schedules import split_layers
 
 
@@ -20,13 +21,19 @@ def layer_work(model: ModelConfig, layer: int, seq_len: int) -> float:
 
 
 def layers_of_stages(run: Run) -> list[range]:
-    """The layers of every stage, in order."""
-    stages = run.layout.pipeline * run.layout.stages_per_rank
-    counts = run.layout.stages
-    if not counts:
-        costs = [layer_work(run.model, layer, run.train.seq_len) for layer in range(run.model.layers)]
-        head = float(run.model.vocab * run.model.hidden)
-        # An embedding looks rows up: next to nothing forward, a scattered addition backward.
-        counts = split_layers(costs, stages, first=float(run.model.hidden), last=head)
-    ends = [0, *accumulate(counts)]
+    """The layers of every stage of a run, in order."""
+    ends = [0, *accumulate(stage_counts(run.model, run.layout, run.train.seq_len))]
     return [range(a, b) for a, b in pairwise(ends)]
+
+
+def stage_counts(model: ModelConfig, layout: LayoutConfig, seq_len: int) -> tuple[int, ...]:
+    """How many layers every stage holds."""
+    return layout.stages or _balanced(model, layout.pipeline * layout.stages_per_rank, seq_len)
+
+
+@lru_cache(maxsize=4096)
+def _balanced(model: ModelConfig, stages: int, seq_len: int) -> tuple[int, ...]:
+    costs = [layer_work(model, layer, seq_len) for layer in range(model.layers)]
+    head = float(model.vocab * model.hidden)
+    # An embedding looks rows up: next to nothing forward, a scattered addition backward.
+    return split_layers(costs, stages, first=float(model.hidden), last=head)

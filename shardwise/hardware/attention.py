@@ -1,0 +1,102 @@
+"""How long attention takes in one fused kernel (FlashAttention), which never writes the scores to memory.
+
+Queries are cut into blocks that go over the keys one after the other; blocks are dealt out to the chip's units. Three things
+keep it from its best speed: the start and end of each block, and the half-empty squares on the diagonal of a causal mask
+(together: some keys more to go over); the last blocks, during which other units idle; and too few blocks to fill the chip.
+With one query for each sequence, as in decoding, reading the keys and values takes the time.
+
+Sources of the model: FlashAttention (Dao et al. 2022), FlashAttention-2 (Dao 2023), FlashAttention-3 (Shah et al. 2024).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+
+from shardwise.hardware.chips import ITEM_BYTES, Chip
+from shardwise.hardware.efficiency import constants
+
+Kernel = Literal["flash1", "flash2", "flash3"]
+Direction = Literal["forward", "backward"]
+
+BLOCK = 128  # rows of a block of queries (forward) or keys (backward)
+# Products per pair of query and key: the forward pass has two, the backward pass repeats one and adds four.
+BACKWARD_FLOPS = 2.5
+# The backward pass reads queries, keys, values, output and its gradient, and writes three gradients.
+BACKWARD_BYTES = 2.5
+
+
+def attention_flops(
+    batch: Any,
+    heads: Any,
+    queries: Any,
+    keys: Any,
+    head_dim: Any,
+    v_dim: Any = None,
+    causal: bool = True,
+    direction: Direction = "forward",
+) -> Any:
+    """FLOPs that count: pairs that a causal mask hides are left out. The queries are the last ones of the keys."""
+    width = np.asarray(head_dim, dtype=float) + (head_dim if v_dim is None else v_dim)
+    seen = _seen(np.asarray(queries, dtype=float), np.asarray(keys, dtype=float), causal)
+    flops = 2.0 * width * batch * heads * queries * seen
+    return flops * BACKWARD_FLOPS if direction == "backward" else flops
+
+
+def attention_seconds(
+    chip: Chip,
+    batch: Any,
+    heads: Any,
+    queries: Any,
+    keys: Any,
+    head_dim: Any,
+    v_dim: Any = None,
+    causal: bool = True,
+    kernel: Kernel = "flash2",
+    direction: Direction = "forward",
+    dtype: str = "bfloat16",
+    sustained: Any = 1.0,
+    kv_heads: Any = None,
+) -> Any:
+    """Device time of attention over `batch` sequences and `heads` query heads.
+
+    `kv_heads` says how many heads the keys and values have (default: as many). "flash3" stands for FlashAttention-3 and
+    cuDNN; on chips before Hopper it is FlashAttention-2.
+    """
+    values = constants("attention", chip)
+    fitted = values.get(kernel, values["flash2"])[direction]["constants"]
+    width_of_values = head_dim if v_dim is None else v_dim
+    batch, heads, queries, keys, head_dim, width_of_values = (
+        np.asarray(value, dtype=float) for value in (batch, heads, queries, keys, head_dim, width_of_values)
+    )
+    readers = heads if kv_heads is None else np.asarray(kv_heads, dtype=float)
+    width = head_dim + width_of_values
+    share = np.interp(width / 2, fitted["head_dims"], fitted["shares"])
+    speed = chip.speed(dtype) * share * np.asarray(sustained)
+    flops = 2.0 * width * (BACKWARD_FLOPS if direction == "backward" else 1.0)
+
+    idle_keys = fitted["extra"] + (fitted["diagonal"] if causal else 0.0)
+    rows = batch * heads * queries
+    total = flops * rows * (_seen(queries, keys, causal) + idle_keys) / speed
+    # The longest block, on one unit: the last queries see all keys.
+    longest = flops * np.minimum(queries, BLOCK) * (keys + idle_keys) / (speed / chip.units)
+    blocks = batch * heads * np.ceil(queries / BLOCK)
+    computing = np.where(blocks <= chip.units, np.maximum(longest, total), total + fitted["tail"] * longest)
+
+    moved = ITEM_BYTES[dtype] * batch * width * (heads * queries + readers * keys)
+    if direction == "backward":
+        moved = moved * BACKWARD_BYTES
+    moving = moved / (chip.hbm * fitted["memory"])
+    norm = fitted["norm"]
+    seconds = fitted["floor"] + (computing**norm + moving**norm) ** (1 / norm)
+    if chip.profile is not None:
+        seconds = seconds * chip.profile.attention_factor(
+            chip, batch, heads, queries, keys, head_dim, causal, kernel, direction, dtype
+        )
+    return seconds if seconds.ndim else float(seconds)
+
+
+def _seen(queries: Any, keys: Any, causal: bool) -> Any:
+    """Keys a query sees on average; with a causal mask the queries are the last of the keys, so half when all are there."""
+    return keys - np.minimum(queries, keys) / 2 if causal else keys

@@ -1,0 +1,101 @@
+"""How long a matrix product takes on the device, without the launch.
+
+A library cuts the output into tiles and deals them out to the chip's units; what is left over in the last wave idles. Small
+products are cut along k as well, so that all units have work, at the cost of adding up the parts. Beside that stands the
+time to read the inputs and write the output once. The library picks the tile that is fastest, and so does this model: the
+least over a few tile shapes, each with a share of the peak that was fitted (`efficiency.json`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from shardwise.hardware.chips import ITEM_BYTES, Chip
+from shardwise.hardware.efficiency import constants
+
+# Beyond the largest products that were measured, the loss of clock is held where it was there.
+MOST_DOUBLINGS = 8.0
+
+
+@dataclass(frozen=True)
+class GemmConstants:
+    """What was fitted for one chip and dtype; all relative to the chip's figures, or in seconds."""
+
+    tiles: tuple[tuple[int, int, float], ...]  # rows, columns, share of the peak while it computes
+    depth: float  # steps of k that starting and ending a tile cost
+    split_depth: float  # least k that is left to a part when a product is cut along k
+    split_seconds: float  # adding the parts up
+    quantum: float  # share of the last wave's idle units that is really lost
+    memory: float  # share of the memory bandwidth
+    memory_ramp: float  # seconds until it is reached
+    norm: float  # how computing and reading add up: 1 one after the other, infinity side by side
+    floor: float  # seconds of the smallest kernel
+    droop: float  # speed lost for each doubling of the work beyond droop_flops: the chip reaches its power limit
+    droop_flops: float
+    grouped: float = 1.0  # speed of many products in one kernel, relative to a single one
+
+
+@cache
+def gemm_constants(chip: Chip, dtype: str) -> GemmConstants:
+    """The constants of `dtype`, or those of bfloat16 where there are none."""
+    by_dtype = constants("gemm", chip)
+    entry = by_dtype.get(dtype, by_dtype["bfloat16"])["constants"]
+    return GemmConstants(**{**entry, "tiles": tuple((int(m), int(n), share) for m, n, share in entry["tiles"])})
+
+
+def gemm_seconds(
+    chip: Chip, m: Any, n: Any, k: Any, dtype: str = "bfloat16", count: Any = 1, sustained: Any = 1.0
+) -> Any:
+    """Device time of `count` independent products of m×k by k×n in one kernel.
+
+    `sustained` is the clock in a long run relative to that in the measurements; inputs are of `dtype`, outputs too but never
+    narrower than two bytes.
+    """
+    seconds = model_seconds(gemm_constants(chip, dtype), chip, m, n, k, dtype, count, sustained)
+    if chip.profile is not None:
+        seconds = seconds * chip.profile.gemm_factor(chip, m, n, k, dtype, count)
+    return seconds
+
+
+def grouped_gemm_seconds(
+    chip: Chip, tokens: Any, n: Any, k: Any, experts: Any, dtype: str = "bfloat16", sustained: Any = 1.0
+) -> Any:
+    """Device time of one kernel that multiplies an even share of `tokens` rows by each expert's own k×n matrix."""
+    share = gemm_constants(chip, dtype).grouped
+    rows = np.divide(tokens, experts)
+    return gemm_seconds(chip, rows, n, k, dtype, experts, np.multiply(sustained, share))
+
+
+def model_seconds(
+    fitted: GemmConstants, chip: Chip, m: Any, n: Any, k: Any, dtype: str, count: Any = 1, sustained: Any = 1.0
+) -> Any:
+    """The model itself, of any constants: what the fit calls."""
+    m, n, k, count = (np.asarray(value, dtype=float) for value in (m, n, k, count))
+    computing = _computing_seconds(fitted, chip.units, chip.speed(dtype) * np.asarray(sustained), m, n, k, count)
+    item = ITEM_BYTES[dtype]
+    moved = count * (item * k * (m + n) + max(item, 2.0) * m * n)
+    moving = moved / (chip.hbm * fitted.memory) + fitted.memory_ramp
+    norm = fitted.norm
+    seconds = fitted.floor + (computing**norm + moving**norm) ** (1 / norm)
+    return seconds if seconds.ndim else float(seconds)
+
+
+def _computing_seconds(fitted: GemmConstants, units: int, speed: Any, m: Any, n: Any, k: Any, count: Any) -> Any:
+    """What the units need for the tiles, with the fastest tile shape."""
+    best: Any = np.inf
+    for rows, columns, share in fitted.tiles:
+        step = 2.0 * rows * columns * units / (share * speed)  # seconds a unit needs to advance a tile by one along k
+        tiles = np.ceil(m / rows) * np.ceil(n / columns) * count
+        full = tiles / units
+        waves = np.maximum(full + fitted.quantum * (np.ceil(full) - full), 1.0)
+        whole = waves * (k + fitted.depth) * step
+        parts = np.maximum(np.floor(units / tiles), 1.0)
+        depth = np.maximum(k / parts, np.minimum(k, fitted.split_depth))
+        split = (depth + fitted.depth) * step + fitted.split_seconds
+        best = np.minimum(best, np.where(parts > 1, np.minimum(whole, split), whole))
+    doublings = np.log2(np.maximum(2.0 * m * n * k * count / fitted.droop_flops, 1.0))
+    return best * (1.0 + fitted.droop * np.minimum(doublings, MOST_DOUBLINGS))

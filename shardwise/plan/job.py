@@ -1,0 +1,101 @@
+"""What the planner's formulas read: a model, a layout, a batch, a precision, the program that runs it and the machines.
+
+A `Job` is made from a `Run`; rows of published measurements make one too, with another stack. The sizes of its layout and
+its microbatch may be arrays: then every formula gives arrays, one entry a layout, which is how the search screens many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardwise.hardware import Cluster, make_cluster
+from shardwise.plan.stacks import STACKS, Stack
+from shardwise.run import LayoutConfig, ModelConfig, Run
+
+BYTES = {"float64": 8.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One step to be accounted for."""
+
+    model: ModelConfig
+    layout: LayoutConfig
+    seq_len: int
+    global_batch: int
+    microbatch: Any
+    stack: Stack
+    cluster: Cluster
+    dtype: str = "bfloat16"
+    fp8: bool = False
+    headroom: float = 0.05
+    imbalance: float = 1.0
+    """Load of the busiest expert rank over the mean."""
+
+    @property
+    def width(self) -> float:
+        """Bytes of an activation."""
+        return BYTES[self.dtype]
+
+    @property
+    def accumulation(self) -> Any:
+        """Microbatches of a data rank in a step."""
+        return self.global_batch / (self.microbatch * self.layout.replicate * self.layout.shard)
+
+    @property
+    def rows(self) -> Any:
+        """Tokens of a microbatch on a context rank."""
+        return self.microbatch * self.seq_len / self.layout.context
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step over all ranks."""
+        return self.global_batch * self.seq_len
+
+    @property
+    def zero_ranks(self) -> Any:
+        """Ranks that share what is shared: a context rank is one more data rank to the parameters."""
+        return self.layout.shard * self.layout.context
+
+
+def cluster_of(run: Run, devices: int = 0) -> Cluster:
+    """The machines a run names, or as many of them as hold so many devices."""
+    c = run.cluster
+    return make_cluster(
+        c.chip or "cpu",
+        c.nodes,
+        c.devices_per_node,
+        intra_gbs=c.intra_gbs,
+        inter_gbs=c.inter_gbs,
+        power_w=c.power_w,
+        hbm_gbs=c.hbm_gbs,
+        domain=c.domain,
+        taper=c.taper,
+        fabric=c.fabric,
+    )
+
+
+def job_of(run: Run) -> Job:
+    """The job of a run, as this project's trainer executes it."""
+    train = run.train
+    stack = STACKS["shardwise"]
+    wide = BYTES[train.dtype] > 2
+    if wide:
+        stack = replace(stack, parameter_bytes=BYTES[train.dtype], gradient_bytes=BYTES[train.dtype],
+                        optimizer_bytes=2 * BYTES[train.dtype], gather_bytes=BYTES[train.dtype],
+                        reduce_bytes=BYTES[train.dtype])  # fmt: skip
+    else:
+        stack = replace(stack, reduce_bytes=BYTES[train.reduce_dtype])
+    return Job(
+        model=run.model,
+        layout=run.layout,
+        seq_len=train.seq_len,
+        global_batch=train.global_batch,
+        microbatch=train.microbatch,
+        stack=stack,
+        cluster=cluster_of(run),
+        dtype=train.dtype,
+        fp8=train.fp8 != "none",
+        headroom=run.cluster.headroom,
+    )

@@ -1,0 +1,111 @@
+"""Memory of each pipeline rank at its fullest moment, by owner.
+
+Parameters, gradients and optimizer follow from what ZeRO shares; activations are what the operations keep for the backward
+pass, times the microbatches in flight, which are counted on the schedule's own list. For a layer of GPT with dropout and
+unfused attention that is the 34 + 5 heads x sequence / hidden bytes a token and hidden unit of Korthikanti et al. (2022).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.ledger import Memory
+from shardwise.plan.job import Job
+from shardwise.plan.operations import embedding, layer, pieces
+from shardwise.plan.parameters import Held, layer_parameters, stage_parameters, zero_groups
+from shardwise.plan.passes import repeated
+from shardwise.plan.step import cached_schedule, layers_by_stage, played
+from shardwise.schedules import high_water
+
+Number = Any
+GIB = 2.0**30
+
+
+def layer_activations(job: Job, *, routed: bool) -> tuple[Number, Number]:
+    """Bytes one layer keeps for the backward pass of one microbatch; and what its recomputation holds for a moment."""
+    tally = layer(job, routed=routed)
+    stream = pieces(job) * job.model.hidden * job.width
+    whole = sum(entry.saved for entry in tally.entries)
+    if job.layout.recompute == "none":
+        return whole, 0.0
+    if job.layout.recompute == "full":
+        kept, again = stream, whole
+    else:
+        kept = sum(entry.kept if repeated(job, entry) else entry.saved for entry in tally.entries)
+        again = whole - kept
+    share = 1.0 / job.layout.recompute_every
+    return share * kept + (1 - share) * whole, again
+
+
+def _embedding_activations(job: Job) -> Number:
+    return sum(entry.saved for entry in embedding(job).entries)
+
+
+def states(job: Job, held: Held) -> dict[str, Number]:
+    """Parameters, gradients and optimizer of a rank that holds these parameters before sharing."""
+    stack, stage = job.stack, job.layout.zero
+    zero, expert_zero = zero_groups(job)
+    whole = held.dense + held.experts
+    shared = held.dense / zero + held.experts / expert_zero
+    # A program that holds master copies apart keeps whole 16-bit parameters beside them; one that casts when it gathers
+    # holds shares, and its whole copies are `gathered`.
+    casts = stack.parameter_bytes > stack.gather_bytes
+    parameters = shared if casts or stage == 3 else whole
+    return {
+        "parameters": parameters * stack.parameter_bytes,
+        "gradients": (shared if stage >= 2 else whole) * stack.gradient_bytes,
+        "optimizer": shared * stack.optimizer_bytes,
+        "gathered": whole * stack.gather_bytes * (zero > 1) if casts and stage < 3 else 0.0,
+    }
+
+
+def gathered_layers(job: Job, *, routed: bool) -> Number:
+    """ZeRO-3: layers gathered at one time, and the whole gradient of the one that is being finished."""
+    held = layer_parameters(job, routed=routed)
+    whole = held.dense + held.experts
+    return whole * (job.stack.gather_bytes * (1 + job.layout.prefetch) + job.stack.reduce_bytes) * (job.zero_ranks > 1)
+
+
+def buffers(job: Job) -> Number:
+    """Receive and send buffers of tensor, context and pipeline traffic."""
+    stream = job.rows * job.model.hidden * job.width
+    lay = job.layout
+    return stream * (2.0 * (lay.tensor > 1) + 2.0 * (lay.pipeline > 1) / lay.tensor + 2.0 * (lay.context > 1))
+
+
+def memory(job: Job, constants: dict[str, float]) -> Memory:
+    """Every pipeline rank of one layout."""
+    lay = job.layout
+    layers = layers_by_stage(job)
+    held = stage_parameters(job, layers)  # type: ignore[arg-type]
+    routed = bool(job.model.experts)
+    dense_kept, dense_again = layer_activations(job, routed=False) if not routed or job.model.dense_layers else (0.0, 0.0)
+    mixed_kept, mixed_again = layer_activations(job, routed=True) if routed else (0.0, 0.0)
+    whole = [float(d * dense_kept + r * mixed_kept) for d, r in layers]
+    whole[0] += float(_embedding_activations(job))
+    microbatches = max(1, round(float(job.accumulation)))
+    if lay.pipeline > 1:
+        count = played(job, microbatches)[0]
+        schedule = cached_schedule(lay.schedule, lay.pipeline, count, lay.stages_per_rank)
+        placement = schedule.placement
+        peaks = high_water(schedule, whole)
+    else:
+        placement, peaks = (0,) * len(layers), (sum(whole),)
+    last = len(layers) - 1
+    again = max(float(dense_again), float(mixed_again))
+    ranks = []
+    for rank in range(lay.pipeline):
+        mine = [n for n, home in enumerate(placement) if home == rank]
+        own = Held(sum(held[n].dense for n in mine), sum(held[n].experts for n in mine))
+        owners = {name: float(value) for name, value in states(job, own).items()}
+        owners["activations"] = peaks[rank] + again
+        owners["logits"] = 0.0
+        if last in mine:
+            owners["logits"] = float(job.rows * job.model.vocab / lay.tensor * job.stack.logits_kept)
+        if lay.zero == 3:
+            owners["gathered"] = float(gathered_layers(job, routed=routed))
+        owners["buffers"] = float(buffers(job))
+        moving = owners["activations"] + owners["logits"] + owners["gathered"] + owners["buffers"]
+        owners["workspace"] = constants["memory_fixed"] * GIB + constants["memory_share"] * moving
+        ranks.append(owners)
+    return Memory(tuple(ranks), float(job.cluster.chip.memory) * (1.0 - job.headroom))

@@ -1,0 +1,366 @@
+"""Every operation of a layer, of the embedding and of the head, for one microbatch on one rank, as closed forms.
+
+An `Entry` is one operation with what it does forward, backward to its input and backward to its weights: operations, bytes
+moved, seconds on the job's chip, what it keeps for the backward pass, what it sends. Recomputation repeats entries. With T
+tokens of a microbatch on a rank, widths h (hidden), q, kv (all heads of queries, of keys), f (feed-forward), t tensor ranks:
+
+    qkv       T x (q+2kv)/t from h      attention   T x s scores of q/t, half of them when causal
+    out       T x h from q/t            up, gate    T x f/t from h         down   T x h from f/t
+    experts   as up, gate and down on T k/t rows spread over the rank's experts        head   T x V/t from h
+
+Backward each product costs its forward twice: once for its input, once for its weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwise.hardware import attention_seconds, collective_seconds, gemm_seconds, grouped_gemm_seconds, memory_seconds
+from shardwise.plan.job import Job
+from shardwise.plan.work import keys_seen
+
+Number = Any  # a number, or an array with one entry a layout
+
+FORWARD, INPUT, WEIGHT = range(3)
+NOTHING = (0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes of the whole buffer of a collective, and how often it runs forward, and in each half of the backward pass."""
+
+    axis: str
+    operation: str
+    bytes: Number
+    times: tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One operation. Tuples hold forward, backward-input and backward-weight."""
+
+    name: str
+    part: str
+    category: str
+    seconds: tuple[Number, Number, Number]
+    flops: tuple[Number, Number, Number] = NOTHING
+    bytes: tuple[Number, Number, Number] = NOTHING
+    saved: Number = 0.0
+    """Bytes kept for the backward pass."""
+    kept: Number = 0.0
+    """Of those, what is kept even when this operation is computed again: its inputs."""
+    launches: tuple[float, float, float] = (1.0, 1.0, 0.0)
+    core: bool = False
+    """Belongs to the part of attention whose memory grows with the square of the sequence."""
+    sent: tuple[Sent, ...] = ()
+
+
+@dataclass
+class Tally:
+    """The entries of one piece of the network, filled by the functions below."""
+
+    job: Job
+    entries: list[Entry] = field(default_factory=list)
+
+    def product(
+        self, name: str, part: str, rows: Number, columns: Number, inner: Number, *, saved: Number = None, wide: bool = False
+    ) -> None:
+        """A matrix product with a weight of inner x columns; `wide` ones stay out of 8 bits."""
+        chip, job = self.job.cluster.chip, self.job
+        eight = job.fp8 and not wide
+        dtype = "fp8" if eight else job.dtype
+        flops = 2.0 * rows * columns * inner
+        seconds = (
+            gemm_seconds(chip, rows, columns, inner, dtype),
+            gemm_seconds(chip, rows, inner, columns, dtype),
+            gemm_seconds(chip, inner, columns, rows, dtype),
+        )
+        kept = rows * inner * (1.0 if eight else job.width) if saved is None else saved
+        self.entries.append(Entry(name, part, "matmul", seconds, (flops,) * 3, saved=kept, launches=(1.0, 1.0, 1.0)))
+        if eight:  # both inputs of each product are read, scaled, and written in 8 bits, once as they lie and once turned
+            cast = rows * inner * (job.width + 2), rows * columns * (job.width + 2), 0.0
+            self.stream(f"{name} to 8 bits", part, cast[0], cast[1])
+
+    def grouped(self, name: str, rows: Number, columns: Number, inner: Number, experts: Number) -> None:
+        """The same product for each of a rank's experts, rows dealt out evenly."""
+        chip, job = self.job.cluster.chip, self.job
+        dtype = "fp8" if job.fp8 else job.dtype
+        flops = 2.0 * rows * columns * inner
+        each = rows / experts
+        seconds = (
+            grouped_gemm_seconds(chip, rows, columns, inner, experts, dtype),
+            grouped_gemm_seconds(chip, rows, inner, columns, experts, dtype),
+            gemm_seconds(chip, inner, columns, each, dtype, count=experts),
+        )
+        kept = rows * inner * (1.0 if job.fp8 else job.width)
+        self.entries.append(Entry(name, "experts", "matmul", seconds, (flops,) * 3, saved=kept, launches=(1.0, 1.0, 1.0)))
+        if job.fp8:
+            self.stream(f"{name} to 8 bits", "experts", rows * inner * (job.width + 2), rows * columns * (job.width + 2))
+
+    def stream(
+        self, name: str, part: str, forward: Number, backward: Number, *, saved: Number = 0.0, core: bool = False,
+        launches: tuple[float, float] = (1.0, 1.0),
+    ) -> None:  # fmt: skip
+        """Work bound by memory: bytes read and written, forward and backward."""
+        chip = self.job.cluster.chip
+        many = 2.0 if self.job.stack.kernels == "eager" else 1.0
+        seconds = (memory_seconds(chip, forward), memory_seconds(chip, backward), 0.0)
+        self.entries.append(
+            Entry(name, part, "memory", seconds, bytes=(forward, backward, 0.0), saved=saved, core=core,
+                  launches=(many * launches[0], many * launches[1], 0.0))
+        )  # fmt: skip
+
+    def exchange(self, part: str, axis: str, operation: str, size: Number, times: tuple[float, float, float]) -> None:
+        """A collective over an axis: how often it runs in each pass."""
+        seconds = collective_seconds(self.job.cluster, operation, size, *span(self.job, axis))
+        every = tuple(seconds * n for n in times)
+        self.entries.append(
+            Entry(f"{axis} {operation}", part, axis, every, launches=times, sent=(Sent(axis, operation, size, times),))  # type: ignore[arg-type]
+        )
+
+
+def span(job: Job, axis: str) -> tuple[Number, Number]:
+    """Size of an axis' groups and the distance between neighbours in one, from the order of ranks: tensor innermost,
+    then context, shard, replicate and pipeline."""
+    lay = job.layout
+    strides = {
+        "tensor": (lay.tensor, 1),
+        "context": (lay.context, lay.tensor),
+        "expert": (lay.expert, lay.tensor),
+        "shard": (lay.shard * lay.context, lay.tensor),
+        "replicate": (lay.replicate, lay.tensor * lay.context * lay.shard),
+        "pipeline": (lay.pipeline, lay.tensor * lay.context * lay.shard * lay.replicate),
+    }
+    return strides[axis]
+
+
+def _enter(tally: Tally, part: str) -> None:
+    """What gathers the sequence before matrices cut by columns, and adds up their gradients."""
+    job = tally.job
+    size = job.rows * job.model.hidden * job.width
+    if job.stack.sequence_parallel:
+        tally.exchange(part, "tensor", "all_gather", size, (1.0, 0.0, 0.0))
+        tally.exchange(part, "tensor", "reduce_scatter", size, (0.0, 1.0, 0.0))
+    else:
+        tally.exchange(part, "tensor", "all_reduce", size, (0.0, 1.0, 0.0))
+
+
+def _leave(tally: Tally, part: str) -> None:
+    """What adds up the partial sums of matrices cut by rows."""
+    job = tally.job
+    size = job.rows * job.model.hidden * job.width
+    if job.stack.sequence_parallel:
+        tally.exchange(part, "tensor", "reduce_scatter", size, (1.0, 0.0, 0.0))
+        tally.exchange(part, "tensor", "all_gather", size, (0.0, 1.0, 0.0))
+    else:
+        tally.exchange(part, "tensor", "all_reduce", size, (1.0, 0.0, 0.0))
+
+
+def pieces(job: Job) -> Number:
+    """Tokens of the residual stream on a rank, between the matrices."""
+    return job.rows / job.layout.tensor if job.stack.sequence_parallel else job.rows
+
+
+def _norm(tally: Tally, tokens: Number, width: Number = 0) -> None:
+    job = tally.job
+    size = tokens * (width or job.model.hidden) * job.width
+    tally.stream("norm", "norm", 2 * size, 3 * size, saved=size)
+
+
+def _residual(tally: Tally, part: str) -> None:
+    """The sum with the stream, with dropout's mask where there is dropout."""
+    job = tally.job
+    numbers = pieces(job) * job.model.hidden
+    mask = numbers * 1.0 if job.stack.dropout else 0.0
+    eager = 2.0 if job.stack.dropout and job.stack.kernels == "eager" else 1.0
+    tally.stream("residual", part, 3 * job.width * numbers * eager + mask, 2 * job.width * numbers + mask, saved=mask)
+
+
+def _attention_core(tally: Tally, heads: Number, kv_heads: Number, head_dim: int, v_dim: int) -> None:
+    job = tally.job
+    chip, stack, lay = job.cluster.chip, job.stack, job.layout
+    length, batch, width = job.seq_len, job.microbatch, job.width
+    queries = length / lay.context
+    seen = keys_seen(job.model, length)
+    flops = 2.0 * batch * queries * seen * heads * (head_dim + v_dim)
+    inputs = batch * queries * (heads * head_dim + kv_heads * (head_dim + v_dim)) * width
+    if stack.attention == "unfused":
+        full = 2.0 * batch * heads * queries * length
+        for name, columns, inner in (("scores", length, head_dim), ("values", v_dim, length)):
+            one = gemm_seconds(chip, queries, columns, inner, job.dtype, count=batch * heads)
+            two = gemm_seconds(chip, queries, inner, columns, job.dtype, count=batch * heads)
+            three = gemm_seconds(chip, inner, columns, queries, job.dtype, count=batch * heads)
+            part_flops = full * (head_dim if name == "scores" else v_dim)
+            tally.entries.append(
+                Entry(name, "attention", "attention", (one, two + three, 0.0), (part_flops, 2 * part_flops, 0.0),
+                      saved=inputs if name == "scores" else 0.0, kept=inputs if name == "scores" else 0.0,
+                      launches=(1.0, 2.0, 0.0), core=True)
+            )  # fmt: skip
+        numbers = batch * heads * queries * length
+        drop = 1.0 if stack.dropout else 0.0
+        move = numbers * (2 * width + drop * (2 * width + 1)), numbers * (3 * width + drop * (2 * width + 1))
+        tally.stream("softmax", "attention", *move, saved=numbers * (width + drop * (width + 1)), core=True, launches=(2.0, 2.0))
+        return
+    share = seen / length
+    shape = dict(batch=batch, heads=heads, queries=queries, keys=2 * share * length, head_dim=head_dim, v_dim=v_dim)
+    shape |= dict(causal=True, kernel=stack.attention, dtype=job.dtype, kv_heads=kv_heads)
+    forward = attention_seconds(chip, **shape, direction="forward")
+    backward = attention_seconds(chip, **shape, direction="backward")
+    # The output is kept by the product that follows.
+    tally.entries.append(
+        Entry("attention", "attention", "attention", (forward, backward, 0.0), (flops, 2.5 * flops, 0.0),
+              saved=inputs + 4 * batch * queries * heads, kept=inputs, launches=(2.0, 3.0, 0.0), core=True)
+    )  # fmt: skip
+
+
+def _context_traffic(tally: Tally, heads: Number, kv_heads: Number, head_dim: int, v_dim: int) -> None:
+    """What attention needs from the other parts of the sequence (`parallel/context.py`)."""
+    job = tally.job
+    method, c = job.layout.context_method, job.layout.context
+    keys = job.rows * kv_heads * (head_dim + v_dim) * job.width
+    if method == "ulysses":
+        queries = job.rows * heads * (head_dim + v_dim) * job.width
+        tally.exchange("attention", "context", "all_to_all", queries + keys, (1.0, 1.0, 0.0))
+    elif method == "gather":
+        tally.exchange("attention", "context", "all_gather", keys * c, (1.0, 0.0, 0.0))
+        tally.exchange("attention", "context", "reduce_scatter", keys * c, (0.0, 1.0, 0.0))
+    else:
+        hop = collective_seconds(job.cluster, "send", keys, *span(job, "context"))
+        hops = (c - 1, 2 * c - 1, 0.0)
+        sent = Sent("context", "send", keys, hops)
+        seconds = (hop * hops[0], hop * hops[1], 0.0)
+        tally.entries.append(Entry("context send", "attention", "context", seconds, launches=(0.0, 0.0, 0.0), sent=(sent,)))
+
+
+def attention(tally: Tally) -> None:
+    """Norm, attention and its sum with the stream."""
+    job = tally.job
+    m, t, rows, width = job.model, job.layout.tensor, job.rows, job.width
+    _norm(tally, pieces(job))
+    _enter(tally, "attention")
+    entered = pieces(job) * m.hidden * width
+    if m.attention == "latent":
+        heads, kv_heads, head_dim, v_dim = m.heads / t, m.heads / t, m.head_dim, m.v_dim
+        if m.q_rank:
+            tally.product("q_down", "attention", rows, m.q_rank, m.hidden, saved=entered)
+            _norm(tally, rows, m.q_rank)
+        tally.product("q_up", "attention", rows, heads * head_dim, m.q_rank or m.hidden)
+        tally.product("kv_down", "attention", rows, m.kv_rank + m.rope_dim, m.hidden, saved=0.0)
+        _norm(tally, rows, m.kv_rank)
+        tally.product("kv_up", "attention", rows, heads * (m.nope_dim + v_dim), m.kv_rank)
+    else:
+        heads, head_dim, v_dim = m.heads / t, m.head_dim, m.head_dim
+        kv_heads = _at_least_one(m.kv_heads / t)
+        tally.product("qkv", "attention", rows, (heads + 2 * kv_heads) * head_dim, m.hidden, saved=entered)
+    turned = rows * (heads + kv_heads) * head_dim * width
+    if m.position == "rotary":
+        tally.stream("rotary", "attention", 2 * turned, 2 * turned)
+    elif job.stack.kernels != "compiled":  # heads are laid out anew for the kernels
+        tally.stream("heads apart", "attention", 2 * turned, 2 * turned)
+    _context_traffic(tally, heads, kv_heads, head_dim, v_dim)
+    _attention_core(tally, heads, kv_heads, head_dim, v_dim)
+    tally.product("out", "attention", rows, m.hidden, heads * v_dim)
+    _leave(tally, "attention")
+    _residual(tally, "attention")
+
+
+def _at_least_one(heads: Number) -> Number:
+    """Key/value heads of a rank: fewer heads than ranks are copied."""
+    return heads if isinstance(heads, float | int) and heads >= 1 else (heads < 1) * (1 - heads) + heads
+
+
+def _activation(tally: Tally, part: str, numbers: Number, *, saved: bool = True) -> None:
+    """The function between the matrices of a feed-forward layer, gated or not."""
+    job = tally.job
+    eager = job.stack.kernels == "eager"
+    size = numbers * job.width
+    if job.model.gated:
+        kept = (3 if eager else 2) * size * saved
+        tally.stream("activation", part, (5 if eager else 3) * size, (8 if eager else 5) * size, saved=kept)
+    else:
+        tally.stream("activation", part, 2 * size, 3 * size, saved=size * saved)
+
+
+def feed_forward(tally: Tally, width: int, part: str = "ffn") -> None:
+    """Norm, a dense feed-forward layer, and its sum with the stream."""
+    job = tally.job
+    _norm(tally, pieces(job))
+    _enter(tally, part)
+    _dense(tally, width, part)
+    _leave(tally, part)
+    _residual(tally, part)
+
+
+def _dense(tally: Tally, width: int, part: str) -> None:
+    job = tally.job
+    own = width / job.layout.tensor
+    columns = own * (2 if job.model.gated else 1)
+    tally.product("up", part, job.rows, columns, job.model.hidden, saved=pieces(job) * job.model.hidden * job.width)
+    _activation(tally, part, job.rows * own)
+    tally.product("down", part, job.rows, job.model.hidden, own)
+
+
+def mixture(tally: Tally) -> None:
+    """Norm, router, experts over ranks and shared ones, and the sum with the stream."""
+    job = tally.job
+    m, lay, width = job.model, job.layout, job.width
+    _norm(tally, pieces(job))
+    tokens = job.rows / lay.tensor if not lay.expert_tensor else job.rows
+    if job.stack.sequence_parallel:
+        routed = tokens
+    else:
+        routed = job.rows / lay.tensor
+    tally.product("router", "router", routed, m.experts, m.hidden, wide=True, saved=0.0)
+    tally.stream("choose", "router", routed * m.experts * 16, routed * m.experts * 16, launches=(6.0, 4.0))
+    rows = routed * m.experts_per_token * job.imbalance
+    moved = rows * m.hidden * width
+    tally.stream("to experts", "experts", 2 * moved, 2 * moved, launches=(2.0, 2.0))
+    tally.exchange("experts", "expert", "all_to_all", moved, (2.0, 2.0, 0.0))
+    own_width = m.expert_ffn / lay.tensor if lay.expert_tensor else m.expert_ffn
+    held = m.experts / lay.expert
+    tally.grouped("expert up", rows, 2 * own_width, m.hidden, held)
+    _activation(tally, "experts", rows * own_width)
+    tally.grouped("expert down", rows, m.hidden, own_width, held)
+    tally.stream("from experts", "experts", 2 * moved, 2 * moved, saved=moved, launches=(2.0, 2.0))
+    if m.shared_experts:
+        _enter(tally, "ffn")
+        _dense(tally, m.expert_ffn * m.shared_experts, "ffn")
+        _leave(tally, "ffn")
+    _residual(tally, "experts")
+
+
+def layer(job: Job, *, routed: bool) -> Tally:
+    """One decoder layer, with experts or dense."""
+    tally = Tally(job)
+    attention(tally)
+    if routed:
+        mixture(tally)
+    else:
+        feed_forward(tally, job.model.ffn)
+    return tally
+
+
+def embedding(job: Job) -> Tally:
+    """Looking tokens up, and handing each rank its piece of the sequence."""
+    tally = Tally(job)
+    size = pieces(job) * job.model.hidden * job.width
+    mask = pieces(job) * job.model.hidden if job.stack.dropout else 0.0
+    tally.stream("embedding", "embedding", 2 * size + 3 * mask, 4 * size + 3 * mask, saved=mask)
+    operation = "reduce_scatter" if job.stack.sequence_parallel else "all_reduce"
+    tally.exchange("embedding", "tensor", operation, job.rows * job.model.hidden * job.width, (1.0, 0.0, 0.0))
+    return tally
+
+
+def head(job: Job) -> Tally:
+    """Last norm, logits and loss."""
+    tally = Tally(job)
+    m = job.model
+    columns = m.vocab / job.layout.tensor
+    _norm(tally, pieces(job))
+    _enter(tally, "head")
+    tally.product("head", "head", job.rows, columns, m.hidden, wide=True, saved=pieces(job) * m.hidden * job.width)
+    moved = job.rows * columns * job.stack.loss_bytes
+    tally.stream("loss", "loss", 0.45 * moved, 0.55 * moved, launches=(6.0, 4.0))
+    tally.exchange("loss", "tensor", "all_reduce", job.rows * 4.0, (3.0, 0.0, 0.0))
+    return tally

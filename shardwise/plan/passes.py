@@ -1,0 +1,135 @@
+"""Seconds of the passes over one stage: forward, recomputation, backward to the inputs and to the weights.
+
+The entries of `operations.py` are added up by category, scaled by the fitted constants, and put together the way the streams
+of a device run: traffic that the program can hide lies behind the work beside it, the rest is exposed; a device that
+finishes its kernels before the host has launched the next waits for the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardwise.plan.constants import Constants
+from shardwise.plan.job import Job
+from shardwise.plan.operations import FORWARD, INPUT, WEIGHT, Entry, Tally, embedding, head, layer
+
+Number = Any
+CATEGORIES = ("matmul", "attention", "memory", "tensor", "context", "expert")
+FORWARDS, RECOMPUTE, INPUTS, WEIGHTS = range(4)
+
+
+def repeated(job: Job, entry: Entry) -> bool:
+    """Whether the backward pass computes this entry again."""
+    lay = job.layout
+    if lay.recompute == "full":
+        return True
+    if lay.recompute == "attention":
+        return "attention" in job.stack.recompute_selective and entry.core or entry.name in job.stack.recompute_selective
+    if lay.recompute == "operations":
+        return entry.part in lay.recompute_operations
+    return False
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Seconds by pass and category before the constants, and kernels launched by pass."""
+
+    seconds: list[list[Number]]
+    launches: list[Number]
+
+    @classmethod
+    def of(cls, tally: Tally, *, repeats: bool = True) -> Piece:
+        """The sum of a piece of the network; `repeats` when it is of the kind that may be recomputed."""
+        seconds: list[list[Number]] = [[0.0] * len(CATEGORIES) for _ in range(4)]
+        launches: list[Number] = [0.0] * 4
+        job = tally.job
+        share = 1.0 / job.layout.recompute_every
+        for entry in tally.entries:
+            column = CATEGORIES.index(entry.category)
+            for to, source in ((FORWARDS, FORWARD), (INPUTS, INPUT), (WEIGHTS, WEIGHT)):
+                seconds[to][column] = seconds[to][column] + entry.seconds[source]
+                launches[to] = launches[to] + entry.launches[source]
+            if repeats and repeated(job, entry):
+                seconds[RECOMPUTE][column] = seconds[RECOMPUTE][column] + share * entry.seconds[FORWARD]
+                launches[RECOMPUTE] = launches[RECOMPUTE] + share * entry.launches[FORWARD]
+        return cls(seconds, launches)
+
+
+def total(pieces: Iterable[tuple[Number, Piece]]) -> Piece:
+    """Pieces added up, each so many times."""
+    seconds: list[list[Number]] = [[0.0] * len(CATEGORIES) for _ in range(4)]
+    launches: list[Number] = [0.0] * 4
+    for times, piece in pieces:
+        for row, own in zip(seconds, piece.seconds, strict=True):
+            for column, value in enumerate(own):
+                row[column] = row[column] + times * value
+        launches = [a + times * b for a, b in zip(launches, piece.launches, strict=True)]
+    return Piece(seconds, launches)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The four pieces a network is made of."""
+
+    embedding: Piece
+    dense: Piece
+    routed: Piece | None
+    head: Piece
+
+    @classmethod
+    def of(cls, job: Job) -> Pieces:
+        """Those of a job, per microbatch."""
+        routed = bool(job.model.experts)
+        plain = not routed or job.model.dense_layers
+        dense = Piece.of(layer(job, routed=False)) if plain else None
+        mixed = Piece.of(layer(job, routed=True)) if routed else None
+        return cls(Piece.of(embedding(job), repeats=False), dense or mixed, mixed, Piece.of(head(job), repeats=False))  # type: ignore[arg-type]
+
+    def stage(self, dense: Number, routed: Number, *, first: Number, last: Number) -> Piece:
+        """A stage of so many layers, with the embedding and the head where it has them."""
+        parts = [(first, self.embedding), (dense, self.dense), (last, self.head)]
+        if self.routed is not None:
+            parts.append((routed, self.routed))
+        return total(parts)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of a stage's passes as they really take, and of what."""
+
+    forward: Number
+    backward_input: Number
+    """With the recomputation before it."""
+    backward_weight: Number
+    parts: dict[str, Number]
+    """All passes together by category of the ledger."""
+
+
+def passes(job: Job, piece: Piece, constants: Constants) -> Passes:
+    """The passes of a stage, with exposed traffic and the host's share, but without ZeRO's and the pipeline's."""
+    stack = job.stack
+    parts: dict[str, Number] = dict.fromkeys((*CATEGORIES, "host"), 0.0)
+    results = []
+    for row, launches in zip(piece.seconds, piece.launches, strict=True):
+        own = {name: value * constants[name] for name, value in zip(CATEGORIES, row, strict=True)}
+        own["tensor"] = own["tensor"] - np.minimum(stack.tensor_overlap * own["tensor"], own["matmul"])
+        if job.layout.context_method == "ring":
+            own["context"] = _exposed(own["context"], own["attention"], constants)
+        own["expert"] = own["expert"] * (1.0 - stack.expert_overlap)
+        device = sum(own.values())
+        host = np.maximum(launches * constants["launch"] - device, 0.0)
+        for name, value in own.items():
+            parts[name] = parts[name] + value
+        parts["host"] = parts["host"] + host
+        results.append(device + host)
+    forward, again, inputs, weights = results
+    return Passes(forward, again + inputs, weights, parts)
+
+
+def _exposed(traffic: Number, work: Number, constants: Constants) -> Number:
+    """What is left of traffic that can hide behind work."""
+    return np.maximum(traffic - work, constants["exposed"] * traffic)

@@ -1,0 +1,110 @@
+"""How a training program executes a layout: the facts about software that change what a step costs.
+
+A layout says where things are; a stack says what the program that runs it keeps, fuses, hides and repeats. Shardwise's own
+is the first; the others describe the programs whose published measurements the planner is held to. What a program does
+is a fact and stands here; how well it does it is fitted, and stands in `fitted.json` under the stack's `family`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One program, or one era of it."""
+
+    name: str
+    family: str
+    """Stacks of a family share their fitted constants."""
+    attention: Literal["unfused", "flash1", "flash2", "flash3"] = "flash2"
+    kernels: Literal["eager", "jit", "compiled"] = "compiled"
+    """How elementwise work is fused: one kernel an operation, a few fused by hand, or by a compiler."""
+    sequence_parallel: bool = True
+    dropout: bool = False
+    parameter_bytes: float = 4.0
+    """Of a parameter as it is held, before it is gathered or cast for use."""
+    gradient_bytes: float = 4.0
+    optimizer_bytes: float = 8.0
+    """Moments, and a float32 copy of the parameters where they are held in 16 bits."""
+    gather_bytes: float = 2.0
+    reduce_bytes: float = 4.0
+    """Of a number of the gradient on the wire."""
+    reduce_every_microbatch: bool = True
+    """ZeRO-2 and 3: whether gradients travel after every microbatch or once a step."""
+    tensor_overlap: float = 0.0
+    """Share of tensor traffic that can hide behind matrix products."""
+    data_overlap: bool = True
+    """Whether gradients travel while the last backward pass still runs, and parameters while the first forward does."""
+    pipeline_blocks: bool = False
+    """Whether a stage waits for its transfers where it could compute."""
+    expert_overlap: float = 0.0
+    """Share of the experts' all-to-all that can hide behind another microbatch's work."""
+    loss_bytes: float = 16.0
+    """Moved for each logit, forward and backward together."""
+    logits_kept: float = 6.0
+    """Held for each logit at the peak."""
+    recompute_selective: tuple[str, ...] = ("attention",)
+    """What the layout's `attention` mode computes again: parts of operations (`operations.py`)."""
+
+
+_MEGATRON = Stack(
+    "megatron",
+    "megatron",
+    attention="unfused",
+    kernels="jit",
+    sequence_parallel=False,
+    dropout=True,
+    parameter_bytes=2.0,
+    gradient_bytes=2.0,
+    optimizer_bytes=12.0,
+    reduce_bytes=2.0,
+    reduce_every_microbatch=False,
+    data_overlap=False,
+    pipeline_blocks=True,
+    loss_bytes=44.0,
+    logits_kept=10.0,
+)
+_NEMO = replace(
+    _MEGATRON,
+    name="nemo",
+    family="nemo",
+    attention="flash3",
+    kernels="compiled",
+    dropout=False,
+    gradient_bytes=4.0,
+    tensor_overlap=0.5,
+    data_overlap=True,
+    pipeline_blocks=False,
+    loss_bytes=20.0,
+    logits_kept=6.0,
+)
+_FSDP = Stack("fsdp", "fsdp", kernels="eager", loss_bytes=36.0, logits_kept=14.0)
+
+STACKS: dict[str, Stack] = {
+    s.name: s
+    for s in (
+        Stack("shardwise", "shardwise", attention="flash3", kernels="eager"),
+        _MEGATRON,
+        replace(_MEGATRON, name="megatron-bf16", gradient_bytes=4.0, reduce_bytes=4.0),
+        replace(_MEGATRON, name="megatron-deepspeed", family="megatron"),
+        replace(_MEGATRON, name="megatron-ddp", data_overlap=True),
+        replace(_MEGATRON, name="megatron-flash1", attention="flash1", dropout=False),
+        replace(_MEGATRON, name="megatron-flash2", attention="flash2", dropout=False, gradient_bytes=4.0),
+        _NEMO,
+        replace(_NEMO, name="nemo-plain", tensor_overlap=0.0, data_overlap=False, pipeline_blocks=True, attention="flash3"),
+        replace(_NEMO, name="jax", sequence_parallel=False, reduce_every_microbatch=True),
+        _FSDP,
+        replace(_FSDP, name="fsdp-pure", reduce_bytes=2.0),
+        replace(_FSDP, name="fsdp-flash1", attention="flash1"),
+        replace(_FSDP, name="fsdp-pure-flash1", attention="flash1", reduce_bytes=2.0),
+        replace(_FSDP, name="torchtitan", family="torchtitan", kernels="compiled", loss_bytes=24.0, logits_kept=14.0),
+        replace(_FSDP, name="deepspeed-zero3", family="megatron", attention="unfused", kernels="jit", parameter_bytes=2.0,
+                gradient_bytes=2.0, optimizer_bytes=12.0, reduce_bytes=2.0, dropout=True, loss_bytes=44.0),
+        replace(_FSDP, name="colossalai", family="fsdp", parameter_bytes=2.0, gradient_bytes=2.0, optimizer_bytes=12.0,
+                reduce_bytes=2.0),
+        replace(_MEGATRON, name="internevo", family="internevo", attention="flash1", dropout=False, data_overlap=True,
+                kernels="jit"),
+    )
+}  # fmt: skip

@@ -1,0 +1,245 @@
+"""The time of one step: the schedule's own action list played with the seconds of each stage, ZeRO's and the copies' traffic
+beside it, the optimizer and what is left.
+
+`prepare` asks the hardware how long everything takes; `step_time` puts that together under the fitted constants. Large
+pipelines repeat themselves: beyond some microbatches each further one adds the same time, so a list of a few rounds is
+played and the rest is that slope, which changes nothing but the waiting for an answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardwise.hardware import collective_seconds, memory_seconds
+from shardwise.plan.constants import Constants, constants_of
+from shardwise.plan.job import Job
+from shardwise.plan.operations import span
+from shardwise.plan.parameters import Held, stage_parameters, zero_groups
+from shardwise.plan.passes import Passes, Piece, Pieces, passes
+from shardwise.plan.stages import stage_counts
+from shardwise.schedules import Cost, Schedule, Timing, make_schedule, time
+
+Number = Any
+OPTIMIZER_BYTES = 40.0
+"""Read and written for each parameter by AdamW: gradient, master copy and moments in float32, the norm's pass over the
+gradients, their zeroing, and the parameter written in 16 bits."""
+
+
+class DataSeconds(NamedTuple):
+    """Traffic of data parallelism for the parameters of one stage, before the constants."""
+
+    forward: Number
+    """In every microbatch: ZeRO-3's gathers."""
+    backward: Number
+    """Likewise, with the gradients' scattering where that is done every microbatch."""
+    once: Number
+    """Once a step: gradients."""
+    gather_once: Number
+    """Once a step: updated parameters."""
+    optimizer: Number
+
+
+def layers_by_stage(job: Job) -> list[tuple[int, int]]:
+    """Dense and routed layers of each stage."""
+    m = job.model
+    result, start = [], 0
+    for count in stage_counts(m, job.layout, job.seq_len):
+        dense = count if not m.experts else max(0, min(m.dense_layers - start, count))
+        result.append((dense, count - dense))
+        start += count
+    return result
+
+
+def data_seconds(job: Job, held: Held) -> DataSeconds:
+    """What sharing and copying the parameters of a stage costs in traffic, before anything hides it."""
+    lay, stack, cluster = job.layout, job.stack, job.cluster
+    zero, expert_zero = zero_groups(job)
+    copies, copies_stride = span(job, "replicate")
+
+    def over(operation: str, width: float) -> Number:
+        """Seconds of a collective over the ranks that share, dense and expert parameters."""
+        seconds = collective_seconds(cluster, operation, held.dense * width, zero, lay.tensor)
+        if job.model.experts:
+            stride = lay.tensor * lay.expert
+            seconds = seconds + collective_seconds(cluster, operation, held.experts * width, expert_zero, stride)
+        return seconds
+
+    own = held.dense / zero + held.experts / expert_zero
+    among_copies = collective_seconds(cluster, "all_reduce", own * stack.reduce_bytes, copies, copies_stride)
+    gather, scatter = over("all_gather", stack.gather_bytes), over("reduce_scatter", stack.reduce_bytes)
+    update = memory_seconds(cluster.chip, own * OPTIMIZER_BYTES)
+    often = stack.reduce_every_microbatch
+    every = scatter if often and lay.zero >= 2 else 0.0 * scatter
+    if lay.zero == 3:
+        return DataSeconds(gather, gather + every, among_copies + scatter - every, 0.0 * gather, update)
+    return DataSeconds(0.0 * gather, every, among_copies + scatter - every, gather, update)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job with every time that only the hardware decides."""
+
+    job: Job
+    layers: list[tuple[int, int]]
+    held: list[Held]
+    kinds: list[int]
+    """Which of the different stages below each stage is."""
+    pieces: list[Piece]
+    data: list[DataSeconds]
+    hop: float
+
+
+def prepare(job: Job) -> Prepared:
+    """Ask the hardware. Stages that are alike are asked for once."""
+    layers = layers_by_stage(job)
+    held = stage_parameters(job, layers)  # type: ignore[arg-type]
+    network = Pieces.of(job)
+    last = len(layers) - 1
+    seen: dict[tuple[int, int, bool, bool], int] = {}
+    kinds, pieces, data = [], [], []
+    for n, (dense, routed) in enumerate(layers):
+        key = (dense, routed, n == 0, n == last)
+        if key not in seen:
+            seen[key] = len(pieces)
+            pieces.append(network.stage(dense, routed, first=float(n == 0), last=float(n == last)))
+            data.append(data_seconds(job, held[n]))
+        kinds.append(seen[key])
+    hop = 0.0
+    if job.layout.pipeline > 1:
+        size = job.rows / job.layout.tensor * job.model.hidden * job.width
+        hop = float(collective_seconds(job.cluster, "send", size, *span(job, "pipeline")))
+    return Prepared(job, layers, held, kinds, pieces, data, hop)
+
+
+class Sharing(NamedTuple):
+    """The passes of a stage with ZeRO's traffic beside them, and how much of it they do not hide."""
+
+    forward: Number
+    backward_input: Number
+    backward_weight: Number
+    exposed: Number
+
+
+def with_sharing(own: Passes, data: DataSeconds, constants: Constants) -> Sharing:
+    """Lay ZeRO's traffic beside the passes."""
+
+    def beside(work: Number, traffic: Number) -> Number:
+        traffic = constants["data"] * traffic
+        hidden = np.minimum(work, traffic)
+        return np.maximum(traffic - work, 0.0) + constants["contention"] * hidden
+
+    ahead = beside(own.forward, data.forward)
+    behind = beside(own.backward_input + own.backward_weight, data.backward)
+    return Sharing(own.forward + ahead, own.backward_input + behind, own.backward_weight, ahead + behind)
+
+
+def slowdown(job: Job, constants: Constants) -> Number:
+    """How much longer a step takes where many machines wait for the slowest."""
+    machines = np.maximum(job.layout.world / job.cluster.per_node, 1.0)
+    return 1.0 + constants["jitter"] * np.log2(machines)
+
+
+@lru_cache(maxsize=512)
+def cached_schedule(name: str, ranks: int, microbatches: int, chunks: int) -> Schedule:
+    """`make_schedule`, remembered."""
+    return make_schedule(name, ranks, microbatches, chunks)
+
+
+def played(job: Job, microbatches: int) -> tuple[int, int]:
+    """Microbatches to play, and how many fewer a second time, to know the slope; all of them when they are few."""
+    ranks = job.layout.pipeline
+    most = 3 * ranks + microbatches % ranks
+    return (microbatches, 0) if microbatches <= most + ranks else (most, ranks)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step, taken apart."""
+
+    seconds: float
+    breakdown: dict[str, float]
+    cost: Cost
+    """Of a microbatch's passes on each stage."""
+    placement: tuple[int, ...]
+    makespan: float
+    hop: float
+    slowest: int
+    """The pipeline rank with the most work."""
+    tail: float
+    optimizer: float
+    timing: Timing | None = None
+    parts: list[dict[str, float]] = field(default_factory=list)
+
+
+def step_time(prepared: Prepared, constants: Constants | None = None) -> Step:
+    """The step of one layout."""
+    job = prepared.job
+    constants = constants_of(job) if constants is None else constants
+    lay, kinds = job.layout, prepared.kinds
+    own = [passes(job, piece, constants) for piece in prepared.pieces]
+    shared = [with_sharing(p, d, constants) for p, d in zip(own, prepared.data, strict=True)]
+    hop = constants["pipeline"] * prepared.hop
+    blocks = hop if job.stack.pipeline_blocks else 0.0
+    forward = [float(shared[k].forward) + blocks for k in kinds]
+    inputs = [float(shared[k].backward_input) + blocks for k in kinds]
+    weights = [float(shared[k].backward_weight) for k in kinds]
+    cost = Cost(forward, inputs, weights)
+    microbatches = max(1, round(float(job.accumulation)))
+    makespan, placement, timing = _play(job, cost, 0.0 if blocks else hop, microbatches)
+
+    busy = [0.0] * lay.pipeline
+    tails, updates = [0.0] * lay.pipeline, [0.0] * lay.pipeline
+    for rank in range(lay.pipeline):
+        mine = [n for n, home in enumerate(placement) if home == rank]
+        busy[rank] = microbatches * sum(forward[n] + inputs[n] + weights[n] for n in mine)
+        tails[rank] = _tail(job, [own[kinds[n]] for n in mine], [prepared.data[kinds[n]] for n in mine], constants)
+        updates[rank] = constants["optimizer"] * float(sum(prepared.data[kinds[n]].optimizer for n in mine))
+    tail, optimizer = max(tails), max(updates)
+    whole = makespan + tail + optimizer + constants["overhead"]
+    seconds = whole * float(slowdown(job, constants))
+
+    slowest = int(np.argmax(busy))
+    mine = [n for n, home in enumerate(placement) if home == slowest]
+    breakdown = dict.fromkeys(("matmul", "attention", "memory", "host", "replicate", "shard", "context", "tensor", "expert"), 0.0)
+    for n in mine:
+        for name, value in own[kinds[n]].parts.items():
+            breakdown[name] += microbatches * float(value)
+        breakdown["shard"] += microbatches * float(shared[kinds[n]].exposed)
+    breakdown["pipeline"] = 2.0 * blocks * microbatches * len(mine)
+    breakdown["bubble"] = makespan - busy[slowest]
+    breakdown["shard" if float(job.zero_ranks) > 1 else "replicate"] += tail
+    breakdown["optimizer"] = optimizer
+    breakdown["other"] = constants["overhead"] + seconds - whole
+    return Step(seconds, breakdown, cost, placement, makespan, hop, slowest, tail, optimizer, timing)
+
+
+def _play(job: Job, cost: Cost, wire: float, microbatches: int) -> tuple[float, tuple[int, ...], Timing | None]:
+    """From the first forward to the last backward, and where the stages stand."""
+    lay = job.layout
+    if lay.pipeline == 1:
+        one = sum(map(sum, (cost.forward, cost.backward_input, cost.backward_weight)))
+        return microbatches * one, (0,) * len(cost.forward), None
+    count, fewer = played(job, microbatches)
+    schedule = cached_schedule(lay.schedule, lay.pipeline, count, lay.stages_per_rank)
+    timing = time(schedule, cost, wire)
+    makespan = timing.makespan
+    if fewer:
+        before = time(cached_schedule(lay.schedule, lay.pipeline, count - fewer, lay.stages_per_rank), cost, wire)
+        makespan += (makespan - before.makespan) / fewer * (microbatches - count)
+    return makespan, schedule.placement, timing
+
+
+def _tail(job: Job, stages: list[Passes], data: list[DataSeconds], constants: Constants) -> float:
+    """Traffic once a step that nothing hides, on a rank with these stages."""
+    once = constants["data"] * float(sum(d.once for d in data))
+    gather = constants["data"] * float(sum(d.gather_once for d in data))
+    if not job.stack.data_overlap:
+        return once + gather
+    backward = float(sum(s.backward_input + s.backward_weight for s in stages))
+    forward = float(sum(s.forward for s in stages))
+    share = constants["exposed"]
+    return max(once - backward, share * once) + max(gather - forward, share * gather)
