@@ -1,0 +1,46 @@
+"""Weeks, not steps: failures, checkpoints and restarts, and what the whole job costs in time, devices, energy and money.
+
+With devices that fail every `mtbf` hours on average, a checkpoint that stalls d seconds and a restart of r, the interval that
+loses least is sqrt(2 d M), M the time between failures of the whole cluster (Young 1974, Daly 2006). Lost is then d for each
+interval, and for each failure half an interval of work and the restart.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shardwise.hardware import Cluster
+from shardwise.run import Run
+
+
+@dataclass(frozen=True)
+class JobCost:
+    """The whole job."""
+
+    days: float
+    device_hours: float
+    usd: float
+    kwh: float
+    goodput: float
+    """Useful time over all time."""
+    failures: float
+    checkpoint_every_s: float
+    checkpoint_stall_s: float
+
+
+def job_cost(run: Run, cluster: Cluster, step_seconds: float, devices: int, checkpoint_bytes: float) -> JobCost:
+    """Time, devices, money and energy of all steps, with what failures and checkpoints take."""
+    c = run.cluster
+    machines = max(1.0, devices / cluster.per_node)
+    between = c.mtbf_hours * 3600 / devices
+    stall = checkpoint_bytes / (c.storage_gbs * 1e9 * machines)
+    useful = step_seconds * run.train.steps
+    interval = min(max(math.sqrt(2 * stall * between), step_seconds), max(useful, step_seconds))
+    lost = stall / interval + (interval / 2 + c.restart_seconds) / between
+    total = useful * (1 + lost)
+    hours = total / 3600 * devices
+    price = c.price or cluster.chip.price
+    # Chips draw close to their limit while training; hosts, network and cooling add about half as much again.
+    kwh = hours * (c.power_w or cluster.chip.power) / 1000 * 1.5
+    return JobCost(total / 86400, hours, hours * price, kwh, useful / total, total / between, interval, stall)

@@ -1,0 +1,137 @@
+"""A run's plan: does it fit, how fast is it, where does the time go, what does it cost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardwise.ledger import Account, Memory, Traffic, Work, as_dict
+from shardwise.plan.constants import constants_of
+from shardwise.plan.goodput import JobCost, job_cost
+from shardwise.plan.job import Job, job_of
+from shardwise.plan.memory import GIB, memory
+from shardwise.plan.step import Step, prepare, step_time
+from shardwise.plan.validate import interval
+from shardwise.plan.work import CONVENTION, parameters, training_flops
+from shardwise.run import AXES, LayoutConfig, Run
+
+SHOWN = (*AXES, "zero", "schedule", "chunks", "recompute", "context_method", "async_tensor", "expert_tensor", "offload")
+"""The keys of a layout that a ranking shows, where they are not the usual."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to expect of a run."""
+
+    run: Run
+    job: Job
+    account: Account
+    low: float
+    high: float
+    """Between these the step's seconds lie in 8 of 10 cases."""
+    mfu: float
+    cost: JobCost
+    binds: str
+    """What limits it."""
+    notes: tuple[str, ...]
+    step: Step
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has the memory."""
+        return self.account.memory.fits
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs; names are stable."""
+        account = self.account
+        return {
+            "layout": layout_dict(self.run.layout) | {"microbatch": self.run.train.microbatch},
+            "devices": self.run.layout.world,
+            "fits": self.fits,
+            "step_seconds": account.step_seconds,
+            "step_seconds_low": self.low,
+            "step_seconds_high": self.high,
+            "tokens_per_s": account.tokens_per_second,
+            "mfu": self.mfu,
+            "flops_convention": CONVENTION,
+            "memory": {
+                "capacity": account.memory.capacity,
+                "peak": account.memory.peak,
+                "stages": as_dict(account.memory.ranks),
+            },
+            "traffic": as_dict(account.traffic.bytes),
+            "breakdown": dict(account.breakdown),
+            "cost": as_dict(self.cost),
+            "binds": self.binds,
+            "notes": list(self.notes),
+        }
+
+
+def layout_dict(layout: LayoutConfig) -> dict[str, Any]:
+    """A layout's keys and values, axes first."""
+    return {name: getattr(layout, name) for name in SHOWN}
+
+
+def plan(run: Run) -> Plan:
+    """The plan of a run whose layout is given."""
+    return plan_job(run, job_of(run))
+
+
+def plan_job(run: Run, job: Job) -> Plan:
+    """The plan of a run as this job."""
+    constants = constants_of(job)
+    step = step_time(prepare(job), constants)
+    space = memory(job, constants)
+    account = Account("plan", step.seconds, job.tokens, step.breakdown, memory=space)
+    devices = run.layout.world
+    peak = job.cluster.chip.peak.get("fp8" if job.fp8 else job.dtype) or max(job.cluster.chip.peak.values())
+    mfu = job.tokens * training_flops(job.model, job.seq_len) / (step.seconds * devices * peak)
+    checkpoint = parameters(job.model).total * 12.0
+    cost = job_cost(run, job.cluster, step.seconds, devices, checkpoint)
+    notes = notes_of(job)
+    width = interval("training", len(notes))
+    return Plan(
+        run, job, account, step.seconds * math.exp(-width), step.seconds * math.exp(width), mfu, cost,
+        what_binds(account, job), tuple(notes), step,
+    )  # fmt: skip
+
+
+def notes_of(job: Job) -> list[str]:
+    """Where the prediction stands on thin ice."""
+    from shardwise.plan.constants import fitted, groups_of
+
+    effects, groups = fitted()["effects"], groups_of(job)
+    seen = {name.split(":", 1)[1] for name in effects if "/chip:" in name}
+    notes = []
+    if groups["chip"] not in seen:
+        notes.append(f"no published training run on {job.cluster.chip.name} was fitted: its kernel curves alone speak")
+    if job.fp8 and job.cluster.chip.peak.get("fp8", 0) == 0:
+        notes.append(f"{job.cluster.chip.name} has no 8-bit arithmetic; planned at 16 bits")
+    return notes
+
+
+def what_binds(account: Account, job: Job) -> str:
+    """A sentence on what limits this layout most."""
+    space = account.memory
+    if not space.fits:
+        rank = max(range(len(space.ranks)), key=lambda r: space.totals[r])
+        owner = max(space.ranks[rank], key=lambda name: space.ranks[rank][name])
+        return (
+            f"memory: pipeline rank {rank} needs {space.peak / GIB:.1f} GiB of {space.capacity / GIB:.1f}, "
+            f"most of it {owner} ({space.ranks[rank][owner] / GIB:.1f} GiB)"
+        )
+    total = account.step_seconds
+    computing = sum(account.breakdown.get(name, 0.0) for name in ("matmul", "attention", "memory"))
+    waits = {k: v for k, v in account.breakdown.items() if k not in ("matmul", "attention", "memory")}
+    worst = max(waits, key=lambda name: waits[name])
+    if waits[worst] < 0.08 * total:
+        return f"arithmetic: {computing / total:.0%} of the step computes, nothing else takes over 8%"
+    what = {
+        "bubble": "waiting for the pipeline",
+        "host": "launching kernels from the host",
+        "other": "what does not scale with the work",
+        "optimizer": "the optimizer's memory traffic",
+        "pipeline": "sending between stages",
+    }.get(worst, f"traffic of the {worst} axis")
+    return f"{what}: {waits[worst] / total:.0%} of the step"
