@@ -27,6 +27,8 @@ class Column:
     title: str
     words: Callable[[Any], str] = str
     better: Literal["low", "high", ""] = ""
+    unit: float = 1.0
+    """What the marks on an axis are round multiples of: 2**30 for bytes."""
 
     def text(self, row: Mapping[str, Any]) -> str:
         """A row's value in words; a row may lack it."""

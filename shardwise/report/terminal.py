@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.segment import Segment
@@ -35,7 +36,7 @@ def key_figures(figures: Iterable[tuple[str, str, str]]) -> RenderableType:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(style="dim", overflow="fold")
     for label, value, note in figures:
-        table.add_row(Text(label), Text(value), Text(note))
+        table.add_row(_said(label), _said(value), _said(note))
     return table
 
 
@@ -71,7 +72,7 @@ def breakdown_bar(account: Account) -> RenderableType:
     for name, taken in parts:
         bar = _Bar([_Part("#", colors.of_category(name), taken)], longest)
         share = taken / account.step_seconds if account.step_seconds else float("nan")
-        table.add_row(Text(name), Text(words.seconds(taken)), Text(words.percent(share), style="dim"), bar)
+        table.add_row(_said(name), Text(words.seconds(taken)), Text(words.percent(share), style="dim"), bar)
     return Group(_title("Time", f"of {words.seconds(account.step_seconds)} a step, on the slowest rank"), table)
 
 
@@ -89,7 +90,7 @@ def traffic_table(traffic: Traffic) -> RenderableType:
     for row in rows:
         table.add_row(
             _named(row.axis, colors.of_category(row.axis)) if row.axis != last else "",
-            Text(row.collective.replace("_", " ")),
+            _said(row.collective.replace("_", " ")),
             Text(words.size(row.bytes)),
             Text(words.percent(row.bytes / total if total else 0.0), style="dim"),
             Text(words.count(row.messages) if row.messages else words.DASH),
@@ -129,13 +130,13 @@ def comparison_table(
     table.add_column("account")
     table.add_column("quantity", overflow="fold")
     for name in (*names, "difference", ""):
-        table.add_column(Text(name), justify="right", no_wrap=True)
+        table.add_column(_said(name), justify="right", no_wrap=True)
     last = ""
     for each in rows:
         apart = pick.beyond(each, tolerance)
         table.add_row(
-            Text(each.account if each.account != last else "", style="dim"),
-            Text(each.name.replace("_", " ")),
+            _said(each.account if each.account != last else "", "dim"),
+            _said(each.name.replace("_", " ")),
             Text(words.quantity(each.account, each.name, each.first)),
             Text(words.quantity(each.account, each.name, each.second)),
             Text(words.change(each.relative), style=WARNING if apart else "dim"),
@@ -151,7 +152,7 @@ def notes(sentences: Iterable[str]) -> RenderableType:
     table.add_column(style="dim")
     table.add_column(overflow="fold")
     for sentence in sentences:
-        table.add_row("-", Text(sentence))
+        table.add_row("-", _said(sentence))
     return table
 
 
@@ -248,12 +249,12 @@ class _Ranking:
         table = _table()
         table.add_column("", justify="right", style="dim", no_wrap=True)
         for column in kept:
-            table.add_column(Text(column.title), justify="right" if self._numeric(column) else "left", overflow="fold")
+            table.add_column(_said(column.title), justify="right" if self._numeric(column) else "left", overflow="fold")
         for place, row in enumerate(self.rows, 1):
-            table.add_row(str(place), *(Text(column.text(row)) for column in kept), style="bold" if place == 1 else "")
+            table.add_row(str(place), *(_said(column.text(row)) for column in kept), style="bold" if place == 1 else "")
         yield table
         if left:
-            yield Text(f"not shown for want of width: {', '.join(column.title for column in left)}", style="dim")
+            yield _said(f"not shown for want of width: {', '.join(column.title for column in left)}", "dim")
 
     def _numeric(self, column: pick.Column) -> bool:
         return all(isinstance(row.get(column.key), int | float | None) for row in self.rows)
@@ -262,7 +263,7 @@ class _Ranking:
         left = width - len(str(len(self.rows))) - 4
         kept: list[pick.Column] = []
         for column in self.columns:
-            left -= max(len(column.title), *(len(column.text(row)) for row in self.rows), 1) + 2
+            left -= max(cell_len(text) for text in (column.title, *(column.text(row) for row in self.rows))) + 2
             if left < 0 and kept:
                 break
             kept.append(column)
@@ -271,6 +272,11 @@ class _Ranking:
 
 def _plain(console: Console) -> bool:
     return console.color_system is None or console.no_color
+
+
+def _said(text: str, style: str | Style = "") -> Text:
+    """Text from outside: no markup, and no control characters, which could drive the reader's terminal."""
+    return Text("".join(letter if letter.isprintable() else " " for letter in text), style=style)
 
 
 def _title(title: str, remark: str = "") -> Text:
@@ -289,7 +295,7 @@ def _table(show_header: bool = True) -> Table:
 
 
 def _named(name: str, color: str) -> Text:
-    return Text(name, style=Style(color=color, bold=True))
+    return _said(name, Style(color=color, bold=True))
 
 
 def _rank_label(bar: pick.MemoryBar) -> Text:
@@ -314,7 +320,7 @@ def _memory_numbers(bars: Sequence[pick.MemoryBar], owners: Sequence[str]) -> Ta
         table.add_column(Text(bar.label), justify="right", no_wrap=True)
     for owner in owners:
         key = _Swatch(cells.OWNER_LETTERS.get(owner, "?"), colors.of_owner(owner))
-        table.add_row(key, Text(owner), *(words.gib(bar.owners.get(owner, 0.0)) for bar in bars))
+        table.add_row(key, _said(owner), *(words.gib(bar.owners.get(owner, 0.0)) for bar in bars))
     table.add_section()
     table.add_row("", "all", *(words.gib(bar.total) for bar in bars), style="bold")
     return table
@@ -342,5 +348,5 @@ def _legend(spans: Sequence[Span], plain: bool) -> Text:
     for kind in pick.ordered(seen, tuple(cells.KIND_LETTERS)):
         key = cells.KIND_LETTERS.get(kind, "?") if plain else "■"
         legend.append(key, style="" if plain else Style(color=colors.of_span(seen[kind])))
-        legend.append(f" {kind.replace('_', ' ')}   ")
+        legend.append_text(_said(f" {kind.replace('_', ' ')}   "))
     return legend.append(f"{cells.IDLE if plain else '□'} idle")

@@ -1,0 +1,247 @@
+"""The ledger as one HTML file: no font, script or picture from elsewhere, so it opens offline, prints, and can be sent to
+anyone. The functions mirror those of `terminal`; each returns a section, and `page` puts sections together.
+
+Every text passes through `escape` where it enters the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from shardwise.ledger import Account, Difference, Memory, Timeline, Traffic
+from shardwise.report import colors, html_charts, html_timeline, pick, words
+from shardwise.report.html_script import SCRIPT
+from shardwise.report.html_style import STYLE
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading, a sentence below it, and finished HTML."""
+
+    title: str
+    remark: str
+    body: str
+
+
+def page(title: str, sections: Iterable[Section], remark: str = "") -> str:
+    """The whole file."""
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>"
+        f'<header><h1>{escape(title)}</h1><p class="remark">{escape(remark)}</p></header>\n'
+        + "\n".join(_section(section) for section in sections)
+        + f'\n<div id="tip"></div><script>{SCRIPT}</script></body></html>\n'
+    )
+
+
+def key_figures(figures: Iterable[tuple[str, str, str]]) -> Section:
+    """The few numbers that matter: what, how much, and a remark."""
+    cells = "".join(
+        f'<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd><dd class="note">{escape(note)}</dd></div>'
+        for label, value, note in figures
+    )
+    return Section("", "", f'<dl class="figures">{cells}</dl>')
+
+
+def memory_bars(memory: Memory) -> Section:
+    """Peak memory of each pipeline rank by owner against what a device holds, then the numbers."""
+    if not memory.ranks:
+        return Section("Memory", "Not known.", "")
+    bars, owners = pick.memory_bars(memory), pick.owners_of(memory)
+    rows = [
+        [_cell(owner, color=colors.of_owner(owner)), *(_cell(words.gib(b.owners.get(owner, 0.0)), "n") for b in bars)]
+        for owner in owners
+    ]
+    total = [_cell("all"), *(_cell(words.gib(bar.total), "n") for bar in bars)]
+    heads = ["GiB", *(f"{b.label} ({b.note})" if b.note else f"rank {b.label}" for b in bars)]
+    table = _table(heads, rows, total, numbers_from=1)
+    remark = "Peak of each pipeline rank by what holds it"
+    remark += f"; the dashed line is what a device holds, {words.size(memory.capacity)}." if memory.capacity else "."
+    key = html_charts.legend([(owner, colors.of_owner(owner)) for owner in owners])
+    return Section("Memory", remark, f'<div class="keep">{html_charts.memory_chart(memory)}{key}</div>{table}')
+
+
+def breakdown_bar(account: Account) -> Section:
+    """Where the step's time goes, longest first."""
+    parts = pick.breakdown(account)
+    if not parts:
+        return Section("Time", "Not known.", "")
+    longest, total = parts[0][1], account.step_seconds or sum(taken for _, taken in parts)
+    rows = []
+    for name, taken in parts:
+        color = colors.of_category(name)
+        numbers = [_cell(words.seconds(taken), "n"), _cell(words.percent(taken / total), "n quiet")]
+        bar = f'<td class="bar">{html_charts.small_bar(taken / longest, color)}</td>'
+        rows.append([_cell(name, color=color), *numbers, bar])
+    bar = html_charts.stacked_bar([(name, taken, colors.of_category(name)) for name, taken in parts])
+    table = _table(["", "time", "share", ""], rows, numbers_from=1, wide=True)
+    return Section(
+        "Time", f"Of {words.seconds(total)} a step, on the slowest rank.", f'<div class="keep">{bar}</div>{table}'
+    )
+
+
+def traffic_table(traffic: Traffic) -> Section:
+    """Bytes and messages one rank sends in a step, by axis and collective."""
+    found, total = pick.traffic_rows(traffic), traffic.total
+    if not found:
+        return Section("Traffic", "None.", "")
+    most, last, rows = max(row.bytes for row in found) or 1.0, "", []
+    for row in found:
+        color = colors.of_category(row.axis)
+        rows.append([
+            _cell(row.axis, color=color) if row.axis != last else _cell(""),
+            _cell(row.collective.replace("_", " ")),
+            _cell(words.size(row.bytes), "n"),
+            _cell(words.percent(row.bytes / total if total else 0.0), "n quiet"),
+            _cell(words.count(row.messages) if row.messages else words.DASH, "n"),
+            _cell(words.size(row.bytes / row.messages) if row.messages else words.DASH, "n quiet"),
+            f'<td class="bar" style="width:32%">{html_charts.small_bar(row.bytes / most, color)}</td>',
+        ])  # fmt: skip
+        last = row.axis
+    messages = sum(row.messages for row in found)
+    sums = ["all", "", words.size(total), "", words.count(messages) if messages else words.DASH, "", ""]
+    heads = ["axis", "collective", "sent", "share", "messages", "each", ""]
+    all_of_it = [_cell(text, "n" if at > 1 else "") for at, text in enumerate(sums)]
+    return Section(
+        "Traffic", "What one rank sends in a step.", _table(heads, rows, all_of_it, numbers_from=2, wide=True)
+    )
+
+
+def timeline(timeline: Timeline) -> Section:
+    """One step: each pipeline rank with its streams, to zoom into."""
+    if not timeline.spans:
+        return Section("One step", "Not known.", "")
+    rows = html_timeline.timeline_rows(timeline)
+    data = html_timeline.timeline_data(timeline, rows)
+    remark = "Computing of each pipeline rank by pass, numbered by microbatch; the thin rows are its traffic by axis."
+    ranks, shown = len({span.rank for span in timeline.spans}), sum(bool(row.label) for row in rows)
+    if shown < ranks:
+        remark += f" {shown} of {ranks} ranks are shown, evenly spread."
+    if (
+        sum(len(row.spans) for row in rows) < sum(span.category != "bubble" for span in timeline.spans)
+        and shown == ranks
+    ):
+        remark += " Neighbouring spans too short to be seen are drawn as one."
+    kinds = {kind[0]: kind[1] for kind in data["kinds"]}
+    known = [name.replace("_", " ") for name in (*colors.PASS, *colors.CATEGORY)]
+    key = html_charts.legend([(kind, kinds[kind]) for kind in pick.ordered(kinds, known)])
+    return Section("One step", remark, html_timeline.timeline_body(data, key))
+
+
+def ranking_table(
+    rows: Sequence[Mapping[str, Any]], columns: Sequence[pick.Column], title: str = "Candidates"
+) -> Section:
+    """Candidates, best first, numbered; a click on a column sorts by it."""
+    numeric = [all(isinstance(row.get(column.key), int | float | None) for row in rows) for column in columns]
+    heads = "".join(
+        f'<th{_class("n" if number else "")}><button type="button">{escape(name)}</button></th>'
+        for name, number in [("#", True), *((c.title, n) for c, n in zip(columns, numeric, strict=True))]
+    )
+    lines = []
+    for place, row in enumerate(rows, 1):
+        cells = [f'<td class="n quiet" data-v="{place}">{place}</td>']
+        for column, number in zip(columns, numeric, strict=True):
+            value = row.get(column.key)
+            raw = escape("" if value is None else str(value))
+            cells.append(f'<td{_class("n" if number else "")} data-v="{raw}">{escape(column.text(row))}</td>')
+        lines.append(f"<tr{_class('first' if place == 1 else '')}>{''.join(cells)}</tr>")
+    head = f'<table class="wide sortable"><thead><tr>{heads}</tr></thead>'
+    body = f'<div class="scroll">{head}<tbody>{"".join(lines)}</tbody></table></div>'
+    return Section(title, "Best first; click a column's name to sort by it.", body)
+
+
+def scatter(
+    rows: Sequence[Mapping[str, Any]],
+    x: pick.Column,
+    y: pick.Column,
+    size: pick.Column | None = None,
+    label: pick.Column | None = None,
+    limit: float | None = None,
+    title: str = "What nothing beats",
+) -> Section:
+    """Candidates as points, numbered as in their ranking. A point is filled when no other is as good in all of the columns
+    and better in one; `size` is a third column, told by colour, and `limit` a line across `x`."""
+    if not rows:
+        return Section(title, "No candidates.", "")
+    sides = " and ".join(column.title for column in (x, y, size) if column and column.better)
+    remark = (
+        f"Filled and numbered as in the ranking: nothing is as good in {sides} and better in one. Rings are beaten."
+    )
+    key = ""
+    if size:
+        values = {row[size.key]: row for row in sorted(rows, key=lambda row: row[size.key])}
+        chosen = html_timeline.evenly(range(len(values)), 6)
+        shown = [(size.words(value), row) for at, (value, row) in enumerate(values.items()) if at in chosen]
+        key = html_charts.legend([(f"{t} {size.title}", html_charts.ramp_of(rows, size, row)) for t, row in shown])
+    return Section(
+        title, remark, f'<div class="keep">{html_charts.scatter_chart(rows, x, y, size, label, limit)}{key}</div>'
+    )
+
+
+def comparison_table(
+    differences: Sequence[Difference],
+    tolerance: float | Mapping[str, float],
+    names: tuple[str, str] = ("plan", "run"),
+) -> Section:
+    """Two accounts side by side; what is further apart than the tolerance is marked and can be shown alone."""
+    remark = pick.agreement(differences, tolerance)
+    if not differences:
+        return Section("Comparison", remark, "")
+    rows, classes, last = [], [], ""
+    for each in differences:
+        apart = pick.beyond(each, tolerance)
+        rows.append([
+            _cell(each.account if each.account != last else "", "quiet"),
+            _cell(each.name.replace("_", " ")),
+            _cell(words.quantity(each.account, each.name, each.first), "n"),
+            _cell(words.quantity(each.account, each.name, each.second), "n"),
+            _cell(words.change(each.relative) + (" !" if apart else ""), "n change"),
+        ])  # fmt: skip
+        classes.append("beyond" if apart else "")
+        last = each.account
+    table = _table(["account", "quantity", *names, "difference"], rows, numbers_from=2, classes=classes)
+    box = '<input type="checkbox" class="only" id="only"><label for="only"> only those that differ</label>'
+    return Section("Comparison", remark, (box if any(classes) else "") + table)
+
+
+def notes(sentences: Iterable[str]) -> Section:
+    """Remarks, one below the other."""
+    return Section("Notes", "", f'<ul class="notes">{"".join(f"<li>{escape(each)}</li>" for each in sentences)}</ul>')
+
+
+def _section(section: Section) -> str:
+    title = f"<h2>{escape(section.title)}</h2>" if section.title else ""
+    remark = f'<p class="remark">{escape(section.remark)}</p>' if section.remark else ""
+    return f"<section>{title}{remark}{section.body}</section>"
+
+
+def _class(name: str) -> str:
+    return f' class="{name}"' if name else ""
+
+
+def _cell(text: str, kind: str = "", color: str = "") -> str:
+    return f"<td{_class(kind)}>{html_charts.swatch(color) if color else ''}{escape(text)}</td>"
+
+
+def _table(
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    total: Sequence[str] = (),
+    numbers_from: int = 99,
+    wide: bool = False,
+    classes: Sequence[str] = (),
+) -> str:
+    """A table of finished cells; heads from `numbers_from` on stand over numbers, `total` is set apart below."""
+    head = "".join(
+        f"<th{_class('n' if at >= numbers_from else '')}>{escape(name)}</th>" for at, name in enumerate(heads)
+    )
+    kinds = classes or [""] * len(rows)
+    body = "".join(f"<tr{_class(kind)}>{''.join(row)}</tr>" for kind, row in zip(kinds, rows, strict=True))
+    if total:
+        body += f'<tr class="all">{"".join(total)}</tr>'
+    start = f'<div class="scroll"><table{_class("wide" if wide else "")}><thead><tr>{head}</tr></thead>'
+    return f"{start}<tbody>{body}</tbody></table></div>"
