@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
+from zlib import crc32
 
 from shardwise.ledger import Account, Difference, Memory, Timeline, Traffic
 from shardwise.report import colors, html_charts, html_timeline, pick, words
@@ -204,7 +205,8 @@ def comparison_table(
         classes.append("beyond" if apart else "")
         last = each.account
     table = _table(["account", "quantity", *names, "difference"], rows, numbers_from=2, classes=classes)
-    box = '<input type="checkbox" class="only" id="only"><label for="only"> only those that differ</label>'
+    name = f"only-{crc32(table.encode())}"  # a page may hold several comparisons
+    box = f'<input type="checkbox" class="only" id="{name}"><label for="{name}"> only those that differ</label>'
     return Section("Comparison", remark, (box if any(classes) else "") + table)
 
 

@@ -78,7 +78,7 @@ def kind_of(span: Span) -> str:
 def ordered(names: Iterable[str], known: Sequence[str]) -> list[str]:
     """Names in the ledger's order, then those it does not know in their own."""
     given = list(dict.fromkeys(names))
-    return [name for name in known if name in given] + [name for name in given if name not in known]
+    return [name for name in dict.fromkeys(known) if name in given] + [name for name in given if name not in known]
 
 
 def owners_of(memory: Memory) -> list[str]:

@@ -56,7 +56,7 @@ def rate(amount: float, unit: str) -> str:
 
 def percent(share: float) -> str:
     """A share: 43.2%, 100%; what is there but small is <0.1%."""
-    if not math.isfinite(share):
+    if not math.isfinite(share * 100):
         return DASH
     if 0 < share < 0.0005:
         return "<0.1%"

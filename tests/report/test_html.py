@@ -135,6 +135,8 @@ def test_the_timeline_keeps_every_span_to_the_nanosecond() -> None:
         (s.stream, s.name.replace("_", " "), round(s.start * 1e9), s.microbatch, s.stage) for s in step.spans
     ]  # fmt: skip
     assert sorted((s[0], s[1], s[2], s[4], s[5]) for s in seen) == sorted(told)
+    kinds = [kind[0] for kind in data["kinds"]]
+    assert sorted(kinds) == ["backward", "forward", "optimizer", "tensor"]
     assert sum(s[3] for s in seen) == pytest.approx(sum(s.seconds for s in step.spans) * 1e9, abs=len(seen))
 
 
@@ -146,6 +148,11 @@ def test_a_thinned_timeline_still_adds_up(timeline: Timeline, most: int) -> None
     for one, other in zip(whole, thin, strict=True):
         assert sum(s.seconds for s in other.spans) == pytest.approx(sum(s.seconds for s in one.spans))
     timeline_data(timeline, thin)
+
+
+def test_the_legend_names_each_kind_once() -> None:
+    text = read(html.timeline(pipeline_step())).text
+    assert "forwardbackwardoptimizertensor" in text
 
 
 def test_a_big_timeline_stays_small() -> None:
