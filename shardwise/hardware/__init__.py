@@ -1,0 +1,36 @@
+"""Chips, links and clusters: what they can do by their makers, and how much of it kernels and collectives reach.
+
+Every time is in seconds and every function takes numbers or arrays that broadcast. No torch.
+"""
+
+from shardwise.hardware.attention import attention_flops, attention_seconds
+from shardwise.hardware.bandwidth import memory_seconds
+from shardwise.hardware.chips import ALIASES, CHIPS, Chip, chip_of_driver_name, find_chip
+from shardwise.hardware.cluster import Cluster, make_cluster
+from shardwise.hardware.collectives import OPERATIONS, choose, collective_seconds, wire_bytes
+from shardwise.hardware.efficiency import borrowed_from, sustained_seen
+from shardwise.hardware.gemm import gemm_seconds, grouped_gemm_seconds
+from shardwise.hardware.profile import Profile, load_profile
+
+__all__ = [
+    "ALIASES",
+    "CHIPS",
+    "OPERATIONS",
+    "Chip",
+    "Cluster",
+    "Profile",
+    "attention_flops",
+    "attention_seconds",
+    "borrowed_from",
+    "chip_of_driver_name",
+    "choose",
+    "collective_seconds",
+    "find_chip",
+    "gemm_seconds",
+    "grouped_gemm_seconds",
+    "load_profile",
+    "make_cluster",
+    "memory_seconds",
+    "sustained_seen",
+    "wire_bytes",
+]

@@ -64,36 +64,56 @@ def attention_seconds(
     `kv_heads` says how many heads the keys and values have (default: as many). "flash3" stands for FlashAttention-3 and
     cuDNN; on chips before Hopper it is FlashAttention-2.
     """
-    values = constants("attention", chip)
-    fitted = values.get(kernel, values["flash2"])[direction]["constants"]
-    width_of_values = head_dim if v_dim is None else v_dim
-    batch, heads, queries, keys, head_dim, width_of_values = (
-        np.asarray(value, dtype=float) for value in (batch, heads, queries, keys, head_dim, width_of_values)
+    kernels = constants("attention", chip)
+    fitted = kernels.get(kernel, kernels["flash2"])[direction]["constants"]
+    v_dim = head_dim if v_dim is None else v_dim
+    kv_heads = heads if kv_heads is None else kv_heads
+    seconds = model_seconds(
+        fitted, chip, batch, heads, kv_heads, queries, keys, head_dim, v_dim, causal, direction, dtype, sustained
     )
-    readers = heads if kv_heads is None else np.asarray(kv_heads, dtype=float)
-    width = head_dim + width_of_values
+    if chip.profile is not None:
+        seconds = seconds * chip.profile.attention_factor(
+            chip, batch, heads, queries, keys, head_dim, causal, kernel, direction, dtype
+        )
+    return seconds
+
+
+def model_seconds(
+    fitted: dict[str, Any],
+    chip: Chip,
+    batch: Any,
+    heads: Any,
+    kv_heads: Any,
+    queries: Any,
+    keys: Any,
+    head_dim: Any,
+    v_dim: Any,
+    causal: bool,
+    direction: str,
+    dtype: str,
+    sustained: Any,
+) -> Any:
+    """The model itself, of any constants: what the fit calls."""
+    batch, heads, queries, keys = (np.asarray(value, dtype=float) for value in (batch, heads, queries, keys))
+    width = np.add(head_dim, v_dim, dtype=float)
+    backward = direction == "backward"
     share = np.interp(width / 2, fitted["head_dims"], fitted["shares"])
     speed = chip.speed(dtype) * share * np.asarray(sustained)
-    flops = 2.0 * width * (BACKWARD_FLOPS if direction == "backward" else 1.0)
+    flops = 2.0 * width * (BACKWARD_FLOPS if backward else 1.0)  # of a query and a key
 
     idle_keys = fitted["extra"] + (fitted["diagonal"] if causal else 0.0)
-    rows = batch * heads * queries
-    total = flops * rows * (_seen(queries, keys, causal) + idle_keys) / speed
+    total = flops * batch * heads * queries * (_seen(queries, keys, causal) + idle_keys) / speed
     # The longest block, on one unit: the last queries see all keys.
     longest = flops * np.minimum(queries, BLOCK) * (keys + idle_keys) / (speed / chip.units)
     blocks = batch * heads * np.ceil(queries / BLOCK)
     computing = np.where(blocks <= chip.units, np.maximum(longest, total), total + fitted["tail"] * longest)
 
-    moved = ITEM_BYTES[dtype] * batch * width * (heads * queries + readers * keys)
-    if direction == "backward":
-        moved = moved * BACKWARD_BYTES
+    moved = (
+        ITEM_BYTES[dtype] * batch * width * (heads * queries + kv_heads * keys) * (BACKWARD_BYTES if backward else 1.0)
+    )
     moving = moved / (chip.hbm * fitted["memory"])
     norm = fitted["norm"]
     seconds = fitted["floor"] + (computing**norm + moving**norm) ** (1 / norm)
-    if chip.profile is not None:
-        seconds = seconds * chip.profile.attention_factor(
-            chip, batch, heads, queries, keys, head_dim, causal, kernel, direction, dtype
-        )
     return seconds if seconds.ndim else float(seconds)
 
 

@@ -39,3 +39,8 @@ def borrowed_from(kind: str, chip: Chip) -> str:
     """The chip whose measurements stand in for `chip`'s own, or "" where it has its own."""
     lender = _entry(kind, chip.name)[0]
     return "" if lender == chip.name else lender
+
+
+def sustained_seen(chip: Chip) -> float:
+    """Speed that products kept in a long run without pause, relative to a short one, where that was measured; else 1."""
+    return constants("gemm", chip)["bfloat16"].get("sustained", 1.0)

@@ -1,0 +1,707 @@
+"""Fit the constants of `shardwise/hardware/efficiency.json` to measurements, and write the file.
+
+    python benchmarks/fit_hardware.py --calibration DIR
+
+DIR holds the measured kernels and collectives by others (GEMM timings of AIConfigurator, collectives of AIConfigurator,
+vTrain and Vidur, efficiencies of SimuMax); `h200_kernels.json` beside this script holds what this project measured on one
+H200. Needs scipy and pyarrow, which the package itself does not. Every set of constants is written with its source and its
+errors: the median and mean of |predicted / measured - 1|.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwise.hardware.attention import model_seconds as attention_model
+from shardwise.hardware.chips import CHIPS, Chip
+from shardwise.hardware.cluster import ETHERNET_LATENCY, Cluster
+from shardwise.hardware.collectives import candidates
+from shardwise.hardware.gemm import GemmConstants, model_seconds
+
+Row = dict[str, Any]
+HERE = Path(__file__).parent
+EFFICIENCY = HERE.parent / "shardwise" / "hardware" / "efficiency.json"
+AIC = "AIConfigurator's operator database"
+
+
+def least_squares(residual: Callable[[Any], Any], start: Any, low: Any, high: Any) -> Any:
+    """Parameters that make the residuals small, without letting outliers rule; each scaled by where it starts."""
+    optimize: Any = importlib.import_module("scipy.optimize")
+    start, low, high = (np.asarray(values, dtype=float) for values in (start, low, high))
+    found = optimize.least_squares(
+        lambda scaled: residual(scaled * start),
+        np.ones_like(start),
+        bounds=(low / start, high / start),
+        loss="soft_l1",
+        f_scale=0.05,
+        diff_step=1e-3,
+        max_nfev=200,
+    )
+    return found.x * start
+
+
+def errors(predicted: Any, measured: Any) -> dict[str, float]:
+    """Median and mean of the relative error, and over how many points."""
+    off = np.abs(np.asarray(predicted) / np.asarray(measured) - 1)
+    return {"points": len(off), "median": round(float(np.median(off)), 4), "mean": round(float(off.mean()), 4)}
+
+
+def rounded(value: Any) -> Any:
+    """Four digits are more than the fits can tell."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(item) for item in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+# --- products ---
+
+TILES = ((256, 128, 0), (128, 256, 0), (128, 128, 1), (128, 64, 2), (64, 128, 2), (64, 64, 3))
+# Share of the largest tile, and of each next one relative to it; then the fields of GemmConstants in their order.
+GEMM_START = (0.85, 0.90, 0.95, 0.80, 200, 256, 3e-6, 0.5, 0.88, 0.5e-6, 3.0, 2.2e-6, 0.02, 2e11)
+GEMM_LOW = (0.3, 0.3, 0.3, 0.3, 0, 64, 0, 0, 0.5, 0, 1.2, 0.5e-6, 0, 1e10)
+GEMM_HIGH = (0.98, 1, 1, 1, 2000, 4096, 3e-5, 1, 0.97, 5e-6, 12, 5e-6, 0.2, 1e13)
+
+
+def gemm_constants(values: Any) -> GemmConstants:
+    """The model's constants from the vector that is fitted."""
+    shares = [float(share) for share in np.cumprod(values[:4])]  # a smaller tile is never better while it computes
+    rest = [float(value) for value in values[4:14]]
+    return GemmConstants(tuple((m, n, shares[which]) for m, n, which in TILES), *rest)
+
+
+def read_gemms(path: Path, dtype: str) -> dict[str, Any]:
+    """m, n, k and seconds of every product of one dtype in a parquet file."""
+    parquet: Any = importlib.import_module("pyarrow.parquet")
+    table = parquet.read_table(path, columns=["gemm_dtype", "m", "n", "k", "latency"])
+    chosen = np.array(table["gemm_dtype"]) == dtype
+    columns = {name: np.array(table[name])[chosen].astype(float) for name in ("m", "n", "k", "latency")}
+    return {"m": columns["m"], "n": columns["n"], "k": columns["k"], "seconds": columns["latency"] * 1e-3}
+
+
+def fit_gemm(chip: Chip, rows: dict[str, Any], dtype: str, source: str, cast: bool) -> Row:
+    """Constants for one chip and dtype. With `cast` the timings include narrowing the input to `dtype`, which is fitted
+    beside the product (a start-up time and a share of the memory bandwidth for three bytes an element) and left out."""
+    m, n, k, seconds = (rows[name] for name in ("m", "n", "k", "seconds"))
+
+    def predict(values: Any, at: Any) -> Any:
+        product = model_seconds(gemm_constants(values), chip, m[at], n[at], k[at], dtype)
+        return product + values[14] + 3 * m[at] * k[at] / (chip.hbm * values[15]) if cast else product
+
+    large = (m >= 1024) & (n >= 512) & (k >= 512)
+    weight = np.where(large, 3.0, 1.0)
+    sample = np.random.default_rng(0).choice(len(m), min(8000, len(m)), replace=False, p=weight / weight.sum())
+    extra = ((4e-6, 0.5), (0, 0.1), (2e-5, 1)) if cast else ((), (), ())
+    values = least_squares(
+        lambda trial: np.log(predict(trial, sample) / seconds[sample]),
+        GEMM_START + extra[0],
+        GEMM_LOW + extra[1],
+        GEMM_HIGH + extra[2],
+    )
+    everything = predict(values, slice(None))
+    training = (m >= 512) & (n >= 512) & (k >= 512)
+    return {
+        "constants": asdict(gemm_constants(values)),
+        "source": source,
+        "errors": {
+            "large (m >= 1024, n and k >= 512)": errors(everything[large], seconds[large]),
+            "training-sized (m, n and k >= 512)": errors(everything[training], seconds[training]),
+            "small": errors(everything[~training], seconds[~training]),
+            "all": errors(everything, seconds),
+        },
+    }
+
+
+def numbers(text: str) -> dict[str, float]:
+    """`name=12` pairs in one of SimuMax's keys."""
+    return {name: float(value) for name, value in re.findall(r"(\w+)=(\d+)\b", text)}
+
+
+def read_simumax(path: Path, operation: str) -> list[tuple[Row, str, float]]:
+    """Shape, key and efficiency (of the dense peak) of each measured case."""
+    table = json.loads(path.read_text(encoding="utf-8"))["accelerator"]["op"][operation]
+    return [(numbers(key), key, value) for key, value in table["accurate_efficient_factor"].items()]
+
+
+def scaled(lender: GemmConstants, scale: float) -> GemmConstants:
+    """Constants with every tile's share scaled."""
+    return replace(lender, tiles=tuple((m, n, min(share * scale, 0.98)) for m, n, share in lender.tiles))
+
+
+def simumax_gemms(chip: Chip, path: Path) -> dict[str, Any]:
+    """SimuMax's products, forward and backward, as shapes and seconds."""
+    cases = read_simumax(path, "matmul")
+    m, n, k = (np.array([shape[name] for shape, _, _ in cases]) for name in ("m", "n", "k"))
+    return {"m": m, "n": n, "k": k, "seconds": 2 * m * n * k / (efficiencies(cases) * chip.peak["bfloat16"])}
+
+
+def efficiencies(cases: list[tuple[Row, str, float]]) -> Any:
+    return np.array([value for _, _, value in cases])
+
+
+def best_scale(predict: Callable[[float], Any], seconds: Any) -> float:
+    """The one factor that brings predictions nearest to measurements."""
+    return float(least_squares(lambda trial: np.log(predict(trial[0]) / seconds), [0.9], [0.2], [1.4])[0])
+
+
+def fit_pcie(lender: Row, path: Path) -> Row:
+    """A100 PCIe: the SXM's form, at the speed of SimuMax's products on the PCIe card; so too grouped products."""
+    chip = CHIPS["a100-pcie-80g"]
+    constants = GemmConstants(**lender["constants"])
+    rows = simumax_gemms(chip, path)
+    m, n, k, seconds = (rows[name] for name in ("m", "n", "k", "seconds"))
+    scale = best_scale(lambda trial: model_seconds(scaled(constants, trial), chip, m, n, k, "bfloat16"), seconds)
+    fitted = scaled(constants, scale)
+    cases = read_simumax(path, "group_matmul")
+    fitted, grouped = fit_grouped(chip, fitted, *simumax_groups(chip, cases))
+    return {
+        "constants": asdict(fitted),
+        "source": "SimuMax, A100 PCIe, forward and both backward products; the form is the SXM's",
+        "errors": {"all": errors(model_seconds(fitted, chip, m, n, k, "bfloat16"), seconds), "grouped": grouped},
+    }
+
+
+def fit_b200(lender: Row, path: Path) -> Row:
+    """B200: Hopper's form, at the published 1745 TFLOP/s of an 8192-cubed product. SimuMax's card ran at two speeds, most of
+    the time at two thirds of that: noted as what a long run sustains, not as the speed of a product."""
+    chip = CHIPS["b200"]
+    constants = GemmConstants(**lender["constants"])
+    wanted = 2 * 8192.0**3 / 1745e12
+
+    def predict(scale: float) -> Any:
+        return np.atleast_1d(model_seconds(scaled(constants, scale), chip, 8192, 8192, 8192, "bfloat16"))
+
+    fitted = scaled(constants, best_scale(predict, wanted))
+    rows = simumax_gemms(chip, path)
+    shapes = (rows["m"], rows["n"], rows["k"])
+    seconds = rows["seconds"]
+    sustained = float(np.median(model_seconds(fitted, chip, *shapes, "bfloat16") / seconds))
+    experts, each, n, k, group_seconds = simumax_groups(chip, read_simumax(path, "group_matmul"))
+    fitted, grouped = fit_grouped(chip, fitted, experts, each, n, k, group_seconds * sustained)
+    predicted = model_seconds(fitted, chip, *shapes, "bfloat16", 1, sustained)
+    return {
+        "constants": asdict(fitted),
+        "source": "form of h200-sxm; speed of the published 1745 TFLOP/s; grouped products of SimuMax",
+        "sustained": sustained,
+        "sustained_source": "median of SimuMax's B200 products against these constants",
+        "errors": {"all, at the sustained speed": errors(predicted, seconds), "grouped, likewise": grouped},
+    }
+
+
+def simumax_groups(chip: Chip, cases: list[tuple[Row, str, float]]) -> tuple[Any, ...]:
+    """Experts, rows of each, n, k and seconds of SimuMax's grouped products, weight gradients left out."""
+    cases = [case for case in cases if "bwd_grad_w" not in case[1]]
+    experts, rows, n, k = (np.array([shape[name] for shape, _, _ in cases]) for name in ("ng", "M", "N", "K"))
+    return experts, rows, n, k, 2 * experts * rows * n * k / (efficiencies(cases) * chip.peak["bfloat16"])
+
+
+def fit_grouped(
+    chip: Chip, fitted: GemmConstants, experts: Any, rows: Any, n: Any, k: Any, seconds: Any
+) -> tuple[GemmConstants, Row]:
+    """How fast many products in one kernel are, relative to the model of a single one."""
+
+    def predict(share: float) -> Any:
+        return model_seconds(fitted, chip, rows, n, k, "bfloat16", experts, share)
+
+    share = best_scale(predict, seconds)
+    return replace(fitted, grouped=share), errors(predict(share), seconds)
+
+
+def fit_hopper_groups(entry: Row, measured: Row) -> None:
+    """Grouped products of PyTorch on an H200, and how much of the speed a long run kept."""
+    chip = CHIPS["h200-sxm"]
+    points = measured["grouped"]
+    experts, tokens, n, k, seconds = (
+        np.array([float(p[name]) for p in points]) for name in ("experts", "tokens", "n", "k", "seconds")
+    )
+    fitted, report = fit_grouped(chip, GemmConstants(**entry["constants"]), experts, tokens / experts, n, k, seconds)
+    entry["constants"] = asdict(fitted)
+    entry["errors"]["grouped (PyTorch 2.11, H200)"] = report
+    entry["sustained"] = float(
+        np.mean([np.mean(run["seconds"][:1]) / np.mean(run["seconds"][6:]) for run in measured["sustained"]])
+    )
+    entry["sustained_source"] = "first products against those after five seconds without pause, H200 at 700 W"
+
+
+def gemm_table(folder: Path, measured: Row) -> dict[str, Any]:
+    """The products of every chip that was measured."""
+    files = {
+        "a100-sxm-80g": ("aic_a100_sxm_gemm_trtllm_1.0.0_gemm_perf.parquet", ("bfloat16",)),
+        "h100-sxm": ("aic_h100_sxm_gemm_trtllm_1.3.0rc20_gemm_perf.parquet", ("bfloat16", "fp8")),
+        "h200-sxm": ("aic_h200_sxm_gemm_trtllm_1.3.0rc20_gemm_perf.parquet", ("bfloat16", "fp8")),
+    }
+    table: dict[str, Any] = {
+        name: {
+            dtype: fit_gemm(CHIPS[name], read_gemms(folder / file, dtype), dtype, f"{AIC}, {name}", dtype == "fp8")
+            for dtype in dtypes
+        }
+        for name, (file, dtypes) in files.items()
+    }
+    fit_hopper_groups(table["h200-sxm"]["bfloat16"], measured)
+    for entry in (table["h100-sxm"]["bfloat16"], table["h100-sxm"]["fp8"], table["h200-sxm"]["fp8"]):
+        entry["constants"]["grouped"] = table["h200-sxm"]["bfloat16"]["constants"]["grouped"]
+    table["a100-pcie-80g"] = {
+        "bfloat16": fit_pcie(table["a100-sxm-80g"]["bfloat16"], folder / "simumax_a100_pcie.json")
+    }
+    table["a100-sxm-80g"]["bfloat16"]["constants"]["grouped"] = table["a100-pcie-80g"]["bfloat16"]["constants"][
+        "grouped"
+    ]
+    table["b200"] = {"bfloat16": fit_b200(table["h200-sxm"]["bfloat16"], folder / "simumax_b200_bf16_ceperm.json")}
+    return table
+
+
+# --- attention ---
+
+HEAD_DIMS = [64.0, 96.0, 128.0, 192.0, 256.0]
+ATTENTION_START = (0.4, 0.45, 0.5, 0.5, 0.5, 120, 90, 0.7, 0.9, 4e-6)
+ATTENTION_LOW = (0.05,) * 5 + (0.01, 0.01, 0.05, 0.3, 0.5e-6)
+ATTENTION_HIGH = (0.98,) * 5 + (2000, 2000, 2, 0.97, 2e-5)
+
+
+def attention_constants(values: Any) -> Row:
+    """What `attention_seconds` reads, from the vector that is fitted."""
+    names = ("extra", "diagonal", "tail", "memory", "floor")
+    rest = {name: float(value) for name, value in zip(names, values[5:], strict=True)}
+    return {"head_dims": HEAD_DIMS, "shares": [float(v) for v in values[:5]], **rest, "norm": 4.0}
+
+
+def predict_attention(chip: Chip, constants: Row, points: list[Row], direction: str) -> Any:
+    """The model with trial constants, at each point."""
+    result = []
+    for causal in (True, False):
+        chosen = [i for i, p in enumerate(points) if p["causal"] == causal]
+        columns = {
+            name: np.array([float(points[i][name]) for i in chosen])
+            for name in ("batch", "heads", "kv_heads", "queries", "keys", "head_dim", "v_dim")
+        }
+        seconds = attention_model(
+            constants, chip, **columns, causal=causal, direction=direction, dtype="bfloat16", sustained=1.0
+        )
+        result += list(zip(chosen, np.atleast_1d(seconds), strict=True))
+    return np.array([seconds for _, seconds in sorted(result)])
+
+
+def fit_attention(chip: Chip, points: list[Row], direction: str, source: str) -> Row:
+    """Constants of one kernel and direction."""
+    points = [dict(p, v_dim=p.get("v_dim", p["head_dim"])) for p in points if p[direction]]
+    seconds = np.array([p[direction] for p in points])
+    values = least_squares(
+        lambda trial: np.log(predict_attention(chip, attention_constants(trial), points, direction) / seconds),
+        ATTENTION_START,
+        ATTENTION_LOW,
+        ATTENTION_HIGH,
+    )
+    predicted = predict_attention(chip, attention_constants(values), points, direction)
+    full = np.array(
+        [p["batch"] * p["heads"] * p["queries"] >= 2 * 128 * chip.units and p["queries"] > 1 for p in points]
+    )
+    report = {"all": errors(predicted, seconds), "chip filled": errors(predicted[full], seconds[full])}
+    return {"constants": attention_constants(values), "source": source, "errors": report}
+
+
+def with_shares(entry: Row, shares: list[float], source: str) -> Row:
+    """Another chip's form with shares of its own."""
+    return {"constants": {**entry["constants"], "shares": shares}, "source": source}
+
+
+def fit_b200_attention(entry: Row, path: Path, direction: str) -> Row:
+    """cuDNN on B200 by SimuMax: Hopper's form, shares for 128 and for keys of 192 with values of 128. SimuMax counts the
+    pairs a causal mask hides, and times the launch with the kernel, so only kernels beyond 0.3 ms are used."""
+    chip = CHIPS["b200"]
+    points, seconds = [], []
+    for shape, _, value in read_simumax(path, "sdp_fwd" if direction == "forward" else "sdp_bwd"):
+        length, heads, wide, narrow = (shape[name] for name in ("seq_len", "head_num", "qk_head_dim", "v_head_dim"))
+        flops = 2 * heads * length**2 * (wide + narrow) * (2.5 if direction == "backward" else 1.0)
+        if (time := flops / (value * chip.peak["bfloat16"])) > 3e-4:
+            sizes = {"queries": length, "keys": length, "head_dim": wide, "v_dim": narrow}
+            points.append({"batch": 1, "heads": heads, "kv_heads": shape["kv_head_num"], "causal": True, **sizes})
+            seconds.append(time)
+
+    def constants(trial: Any) -> Row:
+        # Smaller heads keep the ratio that they have on Hopper; 160 is the mean of 192 and 128.
+        old = entry["constants"]["shares"]
+        shares = [old[0] * trial[0] / old[2], old[1] * trial[0] / old[2], trial[0], 2 * trial[1] - trial[0]]
+        return {**entry["constants"], "shares": [float(share) for share in [*shares, shares[-1]]]}
+
+    values = least_squares(
+        lambda trial: np.log(predict_attention(chip, constants(trial), points, direction) / seconds),
+        [0.5, 0.45],
+        [0.2, 0.2],
+        [0.95, 0.95],
+    )
+    report = errors(predict_attention(chip, constants(values), points, direction), seconds)
+    source = "SimuMax, B200; the form and head sizes below 128 as on h200-sxm"
+    return {"constants": constants(values), "source": source, "errors": {"beyond 0.3 ms": report}}
+
+
+def attention_table(folder: Path, measured: Row) -> dict[str, Any]:
+    """FlashAttention 1 to 3 on every generation that was measured or published."""
+    chip = CHIPS["h200-sxm"]
+    hopper: dict[str, Any] = {}
+    for kernel, name in (("flash2", "FlashAttention-2"), ("flash3", "cuDNN")):
+        points = [p for p in measured["attention"] if p["kernel"] == kernel]
+        source = f"PyTorch 2.11 on an H200, {name}"
+        hopper[kernel] = {d: fit_attention(chip, points, d, source) for d in ("forward", "backward")}
+    paper2 = "FlashAttention-2 paper, figures 5 and 6 (A100 SXM, to about 5 %); the form is Hopper's"
+    paper1 = "FlashAttention-1 as shown in the FlashAttention-2 paper, figures 5 and 6; the form is Hopper's"
+    ampere = {
+        "flash2": {
+            "forward": with_shares(hopper["flash2"]["forward"], [0.63, 0.68, 0.74, 0.66, 0.60], paper2),
+            "backward": with_shares(hopper["flash2"]["backward"], [0.56, 0.58, 0.66, 0.55, 0.50], paper2),
+        },
+        "flash1": {
+            "forward": with_shares(hopper["flash2"]["forward"], [0.40, 0.40, 0.42, 0.33, 0.30], paper1),
+            "backward": with_shares(hopper["flash2"]["backward"], [0.34, 0.32, 0.29, 0.25, 0.22], paper1),
+        },
+    }
+    hopper["flash1"] = {d: first_on_hopper(hopper, ampere, d) for d in ("forward", "backward")}
+    path = folder / "simumax_b200_bf16_ceperm.json"
+    blackwell = {
+        "flash3": {d: fit_b200_attention(hopper["flash3"][d], path, d) for d in ("forward", "backward")},
+        # No kernel of the second generation was written for Blackwell: it runs at Hopper's speed a unit and clock.
+        "flash2": {
+            d: with_shares(
+                hopper["flash2"][d],
+                [share * 989.4 / 2250 * 148 / 132 for share in hopper["flash2"][d]["constants"]["shares"]],
+                "FlashAttention-2 on Hopper, as many FLOP/s a unit",
+            )
+            for d in ("forward", "backward")
+        },
+    }
+    return {"h200-sxm": hopper, "a100-sxm-80g": ampere, "b200": blackwell}
+
+
+def first_on_hopper(hopper: Row, ampere: Row, direction: str) -> Row:
+    """FlashAttention-1 on Hopper, which nobody measured."""
+    second, first, reference = (
+        table[kernel][direction]["constants"]["shares"]
+        for table, kernel in ((hopper, "flash2"), (ampere, "flash1"), (ampere, "flash2"))
+    )
+    shares = [a * b / c for a, b, c in zip(second, first, reference, strict=True)]
+    source = "FlashAttention-2 on Hopper times the ratio of the two kernels on an A100"
+    return with_shares(hopper["flash2"][direction], shares, source)
+
+
+# --- memory ---
+
+
+def memory_table(measured: Row) -> dict[str, Any]:
+    """Kernels that only move bytes; those that fit in the cache are left out, a long step would not find them there."""
+    chip = CHIPS["h200-sxm"]
+    points = [p for p in measured["memory"] if p["bytes"] >= 2**26 or p["bytes"] <= 2**22]
+    moved, seconds = (np.array([float(p[name]) for p in points]) for name in ("bytes", "seconds"))
+
+    def predict(values: Any) -> Any:
+        return values[0] + moved / (chip.hbm * values[1])
+
+    floor, share = least_squares(lambda v: np.log(predict(v) / seconds), [2e-6, 0.88], [1e-6, 0.5], [5e-6, 0.97])
+    large = moved >= 2**26
+    return {
+        "h200-sxm": {
+            "constants": {"floor": float(floor), "share": float(share)},
+            "source": "copy, add, SiLU and RMS norm of PyTorch 2.11 on an H200",
+            "errors": {"64 MiB and more": errors(predict((floor, share))[large], seconds[large])},
+        }
+    }
+
+
+# --- collectives ---
+
+MIB = 2**20
+RINGS = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+def read_collectives(folder: Path, chip: str) -> list[Row]:
+    """Collectives inside one machine: operation, bytes, ranks and seconds."""
+    rows: list[Row] = []
+    if chip == "a100-sxm-80g":
+        parquet: Any = importlib.import_module("pyarrow.parquet")
+        for row in parquet.read_table(folder / "aic_a100_sxm_comm_nccl_2.27.3_nccl_perf.parquet").to_pylist():
+            operation = "all_to_all" if row["op_name"] == "alltoall" else row["op_name"]
+            moved = row["message_size"] * (2 if row["nccl_dtype"] == "half" else 1)
+            rows.append(_point(operation, moved, row["num_gpus"], row["latency"] * 1e-3, "AIConfigurator"))
+        for ranks in (2, 4, 8):
+            with (folder / f"a100_allreduce_gpu{ranks}.csv").open(encoding="utf-8") as file:
+                for cells in list(csv.reader(file))[1:]:
+                    rows.append(_point("all_reduce", int(cells[0]), ranks, int(cells[3]) * 1e-9, "vTrain"))
+    files = {
+        "a100-sxm-80g": [
+            ("all_reduce", "vidur_a100_dgx_all_reduce.csv"),
+            ("send_recv", "vidur_a100_dgx_send_recv.csv"),
+        ],
+        "h100-sxm": [("all_reduce", "vidur_h100_all_reduce.csv")],
+    }
+    for name, file_name in files[chip]:
+        with (folder / file_name).open(encoding="utf-8") as file:
+            for line in csv.DictReader(file):
+                if line["devices_per_node"] == line["num_workers"] and line["rank"] == "0":
+                    seconds = float(line[f"time_stats.{name}.median"]) * 1e-3
+                    operation = "send" if name == "send_recv" else name
+                    rows.append(_point(operation, int(line["size"]), int(line["num_workers"]), seconds, "Vidur"))
+    return rows
+
+
+def _point(operation: str, moved: int, ranks: int, seconds: float, source: str) -> Row:
+    return {"operation": operation, "bytes": moved, "size": ranks, "seconds": seconds, "source": source}
+
+
+# Published all-reduce bus bandwidth, GB/s by MiB.
+H200_BUS = {1: 40, 16: 220, 64: 347, 512: 450, 16384: 482}
+B200_EFA_BUS = {1: 5.4, 64: 157, 1024: 362, 16384: 382}
+
+
+def bus_points(bus: Mapping[int, float], ranks: int) -> list[Row]:
+    """All-reduces from their bus bandwidth, 2 (n-1)/n of the buffer over the time."""
+    share = 2 * (ranks - 1) / ranks
+    return [
+        _point("all_reduce", mib * MIB, ranks, share * mib * MIB / (gbs * 1e9), "published") for mib, gbs in bus.items()
+    ]
+
+
+COLLECTIVE_NAMES = (
+    "base",
+    "hop",
+    "flagged_share",
+    "buffered_base",
+    "buffered_hops",
+    "pipelining",
+    "peer",
+    "send_share",
+)
+COLLECTIVE_START = (7e-6, 1e-6, 0.25, 3e-5, 2.0, 2.0, 0.7e-6, 0.85)
+COLLECTIVE_LOW = (3e-6, 0.2e-6, 0.02, 5e-6, 0.1, 0.05, 0.05e-6, 0.5)
+COLLECTIVE_HIGH = (3e-5, 4e-6, 0.9, 1e-4, 8, 20, 4e-6, 0.97)
+SHARED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+# Between machines, for want of measurements of InfiniBand in the calibration: NCCL's own tuning table has 2.7 to 14 µs a hop,
+# and published all-reduces over 200 and 400 Gb/s cards reach 92 to 96 % of them.
+NETWORK = {"inter_hop": 5e-6, "inter_share": 0.94, "inter_peer": 1.0e-6, "tree_share": 0.88}
+
+
+def collective_constants(values: Any) -> Row:
+    """What `collective_seconds` reads, from the vector that is fitted."""
+    named = {name: float(v) for name, v in zip(COLLECTIVE_NAMES, values, strict=False)}
+    shares = {op: [float(values[8 + 2 * i]), float(values[9 + 2 * i])] for i, op in enumerate(SHARED)}
+    return {**named, "shares": {**shares, "broadcast": shares["all_gather"]}, **NETWORK}
+
+
+def predict_collectives(chip: Chip, constants: Row, rows: list[Row], nodes: int = 1, fabric: str = "rail") -> Any:
+    """The model with trial constants, at each point."""
+    cluster = cluster_of(chip, constants, nodes, fabric)
+    result = np.empty(len(rows))
+    for operation in {row["operation"] for row in rows}:
+        chosen = [i for i, row in enumerate(rows) if row["operation"] == operation]
+        moved, ranks = (np.array([float(rows[i][name]) for i in chosen]) for name in ("bytes", "size"))
+        times = candidates(cluster, constants, operation, moved, ranks, 1, 1)
+        result[chosen] = np.minimum.reduce(list(times.values()))
+    return result
+
+
+def cluster_of(chip: Chip, constants: Row, nodes: int, fabric: str) -> Cluster:
+    """Machines of eight with trial constants."""
+    slow = ETHERNET_LATENCY if fabric == "ethernet" else 1.0
+    return Cluster(
+        chip=chip,
+        devices=8 * nodes,
+        per_node=8,
+        domain=8,
+        intra=chip.intra,
+        inter=chip.inter,
+        intra_latency=constants["hop"],
+        inter_latency=constants["inter_hop"] * slow,
+        pod=256,
+        in_switch="in_switch_share" in constants,
+    )
+
+
+def collective_report(chip: Chip, constants: Row, rows: list[Row]) -> Row:
+    """Errors from 1 MiB on by operation and source."""
+    predicted = predict_collectives(chip, constants, rows)
+    seconds = np.array([row["seconds"] for row in rows])
+    report = {}
+    for key in sorted({(row["operation"], row["source"]) for row in rows}):
+        chosen = np.array([(row["operation"], row["source"]) == key and row["bytes"] >= MIB for row in rows])
+        report[f"{key[0]}, {key[1]}, 1 MiB and more"] = errors(predicted[chosen], seconds[chosen])
+    small = np.array([row["bytes"] < MIB for row in rows])
+    if small.any():
+        report["below 1 MiB"] = errors(predicted[small], seconds[small])
+    return report
+
+
+def thinned(rows: list[Row]) -> list[Row]:
+    """Long series cut down, so that each source weighs about as much as the others."""
+    result = []
+    for key in sorted({(row["operation"], row["source"], row["size"]) for row in rows}):
+        series = sorted(
+            (row for row in rows if (row["operation"], row["source"], row["size"]) == key), key=lambda row: row["bytes"]
+        )
+        wanted = np.unique(np.geomspace(1, len(series), 40).astype(int) - 1)
+        result += [series[i] for i in wanted]
+    return result
+
+
+def fit_a100_collectives(rows: list[Row]) -> Row:
+    """All constants of one chip with a ring in the machine."""
+    chip, sample = CHIPS["a100-sxm-80g"], thinned(rows)
+    seconds = np.array([row["seconds"] for row in sample])
+    weight = np.where(np.array([row["bytes"] for row in sample]) >= MIB, 1.0, 0.4)
+    values = least_squares(
+        lambda trial: weight * np.log(predict_collectives(chip, collective_constants(trial), sample) / seconds),
+        COLLECTIVE_START + (0.8, 0.3) * 4,
+        COLLECTIVE_LOW + (0.5, 0.01) * 4,
+        COLLECTIVE_HIGH + (0.97, 1.2) * 4,
+    )
+    constants = collective_constants(values)
+    return {
+        "constants": constants,
+        "source": "AIConfigurator (NCCL 2.27), vTrain and Vidur, 2 to 8 A100",
+        "errors": collective_report(chip, constants, rows),
+    }
+
+
+def fit_h100_collectives(lender: Row, rows: list[Row]) -> Row:
+    """Hopper: rings by Vidur's all-reduces, the switch's own adding by the published H200 machine. Other operations keep
+    the ratio to all-reduce that they have on an A100."""
+    chip = CHIPS["h100-sxm"]
+    old = lender["constants"]
+    start = (
+        old["base"],
+        old["hop"],
+        old["flagged_share"],
+        old["buffered_base"],
+        old["buffered_hops"],
+        old["pipelining"],
+    )
+    sample = thinned(rows)
+    switch = bus_points(H200_BUS, 8)
+    seconds = np.array([row["seconds"] for row in sample])
+    switch_seconds = np.array([row["seconds"] for row in switch])
+
+    def constants(values: Any, in_switch: bool) -> Row:
+        named = {name: float(v) for name, v in zip(COLLECTIVE_NAMES[:6], values, strict=False)}
+        share, loss = float(values[6]), float(values[7])
+        base = old["shares"]["all_reduce"][0]
+        shares = {
+            op: [share * pair[0] / base, pair[1] if op != "all_reduce" else loss] for op, pair in old["shares"].items()
+        }
+        extra = {"in_switch_share": float(values[8]), "in_switch_base": float(values[9])} if in_switch else {}
+        return {**old, **named, "shares": shares, "send_share": 376 / 450, **extra}
+
+    def residual(values: Any) -> Any:
+        ring = np.log(predict_collectives(chip, constants(values, False), sample) / seconds)
+        reduced = np.log(predict_collectives(chip, constants(values, True), switch) / switch_seconds)
+        return np.concatenate([ring, 3 * reduced])
+
+    values = least_squares(
+        residual,
+        (*start, 0.82, 0.2, 0.62, 1.5e-5),
+        (*COLLECTIVE_LOW[:6], 0.6, 0.001, 0.4, 3e-6),
+        (*COLLECTIVE_HIGH[:6], 0.97, 1.2, 0.9, 6e-5),
+    )
+    final = constants(values, True)
+    report = collective_report(chip, constants(values, False), rows)
+    report["in-switch, H200 published"] = errors(predict_collectives(chip, final, switch), switch_seconds)
+    source = (
+        "Vidur (rings on 2 to 8 H100) and the published 8-H200 all-reduce; other operations relative to it as on A100"
+    )
+    return {"constants": final, "source": source, "errors": report}
+
+
+def b200_collectives(lender: Row, folder: Path) -> Row:
+    """B200: shares of the link from SimuMax's fits, the switch's as NCCL rates it against Hopper (0.74 to 0.85)."""
+    path = folder / "simumax_b200_bf16_ceperm.json"
+    ops = json.loads(path.read_text(encoding="utf-8"))["networks"]["high_intra_node"]["op"]
+    names = {
+        "all_reduce": "all_reduce",
+        "all_gather": "all_gather",
+        "reduce_scatter": "reduce_scatter",
+        "all_to_all": "all2all",
+    }
+    shares = {op: [ops[name]["efficient_factor"], 0.0] for op, name in names.items()}
+    constants = {
+        **lender["constants"],
+        "shares": {**shares, "broadcast": shares["all_gather"]},
+        "in_switch_share": lender["constants"]["in_switch_share"] * 0.74 / 0.85,
+    }
+    efa = bus_points(B200_EFA_BUS, 32)
+    predicted = predict_collectives(CHIPS["b200"], constants, efa, nodes=4, fabric="ethernet")
+    return {
+        "constants": constants,
+        "source": "shares of SimuMax's B200 fits; latencies of h100-sxm",
+        "errors": {"4 machines on EFA, published": errors(predicted, [row["seconds"] for row in efa])},
+    }
+
+
+def collective_table(folder: Path) -> dict[str, Any]:
+    """Every chip whose collectives were measured."""
+    a100 = fit_a100_collectives(read_collectives(folder, "a100-sxm-80g"))
+    h100 = fit_h100_collectives(a100, read_collectives(folder, "h100-sxm"))
+    # SimuMax's eight PCIe cards: 12.5 of 32 GB/s in an all-reduce.
+    flat = {op: [0.39, 0.0] for op in a100["constants"]["shares"]}
+    pcie = {
+        "constants": {**a100["constants"], "shares": flat, "send_share": 0.7},
+        "source": "SimuMax's fit of 8 A100 on PCIe; latencies of a100-sxm-80g",
+    }
+    return {"a100-sxm-80g": a100, "h100-sxm": h100, "b200": b200_collectives(h100, folder), "a100-pcie-80g": pcie}
+
+
+# --- what is borrowed ---
+
+LENDERS: dict[str, dict[str, str]] = {
+    "gemm": {
+        "v100-sxm-32g": "a100-sxm-80g",
+        "a100-sxm-40g": "a100-sxm-80g",
+        "a800-sxm-80g": "a100-sxm-80g",
+        "h100-pcie": "h100-sxm",
+        "h800-sxm": "h100-sxm",
+        "b300": "b200",
+        "gb200": "b200",
+        "gb300": "b200",
+        "mi250x": "a100-sxm-80g",
+        "mi300x": "h100-sxm",
+        "mi325x": "h100-sxm",
+        "mi355x": "h100-sxm",
+        "tpu-v3": "a100-sxm-80g",
+        "tpu-v4": "a100-sxm-80g",
+        "tpu-v5p": "a100-sxm-80g",
+        "cpu": "a100-sxm-80g",
+    }
+}
+LENDERS["attention"] = {**LENDERS["gemm"], "a100-pcie-80g": "a100-sxm-80g", "h100-sxm": "h200-sxm"}
+LENDERS["memory"] = {name: "h200-sxm" for name in CHIPS if name != "h200-sxm"}
+LENDERS["collectives"] = {**LENDERS["gemm"], "h200-sxm": "h100-sxm", "h100-pcie": "a100-pcie-80g"}
+
+
+def borrowed(kind: str) -> dict[str, str]:
+    """For each chip without measurements the one whose constants it takes, relative to its own figures."""
+    return LENDERS[kind]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calibration", type=Path, required=True, help="folder with the measurements of others")
+    parser.add_argument("--out", type=Path, default=EFFICIENCY, help="file to write")
+    arguments = parser.parse_args()
+    measured = json.loads((HERE / "h200_kernels.json").read_text(encoding="utf-8"))
+    folder = arguments.calibration
+    result = {
+        "gemm": gemm_table(folder, measured) | borrowed("gemm"),
+        "attention": attention_table(folder, measured) | borrowed("attention"),
+        "memory": memory_table(measured) | borrowed("memory"),
+        "collectives": collective_table(folder) | borrowed("collectives"),
+    }
+    arguments.out.write_text(json.dumps(rounded(result), indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
