@@ -149,7 +149,7 @@ def ramp_of(rows: Sequence[Mapping[str, Any]], size: pick.Column | None, row: Ma
 def _scale(values: Sequence[float], unit: float, start: float, end: float) -> tuple[Any, list[float]]:
     """Where a value stands between two pixels, and where the marks are; logarithmic where values spread widely."""
     low, high = min(values), max(values)
-    if low > 0 and high / low > 6:
+    if low > 0 and 6 < high / low < 1e9:  # beyond that no marks could be read
         span = math.log(high * 1.1) - math.log(low / 1.1)
         powers = range(math.floor(math.log10(low / unit)) - 1, math.ceil(math.log10(high / unit)) + 1)
         marks = [m * 10.0**p * unit for p in powers for m in (1, 2, 5)]
