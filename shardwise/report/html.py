@@ -226,7 +226,9 @@ def _class(name: str) -> str:
 
 
 def _cell(text: str, kind: str = "", color: str = "") -> str:
-    return f"<td{_class(kind)}>{html_charts.swatch(color) if color else ''}{escape(text)}</td>"
+    if color:
+        return f'<td class="name">{html_charts.swatch(color)}{escape(text)}</td>'
+    return f"<td{_class(kind)}>{escape(text)}</td>"
 
 
 def _table(

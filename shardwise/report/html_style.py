@@ -32,6 +32,7 @@ th { text-align: left; font-weight: 500; color: var(--quiet); font-size: 13px; w
 th, td { padding: 4px 18px 4px 0; vertical-align: baseline; }
 th:last-child, td:last-child { padding-right: 0; }
 td.n, th.n { text-align: right; white-space: nowrap; }
+td.name { white-space: nowrap; }
 td.quiet, .quiet { color: var(--quiet); }
 tbody tr:hover { background: var(--soft); }
 tr.all td { border-top: 1px solid var(--line); font-weight: 600; }
@@ -70,7 +71,9 @@ ul.notes li { margin-bottom: 6px; }
   body { max-width: none; padding: 0; font-size: 10.5pt; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
   section { margin-top: 26px; }
-  .keep, tr, h2 { break-inside: avoid; }
+  table { font-size: 9pt; }
+  th, td { padding-right: 12px; }
+  .keep, tr, h2, .remark { break-inside: avoid; }
   h2, .remark { break-after: avoid; }
   .tools, label, .only { display: none; }
 }
