@@ -23,7 +23,9 @@ import numpy as np
 
 from shardwise.plan.constants import NAMES, constants_of, groups_of
 from shardwise.plan.rows import Unsupported, job_of_row, measured_seconds
-from shardwise.plan.step import Prepared, prepare, step_time
+from shardwise.plan.job import Job
+from shardwise.plan.step import Played, Prepared, play_schedule, prepare, step_time
+from shardwise.schedules import Cost
 from shardwise.plan.validate import layer_seconds, published
 
 PRIOR = {"common": 0.3, "group": 0.15}
@@ -47,12 +49,38 @@ class Case:
         self.groups = groups_of(self.job)
         self.weight = 1.0 if row.get("complete") and not row.get("suspicious") else 0.25
 
-    def residual(self, effects: dict[str, float]) -> float:
-        """Logarithm of predicted over measured."""
+    def residual(self, effects: dict[str, float], *, near: bool = False) -> float:
+        """Logarithm of predicted over measured; `near` the effects of the last exact call, without playing the pipeline."""
         constants = constants_of(self.job, effects)
         if self.row["kind"] == "layer":
             return math.log(layer_seconds(self.prepared, constants) / self.measured)
-        return math.log(step_time(self.prepared, constants).seconds / self.measured)
+        play = self._near if near and self.job.layout.pipeline > 1 else self._exact
+        return math.log(step_time(self.prepared, constants, play).seconds / self.measured)
+
+    def _exact(self, job: Job, cost: Cost, wire: float, microbatches: int) -> Played:
+        self.last = play_schedule(job, cost, wire, microbatches), cost, wire, microbatches
+        return self.last[0]
+
+    def linearise(self, effects: dict[str, float]) -> None:
+        """How the time from first forward to last backward grows with the costs of its passes: it is a sum of them along
+        one path, so it is linear near where it was played."""
+        self.residual(effects)
+        if self.job.layout.pipeline == 1:
+            return
+        (makespan, _, _), cost, wire, microbatches = self.last
+        parts = [cost.forward, cost.backward_input, cost.backward_weight]
+        self.slopes = []
+        for n, part in enumerate(parts):
+            moved = [[1.01 * v for v in p] if n == m else p for m, p in enumerate(parts)]
+            longer = play_schedule(self.job, Cost(*moved), wire, microbatches)[0]
+            self.slopes.append((longer - makespan) / (0.01 * sum(part)))
+        rest = makespan - sum(g * sum(p) for g, p in zip(self.slopes, parts, strict=True))
+        self.wire_slope = rest / wire if wire else 0.0
+
+    def _near(self, job: Job, cost: Cost, wire: float, microbatches: int) -> Played:
+        parts = (cost.forward, cost.backward_input, cost.backward_weight)
+        makespan = sum(g * sum(p) for g, p in zip(self.slopes, parts, strict=True)) + self.wire_slope * wire
+        return makespan, self.last[0][1], None
 
     def names(self) -> set[str]:
         """The effects this row depends on."""
@@ -68,7 +96,9 @@ def prior(name: str) -> float:
 
 
 def jacobian(cases: list[Case], names: list[str], effects: dict[str, float]) -> tuple[np.ndarray, np.ndarray]:
-    start = np.array([case.residual(effects) for case in cases])
+    for case in cases:
+        case.linearise(effects)
+    start = np.array([case.residual(effects, near=True) for case in cases])
     columns = np.zeros((len(cases), len(names)))
     step = 0.02
     depends = [case.names() for case in cases]
@@ -76,7 +106,7 @@ def jacobian(cases: list[Case], names: list[str], effects: dict[str, float]) -> 
         moved = effects | {name: effects.get(name, 0.0) + step}
         for c, case in enumerate(cases):
             if name in depends[c]:
-                columns[c, n] = (case.residual(moved) - start[c]) / step
+                columns[c, n] = (case.residual(moved, near=True) - start[c]) / step
     return start, columns
 
 

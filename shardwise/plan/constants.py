@@ -27,8 +27,8 @@ NAMES: dict[str, tuple[float, tuple[str, ...]]] = {
     "data": (1.0, ("fabric", "family")),
     "pipeline": (1.0, ("fabric",)),
     "optimizer": (1.0, ("family",)),
-    "launch": (6e-6, ("kernels",)),
-    "overhead": (10e-3, ("family",)),
+    "launch": (12e-6, ("kernels",)),
+    "overhead": (5e-3, ("family",)),
     "jitter": (0.005, ("fabric",)),
     "contention": (0.1, ("family",)),
     "exposed": (0.1, ("family",)),
@@ -42,16 +42,25 @@ that could hide but does not; `memory_fixed` is GiB the driver and libraries kee
 Constants = Mapping[str, float]
 
 
+GENERATIONS = {"v100": "volta", "a1": "ampere", "a8": "ampere", "h": "hopper", "b": "blackwell", "gb": "blackwell", "mi": "cdna",
+               "tpu": "tpu"}  # fmt: skip
+
+
+def generation(chip: str) -> str:
+    """Chips of one architecture share what was learned of any of them."""
+    return next((name for start, name in GENERATIONS.items() if chip.startswith(start)), chip)
+
+
 def groups_of(job: Job) -> dict[str, str]:
     """What the constants of a job depend on, by name."""
     chip, stack = job.cluster.chip, job.stack
     return {
-        "chip": chip.name.split("-")[0],
+        "chip": generation(chip.name),
         "family": stack.family,
         "kernel": stack.attention,
         "kernels": stack.kernels,
         "fabric": f"{8 * job.cluster.inter / 1e9:.0f}",
-        "fp8": "fp8" if job.fp8 else "",
+        "fp8": f"{generation(chip.name)}-fp8" if job.fp8 else "",
     }
 
 

@@ -31,7 +31,7 @@ def layer_activations(job: Job, *, routed: bool) -> tuple[Number, Number]:
     if job.layout.recompute == "full":
         kept, again = stream, whole
     else:
-        kept = sum(entry.kept if repeated(job, entry) else entry.saved for entry in tally.entries)
+        kept = sum(entry.saved - repeated(job, entry) * (entry.saved - entry.kept) for entry in tally.entries)
         again = whole - kept
     share = 1.0 / job.layout.recompute_every
     return share * kept + (1 - share) * whole, again

@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from shardwise.hardware import attention_seconds, collective_seconds, gemm_seconds, grouped_gemm_seconds, memory_seconds
 from shardwise.plan.job import Job
 from shardwise.plan.work import keys_seen
@@ -53,6 +55,8 @@ class Entry:
     launches: tuple[float, float, float] = (1.0, 1.0, 0.0)
     core: bool = False
     """Belongs to the part of attention whose memory grows with the square of the sequence."""
+    ends: bool = False
+    """Stands after the last operation of its layer whose result the backward pass needs."""
     sent: tuple[Sent, ...] = ()
 
 
@@ -64,8 +68,9 @@ class Tally:
     entries: list[Entry] = field(default_factory=list)
 
     def product(
-        self, name: str, part: str, rows: Number, columns: Number, inner: Number, *, saved: Number = None, wide: bool = False
-    ) -> None:
+        self, name: str, part: str, rows: Number, columns: Number, inner: Number, *, saved: Number = None, wide: bool = False,
+        ends: bool = False,
+    ) -> None:  # fmt: skip
         """A matrix product with a weight of inner x columns; `wide` ones stay out of 8 bits."""
         chip, job = self.job.cluster.chip, self.job
         eight = job.fp8 and not wide
@@ -77,7 +82,9 @@ class Tally:
             gemm_seconds(chip, inner, columns, rows, dtype),
         )
         kept = rows * inner * (1.0 if eight else job.width) if saved is None else saved
-        self.entries.append(Entry(name, part, "matmul", seconds, (flops,) * 3, saved=kept, launches=(1.0, 1.0, 1.0)))
+        self.entries.append(
+            Entry(name, part, "matmul", seconds, (flops,) * 3, saved=kept, launches=(1.0, 1.0, 1.0), ends=ends)
+        )
         if eight:  # both inputs of each product are read, scaled, and written in 8 bits, once as they lie and once turned
             cast = rows * inner * (job.width + 2), rows * columns * (job.width + 2), 0.0
             self.stream(f"{name} to 8 bits", part, cast[0], cast[1])
@@ -100,23 +107,26 @@ class Tally:
 
     def stream(
         self, name: str, part: str, forward: Number, backward: Number, *, saved: Number = 0.0, core: bool = False,
-        launches: tuple[float, float] = (1.0, 1.0),
+        launches: tuple[float, float] = (1.0, 1.0), ends: bool = False,
     ) -> None:  # fmt: skip
         """Work bound by memory: bytes read and written, forward and backward."""
         chip = self.job.cluster.chip
         many = 2.0 if self.job.stack.kernels == "eager" else 1.0
         seconds = (memory_seconds(chip, forward), memory_seconds(chip, backward), 0.0)
         self.entries.append(
-            Entry(name, part, "memory", seconds, bytes=(forward, backward, 0.0), saved=saved, core=core,
+            Entry(name, part, "memory", seconds, bytes=(forward, backward, 0.0), saved=saved, core=core, ends=ends,
                   launches=(many * launches[0], many * launches[1], 0.0))
         )  # fmt: skip
 
-    def exchange(self, part: str, axis: str, operation: str, size: Number, times: tuple[float, float, float]) -> None:
+    def exchange(
+        self, part: str, axis: str, operation: str, size: Number, times: tuple[float, float, float], *, ends: bool = False
+    ) -> None:
         """A collective over an axis: how often it runs in each pass."""
         seconds = collective_seconds(self.job.cluster, operation, size, *span(self.job, axis))
         every = tuple(seconds * n for n in times)
         self.entries.append(
-            Entry(f"{axis} {operation}", part, axis, every, launches=times, sent=(Sent(axis, operation, size, times),))  # type: ignore[arg-type]
+            Entry(f"{axis} {operation}", part, axis, every, launches=times, ends=ends,  # type: ignore[arg-type]
+                  sent=(Sent(axis, operation, size, times),))
         )
 
 
@@ -127,12 +137,17 @@ def span(job: Job, axis: str) -> tuple[Number, Number]:
     strides = {
         "tensor": (lay.tensor, 1),
         "context": (lay.context, lay.tensor),
-        "expert": (lay.expert, lay.tensor),
+        "expert": (lay.expert, 1 if regroups_tensor(job) and not lay.expert_tensor else lay.tensor),
         "shard": (lay.shard * lay.context, lay.tensor),
         "replicate": (lay.replicate, lay.tensor * lay.context * lay.shard),
         "pipeline": (lay.pipeline, lay.tensor * lay.context * lay.shard * lay.replicate),
     }
     return strides[axis]
+
+
+def regroups_tensor(job: Job) -> bool:
+    """Whether experts are spread over tensor ranks as well, as Megatron does without expert tensor parallelism."""
+    return job.stack.family != "shardwise"
 
 
 def _enter(tally: Tally, part: str) -> None:
@@ -146,15 +161,15 @@ def _enter(tally: Tally, part: str) -> None:
         tally.exchange(part, "tensor", "all_reduce", size, (0.0, 1.0, 0.0))
 
 
-def _leave(tally: Tally, part: str) -> None:
+def _leave(tally: Tally, part: str, *, ends: bool = False) -> None:
     """What adds up the partial sums of matrices cut by rows."""
     job = tally.job
     size = job.rows * job.model.hidden * job.width
     if job.stack.sequence_parallel:
-        tally.exchange(part, "tensor", "reduce_scatter", size, (1.0, 0.0, 0.0))
+        tally.exchange(part, "tensor", "reduce_scatter", size, (1.0, 0.0, 0.0), ends=ends)
         tally.exchange(part, "tensor", "all_gather", size, (0.0, 1.0, 0.0))
     else:
-        tally.exchange(part, "tensor", "all_reduce", size, (1.0, 0.0, 0.0))
+        tally.exchange(part, "tensor", "all_reduce", size, (1.0, 0.0, 0.0), ends=ends)
 
 
 def pieces(job: Job) -> Number:
@@ -168,13 +183,14 @@ def _norm(tally: Tally, tokens: Number, width: Number = 0) -> None:
     tally.stream("norm", "norm", 2 * size, 3 * size, saved=size)
 
 
-def _residual(tally: Tally, part: str) -> None:
+def _residual(tally: Tally, part: str, *, ends: bool = False) -> None:
     """The sum with the stream, with dropout's mask where there is dropout."""
     job = tally.job
     numbers = pieces(job) * job.model.hidden
     mask = numbers * 1.0 if job.stack.dropout else 0.0
     eager = 2.0 if job.stack.dropout and job.stack.kernels == "eager" else 1.0
-    tally.stream("residual", part, 3 * job.width * numbers * eager + mask, 2 * job.width * numbers + mask, saved=mask)
+    moved = 3 * job.width * numbers * eager + mask, 2 * job.width * numbers + mask
+    tally.stream("residual", part, *moved, saved=mask, ends=ends)
 
 
 def _attention_core(tally: Tally, heads: Number, kv_heads: Number, head_dim: int, v_dim: int) -> None:
@@ -287,18 +303,29 @@ def feed_forward(tally: Tally, width: int, part: str = "ffn") -> None:
     job = tally.job
     _norm(tally, pieces(job))
     _enter(tally, part)
-    _dense(tally, width, part)
-    _leave(tally, part)
-    _residual(tally, part)
+    _dense(tally, width, part, ends=True)
+    _leave(tally, part, ends=True)
+    _residual(tally, part, ends=True)
 
 
-def _dense(tally: Tally, width: int, part: str) -> None:
+def _dense(tally: Tally, width: int, part: str, *, ends: bool = False) -> None:
     job = tally.job
     own = width / job.layout.tensor
     columns = own * (2 if job.model.gated else 1)
     tally.product("up", part, job.rows, columns, job.model.hidden, saved=pieces(job) * job.model.hidden * job.width)
     _activation(tally, part, job.rows * own)
-    tally.product("down", part, job.rows, job.model.hidden, own)
+    tally.product("down", part, job.rows, job.model.hidden, own, ends=ends)
+
+
+def _sent_once(job: Job) -> Number:
+    """Share of the rows that travel when a token is sent to a machine once, however many of its experts stand there."""
+    if not job.stack.expert_once:
+        return 1.0
+    size, stride = span(job, "expert")
+    machines = job.cluster.spans(size, stride)
+    k = job.model.experts_per_token
+    share = machines * (1.0 - (1.0 - 1.0 / machines) ** k) / k
+    return np.where(machines > 1, share, 1.0)
 
 
 def mixture(tally: Tally) -> None:
@@ -316,7 +343,7 @@ def mixture(tally: Tally) -> None:
     rows = routed * m.experts_per_token * job.imbalance
     moved = rows * m.hidden * width
     tally.stream("to experts", "experts", 2 * moved, 2 * moved, launches=(2.0, 2.0))
-    tally.exchange("experts", "expert", "all_to_all", moved, (2.0, 2.0, 0.0))
+    tally.exchange("experts", "expert", "all_to_all", moved * _sent_once(job), (2.0, 2.0, 0.0))
     own_width = m.expert_ffn / lay.tensor if lay.expert_tensor else m.expert_ffn
     held = m.experts / lay.expert
     tally.grouped("expert up", rows, 2 * own_width, m.hidden, held)
@@ -327,7 +354,7 @@ def mixture(tally: Tally) -> None:
         _enter(tally, "ffn")
         _dense(tally, m.expert_ffn * m.shared_experts, "ffn")
         _leave(tally, "ffn")
-    _residual(tally, "experts")
+    _residual(tally, "experts", ends=True)
 
 
 def layer(job: Job, *, routed: bool) -> Tally:

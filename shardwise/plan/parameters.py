@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from shardwise.plan.job import Job
+from shardwise.plan.operations import regroups_tensor
 from shardwise.plan.work import attention_parameters, feed_forward_parameters
 
 Number = Any
@@ -67,13 +68,8 @@ def zero_groups(job: Job) -> tuple[Number, Number]:
     """Ranks that share a dense parameter, and those that share an expert's."""
     lay = job.layout
     spread = lay.shard * lay.context
-    over = spread * (1 if lay.expert_tensor else lay.tensor) if _regroups_tensor(job) else spread
+    over = spread * (1 if lay.expert_tensor else lay.tensor) if regroups_tensor(job) else spread
     return spread, _floor_one(over / lay.expert)
-
-
-def _regroups_tensor(job: Job) -> bool:
-    """Whether experts are spread over tensor ranks as well, as Megatron does without expert tensor parallelism."""
-    return job.stack.family != "shardwise"
 
 
 def _floor_one(x: Number) -> Number:

@@ -20,18 +20,24 @@ from shardwise.plan.operations import FORWARD, INPUT, WEIGHT, Entry, Tally, embe
 Number = Any
 CATEGORIES = ("matmul", "attention", "memory", "tensor", "context", "expert")
 FORWARDS, RECOMPUTE, INPUTS, WEIGHTS = range(4)
+SHARPNESS = 4.0
+"""Of the turn from device-bound to host-bound."""
 
 
-def repeated(job: Job, entry: Entry) -> bool:
-    """Whether the backward pass computes this entry again."""
-    lay = job.layout
+def repeated(job: Job, entry: Entry) -> float:
+    """Which share of this entry the backward pass computes again, in a layer that is recomputed."""
+    lay, stack = job.layout, job.stack
     if lay.recompute == "full":
-        return True
+        return 0.0 if entry.ends and stack.stops_early else 1.0
     if lay.recompute == "attention":
-        return "attention" in job.stack.recompute_selective and entry.core or entry.name in job.stack.recompute_selective
+        if entry.core:
+            return float("attention" in stack.recompute_selective)
+        if entry.category == "matmul":
+            return stack.recompute_products
+        return float(entry.name in stack.recompute_selective)
     if lay.recompute == "operations":
-        return entry.part in lay.recompute_operations
-    return False
+        return float(entry.part in lay.recompute_operations)
+    return 0.0
 
 
 @dataclass(frozen=True)
@@ -53,9 +59,10 @@ class Piece:
             for to, source in ((FORWARDS, FORWARD), (INPUTS, INPUT), (WEIGHTS, WEIGHT)):
                 seconds[to][column] = seconds[to][column] + entry.seconds[source]
                 launches[to] = launches[to] + entry.launches[source]
-            if repeats and repeated(job, entry):
-                seconds[RECOMPUTE][column] = seconds[RECOMPUTE][column] + share * entry.seconds[FORWARD]
-                launches[RECOMPUTE] = launches[RECOMPUTE] + share * entry.launches[FORWARD]
+            again = share * repeated(job, entry) if repeats else 0.0
+            if again:
+                seconds[RECOMPUTE][column] = seconds[RECOMPUTE][column] + again * entry.seconds[FORWARD]
+                launches[RECOMPUTE] = launches[RECOMPUTE] + again * entry.launches[FORWARD]
         return cls(seconds, launches)
 
 
@@ -121,7 +128,8 @@ def passes(job: Job, piece: Piece, constants: Constants) -> Passes:
             own["context"] = _exposed(own["context"], own["attention"], constants)
         own["expert"] = own["expert"] * (1.0 - stack.expert_overlap)
         device = sum(own.values())
-        host = np.maximum(launches * constants["launch"] - device, 0.0)
+        # The device waits where the host is slower, and a little where the two are near each other.
+        host = (device**SHARPNESS + (launches * constants["launch"]) ** SHARPNESS) ** (1 / SHARPNESS) - device
         for name, value in own.items():
             parts[name] = parts[name] + value
         parts["host"] = parts["host"] + host

@@ -156,9 +156,7 @@ def stack_of(row: Row) -> Stack:
     elif "paxml" in row["id"] or "maxtext" in row["id"] or "maxtext" in note.lower():
         name = "jax"
     elif group.startswith("llm_foundry"):
-        name = "fsdp-pure" if "PURE" in note else "fsdp"
-        if chip.startswith("a100"):
-            name += "-flash1"
+        name = "fsdp-pure-flash1" if "PURE" in note else "fsdp-flash1"
     elif group.startswith("torchtitan"):
         name = "torchtitan"
     elif group.startswith("colossal"):
@@ -172,11 +170,13 @@ def stack_of(row: Row) -> Stack:
     stack = replace(STACKS[name], **sequence)
     if p.get("async_tp"):
         stack = replace(stack, tensor_overlap=0.5)
-    if stack.family in ("nemo", "torchtitan") and p.get("recompute") == "selective":
+    if stack.family == "nemo" and p.get("recompute") == "selective":
         # Today's programs repeat what is cheap, norms and activations; attention keeps little since it was fused.
         stack = replace(stack, recompute_selective=("norm", "activation"))
-    if "A2A overlap" in note:
-        stack = replace(stack, expert_overlap=0.8)
+    if stack.name == "nemo" and row["model"].get("experts") and p.get("dispatcher") != "NCCL A2A":
+        stack = replace(stack, expert_once=True)
+    if "A2A overlap" in note or group == "megatron_bridge":
+        stack = replace(stack, expert_overlap=0.6)
     return stack
 
 
@@ -196,8 +196,12 @@ def job_of_row(row: Row) -> RowJob:
     data = layout.replicate * layout.shard
     batch, micro = row.get("global_batch"), row.get("micro_batch")
     if not micro:
-        micro = 1
-        assumed.append("a microbatch of 1")
+        # What people choose where nothing is said: one sequence in a pipeline, else some 16,000 tokens.
+        share = (batch or data) // data
+        micro = 1 if layout.pipeline > 1 else max(1, min(share, 16384 // row["model"]["seq"]))
+        while share % micro:
+            micro -= 1
+        assumed.append(f"a microbatch of {micro}")
     if not batch:
         batch = micro * data * 8
         assumed.append("8 microbatches a step")

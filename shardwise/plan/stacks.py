@@ -35,18 +35,26 @@ class Stack:
     """ZeRO-2 and 3: whether gradients travel after every microbatch or once a step."""
     tensor_overlap: float = 0.0
     """Share of tensor traffic that can hide behind matrix products."""
-    data_overlap: bool = True
-    """Whether gradients travel while the last backward pass still runs, and parameters while the first forward does."""
+    gradients_overlap: bool = True
+    """Whether gradients travel while the last backward pass still runs."""
+    gather_overlap: bool = True
+    """Whether updated parameters travel while the first forward pass runs."""
     pipeline_blocks: bool = False
     """Whether a stage waits for its transfers where it could compute."""
     expert_overlap: float = 0.0
     """Share of the experts' all-to-all that can hide behind another microbatch's work."""
+    expert_once: bool = False
+    """Whether a token is sent to a machine once, however many of its experts stand there."""
     loss_bytes: float = 16.0
     """Moved for each logit, forward and backward together."""
     logits_kept: float = 6.0
     """Held for each logit at the peak."""
+    stops_early: bool = True
+    """Whether recomputation ends with the last tensor that the backward pass needs."""
     recompute_selective: tuple[str, ...] = ("attention",)
-    """What the layout's `attention` mode computes again: parts of operations (`operations.py`)."""
+    """What the layout's `attention` mode computes again: names of operations, `attention` for all of its core."""
+    recompute_products: float = 0.0
+    """Share of the matrix products it computes again besides."""
 
 
 _MEGATRON = Stack(
@@ -61,7 +69,9 @@ _MEGATRON = Stack(
     optimizer_bytes=12.0,
     reduce_bytes=2.0,
     reduce_every_microbatch=False,
-    data_overlap=False,
+    gradients_overlap=False,
+    gather_overlap=False,
+    stops_early=False,
     pipeline_blocks=True,
     loss_bytes=44.0,
     logits_kept=10.0,
@@ -75,7 +85,8 @@ _NEMO = replace(
     dropout=False,
     gradient_bytes=4.0,
     tensor_overlap=0.5,
-    data_overlap=True,
+    gradients_overlap=True,
+    gather_overlap=True,
     pipeline_blocks=False,
     loss_bytes=20.0,
     logits_kept=6.0,
@@ -89,22 +100,24 @@ STACKS: dict[str, Stack] = {
         _MEGATRON,
         replace(_MEGATRON, name="megatron-bf16", gradient_bytes=4.0, reduce_bytes=4.0),
         replace(_MEGATRON, name="megatron-deepspeed", family="megatron"),
-        replace(_MEGATRON, name="megatron-ddp", data_overlap=True),
+        replace(_MEGATRON, name="megatron-ddp", gradients_overlap=True),
         replace(_MEGATRON, name="megatron-flash1", attention="flash1", dropout=False),
         replace(_MEGATRON, name="megatron-flash2", attention="flash2", dropout=False, gradient_bytes=4.0),
         _NEMO,
-        replace(_NEMO, name="nemo-plain", tensor_overlap=0.0, data_overlap=False, pipeline_blocks=True, attention="flash3"),
-        replace(_NEMO, name="jax", sequence_parallel=False, reduce_every_microbatch=True),
+        replace(_NEMO, name="nemo-plain", tensor_overlap=0.0, gradients_overlap=False, gather_overlap=False, pipeline_blocks=True, attention="flash3"),
+        replace(_NEMO, name="jax", sequence_parallel=False, reduce_every_microbatch=True, stops_early=True),
         _FSDP,
         replace(_FSDP, name="fsdp-pure", reduce_bytes=2.0),
         replace(_FSDP, name="fsdp-flash1", attention="flash1"),
         replace(_FSDP, name="fsdp-pure-flash1", attention="flash1", reduce_bytes=2.0),
-        replace(_FSDP, name="torchtitan", family="torchtitan", kernels="compiled", loss_bytes=24.0, logits_kept=14.0),
+        # Every second product is computed again, and all that is not a product or attention.
+        replace(_FSDP, name="torchtitan", kernels="compiled", loss_bytes=24.0, logits_kept=14.0, recompute_products=0.5,
+                recompute_selective=("norm", "activation", "rotary", "residual")),
         replace(_FSDP, name="deepspeed-zero3", family="megatron", attention="unfused", kernels="jit", parameter_bytes=2.0,
                 gradient_bytes=2.0, optimizer_bytes=12.0, reduce_bytes=2.0, dropout=True, loss_bytes=44.0),
         replace(_FSDP, name="colossalai", family="fsdp", parameter_bytes=2.0, gradient_bytes=2.0, optimizer_bytes=12.0,
                 reduce_bytes=2.0),
-        replace(_MEGATRON, name="internevo", family="internevo", attention="flash1", dropout=False, data_overlap=True,
-                kernels="jit"),
+        replace(_MEGATRON, name="internevo", family="internevo", attention="flash1", dropout=False,
+                gradients_overlap=True, kernels="jit"),
     )
 }  # fmt: skip

@@ -8,6 +8,7 @@ played and the rest is that slope, which changes nothing but the waiting for an 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -175,8 +176,14 @@ class Step:
     parts: list[dict[str, float]] = field(default_factory=list)
 
 
-def step_time(prepared: Prepared, constants: Constants | None = None) -> Step:
-    """The step of one layout."""
+Played = tuple[float, tuple[int, ...], Timing | None]
+"""From the first forward to the last backward; where the stages stand; when everything happens."""
+
+
+def step_time(
+    prepared: Prepared, constants: Constants | None = None, play: Callable[[Job, Cost, float, int], Played] | None = None
+) -> Step:
+    """The step of one layout. `play` may stand in for playing the schedule."""
     job = prepared.job
     constants = constants_of(job) if constants is None else constants
     lay, kinds = job.layout, prepared.kinds
@@ -189,7 +196,7 @@ def step_time(prepared: Prepared, constants: Constants | None = None) -> Step:
     weights = [float(shared[k].backward_weight) for k in kinds]
     cost = Cost(forward, inputs, weights)
     microbatches = max(1, round(float(job.accumulation)))
-    makespan, placement, timing = _play(job, cost, 0.0 if blocks else hop, microbatches)
+    makespan, placement, timing = (play or play_schedule)(job, cost, 0.0 if blocks else hop, microbatches)
 
     busy = [0.0] * lay.pipeline
     tails, updates = [0.0] * lay.pipeline, [0.0] * lay.pipeline
@@ -217,8 +224,8 @@ def step_time(prepared: Prepared, constants: Constants | None = None) -> Step:
     return Step(seconds, breakdown, cost, placement, makespan, hop, slowest, tail, optimizer, timing)
 
 
-def _play(job: Job, cost: Cost, wire: float, microbatches: int) -> tuple[float, tuple[int, ...], Timing | None]:
-    """From the first forward to the last backward, and where the stages stand."""
+def play_schedule(job: Job, cost: Cost, wire: float, microbatches: int) -> Played:
+    """Play the job's schedule, or enough of it, with these costs."""
     lay = job.layout
     if lay.pipeline == 1:
         one = sum(map(sum, (cost.forward, cost.backward_input, cost.backward_weight)))
@@ -237,9 +244,9 @@ def _tail(job: Job, stages: list[Passes], data: list[DataSeconds], constants: Co
     """Traffic once a step that nothing hides, on a rank with these stages."""
     once = constants["data"] * float(sum(d.once for d in data))
     gather = constants["data"] * float(sum(d.gather_once for d in data))
-    if not job.stack.data_overlap:
-        return once + gather
-    backward = float(sum(s.backward_input + s.backward_weight for s in stages))
-    forward = float(sum(s.forward for s in stages))
     share = constants["exposed"]
-    return max(once - backward, share * once) + max(gather - forward, share * gather)
+    if job.stack.gradients_overlap:
+        once = max(once - float(sum(s.backward_input + s.backward_weight for s in stages)), share * once)
+    if job.stack.gather_overlap:
+        gather = max(gather - float(sum(s.forward for s in stages)), share * gather)
+    return once + gather

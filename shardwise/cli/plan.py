@@ -1,0 +1,219 @@
+"""`shardwise plan`: what a run needs and how fast it goes, or the best layouts for it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.run import AXES, Problem, UserError, read_run
+
+if TYPE_CHECKING:
+    from shardwise.plan.plan import Plan
+    from shardwise.plan.search import SearchResult
+
+HELP = """Predict a run before it runs: does it fit, how fast is it, where does the time go, what does it cost. With
+layout = "auto" in the run, search for the best layouts."""
+
+SHOWN_MICROBATCHES = 24
+"""Of a step with many, a picture shows so many; `--trace` writes all."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What follows the verb."""
+    parser.add_argument("run", nargs="?", help="the run, a TOML file")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--html", metavar="FILE", help="also write a page with pictures, which works offline")
+    parser.add_argument("--trace", metavar="FILE", help="also write the predicted timeline of a step, for Perfetto")
+    parser.add_argument("--devices", metavar="N,N,…", help="search: compare these numbers of devices")
+    parser.add_argument("--keep", type=int, default=12, help="search: layouts to show (default 12)")
+    parser.add_argument("--max-microbatch", type=int, default=0, help="search: largest microbatch to consider")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Plan or search, and show it. Exit code 1 when the given layout does not fit."""
+    if args.run is None and not args.overrides:
+        raise UserError("name a run (a TOML file), or give keys such as --model.preset=llama-3-8b")
+    run = read_run(args.run, args.overrides)
+    devices = _devices(args.devices)
+    if run.layout.auto:
+        from shardwise.plan.search import search
+
+        found = search(run, devices=devices, keep=args.keep, max_microbatch=args.max_microbatch)
+        best: Plan = found.ranking[0]
+    elif devices:
+        raise UserError(Problem('compares layouts: set layout = "auto"', "--devices", "command line"))
+    else:
+        from shardwise.plan.plan import plan
+
+        found, best = None, plan(run)
+    if args.trace:
+        from shardwise.plan.timeline import timeline
+        from shardwise.report.perfetto import write_chrome_trace
+
+        write_chrome_trace({"plan": timeline(best.job)}, args.trace)
+    if args.html:
+        Path(args.html).write_text(_page(best, found), encoding="utf-8")
+    if args.json:
+        print(json.dumps(_as_json(best, found)))
+    else:
+        _print(best, found)
+        for path in filter(None, (args.html, args.trace)):
+            print(f"wrote {path}", file=sys.stderr)
+    return 0 if best.fits else 1
+
+
+def _devices(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise UserError(Problem(f'"{text}" is not a list of numbers such as 256,512', "--devices", "command line"))
+    return numbers
+
+
+def _as_json(best: Plan, found: SearchResult | None) -> dict[str, Any]:
+    if found is None:
+        return best.as_dict()
+    return {
+        "ranking": [plan.as_dict() | {"next_change": found.next_change(plan)} for plan in found.ranking],
+        "searched": found.searched,
+        "simulated": found.simulated,
+        "pareto": [plan.as_dict() for plan in found.pareto],
+    }
+
+
+def figures(best: Plan) -> list[tuple[str, str, str]]:
+    """The few numbers that matter."""
+    from shardwise.plan.memory import GIB
+    from shardwise.plan.work import CONVENTION, parameters
+    from shardwise.report import words
+
+    account, run, cost = best.account, best.run, best.cost
+    counted = parameters(run.model)
+    size = f"{words.count(counted.total)} parameters"
+    if counted.active != counted.total:
+        size += f", {words.count(counted.active)} active"
+    lay = run.layout
+    sizes = " × ".join(f"{axis} {getattr(lay, axis)}" for axis in AXES if getattr(lay, axis) > 1) or "one device"
+    extra = [f"ZeRO-{lay.zero}"] if lay.shard * lay.context > 1 else []
+    if lay.pipeline > 1:
+        extra.append(lay.schedule + (f" × {lay.stages_per_rank}" if lay.stages_per_rank > 1 else ""))
+    extra.append(f"recompute {lay.recompute}")
+    extra.append(f"microbatch {run.train.microbatch} × {run.accumulation}")
+    memory = account.memory
+    fits = "fits" if best.fits else "DOES NOT FIT"
+    chip = best.job.cluster.chip.name
+    return [
+        ("model", run.model.preset or "custom", size),
+        ("devices", f"{lay.world} {chip}", f"{memory.capacity / GIB:.1f} GiB of each to use"),
+        ("layout", sizes, ", ".join(extra)),
+        ("memory", f"{memory.peak / GIB:.1f} GiB", f"on the fullest rank: {fits}"),
+        ("step", words.seconds(account.step_seconds), f"8 in 10: {words.seconds(best.low)} to {words.seconds(best.high)}"),
+        ("speed", words.rate(account.tokens_per_second, "tokens"), f"{words.count(account.tokens)} tokens a step"),
+        ("MFU", words.percent(best.mfu), CONVENTION),
+        ("limit", best.binds.partition(":")[0], best.binds.partition(": ")[2]),
+        ("job", f"{cost.days:.1f} days", f"{run.train.steps} steps, {words.count(cost.device_hours)} device-hours, "
+         f"goodput {words.percent(cost.goodput)}, {cost.failures:.1f} failures expected"),
+        ("cost", words.money(cost.usd), f"{words.count(cost.kwh)} kWh; a checkpoint every {words.seconds(cost.checkpoint_every_s)}"),
+    ]  # fmt: skip
+
+
+def _columns() -> list[Any]:
+    from shardwise.report import words
+    from shardwise.report.pick import Column
+
+    return [
+        Column("devices", "devices"),
+        Column("layout", "layout"),
+        Column("step_seconds", "step", words.seconds, "low"),
+        Column("tokens_per_s", "tokens/s", words.count, "high"),
+        Column("mfu", "MFU", words.percent, "high"),
+        Column("memory", "memory", words.size, "low", 2.0**30),
+        Column("usd", "cost", words.money, "low"),
+        Column("binds", "limited by"),
+        Column("next", "next change"),
+    ]
+
+
+def _rows(plans: list[Plan], found: SearchResult) -> list[dict[str, Any]]:
+    return [
+        dict(
+            devices=plan.run.layout.world,
+            layout=short_layout(plan),
+            step_seconds=plan.account.step_seconds,
+            tokens_per_s=plan.account.tokens_per_second,
+            mfu=plan.mfu,
+            memory=plan.account.memory.peak,
+            usd=plan.cost.usd,
+            binds=plan.binds.partition(":")[0],
+            next=found.next_change(plan),
+        )
+        for plan in plans
+    ]
+
+
+def short_layout(plan: Plan) -> str:
+    """A layout on one line: what is not 1, and how it is run."""
+    lay = plan.run.layout
+    words = [f"{axis[0] if axis != 'context' else 'c'}{getattr(lay, axis)}" for axis in AXES if getattr(lay, axis) > 1]
+    if lay.shard * lay.context > 1:
+        words.append(f"zero{lay.zero}")
+    if lay.pipeline > 1:
+        words.append(lay.schedule + (f"×{lay.stages_per_rank}" if lay.stages_per_rank > 1 else ""))
+    if lay.recompute != "none":
+        words.append(f"recompute-{lay.recompute}")
+    return " ".join([*words, f"mb{plan.run.train.microbatch}"])
+
+
+def _print(best: Plan, found: SearchResult | None) -> None:
+    from rich.console import Console
+
+    from shardwise.plan.timeline import timeline
+    from shardwise.report import terminal
+
+    console = Console()
+    if found is not None:
+        console.print(f"{found.searched:,} layouts considered, {found.simulated:,} simulated\n", style="dim")
+        console.print(terminal.ranking_table(_rows(found.ranking, found), _columns()))
+        console.print("\nr replicate, s shard, c context, t tensor, p pipeline, e expert; the best in full:\n", style="dim")
+    console.print(terminal.key_figures(figures(best)))
+    for part in (
+        terminal.memory_bars(best.account.memory),
+        terminal.breakdown_bar(best.account),
+        terminal.traffic_table(best.account.traffic),
+        terminal.timeline(timeline(best.job, SHOWN_MICROBATCHES)),
+    ):
+        console.print()
+        console.print(part)
+    if best.notes:
+        console.print()
+        console.print(terminal.notes(best.notes))
+
+
+def _page(best: Plan, found: SearchResult | None) -> str:
+    from shardwise.plan.timeline import timeline
+    from shardwise.report import html
+
+    sections = [html.key_figures(figures(best))]
+    if found is not None:
+        rows = _rows(found.ranking, found)
+        columns = _columns()
+        sections.append(html.ranking_table(rows, columns, "Layouts"))
+        points = _rows(found.pareto, found)
+        by = {column.key: column for column in columns}
+        sections.append(html.scatter(points, by["memory"], by["step_seconds"], by["devices"], by["layout"]))
+    sections += [
+        html.memory_bars(best.account.memory),
+        html.breakdown_bar(best.account),
+        html.traffic_table(best.account.traffic),
+        html.timeline(timeline(best.job, 4 * SHOWN_MICROBATCHES)),
+    ]
+    if best.notes:
+        sections.append(html.notes(best.notes))
+    return html.page(f"Plan of {best.run.name}", sections, f"{best.run.layout.world} × {best.job.cluster.chip.name}")

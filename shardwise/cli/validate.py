@@ -1,0 +1,135 @@
+"""`shardwise validate`: predict published measurements and print the errors."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.run import Problem, UserError
+
+if TYPE_CHECKING:
+    from shardwise.plan.validate import Prediction
+
+HELP = """Predict rows of published measurements and print how far off the predictions are, by source and overall. Without
+ROWS, those that come with the package. Each source is predicted with constants fitted without it."""
+
+KINDS = ("training", "layer", "inference")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What follows the verb."""
+    parser.add_argument("rows", nargs="*", help="JSON files, each a list of rows (docs/validation.md says what is in one)")
+    parser.add_argument("--json", action="store_true", help="for programs: every row and the summaries")
+    parser.add_argument("--seen", action="store_true", help="use the constants fitted to all sources, the row's own included")
+    parser.add_argument("--worst", type=int, default=10, help="rows furthest off to list (default 10)")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Predict every row and show the errors."""
+    from shardwise.plan.validate import published, validate
+
+    rows = [row for path in args.rows for row in _read(Path(path))]
+    if not args.rows:
+        rows = [row for kind in KINDS for row in published(kind)]
+    predictions = validate(rows, leave_out=not args.seen)
+    if args.json:
+        print(json.dumps(_as_json(predictions)))
+    else:
+        _print(predictions, args.worst, seen=args.seen)
+    return 0
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file, or a sentence on what is wrong with it."""
+    try:
+        rows = json.loads(path.read_text("utf-8"))
+    except OSError as e:
+        raise UserError(Problem(f"cannot be read: {e.strerror}", where=str(path))) from None
+    except ValueError as e:
+        raise UserError(Problem(f"is not JSON: {e}", where=str(path))) from None
+    if not isinstance(rows, list):
+        raise UserError(Problem("is not a list of rows", where=str(path)))
+    problems = []
+    for n, row in enumerate(rows):
+        missing = [key for key in ("id", "group", "kind", "hardware", "model", "measured") if key not in (row if isinstance(row, dict) else {})]
+        if missing:
+            problems.append(Problem(f"row {n} has no {', '.join(missing)}", where=str(path)))
+    if problems:
+        raise UserError(*problems[:20])
+    return rows
+
+
+def _as_json(predictions: list[Prediction]) -> dict[str, Any]:
+    from shardwise.plan.validate import summary
+
+    groups = _by_group(predictions)
+    return {
+        "rows": [{k: v for k, v in asdict(p).items() if v not in (None, "", {}, ())} for p in predictions],
+        "groups": {name: summary(members) for name, members in groups.items()},
+        "overall": summaries(predictions),
+    }
+
+
+def summaries(predictions: list[Prediction]) -> dict[str, Any]:
+    """Errors over all rows, over the complete ones, and of each kind of row."""
+    from shardwise.plan.validate import summary
+
+    complete = [p for p in predictions if p.complete]
+    result = summary(predictions) | {"complete": summary(complete)}
+    for kind in KINDS:
+        members = [p for p in complete if p.kind == kind]
+        if members:
+            result[kind] = summary(members)
+    return result
+
+
+def _by_group(predictions: list[Prediction]) -> dict[str, list[Prediction]]:
+    groups: dict[str, list[Prediction]] = defaultdict(list)
+    for prediction in predictions:
+        groups[prediction.group].append(prediction)
+    return dict(sorted(groups.items()))
+
+
+def _print(predictions: list[Prediction], worst: int, *, seen: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from shardwise.plan.validate import summary
+    from shardwise.report import words
+
+    console = Console()
+    table = Table(box=None, padding=(0, 1), header_style="dim")
+    table.add_column("source")
+    for name in ("rows", "predicted", "median", "mean", "in interval", "memory rows", "median"):
+        table.add_column(name, justify="right")
+
+    def add(name: str, members: list[Prediction], **style: Any) -> None:
+        s = summary(members)
+        share = [words.percent(s[k]) if s[k] is not None else "" for k in ("median_error", "mean_error", "coverage")]
+        memory = words.percent(s["memory_median_error"]) if s["memory_rows"] else ""
+        table.add_row(name, str(s["rows"]), str(s["supported"]), *share, str(s["memory_rows"] or ""), memory, **style)
+
+    for name, members in _by_group(predictions).items():
+        add(name, members)
+    table.add_section()
+    for kind in KINDS:
+        members = [p for p in predictions if p.kind == kind]
+        if members:
+            add(f"{kind}, complete rows", [p for p in members if p.complete], style="bold")
+            add(f"{kind}, all rows", members)
+    console.print(table)
+    how = "constants fitted to all sources" if seen else "each source predicted with constants fitted without it"
+    console.print(f"\nErrors are relative, without sign; {how}.\n", style="dim")
+    far = sorted((p for p in predictions if p.error is not None), key=lambda p: -abs(p.error or 0))[:worst]
+    for p in far:
+        console.print(f"  {words.change(p.error or 0):>8}  {p.id}  ({p.group})", highlight=False)
+    reasons: dict[str, int] = defaultdict(int)
+    for p in predictions:
+        if not p.supported:
+            reasons[p.reason] += 1
+    for reason, count in sorted(reasons.items(), key=lambda item: -item[1]):
+        console.print(f"  {count} not predicted: {reason}", style="dim", highlight=False)

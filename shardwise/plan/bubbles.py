@@ -1,0 +1,121 @@
+"""What a pipeline schedule costs, as closed forms over arrays: from the first forward to the last backward, and how many
+microbatches a rank holds. The search screens with these; what it ranks is played action by action.
+
+The forms are those at the top of each file of `schedules/`, with forward, backward-input and backward-weight apart, with few
+microbatches, and with transfers that take time. Stages that are not alike enter by the busiest rank, which sets the pace,
+and by the mean, which sets the bubble.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Number = Any
+
+
+class Pace(NamedTuple):
+    """One microbatch on a pipeline."""
+
+    ranks: int
+    chunks: int
+    """Stages on each rank."""
+    forward: Number
+    """Of a mean stage, as the other two."""
+    backward_input: Number
+    backward_weight: Number
+    busiest: Number
+    """All passes of the stages of the busiest rank."""
+    hop: Number
+    """A transfer between two stages."""
+
+
+def makespan(schedule: str, pace: Pace, microbatches: Number) -> Number:
+    """From the first forward to the last backward, by the schedule's name."""
+    work = microbatches * pace.busiest
+    if pace.ranks == 1:
+        return work
+    return work + _BUBBLES[schedule](pace, microbatches)
+
+
+def _one_forward_one_backward(pace: Pace, m: Number) -> Number:
+    """(P - 1)(F + B); and a microbatch's way down and up again has to fit in the time of the P microbatches in flight."""
+    p, stage = pace.ranks, pace.forward + pace.backward_input + pace.backward_weight
+    way = 2 * (p - 1) * pace.hop
+    late = np.maximum(stage + way / p - pace.busiest, 0.0)
+    return p * stage - np.minimum(pace.busiest, p * stage) + way + np.maximum(m - p, 0) * late
+
+
+def _all_forward(pace: Pace, m: Number) -> Number:
+    """As 1F1B, but no microbatch waits for one before it."""
+    p, stage = pace.ranks, pace.forward + pace.backward_input + pace.backward_weight
+    return p * stage - np.minimum(pace.busiest, p * stage) + 2 * (p - 1) * pace.hop
+
+
+def _looped(pace: Pace, m: Number) -> Number:
+    """A v-th of that, since a stage is a v-th of a rank's layers; fewer microbatches than ranks wait to come round."""
+    p, v = pace.ranks, pace.chunks
+    stage = pace.forward + pace.backward_input + pace.backward_weight
+    fewer = np.minimum(m, p)
+    return stage * ((p - fewer) * v + fewer - 1) + 2 * (v * p - 1) * pace.hop
+
+
+def _breadth_first(pace: Pace, m: Number) -> Number:
+    """As looped; transfers from the last rank to the first hide behind the microbatches beyond one a rank."""
+    p, v = pace.ranks, pace.chunks
+    spare = np.maximum(m - p, 0) * pace.forward
+    return _looped(pace, m) - 2 * (v - 1) * np.minimum(p * pace.hop, spare)
+
+
+def _zb_h1(pace: Pace, m: Number) -> Number:
+    """(P - 1)(F + I - W): a weight's backward fills the bubble, one for each microbatch that there is."""
+    p, f, i, w = pace.ranks, pace.forward, pace.backward_input, pace.backward_weight
+    filled = np.minimum(m - 1, p - 1)
+    bubble = np.maximum((p - 1) * (f + i) - filled * w, (p - 1) * f)
+    way = 2 * (p - 1) + 2 * np.clip(m - 2, 0, p - 1)
+    late = np.maximum(f + i + 2 * (p - 1) / p * pace.hop - pace.busiest, 0.0)
+    return bubble + way * pace.hop + np.maximum(m - p, 0) * late
+
+
+def _zb_v(pace: Pace, m: Number) -> Number:
+    """(P - 1) F where the passes are alike. Otherwise the longer of F and I, or what I has over W, twice."""
+    p, f, i, w = pace.ranks, pace.forward, pace.backward_input, pace.backward_weight
+    regular = (p - 1) * np.maximum(np.maximum(f, i), 2 * (i - w))
+    few = 2 * (p - 1) * (f + i) - (m - 1) * (f + np.minimum(f, i))
+    return np.maximum(regular, few) + 5 * (p - 1) * pace.hop
+
+
+def _dualpipe_v(pace: Pace, m: Number) -> Number:
+    """(P - 1)(F + B - 2W), and more where I is longer than F, since pairs then do not match."""
+    p, f, i, w = pace.ranks, pace.forward, pace.backward_input, pace.backward_weight
+    regular = (p - 1) * (np.maximum(f + i - w, f) + np.maximum(i - 1.15 * f, 0.0))
+    few = (p - 1) * (2 * (f + i) + w) - (m - 1) * (f + np.minimum(f, i))
+    return np.maximum(regular, few) + 5 * (p - 1) * pace.hop
+
+
+_BUBBLES = {
+    "1f1b": _one_forward_one_backward,
+    "gpipe": _all_forward,
+    "interleaved": _looped,
+    "breadth-first": _breadth_first,
+    "zb-h1": _zb_h1,
+    "zb-v": _zb_v,
+    "dualpipe-v": _dualpipe_v,
+}
+
+
+def in_flight(schedule: str, ranks: int, chunks: int, rank: int, microbatches: Number) -> Number:
+    """The most microbatches a rank holds at a time, each counted by the share of the rank's stages that hold it."""
+    m, p, v = microbatches, ranks, chunks
+    if p == 1:
+        return np.ones_like(m)
+    if schedule in ("gpipe", "breadth-first"):
+        return m
+    if schedule == "1f1b" or (schedule == "interleaved" and v == 1):
+        return np.minimum(m, p - rank)
+    if schedule == "interleaved":
+        rounds = np.maximum(m // p, 1)
+        group = np.maximum(-(-m // rounds), p)
+        return np.minimum((2 * (p - rank - 1) + (v - 1) * group + 1) / v, m)
+    return np.minimum(m, p + 0.5 * (schedule == "dualpipe-v"))

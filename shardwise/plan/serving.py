@@ -1,0 +1,422 @@
+"""Serving a model: what a prompt's pass and a token's step cost, and the memory they need.
+
+A prompt is a forward pass of many tokens, bound by computing. A step of decoding is a pass of one token a sequence, bound by
+reading: all weights that the batch touches once, and the keys and values of every sequence. Of E experts, k a token, a batch
+of B tokens touches E(1 - (1 - k/E)^B). Between tensor ranks two small sums a layer pass, where latency counts, not bytes.
+
+Costs are kept by kind of work, before any fitted constant, so that fitting and predicting share one account of a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from shardwise.hardware import (
+    Cluster,
+    attention_seconds,
+    collective_seconds,
+    gemm_seconds,
+    grouped_gemm_seconds,
+    memory_seconds,
+)
+from shardwise.hardware.chips import ITEM_BYTES, Chip
+from shardwise.plan.work import attention_parameters, feed_forward_parameters, keys_seen
+from shardwise.run import ModelConfig
+
+GIB = 2.0**30
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Facts about a serving program."""
+
+    name: str
+    family: str
+    """Engines of a family share fitted constants."""
+    graphs: bool = True
+    """Whether a step of decoding is one recorded graph, so that the host launches nothing."""
+    launch: float = 6e-6
+    """Seconds of the host for a kernel outside graphs."""
+    wait: float = 1e-6
+    """Seconds that ranks wait for each other at a collective, for each doubling of the ranks."""
+    step: float = 1e-3
+    """Seconds of a step outside the network: schedule, sample, hand tokens out."""
+    one_shot: bool = True
+    """Small sums between ranks by one kernel that reads all peers, not by NCCL."""
+    attention: Literal["unfused", "flash2", "flash3"] = "flash3"
+    kernels: float = 14.0
+    """Kernels of a dense layer."""
+    shares_steps: bool = True
+    """Whether a new prompt's tokens ride in the steps that decode, so that both read the weights once."""
+    kv_share: float = 0.9
+    """Of the memory left beside weights and buffers, given to keys and values."""
+    kv_whole: bool = True
+    """A sequence starts only when its keys and values fit to the end; otherwise when its average does."""
+    max_batch: int = 2048
+    max_tokens: int = 8192
+    """Tokens of prompts in one step."""
+    fixed: float = 2.0
+    """GiB of driver, libraries and workspaces."""
+    buffers: float = 12.0
+    """Copies of the residual stream that a pass holds."""
+    wide_head: bool = True
+    """Embedding and head stay in 16 bits when the other weights are narrower."""
+
+
+ENGINES: dict[str, Engine] = {
+    e.name: e
+    for e in (
+        # C++ with fused kernels and NCCL; one thread a GPU launches every kernel, so the ranks drift apart at each sum.
+        Engine("fastertransformer", "fastertransformer", graphs=False, launch=4e-6, wait=12e-6, step=0.5e-3,
+               one_shot=False, attention="unfused", kernels=12.0, shares_steps=False, fixed=2.1, buffers=20.0),
+        # PyTorch compiled with recorded graphs, NCCL inside them; nothing but sampling stands between steps.
+        Engine("gpt-fast", "gpt-fast", step=0.15e-3, one_shot=False, attention="flash2", kernels=10.0,
+               shares_steps=False, wide_head=False),
+        Engine("trtllm", "engine", step=1e-3),
+        Engine("vllm", "engine", step=1.5e-3, kv_whole=False, kv_share=0.9, max_batch=1024),
+        Engine("sglang", "engine", step=1e-3, kv_whole=False, kv_share=0.85, shares_steps=False),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Format:
+    """How weights are stored, and what they are multiplied in."""
+
+    name: str
+    bytes: float
+    """Of a weight, scales counted in."""
+    multiply: str
+    narrow: str = ""
+    """Multiplied in this instead where the chip can."""
+
+    def dtype(self, chip: Chip) -> str:
+        """What the products are computed in on a chip."""
+        if self.narrow in chip.peak:
+            return self.narrow
+        return self.multiply if self.multiply in chip.peak else "float16"
+
+
+FORMATS = {
+    f.name: f
+    for f in (
+        Format("fp16", 2.0, "float16"),
+        Format("bf16", 2.0, "bfloat16"),
+        Format("int8", 1.0, "bfloat16"),  # weights alone: multiplied in 16 bits
+        Format("int4g32", 0.625, "bfloat16"),  # a scale and a zero of two bytes for each 32
+        Format("fp8", 1.0, "bfloat16", "fp8"),
+        Format("fp4", ITEM_BYTES["fp4"], "bfloat16", "fp4"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A model on its ranks: `tensor` cut the attention, `copies` hold it whole and each serve a part of the requests, and
+    the experts lie over `expert` x `expert_tensor` ranks."""
+
+    model: ModelConfig
+    cluster: Cluster
+    engine: Engine
+    weights: Format
+    attention_weights: Format
+    cache_bytes: float = 2.0
+    tensor: int = 1
+    pipeline: int = 1
+    copies: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    windowed: tuple[float, int] = (0.0, 0)
+    """Share of the layers that see only so many latest positions."""
+
+    @property
+    def chip(self) -> Chip:
+        """The device."""
+        return self.cluster.chip
+
+    @property
+    def head_weights(self) -> Format:
+        """How embedding and head are stored."""
+        return FORMATS["bf16"] if self.engine.wide_head and self.weights.bytes < 2 else self.weights
+
+    @property
+    def routed_layers(self) -> int:
+        """Layers with experts."""
+        return self.model.layers - self.model.dense_layers if self.model.experts else 0
+
+
+@dataclass
+class Cost:
+    """Seconds of a pass by kind of work, and what the host has to start."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    kernels: float = 0.0
+    waits: float = 0.0
+    """Doublings of ranks over all collectives: each is a wait."""
+
+    def add(self, kind: str, seconds: Any, kernels: float = 1.0) -> None:
+        """One more operation."""
+        self.seconds[kind] = self.seconds.get(kind, 0.0) + float(seconds)
+        self.kernels += kernels
+
+    def merge(self, other: Cost, times: float = 1.0) -> None:
+        """The operations of `other`, so many times."""
+        for kind, seconds in other.seconds.items():
+            self.seconds[kind] = self.seconds.get(kind, 0.0) + times * seconds
+        self.kernels += times * other.kernels
+        self.waits += times * other.waits
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one pass works on, on one copy of the attention: tokens of so many sequences, over so many keys."""
+
+    sequences: float
+    queries: float
+    keys: float
+    decode: bool
+
+    @property
+    def tokens(self) -> float:
+        """Rows of every product."""
+        return self.sequences * self.queries
+
+
+def product_seconds(chip: Chip, rows: Any, columns: Any, inner: Any, form: Format, count: Any = 1) -> float:
+    """A product with a stored weight. Where it is stored narrower than it is multiplied, fewer bytes are read, and the
+    speed of large products stays that of the wider format."""
+    dtype = form.dtype(chip)
+    narrow = form.bytes / ITEM_BYTES[dtype]
+    if narrow >= 1:
+        return float(gemm_seconds(chip, rows, columns, inner, dtype, count))
+    reading = gemm_seconds(chip, rows, columns * narrow, inner, dtype, count)
+    large = 4096.0
+    computing = gemm_seconds(chip, large, columns, inner, dtype) * count * rows / large
+    return float(np.maximum(reading, computing))
+
+
+def experts_hit(experts: float, per_token: float, tokens: float) -> float:
+    """How many experts a batch touches, when each token chooses at random."""
+    return experts * (1.0 - (1.0 - per_token / experts) ** tokens)
+
+
+def _sum_between(cost: Cost, s: Serving, size: float, ranks: int) -> None:
+    """Partial sums of `ranks` added up everywhere."""
+    if ranks <= 1:
+        return
+    seconds = collective_seconds(s.cluster, "all_reduce", size, ranks)
+    if s.engine.one_shot and ranks <= s.cluster.domain:
+        # Every rank reads every other's part over the fast link: one hop, n - 1 times the bytes.
+        seconds = min(seconds, 2 * s.cluster.intra_latency + 4e-6 + size * (ranks - 1) / s.cluster.intra)
+    cost.add("tensor", seconds)
+    cost.waits += float(np.log2(ranks))
+
+
+def _streams(cost: Cost, s: Serving, *sizes: float) -> None:
+    """Kernels that only move bytes."""
+    for size in sizes:
+        cost.add("streams", memory_seconds(s.chip, size))
+
+
+def _attention_core(cost: Cost, s: Serving, at: Shape, heads: float, kv_heads: float, head_dim: int, v_dim: int) -> None:
+    share, window = s.windowed
+    for part, reach in ((1 - share, at.keys), (share, min(at.keys, window))):
+        if part:
+            cost.add("attention", part * _core_seconds(s, at, reach, heads, kv_heads, head_dim, v_dim), 2 * part)
+
+
+def _core_seconds(
+    s: Serving, at: Shape, keys: float, heads: float, kv_heads: float, head_dim: int, v_dim: int
+) -> float:
+    dtype = "fp8" if s.cache_bytes < 2 and "fp8" in s.chip.peak else ("float16" if s.weights.name == "fp16" else "bfloat16")
+    shape: dict[str, Any] = dict(batch=at.sequences, heads=heads, queries=at.queries, head_dim=head_dim, v_dim=v_dim)
+    shape |= dict(kv_heads=kv_heads, kernel="flash2" if s.engine.attention == "unfused" else s.engine.attention)
+    if at.decode:
+        return float(attention_seconds(s.chip, **shape, keys=keys, causal=False, dtype=dtype))
+    if s.engine.attention == "unfused":
+        pairs = at.sequences * heads
+        seconds = gemm_seconds(s.chip, at.queries, keys, head_dim, dtype, pairs)
+        seconds += gemm_seconds(s.chip, at.queries, v_dim, keys, dtype, pairs)
+        return float(seconds + memory_seconds(s.chip, 2 * 2 * pairs * at.queries * keys))
+    wide = "bfloat16" if dtype == "fp8" else dtype  # prompts attend in 16 bits
+    seen = 2 * keys_seen(s.model, int(at.queries)) if keys == at.keys else 2.0 * keys
+    return float(attention_seconds(s.chip, **shape, keys=min(seen, at.queries), causal=True, dtype=wide))
+
+
+def _attention(cost: Cost, s: Serving, at: Shape) -> None:
+    m, t, rows, form, chip = s.model, s.tensor, at.tokens, s.attention_weights, s.chip
+    kind = "read" if at.decode else "matmul"
+
+    def product(columns: float, inner: float, count: float = 1) -> None:
+        cost.add(kind, product_seconds(chip, rows, columns, inner, form, count))
+
+    heads = m.heads / t
+    if m.attention == "latent":
+        product(m.q_rank + m.kv_rank + m.rope_dim, m.hidden)
+        product(heads * m.head_dim, m.q_rank or m.hidden)
+        if at.decode:  # queries go into the latent space and values come out of it, so that the cache is read as it lies
+            product(m.kv_rank, m.nope_dim, heads)
+            latent = m.kv_rank + m.rope_dim
+            shared = latent / (latent + m.kv_rank)  # the values are the keys, read once
+            _attention_core(cost, s, at, heads, shared, latent, m.kv_rank)
+            product(m.v_dim, m.kv_rank, heads)
+        else:
+            product(heads * (m.nope_dim + m.v_dim), m.kv_rank)
+            _attention_core(cost, s, at, heads, heads, m.head_dim, m.v_dim)
+        product(m.hidden, heads * m.v_dim)
+        return
+    kv_heads = max(1.0, m.kv_heads / t)
+    product((heads + 2 * kv_heads) * m.head_dim, m.hidden)
+    _attention_core(cost, s, at, heads, kv_heads, m.head_dim, m.head_dim)
+    product(m.hidden, heads * m.head_dim)
+
+
+def _feed_forward(cost: Cost, s: Serving, rows: float, width: float, kind: str) -> None:
+    """A dense feed-forward layer of `width` on this rank."""
+    columns = width * (2 if s.model.gated else 1)
+    cost.add(kind, product_seconds(s.chip, rows, columns, s.model.hidden, s.weights))
+    _streams(cost, s, rows * (columns + width) * 2)
+    cost.add(kind, product_seconds(s.chip, rows, s.model.hidden, width, s.weights))
+
+
+def _experts(cost: Cost, s: Serving, at: Shape) -> None:
+    """Router and routed experts: every copy's tokens meet at the experts."""
+    m, chip = s.model, s.chip
+    tokens = at.tokens * s.copies
+    rows = tokens * m.experts_per_token / s.expert
+    held = m.experts / s.expert
+    hit = max(1.0, experts_hit(held, m.experts_per_token / s.expert, tokens)) if tokens < 1e4 else held
+    width = m.expert_ffn / s.expert_tensor
+    cost.add("read", product_seconds(chip, at.tokens, m.experts, m.hidden, FORMATS["bf16"]))
+    _streams(cost, s, at.tokens * m.experts * 8, rows * m.hidden * 4, rows * 3 * width * 2, rows * m.hidden * 4)
+    dtype = s.weights.dtype(chip)
+    for columns, inner in ((2 * width, m.hidden), (m.hidden, width)):
+        if s.weights.bytes < ITEM_BYTES[dtype]:
+            seconds = product_seconds(chip, rows / hit, columns, inner, s.weights, hit)
+        else:
+            seconds = float(grouped_gemm_seconds(chip, rows, columns, inner, hit, dtype))
+        cost.add("experts", seconds)
+    if s.copies > 1:  # tokens travel to their experts and back
+        narrow = min(2.0, s.weights.bytes)
+        size = at.tokens * min(m.experts_per_token, s.expert) * m.hidden
+        for width_of in (narrow, 2.0):
+            cost.add("tensor", collective_seconds(s.cluster, "all_to_all", size * width_of, s.expert * s.expert_tensor))
+            cost.waits += float(np.log2(max(2, s.expert)))
+
+
+def layer_cost(s: Serving, at: Shape, *, routed: bool) -> Cost:
+    """One layer on one rank."""
+    m, cost, kind = s.model, Cost(), "read" if at.decode else "matmul"
+    stream = at.tokens * m.hidden * 2.0
+    _streams(cost, s, 4 * stream, 2 * at.tokens * (m.heads / s.tensor) * m.head_dim * 2.0)
+    _attention(cost, s, at)
+    _sum_between(cost, s, stream, s.tensor)
+    _streams(cost, s, 4 * stream)
+    if routed:
+        _experts(cost, s, at)
+        if m.shared_experts:
+            _feed_forward(cost, s, at.tokens, m.expert_ffn * m.shared_experts / s.tensor, kind)
+    else:
+        _feed_forward(cost, s, at.tokens, m.ffn / s.tensor, kind)
+    _sum_between(cost, s, stream, s.tensor)
+    cost.kernels = max(cost.kernels, s.engine.kernels)
+    return cost
+
+
+def pass_cost(s: Serving, at: Shape) -> Cost:
+    """A whole forward pass, and the sampling of one token a sequence."""
+    m, cost = s.model, Cost()
+    dense = m.layers - s.routed_layers
+    if dense:
+        cost.merge(layer_cost(s, at, routed=False), dense)
+    if s.routed_layers:
+        cost.merge(layer_cost(s, at, routed=True), s.routed_layers)
+    _streams(cost, s, at.tokens * m.hidden * 4.0)
+    cost.add("read", product_seconds(s.chip, at.sequences, m.vocab / s.tensor, m.hidden, s.head_weights))
+    if s.tensor > 1:
+        cost.add("tensor", collective_seconds(s.cluster, "all_gather", at.sequences * m.vocab * 4.0, s.tensor))
+        cost.waits += float(np.log2(s.tensor))
+    _streams(cost, s, *(at.sequences * m.vocab * 8.0,) * 3)  # penalties, softmax, choice
+    if s.pipeline > 1:
+        hop = collective_seconds(s.cluster, "send", at.tokens * m.hidden * 2.0, s.pipeline, s.tensor)
+        cost.add("tensor", (s.pipeline - 1) * hop, s.pipeline - 1)
+        cost.waits += s.pipeline - 1
+    return cost
+
+
+def seconds(s: Serving, cost: Cost, constants: Mapping[str, float], *, decode: bool) -> float:
+    """A pass's time with the fitted constants. Outside graphs the host may be the slower one."""
+    device = sum(constants[kind] * value for kind, value in cost.seconds.items())
+    device += constants["wait"] * s.engine.wait * cost.waits
+    if decode and s.engine.graphs:
+        return device + constants["gap"] * cost.kernels
+    host = constants["launch"] * s.engine.launch * cost.kernels
+    return float((device**4 + host**4) ** 0.25)
+
+
+def weight_bytes(s: Serving) -> dict[str, float]:
+    """Of one rank: attention, dense feed-forward, experts, and embedding with head."""
+    m, t = s.model, s.tensor
+    matrices, small = attention_parameters(m)
+    cut = matrices / t
+    if m.attention == "latent":
+        whole = m.hidden * (m.q_rank + m.kv_rank + m.rope_dim)
+        cut = (matrices - whole) / t + whole
+    dense = m.layers - s.routed_layers
+    expert = feed_forward_parameters(m, m.expert_ffn)[0] if m.experts else 0.0
+    ffn = dense * feed_forward_parameters(m, m.ffn)[0] + s.routed_layers * m.shared_experts * expert
+    tables = m.vocab * m.hidden * 2 / t
+    if m.position == "learned":
+        tables += m.max_positions * m.hidden
+    return {
+        "attention": m.layers * (cut * s.attention_weights.bytes + small * 2.0) / s.pipeline,
+        "ffn": ffn / t * s.weights.bytes / s.pipeline,
+        "experts": s.routed_layers * m.experts * expert / (s.expert * s.expert_tensor) * s.weights.bytes / s.pipeline,
+        "tables": tables * s.head_weights.bytes / (2 if s.pipeline > 1 else 1),
+    }
+
+
+def cache_bytes(s: Serving, length: float) -> float:
+    """Keys and values of one sequence on one rank."""
+    m = s.model
+    if m.attention == "latent":
+        numbers = float(m.kv_rank + m.rope_dim)
+    else:
+        numbers = 2.0 * max(1.0, m.kv_heads / s.tensor) * m.head_dim
+    share, window = s.windowed
+    reach = (1 - share) * length + share * min(length, window)
+    return m.layers / s.pipeline * numbers * reach * s.cache_bytes
+
+
+def activation_bytes(s: Serving, tokens: float, sequences: float, length: float) -> float:
+    """What a pass of so many tokens holds on a rank."""
+    m = s.model
+    held = tokens * m.hidden * 2.0 * s.engine.buffers / max(1, s.tensor**0.5) + sequences * m.vocab / s.tensor * 4.0
+    if s.engine.attention == "unfused":
+        held += 2 * 2.0 * sequences * m.heads / s.tensor * length**2
+    return held
+
+
+def memory_by_owner(s: Serving, sequences: float, input_len: int, output_len: int) -> dict[str, float]:
+    """Bytes of a rank that serves `sequences` at a time."""
+    together = min(sequences * input_len, s.engine.max_tokens) if s.engine.attention != "unfused" else sequences * input_len
+    return {
+        "weights": sum(weight_bytes(s).values()),
+        "kv_cache": sequences * cache_bytes(s, input_len + output_len),
+        "activations": activation_bytes(s, together, sequences, input_len),
+        "fixed": s.engine.fixed * GIB,
+    }
+
+
+def capacity(s: Serving, input_len: int, output_len: int) -> float:
+    """Sequences that one copy can serve at a time."""
+    e = s.engine
+    beside = sum(weight_bytes(s).values()) + e.fixed * GIB
+    beside += activation_bytes(s, min(e.max_tokens, 4 * input_len), 64, input_len)
+    length = input_len + output_len * (1.0 if e.kv_whole else 0.6)
+    fits = e.kv_share * (s.chip.memory - beside) / cache_bytes(s, length)
+    return float(np.clip(np.floor(fits), 1, e.max_batch))
