@@ -69,30 +69,31 @@ class _Group:
     domains: Any
     card: Any  # bytes/s of a member's network card
 
-    def link(self, operation: str, cards: Any) -> Any:
-        """Bytes/s that a ring or tree gets: of the fast link, or of `cards` network cards where the group crosses."""
+    def fast(self, operation: str) -> Any:
+        """Bytes/s of a device's fast link; two or four ranks leave some of its channels idle."""
         share, loss = self.fitted["shares"][operation]
-        fast = (
-            self.cluster.intra
-            * share
-            * (1 - loss / np.maximum(self.inside, 2))
-            * _torus_share(self.cluster, self.inside)
-        )
-        slow = self.card * cards * self.fitted["inter_share"]
-        return np.where(self.domains > 1, np.where(self.inside > 1, np.minimum(fast, slow), slow), fast)
+        full = self.cluster.intra * share * _torus_share(self.cluster, self.inside)
+        return full * (1 - loss / np.maximum(self.inside, 2))
+
+    def slow(self) -> Any:
+        """Bytes/s between domains: the cards of all members in one."""
+        return self.card * self.inside * self.fitted["inter_share"]
+
+    def steady(self, operation: str, moved_inside: Any, moved_across: Any) -> Any:
+        """Seconds on the busier of the two kinds of link."""
+        fast = np.where(self.inside > 1, moved_inside / self.fast(operation), 0.0)
+        return np.maximum(fast, np.where(self.domains > 1, moved_across / self.slow(), 0.0))
 
     def latency(self, inside_hops: Any, crossing_hops: Any) -> Any:
         """Seconds that a first byte needs."""
         return inside_hops * self.cluster.intra_latency + crossing_hops * self.cluster.inter_latency
 
-    def time(self, moved: Any, link: Any, inside_hops: Any, crossing_hops: Any) -> Any:
+    def time(self, steady: Any, first: Any) -> Any:
         """The better of two protocols: one that sends flags with the data, quick to start and slow, and one that fills
         buffers, which is slower to start and pays for pipelining."""
-        first = self.latency(inside_hops, crossing_hops)
-        flagged = self.fitted["base"] + first + moved / (link * self.fitted["flagged_share"])
-        steady = moved / link
-        start = self.fitted["buffered_hops"] * first
-        buffered = self.fitted["buffered_base"] + start + steady + self.fitted["pipelining"] * np.sqrt(first * steady)
+        fitted = self.fitted
+        flagged = fitted["base"] + first + steady / fitted["flagged_share"]
+        buffered = fitted["buffered_base"] + first + steady + fitted["pipelining"] * np.sqrt(first * steady)
         return np.minimum(flagged, buffered)
 
 
@@ -122,40 +123,42 @@ def candidates(
 
 def _ring(operation: str, passes: float) -> Callable[[_Group], Any]:
     def seconds(group: _Group) -> Any:
-        share = 1.0 if operation == "broadcast" else (group.size - 1) / group.size
-        crossing = np.where(group.domains > 1, group.domains - 1, 0)
-        inside = group.size - 1 - crossing
-        link = group.link(operation, group.inside)
-        return group.time(passes * share * group.bytes, link, passes * inside, passes * crossing)
+        moved = passes * group.bytes * (1.0 if operation == "broadcast" else (group.size - 1) / group.size)
+        crossing = group.domains - 1
+        first = passes * group.latency(group.size - 1 - crossing, crossing)
+        return group.time(group.steady(operation, moved, moved), first)
 
     return seconds
 
 
 def _tree(operation: str, passes: float) -> Callable[[_Group], Any]:
-    """Two binary trees over machines, so that every card is busy; a chain inside a machine."""
+    """Two binary trees over domains, so that every card is busy, and a chain inside each."""
 
     def seconds(group: _Group) -> Any:
-        link = group.link(operation, group.inside) * group.fitted["tree_share"]
-        inside = passes * (group.inside - 1)
-        return group.time(passes * group.bytes, link, inside, passes * np.ceil(np.log2(np.maximum(group.domains, 1))))
+        moved = passes * group.bytes / group.fitted["tree_share"]
+        across = moved * _tree_share(group)
+        first = passes * group.latency(group.inside - 1, np.ceil(np.log2(group.domains)))
+        return group.time(group.steady(operation, moved, across), first)
 
     return seconds
 
 
+def _tree_share(group: _Group) -> Any:
+    """Two domains send each other their sums at once, which halves what crosses; in larger trees some pass on both ways."""
+    return np.where(group.domains > 2, 1.0, 0.5)
+
+
 def _in_switch(group: _Group) -> Any:
-    """The fast link's switch adds up and hands out: the buffer passes each device's link once (NVLink SHARP). Across domains
-    a tree joins the switches, or, with in-network reduction, the network's switches add up as well."""
+    """The fast link's switch adds up and hands out, so the buffer passes each device's link once (NVLink SHARP). Across
+    domains trees join the switches, or, with in-network reduction, the network's switches add up as well."""
     cluster, fitted = group.cluster, group.fitted
     if not cluster.in_switch:
         return np.full(np.broadcast(group.bytes, group.size).shape, np.inf)
-    inside = cluster.intra * fitted["in_switch_share"]
-    passes = 1.0 if cluster.sharp else 2.0
-    across = group.card * group.inside * fitted["inter_share"] / passes
-    link = np.where(group.domains > 1, np.minimum(inside, across), inside)
-    hops = 2 * np.ceil(np.log2(np.maximum(group.domains, 1)))
-    first = group.latency(2, hops)
-    steady = group.bytes / link
-    seconds = fitted["in_switch_base"] + first + steady + fitted["pipelining"] * np.sqrt(first * steady)
+    share = 1.0 if cluster.sharp else 2.0 * _tree_share(group) / fitted["tree_share"]
+    across = np.where(group.domains > 1, share * group.bytes / group.slow(), 0.0)
+    steady = np.maximum(group.bytes / (cluster.intra * fitted["in_switch_share"]), across)
+    first = group.latency(2, 2 * np.ceil(np.log2(group.domains)))
+    seconds = fitted["in_switch_base"] + first + steady + fitted["in_switch_pipelining"] * np.sqrt(first * steady)
     return np.where(group.inside > 2, seconds, np.inf)
 
 
@@ -163,10 +166,9 @@ def _doubling(operation: str) -> Callable[[_Group], Any]:
     """Gathering or scattering in log2 rounds; NCCL has it (PAT, since 2.23) for groups with one rank in a machine."""
 
     def seconds(group: _Group) -> Any:
-        link = group.link(operation, 1.0) * group.fitted["tree_share"]
-        rounds = np.ceil(np.log2(np.maximum(group.size, 1)))
-        moved = group.bytes * (group.size - 1) / group.size
-        return np.where(group.inside > 1, np.inf, group.time(moved, link, 0, rounds))
+        moved = group.bytes * (group.size - 1) / group.size / group.fitted["tree_share"]
+        first = group.latency(0, np.ceil(np.log2(group.size)))
+        return np.where(group.inside > 1, np.inf, group.time(group.steady(operation, moved, moved), first))
 
     return seconds
 
@@ -175,17 +177,15 @@ def _exchange(group: _Group) -> Any:
     """Every rank sends a part to every other: those of its own domain over the fast link, the rest over its card."""
     cluster, fitted = group.cluster, group.fitted
     part = group.bytes / group.size
-    share, loss = fitted["shares"]["all_to_all"]
-    fast = cluster.intra * share * (1 - loss / np.maximum(group.inside, 2))
-    if cluster.torus_dims:
-        # A part travels a quarter of a ring in each dimension.
-        fast = fast / np.maximum(group.inside ** (1 / cluster.torus_dims) * cluster.torus_dims / 4, 1)
-    inside = part * (group.inside - 1) / fast
+    # On a torus a part travels a quarter of the ring in each dimension.
+    dims = cluster.torus_dims
+    travelled = np.maximum(group.inside ** (1 / dims) * dims / 4, 1) if dims else 1.0
+    inside = part * (group.inside - 1) * travelled / group.fast("all_to_all")
     across = part * (group.size - group.inside) / (group.card * fitted["inter_share"])
-    peers = fitted["peer"] * (group.inside - 1) + fitted["inter_peer"] * (group.size - group.inside)
     steady = np.maximum(inside, across)
-    first = group.latency(1, np.where(group.domains > 1, 1, 0))
-    return fitted["base"] + first + peers + steady + fitted["pipelining"] * np.sqrt((first + peers) * steady)
+    peers = fitted["peer"] * (group.inside - 1) + fitted["inter_peer"] * (group.size - group.inside)
+    first = group.latency(1, np.minimum(group.domains - 1, 1)) + peers
+    return fitted["base"] + first + steady + fitted["pipelining"] * np.sqrt(first * steady)
 
 
 def _send(group: _Group) -> Any:
@@ -194,9 +194,7 @@ def _send(group: _Group) -> Any:
     crosses = group.domains > 1
     fast = cluster.intra * fitted["send_share"] * _torus_share(cluster, 2)
     link = np.where(crosses, group.card * fitted["inter_share"], fast)
-    first = np.where(crosses, cluster.inter_latency, cluster.intra_latency)
-    steady = group.bytes / link
-    return fitted["base"] + first + steady + fitted["pipelining"] * np.sqrt(first * steady)
+    return fitted["base"] + np.where(crosses, cluster.inter_latency, cluster.intra_latency) + group.bytes / link
 
 
 _ALGORITHMS: dict[str, dict[str, Callable[[_Group], Any]]] = {
