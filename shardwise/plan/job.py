@@ -76,6 +76,11 @@ def cluster_of(run: Run, devices: int = 0) -> Cluster:
     )
 
 
+def overlapped(job: Job, overlap: bool) -> Job:
+    """The job with `async_tensor`: traffic in two pieces, one of which travels while the other is multiplied."""
+    return replace(job, stack=replace(job.stack, tensor_overlap=0.5)) if overlap else job
+
+
 def job_of(run: Run) -> Job:
     """The job of a run, as this project's trainer executes it."""
     train = run.train
@@ -87,7 +92,7 @@ def job_of(run: Run) -> Job:
                         reduce_bytes=BYTES[train.dtype])  # fmt: skip
     else:
         stack = replace(stack, reduce_bytes=BYTES[train.reduce_dtype])
-    return Job(
+    job = Job(
         model=run.model,
         layout=run.layout,
         seq_len=train.seq_len,
@@ -99,3 +104,4 @@ def job_of(run: Run) -> Job:
         fp8=train.fp8 != "none",
         headroom=run.cluster.headroom,
     )
+    return overlapped(job, run.layout.async_tensor)

@@ -203,8 +203,10 @@ def step_time(
     for rank in range(lay.pipeline):
         mine = [n for n, home in enumerate(placement) if home == rank]
         busy[rank] = microbatches * sum(forward[n] + inputs[n] + weights[n] for n in mine)
-        tails[rank] = _tail(job, [own[kinds[n]] for n in mine], [prepared.data[kinds[n]] for n in mine], constants)
-        updates[rank] = constants["optimizer"] * float(sum(prepared.data[kinds[n]].optimizer for n in mine))
+        data = DataSeconds(*map(sum, zip(*(prepared.data[kinds[n]] for n in mine), strict=True)))
+        work = [(p.forward, p.backward_input, p.backward_weight) for p in (own[kinds[n]] for n in mine)]
+        tails[rank] = float(tail_seconds(job, Passes(*map(sum, zip(*work, strict=True)), {}), data, constants))
+        updates[rank] = constants["optimizer"] * float(data.optimizer)
     tail, optimizer = max(tails), max(updates)
     whole = makespan + tail + optimizer + constants["overhead"]
     seconds = whole * float(slowdown(job, constants))
@@ -240,13 +242,12 @@ def play_schedule(job: Job, cost: Cost, wire: float, microbatches: int) -> Playe
     return makespan, schedule.placement, timing
 
 
-def _tail(job: Job, stages: list[Passes], data: list[DataSeconds], constants: Constants) -> float:
-    """Traffic once a step that nothing hides, on a rank with these stages."""
-    once = constants["data"] * float(sum(d.once for d in data))
-    gather = constants["data"] * float(sum(d.gather_once for d in data))
+def tail_seconds(job: Job, own: Passes, data: DataSeconds, constants: Constants) -> Number:
+    """Traffic once a step that nothing hides, on a rank whose stages take and send so much together."""
+    once, gather = constants["data"] * data.once, constants["data"] * data.gather_once
     share = constants["exposed"]
     if job.stack.gradients_overlap:
-        once = max(once - float(sum(s.backward_input + s.backward_weight for s in stages)), share * once)
+        once = np.maximum(once - own.backward_input - own.backward_weight, share * once)
     if job.stack.gather_overlap:
-        gather = max(gather - float(sum(s.forward for s in stages)), share * gather)
+        gather = np.maximum(gather - own.forward, share * gather)
     return once + gather
