@@ -149,8 +149,9 @@ def data(wire: Wire) -> None:
     """`shard.py`: parameters gathered, gradients scattered, and all-reduced over copies."""
     place = wire.place
     if place.copies_alone:
-        sizes = [weight.numbers * place.wide for weight in _in_order(place)]
-        wire.all_reduce("replicate", sum(sizes), messages=buckets(reversed(sizes)))
+        for stage in place.stages:
+            sizes = [weight.numbers * place.wide for weight in _in_order(place, stage)]
+            wire.all_reduce("replicate", sum(sizes), messages=buckets(reversed(sizes)))
     if not place.shared:
         return
     lay, n = place.run.layout, place.run.accumulation
@@ -182,9 +183,12 @@ def _share(wire: Wire, group: str, weights: Iterable[Weight], units: int, gather
 
 
 def _gathered_in_vain(wire: Wire, stage: Stage) -> None:
-    """`fully_shard` fetches, while a layer's backward pass runs, the unit whose forward pass ended before that layer's.
-    Before a stage's first layer that is the last one of the microbatch before, unless the stage's passes were never all
-    done: after the last backward pass nothing needs it. First and last stages hold what it is then, and fetch nothing."""
+    """A layer that `fully_shard` fetches ahead and nobody uses.
+
+    While a layer's backward pass runs, it fetches what was forward just before that layer. Before a stage's first layer that
+    is the end of an earlier microbatch, if there was one, and the pass after this one needs it. After the last backward pass
+    none does. First and last stages end in what stands outside of the layers, which is gathered still.
+    """
     place, lay = wire.place, wire.place.run.layout
     kept = lay.zero < 3 and place.splits_backward
     if stage.first or stage.last or kept or len(stage.layers) < 2 or not place.runs_dry(stage):
@@ -193,14 +197,14 @@ def _gathered_in_vain(wire: Wire, stage: Stage) -> None:
     wire.all_gather("zero", sum(weight.shard(place.sizes["zero"]) for weight in weights) * place.width)
 
 
-def _in_order(place: Place) -> Iterator[Weight]:
-    """The parameters of a rank that holds the whole network, as they are declared."""
-    (stage,) = place.stages
-    first, last = Stage(0, stage.layers, True, False), Stage(0, stage.layers, False, True)
-    yield from place.outer_weights(first)
+def _in_order(place: Place, stage: Stage) -> Iterator[Weight]:
+    """The parameters of a stage as they are declared."""
+    outer = place.outer_weights(stage)
+    before = (2 if place.run.model.position == "learned" else 1) if stage.first else 0
+    yield from outer[:before]
     for layer in stage.layers:
         yield from place.layer_weights(place.routed(layer))
-    yield from place.outer_weights(last)[: None if not place.run.model.tied_embeddings else -1]
+    yield from outer[before:]
 
 
 def buckets(sizes: Iterable[int]) -> int:
@@ -381,7 +385,9 @@ def loads(wire: Wire) -> None:
 def muon(wire: Wire) -> None:
     """`train/optimizer.py`: every matrix inside of the layers brought together, first its shards, then its parts."""
     place = wire.place
-    counts = {r: sum(place.routed(layer) == r for stage in place.stages for layer in stage.layers) for r in (False, True)}
+    counts = {
+        r: sum(place.routed(layer) == r for stage in place.stages for layer in stage.layers) for r in (False, True)
+    }
     for routed, count in counts.items():
         for weight in place.layer_weights(routed) if count else ():
             if len(weight.shape) < 2:

@@ -57,12 +57,13 @@ def axes_by_group(trainee: Trainee) -> dict[str, str]:
 
 
 class TrafficCounter(TorchDispatchMode):
-    """While it is open, adds up the bytes of each (axis, operation) of this rank; `axes` names the groups."""
+    """While it is open, adds up bytes and messages of each (axis, operation) of this rank; `axes` names the groups."""
 
     def __init__(self, axes: dict[str, str]) -> None:
         super().__init__()
         self.axes = axes
         self.traffic: Traffic = Counter()
+        self.messages: Traffic = Counter()
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in operator.namespace:
@@ -75,16 +76,16 @@ class TrafficCounter(TorchDispatchMode):
         others = Fraction(ranks - 1, ranks)
         match operator.split(".")[1], args:
             case "allreduce_", (tensors, *_):
-                operation, size = "all-reduce", 2 * others * _total(tensors)
+                operation, size = "all_reduce", 2 * others * _total(tensors)
             case "_allgather_base_", (_, mine, *_):
-                operation, size = "all-gather", (ranks - 1) * _size(mine)
+                operation, size = "all_gather", (ranks - 1) * _size(mine)
             case "allgather_", (_, mine, *_):
-                operation, size = "all-gather", (ranks - 1) * _total(mine)
+                operation, size = "all_gather", (ranks - 1) * _total(mine)
             case "_reduce_scatter_base_", (_, whole, *_):
-                operation, size = "reduce-scatter", others * _size(whole)
+                operation, size = "reduce_scatter", others * _size(whole)
             case "alltoall_base_", (_, rows, _, _, sent, *_):
                 kept = sent[group.rank()] if sent else len(rows) // ranks
-                operation, size = "all-to-all", _size(rows[kept:])
+                operation, size = "all_to_all", _size(rows[kept:])
             case "send", (tensors, *_):
                 operation, size = "send", _total(tensors)
             case "recv_", _:
@@ -93,3 +94,4 @@ class TrafficCounter(TorchDispatchMode):
                 raise NotImplementedError(f"bytes of {operator}")
         if ranks > 1:
             self.traffic[self.axes[group.group_name], operation] += size
+            self.messages[self.axes[group.group_name], operation] += 1
