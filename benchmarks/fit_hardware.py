@@ -78,7 +78,9 @@ def gemm_constants(values: Any) -> GemmConstants:
     """The model's constants from the vector that is fitted."""
     shares = [float(share) for share in np.cumprod(values[:4])]  # a smaller tile is never better while it computes
     rest = [float(value) for value in values[4:14]]
-    return GemmConstants(tuple((m, n, shares[which]) for m, n, which in TILES), *rest)
+    # A tile that is no better than the next smaller one is never chosen.
+    kept = [which for which in range(4) if which == 3 or shares[which] > 1.001 * shares[which + 1]]
+    return GemmConstants(tuple((m, n, shares[which]) for m, n, which in TILES if which in kept), *rest)
 
 
 def read_gemms(path: Path, dtype: str) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def _tree(operation: str, passes: float) -> Callable[[_Group], Any]:
 
     def seconds(group: _Group) -> Any:
         moved = passes * group.bytes / group.fitted["tree_share"]
-        across = moved * _tree_share(group)
+        across = moved * (_tree_share(group) if operation == "all_reduce" else 1.0)
         first = passes * group.latency(group.inside - 1, np.ceil(np.log2(group.domains)))
         return group.time(group.steady(operation, moved, across), first)
 

@@ -93,9 +93,9 @@ def _computing_seconds(fitted: GemmConstants, units: int, speed: Any, m: Any, n:
         full = tiles / units
         waves = np.maximum(full + fitted.quantum * (np.ceil(full) - full), 1.0)
         whole = waves * (k + fitted.depth) * step
-        parts = np.maximum(np.floor(units / tiles), 1.0)
+        parts = np.maximum(np.floor(units / tiles), 1e-9)  # below one: no unit is free, and cutting takes for ever
         depth = np.maximum(k / parts, np.minimum(k, fitted.split_depth))
         split = (depth + fitted.depth) * step + fitted.split_seconds
-        best = np.minimum(best, np.where(parts > 1, np.minimum(whole, split), whole))
+        best = np.minimum(best, np.minimum(whole, split))
     doublings = np.log2(np.maximum(2.0 * m * n * k * count / fitted.droop_flops, 1.0))
     return best * (1.0 + fitted.droop * np.minimum(doublings, MOST_DOUBLINGS))
