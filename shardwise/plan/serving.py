@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -24,94 +24,11 @@ from shardwise.hardware import (
     memory_seconds,
 )
 from shardwise.hardware.chips import ITEM_BYTES, Chip
+from shardwise.plan.engines import FORMATS, Engine, Format
 from shardwise.plan.work import attention_parameters, feed_forward_parameters, keys_seen
 from shardwise.run import ModelConfig
 
 GIB = 2.0**30
-
-
-@dataclass(frozen=True)
-class Engine:
-    """Facts about a serving program."""
-
-    name: str
-    family: str
-    """Engines of a family share fitted constants."""
-    graphs: bool = True
-    """Whether a step of decoding is one recorded graph, so that the host launches nothing."""
-    launch: float = 6e-6
-    """Seconds of the host for a kernel outside graphs."""
-    wait: float = 1e-6
-    """Seconds that ranks wait for each other at a collective, for each doubling of the ranks."""
-    step: float = 1e-3
-    """Seconds of a step outside the network: schedule, sample, hand tokens out."""
-    one_shot: bool = True
-    """Small sums between ranks by one kernel that reads all peers, not by NCCL."""
-    attention: Literal["unfused", "flash2", "flash3"] = "flash3"
-    kernels: float = 14.0
-    """Kernels of a dense layer."""
-    shares_steps: bool = True
-    """Whether a new prompt's tokens ride in the steps that decode, so that both read the weights once."""
-    kv_share: float = 0.9
-    """Of the memory left beside weights and buffers, given to keys and values."""
-    kv_whole: bool = True
-    """A sequence starts only when its keys and values fit to the end; otherwise when its average does."""
-    max_batch: int = 2048
-    max_tokens: int = 8192
-    """Tokens of prompts in one step."""
-    fixed: float = 2.0
-    """GiB of driver, libraries and workspaces."""
-    buffers: float = 12.0
-    """Copies of the residual stream that a pass holds."""
-    wide_head: bool = True
-    """Embedding and head stay in 16 bits when the other weights are narrower."""
-
-
-ENGINES: dict[str, Engine] = {
-    e.name: e
-    for e in (
-        # C++ with fused kernels and NCCL; one thread a GPU launches every kernel, so the ranks drift apart at each sum.
-        Engine("fastertransformer", "fastertransformer", graphs=False, launch=4e-6, wait=12e-6, step=0.5e-3,
-               one_shot=False, attention="unfused", kernels=12.0, shares_steps=False, fixed=2.1, buffers=20.0),
-        # PyTorch compiled with recorded graphs, NCCL inside them; nothing but sampling stands between steps.
-        Engine("gpt-fast", "gpt-fast", step=0.15e-3, one_shot=False, attention="flash2", kernels=10.0,
-               shares_steps=False, wide_head=False),
-        Engine("trtllm", "engine", step=1e-3),
-        Engine("vllm", "engine", step=1.5e-3, kv_whole=False, kv_share=0.9, max_batch=1024),
-        Engine("sglang", "engine", step=1e-3, kv_whole=False, kv_share=0.85, shares_steps=False),
-    )
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Format:
-    """How weights are stored, and what they are multiplied in."""
-
-    name: str
-    bytes: float
-    """Of a weight, scales counted in."""
-    multiply: str
-    narrow: str = ""
-    """Multiplied in this instead where the chip can."""
-
-    def dtype(self, chip: Chip) -> str:
-        """What the products are computed in on a chip."""
-        if self.narrow in chip.peak:
-            return self.narrow
-        return self.multiply if self.multiply in chip.peak else "float16"
-
-
-FORMATS = {
-    f.name: f
-    for f in (
-        Format("fp16", 2.0, "float16"),
-        Format("bf16", 2.0, "bfloat16"),
-        Format("int8", 1.0, "bfloat16"),  # weights alone: multiplied in 16 bits
-        Format("int4g32", 0.625, "bfloat16"),  # a scale and a zero of two bytes for each 32
-        Format("fp8", 1.0, "bfloat16", "fp8"),
-        Format("fp4", ITEM_BYTES["fp4"], "bfloat16", "fp4"),
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -190,7 +107,7 @@ def product_seconds(chip: Chip, rows: Any, columns: Any, inner: Any, form: Forma
     """A product with a stored weight. Where it is stored narrower than it is multiplied, fewer bytes are read, and the
     speed of large products stays that of the wider format."""
     dtype = form.dtype(chip)
-    narrow = form.bytes / ITEM_BYTES[dtype]
+    narrow = form.bytes / form.reach / ITEM_BYTES[dtype]
     if narrow >= 1:
         return float(gemm_seconds(chip, rows, columns, inner, dtype, count))
     reading = gemm_seconds(chip, rows, columns * narrow, inner, dtype, count)
@@ -222,7 +139,9 @@ def _streams(cost: Cost, s: Serving, *sizes: float) -> None:
         cost.add("streams", memory_seconds(s.chip, size))
 
 
-def _attention_core(cost: Cost, s: Serving, at: Shape, heads: float, kv_heads: float, head_dim: int, v_dim: int) -> None:
+def _attention_core(
+    cost: Cost, s: Serving, at: Shape, heads: float, kv_heads: float, head_dim: int, v_dim: int
+) -> None:
     share, window = s.windowed
     for part, reach in ((1 - share, at.keys), (share, min(at.keys, window))):
         if part:
@@ -232,7 +151,9 @@ def _attention_core(cost: Cost, s: Serving, at: Shape, heads: float, kv_heads: f
 def _core_seconds(
     s: Serving, at: Shape, keys: float, heads: float, kv_heads: float, head_dim: int, v_dim: int
 ) -> float:
-    dtype = "fp8" if s.cache_bytes < 2 and "fp8" in s.chip.peak else ("float16" if s.weights.name == "fp16" else "bfloat16")
+    dtype = (
+        "fp8" if s.cache_bytes < 2 and "fp8" in s.chip.peak else ("float16" if s.weights.name == "fp16" else "bfloat16")
+    )
     shape: dict[str, Any] = dict(batch=at.sequences, heads=heads, queries=at.queries, head_dim=head_dim, v_dim=v_dim)
     shape |= dict(kv_heads=kv_heads, kernel="flash2" if s.engine.attention == "unfused" else s.engine.attention)
     if at.decode:
@@ -258,7 +179,9 @@ def _attention(cost: Cost, s: Serving, at: Shape) -> None:
     if m.attention == "latent":
         product(m.q_rank + m.kv_rank + m.rope_dim, m.hidden)
         product(heads * m.head_dim, m.q_rank or m.hidden)
-        if at.decode:  # queries go into the latent space and values come out of it, so that the cache is read as it lies
+        if (
+            at.decode
+        ):  # queries go into the latent space and values come out of it, so that the cache is read as it lies
             product(m.kv_rank, m.nope_dim, heads)
             latent = m.kv_rank + m.rope_dim
             shared = latent / (latent + m.kv_rank)  # the values are the keys, read once
@@ -289,7 +212,7 @@ def _experts(cost: Cost, s: Serving, at: Shape) -> None:
     tokens = at.tokens * s.copies
     rows = tokens * m.experts_per_token / s.expert
     held = m.experts / s.expert
-    hit = max(1.0, experts_hit(held, m.experts_per_token / s.expert, tokens)) if tokens < 1e4 else held
+    hit = max(1.0, experts_hit(held, m.experts_per_token / s.expert, tokens))
     width = m.expert_ffn / s.expert_tensor
     cost.add("read", product_seconds(chip, at.tokens, m.experts, m.hidden, FORMATS["bf16"]))
     _streams(cost, s, at.tokens * m.experts * 8, rows * m.hidden * 4, rows * 3 * width * 2, rows * m.hidden * 4)
@@ -312,7 +235,10 @@ def layer_cost(s: Serving, at: Shape, *, routed: bool) -> Cost:
     """One layer on one rank."""
     m, cost, kind = s.model, Cost(), "read" if at.decode else "matmul"
     stream = at.tokens * m.hidden * 2.0
-    _streams(cost, s, 4 * stream, 2 * at.tokens * (m.heads / s.tensor) * m.head_dim * 2.0)
+    turned = at.tokens * (m.heads / s.tensor) * m.head_dim * 2.0
+    _streams(cost, s, 4 * stream, 2 * turned)
+    if s.engine.attention == "unfused" and not at.decode:  # queries, keys and values are laid out by heads, and back
+        _streams(cost, s, 4 * turned, 2 * turned)
     _attention(cost, s, at)
     _sum_between(cost, s, stream, s.tensor)
     _streams(cost, s, 4 * stream)
@@ -369,7 +295,7 @@ def weight_bytes(s: Serving) -> dict[str, float]:
     dense = m.layers - s.routed_layers
     expert = feed_forward_parameters(m, m.expert_ffn)[0] if m.experts else 0.0
     ffn = dense * feed_forward_parameters(m, m.ffn)[0] + s.routed_layers * m.shared_experts * expert
-    tables = m.vocab * m.hidden * 2 / t
+    tables = m.vocab * m.hidden * (1 if m.tied_embeddings and not s.engine.tables_apart else 2) / t
     if m.position == "learned":
         tables += m.max_positions * m.hidden
     return {
@@ -395,7 +321,8 @@ def cache_bytes(s: Serving, length: float) -> float:
 def activation_bytes(s: Serving, tokens: float, sequences: float, length: float) -> float:
     """What a pass of so many tokens holds on a rank."""
     m = s.model
-    held = tokens * m.hidden * 2.0 * s.engine.buffers / max(1, s.tensor**0.5) + sequences * m.vocab / s.tensor * 4.0
+    whole = tokens * m.hidden * 2.0 * s.engine.buffers
+    held = whole * (1 + 1 / s.tensor) / 2 + sequences * m.vocab / s.tensor * 4.0  # what lies inside the layers is cut
     if s.engine.attention == "unfused":
         held += 2 * 2.0 * sequences * m.heads / s.tensor * length**2
     return held
@@ -403,7 +330,9 @@ def activation_bytes(s: Serving, tokens: float, sequences: float, length: float)
 
 def memory_by_owner(s: Serving, sequences: float, input_len: int, output_len: int) -> dict[str, float]:
     """Bytes of a rank that serves `sequences` at a time."""
-    together = min(sequences * input_len, s.engine.max_tokens) if s.engine.attention != "unfused" else sequences * input_len
+    together = (
+        min(sequences * input_len, s.engine.max_tokens) if s.engine.attention != "unfused" else sequences * input_len
+    )
     return {
         "weights": sum(weight_bytes(s).values()),
         "kv_cache": sequences * cache_bytes(s, input_len + output_len),

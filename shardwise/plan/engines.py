@@ -1,0 +1,101 @@
+"""Programs that serve models, and formats that weights are stored in: the facts that change what a pass costs.
+
+What a program does stands here; how well it does it is fitted, and stands in `fitted_inference.json` under its family.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.hardware.chips import ITEM_BYTES, Chip
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Facts about a serving program."""
+
+    name: str
+    family: str
+    """Engines of a family share fitted constants."""
+    graphs: bool = True
+    """Whether a step of decoding is one recorded graph, so that the host launches nothing."""
+    launch: float = 6e-6
+    """Seconds of the host for a kernel outside graphs."""
+    wait: float = 1e-6
+    """Seconds that ranks wait for each other at a collective, for each doubling of the ranks."""
+    step: float = 1e-3
+    """Seconds of a step outside the network: schedule, sample, hand tokens out."""
+    one_shot: bool = True
+    """Small sums between ranks by one kernel that reads all peers, not by NCCL."""
+    attention: Literal["unfused", "flash2", "flash3"] = "flash3"
+    kernels: float = 14.0
+    """Kernels of a dense layer."""
+    shares_steps: bool = True
+    """Whether a new prompt's tokens ride in the steps that decode, so that both read the weights once."""
+    kv_share: float = 0.9
+    """Of the memory left beside weights and buffers, given to keys and values."""
+    kv_whole: bool = True
+    """A sequence starts only when its keys and values fit to the end; otherwise when its average does."""
+    max_batch: int = 2048
+    max_tokens: int = 8192
+    """Tokens of prompts in one step."""
+    fixed: float = 2.0
+    """GiB of driver, libraries and workspaces."""
+    buffers: float = 12.0
+    """Copies of the residual stream that a pass holds."""
+    arrive: float = 0.0
+    """Seconds a request spends before it is seen: network, tokenizer, queues between processes."""
+    tables_apart: bool = False
+    """Embedding and head are two tables even when they are tied."""
+    wide_head: bool = True
+    """Embedding and head stay in 16 bits when the other weights are narrower."""
+
+
+ENGINES: dict[str, Engine] = {
+    e.name: e
+    for e in (
+        # C++ with fused kernels and NCCL; one thread a GPU launches every kernel, so the ranks drift apart at each sum.
+        Engine("fastertransformer", "fastertransformer", graphs=False, launch=4e-6, wait=12e-6, step=0.5e-3,
+               one_shot=False, attention="unfused", kernels=12.0, shares_steps=False, fixed=2.6, buffers=20.0, tables_apart=True),
+        # PyTorch compiled with recorded graphs, NCCL inside them; nothing but sampling stands between steps.
+        Engine("gpt-fast", "gpt-fast", step=0.15e-3, one_shot=False, attention="flash2", kernels=10.0,
+               shares_steps=False, wide_head=False),
+        Engine("trtllm", "engine", step=1e-3, arrive=30e-3),
+        Engine("vllm", "engine", step=1.5e-3, arrive=30e-3, kv_whole=False, kv_share=0.9, max_batch=1024),
+        Engine("sglang", "engine", step=1e-3, arrive=30e-3, kv_whole=False, kv_share=0.85, shares_steps=False),
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Format:
+    """How weights are stored, and what they are multiplied in."""
+
+    name: str
+    bytes: float
+    """Of a weight, scales counted in."""
+    multiply: str
+    narrow: str = ""
+    """Multiplied in this instead where the chip can."""
+    reach: float = 1.0
+    """Share of the memory speed left to kernels that have to widen the weights first."""
+
+    def dtype(self, chip: Chip) -> str:
+        """What the products are computed in on a chip."""
+        if self.narrow in chip.peak:
+            return self.narrow
+        return self.multiply if self.multiply in chip.peak else "float16"
+
+
+FORMATS = {
+    f.name: f
+    for f in (
+        Format("fp16", 2.0, "float16"),
+        Format("bf16", 2.0, "bfloat16"),
+        Format("int8", 1.0, "bfloat16", reach=0.9),  # weights alone: multiplied in 16 bits
+        Format("int4g32", 0.625, "bfloat16", reach=0.8),  # a scale and a zero of two bytes for each 32
+        Format("fp8", 1.0, "bfloat16", "fp8"),
+        Format("fp4", ITEM_BYTES["fp4"], "bfloat16", "fp4"),
+    )
+}

@@ -1,0 +1,133 @@
+"""How requests come, and what they then wait for.
+
+A *static* batch starts and ends together. In a *closed loop* so many clients each send their next request when the last is
+answered, so that each answer waits for the others' prompts. Under *full load* all requests queue from the start, and memory
+decides how many run at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.plan.serving import Cost, Serving, Shape, capacity, pass_cost, seconds
+
+
+@dataclass(frozen=True)
+class Load:
+    """How requests come. `batch` is over all copies; 0: as many as memory holds."""
+
+    kind: Literal["static", "closed", "full"]
+    batch: int
+    input_len: int
+    output_len: int
+    requests: int = 0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything of a prediction that the fitted constants do not change. Batches are those of one copy."""
+
+    serving: Serving
+    load: Load
+    running: float
+    waiting: float
+    prompt: Cost
+    """Prompts of `together` sequences in one pass."""
+    together: float
+    steps: tuple[Cost, ...]
+    """A step at the mean length of the answers; under full load also that of the last, smaller wave."""
+    rest: float = 0.0
+
+
+def prepare(s: Serving, load: Load) -> Prepared:
+    """Count the passes that a load needs."""
+    mean = load.input_len + load.output_len / 2
+    asked = max(1.0, load.batch / s.copies)
+    if load.kind == "static":
+        together = asked / min(s.pipeline, asked)
+        prompt = pass_cost(s, _prompt(load, together))
+        return Prepared(s, load, asked, 0.0, prompt, together, (_step(s, asked, mean),))
+    most = capacity(s, load.input_len, load.output_len)
+    rest = 0.0
+    if load.kind == "full":
+        asked = max(1.0, (load.requests or 100 * most) / s.copies)
+    running = min(asked, most)
+    together = max(1.0, min(running, s.engine.max_tokens // load.input_len)) if load.kind == "full" else 1.0
+    sizes = [running]
+    if load.kind == "full" and asked > running:
+        rest = asked - running * math.floor(asked / running)
+        sizes += [rest] if rest else []
+    steps = tuple(_step(s, size, mean) for size in sizes)
+    return Prepared(s, load, running, asked - running, pass_cost(s, _prompt(load, together)), together, steps, rest)
+
+
+def _step(s: Serving, sequences: float, keys: float) -> Cost:
+    """A token for each sequence. Stages work on a part of the batch each, so a part has gone round when it starts again."""
+    return pass_cost(s, Shape(sequences / min(s.pipeline, sequences), 1, keys, True))
+
+
+def _prompt(load: Load, sequences: float) -> Shape:
+    return Shape(sequences, load.input_len, load.input_len, False)
+
+
+def quantities(p: Prepared, constants: Mapping[str, float]) -> dict[str, float]:
+    """What could be measured: seconds, and tokens a second over all copies."""
+    s, load = p.serving, p.load
+    outside = constants["step"] * s.engine.step
+    step = seconds(s, p.steps[0], constants, decode=True) + outside
+    prompt = seconds(s, p.prompt, constants, decode=False) + outside
+    if load.kind == "static":
+        return _static(p, prompt, step)
+    # Prompts and answers that share a step read the weights once between them.
+    shared = constants["read"] * p.steps[0].seconds.get("read", 0.0) + outside if s.engine.shares_steps else 0.0
+    each = max(prompt - shared, 0.5 * prompt) / (p.together * s.pipeline) * (1 + constants["stall"] * (s.copies - 1))
+    if load.kind == "closed":
+        return _closed(p, constants, each, step, max(prompt, each))
+    return _full(p, constants, each, step, outside)
+
+
+def _static(p: Prepared, prompt: float, step: float) -> dict[str, float]:
+    load, stages = p.load, p.serving.pipeline
+    parts = p.running / p.together
+    # A prompt's parts follow each other through the stages.
+    first = prompt * (parts + stages - 1) / stages
+    latency = first + (load.output_len - 1) * step
+    tokens = load.batch * load.output_len / latency
+    return {"ttft": first, "tpot": step, "decode": step, "latency": latency, "output_tokens_per_s": tokens}
+
+
+def _closed(p: Prepared, constants: Mapping[str, float], each: float, step: float, prompt: float) -> dict[str, float]:
+    """While a request answers, each of the others begins once, and its prompt is in the way."""
+    load = p.load
+    tpot = step + max(0.0, p.running - 1) / load.output_len * each
+    answer = load.output_len * tpot
+    busy = min(0.9, p.running * each / answer)
+    # Prompts queue behind each other, at the start all of them; clients beyond what memory holds wait for whole answers.
+    first = prompt * (1 + busy / (2 * (1 - busy)) + constants["queue"] * (p.running - 1)) + step / 2
+    first += constants["arrive"] * p.serving.engine.arrive + p.waiting / p.running * answer
+    latency = first + (load.output_len - 1) * tpot
+    tokens = load.batch * load.output_len / latency
+    return {"ttft": first, "tpot": tpot, "decode": step, "latency": latency, "output_tokens_per_s": tokens}
+
+
+def _full(p: Prepared, constants: Mapping[str, float], each: float, step: float, outside: float) -> dict[str, float]:
+    """Waves of requests, as many as fit; the last one is what is left."""
+    load = p.load
+    wave = p.running * each + load.output_len * step
+    waves = math.floor((p.running + p.waiting) / p.running)
+    total = waves * wave
+    if p.rest:
+        last = seconds(p.serving, p.steps[1], constants, decode=True) + outside
+        total += p.rest * each + load.output_len * last
+    total *= constants["load"]
+    tokens = (p.running + p.waiting) * load.output_len * p.serving.copies / total
+    return {
+        "ttft": total / 2,
+        "tpot": wave / load.output_len,
+        "decode": step,
+        "latency": wave,
+        "output_tokens_per_s": tokens,
+    }
