@@ -1,8 +1,7 @@
 """Predict what serving a model will give: time to the first token, time a token, throughput and memory.
 
-Requests come in one of three ways: a *static* batch starts and ends together; in a *closed loop* so many clients each send
-their next request when the last is answered, so that each answer waits for the others' prompts; under *full load* all
-requests queue from the start and memory decides how many run at a time.
+`serving.py` counts what passes cost, `loads.py` what requests wait for; here stand the fitted constants, the question a user
+asks, and the rows that others published.
 
 Published rows are predicted with constants fitted without their source (`benchmarks/fit_inference.py`), unless asked otherwise.
 """
@@ -13,25 +12,15 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any
 
 from shardwise.hardware import Cluster, make_cluster
+from shardwise.plan.engines import ENGINES, FORMATS
+from shardwise.plan.loads import Load, prepare, quantities
 from shardwise.plan.rows import Row, Unsupported, model_of
-from shardwise.plan.serving import (
-    ENGINES,
-    FORMATS,
-    GIB,
-    Cost,
-    Serving,
-    Shape,
-    capacity,
-    memory_by_owner,
-    pass_cost,
-    seconds,
-)
+from shardwise.plan.serving import GIB, Serving, memory_by_owner
 from shardwise.plan.validate import Prediction
 from shardwise.run import ModelConfig, Problem, UserError
 from shardwise.run.derive import derive_model
@@ -39,7 +28,7 @@ from shardwise.run.derive import derive_model
 NAMES: dict[str, tuple[float, tuple[str, ...]]] = {
     # name: (value before fitting, what it may depend on)
     "read": (1.0, ("chip", "family", "engine", "format")),
-    "matmul": (1.0, ("chip", "family", "engine")),
+    "matmul": (1.0, ("chip", "family", "engine", "format")),
     "experts": (1.0, ("chip", "family", "engine")),
     "attention": (1.0, ("chip", "family", "engine")),
     "streams": (1.0, ("family",)),
@@ -48,11 +37,16 @@ NAMES: dict[str, tuple[float, tuple[str, ...]]] = {
     "gap": (1.0e-6, ("family",)),
     "launch": (1.0, ("family",)),
     "step": (1.0, ("family", "engine")),
+    "stall": (0.1, ()),
     "load": (1.0, ()),
+    "arrive": (1.0, ("engine",)),
+    "queue": (0.05, ("engine",)),
 }
 """Factors on the seconds of a kind of work: products of a step and of a prompt, experts, attention, kernels that move bytes,
-sums between ranks; on an engine's waits, launches and steps; on a run under full load. `gap` is seconds between the kernels
-of a recorded graph."""
+sums between ranks; on an engine's waits, launches, steps and arrivals; on a run under full load. `gap` is seconds between the
+kernels of a recorded graph; `stall` the share of each other copy's prompts that a copy of attention waits for at the experts;
+`queue` the share of the other clients' prompts that one waits for: a twentieth when all come at once and then each sends ten,
+as benchmarks do."""
 
 FIRST = ("latency_ms", "tpot_ms", "decode_ms_per_token", "output_tokens_per_s")
 """What a row is judged by: the first of these that was measured."""
@@ -62,113 +56,6 @@ REQUESTS = {
     (128, 128): 30000, (128, 2048): 3000, (128, 4096): 1500, (500, 2000): 3000, (1000, 1000): 3000, (1000, 2000): 1500,
     (2048, 128): 3000, (2048, 2048): 1500, (5000, 500): 1500, (20000, 2000): 1000,
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Load:
-    """How requests come. `batch` is over all copies; 0: as many as memory holds."""
-
-    kind: str
-    batch: int
-    input_len: int
-    output_len: int
-    requests: int = 0
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Everything of a prediction that the fitted constants do not change. Batches are those of one copy."""
-
-    serving: Serving
-    load: Load
-    running: float
-    waiting: float
-    prompt: Cost
-    """Prompts of `together` sequences in one pass."""
-    together: float
-    steps: tuple[Cost, ...]
-    """A step at the mean length of the answers; under full load also that of the last, smaller wave."""
-    rest: float = 0.0
-
-
-def prepare(s: Serving, load: Load) -> Prepared:
-    """Count the passes that a load needs."""
-    mean = load.input_len + load.output_len / 2
-    asked = max(1.0, load.batch / s.copies)
-    if load.kind == "static":
-        running, together = asked, asked / min(s.pipeline, asked)
-        steps = (pass_cost(s, Shape(together, 1, mean, True)),)
-        return Prepared(s, load, running, 0.0, pass_cost(s, _prompt(load, together)), together, steps)
-    most = capacity(s, load.input_len, load.output_len)
-    rest = 0.0
-    if load.kind == "full":
-        asked = max(1.0, (load.requests or 100 * most) / s.copies)
-    running = min(asked, most)
-    together = max(1.0, min(running, s.engine.max_tokens // load.input_len)) if load.kind == "full" else 1.0
-    sizes = [running]
-    if load.kind == "full" and asked > running:
-        rest = asked - running * math.floor(asked / running)
-        sizes += [rest] if rest else []
-    steps = tuple(pass_cost(s, Shape(size, 1, mean, True)) for size in sizes)
-    return Prepared(s, load, running, asked - running, pass_cost(s, _prompt(load, together)), together, steps, rest)
-
-
-def _prompt(load: Load, sequences: float) -> Shape:
-    return Shape(sequences, load.input_len, load.input_len, False)
-
-
-def quantities(p: Prepared, constants: Mapping[str, float]) -> dict[str, float]:
-    """What could be measured: seconds, and tokens a second over all copies."""
-    s, load = p.serving, p.load
-    outside = constants["step"] * s.engine.step
-    step = seconds(s, p.steps[0], constants, decode=True) + outside
-    prompt = seconds(s, p.prompt, constants, decode=False) + outside
-    if load.kind == "static":
-        return _static(p, prompt, step)
-    # Prompts and answers that share a step read the weights once between them.
-    shared = constants["read"] * p.steps[0].seconds.get("read", 0.0) + outside if s.engine.shares_steps else 0.0
-    each = max(prompt - shared, 0.5 * prompt) / p.together
-    if load.kind == "closed":
-        return _closed(p, prompt, each, step)
-    return _full(p, constants, each, step, outside)
-
-
-def _static(p: Prepared, prompt: float, step: float) -> dict[str, float]:
-    load, stages = p.load, p.serving.pipeline
-    parts = p.running / p.together
-    # A prompt's parts follow each other through the stages; of a token's, each has gone round before it starts again.
-    first = prompt * (parts + stages - 1) / stages
-    latency = first + (load.output_len - 1) * step
-    tokens = load.batch * load.output_len / latency
-    return {"ttft": first, "tpot": step, "decode": step, "latency": latency, "output_tokens_per_s": tokens}
-
-
-def _closed(p: Prepared, prompt: float, each: float, step: float) -> dict[str, float]:
-    """While a request answers, each of the others begins once, and its prompt is in the way."""
-    load = p.load
-    tpot = step + max(0.0, p.running - 1) / load.output_len * each
-    answer = load.output_len * tpot
-    busy = min(0.9, p.running * each / answer)
-    # Prompts queue behind each other, at the start all of them; clients beyond what memory holds wait for whole answers.
-    first = prompt * (1 + busy / (2 * (1 - busy)) + 0.05 * (p.running - 1)) + step / 2
-    first += p.waiting / p.running * answer
-    latency = first + (load.output_len - 1) * tpot
-    tokens = load.batch * load.output_len / latency
-    return {"ttft": first, "tpot": tpot, "decode": step, "latency": latency, "output_tokens_per_s": tokens}
-
-
-def _full(p: Prepared, constants: Mapping[str, float], each: float, step: float, outside: float) -> dict[str, float]:
-    """Waves of requests, as many as fit; the last one is what is left."""
-    load = p.load
-    wave = p.running * each + load.output_len * step
-    waves = math.floor((p.running + p.waiting) / p.running)
-    total = waves * wave
-    if p.rest:
-        last = seconds(p.serving, p.steps[1], constants, decode=True) + outside
-        total += p.rest * each + load.output_len * last
-    total *= constants["load"]
-    tokens = (p.running + p.waiting) * load.output_len * p.serving.copies / total
-    return {"ttft": total / 2, "tpot": wave / load.output_len, "decode": step, "latency": wave, "output_tokens_per_s": tokens}
 
 
 @cache
@@ -183,7 +70,7 @@ def groups_of(s: Serving) -> dict[str, str]:
         "chip": s.chip.name.split("-")[0],
         "family": s.engine.family,
         "engine": s.engine.name,
-        "format": s.weights.name,
+        "format": s.weights.name if s.weights.bytes < 2 else "",
     }
 
 
@@ -209,7 +96,9 @@ def serve(
         if value not in known
     ]
     if tensor * pipeline > cluster.devices:
-        problems.append(Problem(f"{tensor} x {pipeline} ranks, but the cluster has {cluster.devices} devices", "tensor"))
+        problems.append(
+            Problem(f"{tensor} x {pipeline} ranks, but the cluster has {cluster.devices} devices", "tensor")
+        )
     if problems:
         raise UserError(*problems)
     form = FORMATS[precision]
@@ -307,13 +196,17 @@ def _ranks(row: Row, model: ModelConfig, assumed: list[str]) -> dict[str, int]:
         tensor, copies, expert = 1, tensor, tensor
     if not model.experts:
         return dict(tensor=tensor, pipeline=pipeline, copies=1)
-    return dict(tensor=tensor, pipeline=pipeline, copies=copies, expert=expert, expert_tensor=max(1, tensor * copies // expert))
+    return dict(
+        tensor=tensor, pipeline=pipeline, copies=copies, expert=expert, expert_tensor=max(1, tensor * copies // expert)
+    )
 
 
 def _load(row: Row, note: str) -> Load:
-    w = row["workload"]
+    w = row.get("workload") or {}
+    if not w.get("input_len") or not w.get("output_len"):
+        raise Unsupported("the lengths of prompt and answer not stated")
     lengths = w["input_len"], w["output_len"]
-    if w["batch"] is None:
+    if w.get("batch") is None:
         return Load("full", 0, *lengths, REQUESTS.get(lengths, 0) if row["group"] == "trtllm_perf_overview" else 0)
     clients = re.search(r"concurrency=(\d+)", note)
     if clients:

@@ -1,0 +1,172 @@
+"""Serving: limits that physics sets, what each axis divides, and the errors on published rows."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from statistics import median
+from typing import Any
+
+import pytest
+
+from shardwise.hardware import make_cluster
+from shardwise.plan.engines import FORMATS
+from shardwise.plan.inference import fitted_inference, predict_inference, serve, serving_of_row
+from shardwise.plan.serving import cache_bytes, capacity, experts_hit, weight_bytes
+from shardwise.plan.validate import Prediction, published
+from shardwise.plan.work import forward_flops, parameters
+from shardwise.run import PRESETS, ModelConfig, UserError
+from shardwise.run.derive import derive_model
+
+LLAMA = derive_model(ModelConfig(**PRESETS["llama3-8b"]), 8192)
+
+
+def answer(**keys: Any) -> dict[str, Any]:
+    asked: dict[str, Any] = dict(model=LLAMA, cluster=make_cluster("h100", 1), input_len=1024, output_len=128) | keys
+    return serve(**asked)
+
+
+@pytest.fixture(scope="module")
+def predictions() -> dict[bool, list[Prediction]]:
+    rows = published("inference")
+    return {leave_out: [predict_inference(row, leave_out=leave_out) for row in rows] for leave_out in (False, True)}
+
+
+@pytest.mark.parametrize("chip", ["a100", "h100", "h200", "b200"])
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_a_step_takes_at_least_the_reading_of_its_weights(chip: str, tensor: int) -> None:
+    cluster = make_cluster(chip, 1)
+    read = 2 * (parameters(LLAMA).total - parameters(LLAMA).embedding)
+    found = answer(cluster=cluster, tensor=tensor)
+    assert read / tensor / cluster.chip.hbm < found["tpot_s"] < 4 * read / tensor / cluster.chip.hbm + 3e-3
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_a_prompt_takes_at_least_its_operations(precision: str) -> None:
+    cluster = make_cluster("h100", 1)
+    head = 2.0 * LLAMA.vocab * LLAMA.hidden  # only the last position meets it
+    flops = 8 * 4096 * (forward_flops(LLAMA, 4096) - head)
+    found = answer(cluster=cluster, batch=8, input_len=4096, precision=precision)
+    least = flops / cluster.chip.speed({"bf16": "bfloat16"}.get(precision, precision))
+    assert least < found["ttft_s"] < 3 * least
+
+
+def test_time_grows_with_prompt_answer_and_batch() -> None:
+    base = answer()
+    for more in (dict(input_len=4096), dict(output_len=256), dict(batch=16)):
+        assert answer(**more)["latency_s"] > base["latency_s"]
+    assert answer(batch=16)["output_tokens_per_s"] > 8 * base["output_tokens_per_s"]
+
+
+def test_latency_is_the_first_token_and_the_others() -> None:
+    found = answer(output_len=100)
+    assert found["latency_s"] == pytest.approx(found["ttft_s"] + 99 * found["tpot_s"])
+
+
+def test_tensor_ranks_and_stages_divide_weights_and_cache() -> None:
+    whole, cut, staged = answer(batch=4), answer(batch=4, tensor=8), answer(batch=4, pipeline=2)
+    for owner in ("weights", "kv_cache"):
+        assert whole["memory"][owner] == pytest.approx(8 * cut["memory"][owner], rel=1e-3)
+        assert whole["memory"][owner] == pytest.approx(2 * staged["memory"][owner], rel=1e-3)
+    assert whole["memory"]["weights"] == pytest.approx(2 * parameters(LLAMA).total, rel=1e-3)
+    assert whole["memory"]["kv_cache"] == 4 * (1024 + 128) * 32 * 2 * 8 * 128 * 2
+
+
+def test_more_ranks_than_key_heads_copy_them() -> None:
+    assert (
+        answer(tensor=8)["memory"]["kv_cache"]
+        == answer(cluster=make_cluster("h100", 2), tensor=16)["memory"]["kv_cache"]
+    )
+
+
+def test_narrow_weights_are_read_faster_but_not_multiplied_faster() -> None:
+    steps = [answer(cluster=make_cluster("a100", 1), precision=p)["tpot_s"] for p in ("bf16", "int8", "int4g32")]
+    assert steps == sorted(steps, reverse=True)
+    prompts = [answer(cluster=make_cluster("a100", 1), batch=8, precision=p)["ttft_s"] for p in ("bf16", "int8")]
+    assert prompts[1] > 0.9 * prompts[0]
+
+
+def test_experts_that_a_batch_touches() -> None:
+    assert experts_hit(128, 8, 1) == pytest.approx(8)
+    assert experts_hit(128, 8, 2) == pytest.approx(16 - 8 * 8 / 128)
+    assert experts_hit(128, 8, 1e4) == pytest.approx(128)
+
+
+def test_a_mixture_reads_only_the_experts_it_touches() -> None:
+    mixture = derive_model(ModelConfig(**PRESETS["mixtral-8x7b"]), 4096)
+    cluster = make_cluster("h200", 1)
+    read = 2 * (parameters(mixture).active - parameters(mixture).embedding)
+    step = answer(model=mixture, cluster=cluster, tensor=2)["tpot_s"]
+    assert read / 2 / cluster.chip.hbm < step < parameters(mixture).total / cluster.chip.hbm
+
+
+def test_memory_decides_how_many_run() -> None:
+    row = next(row for row in published("inference") if row["workload"]["batch"] is None)
+    serving, load, _ = serving_of_row(row)
+    few, many = capacity(serving, 8192, 1024), capacity(serving, 512, 512)
+    assert 1 <= few < many
+    assert few * cache_bytes(serving, 9216) + sum(weight_bytes(serving).values()) < serving.chip.memory
+    assert load.requests
+
+
+def test_latent_attention_keeps_one_small_row_for_all_heads() -> None:
+    row = next(row for row in published("inference") if row["model"]["name"] == "DeepSeek-V3")
+    serving = serving_of_row(row)[0]
+    assert cache_bytes(serving, 100) == 61 * 100 * (512 + 64)
+
+
+def test_axes_that_share_ranks_are_counted_once() -> None:
+    rows = {row["id"]: row for row in published("inference")}
+    twice = next(row for name, row in rows.items() if "b200_sxm_sglang_fp4_agg_1024x1024_c4_tp4_ep4" in name)
+    assert twice["hardware"]["gpus"] == 16
+    serving, _, assumed = serving_of_row(twice)
+    assert (serving.tensor, serving.expert, serving.cluster.devices) == (4, 4, 4)
+    assert len(assumed) == 1
+
+
+def test_mistakes_are_named_together() -> None:
+    with pytest.raises(UserError) as caught:
+        answer(precision="fp3", stack="none", tensor=16)
+    for word in ("fp3", "none", "16 x 1"):
+        assert word in str(caught.value)
+
+
+def test_what_a_row_leaves_out_makes_it_unsupported() -> None:
+    row = published("inference")[0]
+    for change in (
+        lambda r: r["parallel"].update(tp=None),
+        lambda r: r.update(precision="fp3"),
+        lambda r: r["workload"].update(input_len=None),
+        lambda r: r.update(measured={}),
+        lambda r: r["hardware"].update(chip="abacus"),
+    ):
+        changed = deepcopy(row)
+        change(changed)
+        found = predict_inference(changed)
+        assert not found.supported
+        assert found.reason
+
+
+def test_a_known_source_is_predicted_without_itself() -> None:
+    row = published("inference")[0]
+    assert row["group"] in fitted_inference()["without"]
+    seen, unseen = (predict_inference(row, leave_out=flag).predicted for flag in (False, True))
+    assert seen != unseen
+    assert predict_inference(row | {"group": "another"}).supported
+
+
+def test_every_format_has_a_speed_on_every_chip() -> None:
+    for chip in ("v100", "a100", "h100", "b200"):
+        for form in FORMATS.values():
+            assert form.dtype(make_cluster(chip, 1).chip) in make_cluster(chip, 1).chip.peak
+
+
+def test_published_rows_stay_within_the_stated_error(predictions: dict[bool, list[Prediction]]) -> None:
+    for leave_out, bound in ((False, 0.09), (True, 0.16)):
+        supported = [p for p in predictions[leave_out] if p.supported]
+        assert len(supported) == 217
+        assert median(abs(p.error or 0) for p in supported) < bound
+    held = [p.low <= p.measured <= p.high for p in predictions[True] if p.low and p.measured and p.high]
+    assert 0.7 <= sum(held) / len(held) <= 0.9
+    sizes = [abs(p.memory_error) for p in predictions[True] if p.memory_error is not None]
+    assert len(sizes) == 11
+    assert median(sizes) < 0.1
