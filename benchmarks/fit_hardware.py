@@ -338,10 +338,9 @@ def with_shares(entry: Row, shares: list[float], source: str) -> Row:
     return {"constants": {**entry["constants"], "shares": shares}, "source": source}
 
 
-def fit_b200_attention(entry: Row, path: Path, direction: str) -> Row:
-    """cuDNN on B200 by SimuMax: Hopper's form, shares for 128 and for keys of 192 with values of 128. SimuMax counts the
-    pairs a causal mask hides, and times the launch with the kernel, so only kernels beyond 0.3 ms are used."""
-    chip = CHIPS["b200"]
+def simumax_attention(chip: Chip, path: Path, direction: str) -> tuple[list[Row], Any]:
+    """SimuMax's causal attention as shapes and seconds. It counts the pairs that the mask hides, and times the launch with
+    the kernel, so only kernels beyond 0.3 ms are used."""
     points, seconds = [], []
     for shape, _, value in read_simumax(path, "sdp_fwd" if direction == "forward" else "sdp_bwd"):
         length, heads, wide, narrow = (shape[name] for name in ("seq_len", "head_num", "qk_head_dim", "v_head_dim"))
@@ -350,6 +349,13 @@ def fit_b200_attention(entry: Row, path: Path, direction: str) -> Row:
             sizes = {"queries": length, "keys": length, "head_dim": wide, "v_dim": narrow}
             points.append({"batch": 1, "heads": heads, "kv_heads": shape["kv_head_num"], "causal": True, **sizes})
             seconds.append(time)
+    return points, np.array(seconds)
+
+
+def fit_b200_attention(entry: Row, path: Path, direction: str) -> Row:
+    """cuDNN on B200 by SimuMax: Hopper's form, shares for 128 and for keys of 192 with values of 128."""
+    chip = CHIPS["b200"]
+    points, seconds = simumax_attention(chip, path, direction)
 
     def constants(trial: Any) -> Row:
         # Smaller heads keep the ratio that they have on Hopper; 160 is the mean of 192 and 128.
@@ -366,6 +372,16 @@ def fit_b200_attention(entry: Row, path: Path, direction: str) -> Row:
     report = errors(predict_attention(chip, constants(values), points, direction), seconds)
     source = "SimuMax, B200; the form and head sizes below 128 as on h200-sxm"
     return {"constants": constants(values), "source": source, "errors": {"beyond 0.3 ms": report}}
+
+
+def check_ampere(ampere: Row, path: Path) -> None:
+    """How far the published A100 speeds are from SimuMax's A100 PCIe, a card of 300 W."""
+    chip = CHIPS["a100-pcie-80g"]
+    for direction in ("forward", "backward"):
+        entry = ampere["flash2"][direction]
+        points, seconds = simumax_attention(chip, path, direction)
+        predicted = predict_attention(chip, entry["constants"], points, direction)
+        entry["errors"] = {"SimuMax's A100 PCIe, beyond 0.3 ms": errors(predicted, seconds)}
 
 
 def attention_table(folder: Path, measured: Row) -> dict[str, Any]:
@@ -388,6 +404,7 @@ def attention_table(folder: Path, measured: Row) -> dict[str, Any]:
             "backward": with_shares(hopper["flash2"]["backward"], [0.34, 0.32, 0.29, 0.25, 0.22], paper1),
         },
     }
+    check_ampere(ampere, folder / "simumax_a100_pcie.json")
     hopper["flash1"] = {d: first_on_hopper(hopper, ampere, d) for d in ("forward", "backward")}
     path = folder / "simumax_b200_bf16_ceperm.json"
     blackwell = {
