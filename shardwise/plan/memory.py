@@ -89,6 +89,8 @@ def memory(job: Job, constants: dict[str, float]) -> Memory:
         schedule = cached_schedule(lay.schedule, lay.pipeline, count, lay.stages_per_rank)
         placement = schedule.placement
         peaks = high_water(schedule, whole)
+        if lay.schedule in ("gpipe", "breadth-first"):  # these hold every microbatch, also those that are not played
+            peaks = tuple(peak * microbatches / count for peak in peaks)
     else:
         placement, peaks = (0,) * len(layers), (sum(whole),)
     last = len(layers) - 1
