@@ -352,6 +352,11 @@ def simumax_attention(chip: Chip, path: Path, direction: str) -> tuple[list[Row]
     return points, np.array(seconds)
 
 
+def unmeasured(entry: Row) -> Row:
+    """Hopper's shares for a chip of another maker."""
+    return with_shares(entry, entry["constants"]["shares"], "Hopper's shares of the peak; not measured on these chips")
+
+
 def fit_b200_attention(entry: Row, path: Path, direction: str) -> Row:
     """cuDNN on B200 by SimuMax: Hopper's form, shares for 128 and for keys of 192 with values of 128."""
     chip = CHIPS["b200"]
@@ -420,7 +425,7 @@ def attention_table(folder: Path, measured: Row) -> dict[str, Any]:
         },
     }
     # AMD's kernels are of the second generation's form.
-    cdna = {"flash2": hopper["flash2"], "flash1": hopper["flash1"]}
+    cdna = {kernel: {d: unmeasured(hopper[kernel][d]) for d in hopper[kernel]} for kernel in ("flash1", "flash2")}
     return {"h200-sxm": hopper, "a100-sxm-80g": ampere, "b200": blackwell, "mi300x": cdna}
 
 
