@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from published_sizes import PUBLISHED
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -19,6 +20,18 @@ def test_parameters_of_every_preset_equal_the_networks(name: str) -> None:
     with torch.device("meta"):
         network = Transformer(config)
     assert parameters(config).total == sum(p.numel() for p in network.parameters())
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_parameters_are_as_many_as_published(name: str) -> None:
+    config = derive_model(ModelConfig(**PRESETS[name]), 1024)
+    mixtures = config.layers - config.dense_layers if config.router == "sigmoid" else 0
+    assert parameters(config).total + mixtures * config.experts == PUBLISHED[name]
+
+
+def test_the_size_of_every_preset_is_published() -> None:
+    assert set(PRESETS) - set(PUBLISHED) == {"gpt3-175b"}
+    assert round(parameters(derive_model(ModelConfig(**PRESETS["gpt3-175b"]), 1024)).total, -9) == 175e9
 
 
 SHAPES = {
