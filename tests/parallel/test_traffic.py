@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel_pool import RankPool
-from torch import Tensor, nn
+from torch import Tensor
 from traffic_counter import AXES, Traffic, TrafficCounter, axes_by_group
 
 from shardwise.model.experts import Router
@@ -160,6 +160,55 @@ def test_experts_over_context(ranks: RankPool, model: str) -> None:
 @pytest.mark.parametrize("expert_tensor", [False, True])
 def test_experts_and_tensor(ranks: RankPool, expert_tensor: bool) -> None:
     check(ranks, cases.make_run("mixture", dict(shard=2, expert=2, tensor=2, expert_tensor=expert_tensor)))
+
+
+COMBINATIONS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("dense", dict(tensor=2, pipeline=2, shard=2), {}),
+    ("window", dict(context=4, shard=2), {}),
+    ("mixture", dict(context=2, tensor=2, expert=2, shard=2), {}),
+    ("mixture", dict(context=2, tensor=2, expert=4, shard=2, expert_tensor=True), {}),
+    *[("mixture", dict(replicate=2, shard=2, pipeline=2, expert=2, zero=zero), {}) for zero in (1, 2, 3)],
+    # A stage between the ends that is done with its microbatches before others come fetches a layer in vain.
+    *[
+        ("dense", dict(pipeline=2, shard=2, schedule="interleaved", zero=zero), dict(layers=8, microbatch=1))
+        for zero in (1, 3)
+    ],
+    ("dense", dict(pipeline=2, shard=2, schedule="zb-v", zero=2), {}),
+    ("mixture", dict(pipeline=2, shard=2, expert=2, schedule="zb-h1"), {}),
+    ("mixture", dict(pipeline=2, shard=4, expert=2, schedule="dualpipe-v", zero=1, recompute="full"), {}),
+    ("dense", dict(context=2, tensor=2, recompute="full"), {}),
+    *[
+        ("dense", dict(context=2, tensor=2, recompute="attention", context_method=method), {})
+        for method in ("ring", "ulysses", "gather")
+    ],
+    ("dense", dict(context=2, tensor=2, recompute="full", context_method="ulysses", recompute_every=3), {}),
+    ("mixture", dict(context=2, tensor=2, expert=2, recompute="full"), {}),
+    ("mixture", dict(shard=2, tensor=2, expert=2, expert_tensor=True, recompute="full"), {}),
+    ("softmax", dict(shard=2, tensor=2, expert=2, expert_tensor=True, recompute="full", recompute_every=2), {}),
+    (
+        "capacity",
+        dict(shard=2, tensor=2, expert=2, recompute="operations", recompute_operations=("attention", "norm", "ffn")),
+        {},
+    ),
+    ("dense", dict(tensor=2, recompute="operations", recompute_operations=("ffn",)), {}),
+    ("mixture", dict(tensor=2, shard=2, async_tensor=True, recompute="full"), {}),
+    ("latent", dict(tensor=2, pipeline=2, async_tensor=True), {}),
+    ("latent", dict(tensor=2, context=2, context_method="gather", shard=2), {}),
+    ("latent", dict(tensor=2, context=2, context_method="ulysses", recompute="full"), {}),
+    ("tied", dict(tensor=2, pipeline=2, shard=2), {}),
+    ("tied", dict(tensor=2, pipeline=2, schedule="zb-v"), {}),
+    ("tied", dict(replicate=2, shard=2, pipeline=2), dict(dtype="bfloat16")),
+    ("dense", dict(tensor=2, context=2), dict(dtype="bfloat16", reduce_dtype="bfloat16")),
+    ("dense", dict(tensor=2, pipeline=2), dict(dtype="bfloat16")),
+    ("mixture", dict(tensor=2, shard=2, expert=2, expert_tensor=True), dict(dtype="bfloat16")),
+    ("dense", dict(replicate=2, tensor=2, shard=2, zero=2), dict(dtype="float32")),
+    ("mixture", dict(tensor=2, shard=4, expert=2, expert_tensor=True), dict(optimizer="muon")),
+]
+
+
+@pytest.mark.parametrize(("model", "layout", "more"), COMBINATIONS, ids=str)
+def test_combinations(ranks: RankPool, model: str, layout: dict[str, Any], more: dict[str, Any]) -> None:
+    check(ranks, cases.make_run(model, layout, **more))
 
 
 def known_calls(rank: int) -> Traffic:
