@@ -83,10 +83,10 @@ def test_more_work_is_never_faster(
 
 def test_arrays_give_what_numbers_give() -> None:
     rng = np.random.default_rng(0)
-    m, n, k, count = rng.integers(1, 9000, (4, 50))
+    m, n, k, count = rng.integers(1, 9000, (4, 15))
     chip = CHIPS["h100-sxm"]
     together = gemm_seconds(chip, m[:, None], n, k, count=count)
-    assert together.shape == (50, 50)
+    assert together.shape == (15, 15)
     each = [
         [gemm_seconds(chip, int(a), int(b), int(c), count=int(d)) for b, c, d in zip(n, k, count, strict=True)]
         for a in m
