@@ -37,14 +37,14 @@ NAMES: dict[str, tuple[float, tuple[str, ...]]] = {
     "gap": (1.0e-6, ("family",)),
     "launch": (1.0, ("family",)),
     "step": (1.0, ("family", "engine")),
-    "stall": (0.1, ()),
+    "stall": (0.2, ()),
     "load": (1.0, ()),
     "arrive": (1.0, ("engine",)),
     "queue": (0.05, ("engine",)),
 }
 """Factors on the seconds of a kind of work: products of a step and of a prompt, experts, attention, kernels that move bytes,
 sums between ranks; on an engine's waits, launches, steps and arrivals; on a run under full load. `gap` is seconds between the
-kernels of a recorded graph; `stall` the share of each other copy's prompts that a copy of attention waits for at the experts;
+kernels of a recorded graph; `stall` the share of the other copies' prompts that a copy of attention waits for at the experts;
 `queue` the share of the other clients' prompts that one waits for: a twentieth when all come at once and then each sends ten,
 as benchmarks do."""
 

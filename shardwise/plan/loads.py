@@ -83,10 +83,19 @@ def quantities(p: Prepared, constants: Mapping[str, float]) -> dict[str, float]:
         return _static(p, prompt, step)
     # Prompts and answers that share a step read the weights once between them.
     shared = constants["read"] * p.steps[0].seconds.get("read", 0.0) + outside if s.engine.shares_steps else 0.0
-    each = max(prompt - shared, 0.5 * prompt) / (p.together * s.pipeline) * (1 + constants["stall"] * (s.copies - 1))
+    added = max(prompt - shared, 0.5 * prompt) / s.pipeline
     if load.kind == "closed":
-        return _closed(p, constants, each, step, max(prompt, each))
-    return _full(p, constants, each, step, outside)
+        return _closed(p, constants, added, step, prompt)
+    return _full(p, constants, added, step, outside)
+
+
+def _prompts_between(p: Prepared, constants: Mapping[str, float], added: float, sequences: float) -> float:
+    """Seconds that the prompts of `sequences` add to the steps of one answer. Copies of attention meet at the experts in
+    every step, so those of the other copies add theirs too, unless they fall into the same step."""
+    steps = p.load.output_len
+    passes = sequences / p.together
+    others = steps * (1 - math.exp(-(p.serving.copies - 1) * passes / steps))
+    return added * (passes + constants["stall"] * others)
 
 
 def _static(p: Prepared, prompt: float, step: float) -> dict[str, float]:
@@ -99,12 +108,13 @@ def _static(p: Prepared, prompt: float, step: float) -> dict[str, float]:
     return {"ttft": first, "tpot": step, "decode": step, "latency": latency, "output_tokens_per_s": tokens}
 
 
-def _closed(p: Prepared, constants: Mapping[str, float], each: float, step: float, prompt: float) -> dict[str, float]:
+def _closed(p: Prepared, constants: Mapping[str, float], added: float, step: float, prompt: float) -> dict[str, float]:
     """While a request answers, each of the others begins once, and its prompt is in the way."""
     load = p.load
-    tpot = step + max(0.0, p.running - 1) / load.output_len * each
-    answer = load.output_len * tpot
-    busy = min(0.9, p.running * each / answer)
+    between = _prompts_between(p, constants, added, max(0.0, p.running - 1))
+    answer = load.output_len * step + between
+    tpot = answer / load.output_len
+    busy = min(0.9, between / answer)
     # Prompts queue behind each other, at the start all of them; clients beyond what memory holds wait for whole answers.
     first = prompt * (1 + busy / (2 * (1 - busy)) + constants["queue"] * (p.running - 1)) + step / 2
     first += constants["arrive"] * p.serving.engine.arrive + p.waiting / p.running * answer
@@ -113,15 +123,15 @@ def _closed(p: Prepared, constants: Mapping[str, float], each: float, step: floa
     return {"ttft": first, "tpot": tpot, "decode": step, "latency": latency, "output_tokens_per_s": tokens}
 
 
-def _full(p: Prepared, constants: Mapping[str, float], each: float, step: float, outside: float) -> dict[str, float]:
+def _full(p: Prepared, constants: Mapping[str, float], added: float, step: float, outside: float) -> dict[str, float]:
     """Waves of requests, as many as fit; the last one is what is left."""
     load = p.load
-    wave = p.running * each + load.output_len * step
+    wave = _prompts_between(p, constants, added, p.running) + load.output_len * step
     waves = math.floor((p.running + p.waiting) / p.running)
     total = waves * wave
     if p.rest:
         last = seconds(p.serving, p.steps[1], constants, decode=True) + outside
-        total += p.rest * each + load.output_len * last
+        total += _prompts_between(p, constants, added, p.rest) + load.output_len * last
     total *= constants["load"]
     tokens = (p.running + p.waiting) * load.output_len * p.serving.copies / total
     return {
