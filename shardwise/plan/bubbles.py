@@ -36,62 +36,66 @@ def makespan(schedule: str, pace: Pace, microbatches: Number) -> Number:
     work = microbatches * pace.busiest
     if pace.ranks == 1:
         return work
-    return work + _BUBBLES[schedule](pace, microbatches)
+    bubble, transfers = _BUBBLES[schedule](pace, microbatches)
+    # While the busiest rank works longer than the mean, others fill their bubble.
+    stage = pace.forward + pace.backward_input + pace.backward_weight
+    return work + np.maximum(bubble - (pace.busiest - pace.chunks * stage), 0.0) + transfers
 
 
-def _one_forward_one_backward(pace: Pace, m: Number) -> Number:
+def _one_forward_one_backward(pace: Pace, m: Number) -> tuple[Number, Number]:
     """(P - 1)(F + B); and a microbatch's way down and up again has to fit in the time of the P microbatches in flight."""
     p, stage = pace.ranks, pace.forward + pace.backward_input + pace.backward_weight
     way = 2 * (p - 1) * pace.hop
     late = np.maximum(stage + way / p - pace.busiest, 0.0)
-    return p * stage - np.minimum(pace.busiest, p * stage) + way + np.maximum(m - p, 0) * late
+    return (p - 1) * stage, way + np.maximum(m - p, 0) * late
 
 
-def _all_forward(pace: Pace, m: Number) -> Number:
+def _all_forward(pace: Pace, m: Number) -> tuple[Number, Number]:
     """As 1F1B, but no microbatch waits for one before it."""
     p, stage = pace.ranks, pace.forward + pace.backward_input + pace.backward_weight
-    return p * stage - np.minimum(pace.busiest, p * stage) + 2 * (p - 1) * pace.hop
+    return (p - 1) * stage, 2 * (p - 1) * pace.hop
 
 
-def _looped(pace: Pace, m: Number) -> Number:
+def _looped(pace: Pace, m: Number) -> tuple[Number, Number]:
     """A v-th of that, since a stage is a v-th of a rank's layers; fewer microbatches than ranks wait to come round."""
     p, v = pace.ranks, pace.chunks
     stage = pace.forward + pace.backward_input + pace.backward_weight
     fewer = np.minimum(m, p)
-    return stage * ((p - fewer) * v + fewer - 1) + 2 * (v * p - 1) * pace.hop
+    return stage * ((p - fewer) * v + fewer - 1), 2 * (v * p - 1) * pace.hop
 
 
-def _breadth_first(pace: Pace, m: Number) -> Number:
+def _breadth_first(pace: Pace, m: Number) -> tuple[Number, Number]:
     """As looped; transfers from the last rank to the first hide behind the microbatches beyond one a rank."""
     p, v = pace.ranks, pace.chunks
     spare = np.maximum(m - p, 0) * pace.forward
-    return _looped(pace, m) - 2 * (v - 1) * np.minimum(p * pace.hop, spare)
+    bubble, transfers = _looped(pace, m)
+    return bubble, transfers - 2 * (v - 1) * np.minimum(p * pace.hop, spare)
 
 
-def _zb_h1(pace: Pace, m: Number) -> Number:
+def _zb_h1(pace: Pace, m: Number) -> tuple[Number, Number]:
     """(P - 1)(F + I - W): a weight's backward fills the bubble, one for each microbatch that there is."""
     p, f, i, w = pace.ranks, pace.forward, pace.backward_input, pace.backward_weight
     filled = np.minimum(m - 1, p - 1)
     bubble = np.maximum((p - 1) * (f + i) - filled * w, (p - 1) * f)
     way = 2 * (p - 1) + 2 * np.clip(m - 2, 0, p - 1)
     late = np.maximum(f + i + 2 * (p - 1) / p * pace.hop - pace.busiest, 0.0)
-    return bubble + way * pace.hop + np.maximum(m - p, 0) * late
+    return bubble, way * pace.hop + np.maximum(m - p, 0) * late
 
 
-def _zb_v(pace: Pace, m: Number) -> Number:
+def _zb_v(pace: Pace, m: Number) -> tuple[Number, Number]:
     """(P - 1) F where the passes are alike. Otherwise the longer of F and I, or what I has over W, twice."""
     p, f, i, w = pace.ranks, pace.forward, pace.backward_input, pace.backward_weight
     regular = (p - 1) * np.maximum(np.maximum(f, i), 2 * (i - w))
     few = 2 * (p - 1) * (f + i) - (m - 1) * (f + np.minimum(f, i))
-    return np.maximum(regular, few) + 5 * (p - 1) * pace.hop
+    return np.maximum(regular, few), 5 * (p - 1) * pace.hop
 
 
-def _dualpipe_v(pace: Pace, m: Number) -> Number:
+def _dualpipe_v(pace: Pace, m: Number) -> tuple[Number, Number]:
     """(P - 1)(F + B - 2W), and more where I is longer than F, since pairs then do not match."""
     p, f, i, w = pace.ranks, pace.forward, pace.backward_input, pace.backward_weight
     regular = (p - 1) * (np.maximum(f + i - w, f) + np.maximum(i - 1.15 * f, 0.0))
     few = (p - 1) * (2 * (f + i) + w) - (m - 1) * (f + np.minimum(f, i))
-    return np.maximum(regular, few) + 5 * (p - 1) * pace.hop
+    return np.maximum(regular, few), 5 * (p - 1) * pace.hop
 
 
 _BUBBLES = {
@@ -116,6 +120,9 @@ def in_flight(schedule: str, ranks: int, chunks: int, rank: int, microbatches: N
         return np.minimum(m, p - rank)
     if schedule == "interleaved":
         rounds = np.maximum(m // p, 1)
-        group = np.maximum(-(-m // rounds), p)
+        group = np.minimum(np.maximum(-(-m // rounds), p), m)
         return np.minimum((2 * (p - rank - 1) + (v - 1) * group + 1) / v, m)
-    return np.minimum(m, p + 0.5 * (schedule == "dualpipe-v"))
+    if schedule == "zb-h1":
+        return np.minimum(m, p)
+    most = 2 * p + (schedule == "dualpipe-v")
+    return np.minimum(np.minimum(2 * m, most), m + rank + 1) / 2

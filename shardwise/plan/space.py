@@ -120,7 +120,7 @@ def choices(run: Run) -> Choices:
     experts = (False, True) if run.model.experts else (False,)
     return Choices(
         zero=free("zero", (3, 2, 1)),
-        recompute=free("recompute", RECOMPUTE),
+        recompute=tuple(r for r in free("recompute", RECOMPUTE) if _words_legal(run, replace(lay, recompute=r))),
         context_method=free("context_method", METHODS),
         async_tensor=free("async_tensor", (False, True)),
         expert_tensor=free("expert_tensor", experts),
@@ -152,6 +152,12 @@ def _held(schedule: tuple[str, int], pipeline: int) -> int:
     return int(stages_per_rank(LayoutConfig(pipeline=pipeline, schedule=schedule[0], chunks=schedule[1])))  # type: ignore[arg-type]
 
 
+def plain(layout: LayoutConfig) -> LayoutConfig:
+    """The layout with every choice at what rules nothing out."""
+    return replace(layout, schedule="1f1b", chunks=1, zero=3, expert_tensor=False, async_tensor=False, context_method="ring",
+                   stages=(), recompute="none", recompute_operations=(), recompute_budget=0.0, offload=False)  # fmt: skip
+
+
 def sizes(run: Run, devices: int, most_microbatch: int = 0) -> Sizes:
     """All sizes that are legal on so many devices with some choice of the rest."""
     lay, fixed, batch = run.layout, run.layout.fixed, run.train.global_batch
@@ -161,13 +167,12 @@ def sizes(run: Run, devices: int, most_microbatch: int = 0) -> Sizes:
     def values(name: str) -> Array:
         return np.array([getattr(lay, name)] if name in fixed else every)
 
-    plain = replace(lay, schedule="1f1b", expert_tensor=False, context_method="ring", stages=(), recompute="none",
-                    recompute_operations=(), recompute_budget=0.0, offload=False)  # fmt: skip
+    usual = plain(lay)
 
     def alone(name: str) -> Array:
         """The values that an axis may take whatever the others are."""
         own = values(name)
-        return own[network_legal(run, replace(plain, **{**ones, name: own}))]
+        return own[network_legal(run, replace(usual, **{**ones, name: own}))]
 
     t, c, p, r = (
         grid.ravel()
@@ -184,7 +189,7 @@ def sizes(run: Run, devices: int, most_microbatch: int = 0) -> Sizes:
     micro = [run.train.microbatch] if run.train.microbatch else _doublings(most_microbatch or batch)
     which, b, e = (g.ravel() for g in np.meshgrid(np.arange(len(t)), micro, experts, indexing="ij"))
     found = Sizes(r[which], s[which], c[which], t[which], p[which], e, b)
-    return found.at(np.flatnonzero(legal(run, found.into(plain), found.microbatch, devices)))
+    return found.at(np.flatnonzero(legal(run, found.into(usual), found.microbatch, devices)))
 
 
 def _doublings(most: int) -> list[int]:

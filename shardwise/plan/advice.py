@@ -1,0 +1,213 @@
+"""What a search says beside its ranking: why nothing is legal, why nothing fits and what would, and which single change of a
+layout would bring the most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from shardwise.hardware import find_chip
+from shardwise.plan.job import job_of
+from shardwise.plan.memory import GIB, memory
+from shardwise.plan.screen import Group, Place, Space
+from shardwise.plan.space import LOOPED, Sizes, divisors, with_choices
+from shardwise.plan.step import step_time
+from shardwise.run import Problem, Run, UserError
+from shardwise.run.check import broken_rules
+
+MOST_DEVICES = 200_000
+TRIES = 100
+"""Numbers of devices looked at between one that is too small and one that is not."""
+
+
+def counts_of(run: Run, devices: Sequence[int] | None, keep: int, max_microbatch: int) -> tuple[list[int], int]:
+    """The numbers of devices to search on, and devices in a machine; or everything that is wrong with the question."""
+    problems: list[Problem] = []
+    per_node = run.cluster.devices_per_node
+    if not run.layout.auto:
+        problems.append(Problem('is given; write layout = "auto" to search for one', "layout"))
+    try:
+        chip = find_chip(run.cluster.chip or "cpu")
+        per_node = per_node or chip.devices_per_node
+        if run.train.dtype not in chip.peak:
+            problems.append(Problem(f"{chip.name} does not compute in {run.train.dtype}; it has {', '.join(chip.peak)}",
+                                    "train.dtype"))  # fmt: skip
+    except UserError as error:
+        problems += [Problem(p.message, p.key or "cluster.chip", p.where) for p in error.problems]
+    if keep < 1:
+        problems.append(Problem(f"{keep} layouts to keep: it has to be at least 1", "keep"))
+    if max_microbatch < 0:
+        problems.append(Problem(f"is {max_microbatch}, but has to be at least 0 (no limit)", "max_microbatch"))
+    per_node = per_node or 1
+    counts = [run.cluster.nodes * per_node] if devices is None else list(dict.fromkeys(devices))
+    if not counts:
+        problems.append(Problem("names no number of devices", "devices"))
+    for count in counts:
+        if count < 1 or (count > per_node and count % per_node):
+            problems.append(Problem(f"{count} devices are not whole machines of {per_node}", "devices"))
+        elif count > MOST_DEVICES:
+            problems.append(Problem(f"{count} devices are more than the {MOST_DEVICES} this search is made for", "devices"))
+    if problems:
+        raise UserError(*problems)
+    return counts, per_node
+
+
+def nothing_legal(run: Run, counts: Sequence[int], per_node: int, max_microbatch: int) -> UserError:
+    """Why no layout keeps the rules: those that the nearest one breaks."""
+    count = counts[-1]
+    broken = min((_broken(run, trial, count, per_node) for trial in _trials(run, count)), key=len, default=[])
+    head = f"no layout of {run.name} is legal on {count} devices of {per_node} a machine"
+    if run.layout.fixed:
+        head += f" with {', '.join(run.layout.fixed)} fixed"
+    return UserError(Problem(head, "layout"), *(Problem(f"the nearest layout breaks a rule: {b.reason}", b.key) for b in broken))
+
+
+def _trials(run: Run, count: int) -> Iterator[Sizes]:
+    """Layouts with one axis over all devices, or over as many as the rest of them leave."""
+    lay, fixed = run.layout, run.layout.fixed
+    given = {name: getattr(lay, name) if name in fixed else 1 for name in Sizes._fields if name != "microbatch"}
+    used = int(np.prod([value for name, value in given.items() if name != "expert"]))
+    rest = max(1, count // used)
+    free = [name for name in ("shard", "replicate", "tensor", "pipeline", "context") if name not in fixed]
+    for one in divisors(rest) if free else [1]:
+        for first in free or [""]:
+            for second in free or [""]:
+                trial = dict(given)
+                if first:
+                    trial[first] *= one
+                    trial[second] *= rest // one
+                yield Sizes(**trial, microbatch=run.train.microbatch or 1)
+
+
+def _broken(run: Run, size: Sizes, count: int, per_node: int) -> list[Any]:
+    words = {} if "schedule" in run.layout.fixed else {"schedule": "1f1b"}
+    return list(broken_rules(with_choices(run, size, words, count, per_node)))
+
+
+def nothing_fits(run: Run, spaces: Sequence[Space]) -> UserError:
+    """What fills the memory of the leanest layout, and how many devices would do."""
+    _, place, group = min(((*g.leanest(), g) for s in spaces for g in s.groups), key=lambda found: found[0])
+    lean = group.run_at(place)
+    space = memory(job_of(lean))
+    owners = max(space.ranks, key=lambda rank: sum(rank.values()))
+    parts = sorted(owners.items(), key=lambda item: -item[1])
+    filled = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts if size >= 0.01 * space.peak)
+    sizes = ", ".join(f"{axis} {getattr(lean.layout, axis)}" for axis in ("replicate", "shard", "context", "tensor", "pipeline")
+                      if getattr(lean.layout, axis) > 1)  # fmt: skip
+    count = group.space.devices
+    first = (
+        f"nothing fits on {count} devices: the leanest layout ({sizes or 'one device'}, zero {lean.layout.zero}, recompute "
+        f"{lean.layout.recompute}) needs {space.peak / GIB:.1f} GiB of the {space.capacity / GIB:.1f} that a device has to spare"
+    )
+    enough = smallest_count(run, count, group.space.per_node)
+    hint = (
+        f"{enough} devices ({enough // group.space.per_node} machines) would do"
+        if enough
+        else "no number of devices that was tried would do"
+    )
+    return UserError(
+        Problem(first, "cluster.nodes"), Problem(f"that is in GiB: {filled}", "cluster.nodes"), Problem(hint, "cluster.nodes")
+    )
+
+
+def smallest_count(run: Run, above: int, per_node: int) -> int:
+    """The fewest devices, in whole machines, on which the leanest layouts fit; 0 where none was found."""
+    lean = dict(zero=3, recompute="full", schedule="1f1b", context_method="ring", async_tensor=False)
+    free = {name: value for name, value in lean.items() if name not in run.layout.fixed}
+    layout = replace(run.layout, **free, fixed=(*run.layout.fixed, *free))
+    run = replace(run, layout=layout, train=replace(run.train, microbatch=run.train.microbatch or 1))
+
+    def fits(count: int) -> bool:
+        space = Space(run, count, per_node)
+        return any(group.leanest()[0] <= space.capacity for group in space.groups)
+
+    low, high = above, 2 * max(above, per_node)
+    while high <= MOST_DEVICES and not fits(high):
+        low, high = high, 2 * high
+    if high > MOST_DEVICES:
+        return 0
+    step = max(per_node, (high - low) // TRIES // per_node * per_node)
+    start = low // per_node * per_node + per_node
+    return next((count for count in range(start, high, step) if fits(count)), high)
+
+
+def next_changes(layouts: Sequence[tuple[Group, Place, float]]) -> list[str]:
+    """What the best change of one key would bring to each layout, given the seconds of its step. What a smaller axis frees
+    goes to the data ranks. A change that needs up to twice the memory is named too, since that is what memory would buy."""
+    asked: dict[tuple[Group, str, int], list[tuple[int, Place, str]]] = {}
+    for n, (group, place, _) in enumerate(layouts):
+        for there, where, what in _neighbours(group, place):
+            asked.setdefault((there, where.schedule, where.chunks), []).append((n, where, what))
+    best: dict[int, tuple[float, Group, Place, str]] = {}
+    for (group, _, _), found in asked.items():
+        for (seconds, need), (n, where, what) in zip(_evaluate(group, [w for _, w, _ in found]), found, strict=True):
+            if need <= 2 * group.space.capacity and seconds < best.get(n, (np.inf,))[0]:
+                best[n] = seconds, group, where, what
+    return [_sentence(seconds, *best[n][1:]) if n in best else "" for n, (_, _, seconds) in enumerate(layouts)]
+
+
+def _sentence(seconds: float, group: Group, place: Place, what: str) -> str:
+    after = step_time(group.prepared_at(place)).seconds
+    peak, capacity = memory(job_of(group.run_at(place))).peak, group.space.capacity
+    room = f"needs {peak / GIB:.1f} GiB" + (f", {(peak - capacity) / GIB:.1f} too many" if peak > capacity else "")
+    return f"{what}: {100 * (seconds / after - 1):+.1f} %, {room}"
+
+
+def _evaluate(group: Group, places: list[Place]) -> list[tuple[float, float]]:
+    """Screened seconds and bytes of places of one group and schedule."""
+    rows = np.unique([place.row for place in places])
+    where = {row: n for n, row in enumerate(rows.tolist())}
+    (one,) = group.screen([places[0][:2]], rows)
+    return [(float(one.seconds[p.method, where[p.row]]), float(one.memory[where[p.row]])) for p in places]
+
+
+def _neighbours(group: Group, place: Place) -> Iterator[tuple[Group, Place, str]]:
+    """Layouts that differ in one key, with the words for it."""
+    space, words = group.space, group.words(place)
+    size = Sizes(*(int(x) for x in group.sizes.at(place.row % group.shape[2])))
+    for key, values in space.choices.__dict__.items():
+        for value in values:
+            yield from _moved(space, size, words, {key: value}, key)
+    for schedule, chunks in group.schedules:
+        key = "schedule" if schedule != place.schedule else "chunks"
+        yield from _moved(space, size, words, dict(schedule=schedule, chunks=chunks), key)
+    for key, changed in _resized(space, size):
+        yield from _moved(space, changed, words, {}, key, size)
+
+
+def _resized(space: Space, size: Sizes) -> Iterator[tuple[str, Sizes]]:
+    """Other sizes that differ in one axis; data ranks make up for it."""
+    for key in ("tensor", "context", "pipeline", "shard"):
+        for value in space.values(key):
+            for other in ("shard", "replicate"):
+                whole = getattr(size, key) * getattr(size, other)
+                if other != key and whole % value == 0:
+                    yield key, size._replace(**{key: value, other: whole // value})
+    for key in ("expert", "microbatch"):
+        for value in space.values(key):
+            yield key, size._replace(**{key: value})
+
+
+def _moved(
+    space: Space, size: Sizes, words: dict[str, Any], change: dict[str, Any], key: str, before: Sizes | None = None
+) -> Iterator[tuple[Group, Place, str]]:
+    """The place of a changed layout, where the space has it and it is another."""
+    wanted = words | change
+    if before is None and all(words[name] == value for name, value in change.items()):
+        return
+    if before is not None and size == before:
+        return
+    found = space.find(size, wanted)
+    if found is None:
+        return
+    old, new = (getattr(before, key), getattr(size, key)) if before is not None else (words[key], wanted[key])
+    if old != new:
+        of = f" of {wanted['chunks']} chunks" if key == "schedule" and new in LOOPED else ""
+        yield *found, f"{key} {_word(old)} → {_word(new)}{of}"
+
+
+def _word(value: Any) -> str:
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)

@@ -1,0 +1,246 @@
+"""The best layout of a job on its devices: all legal ones screened by closed forms, the best played action by action.
+
+`search` is for people, who want a ranking, what was ruled out and what would come next; `resolve` for programs that only
+need a layout. Screened figures choose what is worth playing; everything in the result is planned in full.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardwise.plan.advice import counts_of, next_changes, nothing_fits, nothing_legal
+from shardwise.plan.job import job_of
+from shardwise.plan.plan import Plan, plan_job
+from shardwise.plan.screen import Group, Place, Screened, Space
+from shardwise.plan.step import Prepared, played, step_time
+from shardwise.run import Run
+
+BAND = 1.05
+"""Screened memory may be off by so much: what is nearer to the capacity is planned before it is ruled out."""
+SLOWER = 2.0
+"""Layouts that take this many times the best one's step are of no interest, however lean."""
+BINS = 48
+"""Steps of memory in which the front is kept while screening."""
+POOL, PLAYED = 600, 240
+"""Candidates kept while screening, and the most that are played."""
+ACTIONS = 1_200_000
+"""Actions of schedules to play in all: a second's worth, counted and not timed, so that a search repeats itself."""
+FRONT = 16
+"""Layouts of the front, at most."""
+
+
+class Candidate(NamedTuple):
+    """A layout that may be among the best."""
+
+    seconds: float
+    memory: float
+    group: Group
+    place: Place
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What was found, best first."""
+
+    ranking: list[Plan]
+    """By device-seconds of a step, which on one number of devices is the step's time."""
+    next_changes: list[str]
+    """For each, what the best change of one key would bring."""
+    pareto: list[Plan]
+    """Layouts that none beats in step time, memory and devices at once."""
+    searched: int
+    """Legal layouts."""
+    simulated: int
+    """Of these, schedules played in full; the others were screened."""
+    seconds: float = field(compare=False)
+    """That the search took."""
+
+    @property
+    def best(self) -> Plan:
+        """The first of the ranking."""
+        return self.ranking[0]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs; names are stable."""
+        ranking = [p.as_dict() | {"next_change": c} for p, c in zip(self.ranking, self.next_changes, strict=True)]
+        front = [p.as_dict() for p in self.pareto]
+        return {"searched": self.searched, "simulated": self.simulated, "ranking": ranking, "pareto": front}
+
+
+def search(
+    run: Run,
+    *,
+    devices: Sequence[int] | None = None,
+    keep: int = 20,
+    max_microbatch: int = 0,
+    progress: Callable[[float], None] | None = None,
+) -> SearchResult:
+    """The best layouts of a run whose layout is `auto`, on its cluster or on each of several numbers of devices.
+
+    `progress` is called with the share that is done. Raises `UserError` with every reason where nothing is legal or fits.
+    """
+    start = time.perf_counter()
+    counts, per_node = counts_of(run, devices, keep, max_microbatch)
+    timed: list[tuple[float, Candidate]] = []
+    searched = 0
+    empty: list[Space] = []
+    for n, count in enumerate(counts):
+        space = Space(run, count, per_node, max_microbatch)
+        searched += space.count
+        pool = _screen(space, keep, _part(progress, n, len(counts)))
+        if not pool:
+            empty.append(space)
+        timed += _play(pool, keep, ACTIONS // len(counts))
+    if not any(space.count for space in empty) and len(empty) == len(counts):
+        raise nothing_legal(run, counts, per_node, max_microbatch)
+    ranking, chosen, front = _plans(timed, keep)
+    if not ranking:
+        raise nothing_fits(run, [s for s in empty if s.count] or [Space(run, counts[-1], per_node, max_microbatch)])
+    pairs = zip(chosen, ranking, strict=True)
+    changes = next_changes([(c.group, c.place, plan.account.step_seconds) for c, plan in pairs])
+    return SearchResult(ranking, changes, front, searched, len(timed), time.perf_counter() - start)
+
+
+def resolve(run: Run) -> Run:
+    """The run with the best layout filled in; one whose layout is given comes back as it is."""
+    return search(run, keep=1).best.run if run.layout.auto else run
+
+
+def _part(progress: Callable[[float], None] | None, n: int, of: int) -> Callable[[float], None]:
+    return lambda share: progress((n + share) / of) if progress else None
+
+
+class _Pool:
+    """The fastest candidates so far, and the fastest for each amount of memory."""
+
+    def __init__(self, room: float, keep: int) -> None:
+        self.room, self.most = room, max(POOL, 4 * keep)
+        self.front = np.full(BINS, np.inf)
+        self.slowest = np.inf
+        self.found: list[tuple[float, float, Group, str, int, int, int]] = []
+
+    @property
+    def limit(self) -> float:
+        """Slower ones are not looked at."""
+        return SLOWER * float(self.front[-1])
+
+    def add(self, group: Group, one: Screened) -> None:
+        """Take what is among the fastest, or faster than all that are as lean."""
+        steps = np.minimum(one.memory * (BINS / self.room), BINS - 1).astype(np.int64)
+        fast = np.where(one.memory <= self.room, np.maximum(self.front[steps], self.slowest), -1.0)
+        fast = np.minimum(fast, self.limit)
+        method, row = np.nonzero(one.seconds < fast)
+        if not len(row):
+            return
+        seconds, memory = one.seconds[method, row], one.memory[row]
+        if len(row) > self.most:
+            keep = np.argpartition(seconds, self.most)[: self.most]
+            leanest = [np.flatnonzero(steps[row] == n) for n in np.unique(steps[row])]
+            keep = np.unique([*keep, *(at[seconds[at].argmin()] for at in leanest)])
+            method, row, seconds, memory = method[keep], row[keep], seconds[keep], memory[keep]
+        np.minimum.at(self.front, steps[row], seconds)
+        np.minimum.accumulate(self.front, out=self.front)
+        rows = one.rows[row].tolist()
+        for s, b, m, r in zip(seconds.tolist(), memory.tolist(), method.tolist(), rows, strict=True):
+            self.found.append((s, b, group, one.schedule, one.chunks, m, r))
+        if len(self.found) > 4 * self.most:
+            self._prune()
+
+    def _prune(self) -> None:
+        self.found.sort(key=lambda c: c[0])
+        fast, rest = self.found[: self.most], self.found[self.most :]
+        lean = (c for c in rest if c[0] <= self.front[min(int(c[1] * BINS / self.room), BINS - 1)])
+        self.found = [*fast, *lean]
+        self.slowest = fast[-1][0]
+
+    def candidates(self) -> list[Candidate]:
+        """The fastest first."""
+        self._prune() if len(self.found) > self.most else self.found.sort(key=lambda c: c[0])
+        return [Candidate(c[0], c[1], c[2], Place(*c[3:])) for c in self.found]
+
+
+def _screen(space: Space, keep: int, progress: Callable[[float], None]) -> list[Candidate]:
+    pool, done = _Pool(BAND * space.capacity, keep), 0
+    for group in space.groups:
+        for one in group.screen(group.schedules, group.rows(), pool.room, pool.limit):
+            pool.add(group, one)
+        done += group.count
+        progress(done / space.count)
+    return pool.candidates()
+
+
+def _play(pool: list[Candidate], keep: int, actions: int) -> list[tuple[float, Candidate]]:
+    """Step seconds by playing the schedules: of the front, and of the fastest as far as the actions go."""
+    lean = _front([(c.seconds, c) for c in pool])[:FRONT]
+    fast = list(_different(pool)) if len(pool) > PLAYED else pool
+    result: list[tuple[float, Candidate]] = []
+    for candidate in dict.fromkeys([*lean, *fast]):
+        if len(result) >= max(PLAYED, keep) or (actions <= 0 and len(result) >= keep + len(lean)):
+            break
+        prepared = candidate.group.prepared_at(candidate.place)
+        actions -= _actions(prepared)
+        result.append((step_time(prepared).seconds, candidate))
+    return result
+
+
+def _actions(prepared: Prepared) -> int:
+    """How many actions playing takes."""
+    lay = prepared.job.layout
+    if lay.pipeline == 1:
+        return 0
+    count, fewer = played(prepared.job, round(float(prepared.job.accumulation)))
+    return 2 * len(prepared.kinds) * (count + (count - fewer) * (fewer > 0))
+
+
+def _different(pool: list[Candidate]) -> Iterator[Candidate]:
+    """Candidates without those that differ from one before in nothing that shows."""
+    seen: set[tuple[Any, ...]] = set()
+    for candidate in pool:
+        group, place = candidate.group, candidate.place
+        column = place.row % group.shape[2]
+        size = group.sizes.at(column)
+        step, room = round(math.log(candidate.seconds) / 0.002), round(math.log(candidate.memory) / 0.05)
+        same = (step, room, size.tensor, size.context, size.pipeline, size.microbatch, place.schedule, place.chunks)
+        if same not in seen:
+            seen.add(same)
+            yield candidate
+
+
+def _plans(timed: list[tuple[float, Candidate]], keep: int) -> tuple[list[Plan], list[Candidate], list[Plan]]:
+    """Plans of the best that really fit, the candidates they come from, and the front."""
+    timed = sorted(timed, key=lambda one: one[0] * one[1].group.space.devices)
+    ranking: list[Plan] = []
+    chosen: list[Candidate] = []
+    for _, candidate in timed:
+        if len(ranking) == keep:
+            break
+        plan = _plan(candidate)
+        if plan.fits:
+            ranking.append(plan)
+            chosen.append(candidate)
+    order = sorted(range(len(ranking)), key=lambda n: ranking[n].account.step_seconds * ranking[n].run.layout.world)
+    ranking, chosen = [ranking[n] for n in order], [chosen[n] for n in order]
+    ranked = {id(candidate): plan for candidate, plan in zip(chosen, ranking, strict=True)}
+    front = [ranked.get(id(c)) or _plan(c) for c in _front(timed)]
+    return ranking, chosen, [plan for plan in front if plan.fits]
+
+
+def _plan(candidate: Candidate) -> Plan:
+    run = candidate.group.run_at(candidate.place)
+    return plan_job(run, job_of(run))
+
+
+def _front(timed: list[tuple[float, Candidate]]) -> list[Candidate]:
+    """Those that none beats in time, memory and devices, with steps of memory that matter."""
+    front: list[tuple[float, float, int, Candidate]] = []
+    for seconds, candidate in sorted(timed, key=lambda one: one[0]):
+        devices, memory = candidate.group.space.devices, candidate.memory
+        if all(memory < 0.97 * other[1] or devices < other[2] for other in front):
+            front.append((seconds, memory, devices, candidate))
+    return [one[3] for one in front]
