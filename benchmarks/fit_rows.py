@@ -84,7 +84,7 @@ class Case:
 
     def names(self) -> set[str]:
         """The effects this row depends on."""
-        own = {name for name in NAMES if not name.startswith("memory_")}
+        own = set(NAMES)
         for name in list(own):
             own |= {f"{name}/{kind}:{self.groups[kind]}" for kind in NAMES[name][1] if self.groups[kind]}
         return own
@@ -196,7 +196,10 @@ def main() -> int:
         def short(values: dict[str, float]) -> dict[str, float]:
             return {name: round(value, 4) for name, value in values.items() if abs(value) >= 5e-5}
 
-        content = dict(effects=short(effects), without={group: short(values) for group, values in without.items()})
+        errors = [abs(c.residual(without[c.group])) for c in cases if c.weight == 1 and c.row["kind"] == "training"]
+        width = float(np.quantile(errors, 0.8))
+        content: dict[str, Any] = dict(intervals=dict(training=round(width, 4), layer=round(width, 4)))
+        content |= dict(effects=short(effects), without={group: short(values) for group, values in without.items()})
         args.output.write_text(json.dumps(content, indent=1) + "\n")
     return 0
 

@@ -32,12 +32,10 @@ NAMES: dict[str, tuple[float, tuple[str, ...]]] = {
     "jitter": (0.005, ("fabric",)),
     "contention": (0.1, ("family",)),
     "exposed": (0.1, ("family",)),
-    "memory_fixed": (1.0, ("family",)),
-    "memory_share": (0.05, ("family",)),
 }
 """Every constant. `launch` and `overhead` are seconds, of a kernel and of a step; `jitter` is the share a step grows by with
 each doubling of the machines; `contention` the share of hidden traffic that slows computing; `exposed` the share of traffic
-that could hide but does not; `memory_fixed` is GiB the driver and libraries keep, `memory_share` what fragmentation adds."""
+that could hide but does not."""
 
 Constants = Mapping[str, float]
 

@@ -30,6 +30,11 @@ def layer_activations(job: Job, *, routed: bool) -> tuple[Number, Number]:
         return whole, 0.0
     if job.layout.recompute == "full":
         kept, again = stream, whole
+    elif job.layout.recompute == "attention" and job.stack.recompute_keeps:
+        m, units = job.model, job.stack.recompute_keeps
+        widths = units[0] * m.hidden + units[1] * m.kv_heads * m.head_dim + units[2] * m.ffn
+        kept = job.rows / job.layout.tensor * widths * job.width
+        again = whole - kept
     else:
         kept = sum(entry.saved - repeated(job, entry) * (entry.saved - entry.kept) for entry in tally.entries)
         again = whole - kept
@@ -70,10 +75,11 @@ def buffers(job: Job) -> Number:
     """Receive and send buffers of tensor, context and pipeline traffic."""
     stream = job.rows * job.model.hidden * job.width
     lay = job.layout
-    return stream * (2.0 * (lay.tensor > 1) + 2.0 * (lay.pipeline > 1) / lay.tensor + 2.0 * (lay.context > 1))
+    exchanged = stream * (2.0 * (lay.tensor > 1) + 2.0 * (lay.pipeline > 1) / lay.tensor + 2.0 * (lay.context > 1))
+    return exchanged + job.stack.bucket_bytes
 
 
-def memory(job: Job, constants: dict[str, float]) -> Memory:
+def memory(job: Job, constants: dict[str, float] | None = None) -> Memory:
     """Every pipeline rank of one layout."""
     lay = job.layout
     layers = layers_by_stage(job)
@@ -108,6 +114,6 @@ def memory(job: Job, constants: dict[str, float]) -> Memory:
             owners["gathered"] = float(gathered_layers(job, routed=routed))
         owners["buffers"] = float(buffers(job))
         moving = owners["activations"] + owners["logits"] + owners["gathered"] + owners["buffers"]
-        owners["workspace"] = constants["memory_fixed"] * GIB + constants["memory_share"] * moving
+        owners["workspace"] = job.stack.context_gib * GIB + job.stack.fragmentation * moving
         ranks.append(owners)
     return Memory(tuple(ranks), float(job.cluster.chip.memory) * (1.0 - job.headroom))

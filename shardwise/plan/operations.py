@@ -85,9 +85,20 @@ class Tally:
         self.entries.append(
             Entry(name, part, "matmul", seconds, (flops,) * 3, saved=kept, launches=(1.0, 1.0, 1.0), ends=ends)
         )
+        self._accumulate(name, part, columns * inner)
         if eight:  # both inputs of each product are read, scaled, and written in 8 bits, once as they lie and once turned
             cast = rows * inner * (job.width + 2), rows * columns * (job.width + 2), 0.0
             self.stream(f"{name} to 8 bits", part, cast[0], cast[1])
+
+    def _accumulate(self, name: str, part: str, numbers: Number) -> None:
+        """Adding a weight's gradient to those of the microbatches before."""
+        job = self.job
+        if not job.stack.accumulate_bytes:
+            return
+        size = numbers * job.stack.accumulate_bytes * (1.0 - 1.0 / np.maximum(job.accumulation, 1.0))
+        seconds = (0.0, 0.0, memory_seconds(job.cluster.chip, size))
+        entry = Entry(f"{name} added", part, "memory", seconds, bytes=(0.0, 0.0, size), launches=(0.0, 0.0, 1.0))
+        self.entries.append(entry)
 
     def grouped(self, name: str, rows: Number, columns: Number, inner: Number, experts: Number) -> None:
         """The same product for each of a rank's experts, rows dealt out evenly."""
@@ -102,6 +113,7 @@ class Tally:
         )
         kept = rows * inner * (1.0 if job.fp8 else job.width)
         self.entries.append(Entry(name, "experts", "matmul", seconds, (flops,) * 3, saved=kept, launches=(1.0, 1.0, 1.0)))
+        self._accumulate(name, "experts", columns * inner * experts)
         if job.fp8:
             self.stream(f"{name} to 8 bits", "experts", rows * inner * (job.width + 2), rows * columns * (job.width + 2))
 

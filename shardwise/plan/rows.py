@@ -81,7 +81,8 @@ def model_of(row: Row) -> ModelConfig:
 
 
 def _even(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers dealt out as evenly as they go, the odd ones in the middle, away from embedding and head."""
+    """Layers dealt out as evenly as they go, the odd ones in the middle, away from embedding and head, which may have a
+    stage to themselves."""
     base, more = divmod(layers, stages)
     start = (stages - more) // 2
     return tuple(base + (start <= n < start + more) for n in range(stages))
@@ -111,6 +112,8 @@ def layout_of(row: Row, model: ModelConfig, assumed: list[str]) -> LayoutConfig:
     recompute = {"full": "full", "selective": "attention", "none": "none", None: "none"}.get(p.get("recompute"), "")
     if not recompute:
         raise Unsupported(f"the recomputation {p['recompute']}")
+    if p.get("schedule") == "zb-2p":
+        assumed.append("a schedule that holds half as many microbatches")
     if p.get("recompute") is None and "recompute" in p:
         assumed.append("no recomputation")
     layout = LayoutConfig(
@@ -127,7 +130,7 @@ def layout_of(row: Row, model: ModelConfig, assumed: list[str]) -> LayoutConfig:
         expert_tensor=(p.get("etp") or 1) > 1,
     )
     stages = pipeline * layout.stages_per_rank
-    if stages > model.layers:
+    if stages > model.layers + 2:
         raise Unsupported(f"{stages} stages for {model.layers} layers")
     return replace(layout, stages=_even(model.layers, stages))
 
@@ -141,12 +144,10 @@ def stack_of(row: Row) -> Stack:
         return STACKS["deepspeed-zero3"]
     if group.startswith(("megatron_sc21", "megatron_2020", "megatron_jan2021", "megatron_readme", "vtrain")):
         name = "megatron-ddp" if p.get("ddp") == "torch" else "megatron"
-    elif group.startswith("korthikanti"):
-        name = "megatron"
+    elif group.startswith(("korthikanti", "zero_bubble")):
+        name = "megatron-2022"
     elif group.startswith("bloom"):
         name = "megatron-bf16" if row["precision"] == "bf16" else "megatron-deepspeed"
-    elif group.startswith("zero_bubble"):
-        name = "megatron-flash1"
     elif group.startswith("flashattn"):
         name = "megatron-flash1"
     elif group.startswith("internevo"):
@@ -173,6 +174,8 @@ def stack_of(row: Row) -> Stack:
     if stack.family == "nemo" and p.get("recompute") == "selective":
         # Today's programs repeat what is cheap, norms and activations; attention keeps little since it was fused.
         stack = replace(stack, recompute_selective=("norm", "activation"))
+    if "nvidia-smi" in note:  # counts the driver and what the allocator holds in reserve
+        stack = replace(stack, context_gib=3.0, fragmentation=0.15)
     if stack.name == "nemo" and row["model"].get("experts") and p.get("dispatcher") != "NCCL A2A":
         stack = replace(stack, expert_once=True)
     if "A2A overlap" in note or group == "megatron_bridge":
@@ -198,7 +201,9 @@ def job_of_row(row: Row) -> RowJob:
     if not micro:
         # What people choose where nothing is said: one sequence in a pipeline, else some 16,000 tokens.
         share = (batch or data) // data
-        micro = 1 if layout.pipeline > 1 else max(1, min(share, 16384 // row["model"]["seq"]))
+        micro = max(1, min(share, 16384 // row["model"]["seq"]))
+        if layout.pipeline > 1:  # PyTorch's pipelines cut a share into as many microbatches as stages
+            micro = max(1, share // layout.pipeline) if layout.zero == 3 else 1
         while share % micro:
             micro -= 1
         assumed.append(f"a microbatch of {micro}")

@@ -31,6 +31,8 @@ class Stack:
     gather_bytes: float = 2.0
     reduce_bytes: float = 4.0
     """Of a number of the gradient on the wire."""
+    accumulate_bytes: float = 12.0
+    """Moved to add a weight's gradient to those of the microbatches before; 0 where the sum is sent away instead."""
     reduce_every_microbatch: bool = True
     """ZeRO-2 and 3: whether gradients travel after every microbatch or once a step."""
     tensor_overlap: float = 0.0
@@ -39,6 +41,8 @@ class Stack:
     """Whether gradients travel while the last backward pass still runs."""
     gather_overlap: bool = True
     """Whether updated parameters travel while the first forward pass runs."""
+    pipeline_pieces: bool = True
+    """Whether tensor ranks send only their piece of the stream to the next stage."""
     pipeline_blocks: bool = False
     """Whether a stage waits for its transfers where it could compute."""
     expert_overlap: float = 0.0
@@ -55,6 +59,14 @@ class Stack:
     """What the layout's `attention` mode computes again: names of operations, `attention` for all of its core."""
     recompute_products: float = 0.0
     """Share of the matrix products it computes again besides."""
+    recompute_keeps: tuple[float, float, float] | None = None
+    """Where what it keeps instead is not the inputs of the rest: numbers a token, in units of hidden, kv and ffn width."""
+    bucket_bytes: float = 0.0
+    """Buffers in which gradients and parameters are collected for sending."""
+    context_gib: float = 1.0
+    """What the driver, its libraries and the communicators hold beside the program's tensors."""
+    fragmentation: float = 0.05
+    """What the allocator wastes, as a share of what comes and goes within a step."""
 
 
 _MEGATRON = Stack(
@@ -68,6 +80,7 @@ _MEGATRON = Stack(
     gradient_bytes=2.0,
     optimizer_bytes=12.0,
     reduce_bytes=2.0,
+    accumulate_bytes=6.0,
     reduce_every_microbatch=False,
     gradients_overlap=False,
     gather_overlap=False,
@@ -84,6 +97,7 @@ _NEMO = replace(
     kernels="compiled",
     dropout=False,
     gradient_bytes=4.0,
+    accumulate_bytes=4.0,  # the product adds to float32 itself
     tensor_overlap=0.5,
     gradients_overlap=True,
     gather_overlap=True,
@@ -91,15 +105,18 @@ _NEMO = replace(
     loss_bytes=20.0,
     logits_kept=6.0,
 )
-_FSDP = Stack("fsdp", "fsdp", kernels="eager", loss_bytes=36.0, logits_kept=14.0)
+_FSDP = Stack("fsdp", "fsdp", kernels="eager", loss_bytes=36.0, logits_kept=14.0, accumulate_bytes=0.0)
 
 STACKS: dict[str, Stack] = {
     s.name: s
     for s in (
         Stack("shardwise", "shardwise", attention="flash3", kernels="eager"),
         _MEGATRON,
-        replace(_MEGATRON, name="megatron-bf16", gradient_bytes=4.0, reduce_bytes=4.0),
-        replace(_MEGATRON, name="megatron-deepspeed", family="megatron"),
+        replace(_MEGATRON, name="megatron-bf16", gradient_bytes=6.0, optimizer_bytes=16.0, reduce_bytes=4.0, accumulate_bytes=12.0, bucket_bytes=3e9),
+        # Gradients are copied to float32 for the step; buckets of 500 million numbers, two to reduce and one to gather.
+        replace(_MEGATRON, name="megatron-deepspeed", optimizer_bytes=16.0, bucket_bytes=3e9, pipeline_pieces=False),
+        # Since 2022 the product adds to the gradient itself, which reads it once more.
+        replace(_MEGATRON, name="megatron-2022", accumulate_bytes=2.0),
         replace(_MEGATRON, name="megatron-ddp", gradients_overlap=True),
         replace(_MEGATRON, name="megatron-flash1", attention="flash1", dropout=False),
         replace(_MEGATRON, name="megatron-flash2", attention="flash2", dropout=False, gradient_bytes=4.0),
@@ -111,13 +128,14 @@ STACKS: dict[str, Stack] = {
         replace(_FSDP, name="fsdp-flash1", attention="flash1"),
         replace(_FSDP, name="fsdp-pure-flash1", attention="flash1", reduce_bytes=2.0),
         # Every second product is computed again, and all that is not a product or attention.
-        replace(_FSDP, name="torchtitan", kernels="compiled", loss_bytes=24.0, logits_kept=14.0, recompute_products=0.5,
-                recompute_selective=("norm", "activation", "rotary", "residual")),
+        replace(_FSDP, name="torchtitan", kernels="compiled", loss_bytes=24.0, logits_kept=12.0, recompute_products=0.5,
+                recompute_selective=("norm", "activation", "rotary", "residual"), recompute_keeps=(4.0, 1.0, 1.0)),
         replace(_FSDP, name="deepspeed-zero3", family="megatron", attention="unfused", kernels="jit", parameter_bytes=2.0,
                 gradient_bytes=2.0, optimizer_bytes=12.0, reduce_bytes=2.0, dropout=True, loss_bytes=44.0),
         replace(_FSDP, name="colossalai", family="fsdp", parameter_bytes=2.0, gradient_bytes=2.0, optimizer_bytes=12.0,
-                reduce_bytes=2.0),
-        replace(_MEGATRON, name="internevo", family="internevo", attention="flash1", dropout=False,
+                reduce_bytes=2.0, logits_kept=8.0),
+        replace(_MEGATRON, name="internevo", family="internevo", attention="flash1", dropout=False, gradient_bytes=4.0,
+                optimizer_bytes=20.0,
                 gradients_overlap=True, kernels="jit"),
     )
 }  # fmt: skip

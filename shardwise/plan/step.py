@@ -111,7 +111,8 @@ def prepare(job: Job) -> Prepared:
         kinds.append(seen[key])
     hop = 0.0
     if job.layout.pipeline > 1:
-        size = job.rows / job.layout.tensor * job.model.hidden * job.width
+        ranks = job.layout.tensor if job.stack.pipeline_pieces else 1
+        size = job.rows / ranks * job.model.hidden * job.width
         hop = float(collective_seconds(job.cluster, "send", size, *span(job, "pipeline")))
     return Prepared(job, layers, held, kinds, pieces, data, hop)
 

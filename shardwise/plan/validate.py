@@ -109,9 +109,12 @@ def _judge(result: Prediction, width: float) -> None:
 
 def validate(rows: Iterable[Row], *, leave_out: bool = True, progress: Callable[[], None] | None = None) -> list[Prediction]:
     """Predict every row."""
+    from shardwise.plan.inference import predict_inference
+
     results = []
     for row in rows:
-        results.append(predict_training(row, leave_out=leave_out))
+        predict = predict_inference if row["kind"] == "inference" else predict_training
+        results.append(predict(row, leave_out=leave_out))
         if progress:
             progress()
     return results
