@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 
 from shardwise.plan.constants import NAMES, constants_of, groups_of
-from shardwise.plan.rows import Unsupported, job_of_row, measured_seconds
 from shardwise.plan.job import Job
+from shardwise.plan.rows import Unsupported, job_of_row, measured_seconds
 from shardwise.plan.step import Played, Prepared, play_schedule, prepare, step_time
-from shardwise.schedules import Cost
 from shardwise.plan.validate import layer_seconds, published
+from shardwise.schedules import Cost
 
 PRIOR = {"common": 0.3, "group": 0.15}
 """Standard deviations of the logarithms before anything is seen."""
@@ -110,7 +110,9 @@ def jacobian(cases: list[Case], names: list[str], effects: dict[str, float]) -> 
     return start, columns
 
 
-def solve(residuals: np.ndarray, columns: np.ndarray, weights: np.ndarray, now: np.ndarray, scale: np.ndarray) -> np.ndarray:
+def solve(
+    residuals: np.ndarray, columns: np.ndarray, weights: np.ndarray, now: np.ndarray, scale: np.ndarray
+) -> np.ndarray:
     """One step of weighted ridge regression from `now`."""
     robust = weights * np.minimum(1.0, HUBER / np.maximum(np.abs(residuals), 1e-9)) / NOISE**2
     left = columns.T @ (robust[:, None] * columns) + np.diag(1 / scale**2)
@@ -168,8 +170,12 @@ def table(cases: list[Case], effects: dict[str, float], without: dict[str, dict[
             f"|err| median {statistics.median(map(abs, unseen)):.3f} mean {statistics.mean(map(abs, unseen)):.3f}"
         )
     for label, choose in (("seen", lambda c: effects), ("left out", lambda c: without[c.group])):
-        errors = [abs(math.exp(c.residual(choose(c))) - 1) for c in cases if c.weight == 1 and c.row["kind"] == "training"]
-        print(f"{label}: {len(errors)} complete rows, median {statistics.median(errors):.4f} mean {statistics.mean(errors):.4f}")
+        errors = [
+            abs(math.exp(c.residual(choose(c))) - 1) for c in cases if c.weight == 1 and c.row["kind"] == "training"
+        ]
+        print(
+            f"{label}: {len(errors)} complete rows, median {statistics.median(errors):.4f} mean {statistics.mean(errors):.4f}"
+        )
 
 
 def cases_of(rows: list[dict[str, Any]]) -> list[Case]:
@@ -193,6 +199,7 @@ def main() -> int:
     _, effects, without = fit(cases, args.rounds)
     table(cases, effects, without)
     if args.output:
+
         def short(values: dict[str, float]) -> dict[str, float]:
             return {name: round(value, 4) for name, value in values.items() if abs(value) >= 5e-5}
 

@@ -28,7 +28,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "convert": ("shardwise.cli.convert", "weights to and from Hugging Face folders"),
 }
 
-_OVERRIDE = re.compile(r"--([A-Za-z_]\w*\.\w+|name)(=.*)?", re.DOTALL)
+_OVERRIDE = re.compile(r"--([A-Za-z_]\w*\.\w+|name|layout)(=.*)?", re.DOTALL)
 
 
 def overview() -> str:

@@ -42,7 +42,7 @@ def execute(args: argparse.Namespace) -> int:
         from shardwise.plan.search import search
 
         found = search(run, devices=devices, keep=args.keep, max_microbatch=args.max_microbatch)
-        best: Plan = found.ranking[0]
+        best = found.best
     elif devices:
         raise UserError(Problem('compares layouts: set layout = "auto"', "--devices", "command line"))
     else:
@@ -57,7 +57,7 @@ def execute(args: argparse.Namespace) -> int:
     if args.html:
         Path(args.html).write_text(_page(best, found), encoding="utf-8")
     if args.json:
-        print(json.dumps(_as_json(best, found)))
+        print(json.dumps((found or best).as_dict()))
     else:
         _print(best, found)
         for path in filter(None, (args.html, args.trace)):
@@ -75,17 +75,6 @@ def _devices(text: str | None) -> list[int] | None:
     if not numbers or min(numbers) < 1:
         raise UserError(Problem(f'"{text}" is not a list of numbers such as 256,512', "--devices", "command line"))
     return numbers
-
-
-def _as_json(best: Plan, found: SearchResult | None) -> dict[str, Any]:
-    if found is None:
-        return best.as_dict()
-    return {
-        "ranking": [plan.as_dict() | {"next_change": found.next_change(plan)} for plan in found.ranking],
-        "searched": found.searched,
-        "simulated": found.simulated,
-        "pareto": [plan.as_dict() for plan in found.pareto],
-    }
 
 
 def figures(best: Plan) -> list[tuple[str, str, str]]:
@@ -120,7 +109,8 @@ def figures(best: Plan) -> list[tuple[str, str, str]]:
         ("limit", best.binds.partition(":")[0], best.binds.partition(": ")[2]),
         ("job", f"{cost.days:.1f} days", f"{run.train.steps} steps, {words.count(cost.device_hours)} device-hours, "
          f"goodput {words.percent(cost.goodput)}, {cost.failures:.1f} failures expected"),
-        ("cost", words.money(cost.usd), f"{words.count(cost.kwh)} kWh; a checkpoint every {words.seconds(cost.checkpoint_every_s)}"),
+        ("cost", words.money(cost.usd), f"{words.count(cost.kwh)} kWh; a checkpoint every "
+         f"{words.seconds(cost.checkpoint_every_s)}"),
     ]  # fmt: skip
 
 
@@ -141,7 +131,7 @@ def _columns() -> list[Any]:
     ]
 
 
-def _rows(plans: list[Plan], found: SearchResult) -> list[dict[str, Any]]:
+def _rows(plans: list[Plan], changes: list[str] | None = None) -> list[dict[str, Any]]:
     return [
         dict(
             devices=plan.run.layout.world,
@@ -152,9 +142,9 @@ def _rows(plans: list[Plan], found: SearchResult) -> list[dict[str, Any]]:
             memory=plan.account.memory.peak,
             usd=plan.cost.usd,
             binds=plan.binds.partition(":")[0],
-            next=found.next_change(plan),
+            next=change,
         )
-        for plan in plans
+        for plan, change in zip(plans, changes or [""] * len(plans), strict=True)
     ]
 
 
@@ -168,6 +158,10 @@ def short_layout(plan: Plan) -> str:
         words.append(lay.schedule + (f"×{lay.stages_per_rank}" if lay.stages_per_rank > 1 else ""))
     if lay.recompute != "none":
         words.append(f"recompute-{lay.recompute}")
+    if lay.context > 1:
+        words.append(lay.context_method)
+    if lay.tensor > 1 and lay.async_tensor:
+        words.append("async")
     return " ".join([*words, f"mb{plan.run.train.microbatch}"])
 
 
@@ -180,8 +174,10 @@ def _print(best: Plan, found: SearchResult | None) -> None:
     console = Console()
     if found is not None:
         console.print(f"{found.searched:,} layouts considered, {found.simulated:,} simulated\n", style="dim")
-        console.print(terminal.ranking_table(_rows(found.ranking, found), _columns()))
-        console.print("\nr replicate, s shard, c context, t tensor, p pipeline, e expert; the best in full:\n", style="dim")
+        console.print(terminal.ranking_table(_rows(found.ranking, found.next_changes), _columns()))
+        console.print(
+            "\nr replicate, s shard, c context, t tensor, p pipeline, e expert; the best in full:\n", style="dim"
+        )
     console.print(terminal.key_figures(figures(best)))
     for part in (
         terminal.memory_bars(best.account.memory),
@@ -202,10 +198,10 @@ def _page(best: Plan, found: SearchResult | None) -> str:
 
     sections = [html.key_figures(figures(best))]
     if found is not None:
-        rows = _rows(found.ranking, found)
+        rows = _rows(found.ranking, found.next_changes)
         columns = _columns()
         sections.append(html.ranking_table(rows, columns, "Layouts"))
-        points = _rows(found.pareto, found)
+        points = _rows(found.pareto)
         by = {column.key: column for column in columns}
         sections.append(html.scatter(points, by["memory"], by["step_seconds"], by["devices"], by["layout"]))
     sections += [

@@ -22,9 +22,13 @@ KINDS = ("training", "layer", "inference")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What follows the verb."""
-    parser.add_argument("rows", nargs="*", help="JSON files, each a list of rows (docs/validation.md says what is in one)")
+    parser.add_argument(
+        "rows", nargs="*", help="JSON files, each a list of rows (docs/validation.md says what is in one)"
+    )
     parser.add_argument("--json", action="store_true", help="for programs: every row and the summaries")
-    parser.add_argument("--seen", action="store_true", help="use the constants fitted to all sources, the row's own included")
+    parser.add_argument(
+        "--seen", action="store_true", help="use the constants fitted to all sources, the row's own included"
+    )
     parser.add_argument("--worst", type=int, default=10, help="rows furthest off to list (default 10)")
 
 
@@ -55,7 +59,11 @@ def _read(path: Path) -> list[dict[str, Any]]:
         raise UserError(Problem("is not a list of rows", where=str(path)))
     problems = []
     for n, row in enumerate(rows):
-        missing = [key for key in ("id", "group", "kind", "hardware", "model", "measured") if key not in (row if isinstance(row, dict) else {})]
+        missing = [
+            key
+            for key in ("id", "group", "kind", "hardware", "model", "measured")
+            if key not in (row if isinstance(row, dict) else {})
+        ]
         if missing:
             problems.append(Problem(f"row {n} has no {', '.join(missing)}", where=str(path)))
     if problems:
@@ -103,8 +111,8 @@ def _print(predictions: list[Prediction], worst: int, *, seen: bool) -> None:
 
     console = Console()
     table = Table(box=None, padding=(0, 1), header_style="dim")
-    table.add_column("source")
-    for name in ("rows", "predicted", "median", "mean", "in interval", "memory rows", "median"):
+    table.add_column("source", no_wrap=True)
+    for name in ("rows", "known", "median", "mean", "held", "memory", "median"):
         table.add_column(name, justify="right")
 
     def add(name: str, members: list[Prediction], **style: Any) -> None:
@@ -123,7 +131,9 @@ def _print(predictions: list[Prediction], worst: int, *, seen: bool) -> None:
             add(f"{kind}, all rows", members)
     console.print(table)
     how = "constants fitted to all sources" if seen else "each source predicted with constants fitted without it"
-    console.print(f"\nErrors are relative, without sign; {how}.\n", style="dim")
+    console.print(
+        f"\nErrors are relative, without sign; {how}.\nheld: measurements inside the 80% interval.\n", style="dim"
+    )
     far = sorted((p for p in predictions if p.error is not None), key=lambda p: -abs(p.error or 0))[:worst]
     for p in far:
         console.print(f"  {words.change(p.error or 0):>8}  {p.id}  ({p.group})", highlight=False)

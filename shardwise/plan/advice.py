@@ -168,14 +168,13 @@ def _neighbours(group: Group, place: Place) -> Iterator[tuple[Group, Place, str]
     """Layouts that differ in one key, with the words for it."""
     space, words = group.space, group.words(place)
     size = Sizes(*(int(x) for x in group.sizes.at(place.row % group.shape[2])))
-    for key, values in space.choices.__dict__.items():
-        for value in values:
-            yield from _moved(space, size, words, {key: value}, key)
+    found = [_moved(space, size, words, {key: value}, key) for key, values in vars(space.choices).items() for value in values]
     for schedule, chunks in group.schedules:
         key = "schedule" if schedule != place.schedule else "chunks"
-        yield from _moved(space, size, words, dict(schedule=schedule, chunks=chunks), key)
-    for key, changed in _resized(space, size):
-        yield from _moved(space, changed, words, {}, key, size)
+        found.append(_moved(space, size, words, dict(schedule=schedule, chunks=chunks), key))
+    found += [_moved(space, changed, words, {}, key, size) for key, changed in _resized(space, size)]
+    # What makes no difference leads back to the same place.
+    yield from (one for one in found if one is not None and one[:2] != (group, place))
 
 
 def _resized(space: Space, size: Sizes) -> Iterator[tuple[str, Sizes]]:
@@ -193,20 +192,15 @@ def _resized(space: Space, size: Sizes) -> Iterator[tuple[str, Sizes]]:
 
 def _moved(
     space: Space, size: Sizes, words: dict[str, Any], change: dict[str, Any], key: str, before: Sizes | None = None
-) -> Iterator[tuple[Group, Place, str]]:
-    """The place of a changed layout, where the space has it and it is another."""
+) -> tuple[Group, Place, str] | None:
+    """The place of a changed layout and the words for the change, where the space has it."""
     wanted = words | change
-    if before is None and all(words[name] == value for name, value in change.items()):
-        return
-    if before is not None and size == before:
-        return
     found = space.find(size, wanted)
     if found is None:
-        return
+        return None
     old, new = (getattr(before, key), getattr(size, key)) if before is not None else (words[key], wanted[key])
-    if old != new:
-        of = f" of {wanted['chunks']} chunks" if key == "schedule" and new in LOOPED else ""
-        yield *found, f"{key} {_word(old)} → {_word(new)}{of}"
+    of = f" of {wanted['chunks']} chunks" if key == "schedule" and new in LOOPED else ""
+    return *found, f"{key} {_word(old)} → {_word(new)}{of}"
 
 
 def _word(value: Any) -> str:

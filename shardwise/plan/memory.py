@@ -85,7 +85,9 @@ def memory(job: Job, constants: dict[str, float] | None = None) -> Memory:
     layers = layers_by_stage(job)
     held = stage_parameters(job, layers)  # type: ignore[arg-type]
     routed = bool(job.model.experts)
-    dense_kept, dense_again = layer_activations(job, routed=False) if not routed or job.model.dense_layers else (0.0, 0.0)
+    dense_kept, dense_again = (
+        layer_activations(job, routed=False) if not routed or job.model.dense_layers else (0.0, 0.0)
+    )
     mixed_kept, mixed_again = layer_activations(job, routed=True) if routed else (0.0, 0.0)
     whole = [float(d * dense_kept + r * mixed_kept) for d, r in layers]
     whole[0] += float(_embedding_activations(job))

@@ -86,7 +86,9 @@ class Tally:
             Entry(name, part, "matmul", seconds, (flops,) * 3, saved=kept, launches=(1.0, 1.0, 1.0), ends=ends)
         )
         self._accumulate(name, part, columns * inner)
-        if eight:  # both inputs of each product are read, scaled, and written in 8 bits, once as they lie and once turned
+        if (
+            eight
+        ):  # both inputs of each product are read, scaled, and written in 8 bits, once as they lie and once turned
             cast = rows * inner * (job.width + 2), rows * columns * (job.width + 2), 0.0
             self.stream(f"{name} to 8 bits", part, cast[0], cast[1])
 
@@ -112,10 +114,14 @@ class Tally:
             gemm_seconds(chip, inner, columns, each, dtype, count=experts),
         )
         kept = rows * inner * (1.0 if job.fp8 else job.width)
-        self.entries.append(Entry(name, "experts", "matmul", seconds, (flops,) * 3, saved=kept, launches=(1.0, 1.0, 1.0)))
+        self.entries.append(
+            Entry(name, "experts", "matmul", seconds, (flops,) * 3, saved=kept, launches=(1.0, 1.0, 1.0))
+        )
         self._accumulate(name, "experts", columns * inner * experts)
         if job.fp8:
-            self.stream(f"{name} to 8 bits", "experts", rows * inner * (job.width + 2), rows * columns * (job.width + 2))
+            self.stream(
+                f"{name} to 8 bits", "experts", rows * inner * (job.width + 2), rows * columns * (job.width + 2)
+            )
 
     def stream(
         self, name: str, part: str, forward: Number, backward: Number, *, saved: Number = 0.0, core: bool = False,
@@ -131,14 +137,28 @@ class Tally:
         )  # fmt: skip
 
     def exchange(
-        self, part: str, axis: str, operation: str, size: Number, times: tuple[float, float, float], *, ends: bool = False
+        self,
+        part: str,
+        axis: str,
+        operation: str,
+        size: Number,
+        times: tuple[float, float, float],
+        *,
+        ends: bool = False,
     ) -> None:
         """A collective over an axis: how often it runs in each pass."""
         seconds = collective_seconds(self.job.cluster, operation, size, *span(self.job, axis))
         every = tuple(seconds * n for n in times)
         self.entries.append(
-            Entry(f"{axis} {operation}", part, axis, every, launches=times, ends=ends,  # type: ignore[arg-type]
-                  sent=(Sent(axis, operation, size, times),))
+            Entry(
+                f"{axis} {operation}",
+                part,
+                axis,
+                every,
+                launches=times,
+                ends=ends,  # type: ignore[arg-type]
+                sent=(Sent(axis, operation, size, times),),
+            )
         )
 
 
@@ -228,7 +248,9 @@ def _attention_core(tally: Tally, heads: Number, kv_heads: Number, head_dim: int
         numbers = batch * heads * queries * length
         drop = 1.0 if stack.dropout else 0.0
         move = numbers * (2 * width + drop * (2 * width + 1)), numbers * (3 * width + drop * (2 * width + 1))
-        tally.stream("softmax", "attention", *move, saved=numbers * (width + drop * (width + 1)), core=True, launches=(2.0, 2.0))
+        tally.stream(
+            "softmax", "attention", *move, saved=numbers * (width + drop * (width + 1)), core=True, launches=(2.0, 2.0)
+        )
         return
     share = seen / length
     shape = dict(batch=batch, heads=heads, queries=queries, keys=2 * share * length, head_dim=head_dim, v_dim=v_dim)
@@ -258,7 +280,9 @@ def _context_traffic(tally: Tally, heads: Number, kv_heads: Number, head_dim: in
         hops = (c - 1, 2 * c - 1, 0.0)
         sent = Sent("context", "send", keys, hops)
         seconds = (hop * hops[0], hop * hops[1], 0.0)
-        tally.entries.append(Entry("context send", "attention", "context", seconds, launches=(0.0, 0.0, 0.0), sent=(sent,)))
+        tally.entries.append(
+            Entry("context send", "attention", "context", seconds, launches=(0.0, 0.0, 0.0), sent=(sent,))
+        )
 
 
 def attention(tally: Tally) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from shardwise.ledger import Account, Memory, Traffic, Work, as_dict
-from shardwise.plan.constants import constants_of
+from shardwise.ledger import Account, as_dict
+from shardwise.plan.account import work
+from shardwise.plan.constants import constants_of, fitted, groups_of
 from shardwise.plan.goodput import JobCost, job_cost
 from shardwise.plan.job import Job, job_of
 from shardwise.plan.memory import GIB, memory
 from shardwise.plan.step import Step, prepare, step_time
+from shardwise.plan.traffic import traffic
 from shardwise.plan.validate import interval
 from shardwise.plan.work import CONVENTION, parameters, training_flops
 from shardwise.run import AXES, LayoutConfig, Run
@@ -54,6 +56,7 @@ class Plan:
             "step_seconds_high": self.high,
             "tokens_per_s": account.tokens_per_second,
             "mfu": self.mfu,
+            "flops": as_dict(account.work.flops),
             "flops_convention": CONVENTION,
             "memory": {
                 "capacity": account.memory.capacity,
@@ -83,7 +86,7 @@ def plan_job(run: Run, job: Job) -> Plan:
     constants = constants_of(job)
     step = step_time(prepare(job), constants)
     space = memory(job, constants)
-    account = Account("plan", step.seconds, job.tokens, step.breakdown, memory=space)
+    account = Account("plan", step.seconds, job.tokens, step.breakdown, work(run), space, traffic(run))
     devices = run.layout.world
     peak = job.cluster.chip.peak.get("fp8" if job.fp8 else job.dtype) or max(job.cluster.chip.peak.values())
     mfu = job.tokens * training_flops(job.model, job.seq_len) / (step.seconds * devices * peak)
@@ -99,8 +102,6 @@ def plan_job(run: Run, job: Job) -> Plan:
 
 def notes_of(job: Job) -> list[str]:
     """Where the prediction stands on thin ice."""
-    from shardwise.plan.constants import fitted, groups_of
-
     effects, groups = fitted()["effects"], groups_of(job)
     seen = {name.split(":", 1)[1] for name in effects if "/chip:" in name}
     notes = []

@@ -19,7 +19,13 @@ from shardwise.run.derive import derive_model
 Row = dict[str, Any]
 
 ACTIVATIONS = {"gelu": "gelu", "swiglu": "swiglu", "geglu": "geglu", "squared_relu": "relu2", "relu": "relu"}
-SCHEDULES = {"1f1b": "1f1b", "interleaved-1f1b": "interleaved", "zb-1p": "zb-h1", "zb-2p": "zb-v", "dualpipe": "dualpipe-v"}
+SCHEDULES = {
+    "1f1b": "1f1b",
+    "interleaved-1f1b": "interleaved",
+    "zb-1p": "zb-h1",
+    "zb-2p": "zb-v",
+    "dualpipe": "dualpipe-v",
+}
 
 
 class Unsupported(Exception):

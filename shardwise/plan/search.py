@@ -10,12 +10,14 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardwise.plan.advice import counts_of, next_changes, nothing_fits, nothing_legal
 from shardwise.plan.job import job_of
+from shardwise.plan.memory import memory
 from shardwise.plan.plan import Plan, plan_job
 from shardwise.plan.screen import Group, Place, Screened, Space
 from shardwise.plan.step import Prepared, played, step_time
@@ -23,15 +25,17 @@ from shardwise.run import Run
 
 BAND = 1.05
 """Screened memory may be off by so much: what is nearer to the capacity is planned before it is ruled out."""
-SLOWER = 2.0
+SLOWER = 1.6
 """Layouts that take this many times the best one's step are of no interest, however lean."""
 BINS = 48
 """Steps of memory in which the front is kept while screening."""
 POOL, PLAYED = 600, 240
 """Candidates kept while screening, and the most that are played."""
-ACTIONS = 1_200_000
-"""Actions of schedules to play in all: a second's worth, counted and not timed, so that a search repeats itself."""
-FRONT = 16
+ACTIONS = 500_000
+"""Actions of schedules to play in all: half a second's worth, counted and not timed, so that a search repeats itself."""
+SAMPLE = 53
+"""Every so many layouts are screened first."""
+FRONT = 8
 """Layouts of the front, at most."""
 
 
@@ -52,14 +56,18 @@ class SearchResult:
     """By device-seconds of a step, which on one number of devices is the step's time."""
     next_changes: list[str]
     """For each, what the best change of one key would bring."""
-    pareto: list[Plan]
-    """Layouts that none beats in step time, memory and devices at once."""
     searched: int
     """Legal layouts."""
     simulated: int
     """Of these, schedules played in full; the others were screened."""
-    seconds: float = field(compare=False)
+    seconds: float
     """That the search took."""
+    front: list[Candidate] = field(repr=False)
+
+    @cached_property
+    def pareto(self) -> list[Plan]:
+        """Layouts that none beats in step time, memory and devices at once; planned when asked for."""
+        return [plan for plan in map(_plan, self.front) if plan.fits]
 
     @property
     def best(self) -> Plan:
@@ -99,12 +107,13 @@ def search(
         timed += _play(pool, keep, ACTIONS // len(counts))
     if not any(space.count for space in empty) and len(empty) == len(counts):
         raise nothing_legal(run, counts, per_node, max_microbatch)
-    ranking, chosen, front = _plans(timed, keep)
+    ranking, chosen = _plans(timed, keep)
     if not ranking:
         raise nothing_fits(run, [s for s in empty if s.count] or [Space(run, counts[-1], per_node, max_microbatch)])
     pairs = zip(chosen, ranking, strict=True)
     changes = next_changes([(c.group, c.place, plan.account.step_seconds) for c, plan in pairs])
-    return SearchResult(ranking, changes, front, searched, len(timed), time.perf_counter() - start)
+    took = time.perf_counter() - start
+    return SearchResult(ranking, changes, searched, len(timed), took, _front(timed)[: FRONT * len(counts)])
 
 
 def resolve(run: Run) -> Run:
@@ -122,13 +131,14 @@ class _Pool:
     def __init__(self, room: float, keep: int) -> None:
         self.room, self.most = room, max(POOL, 4 * keep)
         self.front = np.full(BINS, np.inf)
-        self.slowest = np.inf
+        self.slowest = self.limit = np.inf
         self.found: list[tuple[float, float, Group, str, int, int, int]] = []
 
-    @property
-    def limit(self) -> float:
-        """Slower ones are not looked at."""
-        return SLOWER * float(self.front[-1])
+    def look(self, one: Screened) -> None:
+        """Only take note of how fast a layout can be; slower ones than a share of that are not looked at any more."""
+        fits = one.seconds[:, one.memory <= self.room]
+        if fits.size:
+            self.limit = min(self.limit, SLOWER * float(fits.min()))
 
     def add(self, group: Group, one: Screened) -> None:
         """Take what is among the fastest, or faster than all that are as lean."""
@@ -144,6 +154,7 @@ class _Pool:
             leanest = [np.flatnonzero(steps[row] == n) for n in np.unique(steps[row])]
             keep = np.unique([*keep, *(at[seconds[at].argmin()] for at in leanest)])
             method, row, seconds, memory = method[keep], row[keep], seconds[keep], memory[keep]
+        self.look(one)
         np.minimum.at(self.front, steps[row], seconds)
         np.minimum.accumulate(self.front, out=self.front)
         rows = one.rows[row].tolist()
@@ -167,6 +178,9 @@ class _Pool:
 
 def _screen(space: Space, keep: int, progress: Callable[[float], None]) -> list[Candidate]:
     pool, done = _Pool(BAND * space.capacity, keep), 0
+    for group in space.groups:  # a sample, so that most of the rest is known to be too slow without a closer look
+        for one in group.screen(group.schedules, group.rows()[::SAMPLE], pool.room, pool.limit):
+            pool.look(one)
     for group in space.groups:
         for one in group.screen(group.schedules, group.rows(), pool.room, pool.limit):
             pool.add(group, one)
@@ -199,36 +213,28 @@ def _actions(prepared: Prepared) -> int:
 
 
 def _different(pool: list[Candidate]) -> Iterator[Candidate]:
-    """Candidates without those that differ from one before in nothing that shows."""
+    """Candidates without those that come out the same as one before in everything but how data ranks share."""
     seen: set[tuple[Any, ...]] = set()
     for candidate in pool:
         group, place = candidate.group, candidate.place
-        column = place.row % group.shape[2]
-        size = group.sizes.at(column)
-        step, room = round(math.log(candidate.seconds) / 0.002), round(math.log(candidate.memory) / 0.05)
-        same = (step, room, size.tensor, size.context, size.pipeline, size.microbatch, place.schedule, place.chunks)
+        size = group.sizes.at(place.row % group.shape[2])
+        words = group.words(place)
+        step = round(math.log(candidate.seconds) / 0.002)
+        same = (step, *size[2:], place.schedule, place.chunks, words["recompute"], words["context_method"])
         if same not in seen:
             seen.add(same)
             yield candidate
 
 
-def _plans(timed: list[tuple[float, Candidate]], keep: int) -> tuple[list[Plan], list[Candidate], list[Plan]]:
-    """Plans of the best that really fit, the candidates they come from, and the front."""
-    timed = sorted(timed, key=lambda one: one[0] * one[1].group.space.devices)
-    ranking: list[Plan] = []
+def _plans(timed: list[tuple[float, Candidate]], keep: int) -> tuple[list[Plan], list[Candidate]]:
+    """Plans of the best that really fit, and the candidates they come from."""
     chosen: list[Candidate] = []
-    for _, candidate in timed:
-        if len(ranking) == keep:
-            break
-        plan = _plan(candidate)
-        if plan.fits:
-            ranking.append(plan)
+    for _, candidate in sorted(timed, key=lambda one: one[0] * one[1].group.space.devices):
+        if len(chosen) < keep and memory(job_of(candidate.group.run_at(candidate.place))).fits:
             chosen.append(candidate)
-    order = sorted(range(len(ranking)), key=lambda n: ranking[n].account.step_seconds * ranking[n].run.layout.world)
-    ranking, chosen = [ranking[n] for n in order], [chosen[n] for n in order]
-    ranked = {id(candidate): plan for candidate, plan in zip(chosen, ranking, strict=True)}
-    front = [ranked.get(id(c)) or _plan(c) for c in _front(timed)]
-    return ranking, chosen, [plan for plan in front if plan.fits]
+    plans = [_plan(candidate) for candidate in chosen]
+    order = sorted(range(len(plans)), key=lambda n: plans[n].account.step_seconds * plans[n].run.layout.world)
+    return [plans[n] for n in order], [chosen[n] for n in order]
 
 
 def _plan(candidate: Candidate) -> Plan:

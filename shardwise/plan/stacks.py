@@ -112,7 +112,8 @@ STACKS: dict[str, Stack] = {
     for s in (
         Stack("shardwise", "shardwise", attention="flash3", kernels="eager"),
         _MEGATRON,
-        replace(_MEGATRON, name="megatron-bf16", gradient_bytes=6.0, optimizer_bytes=16.0, reduce_bytes=4.0, accumulate_bytes=12.0, bucket_bytes=3e9),
+        replace(_MEGATRON, name="megatron-bf16", gradient_bytes=6.0,
+                optimizer_bytes=16.0, reduce_bytes=4.0, accumulate_bytes=12.0, bucket_bytes=3e9),
         # Gradients are copied to float32 for the step; buckets of 500 million numbers, two to reduce and one to gather.
         replace(_MEGATRON, name="megatron-deepspeed", optimizer_bytes=16.0, bucket_bytes=3e9, pipeline_pieces=False),
         # Since 2022 the product adds to the gradient itself, which reads it once more.
@@ -121,7 +122,8 @@ STACKS: dict[str, Stack] = {
         replace(_MEGATRON, name="megatron-flash1", attention="flash1", dropout=False),
         replace(_MEGATRON, name="megatron-flash2", attention="flash2", dropout=False, gradient_bytes=4.0),
         _NEMO,
-        replace(_NEMO, name="nemo-plain", tensor_overlap=0.0, gradients_overlap=False, gather_overlap=False, pipeline_blocks=True, attention="flash3"),
+        replace(_NEMO, name="nemo-plain",
+                tensor_overlap=0.0, gradients_overlap=False, gather_overlap=False, pipeline_blocks=True, attention="flash3"),
         replace(_NEMO, name="jax", sequence_parallel=False, reduce_every_microbatch=True, stops_early=True),
         _FSDP,
         replace(_FSDP, name="fsdp-pure", reduce_bytes=2.0),

@@ -182,7 +182,9 @@ Played = tuple[float, tuple[int, ...], Timing | None]
 
 
 def step_time(
-    prepared: Prepared, constants: Constants | None = None, play: Callable[[Job, Cost, float, int], Played] | None = None
+    prepared: Prepared,
+    constants: Constants | None = None,
+    play: Callable[[Job, Cost, float, int], Played] | None = None,
 ) -> Step:
     """The step of one layout. `play` may stand in for playing the schedule."""
     job = prepared.job
@@ -214,7 +216,9 @@ def step_time(
 
     slowest = int(np.argmax(busy))
     mine = [n for n, home in enumerate(placement) if home == slowest]
-    breakdown = dict.fromkeys(("matmul", "attention", "memory", "host", "replicate", "shard", "context", "tensor", "expert"), 0.0)
+    breakdown = dict.fromkeys(
+        ("matmul", "attention", "memory", "host", "replicate", "shard", "context", "tensor", "expert"), 0.0
+    )
     for n in mine:
         for name, value in own[kinds[n]].parts.items():
             breakdown[name] += microbatches * float(value)

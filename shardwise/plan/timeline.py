@@ -54,14 +54,18 @@ def _actions(prepared: Prepared, step: Step, count: int) -> Iterator[Span]:
     for rank, actions in enumerate(schedule.ranks):
         for action, start, end in zip(actions, timing.start[rank], timing.end[rank], strict=True):
             category = "matmul" if action.kind == "F" else "attention"
-            yield Span(rank, "compute", NAMES[action.kind], category, start, end - start, action.microbatch, action.stage)
+            yield Span(
+                rank, "compute", NAMES[action.kind], category, start, end - start, action.microbatch, action.stage
+            )
             for axis, share in shares[action.stage].items():
                 seconds = share * (end - start)
                 yield Span(rank, axis, f"{axis} traffic", axis, start, seconds, action.microbatch, action.stage)
             if lay.pipeline > 1 and step.hop and action.kind != "W":
                 goes = action.stage + 1 if action.kind == "F" else action.stage - 1
                 if 0 <= goes < schedule.stages and schedule.placement[goes] != rank:
-                    yield Span(rank, "pipeline", f"to stage {goes}", "pipeline", end, step.hop, action.microbatch, action.stage)
+                    yield Span(
+                        rank, "pipeline", f"to stage {goes}", "pipeline", end, step.hop, action.microbatch, action.stage
+                    )
 
 
 def _one_stage(cost: Cost) -> Cost:
@@ -77,5 +81,7 @@ def _shares(prepared: Prepared) -> list[dict[str, float]]:
     for piece in prepared.pieces:
         own = passes(job, piece, constants)
         whole = float(own.forward + own.backward_input + own.backward_weight)
-        kinds.append({axis: float(own.parts[axis]) / whole for axis in TRAFFIC if own.parts.get(axis, 0.0) > 0.002 * whole})
+        kinds.append(
+            {axis: float(own.parts[axis]) / whole for axis in TRAFFIC if own.parts.get(axis, 0.0) > 0.002 * whole}
+        )
     return [kinds[k] for k in prepared.kinds]

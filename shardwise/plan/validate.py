@@ -15,10 +15,9 @@ from importlib import resources
 from typing import Any
 
 from shardwise.plan.constants import Constants, constants_of, fitted
-from shardwise.plan.job import Job
 from shardwise.plan.memory import GIB, memory
-from shardwise.plan.passes import Piece, passes
 from shardwise.plan.operations import layer
+from shardwise.plan.passes import Piece, passes
 from shardwise.plan.rows import Row, Unsupported, job_of_row, measured_seconds
 from shardwise.plan.step import Prepared, prepare, step_time
 
@@ -107,7 +106,9 @@ def _judge(result: Prediction, width: float) -> None:
         result.error = result.predicted / result.measured - 1
 
 
-def validate(rows: Iterable[Row], *, leave_out: bool = True, progress: Callable[[], None] | None = None) -> list[Prediction]:
+def validate(
+    rows: Iterable[Row], *, leave_out: bool = True, progress: Callable[[], None] | None = None
+) -> list[Prediction]:
     """Predict every row."""
     from shardwise.plan.inference import predict_inference
 

@@ -199,6 +199,13 @@ def _layout_rules(run: Run) -> Iterator[Broken]:
             ("layout.recompute",),
             'names parts of a layer ("attention", "norm", "ffn") when layout.recompute is "operations", and nothing otherwise',
         )
+    if lay.async_tensor and lay.recompute == "operations" and "ffn" in lay.recompute_operations:
+        yield Broken(
+            "layout.async_tensor",
+            ("layout.recompute", "layout.recompute_operations"),
+            'gathers the sequence outside of the feed-forward layer, which recompute_operations = "ffn" repeats alone; use '
+            'recompute = "full", or leave "ffn" out',
+        )
     if (lay.recompute == "budget") != (lay.recompute_budget > 0):
         yield Broken(
             "layout.recompute_budget",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 
 def split_layers(costs: Sequence[float], stages: int, first: float = 0, last: float = 0) -> tuple[int, ...]:
@@ -30,13 +31,15 @@ def split_layers(costs: Sequence[float], stages: int, first: float = 0, last: fl
     # best[start] is the least sum of squares with which the layers from `start` on fill the stages still to fill, and
     # the layers of the first of those; from the last stage backwards.
     best: list[tuple[int, int] | None] = [None] * layers + [(0, 0)]
+    longest = [
+        sum(1 for _ in takewhile(lambda total: total <= bottleneck, _totals(costs, start, first, last)))
+        for start in range(layers)
+    ]
     choices = []
     for _ in range(stages):
         now: list[tuple[int, int] | None] = [None] * (layers + 1)
-        for start in range(layers):
-            for count, total in enumerate(_totals(costs, start, first, last), start=1):
-                if total > bottleneck:
-                    break
+        for start, most in enumerate(longest):
+            for count in range(1, most + 1):
                 rest = best[start + count]
                 if rest is not None:
                     option = (rest[0] + count**2, count)

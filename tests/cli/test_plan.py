@@ -1,0 +1,120 @@
+"""`shardwise plan` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli.main import main
+
+RUN = """
+[model]
+preset = "llama3-8b"
+[layout]
+shard = 8
+tensor = 2
+pipeline = 2
+[train]
+seq_len = 8192
+global_batch = 64
+microbatch = 1
+dtype = "bfloat16"
+[cluster]
+chip = "h100"
+nodes = 4
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    return path
+
+
+def test_json_has_the_names_that_scripts_rely_on(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(run_file), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    names = {
+        "layout",
+        "fits",
+        "step_seconds",
+        "tokens_per_s",
+        "mfu",
+        "flops_convention",
+        "memory",
+        "traffic",
+        "breakdown",
+        "cost",
+    }
+    assert names <= set(plan)
+    assert sum(plan["breakdown"].values()) == pytest.approx(plan["step_seconds"])
+    assert plan["tokens_per_s"] == pytest.approx(64 * 8192 / plan["step_seconds"])
+    assert plan["step_seconds_low"] < plan["step_seconds"] < plan["step_seconds_high"]
+    assert len(plan["memory"]["stages"]) == 2
+    assert set(plan["traffic"]) >= {"shard", "tensor", "pipeline"}
+
+
+def test_pictures(run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, trace = tmp_path / "plan.html", tmp_path / "plan.json"
+    assert main(["plan", str(run_file), "--html", str(page), "--trace", str(trace)]) == 0
+    shown = capsys.readouterr().out
+    for word in ("Memory", "Time", "Traffic", "One step", "GiB"):
+        assert word in shown
+    assert "<svg" in page.read_text()
+    events = json.loads(trace.read_text())
+    events = events if isinstance(events, list) else events["traceEvents"]
+    forwards = [e for e in events if e.get("ph") == "X" and e["name"] == "forward"]
+    assert len(forwards) == 2 * 8
+
+
+def test_what_does_not_fit_is_said_and_exits_with_one(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["plan", str(run_file), "--model.preset=llama3-405b", "--json"])
+    plan = json.loads(capsys.readouterr().out)
+    assert code == 1
+    assert plan["fits"] is False
+    assert plan["binds"].startswith("memory")
+
+
+def test_a_search_ranks_layouts(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_file.write_text('layout = "auto"\n' + RUN.replace("[layout]\nshard = 8\ntensor = 2\npipeline = 2\n", ""))
+    assert main(["plan", str(run_file), "--json", "--keep", "3"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["searched"] > 100
+    times = [plan["step_seconds"] for plan in found["ranking"]]
+    assert len(times) == 3
+    assert times == sorted(times)
+    assert all(plan["fits"] for plan in found["ranking"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--cluster.chip=h101"], ["h101", "h100"]),
+        (["--train.global_batch=60"], ["not a multiple"]),
+        (["--layout.tensor=-2", "--train.seq_len=0"], ["layout.tensor", "train.seq_len"]),
+        (["--devices=64"], ["auto"]),
+        (["--layout=auto", "--devices=a,b"], ["a,b"]),
+    ],
+    ids=str,
+)
+def test_nonsense_gets_sentences(
+    run_file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]
+) -> None:
+    assert main(["plan", str(run_file), *arguments]) == 2
+    said = capsys.readouterr().err
+    for word in words:
+        assert word in said
+
+
+def test_planning_needs_no_torch(run_file: Path) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; from shardwise.cli.main import main; "
+        f"assert main(['plan', {str(run_file)!r}]) == 0"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

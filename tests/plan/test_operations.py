@@ -1,0 +1,89 @@
+"""The operations of a layer: their number against the model's own count, what they keep against Korthikanti et al. (2022)
+equations 1 to 6, and arrays against numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jobs import EXPERTS, GPT, LLAMA, make_job
+
+from shardwise.plan.memory import layer_activations
+from shardwise.plan.operations import FORWARD, embedding, head, layer
+from shardwise.plan.work import forward_flops
+
+LATENT = LLAMA | dict(attention="latent", q_rank=384, kv_rank=256, nope_dim=64, rope_dim=32, v_dim=64, kv_heads=0)
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA, EXPERTS], ids=["gpt", "llama", "experts"])
+@pytest.mark.parametrize("layout", [{}, dict(tensor=4), dict(context=2), dict(tensor=2, context=4)], ids=str)
+def test_operations_of_all_ranks_are_those_of_the_model(model: dict[str, Any], layout: dict[str, Any]) -> None:
+    job = make_job(model, **layout)
+    m = job.model
+    routed = m.layers - m.dense_layers if m.experts else 0
+    pieces = [(m.layers - routed, layer(job, routed=False)), (1, head(job)), (1, embedding(job))]
+    if routed:
+        pieces.append((routed, layer(job, routed=True)))
+    done = sum(times * sum(e.flops[FORWARD] for e in tally.entries) for times, tally in pieces)
+    ranks = job.layout.tensor * job.layout.context
+    assert done * ranks == pytest.approx(forward_flops(m, job.seq_len) * job.microbatch * job.seq_len, rel=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tensor=st.sampled_from([1, 2, 4, 8]),
+    heads=st.sampled_from([8, 16, 32]),
+    hidden=st.sampled_from([512, 1024, 4096]),
+    seq_len=st.sampled_from([512, 2048, 8192]),
+    microbatch=st.integers(1, 8),
+    sequence=st.booleans(),
+)
+def test_activations_of_a_gpt_layer(
+    tensor: int, heads: int, hidden: int, seq_len: int, microbatch: int, sequence: bool
+) -> None:
+    """34 + 5 a s/h bytes for each of s b h numbers, divided as the equations say."""
+    model = GPT | dict(hidden=hidden, heads=heads, ffn=4 * hidden)
+    job = make_job(model, "megatron", tensor=tensor, seq_len=seq_len, microbatch=microbatch)
+    job = replace(job, stack=replace(job.stack, sequence_parallel=sequence))
+    sbh, square = seq_len * microbatch * hidden, 5 * heads * seq_len / hidden
+    whole = sbh / tensor * (34 + square) if sequence else sbh * (10 + (24 + square) / tensor)
+    assert float(layer_activations(job, routed=False)[0]) == pytest.approx(whole, rel=1e-12)
+    selective = replace(job, layout=replace(job.layout, recompute="attention"))
+    rest = sbh / tensor * 34 if sequence else sbh * (10 + 24 / tensor)
+    assert float(layer_activations(selective, routed=False)[0]) == pytest.approx(rest, rel=1e-12)
+    full = replace(job, layout=replace(job.layout, recompute="full"))
+    assert float(layer_activations(full, routed=False)[0]) == pytest.approx(
+        2 * sbh / (tensor if sequence else 1), rel=1e-12
+    )
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA, LATENT, EXPERTS], ids=["gpt", "llama", "latent", "experts"])
+@pytest.mark.parametrize("method", ["ring", "ulysses", "gather"])
+def test_arrays_give_what_numbers_give(model: dict[str, Any], method: str) -> None:
+    sizes = [(1, 1, 1), (2, 1, 2), (4, 2, 1), (8, 4, 4), (16, 1, 2)]
+    tensor, context, microbatch = map(np.array, zip(*sizes, strict=True))
+    many = make_job(model, tensor=tensor, context=context, microbatch=microbatch, context_method=method)
+    routed = bool(model.get("experts"))
+    table = layer(many, routed=routed)
+    for n, (t, c, b) in enumerate(sizes):
+        one = layer(make_job(model, tensor=t, context=c, microbatch=b, context_method=method), routed=routed)
+        assert len(one.entries) == len(table.entries)
+        for single, several in zip(one.entries, table.entries, strict=True):
+            for mine, theirs in zip(single.seconds, several.seconds, strict=True):
+                assert float(mine) == pytest.approx(float(np.broadcast_to(theirs, len(sizes))[n]), rel=1e-9, abs=1e-15)
+            assert float(single.saved) == pytest.approx(float(np.broadcast_to(several.saved, len(sizes))[n]), rel=1e-12)
+
+
+def test_recomputation_repeats_the_forward_pass() -> None:
+    from shardwise.plan.passes import FORWARDS, RECOMPUTE, Piece
+
+    def repeated(stack: str) -> float:
+        piece = Piece.of(layer(make_job(LLAMA, stack, recompute="full"), routed=False))
+        return sum(piece.seconds[RECOMPUTE]) / sum(piece.seconds[FORWARDS])
+
+    assert repeated("megatron") == pytest.approx(1.0)
+    assert 0.6 < repeated("shardwise") < 0.9  # ends before the last product, whose result nothing needs

@@ -1,0 +1,128 @@
+"""A step: the pipeline's time against a list played to its end, parts that add up, and what more of something must do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jobs import EXPERTS, GPT, LLAMA, make_job
+
+from shardwise.plan import step as steps
+from shardwise.plan.goodput import job_cost
+from shardwise.plan.memory import memory
+from shardwise.plan.step import play_schedule, prepare, step_time
+from shardwise.plan.timeline import timeline
+from shardwise.run import run_from_dict
+from shardwise.schedules import SCHEDULES, Cost, high_water, make_schedule, time
+
+LAYOUTS: list[dict[str, Any]] = [
+    dict(),
+    dict(replicate=8),
+    dict(shard=8, zero=1),
+    dict(shard=8, zero=3, recompute="full"),
+    dict(tensor=4, pipeline=2, shard=2),
+    dict(pipeline=4, schedule="interleaved", chunks=2, replicate=2),
+    dict(pipeline=2, schedule="zb-v", context=2),
+    dict(shard=8, expert=4),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("model", [LLAMA, EXPERTS], ids=["llama", "experts"])
+def test_where_the_time_goes_adds_up(model: dict[str, Any], layout: dict[str, Any]) -> None:
+    if "expert" in layout and "experts" not in model:
+        pytest.skip("a dense model has no experts")
+    job = make_job(model, **layout)
+    step = step_time(prepare(job))
+    assert sum(step.breakdown.values()) == pytest.approx(step.seconds, rel=1e-9)
+    assert min(step.breakdown.values()) >= -1e-12
+    drawn = timeline(job)
+    assert drawn.seconds == pytest.approx(step.seconds, rel=0.02)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("microbatches", [7, 33, 64])
+def test_a_pipeline_cut_short_takes_as_long_as_one_played_to_its_end(schedule: str, microbatches: int) -> None:
+    layers = dict(pipeline=4, schedule=schedule, chunks=2 if schedule in ("interleaved", "breadth-first") else 1)
+    job = make_job(GPT, "megatron", **layers)
+    chunks = job.layout.stages_per_rank
+    stages = 4 * chunks
+    cost = Cost([1.0 + 0.1 * (s == stages - 1) for s in range(stages)], [1.3] * stages, [0.9] * stages)
+    cut, placement, _ = play_schedule(job, cost, 0.05, microbatches)
+    whole = make_schedule(schedule, 4, microbatches, chunks)
+    assert placement == whole.placement
+    assert cut == pytest.approx(time(whole, cost, 0.05).makespan, rel=0.01)
+
+
+def test_a_pipeline_of_one_stage_has_no_bubble() -> None:
+    step = step_time(prepare(make_job(LLAMA, shard=4)))
+    assert step.breakdown["bubble"] == 0.0
+    assert step.breakdown["pipeline"] == 0.0
+
+
+@settings(max_examples=25, deadline=None)
+@given(tensor=st.sampled_from([1, 2, 4]), shard=st.sampled_from([1, 2, 8]), zero=st.sampled_from([1, 2, 3]))
+def test_a_longer_sequence_and_a_larger_batch_take_longer(tensor: int, shard: int, zero: int) -> None:
+    small = step_time(prepare(make_job(LLAMA, tensor=tensor, shard=shard, zero=zero))).seconds
+    longer = step_time(prepare(make_job(LLAMA, tensor=tensor, shard=shard, zero=zero, seq_len=4096))).seconds
+    larger = step_time(prepare(make_job(LLAMA, tensor=tensor, shard=shard, zero=zero, batch=128))).seconds
+    assert longer > 1.1 * small  # not twice: on a small model the host sets the pace
+    assert larger > 1.5 * small
+
+
+@pytest.mark.parametrize(("zero", "states"), [(1, (2, 4, 12 / 8)), (3, (2 / 8, 4 / 8, 12 / 8))])
+def test_states_of_zero_in_bytes_a_parameter(zero: int, states: tuple[float, ...]) -> None:
+    from shardwise.plan.work import parameters
+
+    job = make_job(GPT, "nemo", shard=8, zero=zero)
+    owners = memory(job).ranks[0]
+    total = parameters(job.model).total
+    for owner, expected in zip(("parameters", "gradients", "optimizer"), states, strict=True):
+        assert owners[owner] / total == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_microbatches_in_flight_are_those_of_the_schedule(schedule: str) -> None:
+    layout: dict[str, Any] = dict(pipeline=4, schedule=schedule, chunks=2, microbatch=2, recompute="full")
+    chunks = make_job(GPT, **layout).layout.stages_per_rank
+    job = make_job(GPT, "megatron", **layout, stages=(2 // chunks,) * (4 * chunks))
+    one = job.rows * job.model.hidden * job.width * job.model.layers / (4 * chunks)
+    got = memory(job)
+    listed = make_schedule(schedule, 4, 32, chunks)
+    mask = job.rows * job.model.hidden  # of the embedding's dropout
+    whole = [one + mask * (s == 0) for s in range(4 * chunks)]
+    again = got.ranks[3]["activations"] - high_water(listed, whole)[3]
+    for rank, held in enumerate(high_water(listed, whole)):
+        assert got.ranks[rank]["activations"] - again == pytest.approx(held, rel=1e-9)
+
+
+def test_the_checkpoint_interval_is_the_best_one() -> None:
+    run = run_from_dict(
+        dict(model=dict(preset="llama3-8b"), train=dict(steps=100_000), cluster=dict(mtbf_hours=5000.0))
+    )
+    cluster = make_job(LLAMA).cluster
+    cost = job_cost(run, cluster, 10.0, 4096, 96e9)
+    between = 5000 * 3600 / 4096
+
+    def lost(interval: float) -> float:
+        return cost.checkpoint_stall_s / interval + (interval / 2 + run.cluster.restart_seconds) / between
+
+    best = cost.checkpoint_every_s
+    assert lost(best) <= min(lost(best * 1.05), lost(best * 0.95))
+    assert cost.goodput == pytest.approx(1 / (1 + lost(best)))
+
+
+def test_a_slower_link_never_helps() -> None:
+    fast = make_job(LLAMA, tensor=4, shard=8, pipeline=2)
+    slow = replace(fast, cluster=replace(fast.cluster, intra=fast.cluster.intra / 4, inter=fast.cluster.inter / 4))
+    assert step_time(prepare(slow)).seconds > step_time(prepare(fast)).seconds
+
+
+def test_few_stages_are_asked_for_once() -> None:
+    prepared = prepare(make_job(LLAMA, pipeline=8, microbatch=1))
+    assert len(prepared.kinds) == 8
+    assert len(prepared.pieces) <= 4
+    assert steps.layers_by_stage(prepared.job) == prepared.layers

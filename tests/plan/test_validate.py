@@ -1,0 +1,100 @@
+"""What the README claims of the predictions, held against the published measurements that ship with the package; each source
+is predicted with constants fitted without it."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli.main import main
+from shardwise.plan.validate import Prediction, published, summary, validate
+
+
+@functools.cache
+def predictions(kind: str) -> list[Prediction]:
+    return validate(published(kind))
+
+
+def complete(kind: str) -> list[Prediction]:
+    return [p for p in predictions(kind) if p.complete]
+
+
+def test_training_rows() -> None:
+    result = summary(complete("training"))
+    assert result["supported"] >= 0.95 * result["rows"]
+    assert result["median_error"] <= 0.10
+    assert result["mean_error"] <= 0.15
+    assert 0.70 <= result["coverage"] <= 0.90
+    assert result["memory_median_error"] <= 0.06
+
+
+def test_layer_and_inference_rows() -> None:
+    assert summary(complete("layer"))["median_error"] <= 0.08
+    assert summary(complete("inference"))["median_error"] <= 0.25
+
+
+@pytest.mark.parametrize("group", ["megatron_sc21_t1", "korthikanti_t5"])
+def test_each_row_of_the_headline_tables(group: str) -> None:
+    errors = {p.id: p.error for p in predictions("training") if p.group == group}
+    assert errors
+    assert all(error is not None and abs(error) <= 0.10 for error in errors.values()), errors
+
+
+def test_no_row_is_dropped() -> None:
+    for kind in ("training", "layer", "inference"):
+        rows = published(kind)
+        assert [p.id for p in predictions(kind)] == [row["id"] for row in rows]
+        assert all(p.supported or p.reason for p in predictions(kind))
+
+
+def test_left_out_constants_are_others_than_those_fitted_to_all() -> None:
+    row = next(row for row in published("training") if row["group"] == "llm_foundry")
+    left_out, seen = (validate([row], leave_out=leave)[0].predicted for leave in (True, False))
+    assert left_out != seen
+
+
+def test_json_has_the_names_that_scripts_rely_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [*published("training")[:3], *published("inference")[:2], published("layer")[0]]
+    rows[0] = rows[0] | {"precision": "int3"}
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(rows))
+    assert main(["validate", str(path), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    first, second = result["rows"][:2]
+    assert first["supported"] is False
+    assert "int3" in first["reason"]
+    assert {"id", "group", "kind", "supported", "measured", "predicted", "low", "high", "error"} <= set(second)
+    assert second["low"] < second["predicted"] < second["high"]
+    assert second["error"] == pytest.approx(second["predicted"] / second["measured"] - 1)
+    assert "errors" in result["rows"][3]
+    assert {"median_error", "mean_error", "coverage"} <= set(result["overall"])
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [("{", "not JSON"), ("{}", "not a list"), ('[{"id": "x"}]', "has no group"), ("[3]", "has no id")],
+)
+def test_a_broken_file_of_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, word: str) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(content)
+    assert main(["validate", str(path)]) == 2
+    assert word in capsys.readouterr().err
+
+
+def test_rows_with_holes_are_unsupported_not_errors() -> None:
+    row = published("training")[0]
+    holes = [
+        row | {"hardware": row["hardware"] | {"gpus": None}},
+        row | {"hardware": row["hardware"] | {"chip": "h1000"}},
+        row | {"model": row["model"] | {"hidden": None}},
+        row | {"parallel": row["parallel"] | {"tp": None}},
+        row | {"global_batch": 1},
+        row | {"parallel": row["parallel"] | {"pp": 64}},
+        row | {"measured": {}},
+    ]
+    for prediction in validate(holes):
+        assert not prediction.supported
+        assert prediction.reason
