@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import sub
 
 from shardwise.schedules.actions import KINDS, Action, Kind, Schedule
 
@@ -145,5 +146,5 @@ def time(schedule: Schedule, cost: Cost, latency: float | Sequence[float] = 0) -
     }
     if stuck:
         raise Stuck(stuck)
-    busy = tuple(sum(durations[kind][stage] for kind, stage, _ in actions) for actions in schedule.ranks)
+    busy = tuple(sum(map(sub, end, start)) for start, end in zip(starts, ends, strict=True))
     return Timing(tuple(map(tuple, starts)), tuple(map(tuple, ends)), max(clock, default=0.0), busy)
