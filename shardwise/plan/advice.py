@@ -11,8 +11,9 @@ import numpy as np
 
 from shardwise.hardware import find_chip
 from shardwise.plan.job import job_of
+from shardwise.plan.layouts import Space
 from shardwise.plan.memory import GIB, memory
-from shardwise.plan.screen import Group, Place, Space
+from shardwise.plan.screen import Group, Place
 from shardwise.plan.space import LOOPED, Sizes, divisors, with_choices
 from shardwise.plan.step import step_time
 from shardwise.run import Problem, Run, UserError
@@ -49,7 +50,9 @@ def counts_of(run: Run, devices: Sequence[int] | None, keep: int, max_microbatch
         if count < 1 or (count > per_node and count % per_node):
             problems.append(Problem(f"{count} devices are not whole machines of {per_node}", "devices"))
         elif count > MOST_DEVICES:
-            problems.append(Problem(f"{count} devices are more than the {MOST_DEVICES} this search is made for", "devices"))
+            problems.append(
+                Problem(f"{count} devices are more than the {MOST_DEVICES} this search is made for", "devices")
+            )
     if problems:
         raise UserError(*problems)
     return counts, per_node
@@ -62,7 +65,9 @@ def nothing_legal(run: Run, counts: Sequence[int], per_node: int, max_microbatch
     head = f"no layout of {run.name} is legal on {count} devices of {per_node} a machine"
     if run.layout.fixed:
         head += f" with {', '.join(run.layout.fixed)} fixed"
-    return UserError(Problem(head, "layout"), *(Problem(f"the nearest layout breaks a rule: {b.reason}", b.key) for b in broken))
+    return UserError(
+        Problem(head, "layout"), *(Problem(f"the nearest layout breaks a rule: {b.reason}", b.key) for b in broken)
+    )
 
 
 def _trials(run: Run, count: int) -> Iterator[Sizes]:
@@ -109,13 +114,15 @@ def nothing_fits(run: Run, spaces: Sequence[Space]) -> UserError:
         else "no number of devices that was tried would do"
     )
     return UserError(
-        Problem(first, "cluster.nodes"), Problem(f"that is in GiB: {filled}", "cluster.nodes"), Problem(hint, "cluster.nodes")
+        Problem(first, "cluster.nodes"),
+        Problem(f"that is in GiB: {filled}", "cluster.nodes"),
+        Problem(hint, "cluster.nodes"),
     )
 
 
 def smallest_count(run: Run, above: int, per_node: int) -> int:
     """The fewest devices, in whole machines, on which the leanest layouts fit; 0 where none was found."""
-    lean = dict(zero=3, recompute="full", schedule="1f1b", context_method="ring", async_tensor=False)
+    lean: dict[str, Any] = dict(zero=3, recompute="full", schedule="1f1b", context_method="ring", async_tensor=False)
     free = {name: value for name, value in lean.items() if name not in run.layout.fixed}
     layout = replace(run.layout, **free, fixed=(*run.layout.fixed, *free))
     run = replace(run, layout=layout, train=replace(run.train, microbatch=run.train.microbatch or 1))
@@ -168,7 +175,9 @@ def _neighbours(group: Group, place: Place) -> Iterator[tuple[Group, Place, str]
     """Layouts that differ in one key, with the words for it."""
     space, words = group.space, group.words(place)
     size = Sizes(*(int(x) for x in group.sizes.at(place.row % group.shape[2])))
-    found = [_moved(space, size, words, {key: value}, key) for key, values in vars(space.choices).items() for value in values]
+    found = [
+        _moved(space, size, words, {key: value}, key) for key, values in vars(space.choices).items() for value in values
+    ]
     for schedule, chunks in group.schedules:
         key = "schedule" if schedule != place.schedule else "chunks"
         found.append(_moved(space, size, words, dict(schedule=schedule, chunks=chunks), key))

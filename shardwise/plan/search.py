@@ -17,9 +17,10 @@ import numpy as np
 
 from shardwise.plan.advice import counts_of, next_changes, nothing_fits, nothing_legal
 from shardwise.plan.job import job_of
+from shardwise.plan.layouts import Space
 from shardwise.plan.memory import memory
 from shardwise.plan.plan import Plan, plan_job
-from shardwise.plan.screen import Group, Place, Screened, Space
+from shardwise.plan.screen import Group, Place, Screened
 from shardwise.plan.step import Prepared, played, step_time
 from shardwise.run import Run
 
@@ -31,7 +32,7 @@ BINS = 48
 """Steps of memory in which the front is kept while screening."""
 POOL, PLAYED = 600, 240
 """Candidates kept while screening, and the most that are played."""
-ACTIONS = 500_000
+ACTIONS = 400_000
 """Actions of schedules to play in all: half a second's worth, counted and not timed, so that a search repeats itself."""
 SAMPLE = 53
 """Every so many layouts are screened first."""

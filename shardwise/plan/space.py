@@ -130,7 +130,7 @@ def choices(run: Run) -> Choices:
 def schedules(run: Run, pipeline: int) -> list[tuple[str, int]]:
     """Schedules and stages a rank for a pipeline of that many ranks, those that the layers suffice for."""
     lay, layers, fixed = run.layout, run.model.layers, run.layout.fixed
-    names = (lay.schedule,) if "schedule" in fixed else SCHEDULES
+    names: tuple[str, ...] = (lay.schedule,) if "schedule" in fixed else SCHEDULES
     if pipeline == 1:
         names = names[:1]
     found: list[tuple[str, int]] = []
@@ -198,10 +198,9 @@ def _doublings(most: int) -> list[int]:
 
 def with_choices(run: Run, size: Sizes, words: dict[str, Any], devices: int, per_node: int) -> Run:
     """The run with one layout filled in, as a user would have written it."""
-    keys = {name: int(value) for name, value in size._asdict().items()}
+    keys: dict[str, Any] = {name: int(value) for name, value in size._asdict().items()}
     train = replace(run.train, microbatch=keys.pop("microbatch"))
     layout = replace(run.layout, auto=False, fixed=(), **keys, **words)
     inside = min(per_node, devices)
     cluster = replace(run.cluster, nodes=devices // inside, devices_per_node=inside)
     return replace(run, train=train, layout=layout, cluster=cluster)
-

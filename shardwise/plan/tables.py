@@ -99,7 +99,8 @@ class Layers:
 
     def under(self, recompute: str, method: str = "ring") -> Job:
         """The job of the rows with these choices."""
-        return replace(self.job, layout=replace(self.job.layout, recompute=recompute, context_method=method))
+        words: dict[str, Any] = dict(recompute=recompute, context_method=method)
+        return replace(self.job, layout=replace(self.job.layout, **words))
 
     @cached_property
     def pieces(self) -> dict[tuple[str, str], Pieces]:
@@ -169,7 +170,7 @@ class Shares:
     def __init__(self, job: Job, sizes: Sizes, choices: Choices, cuts: Iterable[Cut], expert_tensor: bool) -> None:
         keys, self.row = _unique(sizes.tensor, sizes.replicate, sizes.expert, sizes.shard * sizes.context)
         t, r, e, z = keys
-        layout = replace(job.layout, tensor=t, replicate=r, expert=e, shard=z, context=1.0, expert_tensor=expert_tensor)
+        layout = replace(job.layout, tensor=t, replicate=r, expert=e, shard=z, context=1, expert_tensor=expert_tensor)
         self.job, self.zero = replace(job, layout=layout), choices.zero
         self.kinds = {kind: n for n, kind in enumerate({k: None for one in cuts for k in one.kinds})}
         self.held = self._held(list(self.kinds))
