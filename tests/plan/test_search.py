@@ -1,0 +1,226 @@
+"""The search: its rules are the run's own, its closed forms are near what is played, and what it ranks first is the best."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.plan.bubbles import Pace, in_flight, makespan
+from shardwise.plan.job import job_of
+from shardwise.plan.layouts import Space
+from shardwise.plan.memory import memory
+from shardwise.plan.plan import plan
+from shardwise.plan.screen import Place
+from shardwise.plan.search import resolve, search
+from shardwise.plan.space import legal
+from shardwise.plan.step import prepare, step_time
+from shardwise.run import LayoutConfig, Run, UserError, run_from_dict, to_dict
+from shardwise.schedules import SCHEDULES, Cost, high_water, make_schedule, time
+
+
+def auto(preset: str = "", layout: Any = "auto", chip: str = "h100", nodes: int = 1, **keys: Any) -> Run:
+    """A run whose layout is to be found."""
+    train = dict(global_batch=64, seq_len=4096, dtype="bfloat16") | keys
+    cluster = dict(chip=chip, nodes=nodes)
+    return run_from_dict(dict(model=dict(preset=preset), layout=layout, train=train, cluster=cluster))
+
+
+SMALL = dict(layers=6, hidden=192, heads=6, kv_heads=3, vocab=512, ffn=384)
+MIXED = SMALL | dict(experts=4, experts_per_token=2, expert_ffn=96, dense_layers=1, shared_experts=1)
+SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    model=st.sampled_from([SMALL, MIXED, MIXED | dict(dense_layers=0, shared_experts=0)]),
+    axes=st.tuples(SIZES, SIZES, SIZES, SIZES, SIZES, SIZES),
+    microbatch=st.sampled_from([1, 2, 3]),
+    batch=st.sampled_from([8, 24, 96, 288]),
+    seq_len=st.sampled_from([32, 48, 96, 144]),
+    schedule=st.sampled_from(sorted(SCHEDULES)),
+    chunks=st.sampled_from([1, 2, 3]),
+    method=st.sampled_from(["ring", "ulysses", "gather"]),
+    wide=st.booleans(),
+    offload=st.booleans(),
+    recompute=st.sampled_from(["none", "full", "operations"]),
+    devices=st.sampled_from([0, 0, 0, 4, 6]),
+)
+def test_legal_is_what_a_run_may_be(
+    model: dict[str, Any], axes: tuple[int, ...], microbatch: int, batch: int, seq_len: int, schedule: str, chunks: int,
+    method: str, wide: bool, offload: bool, recompute: str, devices: int,
+) -> None:  # fmt: skip
+    names = ("replicate", "shard", "context", "tensor", "pipeline", "expert")
+    sizes = dict(zip(names, axes, strict=True))
+    words = dict(schedule=schedule, chunks=chunks, context_method=method, expert_tensor=wide, offload=offload,
+                 recompute=recompute)  # fmt: skip
+    world = devices or LayoutConfig(**sizes).world
+    train = dict(microbatch=microbatch, global_batch=batch, seq_len=seq_len, device="cpu")
+    cluster = dict(nodes=1, devices_per_node=world)
+    try:
+        run_from_dict(dict(model=model, layout=sizes | words, train=train, cluster=cluster))
+        allowed = True
+    except UserError:
+        allowed = False
+    run = run_from_dict(dict(model=model, layout="auto", train=train, cluster=cluster | dict(chip="h100")))
+    arrays = {name: np.array([size]) for name, size in sizes.items()}
+    layout = replace(run.layout, **arrays, **words)
+    assert bool(legal(run, layout, np.array([microbatch]), world)[0]) == allowed
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_closed_forms_are_near_the_played_schedule(name: str) -> None:
+    rng = random.Random(name)
+    for _ in range(25):
+        ranks, microbatches = rng.choice((2, 4, 8)), rng.choice((2, 4, 8, 12, 16, 24))
+        chunks = {"zb-v": 2, "dualpipe-v": 2, "interleaved": rng.choice((2, 3)), "breadth-first": 2}.get(name, 1)
+        f, i, w, hop = 1.0, rng.choice((0.9, 1.1, 2.1)), rng.choice((0.8, 1.0)), rng.choice((0.0, 0.05))
+        stages = ranks * chunks
+        schedule = make_schedule(name, ranks, microbatches, chunks)
+        played = time(schedule, Cost.even(stages, f, i, w), hop).makespan
+        pace = Pace(ranks, chunks, f, i, w, chunks * (f + i + w), hop)
+        assert makespan(name, pace, np.array(microbatches)) == pytest.approx(played, rel=0.12)
+        for rank, held in enumerate(high_water(schedule)):
+            counted = chunks * in_flight(name, ranks, chunks, rank, np.array(microbatches))
+            assert counted == pytest.approx(held, rel=0.01)
+
+
+def places(space: Space, count: int, seed: int) -> list[tuple[Any, Place, float, float]]:
+    """Some layouts that nearly fit, with what screening says of them."""
+    rng = random.Random(seed)
+    found = []
+    for _ in range(50 * count):
+        group = rng.choice(space.groups)
+        row, schedule = rng.choice(group.rows()), rng.choice(group.schedules)
+        (one,) = group.screen([schedule], np.array([row]))
+        methods = np.flatnonzero(np.isfinite(one.seconds[:, 0]))
+        cheap = group.pipeline * (schedule[1] if schedule[0] in ("interleaved", "breadth-first") else 1) <= 32
+        if len(methods) and cheap and one.memory[0] < 1.5 * space.capacity:
+            method = int(rng.choice(methods))
+            found.append((group, Place(*schedule, method, int(row)), one.seconds[method, 0], one.memory[0]))
+        if len(found) == count:
+            break
+    return found
+
+
+@pytest.mark.parametrize(
+    ("run", "devices"),
+    [
+        (auto("llama3-8b", nodes=8), 64),
+        (auto("gpt3-175b", chip="a100-80g", nodes=64, global_batch=1536, seq_len=2048), 512),
+        (auto("mixtral-8x7b", nodes=16, global_batch=256), 128),
+    ],
+    ids=["llama3-8b", "gpt3-175b", "mixtral-8x7b"],
+)
+def test_screening_is_near_the_plan(run: Run, devices: int) -> None:
+    space = Space(run, devices, 8)
+    sample = places(space, 25, devices)
+    assert len(sample) == 25
+    errors, rooms = [], []
+    for group, place, seconds, need in sample:
+        resolved = group.run_at(place)
+        assert run_from_dict(to_dict(resolved)) == resolved
+        job = job_of(resolved)
+        exact = step_time(prepare(job)).seconds
+        assert step_time(group.prepared_at(place)).seconds == pytest.approx(exact, rel=0.02)
+        errors.append(abs(seconds / exact - 1))
+        rooms.append(abs(need / memory(job).peak - 1))
+    assert np.quantile(errors, 0.9) < 0.10
+    assert max(errors) < 0.25
+    assert np.quantile(rooms, 0.9) < 0.05
+
+
+def test_the_best_of_all_is_found() -> None:
+    run = auto("qwen2.5-0.5b", layout=dict(auto=True, expert=1), nodes=1, global_batch=16, seq_len=2048)
+    run = replace(run, cluster=replace(run.cluster, devices_per_node=4))
+    result = search(run, keep=10)
+    space = Space(run, 4, 4)
+    every = []
+    for group in space.groups:
+        for schedule, chunks in group.schedules:
+            for place in (Place(schedule, chunks, m, r) for m in range(len(group.methods)) for r in group.rows()):
+                if group.legal[place.method, place.row % group.shape[2]]:
+                    every.append((group, place))
+    assert result.searched == len(every)
+    chosen = [one for one in every if one[0].run_at(one[1]).train.microbatch in (1, 4, 16)]
+    rng = random.Random(1)
+    times = {}
+    for group, place in rng.sample(chosen, 250):
+        resolved = group.run_at(place)
+        if memory(job_of(resolved)).fits:
+            times[resolved] = step_time(group.prepared_at(place)).seconds
+    assert min(times.values()) >= result.best.account.step_seconds * 0.999
+    for ranked in result.ranking:
+        assert ranked.fits
+        assert ranked.account.step_seconds == plan(ranked.run).account.step_seconds
+    seconds = [ranked.account.step_seconds for ranked in result.ranking]
+    assert seconds == sorted(seconds)
+
+
+def test_fixed_keys_stay_and_a_resolved_run_is_a_run() -> None:
+    run = auto("llama3-8b", layout=dict(auto=True, tensor=2, recompute="full", schedule="1f1b"), nodes=2, microbatch=2)
+    result = search(run, keep=5)
+    for ranked in result.ranking:
+        lay = ranked.run.layout
+        assert (lay.tensor, lay.recompute, lay.schedule, ranked.run.train.microbatch) == (2, "full", "1f1b", 2)
+        assert run_from_dict(to_dict(ranked.run)) == ranked.run
+        assert lay.world == 16
+    best = resolve(run)
+    assert not best.layout.auto
+    assert best == result.best.run
+    assert resolve(best) is best
+    assert len(result.next_changes) == len(result.ranking)
+    assert all("→" in change and "GiB" in change for change in result.next_changes)
+
+
+def test_several_numbers_of_devices_share_a_front() -> None:
+    result = search(auto("llama3-8b", nodes=4), devices=[8, 16, 32], keep=6)
+    worth = [p.account.step_seconds * p.run.layout.world for p in result.ranking]
+    assert worth == sorted(worth)
+    assert {p.run.layout.world for p in result.pareto} == {8, 16, 32}
+    points = [(p.account.step_seconds, p.account.memory.peak, p.run.layout.world) for p in result.pareto]
+    for one in points:
+        assert not any(all(a < 0.9 * b for a, b in zip(other, one, strict=True)) for other in points)
+    named = result.as_dict()
+    assert named["searched"] == result.searched > result.simulated > 0
+    assert {"layout", "step_seconds", "binds", "next_change"} <= named["ranking"][0].keys()
+
+
+def test_a_search_repeats_itself() -> None:
+    run = auto("llama3-70b", nodes=8)
+    first, second = search(run, keep=4), search(run, keep=4)
+    assert [p.run for p in first.ranking] == [p.run for p in second.ranking]
+
+
+def test_what_does_not_fit_is_told_with_what_would() -> None:
+    with pytest.raises(UserError) as told:
+        search(auto("llama3-70b", nodes=1))
+    message = str(told.value)
+    assert "nothing fits on 8 devices" in message
+    assert "optimizer" in message
+    assert "GiB" in message
+    count = int(message.split(" devices (")[0].split()[-1])
+    assert count > 8
+    assert count % 8 == 0
+    assert search(auto("llama3-70b", nodes=count // 8), keep=1).best.fits
+
+
+def test_nonsense_is_refused_with_all_reasons() -> None:
+    with pytest.raises(UserError) as told:
+        search(auto("llama3-8b", chip="h10"), keep=0)
+    assert {p.key for p in told.value.problems} == {"cluster.chip", "keep"}
+    assert "h100" in str(told.value)
+    with pytest.raises(UserError, match="not whole machines of 8"):
+        search(auto("llama3-8b"), devices=[12])
+    with pytest.raises(UserError, match=r"is given; write layout"):
+        search(run_from_dict({}))
+    with pytest.raises(UserError, match="is not a multiple of") as told:
+        search(auto("llama3-8b", nodes=11, global_batch=7, seq_len=4095))
+    assert "no layout of run is legal on 88 devices" in str(told.value)
+    with pytest.raises(UserError, match="with tensor, pipeline fixed"):
+        search(auto("llama3-8b", layout=dict(auto=True, tensor=3, pipeline=5), nodes=1))
