@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import sys
 from pathlib import Path
 
-from shardwise.run import read_run
+from shardwise.run import Run, read_run, to_dict
 
 HELP = (
     "Train a run. Its folder (runs/NAME, or --out) gets run.toml, metrics.jsonl and checkpoints/; started again, it goes on. "
@@ -20,9 +22,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="the run folder (default: runs/NAME)")
 
 
+def chosen(run: Run) -> list[str]:
+    """A layout that was searched for, as overrides, so that every rank trains with the same one."""
+    usual = to_dict(Run())["layout"]
+    keys = {k: v for k, v in to_dict(run)["layout"].items() if v != usual[k] and k != "fixed"} | {"auto": False}
+    return [f"layout.{k}={json.dumps(v)}" for k, v in keys.items()] + [f"train.microbatch={run.train.microbatch}"]
+
+
 def execute(args: argparse.Namespace) -> int:
     """Train."""
     run = read_run(args.run, args.overrides)
+    if run.layout.auto:
+        from shardwise.plan.search import resolve
+
+        run = resolve(run)
+        args.overrides += chosen(run)
+        print(f"layout: {', '.join(chosen(run))}", file=sys.stderr)
     out = args.out or Path("runs") / run.name
     from shardwise.train import launch
     from shardwise.train.loop import check, train

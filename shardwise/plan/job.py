@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.hardware import Cluster, make_cluster
+from shardwise.hardware import Cluster, load_profile, make_cluster
 from shardwise.plan.stacks import STACKS, Stack
 from shardwise.run import LayoutConfig, ModelConfig, Run
 
@@ -59,8 +59,8 @@ class Job:
         return self.layout.shard * self.layout.context
 
 
-def cluster_of(run: Run, devices: int = 0) -> Cluster:
-    """The machines a run names, or as many of them as hold so many devices."""
+def cluster_of(run: Run) -> Cluster:
+    """The machines a run names."""
     c = run.cluster
     return make_cluster(
         c.chip or "cpu",
@@ -73,6 +73,7 @@ def cluster_of(run: Run, devices: int = 0) -> Cluster:
         domain=c.domain,
         taper=c.taper,
         fabric=c.fabric,
+        profile=load_profile(c.profile) if c.profile else None,
     )
 
 
@@ -103,5 +104,6 @@ def job_of(run: Run) -> Job:
         dtype=train.dtype,
         fp8=train.fp8 != "none",
         headroom=run.cluster.headroom,
+        imbalance=train.expert_imbalance if run.model.experts else 1.0,
     )
     return overlapped(job, run.layout.async_tensor)

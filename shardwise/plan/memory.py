@@ -13,7 +13,7 @@ from shardwise.ledger import Memory
 from shardwise.plan.job import Job
 from shardwise.plan.operations import embedding, layer, pieces
 from shardwise.plan.parameters import Held, layer_parameters, stage_parameters, zero_groups
-from shardwise.plan.passes import repeated
+from shardwise.plan.passes import repeated, repeated_layers
 from shardwise.plan.step import cached_schedule, layers_by_stage, played
 from shardwise.schedules import high_water
 
@@ -28,7 +28,7 @@ def layer_activations(job: Job, *, routed: bool) -> tuple[Number, Number]:
     whole = sum(entry.saved for entry in tally.entries)
     if job.layout.recompute == "none":
         return whole, 0.0
-    if job.layout.recompute == "full":
+    if job.layout.recompute in ("full", "budget"):
         kept, again = stream, whole
     elif job.layout.recompute == "attention" and job.stack.recompute_keeps:
         m, units = job.model, job.stack.recompute_keeps
@@ -38,7 +38,7 @@ def layer_activations(job: Job, *, routed: bool) -> tuple[Number, Number]:
     else:
         kept = sum(entry.saved - repeated(job, entry) * (entry.saved - entry.kept) for entry in tally.entries)
         again = whole - kept
-    share = 1.0 / job.layout.recompute_every
+    share = repeated_layers(job, tally)
     return share * kept + (1 - share) * whole, again
 
 
@@ -56,6 +56,13 @@ def states(job: Job, held: Held) -> dict[str, Number]:
     # holds shares, and its whole copies are `gathered`.
     casts = stack.parameter_bytes > stack.gather_bytes
     parameters = shared if casts or stage == 3 else whole
+    if job.layout.offload:  # they stand in the host's memory
+        return {
+            "parameters": 0.0,
+            "gradients": 0.0,
+            "optimizer": 0.0,
+            "gathered": whole * stack.gather_bytes * (stage < 3),
+        }
     return {
         "parameters": parameters * stack.parameter_bytes,
         "gradients": (shared if stage >= 2 else whole) * stack.gradient_bytes,

@@ -16,6 +16,7 @@ import numpy as np
 from shardwise.plan.constants import Constants
 from shardwise.plan.job import Job
 from shardwise.plan.operations import FORWARD, INPUT, WEIGHT, Entry, Tally, embedding, head, layer
+from shardwise.plan.operations import pieces as stream_tokens
 
 Number = Any
 CATEGORIES = ("matmul", "attention", "memory", "tensor", "context", "expert")
@@ -27,7 +28,7 @@ SHARPNESS = 4.0
 def repeated(job: Job, entry: Entry) -> float:
     """Which share of this entry the backward pass computes again, in a layer that is recomputed."""
     lay, stack = job.layout, job.stack
-    if lay.recompute == "full":
+    if lay.recompute in ("full", "budget"):
         return 0.0 if entry.ends and stack.stops_early else 1.0
     if lay.recompute == "attention":
         if entry.core:
@@ -38,6 +39,17 @@ def repeated(job: Job, entry: Entry) -> float:
     if lay.recompute == "operations":
         return float(entry.part in lay.recompute_operations)
     return 0.0
+
+
+def repeated_layers(job: Job, tally: Tally) -> Number:
+    """Which share of the layers like this one is recomputed."""
+    lay = job.layout
+    if lay.recompute != "budget":
+        return 1.0 / lay.recompute_every
+    whole = sum(entry.saved for entry in tally.entries)
+    spared = whole - stream_tokens(job) * job.model.hidden * job.width
+    layers = job.model.layers / lay.pipeline
+    return np.clip((layers * whole - lay.recompute_budget * 2.0**30) / (layers * spared), 0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -53,14 +65,14 @@ class Piece:
         seconds: list[list[Number]] = [[0.0] * len(CATEGORIES) for _ in range(4)]
         launches: list[Number] = [0.0] * 4
         job = tally.job
-        share = 1.0 / job.layout.recompute_every
+        share = repeated_layers(job, tally)
         for entry in tally.entries:
             column = CATEGORIES.index(entry.category)
             for to, source in ((FORWARDS, FORWARD), (INPUTS, INPUT), (WEIGHTS, WEIGHT)):
                 seconds[to][column] = seconds[to][column] + entry.seconds[source]
                 launches[to] = launches[to] + entry.launches[source]
             again = share * repeated(job, entry) if repeats else 0.0
-            if again:
+            if np.any(again):
                 seconds[RECOMPUTE][column] = seconds[RECOMPUTE][column] + again * entry.seconds[FORWARD]
                 launches[RECOMPUTE] = launches[RECOMPUTE] + again * entry.launches[FORWARD]
         return cls(seconds, launches)

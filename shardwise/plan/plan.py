@@ -107,6 +107,8 @@ def notes_of(job: Job) -> list[str]:
     notes = []
     if groups["chip"] not in seen:
         notes.append(f"no published training run on {job.cluster.chip.name} was fitted: its kernel curves alone speak")
+    if job.layout.offload:
+        notes.append("moving parameters and gradients between host and device is not part of the predicted time")
     if job.fp8 and job.cluster.chip.peak.get("fp8", 0) == 0:
         notes.append(f"{job.cluster.chip.name} has no 8-bit arithmetic; planned at 16 bits")
     return notes

@@ -77,7 +77,7 @@ class Group:
         self.share_row = self.shares.row[space.share_place[index]]
         self.index = index
         self.hop, self.logits, self.buffers = (column[index] for column in space.moved)
-        self.legal = np.array([self._legal(method) for method, _ in self.methods])
+        self.legal: Array = np.array([self._legal(method) for method, _ in self.methods])
         s = self.sizes
         self.microbatches = space.job.global_batch // (s.microbatch * s.replicate * s.shard)
 
@@ -147,7 +147,7 @@ class Group:
         at = self._at(rows)
         for schedule, chunks in self.schedules:
             one = self.space.cut(self.pipeline, schedule, chunks)
-            memory: Array = np.where(
+            memory = np.where(
                 self.legal.any(axis=0)[at.column], self._memory(one, schedule, at, *self._held(one, at)), np.inf
             )
             row = int(memory.argmin())

@@ -102,7 +102,7 @@ def search(
     for n, count in enumerate(counts):
         space = Space(run, count, per_node, max_microbatch)
         searched += space.count
-        pool = _screen(space, keep, _part(progress, n, len(counts)))
+        pool = screen_all(space, keep, _part(progress, n, len(counts)))
         if not pool:
             empty.append(space)
         timed += _play(pool, keep, ACTIONS // len(counts))
@@ -177,7 +177,8 @@ class _Pool:
         return [Candidate(c[0], c[1], c[2], Place(*c[3:])) for c in self.found]
 
 
-def _screen(space: Space, keep: int, progress: Callable[[float], None]) -> list[Candidate]:
+def screen_all(space: Space, keep: int, progress: Callable[[float], None]) -> list[Candidate]:
+    """The layouts worth playing of all there are: the fastest, and the fastest for each amount of memory."""
     pool, done = _Pool(BAND * space.capacity, keep), 0
     for group in space.groups:  # a sample, so that most of the rest is known to be too slow without a closer look
         for one in group.screen(group.schedules, group.rows()[::SAMPLE], pool.room, pool.limit):
