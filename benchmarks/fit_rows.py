@@ -134,12 +134,12 @@ def fit(cases: list[Case], rounds: int) -> tuple[list[str], dict[str, float], di
     weights = weights_of(cases)
     now = np.zeros(len(names))
     for number in range(rounds):
-        residuals, columns = jacobian(cases, names, dict(zip(names, now, strict=True)))
+        residuals, columns = jacobian(cases, names, dict(zip(names, now.tolist(), strict=True)))
         for _ in range(3):  # outliers are weighed anew as the linear model moves
             moved = solve(residuals, columns, weights, now, scale)
             residuals, now = residuals + columns @ (moved - now), moved
-        print(f"round {number + 1}: {summary(cases, dict(zip(names, now, strict=True)))}", file=sys.stderr)
-    effects = dict(zip(names, now, strict=True))
+        print(f"round {number + 1}: {summary(cases, dict(zip(names, now.tolist(), strict=True)))}", file=sys.stderr)
+    effects = dict(zip(names, now.tolist(), strict=True))
     residuals, columns = jacobian(cases, names, effects)
     without = {}
     for group in sorted({case.group for case in cases}):
@@ -148,7 +148,7 @@ def fit(cases: list[Case], rounds: int) -> tuple[list[str], dict[str, float], di
         for _ in range(6):
             moved = solve(own[kept], columns[kept], weights[kept], left_out, scale)
             own, left_out = own + columns @ (moved - left_out), moved
-        without[group] = dict(zip(names, left_out, strict=True))
+        without[group] = dict(zip(names, left_out.tolist(), strict=True))
     return names, effects, without
 
 

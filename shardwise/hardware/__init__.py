@@ -7,7 +7,7 @@ from shardwise.hardware.attention import attention_flops, attention_seconds
 from shardwise.hardware.bandwidth import memory_seconds
 from shardwise.hardware.chips import ALIASES, CHIPS, Chip, chip_of_driver_name, find_chip
 from shardwise.hardware.cluster import Cluster, make_cluster
-from shardwise.hardware.collectives import OPERATIONS, choose, collective_seconds, wire_bytes
+from shardwise.hardware.collectives import OPERATIONS, Operation, choose, collective_seconds, wire_bytes
 from shardwise.hardware.efficiency import borrowed_from, sustained_seen
 from shardwise.hardware.gemm import gemm_seconds, grouped_gemm_seconds
 from shardwise.hardware.profile import Profile, load_profile
@@ -18,6 +18,7 @@ __all__ = [
     "OPERATIONS",
     "Chip",
     "Cluster",
+    "Operation",
     "Profile",
     "attention_flops",
     "attention_seconds",

@@ -20,8 +20,8 @@ from shardwise.parallel.pipeline import Pipeline, Stage, put_off_weights
 from shardwise.parallel.recompute import apply_recompute
 from shardwise.parallel.shard import Sharder, uses_copies_alone, wrap_copies
 from shardwise.parallel.split import part, splits
-from shardwise.plan.stages import layers_of_stages
 from shardwise.parallel.tensor import apply_tensor
+from shardwise.plan.stages import layers_of_stages
 from shardwise.run import Run
 from shardwise.schedules import make_schedule
 

@@ -18,7 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.hardware import attention_seconds, collective_seconds, gemm_seconds, grouped_gemm_seconds, memory_seconds
+from shardwise.hardware import (
+    attention_seconds,
+    collective_seconds,
+    gemm_seconds,
+    grouped_gemm_seconds,
+    memory_seconds,
+)
 from shardwise.plan.job import Job
 from shardwise.plan.work import keys_seen
 
@@ -140,7 +146,7 @@ class Tally:
         self,
         part: str,
         axis: str,
-        operation: str,
+        operation: Operation,
         size: Number,
         times: tuple[float, float, float],
         *,
@@ -156,7 +162,7 @@ class Tally:
                 axis,
                 every,
                 launches=times,
-                ends=ends,  # type: ignore[arg-type]
+                ends=ends,
                 sent=(Sent(axis, operation, size, times),),
             )
         )

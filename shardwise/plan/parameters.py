@@ -23,7 +23,7 @@ def layer_parameters(job: Job, *, routed: bool) -> Held:
     m, lay = job.model, job.layout
     norm = m.hidden * (2 if m.norm == "layernorm" else 1)
     matrices, small = attention_parameters(m)
-    cut = matrices
+    cut: Number = matrices
     whole = small + 2 * norm
     if m.attention == "latent":  # the compressions are small and not cut
         cut = matrices - m.hidden * (m.q_rank + m.kv_rank + m.rope_dim)

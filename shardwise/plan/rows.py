@@ -129,7 +129,7 @@ def layout_of(row: Row, model: ModelConfig, assumed: list[str]) -> LayoutConfig:
         tensor=tensor,
         pipeline=pipeline,
         expert=expert,
-        zero=max(1, zero),  # type: ignore[arg-type]
+        zero=max(1, zero),
         schedule=schedule,  # type: ignore[arg-type]
         chunks=chunks,
         recompute=recompute,  # type: ignore[arg-type]
@@ -144,7 +144,6 @@ def layout_of(row: Row, model: ModelConfig, assumed: list[str]) -> LayoutConfig:
 def stack_of(row: Row) -> Stack:
     """The program a row was measured with, from the family of rows it belongs to, else from what it says."""
     group, note, p = row["group"], row.get("note") or "", row["parallel"]
-    sequence = {} if p.get("sp") is None else dict(sequence_parallel=bool(p["sp"]))
     chip = row["hardware"]["chip"]
     if group == "megatron_sc21_t2" and p.get("zero_stage") == 3:
         return STACKS["deepspeed-zero3"]
@@ -174,7 +173,9 @@ def stack_of(row: Row) -> Stack:
         name = "megatron"
     else:
         name = "nemo"
-    stack = replace(STACKS[name], **sequence)
+    stack = STACKS[name]
+    if p.get("sp") is not None:
+        stack = replace(stack, sequence_parallel=bool(p["sp"]))
     if p.get("async_tp"):
         stack = replace(stack, tensor_overlap=0.5)
     if stack.family == "nemo" and p.get("recompute") == "selective":

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwise.hardware import collective_seconds, memory_seconds
+from shardwise.hardware import Operation, collective_seconds, memory_seconds
 from shardwise.plan.constants import Constants, constants_of
 from shardwise.plan.job import Job
 from shardwise.plan.operations import span
@@ -61,7 +61,7 @@ def data_seconds(job: Job, held: Held) -> DataSeconds:
     zero, expert_zero = zero_groups(job)
     copies, copies_stride = span(job, "replicate")
 
-    def over(operation: str, width: float) -> Number:
+    def over(operation: Operation, width: float) -> Number:
         """Seconds of a collective over the ranks that share, dense and expert parameters."""
         seconds = collective_seconds(cluster, operation, held.dense * width, zero, lay.tensor)
         if job.model.experts:
@@ -101,7 +101,9 @@ def prepare(job: Job) -> Prepared:
     network = Pieces.of(job)
     last = len(layers) - 1
     seen: dict[tuple[int, int, bool, bool], int] = {}
-    kinds, pieces, data = [], [], []
+    kinds: list[int] = []
+    pieces: list[Piece] = []
+    data: list[DataSeconds] = []
     for n, (dense, routed) in enumerate(layers):
         key = (dense, routed, n == 0, n == last)
         if key not in seen:
@@ -207,8 +209,11 @@ def step_time(
         mine = [n for n, home in enumerate(placement) if home == rank]
         busy[rank] = microbatches * sum(forward[n] + inputs[n] + weights[n] for n in mine)
         data = DataSeconds(*map(sum, zip(*(prepared.data[kinds[n]] for n in mine), strict=True)))
-        work = [(p.forward, p.backward_input, p.backward_weight) for p in (own[kinds[n]] for n in mine)]
-        tails[rank] = float(tail_seconds(job, Passes(*map(sum, zip(*work, strict=True)), {}), data, constants))
+        ours = [own[kinds[n]] for n in mine]
+        rank_passes = Passes(
+            sum(p.forward for p in ours), sum(p.backward_input for p in ours), sum(p.backward_weight for p in ours), {}
+        )
+        tails[rank] = float(tail_seconds(job, rank_passes, data, constants))
         updates[rank] = constants["optimizer"] * float(data.optimizer)
     tail, optimizer = max(tails), max(updates)
     whole = makespan + tail + optimizer + constants["overhead"]
