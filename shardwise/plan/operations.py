@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.hardware import (
+    Operation,
     attention_seconds,
     collective_seconds,
     gemm_seconds,
