@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 import statistics
 import subprocess
 import sys
@@ -29,14 +30,10 @@ from shardwise.run import run_from_dict
 REQUIRED = 200_000
 SECONDS = 3.0
 BATCH = 1536
-SHELL = """
-from shardwise.run import run_from_dict
-from shardwise.plan.search import search
-run = run_from_dict(dict(model=dict(preset="llama3-405b"), layout="auto", cluster=dict(chip="h100", nodes=2048),
-                         train=dict(global_batch=2048, seq_len=8192, dtype="bfloat16")))
-result = search(run)
-print(result.searched, result.simulated)
-"""
+SHELL = (
+    "--model.preset=llama3-405b --layout=auto --cluster.chip=h100 --cluster.nodes=2048 --train.global_batch=2048 "
+    "--train.seq_len=8192 --train.dtype=bfloat16"
+)
 
 
 def main() -> int:
@@ -107,12 +104,15 @@ def screened() -> tuple[int, float]:
 
 
 def from_shell() -> tuple[float, int, int]:
-    """Wall seconds of a whole search in a fresh process, layouts searched and played."""
+    """Wall seconds of `shardwise plan` for a whole search, layouts searched and played."""
+    command = [sys.executable, "-m", "shardwise", "plan", *SHELL.split()]
     start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", SHELL], capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     seconds = time.perf_counter() - start
-    searched, simulated = map(int, done.stdout.split())
-    return seconds, searched, simulated
+    found = re.match(r"([\d,]+) layouts considered, ([\d,]+) simulated", done.stdout)
+    if found is None:
+        raise SystemExit(f"the search said something else: {done.stdout[:200]}")
+    return seconds, *(int(number.replace(",", "")) for number in found.groups())  # type: ignore[return-value]
 
 
 def calculon_rate(folder: Path, most: int) -> float:

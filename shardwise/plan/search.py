@@ -32,8 +32,8 @@ BINS = 48
 """Steps of memory in which the front is kept while screening."""
 POOL, PLAYED = 600, 240
 """Candidates kept while screening, and the most that are played."""
-ACTIONS = 400_000
-"""Actions of schedules to play in all: half a second's worth, counted and not timed, so that a search repeats itself."""
+ACTIONS = 300_000
+"""Actions of schedules to play in all: a third of a second, counted and not timed, so that a search repeats itself."""
 SAMPLE = 53
 """Every so many layouts are screened first."""
 FRONT = 8
