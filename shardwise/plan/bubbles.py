@@ -1,9 +1,10 @@
 """What a pipeline schedule costs, as closed forms over arrays: from the first forward to the last backward, and how many
 microbatches a rank holds. The search screens with these; what it ranks is played action by action.
 
-The forms are those at the top of each file of `schedules/`, with forward, backward-input and backward-weight apart, with few
-microbatches, and with transfers that take time. Stages that are not alike enter by the busiest rank, which sets the pace,
-and by the mean, which sets the bubble.
+The forms are those at the top of each file of `schedules/`, with forward, backward-input and backward-weight apart. What the
+papers leave open (few microbatches, passes that are not alike in the V-shaped schedules, transfers that take time) was read
+off schedules played with such costs: those terms are fits, not theory. Stages that are not alike enter by the busiest rank,
+which sets the pace, and by the mean, which sets the bubble.
 """
 
 from __future__ import annotations
