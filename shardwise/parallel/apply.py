@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -15,7 +14,7 @@ from shardwise.parallel.collectives import Group
 from shardwise.parallel.context import apply_context
 from shardwise.parallel.expert import apply_expert
 from shardwise.parallel.gradients import Held
-from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.mesh import Mesh, new_group
 from shardwise.parallel.pipeline import Pipeline, Stage, put_off_weights
 from shardwise.parallel.recompute import apply_recompute
 from shardwise.parallel.shard import Sharder, uses_copies_alone, wrap_copies
@@ -58,7 +57,7 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
             sharder.block(block)
         _materialize(model, "", run, mesh, device)
         sharder.root(model)
-        module: nn.Module = wrap_copies(model) if uses_copies_alone(mesh) else model
+        module: nn.Module = wrap_copies(model, mesh) if uses_copies_alone(mesh) else model
         split = put_off_weights(model) if any(a.kind == "I" for a in schedule.ranks[0]) else None
         stages[number] = Stage(module, model, split)
         copied = run.model.tied_embeddings and not model.first and schedule.stages > 1
@@ -118,12 +117,6 @@ def _tied_group(run: Run, mesh: Mesh, placement: tuple[int, ...]) -> Group:
     """The first and the last stage's rank of this pipeline, when each holds a copy of a tied embedding."""
     if not run.model.tied_embeddings or placement[0] == placement[-1]:
         return None
-    mine = None
-    every: list[list[int] | None] = [None] * run.layout.world
-    dist.all_gather_object(every, mesh.pipeline_ranks())
-    for ranks in sorted({tuple(r) for r in every if r is not None}):
-        ends = [ranks[placement[0]], ranks[placement[-1]]]
-        group = dist.new_group(ends)
-        if mesh.rank in ends:
-            mine = group
-    return mine
+    ranks = mesh.pipeline_ranks()
+    ends = [ranks[placement[0]], ranks[placement[-1]]]
+    return new_group(ends, "tied") if mesh.rank in ends else None

@@ -18,6 +18,12 @@ ORDER = ("pipeline", "replicate", "shard", "context", "tensor")
 EXPERT_ORDER = ("pipeline", "replicate", "expert_shard", "expert", "tensor")
 
 
+def new_group(members: list[int], axis: str) -> dist.ProcessGroup:
+    """A group that only its members know of, so that a rank makes as many as it has axes, however large the world. Every axis
+    has its own, also where two have the same members: so a message can always be blamed on an axis."""
+    return dist.new_group(members, group_desc=axis, use_local_synchronization=True)
+
+
 class Mesh:
     """This rank's place in a layout, and its process groups by axis. A group of one rank is None."""
 
@@ -50,14 +56,9 @@ class Mesh:
         size = ranks.shape[dim]
         if size == 1:
             return None
-        mine = None
-        for members in np.moveaxis(ranks, dim, -1).reshape(-1, size).tolist():
-            # Every rank takes part in making every group, in the same order.
-            whole = size == self.layout.world and axis != "pipeline_back"
-            group = dist.group.WORLD if whole else dist.new_group(members, group_desc=axis)
-            if self.rank in members:
-                mine = group
-        return mine
+        lines = np.moveaxis(ranks, dim, -1).reshape(-1, size)
+        members = lines[np.argwhere(lines == self.rank)[0][0]].tolist()
+        return new_group(members, axis)
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The process group of an axis, `zero`, `expert_shard`, or `sequence` (context x tensor); None when alone."""
@@ -101,8 +102,7 @@ class Mesh:
     def _alone(self) -> dist.ProcessGroup:
         """A group of this rank only: `fully_shard` wants a sharding dimension even where only copies are kept."""
         if "alone" not in self._groups:
-            groups = [dist.new_group([rank], group_desc="alone") for rank in range(self.layout.world)]
-            self._groups["alone"] = groups[self.rank]
+            self._groups["alone"] = new_group([self.rank], "alone")
         alone = self._groups["alone"]
         assert alone is not None
         return alone

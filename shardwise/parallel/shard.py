@@ -100,12 +100,14 @@ def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
     return (m for m in model.modules() if isinstance(m, FSDPModule))
 
 
-def wrap_copies(model: nn.Module) -> DistributedDataParallel:
+def wrap_copies(model: nn.Module, mesh: Mesh) -> DistributedDataParallel:
     """Plain data parallelism."""
     with warnings.catch_warnings():
         # PyTorch 2.13 has a new name for `broadcast_buffers`, which older versions do not know.
         warnings.simplefilter("ignore", FutureWarning)
-        return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+        return DistributedDataParallel(
+            model, process_group=mesh.group("replicate"), broadcast_buffers=False, gradient_as_bucket_view=True
+        )
 
 
 def reduce_now(model: nn.Module) -> None:

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from parallel_pool import RankPool
 from torch import Tensor
-from traffic_counter import AXES, Traffic, TrafficCounter, axes_by_group
 
+from shardwise.measure.traffic import Traffic, TrafficCounter, axes_by_group
 from shardwise.model.experts import Router
 from shardwise.model.transformer import Block
 from shardwise.parallel import context
@@ -72,15 +72,10 @@ def moved_rows(place: Place, choices: list[Choices]) -> dict[int, int]:
 
 
 def expected_traffic(place: Place, choices: list[Choices]) -> tuple[Traffic, Traffic]:
-    """What the planner says a rank sends in a step, axes that share a communicator named together."""
-    everyone = "+".join(axis for axis in AXES if place.sizes[axis] == place.run.layout.world)
-    total: Traffic = Counter()
-    messages: Traffic = Counter()
-    for (axis, operation), sent in by_group(place.run, place.rank, moved_rows(place, choices)).items():
-        name = everyone if place.sizes[axis] == place.run.layout.world else axis
-        total[name, operation] += sent.bytes
-        messages[name, operation] += sent.messages
-    return total, messages
+    """What the planner says a rank sends in a step."""
+    sent = by_group(place.run, place.rank, moved_rows(place, choices))
+    total = Counter({key: each.bytes for key, each in sent.items() if each.bytes})
+    return total, Counter({key: each.messages for key, each in sent.items() if each.bytes})
 
 
 def check(ranks: RankPool, run: Run, warm_up: int = 0) -> None:

@@ -24,9 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.train.step import Trainee
 
-# In the order in which groups that are one and the same communicator are named together.
 AXES = ("pipeline", "replicate", "shard", "context", "tensor", "zero", "expert_shard", "expert", "sequence", "world")
-Traffic = Counter[tuple[str, str]]
+Traffic = Counter[tuple[str, str]]  # bytes by axis and operation; they may be fractions
 
 
 def _size(x: Tensor) -> int:
@@ -38,22 +37,15 @@ def _total(tensors: list[Tensor]) -> int:
 
 
 def axes_by_group(trainee: Trainee) -> dict[str, str]:
-    """Names of process groups to names of axes; both directions of a pipeline and its tied ends are the pipeline.
-
-    Axes that share a communicator, because each spans all ranks, can't be told apart and are named together:
-    "shard+zero+world".
-    """
-    names: dict[str, list[str]] = {}
-    for axis in AXES:
-        group = dist.group.WORLD if axis == "world" else trainee.mesh.group(axis)
-        if group is not None:
-            names.setdefault(group.group_name, []).append(axis)
-    labels = {group: "+".join(axes) for group, axes in names.items()}
-    pipeline = trainee.mesh.group("pipeline")
+    """Names of process groups to names of axes; both directions of a pipeline and its tied ends are the pipeline."""
+    groups = {axis: trainee.mesh.group(axis) for axis in AXES if axis != "world"}
+    names: dict[str, str] = {group.group_name: axis for axis, group in groups.items() if group is not None}
+    if dist.is_initialized():
+        names[dist.group.WORLD.group_name] = "world"  # type: ignore[union-attr]
     for group in (trainee.mesh.group("pipeline_back"), trainee.parallel.tied):
-        if pipeline is not None and group is not None:
-            labels[group.group_name] = labels[pipeline.group_name]
-    return labels
+        if group is not None:
+            names[group.group_name] = "pipeline"
+    return names
 
 
 class TrafficCounter(TorchDispatchMode):
@@ -74,6 +66,7 @@ class TrafficCounter(TorchDispatchMode):
         group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject))
         ranks = group.size()
         others = Fraction(ranks - 1, ranks)
+        size: Fraction | int
         match operator.split(".")[1], args:
             case "allreduce_", (tensors, *_):
                 operation, size = "all_reduce", 2 * others * _total(tensors)
@@ -93,5 +86,5 @@ class TrafficCounter(TorchDispatchMode):
             case _:
                 raise NotImplementedError(f"bytes of {operator}")
         if ranks > 1:
-            self.traffic[self.axes[group.group_name], operation] += size
+            self.traffic[self.axes[group.group_name], operation] += size  # type: ignore[assignment]
             self.messages[self.axes[group.group_name], operation] += 1
