@@ -4,7 +4,7 @@ The method is that of `fit_rows.py`: logarithms of factors that belong to a chip
 weighted least squares with a prior and outliers weighed down. The width of the interval is then set so that it holds four in
 five of the rows, each predicted without its source.
 
-    python benchmarks/fit_inference.py [--rounds 8] [--output shardwise/plan/fitted_inference.json]
+    python benchmarks/fit_inference.py [--rounds 8] [--output shardwise/plan/serving/fitted.json]
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 from fit_rows import solve, weights_of
 
-from shardwise.plan.inference import (
+from shardwise.plan.rows import Unsupported
+from shardwise.plan.serving.inference import (
     MEASURES,
     NAMES,
     constants_of,
@@ -28,8 +29,7 @@ from shardwise.plan.inference import (
     groups_of,
     serving_of_row,
 )
-from shardwise.plan.loads import prepare, quantities
-from shardwise.plan.rows import Unsupported
+from shardwise.plan.serving.loads import prepare, quantities
 from shardwise.plan.validate import published
 
 PRIOR = {"common": 0.3, "group": 0.15}

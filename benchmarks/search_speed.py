@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.plan.layouts import Space
+from shardwise.plan.search.layouts import Space
 from shardwise.run import run_from_dict
 
 REQUIRED = 200_000

@@ -69,11 +69,15 @@ def fitted() -> Mapping[str, Any]:
 
 
 def constants_of(job: Job, effects: Mapping[str, float] | None = None) -> dict[str, float]:
-    """The constants of a job; `effects` are logarithms by "name" and "name/kind:value", as fitted unless given."""
+    """The constants of a job; `effects` are logarithms by "name" and "name/kind:value", as fitted unless given. What a
+    profile of the machine has measured of the host stands instead of what was fitted to others' hosts."""
     effects = fitted()["effects"] if effects is None else effects
     groups = groups_of(job)
     result = {}
     for name, (start, kinds) in NAMES.items():
         total = effects.get(name, 0.0) + sum(effects.get(f"{name}/{kind}:{groups[kind]}", 0.0) for kind in kinds)
         result[name] = start * math.exp(total)
+    profile = job.cluster.profile
+    if profile is not None and profile.launch:
+        result |= {"launch": profile.launch, "overhead": profile.overhead}
     return result

@@ -23,6 +23,8 @@ CATEGORIES = ("matmul", "attention", "memory", "tensor", "context", "expert")
 FORWARDS, RECOMPUTE, INPUTS, WEIGHTS = range(4)
 SHARPNESS = 4.0
 """Of the turn from device-bound to host-bound."""
+ONE_AFTER_THE_OTHER = 1.0
+"""The same on a CPU, where the host is the device."""
 
 
 def repeated(job: Job, entry: Entry) -> float:
@@ -133,6 +135,7 @@ def passes(job: Job, piece: Piece, constants: Constants) -> Passes:
     stack = job.stack
     parts: dict[str, Number] = dict.fromkeys((*CATEGORIES, "host"), 0.0)
     results = []
+    power = ONE_AFTER_THE_OTHER if job.cluster.chip.name == "cpu" else SHARPNESS
     for row, launches in zip(piece.seconds, piece.launches, strict=True):
         own = {name: value * constants[name] for name, value in zip(CATEGORIES, row, strict=True)}
         own["tensor"] = own["tensor"] - np.minimum(stack.tensor_overlap * own["tensor"], own["matmul"])
@@ -141,7 +144,7 @@ def passes(job: Job, piece: Piece, constants: Constants) -> Passes:
         own["expert"] = own["expert"] * (1.0 - stack.expert_overlap)
         device = sum(own.values())
         # The device waits where the host is slower, and a little where the two are near each other.
-        host = (device**SHARPNESS + (launches * constants["launch"]) ** SHARPNESS) ** (1 / SHARPNESS) - device
+        host = (device**power + (launches * constants["launch"]) ** power) ** (1 / power) - device
         for name, value in own.items():
             parts[name] = parts[name] + value
         parts["host"] = parts["host"] + host

@@ -110,7 +110,7 @@ def validate(
     rows: Iterable[Row], *, leave_out: bool = True, progress: Callable[[], None] | None = None
 ) -> list[Prediction]:
     """Predict every row."""
-    from shardwise.plan.inference import predict_inference
+    from shardwise.plan.serving.inference import predict_inference
 
     results = []
     for row in rows:

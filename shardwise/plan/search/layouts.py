@@ -12,10 +12,10 @@ import numpy as np
 
 from shardwise.plan.constants import constants_of
 from shardwise.plan.job import Job, job_of
-from shardwise.plan.screen import Group, Place
-from shardwise.plan.space import LOOPED, Sizes, choices, plain, schedules, sizes
+from shardwise.plan.search.screen import Group, Place
+from shardwise.plan.search.space import LOOPED, Sizes, choices, plain, schedules, sizes
+from shardwise.plan.search.tables import Cut, Layers, Shares, cut, cut_key, moved, workspace
 from shardwise.plan.step import slowdown
-from shardwise.plan.tables import Cut, Layers, Shares, cut, cut_key, moved, workspace
 from shardwise.run import Run
 
 Array = Any

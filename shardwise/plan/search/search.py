@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwise.plan.advice import counts_of, next_changes, nothing_fits, nothing_legal
 from shardwise.plan.job import job_of
-from shardwise.plan.layouts import Space
 from shardwise.plan.memory import memory
 from shardwise.plan.plan import Plan, plan_job
-from shardwise.plan.screen import Group, Place, Screened
+from shardwise.plan.search.advice import counts_of, next_changes, nothing_fits, nothing_legal
+from shardwise.plan.search.layouts import Space
+from shardwise.plan.search.screen import Group, Place, Screened
 from shardwise.plan.step import Prepared, played, step_time
 from shardwise.run import Run
 

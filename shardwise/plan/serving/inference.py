@@ -17,10 +17,10 @@ from importlib import resources
 from typing import Any
 
 from shardwise.hardware import Cluster, make_cluster
-from shardwise.plan.engines import ENGINES, FORMATS
-from shardwise.plan.loads import Load, prepare, quantities
 from shardwise.plan.rows import Row, Unsupported, model_of
-from shardwise.plan.serving import GIB, Serving, memory_by_owner
+from shardwise.plan.serving.engines import ENGINES, FORMATS
+from shardwise.plan.serving.loads import Load, prepare, quantities
+from shardwise.plan.serving.serving import GIB, Serving, memory_by_owner
 from shardwise.plan.validate import Prediction
 from shardwise.run import ModelConfig, Problem, UserError
 from shardwise.run.derive import derive_model
@@ -60,8 +60,8 @@ REQUESTS = {
 
 @cache
 def fitted_inference() -> Mapping[str, Any]:
-    """What `fitted_inference.json` holds."""
-    return json.loads(resources.files("shardwise.plan").joinpath("fitted_inference.json").read_text("utf-8"))
+    """What `fitted.json` holds."""
+    return json.loads(resources.files("shardwise.plan.serving").joinpath("fitted.json").read_text("utf-8"))
 
 
 def groups_of(s: Serving) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Programs that serve models, and formats that weights are stored in: the facts that change what a pass costs.
 
-What a program does stands here; how well it does it is fitted, and stands in `fitted_inference.json` under its family.
+What a program does stands here; how well it does it is fitted, and stands in `fitted.json` under its family.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.plan.serving import Cost, Serving, Shape, capacity, pass_cost, seconds
+from shardwise.plan.serving.serving import Cost, Serving, Shape, capacity, pass_cost, seconds
 
 
 @dataclass(frozen=True)

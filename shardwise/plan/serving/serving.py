@@ -24,7 +24,7 @@ from shardwise.hardware import (
     memory_seconds,
 )
 from shardwise.hardware.chips import ITEM_BYTES, Chip
-from shardwise.plan.engines import FORMATS, Engine, Format
+from shardwise.plan.serving.engines import FORMATS, Engine, Format
 from shardwise.plan.work import attention_parameters, feed_forward_parameters, keys_seen
 from shardwise.run import ModelConfig
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from shardwise.hardware import find_chip
 from shardwise.plan.job import job_of
-from shardwise.plan.layouts import Space
 from shardwise.plan.memory import GIB, memory
-from shardwise.plan.screen import Group, Place
-from shardwise.plan.space import LOOPED, Sizes, divisors, with_choices
+from shardwise.plan.search.layouts import Space
+from shardwise.plan.search.screen import Group, Place
+from shardwise.plan.search.space import LOOPED, Sizes, divisors, with_choices
 from shardwise.plan.step import step_time
 from shardwise.run import Problem, Run, UserError
 from shardwise.run.check import broken_rules

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from shardwise.plan.bubbles import Pace, in_flight, makespan
 from shardwise.plan.job import overlapped
 from shardwise.plan.passes import Passes
-from shardwise.plan.space import V_SHAPED, network_legal, with_choices
+from shardwise.plan.search.bubbles import Pace, in_flight, makespan
+from shardwise.plan.search.space import V_SHAPED, network_legal, with_choices
+from shardwise.plan.search.tables import Cut, cut_key
 from shardwise.plan.step import DataSeconds, Prepared, tail_seconds, with_sharing
-from shardwise.plan.tables import Cut, cut_key
 from shardwise.run import Run
 
 if TYPE_CHECKING:
-    from shardwise.plan.layouts import Space
+    from shardwise.plan.search.layouts import Space
 
 Array = Any
 AT_ONCE = 12_000

@@ -21,7 +21,7 @@ from shardwise.plan.memory import GIB, buffers, gathered_layers, layer_activatio
 from shardwise.plan.operations import Tally, embedding, head, layer, span
 from shardwise.plan.parameters import Held, ends_parameters, layer_parameters
 from shardwise.plan.passes import Piece, Pieces, passes
-from shardwise.plan.space import LOOPED, V_SHAPED, Choices, Sizes
+from shardwise.plan.search.space import LOOPED, V_SHAPED, Choices, Sizes
 from shardwise.plan.step import DataSeconds, data_seconds, layers_by_stage
 
 Array = Any
