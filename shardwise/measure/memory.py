@@ -1,0 +1,253 @@
+"""Counts what holds memory on one rank during one real step of training: bytes by owner.
+
+What stays between steps (parameters, gradients, optimizer) is found by walking over the trainee. What comes and goes is
+found by the lifetime of storages: a dispatch mode sees every tensor that an operator gives back, also in backward passes, and
+a weak reference to its storage tells when it dies. So views and in-place results count once, and tensors without data
+(`FakeTensorMode`) count as if they had it. What a stage has saved for the backward pass of a microbatch is what its forward
+pass made, or was given by another stage, and left alive; without the parameters that `fully_shard` gathered for it.
+Storages made outside of PyTorch's dispatcher are not seen: arrays taken over from NumPy, and what kernels and
+communication libraries hold inside. On CUDA the peak is that of the allocator, which sees them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardwise.data.batches import Batch
+from shardwise.parallel.pipeline import Pipeline
+from shardwise.parallel.shard import sharded_modules
+from shardwise.schedules import Action
+from shardwise.train.step import Trainee
+
+
+def storage_of(x: Tensor) -> UntypedStorage:
+    """The memory behind a tensor, behind this rank's part of it where it is spread over ranks."""
+    return (x._local_tensor if isinstance(x, DTensor) else x).untyped_storage()
+
+
+def unique_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of the memory behind some tensors, memory that several share counted once."""
+    storages = (storage_of(x) for x in tensors if x is not None)
+    return sum({s._cdata: s.nbytes() for s in storages}.values())
+
+
+class Storages(TorchDispatchMode):
+    """While it is open, follows every storage that operators make: which are alive, how many bytes, and the most so far.
+    Storages are numbered, since a new one may lie where an old one lay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, int] = {}
+        self.references: dict[int, tuple[int, weakref.ref[UntypedStorage]]] = {}
+        self.count = self.now = self.peak = 0
+
+    def __enter__(self) -> Storages:
+        # `fully_shard` gives memory back by shrinking storages that stay alive, which no operator sees.
+        resize, follow = UntypedStorage.resize_, self.follow
+
+        def resized(storage: UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            follow(storage)
+            return result
+
+        self.patch = mock.patch.object(UntypedStorage, "resize_", resized)
+        self.patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.patch.stop()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.follow(storage_of(leaf))
+        return result
+
+    def follow(self, storage: UntypedStorage) -> int:
+        """Count a storage, or its new size; gives its number."""
+        place, size = storage._cdata, storage.nbytes()
+        if place not in self.references:
+            self.count += 1
+            number = self.count
+            self.references[place] = (number, weakref.ref(storage, lambda _: self._died(place, number)))
+        number = self.references[place][0]
+        self.now += size - self.alive.get(number, 0)
+        self.alive[number] = size
+        self.peak = max(self.peak, self.now)
+        return number
+
+    def _died(self, place: int, number: int) -> None:
+        self.now -= self.alive.pop(number)
+        del self.references[place]
+
+    def numbers(self, tensors: Iterable[Tensor]) -> set[int]:
+        """Of those storages behind some tensors that are followed."""
+        places = (storage_of(x)._cdata for x in tensors)
+        return {self.references[place][0] for place in places if place in self.references}
+
+    def bytes(self, numbers: Iterable[int]) -> int:
+        """Of those that are still alive."""
+        return sum(self.alive.get(number, 0) for number in numbers)
+
+
+def parameters_of(trainee: Trainee) -> list[Tensor]:
+    """Parameters as this rank holds them for good."""
+    return [held.parameter.detach() for held in trainee.parallel.held]
+
+
+def gradients_of(trainee: Trainee) -> list[Tensor | None]:
+    """Gradients of those."""
+    return [held.parameter.grad for held in trainee.parallel.held]
+
+
+def optimizer_of(trainee: Trainee) -> list[Tensor]:
+    """What the optimizers remember from step to step."""
+    states = (state for part in trainee.optimizer.parts for state in part.state.values())
+    return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+
+
+def _groups(trainee: Trainee) -> Iterator[Any]:
+    """What `fully_shard` knows of the parameters that it gathers together."""
+    for model in trainee.parallel.models:
+        for module in sharded_modules(model):
+            group = module._get_fsdp_state()._fsdp_param_group
+            if group is not None:
+                yield group
+
+
+def gathered_of(trainee: Trainee) -> Iterator[Tensor]:
+    """Whole parameters that `fully_shard` has gathered from their shards, and the messages they came in."""
+    for group in _groups(trainee):
+        for parameter in group.fsdp_params:
+            yield from parameter.all_gather_outputs
+            if getattr(parameter, "_unsharded_param", None) is not None:
+                yield parameter._unsharded_param.detach()
+        ahead = getattr(group.comm_ctx, "all_gather_state", None)  # there once a pass has run
+        for result in (group._all_gather_result, ahead.all_gather_result if ahead is not None else None):
+            yield from (x for x in tree_leaves(result and tuple(result)) if isinstance(x, Tensor))
+
+
+def unreduced_of(trainee: Trainee) -> Iterator[Tensor | None]:
+    """Gradients that wait to be added over ranks: whole ones, and shards of those that copies have yet to add."""
+    for group in _groups(trainee):
+        yield group._partial_reduce_output
+        for parameter in group.fsdp_params:
+            yield parameter.unsharded_accumulated_grad
+            whole = getattr(parameter, "_unsharded_param", None)
+            yield whole.grad if whole is not None else None
+
+
+@dataclass
+class StepMemory:
+    """Follows the actions of a step's schedule."""
+
+    trainee: Trainee
+    storages: Storages
+    saved: dict[int, list[int]] = field(default_factory=dict)
+    """What each microbatch saved, by stage of this rank."""
+    activations: set[int] = field(default_factory=set)
+    """Numbers of the storages that microbatches in flight have saved."""
+    high_water: int = 0
+    """The most bytes of these."""
+    gathered: int = 0
+    gradients: int = 0
+    """The most between two actions, those that wait to be reduced included."""
+
+    def forward(self, action: Action, run: Callable[[], Any]) -> None:
+        """Run a forward pass and see what it leaves."""
+        pipeline, before = self.trainee.parallel.pipeline, set(self.storages.alive)
+        run()
+        gc.collect()
+        made = set(self.storages.alive) - before
+        if action.stage:
+            made |= self.storages.numbers([pipeline.stages[action.stage].inputs[action.microbatch]])
+        # What came for later passes, and the batch itself, are not this pass's.
+        others = [buffer for buffer, _ in pipeline.mail.arriving.values()]
+        others += [x for microbatch in pipeline.microbatches for x in microbatch.values() if x is not None]
+        made -= self.storages.numbers((*gathered_of(self.trainee), *others))
+        self.saved.setdefault(action.stage, []).append(self.storages.bytes(made))
+        self.activations |= made
+        self._sample()
+
+    def backward(self, run: Callable[[], Any]) -> None:
+        """Run a backward pass."""
+        run()
+        gc.collect()
+        self._sample()
+
+    def _sample(self) -> None:
+        stages = self.trainee.parallel.pipeline.stages.values()
+        put_off = [grad for stage in stages for taken in stage.put_off.values() for _, _, grad in taken]
+        self.activations &= set(self.storages.alive)
+        self.high_water = max(self.high_water, self.storages.bytes(self.activations | self.storages.numbers(put_off)))
+        self.gathered = max(self.gathered, unique_bytes(gathered_of(self.trainee)))
+        gradients = unique_bytes((*gradients_of(self.trainee), *unreduced_of(self.trainee)))
+        self.gradients = max(self.gradients, gradients)
+
+
+@contextlib.contextmanager
+def _following(pipeline: Pipeline, step: StepMemory) -> Iterator[None]:
+    """Let every forward and backward action of a pipeline pass through `step`."""
+    forward, backward = pipeline._forward, pipeline._backward
+    gc.collect()
+    gc.freeze()  # what was there before need not be looked through after every action
+    with (
+        mock.patch.object(pipeline, "_forward", lambda action: step.forward(action, lambda: forward(action))),
+        mock.patch.object(
+            pipeline, "_backward", lambda action, last: step.backward(lambda: backward(action, last=last))
+        ),
+    ):
+        try:
+            yield
+        finally:
+            gc.unfreeze()
+
+
+def measure_memory(trainee: Trainee, batch: Batch) -> dict[str, Any]:
+    """Bytes on this rank in one step over `batch`: by owner where an owner is known, and
+
+    - `saved`: what each microbatch keeps for its backward pass, by stage,
+    - `activations`: the most that all microbatches in flight keep, which the schedule decides,
+    - `gradients`: after the passes; `unreduced`: the most between them, those that wait to be added over ranks included,
+    - `gathered`: the most between two passes of whole parameters gathered from shards,
+    - `peak`: the most of everything together at any moment.
+    """
+    cuda = trainee.device.type == "cuda"
+    parameters = parameters_of(trainee)
+    storages = Storages()
+    step = StepMemory(trainee, storages)
+    trainee.optimizer.zero_grad()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(trainee.device)
+    for x in (*parameters, *optimizer_of(trainee), *_buffers(trainee)):
+        storages.follow(storage_of(x))
+    with storages, _following(trainee.parallel.pipeline, step):
+        trainee.train_step(batch)
+    return dict(
+        parameters=unique_bytes(parameters),
+        gradients=unique_bytes(gradients_of(trainee)),
+        optimizer=unique_bytes(optimizer_of(trainee)),
+        activations=step.high_water,
+        gathered=step.gathered,
+        unreduced=step.gradients,
+        saved=step.saved,
+        peak=torch.cuda.max_memory_allocated(trainee.device) if cuda else storages.peak,
+    )
+
+
+def _buffers(trainee: Trainee) -> Iterator[Tensor]:
+    return (buffer for model in trainee.parallel.models for buffer in model.buffers())
