@@ -8,7 +8,7 @@ least over a few tile shapes, each with a share of the peak that was fitted (`ef
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -67,7 +67,10 @@ def grouped_gemm_seconds(
     """Device time of one kernel that multiplies an even share of `tokens` rows by each expert's own k×n matrix."""
     share = gemm_constants(chip, dtype).grouped
     rows = np.divide(tokens, experts)
-    return gemm_seconds(chip, rows, n, k, dtype, experts, np.multiply(sustained, share))
+    measured = chip.profile is not None and chip.profile.measures("grouped", dtype)
+    plain = replace(chip, profile=None) if measured else chip
+    seconds = gemm_seconds(plain, rows, n, k, dtype, experts, np.multiply(sustained, share))
+    return seconds * chip.profile.grouped_factor(chip, tokens, n, k, experts, dtype) if measured else seconds  # type: ignore[union-attr]
 
 
 def model_seconds(

@@ -24,16 +24,22 @@ if TYPE_CHECKING:
 # What each kind of point holds: numbers that are sizes, then words, then `seconds`.
 SIZES = {
     "gemm": ("m", "n", "k"),
+    "grouped": ("tokens", "n", "k", "experts"),
     "memory": ("bytes",),
     "collective": ("bytes", "size"),
     "attention": ("batch", "heads", "queries", "keys", "head_dim"),
 }
 WORDS = {
     "gemm": ("dtype",),
+    "grouped": ("dtype",),
     "memory": (),
     "collective": ("operation",),
     "attention": ("kernel", "direction", "dtype", "causal"),
 }
+# What is known of the whole: words, then numbers.
+TEXTS = ("machine", "chip", "torch", "date")
+NUMBERS = ("threads", "kernel_seconds", "launch", "overhead", "layer_overhead")
+VERSION = 1
 NEIGHBOURS = 4
 # Shapes are corrected in slices of this many, to keep the table of distances small.
 SLICE = 50_000
@@ -44,10 +50,21 @@ class Profile:
     """Measured points by kind, each a dict of sizes, words and `seconds`; and what was measured."""
 
     gemm: tuple[dict[str, Any], ...] = ()
+    grouped: tuple[dict[str, Any], ...] = ()
     memory: tuple[dict[str, Any], ...] = ()
     collective: tuple[dict[str, Any], ...] = ()
     attention: tuple[dict[str, Any], ...] = ()
-    machine: str = ""
+    machine: str = ""  # as its maker or driver calls it
+    chip: str = ""  # its name in the catalogue
+    torch: str = ""
+    date: str = ""
+    threads: float = 0  # of a CPU
+    kernel_seconds: float = 0  # a tiny operation, when they follow each other
+    launch: float = (
+        0  # seconds of the host for each kernel that the planner counts in a step of training; 0: not measured
+    )
+    overhead: float = 0  # seconds of a step of training besides
+    layer_overhead: float = 0  # and for each layer of a rank, once a step: its optimizer
     _factors: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def gemm_factor(self, chip: Chip, m: Any, n: Any, k: Any, dtype: str, count: Any = 1) -> Any:
@@ -57,6 +74,18 @@ class Profile:
         plain = replace(chip, profile=None)
         sizes = (np.multiply(m, count), n, k)
         return self._factor("gemm", (dtype,), plain, sizes, lambda m, n, k: gemm_seconds(plain, m, n, k, dtype))
+
+    def grouped_factor(self, chip: Chip, tokens: Any, n: Any, k: Any, experts: Any, dtype: str) -> Any:
+        """What the measured products of many experts say about one."""
+        from shardwise.hardware.gemm import grouped_gemm_seconds
+
+        plain = replace(chip, profile=None)
+        sizes = (tokens, n, k, experts)
+        return self._factor("grouped", (dtype,), plain, sizes, lambda *each: grouped_gemm_seconds(plain, *each, dtype))  # type: ignore[call-arg]
+
+    def measures(self, kind: str, dtype: str) -> bool:
+        """Whether there are points of a kind in this format."""
+        return any(point["dtype"] == dtype for point in getattr(self, kind))
 
     def memory_factor(self, chip: Chip, bytes: Any) -> Any:
         """What the measured copies say about one."""
@@ -152,16 +181,32 @@ def load_profile(path: str | Path) -> Profile:
         raise UserError(Problem(f"is not JSON: {error}", where=where)) from None
     if not isinstance(content, dict):
         raise UserError(Problem("has to be one JSON object", where=where))
+    version = content.pop("version", VERSION)
+    if version != VERSION:
+        reason = f"is {version!r}, but this version of Shardwise reads {VERSION}; measure again with `shardwise bench`"
+        raise UserError(Problem(reason, "version", where))
     known = [f.name for f in fields(Profile) if not f.name.startswith("_")]
     problems = [Problem(f"unknown key{nearest(key, known)}", key, where) for key in content if key not in known]
     for kind in SIZES:
         problems += _check(kind, content.get(kind, []), where)
-    if not isinstance(content.get("machine", ""), str):
-        problems.append(Problem("has to be a name", "machine", where))
+    problems += [Problem("has to be a text", key, where) for key in TEXTS if not isinstance(content.get(key, ""), str)]
+    problems += [
+        Problem("has to be a number, 0 or above", key, where) for key in NUMBERS if not _number(content.get(key, 0))
+    ]
     if problems:
         raise UserError(*problems)
-    kinds: dict[str, Any] = {kind: tuple(content.get(kind, [])) for kind in SIZES}
-    return Profile(**kinds, machine=content.get("machine", ""))
+    values: dict[str, Any] = {key: tuple(value) if key in SIZES else value for key, value in content.items()}
+    return Profile(**values)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+
+
+def dump_profile(profile: Profile) -> dict[str, Any]:
+    """The profile as `load_profile` reads it."""
+    content = {f.name: getattr(profile, f.name) for f in fields(Profile) if not f.name.startswith("_")}
+    return {"version": VERSION} | {key: content[key] for key in (*TEXTS, *NUMBERS, *SIZES)}
 
 
 def _check(kind: str, points: Any, where: str) -> list[Problem]:
@@ -176,7 +221,7 @@ def _check(kind: str, points: Any, where: str) -> list[Problem]:
             continue
         for name in (*SIZES[kind], "seconds"):
             value = point.get(name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            if not _number(value) or value == 0:
                 problems.append(Problem("has to be a number above 0", f"{key}.{name}", where))
         problems += [Problem("is missing", f"{key}.{word}", where) for word in WORDS[kind] if word not in point]
     return problems

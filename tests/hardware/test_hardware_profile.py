@@ -14,10 +14,12 @@ from shardwise.hardware import (
     attention_seconds,
     collective_seconds,
     gemm_seconds,
+    grouped_gemm_seconds,
     load_profile,
     make_cluster,
     memory_seconds,
 )
+from shardwise.hardware.profile import VERSION, dump_profile
 from shardwise.run import UserError
 
 A100 = CHIPS["a100-sxm-80g"]
@@ -114,3 +116,30 @@ def test_a_file_that_is_no_profile(tmp_path: Path, text: str, message: str) -> N
 def test_a_profile_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such profile"):
         load_profile(tmp_path / "none.json")
+
+
+def test_a_profile_of_another_version_is_refused(tmp_path: Path) -> None:
+    assert load_profile(write(tmp_path, CONTENT | {"version": VERSION})).machine == "a test"
+    with pytest.raises(UserError, match=r"version: is 2, but .* reads 1"):
+        load_profile(write(tmp_path, CONTENT | {"version": 2}))
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
+    profile = replace(load_profile(write(tmp_path, CONTENT)), launch=1e-5, chip="cpu", threads=2)
+    assert load_profile(write(tmp_path, dump_profile(profile))) == profile
+
+
+def test_measured_products_of_experts_come_before_those_of_one(tmp_path: Path) -> None:
+    point = {"tokens": 4096, "n": 1024, "k": 1024, "experts": 8, "dtype": "bfloat16", "seconds": 3e-4}
+    chip = replace(A100, profile=load_profile(write(tmp_path, CONTENT | {"grouped": [point]})))
+    assert grouped_gemm_seconds(chip, 4096, 1024, 1024, 8) == pytest.approx(3e-4, rel=1e-3)
+    without = replace(A100, profile=load_profile(write(tmp_path, CONTENT)))
+    assert grouped_gemm_seconds(without, 4096, 1024, 1024, 8) != pytest.approx(3e-4, rel=1e-3)
+
+
+def test_numbers_and_names_of_a_profile_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        load_profile(write(tmp_path, {"launch": -1, "overhead": "much", "chip": 3}))
+    text = str(caught.value)
+    for key in ("launch: has to be a number", "overhead: has to be a number", "chip: has to be a text"):
+        assert key in text
