@@ -69,15 +69,24 @@ def fitted() -> Mapping[str, Any]:
 
 
 def constants_of(job: Job, effects: Mapping[str, float] | None = None) -> dict[str, float]:
-    """The constants of a job; `effects` are logarithms by "name" and "name/kind:value", as fitted unless given. What a
-    profile of the machine has measured of the host stands instead of what was fitted to others' hosts."""
+    """The constants of a job; `effects` are logarithms by "name" and "name/kind:value", as fitted unless given."""
     effects = fitted()["effects"] if effects is None else effects
     groups = groups_of(job)
     result = {}
     for name, (start, kinds) in NAMES.items():
         total = effects.get(name, 0.0) + sum(effects.get(f"{name}/{kind}:{groups[kind]}", 0.0) for kind in kinds)
         result[name] = start * math.exp(total)
-    profile = job.cluster.profile
-    if profile is not None and profile.launch:
-        result |= {"launch": profile.launch, "overhead": profile.overhead}
+    return result | measured(job)
+
+
+def measured(job: Job) -> dict[str, float]:
+    """What a profile of the machine says instead. All that was fitted was fitted to accelerators: a CPU's measured kernels
+    speak for themselves."""
+    profile, pipeline = job.cluster.profile, job.layout.pipeline
+    if profile is None or not profile.launch:
+        return {}
+    layers = job.model.layers / (pipeline if isinstance(pipeline, int) else 1)  # the search asks for many sizes at once
+    result = {"launch": profile.launch, "overhead": profile.overhead + profile.layer_overhead * layers}
+    if job.cluster.chip.name == "cpu":
+        result |= dict.fromkeys(("matmul", "attention", "memory", "optimizer"), 1.0)
     return result
