@@ -22,6 +22,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "plan": ("shardwise.cli.plan", "what a run needs and how fast it goes; the best layout for it"),
     "train": ("shardwise.cli.train", "train a run, or go on with one that was begun"),
     "validate": ("shardwise.cli.validate", "predict published measurements and print the errors"),
+    "bench": ("shardwise.cli.bench", "measure this machine into a profile the planner reads"),
     "generate": ("shardwise.cli.generate", "continue text with a checkpoint"),
     "config": ("shardwise.cli.config", "print the resolved run, or every key there is"),
     "data": ("shardwise.cli.data", "turn text, JSONL or Parquet into token shards"),

@@ -1,0 +1,269 @@
+"""`shardwise bench`: measures this machine into a profile that the planner reads."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.run import Problem, Run, UserError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from shardwise.hardware import Profile
+    from shardwise.measure.bench import Told
+    from shardwise.train.launch import Place
+
+HELP = """Measure this machine: matrix products, attention, copies, what the host adds to a step of training and, with --ranks,
+collectives. The profile is for `shardwise plan RUN --cluster.profile=FILE`."""
+
+SECONDS, QUICK_SECONDS = 60.0, 10.0
+COLUMNS = ("size(B)", "count", "type", "redop", "time(us)", "algbw(GB/s)", "busbw(GB/s)")
+"""Of nccl-tests."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What follows the verb."""
+    parser.add_argument("--out", metavar="FILE", default="hardware-profile.json", help="default: hardware-profile.json")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--ranks", type=int, metavar="N", help="also measure collectives over N ranks of this machine")
+    parser.add_argument("--only", choices=("kernels", "collectives"), help="measure no more than these")
+    parser.add_argument("--seconds", type=float, help=f"about how long to measure (default {SECONDS:.0f})")
+    parser.add_argument("--quick", action="store_true", help=f"fewer shapes, about {QUICK_SECONDS:.0f} seconds")
+    parser.add_argument("--json", action="store_true", help="print the profile instead of tables")
+    parser.add_argument("--quiet", action="store_true", help="write the profile and print nothing")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Measure what was asked for, write it, show it."""
+    from shardwise.train import launch
+
+    where = launch.place(os.environ)
+    _check(args, where)
+    args.seconds = args.seconds or (QUICK_SECONDS if args.quick else SECONDS)
+    if where is not None:
+        return _as_rank(args, where)
+    profile = _kernels(args) if args.only != "collectives" else None
+    if (args.ranks or 1) > 1:
+        from shardwise.measure.bench import described
+
+        profile = replace(profile or described(_device(args)), collective=_collectives(args))
+    assert profile is not None
+    _finish(args, profile)
+    return 0
+
+
+def _check(args: argparse.Namespace, where: Place | None) -> None:
+    """Everything wrong with the command, before anything is measured."""
+    from shardwise.train.step import choose_device
+
+    problems = []
+    if args.ranks is not None and args.ranks < 1:
+        problems.append(Problem(f"is {args.ranks}, but a machine has at least one rank", "--ranks", "command line"))
+    if args.seconds is not None and not args.seconds > 0:
+        problems.append(Problem(f"is {args.seconds:g}, but has to be above 0", "--seconds", "command line"))
+    if args.only == "collectives" and where is None and (args.ranks or 1) < 2:
+        problems.append(Problem("needs --ranks of 2 or more", "--only collectives", "command line"))
+    if where is not None and args.ranks not in (None, where.world):
+        problems.append(Problem(f"is {args.ranks}, but {where.world} ranks were started", "--ranks", "command line"))
+    try:
+        choose_device(args.device)
+    except UserError:
+        problems.append(Problem("is cuda, but PyTorch sees no GPU on this machine", "--device", "command line"))
+    reason = _unwritable(Path(args.out))
+    if reason:
+        problems.append(Problem(f"cannot be written: {reason}", where=args.out))
+    if problems:
+        raise UserError(*problems)
+
+
+def _unwritable(path: Path) -> str:
+    """Why a file cannot be written, or "": known before a minute is spent on what would stand in it."""
+    if path.is_dir():
+        return "it is a folder"
+    if not path.absolute().parent.is_dir():
+        return "its folder does not exist"
+    target = path if path.exists() else path.absolute().parent
+    return "" if os.access(target, os.W_OK) else "permission denied"
+
+
+def _device(args: argparse.Namespace) -> Any:
+    from shardwise.train.step import choose_device
+
+    return choose_device(args.device)
+
+
+def _kernels(args: argparse.Namespace) -> Profile:
+    from shardwise.measure.bench import measure_kernels
+
+    with _progress() as told:
+        return measure_kernels(_device(args), args.seconds, args.quick, told)
+
+
+def _collectives(args: argparse.Namespace) -> tuple[dict[str, Any], ...]:
+    """The points that ranks started here measure."""
+    from shardwise.hardware import load_profile
+    from shardwise.train import launch
+
+    print(f"collectives over {args.ranks} ranks …", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "collectives.json"
+        arguments = ["bench", "--only", "collectives", "--out", str(out), "--device", args.device, "--quiet"]
+        arguments += ["--seconds", str(args.seconds), *(["--quick"] if args.quick else [])]
+        if launch.start_local(arguments, args.ranks, Path(folder) / "logs"):
+            raise UserError("the collectives were not measured: a rank failed, and the profile was not written")
+        return load_profile(out).collective
+
+
+def _as_rank(args: argparse.Namespace, where: Place) -> int:
+    """One of the ranks that torchrun, Slurm or this command started; the first measures the kernels, writes and prints."""
+    from shardwise.measure.bench import described
+    from shardwise.measure.bench_collectives import collective_points
+    from shardwise.train import launch
+
+    launch.join(where, replace(Run(), train=replace(Run().train, device=args.device)))
+    try:
+        import torch.distributed as dist
+
+        first = where.rank == 0
+        device = _device(args)
+        profile = described(device)
+        if first and args.only != "collectives":
+            profile = _kernels(args)
+        if args.only != "kernels":
+            dist.barrier()
+            with _progress(quiet=not first) as told:
+                points = collective_points(device, args.seconds, args.quick, lambda share: told("collectives", share))
+            profile = replace(profile, collective=tuple(points))
+        if first:
+            _finish(args, profile)
+        dist.barrier()
+    finally:
+        launch.leave()
+    return 0
+
+
+def _finish(args: argparse.Namespace, profile: Profile) -> None:
+    from shardwise.hardware.profile import dump_profile
+
+    content = dump_profile(profile)
+    Path(args.out).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if args.quiet:
+        return
+    if args.json:
+        print(json.dumps(content))
+        return
+    _print(profile)
+    chip = f" --cluster.chip={profile.chip}" if profile.chip else ""
+    print(f"wrote {args.out}; use it with --cluster.profile={args.out}{chip}", file=sys.stderr)
+    if not profile.chip:
+        print("the catalogue does not know this GPU: name the chip nearest to it as cluster.chip", file=sys.stderr)
+
+
+@contextmanager
+def _progress(quiet: bool = False) -> Iterator[Told]:
+    """A bar for each thing measured, on stderr."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    bars: dict[str, Any] = {}
+    with Progress(console=Console(stderr=True), transient=True, disable=quiet or not sys.stderr.isatty()) as progress:
+
+        def told(what: str, share: float) -> None:
+            if what not in bars:
+                bars[what] = progress.add_task(what, total=1.0)
+            progress.update(bars[what], completed=share)
+
+        yield told
+
+
+def _print(profile: Profile) -> None:
+    from rich.console import Console
+
+    from shardwise.report import words
+
+    console = Console()
+    console.print(f"{profile.machine}, torch {profile.torch}", style="bold", highlight=False)
+    if profile.launch:
+        console.print(
+            f"a tiny operation {words.seconds(profile.kernel_seconds)}; in training {words.seconds(profile.launch)} a kernel, "
+            f"{words.seconds(profile.overhead)} a step and {words.seconds(profile.layer_overhead)} a layer besides",
+            highlight=False,
+        )
+    for table in tables(profile):
+        console.print()
+        console.print(table)
+
+
+def tables(profile: Profile) -> list[Table]:
+    """The points as people read them."""
+    from shardwise.report import words
+
+    made = []
+    if profile.gemm:
+        shapes = _by_shape(profile.gemm, ("m", "n", "k"), ("dtype",))
+        made.append(_speeds("Matrix products, TFLOP/s", ("rows", "columns", "depth"), shapes))
+    if profile.grouped:
+        shapes = _by_shape(profile.grouped, ("tokens", "n", "k", "experts"), ("dtype",))
+        made.append(_speeds("Products of experts, TFLOP/s", ("rows", "columns", "depth", "experts"), shapes))
+    if profile.attention:
+        shapes = _by_shape(
+            profile.attention, ("batch", "heads", "queries", "head_dim"), ("dtype", "backend", "direction")
+        )
+        made.append(_speeds("Causal attention, TFLOP/s", ("batch", "heads", "length", "width"), shapes))
+    if profile.memory:
+        rows = [(words.size(p["bytes"]), words.seconds(p["seconds"]), f"{p['gbs']:.1f}") for p in profile.memory]
+        made.append(_table("Reading and writing", ("bytes", "time", "GB/s"), rows))
+    for size, operation in dict.fromkeys((p["size"], p["operation"]) for p in profile.collective):
+        members = [p for p in profile.collective if (p["size"], p["operation"]) == (size, operation)]
+        made.append(_table(f"{operation}, {size} ranks", COLUMNS, [_nccl_row(p) for p in members]))
+    return made
+
+
+def _nccl_row(point: dict[str, Any]) -> tuple[str, ...]:
+    time = f"{point['seconds'] * 1e6:.1f}"
+    speeds = f"{point['algbw']:.3f}", f"{point['busbw']:.3f}"
+    return (str(point["bytes"]), str(point["count"]), point["type"], point["redop"], time, *speeds)
+
+
+Shapes = dict[tuple[int, ...], dict[str, float]]
+
+
+def _by_shape(points: Sequence[dict[str, Any]], sizes: Sequence[str], names: Sequence[str]) -> Shapes:
+    """TFLOP/s by shape and by how it was measured."""
+    found: Shapes = {}
+    for point in points:
+        how = "\n".join(str(point[name]).removesuffix("_attention") for name in names)
+        found.setdefault(tuple(point[name] for name in sizes), {})[how] = point["tflops"]
+    return dict(sorted(found.items()))
+
+
+def _speeds(title: str, sizes: Sequence[str], shapes: Shapes) -> Table:
+    how = list(dict.fromkeys(name for row in shapes.values() for name in row))
+    rows = [
+        (*map(str, shape), *(f"{row[name]:.3g}" if name in row else "" for name in how))
+        for shape, row in shapes.items()
+    ]
+    return _table(title, (*sizes, *how), rows)
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim", title=title, title_justify="left"
+    )
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table

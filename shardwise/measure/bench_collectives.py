@@ -1,0 +1,128 @@
+"""How fast ranks talk: every collective over message sizes, in the columns and conventions of nccl-tests.
+
+Bytes are those of the whole buffer (the gathered output of an all-gather, the whole input of a reduce-scatter), `count` the
+numbers of one rank's share where the buffer is shared out. `algbw` is bytes over time; `busbw` what the busiest link carried
+(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md), which can be compared over numbers of ranks. In `send`
+every rank sends to the next and receives from the one before, as a pipeline does.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.hardware import OPERATIONS
+
+Point = dict[str, Any]
+
+SMALLEST, LARGEST = 2**10, 2**26
+SHARED_OUT = ("all_gather", "reduce_scatter", "all_to_all")
+SUMS = ("all_reduce", "reduce_scatter")
+SAMPLES = 3
+
+
+def bus_factor(operation: str, size: int) -> float:
+    """`busbw` over `algbw` of a group of `size` ranks."""
+    if operation == "all_reduce":
+        return 2 * (size - 1) / size
+    return (size - 1) / size if operation in SHARED_OUT else 1.0
+
+
+def collective(
+    operation: str, size: int, bytes: int, device: torch.device, group: Any
+) -> tuple[Callable[[], object], int]:
+    """One call of a collective over about `bytes`, and the bytes that it really moves: ranks' shares are whole numbers."""
+    each = max(1, bytes // 4 // size)
+    numbers = each * size if operation in SHARED_OUT else max(1, bytes // 4)
+    whole, part = torch.ones(numbers, device=device), torch.ones(each, device=device)
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole, group=group),
+        "broadcast": lambda: dist.broadcast(whole, src=0, group=group),
+        "send": lambda: _pass_on(whole, size, group),
+    }
+    return calls[operation], numbers * 4
+
+
+def _pass_on(message: Tensor, size: int, group: Any) -> None:
+    rank, coming = dist.get_rank(group), torch.empty_like(message)
+    sends = dist.P2POp(dist.isend, message, group=group, group_peer=(rank + 1) % size)
+    takes = dist.P2POp(dist.irecv, coming, group=group, group_peer=(rank - 1) % size)
+    for work in dist.batch_isend_irecv([sends, takes]):
+        work.wait()
+
+
+def collective_points(
+    device: torch.device, seconds: float, quick: bool, told: Callable[[float], None] = lambda share: None
+) -> list[Point]:
+    """Every collective over all ranks, then over half of them, and so on down to two. Every rank calls this; all of them get
+    the points."""
+    world = dist.get_world_size()
+    groups = [world >> halving for halving in range(world.bit_length()) if world >> halving > 1]
+    step = 4 if quick else 2
+    sizes = [2**power for power in range(SMALLEST.bit_length() - 1, LARGEST.bit_length(), step)]
+    operations = [name for name in OPERATIONS if name != "send" or not _shares_gpu(device)]
+    cases = [(size, name, bytes) for size in groups for bytes in sizes for name in operations]
+    made = {size: dist.new_group(list(range(size))) for size in groups}  # every rank makes every group
+    points: list[Point] = []
+    ends = time.perf_counter() + seconds
+    for done, (size, operation, bytes) in enumerate(cases):
+        told(done / len(cases))
+        left = _agreed(ends - time.perf_counter(), device)
+        if left <= 0:
+            break
+        if dist.get_rank() < size:
+            points.append(_point(operation, size, bytes, device, made[size], left / (len(cases) - done)))
+    told(1.0)
+    return points
+
+
+def _shares_gpu(device: torch.device) -> bool:
+    """Ranks on one GPU talk through gloo, which sends no GPU's tensors from rank to rank."""
+    return device.type == "cuda" and "nccl" not in dist.get_backend_config()
+
+
+def _agreed(value: float, device: torch.device, group: Any = None) -> float:
+    """The largest of all ranks' values, so that they decide alike."""
+    shared = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group)
+    return shared.item()
+
+
+def _point(operation: str, size: int, bytes: int, device: torch.device, group: Any, most: float) -> Point:
+    call, moved = collective(operation, size, bytes, device, group)
+    _timed(call, 1, device, group)
+    once = _timed(call, 1, device, group)
+    repeats = max(1, min(100, int(most / SAMPLES / once)))
+    seconds = statistics.median(_timed(call, repeats, device, group) for _ in range(SAMPLES))
+    algbw = moved / seconds / 1e9
+    return dict(
+        operation=operation,
+        bytes=moved,
+        size=size,
+        count=moved // 4 // (size if operation in SHARED_OUT else 1),
+        type="float",
+        redop="sum" if operation in SUMS else "none",
+        seconds=seconds,
+        algbw=algbw,
+        busbw=algbw * bus_factor(operation, size),
+    )
+
+
+def _timed(call: Callable[[], object], repeats: int, device: torch.device, group: Any) -> float:
+    """Seconds of one call on the slowest rank, when `repeats` follow each other."""
+    dist.barrier(group)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return _agreed((time.perf_counter() - start) / repeats, device, group)
