@@ -97,12 +97,17 @@ class Router(nn.Module):
         self.load.zero_()
 
 
+def on_host(counts: Tensor, total: int) -> list[int]:
+    """Counts that add up to `total`, as numbers the host can cut tensors and messages by; it waits for the device."""
+    return counts.tolist()
+
+
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Rows of `x`, `counts[e]` of them for each expert in turn, times that expert's matrix [out, in]."""
     weight = weight.to(x.dtype)
     if x.is_cuda and x.dtype == torch.bfloat16:
         return F.grouped_mm(x, weight.transpose(-2, -1), offs=counts.cumsum(0, dtype=torch.int32))
-    pieces = zip(x.split(counts.tolist()), weight.unbind(), strict=True)
+    pieces = zip(x.split(on_host(counts, len(x))), weight.unbind(), strict=True)
     return torch.cat([F.linear(piece, w) for piece, w in pieces])
 
 
@@ -145,7 +150,7 @@ class Mixture(nn.Module):
         if self.router.config.expert_capacity:
             return self._dispatch_kept(x, weights, flat)
         order = flat.argsort(stable=True)
-        counts = flat.bincount(minlength=experts)
+        counts = torch.zeros(experts, dtype=flat.dtype, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
         # Copies first, then a permutation: its gradient is a permutation too, and the sum over copies is in a fixed order.
         copies = x[:, None].expand(-1, k, -1).reshape(tokens * k, -1)
         done = self.run_experts(copies.index_select(0, order), counts)

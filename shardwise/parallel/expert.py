@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.model import experts
 from shardwise.model.experts import Mixture, Router
 from shardwise.model.transformer import Block, Transformer
 from shardwise.parallel.collectives import Group, all_gather, exchange, gather_sequence, scatter_sum, sum_whole
@@ -75,11 +76,12 @@ class SplitMixture(Mixture):
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts, group=self.group)
         # Sizes of messages must be known to the host.
-        sent = counts.view(ranks, -1).sum(dim=1).tolist()
-        received = theirs.view(ranks, -1).sum(dim=1).tolist()
+        sent = experts.on_host(counts.view(ranks, -1).sum(dim=1), len(rows))
+        received = experts.on_host(theirs.view(ranks, -1).sum(dim=1), len(rows))
         arrived = exchange(rows, self.group, received, sent)
         # They arrive by rank and then expert; the experts want them by expert.
-        owner = torch.arange(theirs.numel() // ranks, device=rows.device).repeat(ranks).repeat_interleave(theirs)
+        owner = torch.arange(theirs.numel() // ranks, device=rows.device).repeat(ranks)
+        owner = owner.repeat_interleave(theirs, output_size=len(arrived))
         order = owner.argsort(stable=True)
         done = self.experts(arrived.index_select(0, order), theirs.view(ranks, -1).sum(dim=0))
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=rows.device))

@@ -1,0 +1,217 @@
+"""Counts the operations of a rank as it executes them, by part of the network and pass, in the planner's convention.
+
+Matrix products are seen by the dispatcher. A product of the forward pass tells its weight; in the backward pass a product with
+that weight makes the gradient of an input, and the other one of the same autograd node that of the weight. A forward
+pass inside of a backward pass is recomputation. Attention is counted where the network calls it, by the pairs of query and
+key that its mask lets through, whatever kernel computes it: twice as much backward as forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.ledger import Work
+from shardwise.model.attention import GroupedAttention, LatentAttention
+from shardwise.model.experts import Experts, Router
+from shardwise.model.layers import FeedForward, Linear
+from shardwise.model.transformer import Transformer
+from shardwise.parallel import context
+from shardwise.plan.account import CONVENTION
+from shardwise.train.step import Trainee
+
+PARTS: tuple[tuple[type | tuple[type, ...], str], ...] = (
+    ((GroupedAttention, LatentAttention), "attention"),
+    (FeedForward, "ffn"),
+    (Router, "router"),
+    (Experts, "experts"),
+)
+
+aten = torch.ops.aten
+PRODUCTS: dict[Any, tuple[int, int]] = {  # operator to the places of its two operands
+    aten.mm.default: (0, 1),
+    aten.addmm.default: (1, 2),
+    aten._grouped_mm.default: (0, 1),
+    aten._scaled_mm.default: (0, 1),
+}
+UNKNOWN = "unknown"
+
+
+class WorkCounter(TorchDispatchMode):
+    """While it is open, adds up the operations of a trainee's steps."""
+
+    def __init__(self, trainee: Trainee) -> None:
+        super().__init__()
+        self.flops: dict[str, dict[str, float]] = {}
+        self.trainee = trainee
+        self.inside: list[str] = []
+        self.weights: dict[int, tuple[StorageWeakRef, str]] = {}
+        self.inputs: dict[int, tuple[StorageWeakRef, str]] = {}
+        self.node: tuple[Any, str] | None = None  # that made the gradient of an input last, and its part
+        self.waiting: dict[Any, float] = {}  # gradients of weights, by nodes that have not made that of an input yet
+        self.open = contextlib.ExitStack()
+
+    def __enter__(self) -> WorkCounter:
+        for model in self.trainee.parallel.models:
+            self._watch(model)
+        for where, name in (
+            (torch.nn.functional, "scaled_dot_product_attention"),
+            (context, "attend_piece"),
+            (context, "attend_piece_backward"),
+        ):
+            counted = getattr(self, f"_{name}")(getattr(where, name))
+            self.open.enter_context(mock.patch.object(where, name, counted))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.open.close()
+
+    @property
+    def work(self) -> Work:
+        """What was counted."""
+        for flops in self.waiting.values():
+            self._add(UNKNOWN, "backward_weight", flops)
+        self.waiting = {}
+        return Work(self.flops, convention=CONVENTION)
+
+    def _watch(self, model: Transformer) -> None:
+        """Know which part of the network runs."""
+        for module in model.modules():
+            part = next((name for kind, name in PARTS if isinstance(module, kind)), None)
+            if part is not None:
+                self._around(module, part)
+                for inner in module.modules():
+                    if isinstance(inner, Linear | Experts | Router):
+                        self._mark(inner, part)
+        self._mark(model.loss, "head")
+
+    def _around(self, module: nn.Module, part: str) -> None:
+        """Also products that hooks before the module make."""
+        before = module.register_forward_pre_hook(lambda *_: self.inside.append(part), prepend=True)
+        after = module.register_forward_hook(lambda *_: self.inside.pop() and None, always_call=True)
+        self.open.callback(before.remove)
+        self.open.callback(after.remove)
+
+    def _mark(self, module: nn.Module, part: str) -> None:
+        """Around the forward of a leaf, which runs also when a module above it is repeated."""
+        inner = module.forward
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self.inside.append(part)
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.inside.pop()
+
+        module.forward = watched
+        self.open.callback(lambda: setattr(module, "forward", inner))
+
+    def _add(self, part: str, which: str, flops: float) -> None:
+        passes = self.flops.setdefault(part, {})
+        passes[which] = passes.get(which, 0.0) + flops
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = operator(*args, **(kwargs or {}))
+        if operator in PRODUCTS:
+            first, second = (args[place] for place in PRODUCTS[operator])
+            self._product(first, second, 2.0 * first.numel() * second.shape[-1])
+        return out
+
+    def _product(self, first: Tensor, second: Tensor, flops: float) -> None:
+        if self.inside:
+            self._remember(self.weights, second, self.inside[-1])
+            self._remember(self.inputs, first, self.inside[-1])
+            again = torch._C._current_graph_task_id() != -1
+            self._add(self.inside[-1], "recompute" if again else "forward", flops)
+            return
+        node = torch._C._current_autograd_node()
+        here = (node.name(), node._sequence_nr()) if node is not None else None
+        part = self._part_of(self.weights, first) or self._part_of(self.weights, second)
+        if part is not None:
+            self._add(part, "backward_input", flops)
+            if here is not None:  # one node makes both gradients, in either order
+                self.node, waiting = (here, part), self.waiting.pop(here, 0.0)
+                self._add(part, "backward_weight", waiting)
+        elif here is not None and self.node is not None and self.node[0] == here:
+            self._add(self.node[1], "backward_weight", flops)
+        elif here is not None:
+            self.waiting[here] = self.waiting.get(here, 0.0) + flops
+        else:  # put off until after the backward pass
+            part = self._part_of(self.inputs, first) or self._part_of(self.inputs, second)
+            self._add(part or UNKNOWN, "backward_weight", flops)
+
+    def _remember(self, known: dict[int, tuple[StorageWeakRef, str]], x: Tensor, part: str) -> None:
+        storage = StorageWeakRef(x.untyped_storage())
+        known[storage.cdata] = storage, part
+
+    def _part_of(self, known: dict[int, tuple[StorageWeakRef, str]], x: Tensor) -> str | None:
+        found = known.get(x.untyped_storage()._cdata)
+        return found[1] if found is not None and not found[0].expired() else None
+
+    def _scaled_dot_product_attention(self, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """PyTorch's attention, counted: [batch, heads, sequence, width]."""
+
+        def counted(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **rest: Any) -> Tensor:
+            pairs = float(q.shape[2] * k.shape[2])
+            if attn_mask is not None or rest.get("is_causal"):
+                pairs = pairs_seen(q.shape[2], k.shape[2], attn_mask)
+            flops = 2.0 * q.shape[0] * q.shape[1] * pairs * (q.shape[3] + v.shape[3])
+            again = torch._C._current_graph_task_id() != -1
+            # Before the call, which a repeated pass may leave as soon as it has what it needs.
+            self._add("attention", "recompute" if again else "forward", flops)
+            out = inner(q, k, v, attn_mask=attn_mask, **rest)
+            if out.requires_grad:
+                out.register_hook(lambda _: self._add("attention", "backward_input", 2.0 * flops))
+            return out
+
+        return counted
+
+    def _attend_piece(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """A piece of ring attention, [batch, heads, sequence, width]."""
+
+        def counted(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> Any:
+            again = torch._C._current_graph_task_id() != -1
+            self._add("attention", "recompute" if again else "forward", piece_flops(q, k, v, seen))
+            return inner(q, k, v, scale, seen)
+
+        return counted
+
+    def _attend_piece_backward(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(grad: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+            self._add("attention", "backward_input", 2.0 * piece_flops(q, k, v, rest[-1]))
+            return inner(grad, delta, q, k, v, *rest)
+
+        return counted
+
+
+def piece_flops(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> float:
+    """Operations of some queries on some keys, forward."""
+    length, keys = q.shape[2], k.shape[2]
+    pairs = length * keys if seen is None else pairs_seen(length, keys, seen)
+    return 2.0 * q.shape[0] * q.shape[1] * pairs * (q.shape[3] + v.shape[3])
+
+
+def pairs_seen(queries: int, keys: int, mask: Tensor | None) -> float:
+    """Pairs of a query and a key it sees, of one sequence on average: under the causal mask, or a given one.
+
+    A mask without data, in a dry run, is a causal one: of a square piece its triangle, of a part of the sequence that was
+    dealt out evenly that part of the triangle.
+    """
+    if mask is None or (_is_fake(mask) and queries == keys):
+        return queries * (queries + 1) / 2
+    if _is_fake(mask):
+        return queries * (keys + 1) / 2
+    return float(mask.sum()) / mask.shape[0]
+
+
+def _is_fake(x: Tensor) -> bool:
+    return type(x).__name__ == "FakeTensor"
