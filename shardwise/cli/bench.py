@@ -214,11 +214,10 @@ def tables(profile: Profile) -> list[Table]:
     if profile.grouped:
         shapes = _by_shape(profile.grouped, ("tokens", "n", "k", "experts"), ("dtype",))
         made.append(_speeds("Products of experts, TFLOP/s", ("rows", "columns", "depth", "experts"), shapes))
-    if profile.attention:
-        shapes = _by_shape(
-            profile.attention, ("batch", "heads", "queries", "head_dim"), ("dtype", "backend", "direction")
-        )
-        made.append(_speeds("Causal attention, TFLOP/s", ("batch", "heads", "length", "width"), shapes))
+    for dtype in dict.fromkeys(p["dtype"] for p in profile.attention):
+        members = [p for p in profile.attention if p["dtype"] == dtype]
+        shapes = _by_shape(members, ("batch", "heads", "queries", "head_dim"), ("backend", "direction"))
+        made.append(_speeds(f"Causal attention in {dtype}, TFLOP/s", ("batch", "heads", "length", "width"), shapes))
     if profile.memory:
         rows = [(words.size(p["bytes"]), words.seconds(p["seconds"]), f"{p['gbs']:.1f}") for p in profile.memory]
         made.append(_table("Reading and writing", ("bytes", "time", "GB/s"), rows))
@@ -249,10 +248,13 @@ def _by_shape(points: Sequence[dict[str, Any]], sizes: Sequence[str], names: Seq
 def _speeds(title: str, sizes: Sequence[str], shapes: Shapes) -> Table:
     how = list(dict.fromkeys(name for row in shapes.values() for name in row))
     rows = [
-        (*map(str, shape), *(f"{row[name]:.3g}" if name in row else "" for name in how))
-        for shape, row in shapes.items()
+        (*map(str, shape), *(_speed(row[name]) if name in row else "" for name in how)) for shape, row in shapes.items()
     ]
     return _table(title, (*sizes, *how), rows)
+
+
+def _speed(tflops: float) -> str:
+    return f"{tflops:.3g}" if tflops < 100 else f"{tflops:.0f}"
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

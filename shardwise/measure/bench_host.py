@@ -64,8 +64,11 @@ def host_costs(device: torch.device, profile: Profile, most: float) -> Profile:
     launch = max(host("microbatches") - host("plain"), 1e-9) / ((MORE - 1) * launches["plain"])
     more = host("layers") - host("plain") - launch * (launches["layers"] - launches["plain"])
     layer = max(more, 0.0) / ((MORE - 1) * LAYERS)
-    overhead = max(host("plain") - launch * launches["plain"] - layer * LAYERS, 0.0)
-    return replace(profile, launch=launch, overhead=overhead, layer_overhead=layer)
+    known = launch * launches["plain"] + layer * LAYERS
+    # Noise may leave the step less than its parts: then they are taken down to it.
+    share = min(1.0, max(host("plain"), 1e-9) / known)
+    overhead = max(host("plain") - known, 0.0)
+    return replace(profile, launch=share * launch, overhead=overhead, layer_overhead=share * layer)
 
 
 def with_profile(job: Job, profile: Profile) -> Job:
