@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -28,14 +29,18 @@ from shardwise.parallel.collectives import Group, exchange, gather_sequence
 from shardwise.parallel.mesh import Mesh
 
 
-def zigzag(length: int, ranks: int, rank: int) -> Tensor:
+def zigzag_places(length: int, ranks: int, rank: int) -> np.ndarray:
     """The places in a sequence that a rank holds: one chunk from the front and its mirror image from the back."""
     if ranks == 1:
-        return torch.arange(length)
+        return np.arange(length)
     chunk = length // (2 * ranks)
-    front = torch.arange(rank * chunk, (rank + 1) * chunk)
-    back = torch.arange((2 * ranks - 1 - rank) * chunk, (2 * ranks - rank) * chunk)
-    return torch.cat((front, back))
+    front, back = rank * chunk, (2 * ranks - 1 - rank) * chunk
+    return np.concatenate((np.arange(front, front + chunk), np.arange(back, back + chunk)))
+
+
+def zigzag(length: int, ranks: int, rank: int) -> Tensor:
+    """The same as a tensor."""
+    return torch.from_numpy(zigzag_places(length, ranks, rank))
 
 
 @dataclass(frozen=True)

@@ -417,7 +417,7 @@ def embedding(job: Job) -> Tally:
     size = pieces(job) * job.model.hidden * job.width
     mask = pieces(job) * job.model.hidden if job.stack.dropout else 0.0
     tally.stream("embedding", "embedding", 2 * size + 3 * mask, 4 * size + 3 * mask, saved=mask)
-    operation = "reduce_scatter" if job.stack.sequence_parallel else "all_reduce"
+    operation: Operation = "reduce_scatter" if job.stack.sequence_parallel else "all_reduce"
     tally.exchange("embedding", "tensor", operation, job.rows * job.model.hidden * job.width, (1.0, 0.0, 0.0))
     return tally
 

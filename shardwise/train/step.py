@@ -18,7 +18,7 @@ from torch import Tensor
 from shardwise.data.batches import IGNORED, Batch
 from shardwise.model.experts import Router
 from shardwise.parallel.apply import apply
-from shardwise.parallel.context import zigzag
+from shardwise.parallel.context import zigzag_places
 from shardwise.parallel.gradients import add_partial, multiply, squares
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import Microbatch
@@ -136,7 +136,7 @@ class Trainee:
         """The batch in microbatches on the device, of every sequence the part this context rank holds."""
         size, ranks = self.run.train.microbatch, self.run.layout.context
         length = batch.tokens.shape[1]
-        places = zigzag(length, ranks, self.mesh.index("context")).numpy() if ranks > 1 else np.arange(length)
+        places = zigzag_places(length, ranks, self.mesh.index("context"))
         positions = batch.positions if batch.positions is not None else np.arange(length)[None]
 
         def on_device(array: np.ndarray | None) -> Tensor | None:

@@ -1,0 +1,49 @@
+"""One rank of any size of job on this machine: tensors without data, and a process group that answers at once.
+
+The trainer itself runs, with the layout's own mesh, sharding, schedule and messages; only numbers are missing. So shapes are
+checked, and operations, bytes and memory counted, before a single device is rented.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from shardwise.model import experts
+from shardwise.parallel.mesh import Mesh
+from shardwise.run import Run
+from shardwise.train.step import Trainee
+
+
+def _even(counts: Tensor, total: int) -> list[int]:
+    """What the host would read of an even load."""
+    pieces = counts.numel()
+    return [total // pieces + (n < total % pieces) for n in range(pieces)]
+
+
+@contextlib.contextmanager
+def dry_rank(run: Run, rank: int) -> Iterator[Trainee]:
+    """The trainee of one rank, without data."""
+    world = run.layout.world
+    if world > 1 or run.layout.offload:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        mesh = Mesh(run.layout)
+        if dist.is_initialized():  # PyTorch's device meshes need the numbers in their tensors
+            for axis in ("zero", "expert_shard"):
+                mesh.sharding(axis)
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            mock.patch.object(experts, "on_host", _even),
+            mock.patch.object(Trainee, "_usable", lambda *_: True),
+        ):
+            yield Trainee(run, mesh)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
