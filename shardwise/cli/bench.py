@@ -219,8 +219,24 @@ def tables(profile: Profile) -> list[Table]:
         shapes = _by_shape(members, ("batch", "heads", "queries", "head_dim"), ("backend", "direction"))
         made.append(_speeds(f"Causal attention in {dtype}, TFLOP/s", ("batch", "heads", "length", "width"), shapes))
     if profile.memory:
-        rows = [(words.size(p["bytes"]), words.seconds(p["seconds"]), f"{p['gbs']:.1f}") for p in profile.memory]
+        rows: list[tuple[str, ...]] = [
+            (words.size(p["bytes"]), words.seconds(p["seconds"]), f"{p['gbs']:.1f}") for p in profile.memory
+        ]
         made.append(_table("Reading and writing", ("bytes", "time", "GB/s"), rows))
+    if profile.elementwise:
+        rows = [
+            (
+                p["operation"],
+                p["direction"],
+                p["dtype"],
+                words.size(p["bytes"]),
+                words.seconds(p["seconds"]),
+                f"{p['gbs']:.1f}",
+            )
+            for p in profile.elementwise
+        ]
+        columns = ("", "direction", "dtype", "planned bytes", "time", "GB/s")
+        made.append(_table("Operations between the products", columns, rows))
     for size, operation in dict.fromkeys((p["size"], p["operation"]) for p in profile.collective):
         members = [p for p in profile.collective if (p["size"], p["operation"]) == (size, operation)]
         made.append(_table(f"{operation}, {size} ranks", COLUMNS, [_nccl_row(p) for p in members]))

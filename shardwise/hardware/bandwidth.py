@@ -13,11 +13,15 @@ from shardwise.hardware.chips import Chip
 from shardwise.hardware.efficiency import constants
 
 
-def memory_seconds(chip: Chip, bytes: Any) -> Any:
-    """Device time of a kernel that reads and writes `bytes` in all; nothing to move takes no time."""
+def memory_seconds(chip: Chip, bytes: Any, words: tuple[str, str, str] | None = None) -> Any:
+    """Device time of a kernel that reads and writes `bytes` in all; nothing to move takes no time.
+
+    `words` say which operation of a network it is, in which direction and format: a profile may have measured it.
+    """
     moved = np.asarray(bytes, dtype=float)
     fitted = constants("memory", chip)["constants"]
     seconds = np.where(moved > 0, fitted["floor"] + moved / (chip.hbm * fitted["share"]), 0.0)
     if chip.profile is not None:
-        seconds = seconds * chip.profile.memory_factor(chip, moved)
+        factor = chip.profile.elementwise_factor(chip, moved, words) if words else None
+        seconds = seconds * (chip.profile.memory_factor(chip, moved) if factor is None else factor)
     return seconds if seconds.ndim else float(seconds)

@@ -26,6 +26,7 @@ SIZES = {
     "gemm": ("m", "n", "k"),
     "grouped": ("tokens", "n", "k", "experts"),
     "memory": ("bytes",),
+    "elementwise": ("bytes",),
     "collective": ("bytes", "size"),
     "attention": ("batch", "heads", "queries", "keys", "head_dim"),
 }
@@ -33,6 +34,7 @@ WORDS = {
     "gemm": ("dtype",),
     "grouped": ("dtype",),
     "memory": (),
+    "elementwise": ("operation", "direction", "dtype"),
     "collective": ("operation",),
     "attention": ("kernel", "direction", "dtype", "causal"),
 }
@@ -52,6 +54,7 @@ class Profile:
     gemm: tuple[dict[str, Any], ...] = ()
     grouped: tuple[dict[str, Any], ...] = ()
     memory: tuple[dict[str, Any], ...] = ()
+    elementwise: tuple[dict[str, Any], ...] = ()
     collective: tuple[dict[str, Any], ...] = ()
     attention: tuple[dict[str, Any], ...] = ()
     machine: str = ""  # as its maker or driver calls it
@@ -86,6 +89,15 @@ class Profile:
     def measures(self, kind: str, dtype: str) -> bool:
         """Whether there are points of a kind in this format."""
         return any(point["dtype"] == dtype for point in getattr(self, kind))
+
+    def elementwise_factor(self, chip: Chip, bytes: Any, words: tuple[str, str, str]) -> Any | None:
+        """What a measured operation of a network says about one that moves so many bytes; None where it was not measured."""
+        from shardwise.hardware.bandwidth import memory_seconds
+
+        if not any(tuple(point[word] for word in WORDS["elementwise"]) == words for point in self.elementwise):
+            return None
+        plain = replace(chip, profile=None)
+        return self._factor("elementwise", words, plain, (bytes,), lambda moved: memory_seconds(plain, moved))
 
     def memory_factor(self, chip: Chip, bytes: Any) -> Any:
         """What the measured copies say about one."""

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 import torch
 
 from shardwise.hardware import Profile
+from shardwise.measure.bench_elementwise import elementwise_points
 from shardwise.measure.bench_host import host_costs
 from shardwise.measure.bench_kernels import (
     Allowance,
@@ -28,7 +29,14 @@ from shardwise.measure.bench_kernels import (
 Told = Callable[[str, float], None]
 """Is told what is being measured, and which share of it is done."""
 
-SHARES = {"products": 0.45, "grouped products": 0.1, "attention": 0.25, "memory": 0.1, "training's host": 0.1}
+SHARES = {
+    "products": 0.4,
+    "grouped products": 0.1,
+    "attention": 0.2,
+    "memory": 0.1,
+    "between products": 0.1,
+    "training's host": 0.1,
+}
 
 
 def measure_kernels(
@@ -46,6 +54,7 @@ def measure_kernels(
         described(device),
         kernel_seconds=kernel_seconds(device),
         memory=tuple(memory_points(watch, allowance("memory"), quick)),
+        elementwise=tuple(elementwise_points(watch, allowance("between products"), quick)),
         gemm=tuple(gemm_points(watch, allowance("products"), dtypes, quick)),
         grouped=tuple(grouped_points(watch, allowance("grouped products"), dtypes, quick)),
         attention=tuple(attention_points(watch, allowance("attention"), dtypes, quick)),

@@ -63,13 +63,14 @@ class Stopwatch:
         for _ in range(3):
             work()
         once = self._between_events(work)
-        samples = max(3, min(2 * self.samples, int(most / (once + 3e-4))))
+        samples = max(3, min(2 * self.samples, int(most / (once + 5e-4))))
         return statistics.median(self._between_events(work) for _ in range(samples))
 
     def _between_events(self, work: Work) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         assert self._flush is not None
-        self._flush.zero_()
+        for _ in range(4):
+            self._flush.zero_()
         start.record()
         work()
         end.record()

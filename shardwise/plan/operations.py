@@ -137,7 +137,12 @@ class Tally:
         """Work bound by memory: bytes read and written, forward and backward."""
         chip = self.job.cluster.chip
         many = 2.0 if self.job.stack.kernels == "eager" else 1.0
-        seconds = (memory_seconds(chip, forward), memory_seconds(chip, backward), 0.0)
+        dtype = self.job.dtype
+        seconds = (
+            memory_seconds(chip, forward, (name, "forward", dtype)),
+            memory_seconds(chip, backward, (name, "backward", dtype)),
+            0.0,
+        )
         self.entries.append(
             Entry(name, part, "memory", seconds, bytes=(forward, backward, 0.0), saved=saved, core=core, ends=ends,
                   launches=(many * launches[0], many * launches[1], 0.0))

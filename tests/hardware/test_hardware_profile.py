@@ -143,3 +143,11 @@ def test_numbers_and_names_of_a_profile_are_checked(tmp_path: Path) -> None:
     text = str(caught.value)
     for key in ("launch: has to be a number", "overhead: has to be a number", "chip: has to be a text"):
         assert key in text
+
+
+def test_a_measured_operation_comes_before_a_copy(tmp_path: Path) -> None:
+    point = {"operation": "norm", "direction": "forward", "dtype": "float32", "bytes": 10**9, "seconds": 5e-3}
+    chip = replace(A100, profile=load_profile(write(tmp_path, CONTENT | {"elementwise": [point]})))
+    assert memory_seconds(chip, 1e9, ("norm", "forward", "float32")) == pytest.approx(5e-3, rel=1e-3)
+    for other in (("norm", "backward", "float32"), ("loss", "forward", "float32"), ("norm", "forward", "bfloat16")):
+        assert memory_seconds(chip, 1e9, other) == memory_seconds(chip, 1e9)

@@ -46,6 +46,7 @@ def test_a_profile_says_what_was_measured(bench: Path) -> None:
     assert {p["direction"] for p in profile.attention} == {"forward", "backward"}
     assert profile.grouped
     assert profile.memory
+    assert {p["operation"] for p in profile.elementwise} == {"norm", "rotary", "activation", "loss"}
     every = (*profile.gemm, *profile.grouped, *profile.memory, *profile.attention)
     assert all(p["seconds"] > 0 for p in every)
 
@@ -145,4 +146,4 @@ def test_a_profile_from_code_and_from_the_command_are_the_same_kind() -> None:
     told: list[str] = []
     profile = measure_kernels(CPU, 0.3, quick=True, told=lambda what, share: told.append(what))
     assert profile.memory
-    assert set(told) == {"products", "grouped products", "attention", "memory", "training's host"}
+    assert set(told) == {"products", "grouped products", "attention", "memory", "between products", "training's host"}
