@@ -49,6 +49,9 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
         apply_tensor(model, mesh)
         apply_context(model, mesh, layout.context_method)
         apply_expert(model, mesh, layout.expert_tensor, run.train.seq_len)
+        if run.train.compile:
+            for block in model.layers.values():
+                block.forward = torch.compile(block.forward)
         apply_recompute(model, run)
         whole = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         for name, block in model.layers.items():

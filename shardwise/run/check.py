@@ -206,6 +206,12 @@ def _layout_rules(run: Run) -> Iterator[Broken]:
             'gathers the sequence outside of the feed-forward layer, which recompute_operations = "ffn" repeats alone; use '
             'recompute = "full", or leave "ffn" out',
         )
+    if train.compile and lay.recompute in ("attention", "operations"):
+        yield Broken(
+            "train.compile",
+            ("layout.recompute",),
+            f'compiles whole layers, and layout.recompute = "{lay.recompute}" repeats a part of one; use "full" or "none"',
+        )
     if (lay.recompute == "budget") != (lay.recompute_budget > 0):
         yield Broken(
             "layout.recompute_budget",

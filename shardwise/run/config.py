@@ -190,6 +190,7 @@ class TrainConfig:
         "none", "matrix products of the layers in 8 bits, scaled by tensor or by row; planned, not yet trained"
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "where to run; auto: the GPU where there is one")
+    compile: bool = key(False, "fuse each layer's small kernels with torch.compile; the first step takes longer")
     deterministic: bool = key(False, "GPUs: two runs identical to the bit, at some cost in speed; CPUs always are")
     optimizer: Literal["adamw", "muon"] = key("adamw", "muon: orthogonalised momentum on matrices, AdamW on the rest")
     lr: float = key(3e-4, "peak learning rate of AdamW", above=0)

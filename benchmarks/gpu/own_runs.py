@@ -1,0 +1,139 @@
+"""This trainer on one GPU, measured in the format that `shardwise validate` predicts: seconds a step, peak memory.
+
+Llama-like models of three sizes, two sequence lengths, with and without compile, recomputation none, attention and full, in
+bfloat16 with float32 parameters and AdamW. A step is the trainer's own (`Trainee.train_step`) on random tokens; its time is
+the median of CUDA events after warm-up, its memory the allocator's peak. Writes rows to a JSON file.
+
+    python benchmarks/gpu/own_runs.py --output rows.json [--steps 12] [--only NAME …]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.measure.verify import random_batch
+from shardwise.run import run_from_dict
+from shardwise.train.step import Trainee
+
+MODELS: dict[str, dict[str, int]] = {
+    "0.4B": dict(layers=16, hidden=1024, heads=16, kv_heads=8, ffn=4096, vocab=128256),
+    "1.5B": dict(layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256),
+    "3.6B": dict(layers=28, hidden=3072, heads=24, kv_heads=8, ffn=8192, vocab=128256),
+}
+RUNS: list[tuple[str, int, int, int, str, bool]] = [
+    # model, sequence, microbatch, microbatches, recompute, compile
+    ("0.4B", 2048, 8, 1, "none", False),
+    ("0.4B", 2048, 8, 1, "none", True),
+    ("0.4B", 8192, 4, 1, "none", False),
+    ("0.4B", 8192, 4, 1, "full", True),
+    ("1.5B", 4096, 4, 1, "none", False),
+    ("1.5B", 4096, 4, 1, "none", True),
+    ("1.5B", 4096, 4, 1, "attention", False),
+    ("1.5B", 4096, 8, 1, "full", False),
+    ("1.5B", 4096, 8, 1, "full", True),
+    ("1.5B", 8192, 2, 2, "none", True),
+    ("1.5B", 2048, 8, 2, "none", False),
+    ("3.6B", 4096, 2, 1, "none", False),
+    ("3.6B", 4096, 2, 1, "none", True),
+    ("3.6B", 4096, 4, 1, "full", False),
+    ("3.6B", 8192, 2, 1, "full", True),
+    ("3.6B", 8192, 1, 2, "attention", False),
+]
+
+
+def name_of(model: str, seq_len: int, micro: int, times: int, recompute: str, compiled: bool) -> str:
+    """What a row is called."""
+    return f"own_{model}_s{seq_len}_mb{micro}x{times}_{recompute}" + ("_compile" if compiled else "")
+
+
+def measure(
+    model: str, seq_len: int, micro: int, times: int, recompute: str, compiled: bool, steps: int
+) -> dict[str, Any]:
+    """One run, as a row."""
+    run = run_from_dict(
+        dict(
+            model=MODELS[model],
+            layout=dict(recompute=recompute),
+            train=dict(
+                seq_len=seq_len,
+                global_batch=micro * times,
+                microbatch=micro,
+                dtype="bfloat16",
+                device="cuda",
+                compile=compiled,
+            ),
+        )
+    )
+    torch.cuda.reset_peak_memory_stats()
+    trainee = Trainee(run)
+    batch = random_batch(run)
+    taken = []
+    for n in range(steps + 4):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        trainee.train_step(batch)
+        end.record()
+        end.synchronize()
+        if n >= 4:
+            taken.append(start.elapsed_time(end) / 1e3)
+        if n == 1:  # the first steps also hold what compiling needed
+            torch.cuda.reset_peak_memory_stats()
+    shape = MODELS[model]
+    return {
+        "id": name_of(model, seq_len, micro, times, recompute, compiled),
+        "source": "this project's trainer, benchmarks/gpu/own_runs.py",
+        "group": "shardwise_h200",
+        "kind": "training",
+        "hardware": dict(gpu=torch.cuda.get_device_name(), gpus=1, gpus_per_node=8, chip="h200-sxm", intra_gbs=450, inter_gbs=50),
+        "model": dict(arch="llama", seq=seq_len, act="swiglu", tied_embeddings=False, **shape),
+        "parallel": dict(
+            tp=1, pp=1, dp=1, cp=1, ep=1, vpp=1, zero_stage=0, sp=True, compile=compiled,
+            recompute="selective" if recompute == "attention" else recompute,
+        ),
+        "global_batch": micro * times,
+        "micro_batch": micro,
+        "precision": "bf16",
+        "measured": dict(
+            iter_time_s=statistics.median(taken),
+            memory_gib=torch.cuda.max_memory_allocated() / 2**30,
+            memory_reserved_gib=torch.cuda.max_memory_reserved() / 2**30,
+        ),
+        "note": f"PyTorch {torch.__version__}; allocated at the peak; median of {steps} steps",
+        "complete": True,
+    }  # fmt: skip
+
+
+def main() -> int:
+    """Measure every run and write the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--only", nargs="*", default=[])
+    args = parser.parse_args()
+    rows = []
+    for run in RUNS:
+        if args.only and name_of(*run) not in args.only:
+            continue
+        try:
+            rows.append(measure(*run, args.steps))
+            print(name_of(*run), rows[-1]["measured"], flush=True)
+        except Exception:  # one run that does not go must not cost the others
+            traceback.print_exc()
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch._dynamo.reset()
+        args.output.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+    return 0 if len(rows) == len(RUNS) or args.only else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

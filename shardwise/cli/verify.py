@@ -1,0 +1,132 @@
+"""`shardwise verify`: run a few steps, or a dry one, and compare every account with the plan."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.run import Run, UserError, read_run
+
+if TYPE_CHECKING:
+    from shardwise.measure.verify import Verdict
+
+HELP = """Run a few steps of the real trainer, count, and print plan and run side by side: operations, bytes on every axis, memory
+by owner, the schedule, time. --dry builds one rank of any size of job here, without data. Exit code 1 when they differ."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What follows the verb."""
+    parser.add_argument("run", help="the run, a TOML file")
+    parser.add_argument("--dry", action="store_true", help="one rank, with tensors and messages without data")
+    parser.add_argument("--rank", type=int, default=0, help="dry: which rank (default 0)")
+    parser.add_argument("--steps", type=int, default=3, help="steps to time (default 3)")
+    parser.add_argument(
+        "--time", type=float, metavar="SHARE", help="also fail when the step's time is further off than this"
+    )
+    parser.add_argument("--all", action="store_true", help="list every quantity, not only what differs and the totals")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--html", metavar="FILE", help="also write a page")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Count and compare."""
+    run = read_run(args.run, args.overrides)
+    if run.layout.auto:
+        from shardwise.plan.search import resolve
+
+        run = resolve(run)
+    if args.dry:
+        from shardwise.measure.verify import verify_dry
+
+        return _show([verify_dry(run, args.rank)], args)
+    from shardwise.train import launch
+
+    where = launch.place(os.environ)
+    launch.check_world(run, where)
+    if where is None and run.layout.world > 1:
+        with tempfile.TemporaryDirectory() as folder:
+            return launch.start_local(_again(args), run.layout.world, Path(folder))
+    return _joined(run, args, where)
+
+
+def _again(args: argparse.Namespace) -> list[str]:
+    """The arguments of this command, for the ranks."""
+    words = ["verify", args.run, "--steps", str(args.steps), *(f"--{override}" for override in args.overrides)]
+    words += [f"--{name}" for name in ("json", "all") if getattr(args, name)]
+    if args.time is not None:
+        words += ["--time", str(args.time)]
+    return words + (["--html", args.html] if args.html else [])
+
+
+def _joined(run: Run, args: argparse.Namespace, where: object) -> int:
+    import torch.distributed as dist
+
+    from shardwise.measure.verify import verify_rank
+    from shardwise.train import launch
+
+    if where is None:
+        return _show([verify_rank(run, args.steps)], args)
+    launch.join(where, run)  # type: ignore[arg-type]
+    try:
+        verdict = verify_rank(run, args.steps)
+        every: list[Verdict | None] = [None] * run.layout.world
+        dist.all_gather_object(every, verdict)
+        verdicts = [v for v in every if v is not None]
+        first = verdict.rank == 0
+        code = _show(verdicts, args) if first else 0
+    finally:
+        launch.leave()
+    return code
+
+
+def _tolerance(args: argparse.Namespace) -> dict[str, float]:
+    from shardwise.measure.verify import TOLERANCE
+
+    if args.time is not None and args.time < 0:
+        raise UserError("--time: a share cannot be negative")
+    return TOLERANCE | ({"time": args.time} if args.time is not None else {})
+
+
+def _show(verdicts: list[Verdict], args: argparse.Namespace) -> int:
+    """Print what was found: the first rank that differs, or the first; exit code 1 when one differs."""
+    from shardwise.measure.verify import as_dict
+
+    tolerance = _tolerance(args)
+    agrees = all(v.agrees(tolerance) for v in verdicts)
+    worst = next((v for v in verdicts if not v.agrees(tolerance)), verdicts[0])
+    differences = worst.differences()
+    shown = tolerance | {"time": tolerance.get("time", float("inf"))}
+    if args.html:
+        from shardwise.report import html
+
+        sections = [html.comparison_table(differences, shown), html.notes(_sentences(verdicts, worst))]
+        Path(args.html).write_text(html.page("Plan against run", sections), encoding="utf-8")
+    if args.json:
+        print(json.dumps(as_dict(verdicts, tolerance)))
+        return 0 if agrees else 1
+    from rich.console import Console
+
+    from shardwise.report import terminal
+
+    console = Console()
+    if not args.all:
+        differences = [d for d in differences if d in worst.beyond(tolerance) or d.name in ("step",)] or differences
+    console.print(terminal.comparison_table(differences, shown))
+    console.print()
+    console.print(terminal.notes(_sentences(verdicts, worst)))
+    return 0 if agrees else 1
+
+
+def _sentences(verdicts: list[Verdict], worst: Verdict) -> list[str]:
+    same = sum(v.schedule for v in verdicts)
+    ranks = f"{len(verdicts)} ranks" if len(verdicts) > 1 else f"rank {worst.rank}"
+    said = [f"{ranks} compared, rank {worst.rank} shown; routing was even, tokens random"]
+    if same == len(verdicts):
+        said.append(f"the pipeline did its {worst.actions} actions in the order of the list")
+    else:
+        said.append(f"{len(verdicts) - same} ranks did not do the actions of the list in its order")
+    return said

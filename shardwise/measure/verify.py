@@ -1,0 +1,178 @@
+"""The plan held against the trainer: a few real steps, or a dry one, counted on every rank and compared account by account.
+
+Operations and traffic must agree to the last one, memory that stays to the byte, saved activations within a hundredth, and the
+pipeline must have done the very actions the planner timed. Tokens are random, and dealt out evenly over experts, so
+that what is compared depends on the layout alone. Time is shown beside the plan's; it is judged only when asked.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.data.batches import Batch
+from shardwise.ledger import Account, Difference, Memory, Traffic, compare
+from shardwise.measure.balance import even_routing
+from shardwise.measure.dry import dry_rank
+from shardwise.measure.memory import measure_memory
+from shardwise.measure.traffic import TrafficCounter, axes_by_group
+from shardwise.measure.work import WorkCounter
+from shardwise.plan.account import work
+from shardwise.plan.held import held
+from shardwise.plan.plan import plan
+from shardwise.plan.traffic import AXIS_OF, traffic
+from shardwise.run import Problem, Run, UserError
+from shardwise.schedules import make_schedule
+from shardwise.train.step import Trainee
+
+TOLERANCE: dict[str, float] = {"work": 0.0, "traffic": 0.0, "memory": 0.01}
+"""How far apart plan and run may be; an account that is not named is shown and not judged."""
+STAYS = ("parameters", "gradients", "optimizer")
+OWNERS = (*STAYS, "activations")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One rank, planned and measured."""
+
+    rank: int
+    planned: Account
+    measured: Account
+    schedule: bool
+    """Whether the pipeline did the actions of the list, in its order."""
+    actions: int
+
+    def differences(self) -> list[Difference]:
+        """Every quantity of both, the plan's first."""
+        return compare(self.planned, self.measured)
+
+    def beyond(self, tolerance: Mapping[str, float]) -> list[Difference]:
+        """Those further apart than allowed; what stays in memory has no tolerance."""
+        return [d for d in self.differences() if d.account in tolerance and abs(d.relative) > _allowed(d, tolerance)]
+
+    def agrees(self, tolerance: Mapping[str, float]) -> bool:
+        """Whether this rank is as planned."""
+        return self.schedule and not self.beyond(tolerance)
+
+
+def _allowed(difference: Difference, tolerance: Mapping[str, float]) -> float:
+    stays = difference.account == "memory" and difference.name.split()[-1] in STAYS
+    return 0.0 if stays else tolerance[difference.account]
+
+
+def random_batch(run: Run, seed: int = 0) -> Batch:
+    """One rank's share of a step, random tokens, nothing ignored."""
+    rows = run.train.global_batch // run.layout.data_ranks
+    tokens = np.random.default_rng(seed).integers(0, run.model.vocab, (rows, run.train.seq_len + 1))
+    return Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), None, None)
+
+
+def counted(trainee: Trainee, batch: Batch, *, seconds: float = 0.0) -> tuple[Account, bool, int]:
+    """The account of a step, whether its schedule was the listed one, and how many actions that has."""
+    run = trainee.run
+    with even_routing(trainee), WorkCounter(trainee) as ops, TrafficCounter(axes_by_group(trainee)) as wire:
+        trainee.train_step(batch)
+    lay = run.layout
+    listed = make_schedule(
+        lay.schedule if lay.pipeline > 1 else "1f1b", lay.pipeline, run.accumulation, lay.stages_per_rank
+    )
+    own = list(listed.ranks[trainee.mesh.index("pipeline")])
+    done = list(trainee.parallel.pipeline.executed)
+    with even_routing(trainee):
+        owners = measure_memory(trainee, batch)
+    memory = Memory(({name: float(owners[name]) for name in OWNERS},))
+    account = Account("run", seconds, run.batch_tokens, {}, ops.work, memory, _by_axis(wire))
+    return account, done == own, len(own)
+
+
+def _by_axis(wire: TrafficCounter) -> Traffic:
+    size: dict[str, dict[str, float]] = {}
+    messages: dict[str, dict[str, float]] = {}
+    for record, counts in ((size, wire.traffic), (messages, wire.messages)):
+        for (group, operation), value in counts.items():
+            kinds = record.setdefault(AXIS_OF.get(group, group), {})
+            kinds[operation] = kinds.get(operation, 0.0) + float(value)
+    return Traffic(size, messages)
+
+
+def planned(run: Run, rank: int) -> Account:
+    """What the plan says of one rank."""
+    owners = held(run, rank)
+    memory = Memory(({name: float(owners[name]) for name in OWNERS},))
+    seconds = plan(run).account.step_seconds if run.cluster.chip or run.cluster.profile else 0.0
+    return Account("plan", seconds, run.batch_tokens, {}, work(run, rank), memory, traffic(run, rank))
+
+
+def verify_rank(run: Run, steps: int = 3) -> Verdict:
+    """Run a few steps of this rank (all ranks call this together), the first ones to settle, and compare."""
+    trainee = Trainee(run)
+    batch = random_batch(run, trainee.mesh.data_index)
+    for _ in range(2):  # DistributedDataParallel rebuilds its buckets after the first
+        trainee.train_step(batch)
+    taken = []
+    for _ in range(max(1, steps)):
+        start = _now(trainee.device)
+        trainee.train_step(batch).loss.item()
+        taken.append(_now(trainee.device) - start)
+    account, same, actions = counted(trainee, batch, seconds=statistics.median(taken))
+    return Verdict(trainee.mesh.rank, planned(run, trainee.mesh.rank), account, same, actions)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def verify_dry(run: Run, rank: int) -> Verdict:
+    """One rank of any size of job, without data."""
+    if not 0 <= rank < run.layout.world:
+        raise UserError(Problem(f"{rank} is not a rank of a layout of {run.layout.world}", "--rank", "command line"))
+    if run.layout.world > 1 and run.layout.replicate == run.layout.world:
+        raise UserError(
+            Problem(
+                "a dry run of copies alone is that of one rank: DistributedDataParallel needs data; set it to 1",
+                "layout.replicate",
+            )
+        )
+    run = replace(run, train=replace(run.train, device="cpu"))
+    with dry_rank(run, rank) as trainee:
+        account, same, actions = counted(trainee, random_batch(run))
+    expected = replace(planned(run, rank), step_seconds=0.0)
+    return Verdict(rank, expected, account, same, actions)
+
+
+def as_dict(verdicts: list[Verdict], tolerance: Mapping[str, float]) -> dict[str, Any]:
+    """For programs."""
+    return {
+        "agrees": all(v.agrees(tolerance) for v in verdicts),
+        "ranks": [
+            {
+                "rank": v.rank,
+                "agrees": v.agrees(tolerance),
+                "schedule": v.schedule,
+                "actions": v.actions,
+                "differences": [
+                    {
+                        "account": d.account,
+                        "name": d.name,
+                        "plan": d.first,
+                        "run": d.second,
+                        "relative": _finite(d.relative),
+                    }
+                    for d in v.differences()
+                ],
+            }
+            for v in verdicts
+        ],
+    }
+
+
+def _finite(number: float) -> float | None:
+    return number if abs(number) != float("inf") else None
