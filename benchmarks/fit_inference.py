@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from fit_rows import solve, weights_of
 
+from shardwise.plan.prediction import published
 from shardwise.plan.rows import Unsupported
 from shardwise.plan.serving.inference import (
     MEASURES,
@@ -30,7 +31,6 @@ from shardwise.plan.serving.inference import (
     serving_of_row,
 )
 from shardwise.plan.serving.loads import prepare, quantities
-from shardwise.plan.validate import published
 
 PRIOR = {"common": 0.3, "group": 0.15}
 """Standard deviations of the logarithms before anything is seen."""

@@ -23,9 +23,10 @@ import numpy as np
 
 from shardwise.plan.constants import NAMES, constants_of, groups_of
 from shardwise.plan.job import Job
+from shardwise.plan.prediction import published
 from shardwise.plan.rows import Unsupported, job_of_row, measured_seconds
 from shardwise.plan.step import Played, Prepared, play_schedule, prepare, step_time
-from shardwise.plan.validate import layer_seconds, published
+from shardwise.plan.validate import layer_seconds
 from shardwise.schedules import Cost
 
 PRIOR = {"common": 0.3, "group": 0.15}

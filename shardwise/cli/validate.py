@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.run import Problem, UserError
 
 if TYPE_CHECKING:
-    from shardwise.plan.validate import Prediction
+    from shardwise.plan.prediction import Prediction
 
 HELP = """Predict rows of published measurements and print how far off the predictions are, by source and overall. Without
 ROWS, those that come with the package. Each source is predicted with constants fitted without it."""
@@ -34,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Predict every row and show the errors."""
-    from shardwise.plan.validate import published, validate
+    from shardwise.plan.prediction import published
+    from shardwise.plan.validate import validate
 
     rows = [row for path in args.rows for row in _read(Path(path))]
     if not args.rows:

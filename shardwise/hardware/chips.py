@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 from shardwise.run.problems import Problem, UserError, nearest
-
-if TYPE_CHECKING:
-    from shardwise.hardware.profile import Profile
 
 # Dynamic power grows with clock times voltage squared, and voltage nearly with the clock, so the clock follows a cap's
 # share of the full power to about the power 1/2.5. An H100 held to 500 of its 700 W is then 13 % slower; published
@@ -44,7 +41,7 @@ class Chip:
     driver_names: tuple[str, ...] = ()
     fabric: str = "rail"
     clock: float = 1.0  # tensor speed under a power cap, relative to none
-    profile: Profile | None = field(default=None, hash=False, compare=False)
+    profile: Any = field(default=None, hash=False, compare=False)  # a measured `profile.Profile`, or None
 
     def altered(self, power_w: float = 0, hbm_gbs: float = 0) -> Chip:
         """This chip under a power cap (W), or with another memory bandwidth (GB/s); 0 leaves a value as it is."""

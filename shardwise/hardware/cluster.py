@@ -13,7 +13,6 @@ import numpy as np
 
 from shardwise.hardware.chips import GB, Chip, find_chip
 from shardwise.hardware.efficiency import constants
-from shardwise.hardware.profile import Profile
 from shardwise.run.problems import Problem, UserError
 
 Fabric = Literal["rail", "fat-tree", "ethernet", "torus"]
@@ -44,7 +43,7 @@ class Cluster:
     torus_dims: int = 0  # dimensions of the torus that the fast link forms; 0: it is a switch
     in_switch: bool = False  # the fast link's switch adds up (NVLink SHARP)
     sharp: bool = False  # the network's switches add up too
-    profile: Profile | None = None
+    profile: Any = None
 
     @property
     def nodes(self) -> int:
@@ -76,7 +75,7 @@ def make_cluster(
     domain: int = 0,
     taper: float = 1.0,
     fabric: str = "",
-    profile: Profile | None = None,
+    profile: Any = None,
 ) -> Cluster:
     """`nodes` machines of a chip; a 0 or "" stands for what is usual for that chip."""
     chip = find_chip(chip_name) if isinstance(chip_name, str) else chip_name

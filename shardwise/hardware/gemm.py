@@ -70,7 +70,7 @@ def grouped_gemm_seconds(
     measured = chip.profile is not None and chip.profile.measures("grouped", dtype)
     plain = replace(chip, profile=None) if measured else chip
     seconds = gemm_seconds(plain, rows, n, k, dtype, experts, np.multiply(sustained, share))
-    return seconds * chip.profile.grouped_factor(chip, tokens, n, k, experts, dtype) if measured else seconds  # type: ignore[union-attr]
+    return seconds * chip.profile.grouped_factor(chip, tokens, n, k, experts, dtype) if measured else seconds
 
 
 def model_seconds(

@@ -6,48 +6,18 @@ otherwise; so the errors are those a user meets with a program or cluster the pl
 
 from __future__ import annotations
 
-import json
-import math
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from importlib import resources
 from typing import Any
 
 from shardwise.plan.constants import Constants, constants_of, fitted
 from shardwise.plan.memory import GIB, memory
 from shardwise.plan.operations import layer
 from shardwise.plan.passes import Piece, passes
+from shardwise.plan.prediction import Prediction, judge
 from shardwise.plan.rows import Row, Unsupported, job_of_row, measured_seconds
+from shardwise.plan.serving import predict_inference
 from shardwise.plan.step import Prepared, prepare, step_time
-
-
-def published(kind: str) -> list[Row]:
-    """The rows that come with the package: `training`, `layer` or `inference`."""
-    return json.loads(resources.files("shardwise.plan").joinpath("published", f"{kind}.json").read_text("utf-8"))
-
-
-@dataclass
-class Prediction:
-    """One row, predicted."""
-
-    id: str
-    group: str
-    kind: str
-    supported: bool
-    complete: bool = True
-    reason: str = ""
-    measured: float | None = None
-    predicted: float | None = None
-    low: float | None = None
-    high: float | None = None
-    error: float | None = None
-    """Signed, relative to what was measured."""
-    errors: dict[str, float] = field(default_factory=dict)
-    memory_measured_gib: float | None = None
-    memory_predicted_gib: float | None = None
-    memory_error: float | None = None
-    assumed: tuple[str, ...] = ()
 
 
 def layer_seconds(prepared: Prepared, constants: Constants) -> float:
@@ -83,7 +53,7 @@ def predict_training(row: Row, *, leave_out: bool = True) -> Prediction:
     else:
         seconds = step_time(prepared, constants).seconds
     result.measured, result.predicted = measured_seconds(row, job), seconds
-    _judge(result, interval(row["kind"], len(result.assumed)))
+    judge(result, interval(row["kind"], len(result.assumed)))
     given = row["measured"].get("memory_gib")
     if given:
         result.memory_measured_gib = given
@@ -99,19 +69,10 @@ def _unsupported(result: Prediction, reason: str) -> Prediction:
     return result
 
 
-def _judge(result: Prediction, width: float) -> None:
-    assert result.predicted is not None
-    result.low, result.high = result.predicted * math.exp(-width), result.predicted * math.exp(width)
-    if result.measured:
-        result.error = result.predicted / result.measured - 1
-
-
 def validate(
     rows: Iterable[Row], *, leave_out: bool = True, progress: Callable[[], None] | None = None
 ) -> list[Prediction]:
     """Predict every row."""
-    from shardwise.plan.serving.inference import predict_inference
-
     results = []
     for row in rows:
         predict = predict_inference if row["kind"] == "inference" else predict_training

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.main import main
-from shardwise.plan.validate import Prediction, published, summary, validate
+from shardwise.plan.prediction import Prediction, published
+from shardwise.plan.validate import summary, validate
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby, product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,9 +21,6 @@ from shardwise.plan.search.space import V_SHAPED, network_legal, with_choices
 from shardwise.plan.search.tables import Cut, cut_key
 from shardwise.plan.step import DataSeconds, Prepared, tail_seconds, with_sharing
 from shardwise.run import Run
-
-if TYPE_CHECKING:
-    from shardwise.plan.search.layouts import Space
 
 Array = Any
 AT_ONCE = 12_000
@@ -63,7 +60,7 @@ class _Rows(NamedTuple):
 class Group:
     """Layouts of one pipeline size and with the same open choices."""
 
-    def __init__(self, space: Space, pipeline: int, wide: bool, index: Array, open_: tuple[bool, bool, bool]) -> None:
+    def __init__(self, space: Any, pipeline: int, wide: bool, index: Array, open_: tuple[bool, bool, bool]) -> None:
         self.space, self.pipeline, self.expert_tensor = space, pipeline, wide
         self.sizes = space.sizes.at(index)
         sliced, split, shared = open_
@@ -88,7 +85,7 @@ class Group:
 
     def _legal(self, method: str) -> Array:
         """Sizes that keep the rules under a context method. The other choices were made so that they do."""
-        lay = replace(self.space.plain, context_method=method, expert_tensor=self.expert_tensor)  # type: ignore[arg-type]
+        lay = replace(self.space.plain, context_method=method, expert_tensor=self.expert_tensor)
         return network_legal(self.space.run, self.sizes.into(lay))
 
     @property

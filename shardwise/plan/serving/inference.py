@@ -17,11 +17,11 @@ from importlib import resources
 from typing import Any
 
 from shardwise.hardware import Cluster, make_cluster
+from shardwise.plan.prediction import Prediction
 from shardwise.plan.rows import Row, Unsupported, model_of
 from shardwise.plan.serving.engines import ENGINES, FORMATS
 from shardwise.plan.serving.loads import Load, prepare, quantities
 from shardwise.plan.serving.serving import GIB, Serving, memory_by_owner
-from shardwise.plan.validate import Prediction
 from shardwise.run import ModelConfig, Problem, UserError
 from shardwise.run.derive import derive_model
 
