@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--ranks", type=int, metavar="N", help="also measure collectives over N ranks of this machine")
     parser.add_argument("--only", choices=("kernels", "collectives"), help="measure no more than these")
-    parser.add_argument("--seconds", type=float, help=f"about how long to measure (default {SECONDS:.0f})")
+    parser.add_argument(
+        "--seconds", type=float, help=f"about how long to measure, kernels and collectives each (default {SECONDS:.0f})"
+    )
     parser.add_argument("--quick", action="store_true", help=f"fewer shapes, about {QUICK_SECONDS:.0f} seconds")
     parser.add_argument("--json", action="store_true", help="print the profile instead of tables")
     parser.add_argument("--quiet", action="store_true", help="write the profile and print nothing")
@@ -129,11 +131,11 @@ def _as_rank(args: argparse.Namespace, where: Place) -> int:
     from shardwise.measure.bench_collectives import collective_points
     from shardwise.train import launch
 
+    first = where.rank == 0
     launch.join(where, replace(Run(), train=replace(Run().train, device=args.device)))
     try:
         import torch.distributed as dist
 
-        first = where.rank == 0
         device = _device(args)
         profile = described(device)
         if first and args.only != "collectives":
@@ -143,11 +145,10 @@ def _as_rank(args: argparse.Namespace, where: Place) -> int:
             with _progress(quiet=not first) as told:
                 points = collective_points(device, args.seconds, args.quick, lambda share: told("collectives", share))
             profile = replace(profile, collective=tuple(points))
-        if first:
-            _finish(args, profile)
-        dist.barrier()
     finally:
         launch.leave()
+    if first:
+        _finish(args, profile)
     return 0
 
 

@@ -87,7 +87,7 @@ def measured(job: Job) -> dict[str, float]:
         return {}
     layers = job.model.layers / (pipeline if isinstance(pipeline, int) else 1)  # the search asks for many sizes at once
     result = {"launch": profile.launch, "overhead": profile.overhead + profile.layer_overhead * layers}
-    if profile.elementwise:  # what the operations take beyond a copy is in their curves
+    if profile.measures("elementwise", job.dtype):  # what the operations take beyond a copy is in their curves
         result["memory"] = 1.0
     if job.cluster.chip.name == "cpu":
         result |= dict.fromkeys(("matmul", "attention", "memory", "optimizer"), 1.0)
