@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -93,6 +95,16 @@ class Storages(TorchDispatchMode):
     def _died(self, place: int, number: int) -> None:
         self.now -= self.alive.pop(number)
         del self.references[place]
+
+    def settle(self) -> None:
+        """Wait until what nobody needs is gone: circles of references, and the tensors of messages that have arrived, which
+        gloo's threads let go of a moment later."""
+        gc.collect()
+        quiet = 0
+        while dist.is_initialized() and quiet < 3:
+            before = self.now
+            time.sleep(0.002)
+            quiet = quiet + 1 if self.now == before else 0
 
     def numbers(self, tensors: Iterable[Tensor]) -> set[int]:
         """Of those storages behind some tensors that are followed."""
@@ -171,7 +183,7 @@ class StepMemory:
         """Run a forward pass and see what it leaves."""
         pipeline, before = self.trainee.parallel.pipeline, set(self.storages.alive)
         run()
-        gc.collect()
+        self.storages.settle()
         made = set(self.storages.alive) - before
         if action.stage:
             made |= self.storages.numbers([pipeline.stages[action.stage].inputs[action.microbatch]])
@@ -186,7 +198,7 @@ class StepMemory:
     def backward(self, run: Callable[[], Any]) -> None:
         """Run a backward pass."""
         run()
-        gc.collect()
+        self.storages.settle()
         self._sample()
 
     def _sample(self) -> None:

@@ -1,8 +1,10 @@
-"""What a rank of this project's trainer holds: parameters, gradients and optimizer, to the byte."""
+"""What a rank of this project's trainer holds, to the byte: parameters, gradients and optimizer, which stay, and what the
+forward passes save for the backward passes, which comes and goes with the schedule (tensor by tensor in `saved.py`)."""
 
 from __future__ import annotations
 
 from shardwise.plan.place import Place, Weight
+from shardwise.plan.saved import Rows, saved
 from shardwise.run import Run
 
 STEPS = 4
@@ -41,3 +43,14 @@ def _sharing(place: Place, weight: Weight) -> tuple[int, int]:
         return 1, 0
     group = "expert_shard" if weight.routed else "zero"
     return place.sizes[group], place.index(group)
+
+
+def fuses(run: Run) -> bool:
+    """Whether norms and attention have the kernels of a GPU."""
+    return run.train.device != "cpu" and run.cluster.chip not in ("", "cpu")
+
+
+def saved_activations(run: Run, rank: int, rows: Rows | None = None) -> dict[int, int]:
+    """Bytes that one microbatch keeps for its backward pass, by stage of this rank. `rows` tells how tokens were routed."""
+    place = Place(run, rank)
+    return {stage.number: saved(place, stage, fuses(run), rows) for stage in place.stages}

@@ -1,5 +1,6 @@
 """Memory is what the planner says: what each rank holds during a step, counted by the lifetime of real tensors, equals
-`shardwise.plan.held`, made from the numbers of model and layout alone."""
+`shardwise.plan.held`, made from the numbers of model and layout alone. Where it depends on the routing of tokens, the planner
+is told how many rows each rank's experts got."""
 
 from __future__ import annotations
 
@@ -13,35 +14,95 @@ from parallel_pool import RankPool
 from torch import Tensor
 
 from shardwise.measure.memory import Storages, measure_memory
-from shardwise.plan.held import held
+from shardwise.model.experts import Mixture
+from shardwise.model.transformer import Block
+from shardwise.plan.held import held, saved_activations
 from shardwise.run import Run
 from shardwise.train.step import Trainee
 
+Routed = dict[
+    int, list[tuple[int, int]]
+]  # for each layer, microbatch by microbatch: rows sent to experts, rows arrived
 
-def measured_step(rank: int, run: Run) -> dict[str, Any]:
-    """Bytes of a rank in one step."""
+
+def note_rows(trainee: Trainee) -> Routed:
+    """Let the mixtures of a trainee write down the rows they send and get, passes that are repeated left out."""
+    routed: Routed = {}
+
+    def follow(layer: int, mixture: Mixture) -> None:
+        run_experts, sent = mixture.run_experts, [0]
+
+        def noted(rows: Tensor, counts: Tensor) -> Tensor:
+            sent[0] = len(rows)
+            return run_experts(rows, counts)
+
+        def arrived(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+            if mixture.router.counting:
+                routed.setdefault(layer, []).append((sent[0], len(args[0])))
+
+        mixture.run_experts = noted  # type: ignore[method-assign]
+        mixture.experts.register_forward_pre_hook(arrived)
+
+    for model in trainee.parallel.models:
+        for layer, block in model.layers.items():
+            assert isinstance(block, Block)
+            if isinstance(block.ffn, Mixture):
+                follow(int(layer), block.ffn)
+    return routed
+
+
+def measured_step(rank: int, run: Run) -> tuple[dict[str, Any], Routed]:
+    """Bytes of a rank in one step, and how its tokens were routed."""
     trainee = Trainee(run)
+    routed = note_rows(trainee)
     rows = trainee.samples(np.arange(run.train.global_batch))
-    return measure_memory(trainee, cases.take(cases.batch(0, False, run.train.global_batch), rows))
+    return measure_memory(trainee, cases.take(cases.batch(0, False, run.train.global_batch), rows)), routed
 
 
+NARROW = dict(dtype="bfloat16")
 LAYOUTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("dense", dict(), {}),
-    ("dense", dict(replicate=2), dict(dtype="bfloat16")),
+    *[(model, dict(), more) for model in cases.MODELS for more in ({}, NARROW)],
+    ("dense", dict(), dict(dtype="float32")),
+    ("dense", dict(replicate=2), NARROW),
     # Rows that do not divide are padded.
     ("dense", dict(shard=3, zero=2), dict(global_batch=6)),
-    ("dense", dict(shard=2, zero=1), dict(dtype="bfloat16", reduce_dtype="bfloat16")),
-    ("dense", dict(shard=4, zero=3), dict(dtype="bfloat16", microbatch=1)),
+    ("dense", dict(shard=2, zero=1), NARROW | dict(reduce_dtype="bfloat16")),
+    ("dense", dict(shard=4, zero=3), NARROW | dict(microbatch=1)),
     ("dense", dict(replicate=2, shard=2, zero=2), dict(dtype="float32")),
-    ("dense", dict(tensor=4), dict(dtype="bfloat16")),
+    ("dense", dict(tensor=2, async_tensor=True, shard=2), NARROW),
+    # More ranks than key/value heads.
+    ("dense", dict(tensor=4), NARROW),
+    ("latent", dict(tensor=4), {}),
     ("dense", dict(replicate=2, tensor=2), {}),
-    ("tied", dict(tensor=2, pipeline=2), {}),
+    ("tied", dict(tensor=2, pipeline=2), NARROW),
     ("tied", dict(pipeline=2, schedule="zb-v"), {}),
     ("dense", dict(pipeline=2, shard=2, schedule="zb-v", zero=2), {}),
+    ("dense", dict(pipeline=2, schedule="interleaved"), dict(layers=8)),
     ("latent", dict(tensor=2, shard=2), {}),
-    ("mixture", dict(shard=2, expert=2), {}),
+    *[("dense", dict(context=2, tensor=2, context_method=method), NARROW) for method in ("ring", "ulysses", "gather")],
+    *[("latent", dict(context=2, context_method=method), {}) for method in ("ring", "ulysses", "gather")],
+    ("dense", dict(context=4, context_method="ulysses"), {}),
+    ("window", dict(context=2, context_method="gather", recompute="attention"), {}),
+    ("window", dict(recompute="attention"), NARROW),
+    ("dense", dict(context=2, context_method="ring", recompute="attention"), NARROW),
+    ("dense", dict(recompute="full", recompute_every=3), NARROW),
+    ("latent", dict(pipeline=2, recompute="full"), {}),
+    ("dense", dict(tensor=2, recompute="operations", recompute_operations=("ffn",)), {}),
+    ("latent", dict(recompute="operations", recompute_operations=("norm", "attention")), NARROW),
+    ("mixture", dict(shard=2, expert=2), NARROW),
+    ("mixture", dict(shard=4, expert=2), NARROW | dict(microbatch=1)),
+    ("mixture", dict(tensor=2), NARROW),
     ("mixture", dict(tensor=2, shard=2, expert=2, expert_tensor=True), dict(optimizer="muon")),
-    ("softmax", dict(replicate=2, shard=2, expert=2), {}),
+    ("softmax", dict(replicate=2, shard=2, expert=2), NARROW),
+    ("softmax", dict(tensor=2, expert_tensor=True, recompute="full", recompute_every=2), NARROW),
+    ("capacity", dict(context=2, expert=2), {}),
+    (
+        "capacity",
+        dict(shard=2, tensor=2, expert=2, recompute="operations", recompute_operations=("attention", "norm", "ffn")),
+        {},
+    ),
+    ("mixture", dict(pipeline=2, shard=2, expert=2, schedule="zb-h1"), {}),
+    ("mixture", dict(context=2, tensor=2, expert=2, shard=2), NARROW),
 ]
 
 
@@ -50,9 +111,14 @@ def test_a_rank_holds_what_the_plan_says(
     ranks: RankPool, model: str, layout: dict[str, Any], more: dict[str, Any]
 ) -> None:
     run = cases.make_run(model, layout, **more)
-    for rank, counted in enumerate(ranks.run(run.layout.world, measured_step, run)):
+    for rank, (counted, routed) in enumerate(ranks.run(run.layout.world, measured_step, run)):
         planned = held(run, rank)
         assert {owner: counted[owner] for owner in planned} == planned, f"rank {rank}"
+        for stage, sizes in counted["saved"].items():
+            for microbatch, size in enumerate(sizes):
+                rows = {layer: calls[microbatch] for layer, calls in routed.items()}
+                # Equal, but that a message's buffer may outlive it for a moment on a busy machine.
+                assert saved_activations(run, rank, rows)[stage] == pytest.approx(size, rel=0.01), f"rank {rank}"
 
 
 def test_storages_are_counted_once_and_forgotten() -> None:

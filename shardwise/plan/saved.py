@@ -1,0 +1,386 @@
+"""What a stage of this project's trainer saves in the forward pass of a microbatch for the backward pass, tensor by tensor.
+
+The rule is PyTorch's: an operation keeps those of its inputs and results that its gradient needs, tensors that several
+operations keep count once, and a part that is computed again keeps its inputs instead. What the modules of `model/` keep, for
+n rows of d numbers; w is the width of the arithmetic, W that of what 16 bits would spoil (w, or 4 bytes):
+
+    linear       its input, gathered over the tensor ranks where it is; and, where parameters are held wider than the
+                 arithmetic and `fully_shard` has not cast them as it gathered them, the copy of its weight that was cast
+    rms norm     fused (CUDA): input and n W. Composed of small operations (CPU): the input and the input divided by its
+                 length, both widened, and n W
+    layer norm   input, means and deviations: 2 n w
+    rotary       cosines and sines, once for all layers
+    attention    queries, keys, values, output and the log-sum-exp of each row; without a fused kernel (keys and values of
+                 different widths on the CPU) queries, keys, values widened, and the whole matrix of scores; a mask of its
+                 own in each layer where there is a window
+      ring       the same; its output is copied for the product that follows
+      ulysses    the same of a part of the heads over the whole sequence, the order of tokens, and the output dealt back
+      gather     keys and values of the whole sequence, in order, and a mask
+    gate, up     silu and gelu keep their input, their product with `up` both factors; relu keeps its result
+    router       its input widened, scores, choices, weights
+    experts      rows in the order of their experts, what gate and up keep of them, and the results of each token, to be weighed
+    loss         probabilities of the vocabulary, widened; over tensor ranks also which targets are mine
+
+Between stages: what came from the stage before, and what went to the one after.
+Two things a run does not say are assumed: routers choose all experts alike, unless the rows are given; and documents are
+not packed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+
+from shardwise.plan.place import Place, Stage
+from shardwise.plan.traffic import INTEGER, kept_rows
+
+Rows = Mapping[int, tuple[int, int]]
+"""By mixture layer: rows that a rank has for the experts in a microbatch, and rows that reach the experts it holds."""
+
+
+@dataclass
+class Tape:
+    """Tensors of a stage by name, and which of them are kept."""
+
+    place: Place
+    fused: bool
+    """Whether norms and attention have the kernels of a GPU."""
+    sizes: dict[str, int | Fraction] = field(default_factory=dict)
+    kept: set[str] = field(default_factory=set)
+    again: frozenset[str] = frozenset()
+    """Parts of the present layer that the backward pass computes again."""
+    prefix: str = ""
+    discarding: bool = False
+
+    @property
+    def narrow(self) -> bool:
+        """Whether the arithmetic has 16 bits."""
+        return self.place.width < 4
+
+    @property
+    def casts(self) -> bool:
+        """Whether weights are cast where they are used."""
+        return self.narrow and not self.place.shared
+
+    def make(self, name: str, numbers: int | Fraction, width: int = 0) -> str:
+        """A tensor of the present layer, of so many numbers; gives its name."""
+        name = f"{self.prefix}{name}"
+        self.sizes[name] = numbers * (width or self.place.width)
+        return name
+
+    def keep(self, *names: str) -> None:
+        """Keep some tensors for the backward pass."""
+        if not self.discarding:
+            self.kept.update(names)
+
+    def own(self, name: str, numbers: int | Fraction, width: int = 0) -> None:
+        """Keep a tensor that nothing else keeps."""
+        self.keep(self.make(name, numbers, width))
+
+    @contextlib.contextmanager
+    def part(self, kind: str, *inputs: str) -> Iterator[None]:
+        """A part that may be computed again: then its inputs are kept, and nothing inside of it."""
+        if self.discarding or kind not in self.again:
+            yield
+            return
+        self.keep(*inputs)
+        self.discarding = True
+        yield
+        self.discarding = False
+
+    @property
+    def total(self) -> int | Fraction:
+        """Bytes of all that is kept."""
+        return sum(self.sizes[name] for name in self.kept)
+
+
+def linear(tape: Tape, x: str, name: str, rows: int, columns: int, inner: int) -> str:
+    """A product with a weight of columns x inner numbers."""
+    tape.keep(x)
+    if tape.casts:
+        tape.own(f"{name} weight", columns * inner)
+    return tape.make(name, rows * columns)
+
+
+def norm(tape: Tape, x: str, name: str, rows: int, width: int, *, centered: bool = False) -> str:
+    """A norm of rows of so many numbers."""
+    wide = tape.place.wide
+    with tape.part("norm", x):
+        if tape.casts:
+            tape.own(f"{name} weight", (2 if centered else 1) * width)
+        if centered:
+            tape.keep(x)
+            tape.own(f"{name} statistics", 2 * rows, wide if tape.fused else 0)
+        else:
+            if tape.fused or not tape.narrow:
+                tape.keep(x)
+            else:
+                tape.own(f"{name} widened", rows * width, wide)
+            tape.own(f"{name} lengths", rows, wide)
+            if not tape.fused:
+                tape.own(f"{name} unit", rows * width, wide)
+    return tape.make(name, rows * width)
+
+
+def gathered(tape: Tape, x: str, name: str) -> str:
+    """A piece of the sequence from every tensor rank."""
+    place = tape.place
+    return x if place.sizes["tensor"] == 1 else tape.make(name, place.tokens * place.run.model.hidden)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads as attention gets them, and the names of their tensors; `v` may be a part of a wider one."""
+
+    queries: int
+    keys: int
+    width: int
+    v_width: int
+    q: str
+    k: str
+    v: str
+
+
+def block(tape: Tape, x: str, layer: int, rows: Rows | None) -> str:
+    """One layer; gives the name of what it adds to the stream."""
+    place, m = tape.place, tape.place.run.model
+    piece = place.tokens // place.sizes["tensor"]
+    centered = m.norm == "layernorm"
+    with tape.part("block", x):
+        entered = norm(tape, x, "attention norm", piece, m.hidden, centered=centered)
+        attention(tape, gathered(tape, entered, "attention input"))
+        middle = tape.make("middle", piece * m.hidden)
+        entered = norm(tape, middle, "ffn norm", piece, m.hidden, centered=centered)
+        if place.routed(layer):
+            with tape.part("ffn", entered):
+                mixture(tape, entered, rows[layer] if rows else None)
+        else:
+            whole = gathered(tape, entered, "ffn input")
+            with tape.part("ffn", whole):  # gathered before it begins, so not again
+                feed_forward(tape, whole, "ffn", m.ffn)
+    return tape.make("out", piece * m.hidden)
+
+
+def attention(tape: Tape, x: str) -> None:
+    """From a whole sequence to the input of its last product."""
+    m, t, tokens = tape.place.run.model, tape.place.sizes["tensor"], tape.place.tokens
+    heads = _latent(tape, x) if m.attention == "latent" else _grouped(tape, x)
+    with tape.part("attention", heads.q, heads.k, heads.v):
+        out = core(tape, heads)
+    linear(tape, out, "attention out", tokens, m.hidden, m.heads // t * heads.v_width)
+
+
+def _grouped(tape: Tape, x: str) -> Heads:
+    m, t, tokens = tape.place.run.model, tape.place.sizes["tensor"], tape.place.tokens
+    queries, keys = m.heads // t, max(1, m.kv_heads // t)
+    turned = []
+    for name, count in (("q", queries), ("k", keys)):
+        made = linear(tape, x, name, tokens, count * m.head_dim, m.hidden)
+        if m.qk_norm:
+            made = norm(tape, made, f"{name} norm", tokens * count, m.head_dim)
+        if m.position == "rotary":
+            made = tape.make(f"{name} turned", tokens * count * m.head_dim)
+        turned.append(made)
+    v = linear(tape, x, "v", tokens, keys * m.head_dim, m.hidden)
+    return Heads(queries, keys, m.head_dim, m.head_dim, turned[0], turned[1], v)
+
+
+def _latent(tape: Tape, x: str) -> Heads:
+    m, tokens = tape.place.run.model, tape.place.tokens
+    heads = m.heads // tape.place.sizes["tensor"]
+    source = x
+    if m.q_rank:
+        source = linear(tape, x, "q down", tokens, m.q_rank, m.hidden)
+        source = norm(tape, source, "q norm", tokens, m.q_rank)
+    linear(tape, source, "q up", tokens, heads * m.head_dim, m.q_rank or m.hidden)
+    # The latent is a part of what the product gave, and keeps all of it.
+    down = linear(tape, x, "kv down", tokens, m.kv_rank + m.rope_dim, m.hidden)
+    latent = norm(tape, down, "kv norm", tokens, m.kv_rank)
+    kv = linear(tape, latent, "kv", tokens, heads * (m.nope_dim + m.v_dim), m.kv_rank)
+    q, k = (tape.make(name, tokens * heads * m.head_dim) for name in "qk")
+    return Heads(heads, heads, m.head_dim, m.v_dim, q, k, kv)
+
+
+def core(tape: Tape, heads: Heads) -> str:
+    """Attention itself (`context.py`); gives the name of its output as the last product takes it."""
+    place, lay = tape.place, tape.place.run.layout
+    c, batch, length = place.sizes["context"], place.run.train.microbatch, place.run.train.seq_len
+    flat = tape.make("attended", place.tokens * heads.queries * heads.v_width)
+    if c == 1:
+        return fused_attention(tape, heads, flat, length, length)
+    if lay.context_method == "ring":
+        tape.keep(heads.q, heads.k, heads.v)
+        out = tape.make("ring out", place.tokens * heads.queries * heads.v_width)
+        tape.keep(out)
+        tape.own("ring sums", place.tokens * heads.queries)
+        return flat if heads.queries > 1 else out
+    if lay.context_method == "gather":
+        tape.own("order", length, INTEGER)
+        both = tape.make("both", batch * length * heads.keys * (heads.width + heads.v_width))
+        seen = replace(heads, k=both, v=both)
+        return fused_attention(tape, seen, flat, length // c, length, masked=True)
+    tape.own("orders", 4 * length, INTEGER)
+    keys = (heads.keys if heads.keys % c == 0 else heads.queries) // c
+    queries = heads.queries // c
+    q = tape.make("dealt q", batch * length * queries * heads.width)
+    k = tape.make("dealt k", batch * length * keys * heads.width)
+    v = tape.make("dealt v", batch * length * keys * heads.v_width)
+    dealt = replace(heads, queries=queries, keys=keys, q=q, k=k, v=v)
+    fused_attention(tape, dealt, tape.make("dealt out", batch * length * queries * heads.v_width), length, length)
+    return flat
+
+
+def fused_attention(tape: Tape, heads: Heads, out: str, queries: int, keys: int, *, masked: bool = False) -> str:
+    """One call of PyTorch's attention over so many tokens of each row; gives the name of its output."""
+    m, batch, wide = tape.place.run.model, tape.place.run.train.microbatch, tape.place.wide
+    if heads.width != heads.v_width and not tape.fused:
+        _composed_attention(tape, heads, queries, keys)
+        return out
+    tape.keep(heads.q, heads.k, heads.v, out)
+    tape.own("log sums", batch * queries * heads.queries, wide)
+    if masked or 0 < m.sliding_window < keys:
+        tape.own("mask", queries * keys)
+    return out
+
+
+def _composed_attention(tape: Tape, heads: Heads, queries: int, keys: int) -> None:
+    batch, wide = tape.place.run.train.microbatch, tape.place.wide
+    tape.own("scaled q", batch * queries * heads.queries * heads.width, wide)
+    tape.own("scaled k", batch * keys * heads.queries * heads.width, wide)
+    tape.own("scores", batch * heads.queries * queries * keys, wide)
+    if heads.queries > 1 or tape.narrow:
+        tape.own("wide v", batch * keys * heads.queries * heads.v_width, wide)
+    else:  # the values of one head lie as the product wants them
+        tape.keep(heads.v)
+
+
+def feed_forward(tape: Tape, x: str, name: str, width: int) -> None:
+    """Two matrices and the function between them, or three."""
+    m, t, tokens = tape.place.run.model, tape.place.sizes["tensor"], tape.place.tokens
+    width //= t
+    if m.gated:
+        gate = linear(tape, x, f"{name} gate", tokens, width, m.hidden)
+        up = linear(tape, x, f"{name} up", tokens, width, m.hidden)
+        function = tape.make(f"{name} function", tokens * width)
+        tape.keep(gate, up, function)
+    else:
+        up = linear(tape, x, f"{name} up", tokens, width, m.hidden)
+        if m.activation == "gelu":
+            tape.keep(up)
+        elif m.activation == "relu2":
+            tape.own(f"{name} positive", tokens * width)
+    inner = tape.make(f"{name} inner", tokens * width)
+    linear(tape, inner, f"{name} down", tokens, m.hidden, width)
+
+
+def mixture(tape: Tape, x: str, rows: tuple[int, int] | None) -> None:
+    """Router, experts and shared experts."""
+    place = tape.place
+    m, lay, wide = place.run.model, place.run.layout, place.wide
+    tokens = place.tokens // lay.tensor
+    router(tape, x, tokens)
+    # With expert tensor parallelism each rank has the tokens of all of them.
+    tokens *= lay.tensor if lay.expert_tensor else 1
+    chosen = tokens * m.experts_per_token
+    tape.own("weights", chosen, place.width if tape.narrow else wide)
+    sent, arrived = rows or (kept_rows(place), kept_rows(place))
+    experts(tape, sent, arrived)
+    if m.expert_capacity:  # PyTorch keeps what is laid among zeros, of which it needs the shape alone
+        tape.own("done", sent * m.hidden)
+    else:
+        tape.own("way back", chosen, INTEGER)
+    tape.own("results", chosen * m.hidden)
+    if m.shared_experts:
+        feed_forward(tape, gathered(tape, x, "shared input"), "shared", m.shared_experts * m.expert_ffn)
+
+
+def router(tape: Tape, x: str, tokens: int) -> None:
+    """Scores, choices and the two losses beside."""
+    place, m, wide = tape.place, tape.place.run.model, tape.place.wide
+    micro, k = place.run.train.microbatch, m.experts_per_token
+    if tape.narrow:
+        tape.own("router input", tokens * m.hidden, wide)
+        if place.shared:  # gathered in 16 bits, and widened again
+            tape.own("router weight", m.experts * m.hidden, wide)
+    else:
+        tape.keep(x)
+    tape.own("router logits", tokens * m.experts, wide)
+    tape.own("router scores", tokens * m.experts, wide)
+    tape.own("router log sums", tokens, wide)
+    tape.own("chosen", tokens * k, INTEGER)
+    tape.own("loads", micro * m.experts, wide)
+    if m.router == "sigmoid":
+        tape.own("score sums", tokens, wide)
+    if m.router_normalize:
+        tape.own("chosen scores", tokens * k, wide)
+        tape.own("chosen sums", tokens, wide)
+    if m.expert_capacity:  # decided over the whole sequence, and a part of that
+        tape.own("within capacity", micro * place.run.train.seq_len * k, 1)
+
+
+def experts(tape: Tape, sent: int | Fraction, arrived: int | Fraction) -> None:
+    """Rows to the experts and through them."""
+    place, m, lay = tape.place, tape.place.run.model, tape.place.run.layout
+    tape.own("expert order", sent, INTEGER)
+    if lay.expert > 1:
+        tape.own("arrived order", 2 * arrived, INTEGER)
+    width = m.expert_ffn // (lay.tensor if lay.expert_tensor else 1)
+    # Experts that no other rank holds a part of are not gathered, so not cast by it either.
+    alone = place.sizes["expert_shard"] == place.sizes["replicate"] == 1 and not lay.offload
+    if tape.casts or (tape.narrow and alone):
+        tape.own("expert weights", 3 * m.experts // lay.expert * width * m.hidden)
+    tape.own("expert rows", arrived * m.hidden)
+    tape.own("expert gate, up, function and inner", 4 * arrived * width)
+
+
+def saved(place: Place, stage: Stage, fused: bool, rows: Rows | None = None) -> int:
+    """Bytes that a stage saves for the backward pass of one microbatch."""
+    run, m, t = place.run, place.run.model, place.sizes["tensor"]
+    tape = Tape(place, fused)
+    piece = place.tokens // t
+    x = tape.make("input", piece * m.hidden)
+    if not stage.first:
+        tape.keep(x)
+    elif t > 1:
+        tape.own("embedding rows", place.tokens, INTEGER)
+        tape.own("embedding known", place.tokens, 1)
+    if m.position == "rotary" and stage.layers:
+        width = m.rope_dim if m.attention == "latent" else m.head_dim
+        tape.own("rotation", 2 * run.train.seq_len // run.layout.context * width, place.wide)
+    for layer, again in repeated(place, stage).items():
+        tape.prefix, tape.again = f"{layer} ", again
+        x = block(tape, x, layer, rows)
+        if again & {"block", "attention"} and run.layout.context == 1 and 0 < m.sliding_window < run.train.seq_len:
+            tape.sizes["mask"] = run.train.seq_len**2
+            tape.keep("mask")
+    tape.prefix, tape.again = "", frozenset()
+    if any(place.routed(layer) for layer in stage.layers):
+        tape.own("auxiliary losses", 3, place.wide)
+    if stage.last:
+        loss(tape, x)
+    else:
+        tape.keep(x)
+    return round(tape.total)
+
+
+def repeated(place: Place, stage: Stage) -> dict[int, frozenset[str]]:
+    """The layers of a stage, each with the parts of it that are computed again."""
+    lay, found = place.run.layout, dict(place.layers())
+    norms = lay.recompute == "operations" and "norm" in lay.recompute_operations
+    with_norms = stage.layers[:: lay.recompute_every] if norms else ()
+    return {layer: found[layer] | ({"norm"} if layer in with_norms else set()) for layer in stage.layers}
+
+
+def loss(tape: Tape, x: str) -> None:
+    """The end of the network: norm, head and cross-entropy."""
+    place, m, t = tape.place, tape.place.run.model, tape.place.sizes["tensor"]
+    rows = next(weight.shape[0] for weight in place.outer_weights(place.stages[-1]) if weight.cut == 0)
+    entered = norm(tape, x, "norm", place.tokens // t, m.hidden, centered=m.norm == "layernorm")
+    linear(tape, gathered(tape, entered, "head input"), "logits", place.tokens, rows, m.hidden)
+    tape.own("probabilities", place.tokens * rows, place.wide)
+    tape.own("loss", 2 if t == 1 else 1, place.wide)
+    if t > 1:
+        tape.own("target rows", place.tokens, INTEGER)
+        tape.own("targets mine and counted", 2 * place.tokens, 1)
