@@ -196,7 +196,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    cases = cases_of([*published("training"), *published("layer")])
+    cases = cases_of([*published("training"), *published("layer"), *published("own")])
     _, effects, without = fit(cases, args.rounds)
     table(cases, effects, without)
     if args.output:

@@ -85,7 +85,7 @@ def overlapped(job: Job, overlap: bool) -> Job:
 def job_of(run: Run) -> Job:
     """The job of a run, as this project's trainer executes it."""
     train = run.train
-    stack = STACKS["shardwise"]
+    stack = STACKS["shardwise-compiled" if train.compile else "shardwise"]
     wide = BYTES[train.dtype] > 2
     if wide:
         stack = replace(stack, parameter_bytes=BYTES[train.dtype], gradient_bytes=BYTES[train.dtype],

@@ -93,6 +93,7 @@ class Tally:
             Entry(name, part, "matmul", seconds, (flops,) * 3, saved=kept, launches=(1.0, 1.0, 1.0), ends=ends)
         )
         self._accumulate(name, part, columns * inner)
+        self._cast(name, part, columns * inner)
         if (
             eight
         ):  # both inputs of each product are read, scaled, and written in 8 bits, once as they lie and once turned
@@ -108,6 +109,25 @@ class Tally:
         seconds = (0.0, 0.0, memory_seconds(job.cluster.chip, size))
         entry = Entry(f"{name} added", part, "memory", seconds, bytes=(0.0, 0.0, size), launches=(0.0, 0.0, 1.0))
         self.entries.append(entry)
+
+    def _cast(self, name: str, part: str, numbers: Number) -> None:
+        """A matrix from the dtype it is held in to that of the product, and its gradient back."""
+        job = self.job
+        if not job.stack.casts_weights or job.width >= job.stack.parameter_bytes:
+            return
+        # Sharded ones are cast before they are gathered.
+        size = numbers / job.zero_ranks * (job.width + job.stack.parameter_bytes)
+        seconds = memory_seconds(job.cluster.chip, size)
+        self.entries.append(
+            Entry(
+                f"{name} cast",
+                part,
+                "memory",
+                (seconds, 0.0, seconds),
+                bytes=(size, 0.0, size),
+                launches=(1.0, 0.0, 1.0),
+            )
+        )
 
     def grouped(self, name: str, rows: Number, columns: Number, inner: Number, experts: Number) -> None:
         """The same product for each of a rank's experts, rows dealt out evenly."""
@@ -125,6 +145,7 @@ class Tally:
             Entry(name, "experts", "matmul", seconds, (flops,) * 3, saved=kept, launches=(1.0, 1.0, 1.0))
         )
         self._accumulate(name, "experts", columns * inner * experts)
+        self._cast(name, "experts", columns * inner * experts)
         if job.fp8:
             self.stream(
                 f"{name} to 8 bits", "experts", rows * inner * (job.width + 2), rows * columns * (job.width + 2)
@@ -319,7 +340,8 @@ def attention(tally: Tally) -> None:
         tally.product("qkv", "attention", rows, (heads + 2 * kv_heads) * head_dim, m.hidden, saved=entered)
     turned = rows * (heads + kv_heads) * head_dim * width
     if m.position == "rotary":
-        tally.stream("rotary", "attention", 2 * turned, 2 * turned)
+        moved = turned / width * job.stack.rotary_bytes
+        tally.stream("rotary", "attention", moved, moved)
     elif job.stack.kernels != "compiled":  # heads are laid out anew for the kernels
         tally.stream("heads apart", "attention", 2 * turned, 2 * turned)
     _context_traffic(tally, heads, kv_heads, head_dim, v_dim)

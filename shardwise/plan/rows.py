@@ -163,6 +163,8 @@ def stack_of(row: Row) -> Stack:
         name = "jax"
     elif group.startswith("llm_foundry"):
         name = "fsdp-pure-flash1" if "PURE" in note else "fsdp-flash1"
+    elif group.startswith("shardwise"):
+        name = "shardwise-compiled" if p.get("compile") else "shardwise"
     elif group.startswith("torchtitan"):
         name = "torchtitan"
     elif group.startswith("colossal"):

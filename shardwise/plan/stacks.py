@@ -49,6 +49,10 @@ class Stack:
     """Share of the experts' all-to-all that can hide behind another microbatch's work."""
     expert_once: bool = False
     """Whether a token is sent to a machine once, however many of its experts stand there."""
+    rotary_bytes: float = 4.0
+    """Moved for each number of a turned query or key, forward; one pass over 16-bit numbers."""
+    casts_weights: bool = False
+    """Whether matrices are cast where they are used, and their gradients back, in every microbatch."""
     loss_bytes: float = 16.0
     """Moved for each logit, forward and backward together."""
     logits_kept: float = 6.0
@@ -110,7 +114,9 @@ _FSDP = Stack("fsdp", "fsdp", kernels="eager", loss_bytes=36.0, logits_kept=14.0
 STACKS: dict[str, Stack] = {
     s.name: s
     for s in (
-        Stack("shardwise", "shardwise", attention="flash3", kernels="eager"),
+        # Rotation in seven eager kernels over float32 numbers; logits cast, normalised and cast back.
+        Stack("shardwise", "shardwise", kernels="eager", rotary_bytes=52.0, casts_weights=True, loss_bytes=34.0),
+        Stack("shardwise-compiled", "shardwise", kernels="compiled", casts_weights=True, loss_bytes=34.0),
         _MEGATRON,
         replace(_MEGATRON, name="megatron-bf16", gradient_bytes=6.0,
                 optimizer_bytes=16.0, reduce_bytes=4.0, accumulate_bytes=12.0, bucket_bytes=3e9),
