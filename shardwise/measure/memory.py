@@ -175,6 +175,7 @@ class StepMemory:
     """Numbers of the storages that microbatches in flight have saved."""
     high_water: int = 0
     """The most bytes of these."""
+    buffers: int = 0
     gathered: int = 0
     gradients: int = 0
     """The most between two actions, those that wait to be reduced included."""
@@ -202,10 +203,16 @@ class StepMemory:
         self._sample()
 
     def _sample(self) -> None:
-        stages = self.trainee.parallel.pipeline.stages.values()
-        put_off = [grad for stage in stages for taken in stage.put_off.values() for _, _, grad in taken]
+        pipeline, numbers = self.trainee.parallel.pipeline, self.storages.numbers
+        stages = pipeline.stages.values()
+        put_off = numbers(x for stage in stages for taken in stage.put_off.values() for part in taken for x in part)
+        put_off -= numbers((*parameters_of(self.trainee), *gathered_of(self.trainee)))
+        ends = numbers(x for stage in stages for xs in (*stage.roots.values(), stage.inputs.values()) for x in xs)
+        sent = numbers(x for x, _ in pipeline.mail.sending) - ends
+        arrived = numbers(x for x, _ in pipeline.mail.arriving.values())
         self.activations &= set(self.storages.alive)
-        self.high_water = max(self.high_water, self.storages.bytes(self.activations | self.storages.numbers(put_off)))
+        self.high_water = max(self.high_water, self.storages.bytes((self.activations | put_off) - sent))
+        self.buffers = max(self.buffers, self.storages.bytes(sent | arrived))
         self.gathered = max(self.gathered, unique_bytes(gathered_of(self.trainee)))
         gradients = unique_bytes((*gradients_of(self.trainee), *unreduced_of(self.trainee)))
         self.gradients = max(self.gradients, gradients)
@@ -236,6 +243,7 @@ def measure_memory(trainee: Trainee, batch: Batch) -> dict[str, Any]:
     - `activations`: the most that all microbatches in flight keep, which the schedule decides,
     - `gradients`: after the passes; `unreduced`: the most between them, those that wait to be added over ranks included,
     - `gathered`: the most between two passes of whole parameters gathered from shards,
+    - `buffers`: the most between two passes of what travels between stages and is no longer, or not yet, of use,
     - `peak`: the most of everything together at any moment.
     """
     cuda = trainee.device.type == "cuda"
@@ -255,6 +263,7 @@ def measure_memory(trainee: Trainee, batch: Batch) -> dict[str, Any]:
         optimizer=unique_bytes(optimizer_of(trainee)),
         activations=step.high_water,
         gathered=step.gathered,
+        buffers=step.buffers,
         unreduced=step.gradients,
         saved=step.saved,
         peak=torch.cuda.max_memory_allocated(trainee.device) if cuda else storages.peak,

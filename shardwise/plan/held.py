@@ -3,9 +3,10 @@ forward passes save for the backward passes, which comes and goes with the sched
 
 from __future__ import annotations
 
-from shardwise.plan.place import Place, Weight
+from shardwise.plan.place import WIDTHS, Place, Weight, piece
 from shardwise.plan.saved import Rows, saved
 from shardwise.run import Run
+from shardwise.schedules import high_water
 
 STEPS = 4
 """Bytes of the count of steps that AdamW keeps with every parameter."""
@@ -47,10 +48,76 @@ def _sharing(place: Place, weight: Weight) -> tuple[int, int]:
 
 def fuses(run: Run) -> bool:
     """Whether norms and attention have the kernels of a GPU."""
-    return run.train.device != "cpu" and run.cluster.chip not in ("", "cpu")
+    if run.train.device == "auto":
+        return run.cluster.chip not in ("", "cpu")
+    return run.train.device == "cuda"
+
+
+def known(run: Run) -> bool:
+    """Whether these formulas hold for a run: not for what a compiler chooses to keep, nor for 8 bits, which are not trained
+    yet, nor for what is held in the host's memory."""
+    return not run.train.compile and run.train.fp8 == "none" and not run.layout.offload
+
+
+def owners(run: Run, rank: int) -> dict[str, float]:
+    """The most bytes of a rank by owner, of those owners that these formulas know; and `again`, what the layer that is
+    computed again makes for a moment."""
+    place = Place(run, rank)
+    numbers = place.tokens * piece(run.model.vocab, run.layout.tensor, place.index("tensor"))
+    own = held(run, rank) | dict(
+        gradients=waiting_gradients(run, rank),
+        activations=activations(run, rank),
+        gathered=gathered(run, rank),
+        # The probabilities are saved; beside them stand twice as many numbers, their gradient and that of the scores.
+        logits=2 * numbers * place.wide if any(stage.last for stage in place.stages) else 0,
+        again=max(saved(place, stage, fuses(run)).again for stage in place.stages),
+    )
+    return {owner: float(size) for owner, size in own.items()}
 
 
 def saved_activations(run: Run, rank: int, rows: Rows | None = None) -> dict[int, int]:
     """Bytes that one microbatch keeps for its backward pass, by stage of this rank. `rows` tells how tokens were routed."""
     place = Place(run, rank)
-    return {stage.number: saved(place, stage, fuses(run), rows) for stage in place.stages}
+    return {stage.number: saved(place, stage, fuses(run), rows).whole for stage in place.stages}
+
+
+def activations(run: Run, rank: int) -> int:
+    """The most that all microbatches in flight keep on a rank, as its schedule plays."""
+    place = Place(run, rank)
+    keeps = {stage.number: saved(place, stage, fuses(run)) for stage in place.stages}
+    if run.layout.pipeline == 1:
+        return keeps[0].whole
+    whole, put_off = ([0] * len(place.placement) for _ in range(2))
+    stream = place.tokens // place.sizes["tensor"] * run.model.hidden * place.width
+    for number, keep in keeps.items():
+        # What a stage on this rank gave to the next one here is one tensor, which the first keeps for longer.
+        whole[number] = keep.whole - (stream if number - 1 in keeps else 0)
+        put_off[number] = keep.put_off
+    return round(high_water(place.schedule, whole, put_off)[place.index("pipeline")])
+
+
+def gathered(run: Run, rank: int) -> int:
+    """Bytes of whole parameters between the passes: all of them below ZeRO-3; there what stands outside of the layers, where
+    no pipeline lets it go."""
+    place = Place(run, rank)
+    if not place.shared:
+        return 0
+    total = 0
+    for count, weight, in_layer in _weights(place):
+        ranks, _ = _sharing(place, weight)
+        if weight.routed and ranks == place.sizes["replicate"] == 1 and not run.layout.offload:
+            continue  # experts that no other rank holds a part of
+        if run.layout.zero < 3 or not (in_layer or run.layout.pipeline > 1):
+            total += count * weight.shard(ranks) * ranks * place.width
+    return total
+
+
+def waiting_gradients(run: Run, rank: int) -> int:
+    """The most bytes of gradients between two passes: whole ones where they are added over ranks once a step."""
+    place = Place(run, rank)
+    own = held(run, rank)["gradients"]
+    once = run.layout.zero == 1 and run.accumulation > 1
+    if not place.shared or not (once or place.splits_backward):
+        return own
+    width = WIDTHS[run.train.reduce_dtype] if place.width < 4 else place.wide
+    return max(own, width * sum(count * weight.numbers for count, weight in place.weights()))

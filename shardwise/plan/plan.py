@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.ledger import Account, as_dict
+from shardwise.ledger import Account, Memory, as_dict
+from shardwise.plan import held
 from shardwise.plan.account import work
 from shardwise.plan.constants import constants_of, fitted, groups_of
 from shardwise.plan.goodput import JobCost, job_cost
 from shardwise.plan.job import Job, job_of
 from shardwise.plan.memory import GIB, memory
 from shardwise.plan.step import Step, prepare, step_time
-from shardwise.plan.traffic import traffic
+from shardwise.plan.traffic import first_ranks, traffic
 from shardwise.plan.validate import interval
 from shardwise.plan.work import CONVENTION, parameters, training_flops
 from shardwise.run import AXES, LayoutConfig, Run
@@ -85,7 +86,7 @@ def plan_job(run: Run, job: Job) -> Plan:
     """The plan of a run as this job."""
     constants = constants_of(job)
     step = step_time(prepare(job), constants)
-    space = memory(job, constants)
+    space = exact(memory(job, constants), run, job)
     account = Account("plan", step.seconds, job.tokens, step.breakdown, work(run), space, traffic(run))
     devices = run.layout.world
     peak = job.cluster.chip.peak.get("fp8" if job.fp8 else job.dtype) or max(job.cluster.chip.peak.values())
@@ -98,6 +99,24 @@ def plan_job(run: Run, job: Job) -> Plan:
         run, job, account, step.seconds * math.exp(-width), step.seconds * math.exp(width), mfu, cost,
         what_binds(account, job), tuple(notes), step,
     )  # fmt: skip
+
+
+def exact(space: Memory, run: Run, job: Job) -> Memory:
+    """The memory of this project's trainer, by the formulas that are held against its own count; what those do not know
+    stays as it was estimated."""
+    if job.stack.name != "shardwise" or not held.known(run):
+        return space
+    ranks = []
+    for estimated, rank in zip(space.ranks, first_ranks(run), strict=True):
+        owners = held.owners(run, rank)
+        again = owners.pop("again")
+        if run.layout.zero == 3:  # besides, the layers of the moment
+            owners["gathered"] += estimated["gathered"]
+        owners = {**estimated, **owners}
+        moving = sum(owners[name] for name in ("activations", "logits", "gathered", "buffers")) + again
+        owners["workspace"] = again + job.stack.context_gib * GIB + job.stack.fragmentation * moving
+        ranks.append(owners)
+    return replace(space, ranks=tuple(ranks))
 
 
 def notes_of(job: Job) -> list[str]:

@@ -49,6 +49,8 @@ class Tape:
     """Whether norms and attention have the kernels of a GPU."""
     sizes: dict[str, int | Fraction] = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)
+    products: dict[str, int] = field(default_factory=dict)
+    """Inputs of the products whose weights' gradients can be put off, with bytes of the results and of the weights."""
     again: frozenset[str] = frozenset()
     """Parts of the present layer that the backward pass computes again."""
     prefix: str = ""
@@ -63,6 +65,11 @@ class Tape:
     def casts(self) -> bool:
         """Whether weights are cast where they are used."""
         return self.narrow and not self.place.shared
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether products at the edges of a part are made while their input or result travels (`overlap.py`)."""
+        return self.place.sizes["tensor"] > 1 and self.place.run.layout.async_tensor
 
     def make(self, name: str, numbers: int | Fraction, width: int = 0) -> str:
         """A tensor of the present layer, of so many numbers; gives its name."""
@@ -96,9 +103,12 @@ class Tape:
         return sum(self.sizes[name] for name in self.kept)
 
 
-def linear(tape: Tape, x: str, name: str, rows: int, columns: int, inner: int) -> str:
-    """A product with a weight of columns x inner numbers."""
+def linear(tape: Tape, x: str, name: str, rows: int, columns: int, inner: int, *, edge: bool = False) -> str:
+    """A product with a weight of columns x inner numbers; at the `edge` of a part, it may overlap with tensor traffic."""
     tape.keep(x)
+    if tape.prefix and not (edge and tape.overlaps):
+        numbers = rows * columns + (columns * inner if tape.casts else 0)
+        tape.products[x] = tape.products.get(x, 0) + numbers * tape.place.width
     if tape.casts:
         tape.own(f"{name} weight", columns * inner)
     return tape.make(name, rows * columns)
@@ -169,7 +179,7 @@ def attention(tape: Tape, x: str) -> None:
     heads = _latent(tape, x) if m.attention == "latent" else _grouped(tape, x)
     with tape.part("attention", heads.q, heads.k, heads.v):
         out = core(tape, heads)
-    linear(tape, out, "attention out", tokens, m.hidden, m.heads // t * heads.v_width)
+    linear(tape, out, "attention out", tokens, m.hidden, m.heads // t * heads.v_width, edge=True)
 
 
 def _grouped(tape: Tape, x: str) -> Heads:
@@ -177,7 +187,7 @@ def _grouped(tape: Tape, x: str) -> Heads:
     queries, keys = m.heads // t, max(1, m.kv_heads // t)
     turned = []
     for name, count in (("q", queries), ("k", keys)):
-        made = linear(tape, x, name, tokens, count * m.head_dim, m.hidden)
+        made = linear(tape, x, name, tokens, count * m.head_dim, m.hidden, edge=name == "q")
         if m.qk_norm:
             made = norm(tape, made, f"{name} norm", tokens * count, m.head_dim)
         if m.position == "rotary":
@@ -261,18 +271,18 @@ def feed_forward(tape: Tape, x: str, name: str, width: int) -> None:
     m, t, tokens = tape.place.run.model, tape.place.sizes["tensor"], tape.place.tokens
     width //= t
     if m.gated:
-        gate = linear(tape, x, f"{name} gate", tokens, width, m.hidden)
+        gate = linear(tape, x, f"{name} gate", tokens, width, m.hidden, edge=True)
         up = linear(tape, x, f"{name} up", tokens, width, m.hidden)
         function = tape.make(f"{name} function", tokens * width)
         tape.keep(gate, up, function)
     else:
-        up = linear(tape, x, f"{name} up", tokens, width, m.hidden)
+        up = linear(tape, x, f"{name} up", tokens, width, m.hidden, edge=True)
         if m.activation == "gelu":
             tape.keep(up)
         elif m.activation == "relu2":
             tape.own(f"{name} positive", tokens * width)
     inner = tape.make(f"{name} inner", tokens * width)
-    linear(tape, inner, f"{name} down", tokens, m.hidden, width)
+    linear(tape, inner, f"{name} down", tokens, m.hidden, width, edge=True)
 
 
 def mixture(tape: Tape, x: str, rows: tuple[int, int] | None) -> None:
@@ -335,12 +345,23 @@ def experts(tape: Tape, sent: int | Fraction, arrived: int | Fraction) -> None:
     tape.own("expert gate, up, function and inner", 4 * arrived * width)
 
 
-def saved(place: Place, stage: Stage, fused: bool, rows: Rows | None = None) -> int:
-    """Bytes that a stage saves for the backward pass of one microbatch."""
+@dataclass(frozen=True)
+class Saved:
+    """Bytes that a stage keeps for one microbatch."""
+
+    whole: int
+    """Between its forward and its backward pass."""
+    put_off: int
+    """Between the two parts of a backward pass that is split: inputs and gradients of products, for the weights."""
+    again: int
+    """What the layer that is computed again makes more for a moment."""
+
+
+def saved(place: Place, stage: Stage, fused: bool, rows: Rows | None = None) -> Saved:
+    """What a stage saves for the backward pass of one microbatch."""
     run, m, t = place.run, place.run.model, place.sizes["tensor"]
     tape = Tape(place, fused)
-    piece = place.tokens // t
-    x = tape.make("input", piece * m.hidden)
+    x = tape.make("input", place.tokens // t * m.hidden)
     if not stage.first:
         tape.keep(x)
     elif t > 1:
@@ -349,20 +370,34 @@ def saved(place: Place, stage: Stage, fused: bool, rows: Rows | None = None) -> 
     if m.position == "rotary" and stage.layers:
         width = m.rope_dim if m.attention == "latent" else m.head_dim
         tape.own("rotation", 2 * run.train.seq_len // run.layout.context * width, place.wide)
+    more: int | Fraction = 0
     for layer, again in repeated(place, stage).items():
         tape.prefix, tape.again = f"{layer} ", again
+        if again:
+            more = max(more, _made_again(tape, x, layer, rows))
         x = block(tape, x, layer, rows)
         if again & {"block", "attention"} and run.layout.context == 1 and 0 < m.sliding_window < run.train.seq_len:
             tape.sizes["mask"] = run.train.seq_len**2
             tape.keep("mask")
     tape.prefix, tape.again = "", frozenset()
+    put_off = sum(tape.sizes[name] + size for name, size in tape.products.items())
     if any(place.routed(layer) for layer in stage.layers):
         tape.own("auxiliary losses", 3, place.wide)
     if stage.last:
         loss(tape, x)
     else:
         tape.keep(x)
-    return round(tape.total)
+    return Saved(round(tape.total), round(put_off), round(more))
+
+
+def _made_again(tape: Tape, x: str, layer: int, rows: Rows | None) -> int | Fraction:
+    """What a layer keeps when nothing is computed again, over what it keeps so."""
+    sizes = []
+    for again in (frozenset[str](), tape.again):
+        alone = replace(tape, sizes={x: 0}, kept=set(), products={}, again=again)
+        block(alone, x, layer, rows)
+        sizes.append(alone.total)
+    return sizes[0] - sizes[1]
 
 
 def repeated(place: Place, stage: Stage) -> dict[int, frozenset[str]]:
