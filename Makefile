@@ -23,6 +23,8 @@ bench: $(VENV)/.dev           ## the measured claims, each beside its peer
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/tokenize_speed.py
 	$(BIN)/python benchmarks/parallel_overhead.py
+	$(BIN)/python benchmarks/search_speed.py
+	$(BIN)/python benchmarks/dry_runs.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
