@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.data.batches import Batch
+from shardwise.parallel import pipeline as pipeline_module
 from shardwise.parallel.pipeline import Pipeline
 from shardwise.parallel.shard import sharded_modules
 from shardwise.schedules import Action
@@ -202,6 +203,11 @@ class StepMemory:
         self.storages.settle()
         self._sample()
 
+    def weights(self, run: Callable[[], Any]) -> None:
+        """Run the weights' part of a backward pass."""
+        run()
+        self._sample_gradients()
+
     def _sample(self) -> None:
         pipeline, numbers = self.trainee.parallel.pipeline, self.storages.numbers
         stages = pipeline.stages.values()
@@ -214,14 +220,17 @@ class StepMemory:
         self.high_water = max(self.high_water, self.storages.bytes((self.activations | put_off) - sent))
         self.buffers = max(self.buffers, self.storages.bytes(sent | arrived))
         self.gathered = max(self.gathered, unique_bytes(gathered_of(self.trainee)))
+        self._sample_gradients()
+
+    def _sample_gradients(self) -> None:
         gradients = unique_bytes((*gradients_of(self.trainee), *unreduced_of(self.trainee)))
         self.gradients = max(self.gradients, gradients)
 
 
 @contextlib.contextmanager
 def _following(pipeline: Pipeline, step: StepMemory) -> Iterator[None]:
-    """Let every forward and backward action of a pipeline pass through `step`."""
-    forward, backward = pipeline._forward, pipeline._backward
+    """Let every action of a pipeline pass through `step`."""
+    forward, backward, weights = pipeline._forward, pipeline._backward, pipeline_module.compute_put_off
     gc.collect()
     gc.freeze()  # what was there before need not be looked through after every action
     with (
@@ -229,6 +238,7 @@ def _following(pipeline: Pipeline, step: StepMemory) -> Iterator[None]:
         mock.patch.object(
             pipeline, "_backward", lambda action, last: step.backward(lambda: backward(action, last=last))
         ),
+        mock.patch.object(pipeline_module, "compute_put_off", lambda taken: step.weights(lambda: weights(taken))),
     ):
         try:
             yield

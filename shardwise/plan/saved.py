@@ -10,9 +10,8 @@ n rows of d numbers; w is the width of the arithmetic, W that of what 16 bits wo
                  length, both widened, and n W
     layer norm   input, means and deviations: 2 n w
     rotary       cosines and sines, once for all layers
-    attention    queries, keys, values, output and the log-sum-exp of each row; without a fused kernel (keys and values of
-                 different widths on the CPU) queries, keys, values widened, and the whole matrix of scores; a mask of its
-                 own in each layer where there is a window
+    attention    queries, keys, values, output and the log-sum-exp of each row; where PyTorch has no fused kernel queries,
+                 keys, values widened, and the whole matrix of scores; a mask of its own in each layer where there is a window
       ring       the same; its output is copied for the product that follows
       ulysses    the same of a part of the heads over the whole sequence, the order of tokens, and the output dealt back
       gather     keys and values of the whole sequence, in order, and a mask
@@ -35,6 +34,9 @@ from fractions import Fraction
 
 from shardwise.plan.place import Place, Stage
 from shardwise.plan.traffic import INTEGER, kept_rows
+
+ENDS = 4
+"""Bytes of the place in a batch of rows where an expert's end."""
 
 Rows = Mapping[int, tuple[int, int]]
 """By mixture layer: rows that a rank has for the experts in a microbatch, and rows that reach the experts it holds."""
@@ -245,14 +247,27 @@ def core(tape: Tape, heads: Heads) -> str:
 def fused_attention(tape: Tape, heads: Heads, out: str, queries: int, keys: int, *, masked: bool = False) -> str:
     """One call of PyTorch's attention over so many tokens of each row; gives the name of its output."""
     m, batch, wide = tape.place.run.model, tape.place.run.train.microbatch, tape.place.wide
-    if heads.width != heads.v_width and not tape.fused:
+    if _composes(tape, heads):
         _composed_attention(tape, heads, queries, keys)
         return out
     tape.keep(heads.q, heads.k, heads.v, out)
     tape.own("log sums", batch * queries * heads.queries, wide)
+    if tape.fused:
+        tape.own("random state", 2, INTEGER)
     if masked or 0 < m.sliding_window < keys:
         tape.own("mask", queries * keys)
     return out
+
+
+def _composes(tape: Tape, heads: Heads) -> bool:
+    """Whether PyTorch has no fused kernel for these heads: on a CPU for values of another width; on a GPU for those in 16
+    bits that are no multiple of 8 wide, for groups of queries in float32, and for float64."""
+    other = heads.width != heads.v_width
+    if not tape.fused:
+        return other
+    if tape.narrow:
+        return other and (heads.width % 8 != 0 or heads.v_width % 8 != 0)
+    return heads.keys != heads.queries or tape.place.width == 8
 
 
 def _composed_attention(tape: Tape, heads: Heads, queries: int, keys: int) -> None:
@@ -341,6 +356,8 @@ def experts(tape: Tape, sent: int | Fraction, arrived: int | Fraction) -> None:
     alone = place.sizes["expert_shard"] == place.sizes["replicate"] == 1 and not lay.offload
     if tape.casts or (tape.narrow and alone):
         tape.own("expert weights", 3 * m.experts // lay.expert * width * m.hidden)
+    if tape.fused and place.run.train.dtype == "bfloat16":  # one kernel for all experts, which reads where each begins
+        tape.own("expert ends", 3 * m.experts // lay.expert, ENDS)
     tape.own("expert rows", arrived * m.hidden)
     tape.own("expert gate, up, function and inner", 4 * arrived * width)
 

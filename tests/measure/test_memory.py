@@ -12,11 +12,14 @@ import pytest
 import torch
 from parallel_pool import RankPool
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.measure.memory import Storages, measure_memory
 from shardwise.model.experts import Mixture
 from shardwise.model.transformer import Block
-from shardwise.plan.held import held, saved_activations
+from shardwise.plan.held import activations, gathered, held, saved_activations, waiting_gradients
+from shardwise.plan.place import Place
+from shardwise.plan.plan import plan
 from shardwise.run import Run
 from shardwise.train.step import Trainee
 
@@ -77,19 +80,15 @@ LAYOUTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("tied", dict(tensor=2, pipeline=2), NARROW),
     ("tied", dict(pipeline=2, schedule="zb-v"), {}),
     ("dense", dict(pipeline=2, shard=2, schedule="zb-v", zero=2), {}),
-    ("dense", dict(pipeline=2, schedule="interleaved"), dict(layers=8)),
-    ("latent", dict(tensor=2, shard=2), {}),
     *[("dense", dict(context=2, tensor=2, context_method=method), NARROW) for method in ("ring", "ulysses", "gather")],
     *[("latent", dict(context=2, context_method=method), {}) for method in ("ring", "ulysses", "gather")],
     ("dense", dict(context=4, context_method="ulysses"), {}),
     ("window", dict(context=2, context_method="gather", recompute="attention"), {}),
     ("window", dict(recompute="attention"), NARROW),
-    ("dense", dict(context=2, context_method="ring", recompute="attention"), NARROW),
     ("dense", dict(recompute="full", recompute_every=3), NARROW),
     ("latent", dict(pipeline=2, recompute="full"), {}),
     ("dense", dict(tensor=2, recompute="operations", recompute_operations=("ffn",)), {}),
     ("latent", dict(recompute="operations", recompute_operations=("norm", "attention")), NARROW),
-    ("mixture", dict(shard=2, expert=2), NARROW),
     ("mixture", dict(shard=4, expert=2), NARROW | dict(microbatch=1)),
     ("mixture", dict(tensor=2), NARROW),
     ("mixture", dict(tensor=2, shard=2, expert=2, expert_tensor=True), dict(optimizer="muon")),
@@ -112,13 +111,62 @@ def test_a_rank_holds_what_the_plan_says(
 ) -> None:
     run = cases.make_run(model, layout, **more)
     for rank, (counted, routed) in enumerate(ranks.run(run.layout.world, measured_step, run)):
-        planned = held(run, rank)
+        planned = held(run, rank) | dict(gathered=gathered(run, rank), unreduced=waiting_gradients(run, rank))
         assert {owner: counted[owner] for owner in planned} == planned, f"rank {rank}"
         for stage, sizes in counted["saved"].items():
             for microbatch, size in enumerate(sizes):
                 rows = {layer: calls[microbatch] for layer, calls in routed.items()}
                 # Equal, but that a message's buffer may outlive it for a moment on a busy machine.
                 assert saved_activations(run, rank, rows)[stage] == pytest.approx(size, rel=0.01), f"rank {rank}"
+        if not run.model.experts:
+            # Between the two parts of a split backward pass gradients may be views of larger ones.
+            near = 0.05 if Place(run, rank).splits_backward else 0.01
+            assert activations(run, rank) == pytest.approx(counted["activations"], rel=near), f"rank {rank}"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
+def test_microbatches_in_flight(ranks: RankPool, schedule: str) -> None:
+    run = cases.make_run("dense", dict(pipeline=2, schedule=schedule), layers=8, microbatch=1)
+    for rank, (counted, _) in enumerate(ranks.run(2, measured_step, run)):
+        assert activations(run, rank) == pytest.approx(counted["activations"], rel=0.01), f"rank {rank}"
+
+
+def test_tensors_without_data_are_counted_alike() -> None:
+    run = cases.make_run("dense", dict(recompute="attention"), **NARROW)
+    real = measured_step(0, run)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert measured_step(0, run) == real
+
+
+def test_plan_gives_these_numbers() -> None:
+    run = cases.make_run("tied", dict(pipeline=2, shard=2, zero=1), **NARROW)
+    for stage, owners in enumerate(plan(run).account.memory.ranks):
+        own = held(run, 2 * stage) | dict(activations=activations(run, 2 * stage), gathered=gathered(run, 2 * stage))
+        own["gradients"] = waiting_gradients(run, 2 * stage)
+        assert {owner: owners[owner] for owner in own} == own
+
+
+ON_GPU = [
+    ("dense", "bfloat16", 373992),
+    ("dense", "float32", 779272),
+    ("tied", "bfloat16", 270312),
+    ("tied", "float32", 593416),
+    ("latent", "bfloat16", 618792),
+    ("latent", "float32", 749608),
+    ("window", "bfloat16", 378088),
+    ("window", "float32", 779272),
+    ("mixture", "bfloat16", 445220),
+    ("mixture", "float32", 692852),
+    ("softmax", "bfloat16", 450964),
+    ("softmax", "float32", 689332),
+]
+"""Bytes a microbatch of two layers saved on an H200 with PyTorch 2.11, counted by `measure_memory`."""
+
+
+@pytest.mark.parametrize(("model", "dtype", "counted"), ON_GPU)
+def test_kernels_of_a_gpu_keep_what_was_counted_there(model: str, dtype: str, counted: int) -> None:
+    run = cases.make_run(model, {}, layers=2, device="cuda", dtype=dtype)
+    assert saved_activations(run, 0) == {0: counted}
 
 
 def test_storages_are_counted_once_and_forgotten() -> None:
