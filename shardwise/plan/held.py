@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from shardwise.plan.place import WIDTHS, Place, Weight, piece
 from shardwise.plan.saved import Rows, saved
+from shardwise.plan.step import cached_schedule
 from shardwise.run import Run
-from shardwise.schedules import high_water
+from shardwise.schedules import Schedule, high_water
 
 STEPS = 4
 """Bytes of the count of steps that AdamW keeps with every parameter."""
@@ -93,7 +94,18 @@ def activations(run: Run, rank: int) -> int:
         # What a stage on this rank gave to the next one here is one tensor, which the first keeps for longer.
         whole[number] = keep.whole - (stream if number - 1 in keeps else 0)
         put_off[number] = keep.put_off
-    return round(high_water(place.schedule, whole, put_off)[place.index("pipeline")])
+    schedule, longer = _short(run)
+    return round(high_water(schedule, whole, put_off)[place.index("pipeline")] * longer)
+
+
+def _short(run: Run) -> tuple[Schedule, float]:
+    """The run's schedule, or one of fewer microbatches whose high water is the same, or known to be so many times less."""
+    lay, n = run.layout, run.accumulation
+    most = 4 * lay.pipeline + n % lay.pipeline
+    count = min(n, most)
+    schedule = cached_schedule(lay.schedule, lay.pipeline, count, lay.stages_per_rank)
+    # These hold every microbatch.
+    return schedule, n / count if lay.schedule in ("gpipe", "breadth-first") else 1.0
 
 
 def gathered(run: Run, rank: int) -> int:
@@ -121,3 +133,17 @@ def waiting_gradients(run: Run, rank: int) -> int:
         return own
     width = WIDTHS[run.train.reduce_dtype] if place.width < 4 else place.wide
     return max(own, width * sum(count * weight.numbers for count, weight in place.weights()))
+
+
+def compiled_away(run: Run, rank: int) -> float:
+    """Share of the saved activations that a compiled layer does without: the gate's function is computed again from the gate."""
+    place = Place(run, rank)
+    if not run.model.gated:
+        return 0.0
+    dense = sum(1 for layer, again in place.layers() if not again and not _routed(run, layer))
+    away = dense * place.tokens * run.model.ffn // run.layout.tensor * place.width
+    return away / max(1, sum(saved_activations(run, rank).values()))
+
+
+def _routed(run: Run, layer: int) -> bool:
+    return bool(run.model.experts) and layer >= run.model.dense_layers

@@ -3,6 +3,8 @@
 Parameters, gradients and optimizer follow from what ZeRO shares; activations are what the operations keep for the backward
 pass, times the microbatches in flight, which are counted on the schedule's own list. For a layer of GPT with dropout and
 unfused attention that is the 34 + 5 heads x sequence / hidden bytes a token and hidden unit of Korthikanti et al. (2022).
+These are the quick formulas, for any stack and for many layouts at once; the plan of a run of this project's trainer takes what
+`held.py` knows to the byte.
 """
 
 from __future__ import annotations
@@ -67,7 +69,8 @@ def states(job: Job, held: Held) -> dict[str, Number]:
         "parameters": parameters * stack.parameter_bytes,
         "gradients": (shared if stage >= 2 else whole) * stack.gradient_bytes,
         "optimizer": shared * stack.optimizer_bytes,
-        "gathered": whole * stack.gather_bytes * (zero > 1) if casts and stage < 3 else 0.0,
+        # Where nothing is shared, copies cast for the products are kept for the backward pass.
+        "gathered": whole * stack.gather_bytes * ((zero > 1) | stack.casts_weights) if casts and stage < 3 else 0.0,
     }
 
 
