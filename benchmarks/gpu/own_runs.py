@@ -5,6 +5,7 @@ bfloat16 with float32 parameters and AdamW. A step is the trainer's own (`Traine
 the median of CUDA events after warm-up, its memory the allocator's peak. Writes rows to a JSON file.
 
     python benchmarks/gpu/own_runs.py --output rows.json [--steps 12] [--only NAME …]
+    python benchmarks/gpu/own_runs.py --table rows.json      # measured beside planned, as in RESULTS.md; needs no GPU
 """
 
 from __future__ import annotations
@@ -112,13 +113,34 @@ def measure(
     }  # fmt: skip
 
 
+def table(path: Path) -> None:
+    """Measured beside planned. The plan's constants have seen these rows."""
+    from shardwise.plan.plan import plan
+    from shardwise.plan.rows import own_run
+
+    print("| run | step, measured | planned | | peak memory, measured | planned | |\n|---|---|---|---|---|---|---|")
+    for row in json.loads(path.read_text()):
+        account = plan(own_run(row)).account
+        owners = account.memory.ranks[0]
+        peak = sum(size for owner, size in owners.items() if owner != "workspace") / 2**30
+        seconds, gib = row["measured"]["iter_time_s"], row["measured"]["memory_gib"]
+        print(
+            f"| {row['id'].removeprefix('own_')} | {seconds * 1e3:.0f} ms | {account.step_seconds * 1e3:.0f} ms "
+            f"| {account.step_seconds / seconds - 1:+.1%} | {gib:.2f} GiB | {peak:.2f} GiB | {peak / gib - 1:+.1%} |"
+        )
+
+
 def main() -> int:
     """Measure every run and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=Path, default=Path("rows.json"))
+    parser.add_argument("--table", type=Path)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--only", nargs="*", default=[])
     args = parser.parse_args()
+    if args.table:
+        table(args.table)
+        return 0
     rows = []
     for run in RUNS:
         if args.only and name_of(*run) not in args.only:

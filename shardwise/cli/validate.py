@@ -39,7 +39,7 @@ def execute(args: argparse.Namespace) -> int:
 
     rows = [row for path in args.rows for row in _read(Path(path))]
     if not args.rows:
-        rows = [row for kind in KINDS for row in published(kind)]
+        rows = [row for kind in (*KINDS, "own") for row in published(kind)]
     predictions = validate(rows, leave_out=not args.seen)
     if args.json:
         print(json.dumps(_as_json(predictions)))

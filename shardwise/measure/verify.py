@@ -24,7 +24,7 @@ from shardwise.measure.memory import measure_memory
 from shardwise.measure.traffic import TrafficCounter, axes_by_group
 from shardwise.measure.work import WorkCounter
 from shardwise.plan.account import work
-from shardwise.plan.held import held
+from shardwise.plan.held import activations, held
 from shardwise.plan.plan import plan
 from shardwise.plan.traffic import AXIS_OF, traffic
 from shardwise.run import Problem, Run, UserError
@@ -103,7 +103,7 @@ def _by_axis(wire: TrafficCounter) -> Traffic:
 
 def planned(run: Run, rank: int) -> Account:
     """What the plan says of one rank."""
-    owners = held(run, rank)
+    owners = held(run, rank) | {"activations": activations(run, rank)}
     memory = Memory(({name: float(owners[name]) for name in OWNERS},))
     seconds = plan(run).account.step_seconds if run.cluster.chip or run.cluster.profile else 0.0
     return Account("plan", seconds, run.batch_tokens, {}, work(run, rank), memory, traffic(run, rank))

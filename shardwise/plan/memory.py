@@ -69,9 +69,15 @@ def states(job: Job, held: Held) -> dict[str, Number]:
         "parameters": parameters * stack.parameter_bytes,
         "gradients": (shared if stage >= 2 else whole) * stack.gradient_bytes,
         "optimizer": shared * stack.optimizer_bytes,
-        # Where nothing is shared, copies cast for the products are kept for the backward pass.
-        "gathered": whole * stack.gather_bytes * ((zero > 1) | stack.casts_weights) if casts and stage < 3 else 0.0,
+        "gathered": _whole_copies(job, whole, zero) if casts else 0.0,
     }
+
+
+def _whole_copies(job: Job, whole: Number, zero: Number) -> Number:
+    """Parameters whole in the dtype of the products: below ZeRO-3 gathered ones; where nothing is shared, copies that were
+    cast for the products and are kept for the backward pass."""
+    gathered = (zero > 1) * (job.layout.zero < 3)
+    return whole * job.stack.gather_bytes * (gathered + (zero == 1) * job.stack.casts_weights)
 
 
 def gathered_layers(job: Job, *, routed: bool) -> Number:
@@ -123,7 +129,7 @@ def memory(job: Job, constants: dict[str, float] | None = None) -> Memory:
         if last in mine:
             owners["logits"] = float(job.rows * job.model.vocab / lay.tensor * job.stack.logits_kept)
         if lay.zero == 3:
-            owners["gathered"] = float(gathered_layers(job, routed=routed))
+            owners["gathered"] += float(gathered_layers(job, routed=routed))
         owners["buffers"] = float(buffers(job))
         moving = owners["activations"] + owners["logits"] + owners["gathered"] + owners["buffers"]
         owners["workspace"] = job.stack.context_gib * GIB + job.stack.fragmentation * moving

@@ -115,8 +115,8 @@ class Tally:
         job = self.job
         if not job.stack.casts_weights or job.width >= job.stack.parameter_bytes:
             return
-        # Sharded ones are cast before they are gathered.
-        size = numbers / job.zero_ranks * (job.width + job.stack.parameter_bytes)
+        # Sharded ones are cast before they are gathered, and then copied out of the message: about as much.
+        size = numbers * (job.width + job.stack.parameter_bytes)
         seconds = memory_seconds(job.cluster.chip, size)
         self.entries.append(
             Entry(
@@ -242,6 +242,12 @@ def pieces(job: Job) -> Number:
     return job.rows / job.layout.tensor if job.stack.sequence_parallel else job.rows
 
 
+def entered_bytes(job: Job) -> Number:
+    """What matrices cut by columns keep of their common input."""
+    tokens = job.rows if job.stack.keeps_gathered else pieces(job)
+    return tokens * job.model.hidden * job.width
+
+
 def _norm(tally: Tally, tokens: Number, width: Number = 0) -> None:
     job = tally.job
     size = tokens * (width or job.model.hidden) * job.width
@@ -324,7 +330,7 @@ def attention(tally: Tally) -> None:
     m, t, rows, width = job.model, job.layout.tensor, job.rows, job.width
     _norm(tally, pieces(job))
     _enter(tally, "attention")
-    entered = pieces(job) * m.hidden * width
+    entered = entered_bytes(job)
     if m.attention == "latent":
         heads, kv_heads, head_dim, v_dim = m.heads / t, m.heads / t, m.head_dim, m.v_dim
         if m.q_rank:
@@ -382,7 +388,7 @@ def _dense(tally: Tally, width: int, part: str, *, ends: bool = False) -> None:
     job = tally.job
     own = width / job.layout.tensor
     columns = own * (2 if job.model.gated else 1)
-    tally.product("up", part, job.rows, columns, job.model.hidden, saved=pieces(job) * job.model.hidden * job.width)
+    tally.product("up", part, job.rows, columns, job.model.hidden, saved=entered_bytes(job))
     _activation(tally, part, job.rows * own)
     tally.product("down", part, job.rows, job.model.hidden, own, ends=ends)
 
@@ -456,7 +462,7 @@ def head(job: Job) -> Tally:
     columns = m.vocab / job.layout.tensor
     _norm(tally, pieces(job))
     _enter(tally, "head")
-    tally.product("head", "head", job.rows, columns, m.hidden, wide=True, saved=pieces(job) * m.hidden * job.width)
+    tally.product("head", "head", job.rows, columns, m.hidden, wide=True, saved=entered_bytes(job))
     moved = job.rows * columns * job.stack.loss_bytes
     tally.stream("loss", "loss", 0.45 * moved, 0.55 * moved, launches=(6.0, 4.0))
     tally.exchange("loss", "tensor", "all_reduce", job.rows * 4.0, (3.0, 0.0, 0.0))

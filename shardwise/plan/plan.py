@@ -13,9 +13,9 @@ from shardwise.plan.constants import constants_of, fitted, groups_of
 from shardwise.plan.goodput import JobCost, job_cost
 from shardwise.plan.job import Job, job_of
 from shardwise.plan.memory import GIB, memory
+from shardwise.plan.prediction import interval
 from shardwise.plan.step import Step, prepare, step_time
 from shardwise.plan.traffic import first_ranks, traffic
-from shardwise.plan.validate import interval
 from shardwise.plan.work import CONVENTION, parameters, training_flops
 from shardwise.run import AXES, LayoutConfig, Run
 
@@ -82,12 +82,14 @@ def plan(run: Run) -> Plan:
     return plan_job(run, job_of(run))
 
 
-def plan_job(run: Run, job: Job) -> Plan:
-    """The plan of a run as this job."""
+def plan_job(run: Run, job: Job, *, precise: bool = True) -> Plan:
+    """The plan of a run as this job; `precise` looks at every pipeline rank for the most traffic, and counts this
+    trainer's memory to the byte, which takes a few times longer."""
     constants = constants_of(job)
     step = step_time(prepare(job), constants)
-    space = exact(memory(job, constants), run, job)
-    account = Account("plan", step.seconds, job.tokens, step.breakdown, work(run), space, traffic(run))
+    space = exact(memory(job), run, job) if precise else memory(job)
+    wire = traffic(run, None if precise else 0)
+    account = Account("plan", step.seconds, job.tokens, step.breakdown, work(run), space, wire)
     devices = run.layout.world
     peak = job.cluster.chip.peak.get("fp8" if job.fp8 else job.dtype) or max(job.cluster.chip.peak.values())
     mfu = job.tokens * training_flops(job.model, job.seq_len) / (step.seconds * devices * peak)
@@ -104,19 +106,36 @@ def plan_job(run: Run, job: Job) -> Plan:
 def exact(space: Memory, run: Run, job: Job) -> Memory:
     """The memory of this project's trainer, by the formulas that are held against its own count; what those do not know
     stays as it was estimated."""
-    if job.stack.name != "shardwise" or not held.known(run):
+    eager = replace(run, train=replace(run.train, compile=False))
+    if job.stack.family != "shardwise" or not held.known(eager):
         return space
     ranks = []
     for estimated, rank in zip(space.ranks, first_ranks(run), strict=True):
-        owners = held.owners(run, rank)
-        again = owners.pop("again")
-        if run.layout.zero == 3:  # besides, the layers of the moment
+        owners = held.owners(eager, rank)
+        if run.train.compile:
+            owners["activations"] *= 1.0 - held.compiled_away(eager, rank)
+        if run.layout.zero == 3 and run.layout.shard * run.layout.context > 1:  # besides, the layers of the moment
             owners["gathered"] += estimated["gathered"]
-        owners = {**estimated, **owners}
-        moving = sum(owners[name] for name in ("activations", "logits", "gathered", "buffers")) + again
-        owners["workspace"] = again + job.stack.context_gib * GIB + job.stack.fragmentation * moving
+        owners = _fullest_moment({**estimated, **owners}, run)
+        moving = sum(owners[name] for name in ("activations", "logits", "gathered", "buffers"))
+        owners["workspace"] = job.stack.context_gib * GIB + job.stack.fragmentation * moving
         ranks.append(owners)
     return replace(space, ranks=tuple(ranks))
+
+
+def _fullest_moment(owners: dict[str, float], run: Run) -> dict[str, float]:
+    """What stands at the same time: the loss's tensors are gone when a layer is computed again, and the gradients of a step of
+    one microbatch are there only when what was saved for them is not."""
+    again = owners.pop("again")
+    if run.accumulation == 1 and run.layout.pipeline == 1:
+        last = owners["activations"] / run.model.layers + again
+        at_loss = owners["activations"] + owners["logits"]
+        if at_loss >= owners["gradients"] + last:
+            return owners | {"gradients": 0.0}
+        return owners | {"activations": last, "logits": 0.0}
+    if owners["logits"] >= again:
+        return owners
+    return owners | {"activations": owners["activations"] + again, "logits": 0.0}
 
 
 def notes_of(job: Job) -> list[str]:

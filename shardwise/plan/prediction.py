@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 from importlib import resources
 
+from shardwise.plan.constants import fitted
 from shardwise.plan.rows import Row
 
 
@@ -44,3 +45,9 @@ def judge(result: Prediction, width: float) -> None:
     result.low, result.high = result.predicted * math.exp(-width), result.predicted * math.exp(width)
     if result.measured:
         result.error = result.predicted / result.measured - 1
+
+
+def interval(kind: str, assumed: int = 0) -> float:
+    """Half the width of the 80% interval, in the logarithm; wider with each assumption about the row."""
+    width = fitted().get("intervals", {}).get(kind, 0.2)
+    return width * (1.0 + 0.15 * assumed)

@@ -13,7 +13,7 @@ from shardwise.hardware import find_chip, make_cluster
 from shardwise.plan.job import Job
 from shardwise.plan.stacks import STACKS, Stack
 from shardwise.plan.work import parameters
-from shardwise.run import LayoutConfig, ModelConfig, UserError
+from shardwise.run import LayoutConfig, ModelConfig, Run, UserError, run_from_dict
 from shardwise.run.derive import derive_model
 
 Row = dict[str, Any]
@@ -245,6 +245,20 @@ def job_of_row(row: Row) -> RowJob:
         fp8="fp8" in precision,
     )
     return RowJob(job, tuple(assumed))
+
+
+def own_run(row: Row) -> Run:
+    """The run behind a row that this project's trainer was measured with, on one device."""
+    m, recompute = row["model"], row["parallel"]["recompute"]
+    train = dict(seq_len=m["seq"], global_batch=row["global_batch"], microbatch=row["micro_batch"], dtype="bfloat16")
+    return run_from_dict(
+        dict(
+            model={key: m[key] for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")},
+            layout=dict(recompute="attention" if recompute == "selective" else recompute),
+            train=train | dict(device="cuda", compile=row["parallel"]["compile"]),
+            cluster=dict(chip=row["hardware"]["chip"]),
+        )
+    )
 
 
 def flops_of_step(row: Row, job: Job) -> float:

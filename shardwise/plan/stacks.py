@@ -22,6 +22,8 @@ class Stack:
     kernels: Literal["eager", "jit", "compiled"] = "compiled"
     """How elementwise work is fused: one kernel an operation, a few fused by hand, or by a compiler."""
     sequence_parallel: bool = True
+    keeps_gathered: bool = False
+    """Whether the gathered sequence is kept for the backward pass, where it could be gathered again."""
     dropout: bool = False
     parameter_bytes: float = 4.0
     """Of a parameter as it is held, before it is gathered or cast for use."""
@@ -73,6 +75,16 @@ class Stack:
     """What the allocator wastes, as a share of what comes and goes within a step."""
 
 
+_OWN = Stack(
+    "shardwise",
+    "shardwise",
+    kernels="eager",
+    keeps_gathered=True,
+    rotary_bytes=52.0,  # seven kernels over float32 numbers
+    casts_weights=True,
+    loss_bytes=34.0,  # logits cast, normalised, and their gradient cast back
+    logits_kept=12.0,
+)
 _MEGATRON = Stack(
     "megatron",
     "megatron",
@@ -114,9 +126,8 @@ _FSDP = Stack("fsdp", "fsdp", kernels="eager", loss_bytes=36.0, logits_kept=14.0
 STACKS: dict[str, Stack] = {
     s.name: s
     for s in (
-        # Rotation in seven eager kernels over float32 numbers; logits cast, normalised and cast back.
-        Stack("shardwise", "shardwise", kernels="eager", rotary_bytes=52.0, casts_weights=True, loss_bytes=34.0),
-        Stack("shardwise-compiled", "shardwise", kernels="compiled", casts_weights=True, loss_bytes=34.0),
+        _OWN,
+        replace(_OWN, name="shardwise-compiled", kernels="compiled", rotary_bytes=4.0),
         _MEGATRON,
         replace(_MEGATRON, name="megatron-bf16", gradient_bytes=6.0,
                 optimizer_bytes=16.0, reduce_bytes=4.0, accumulate_bytes=12.0, bucket_bytes=3e9),

@@ -153,6 +153,14 @@ def cached_schedule(name: str, ranks: int, microbatches: int, chunks: int) -> Sc
     return make_schedule(name, ranks, microbatches, chunks)
 
 
+@lru_cache(maxsize=64)
+def _timed(
+    name: str, ranks: int, microbatches: int, chunks: int, costs: tuple[tuple[float, ...], ...], wire: float
+) -> Timing:
+    """A schedule played, remembered: a search plans what it has just played."""
+    return time(cached_schedule(name, ranks, microbatches, chunks), Cost(*costs), wire)
+
+
 def played(job: Job, microbatches: int) -> tuple[int, int]:
     """Microbatches to play, and how many fewer a second time, to know the slope; all of them when they are few."""
     ranks = job.layout.pipeline
@@ -244,10 +252,11 @@ def play_schedule(job: Job, cost: Cost, wire: float, microbatches: int) -> Playe
         return microbatches * one, (0,) * len(cost.forward), None
     count, fewer = played(job, microbatches)
     schedule = cached_schedule(lay.schedule, lay.pipeline, count, lay.stages_per_rank)
-    timing = time(schedule, cost, wire)
+    costs = (tuple(cost.forward), tuple(cost.backward_input), tuple(cost.backward_weight))
+    timing = _timed(lay.schedule, lay.pipeline, count, lay.stages_per_rank, costs, wire)
     makespan = timing.makespan
     if fewer:
-        before = time(cached_schedule(lay.schedule, lay.pipeline, count - fewer, lay.stages_per_rank), cost, wire)
+        before = _timed(lay.schedule, lay.pipeline, count - fewer, lay.stages_per_rank, costs, wire)
         makespan += (makespan - before.makespan) / fewer * (microbatches - count)
     return makespan, schedule.placement, timing
 

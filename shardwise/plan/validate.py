@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from shardwise.plan.constants import Constants, constants_of, fitted
+from shardwise.plan.job import Job
 from shardwise.plan.memory import GIB, memory
 from shardwise.plan.operations import layer
 from shardwise.plan.passes import Piece, passes
-from shardwise.plan.prediction import Prediction, judge
-from shardwise.plan.rows import Row, Unsupported, job_of_row, measured_seconds
+from shardwise.plan.plan import exact
+from shardwise.plan.prediction import Prediction, interval, judge
+from shardwise.plan.rows import Row, Unsupported, job_of_row, measured_seconds, own_run
 from shardwise.plan.serving import predict_inference
 from shardwise.plan.step import Prepared, prepare, step_time
 
@@ -30,12 +32,6 @@ def effects_for(group: str, *, leave_out: bool) -> dict[str, float]:
     """The fitted effects for rows of a source: without it where it took part and is to be left out."""
     content = fitted()
     return content.get("without", {}).get(group, content["effects"]) if leave_out else content["effects"]
-
-
-def interval(kind: str, assumed: int = 0) -> float:
-    """Half the width of the 80% interval, in the logarithm; wider with each assumption about the row."""
-    width = fitted().get("intervals", {}).get(kind, 0.2)
-    return width * (1.0 + 0.15 * assumed)
 
 
 def predict_training(row: Row, *, leave_out: bool = True) -> Prediction:
@@ -57,11 +53,20 @@ def predict_training(row: Row, *, leave_out: bool = True) -> Prediction:
     given = row["measured"].get("memory_gib")
     if given:
         result.memory_measured_gib = given
-        result.memory_predicted_gib = memory(job, constants).peak / GIB
+        result.memory_predicted_gib = _peak(row, job) / GIB
         result.memory_error = result.memory_predicted_gib / given - 1
     if result.measured is None and not given:
         return _unsupported(result, "neither time nor memory was measured")
     return result
+
+
+def _peak(row: Row, job: Job) -> float:
+    """Bytes of the fullest rank; of this trainer's own rows what the allocator counts, which is less than a device gives away."""
+    space = memory(job)
+    if job.stack.family != "shardwise":
+        return space.peak
+    space = exact(space, own_run(row), job)
+    return max(sum(size for owner, size in rank.items() if owner != "workspace") for rank in space.ranks)
 
 
 def _unsupported(result: Prediction, reason: str) -> Prediction:

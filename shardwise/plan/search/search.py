@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwise.plan.job import job_of
-from shardwise.plan.memory import memory
 from shardwise.plan.plan import Plan, plan_job
 from shardwise.plan.search.advice import counts_of, next_changes, nothing_fits, nothing_legal
 from shardwise.plan.search.layouts import Space
@@ -230,18 +229,20 @@ def _different(pool: list[Candidate]) -> Iterator[Candidate]:
 
 def _plans(timed: list[tuple[float, Candidate]], keep: int) -> tuple[list[Plan], list[Candidate]]:
     """Plans of the best that really fit, and the candidates they come from."""
-    chosen: list[Candidate] = []
+    chosen: list[tuple[Plan, Candidate]] = []
     for _, candidate in sorted(timed, key=lambda one: one[0] * one[1].group.space.devices):
-        if len(chosen) < keep and memory(job_of(candidate.group.run_at(candidate.place))).fits:
-            chosen.append(candidate)
-    plans = [_plan(candidate) for candidate in chosen]
-    order = sorted(range(len(plans)), key=lambda n: plans[n].account.step_seconds * plans[n].run.layout.world)
-    return [plans[n] for n in order], [chosen[n] for n in order]
+        if len(chosen) == keep:
+            break
+        # The first is planned to the byte, since it is the one that people will run.
+        planned = _plan(candidate, precise=not chosen)
+        if planned.fits:
+            chosen.append((planned, candidate))
+    return [planned for planned, _ in chosen], [candidate for _, candidate in chosen]
 
 
-def _plan(candidate: Candidate) -> Plan:
+def _plan(candidate: Candidate, *, precise: bool = False) -> Plan:
     run = candidate.group.run_at(candidate.place)
-    return plan_job(run, job_of(run))
+    return plan_job(run, job_of(run), precise=precise)
 
 
 def _front(timed: list[tuple[float, Candidate]]) -> list[Candidate]:

@@ -225,7 +225,7 @@ class Shares:
             owners = states(job, held)
             gathered = owners.pop("gathered")
             if zero == 3:
-                gathered = gathered_layers(job, routed=bool(job.model.experts))
+                gathered = gathered + gathered_layers(job, routed=bool(job.model.experts))
             fixed.append(_wide(sum(owners.values()), held.dense.shape))
             moving.append(_wide(gathered, held.dense.shape))
         return np.concatenate(fixed, axis=1), np.concatenate(moving, axis=1)

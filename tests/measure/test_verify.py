@@ -1,0 +1,108 @@
+"""Plan equals run: operations, traffic, memory that stays and the executed schedule agree exactly, saved activations within a
+hundredth, on every rank of real layouts, and on single ranks of dry ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import cases
+import pytest
+from parallel_pool import RankPool
+
+from shardwise.cli.main import main
+from shardwise.measure.verify import TOLERANCE, Verdict, counted, planned, random_batch, verify_dry
+from shardwise.run import Run, UserError
+from shardwise.train.step import Trainee
+
+Layout = dict[str, Any]
+REAL: list[tuple[str, Layout]] = [
+    ("dense", dict(replicate=2)),
+    ("mixture", dict(replicate=2)),
+    ("dense", dict(shard=2, zero=1)),
+    ("mixture", dict(shard=2, zero=2)),
+    ("mixture", dict(shard=2, expert=2)),
+    ("dense", dict(tensor=2, recompute="attention")),
+    ("mixture", dict(tensor=2, recompute="full")),
+    ("dense", dict(context=2, recompute="full")),
+    ("mixture", dict(context=2, context_method="ulysses")),
+    ("dense", dict(context=2, context_method="gather")),
+    ("dense", dict(pipeline=2)),
+    ("mixture", dict(pipeline=2, schedule="zb-v")),
+    ("dense", dict(replicate=2, shard=2, zero=1)),
+    ("dense", dict(pipeline=2, tensor=2, schedule="interleaved")),
+    ("mixture", dict(shard=2, tensor=2, expert=2, expert_tensor=True)),
+    ("dense", dict(shard=2, recompute="full", recompute_every=2)),
+]
+DRY: list[tuple[str, Layout]] = [
+    ("dense", {}),
+    ("mixture", dict(recompute="full")),
+    *[("dense", dict(shard=8, zero=zero)) for zero in (1, 2, 3)],
+    *[("mixture", dict(shard=8, expert=4, zero=zero)) for zero in (1, 2, 3)],
+    *[
+        ("dense", dict(pipeline=4, shard=2, schedule=schedule, chunks=1))
+        for schedule in ("gpipe", "1f1b", "breadth-first", "zb-h1", "interleaved")
+    ],
+    *[("mixture", dict(pipeline=2, shard=4, expert=2, schedule=schedule)) for schedule in ("dualpipe-v", "zb-v", "zb-h1", "1f1b")],
+    *[("dense", dict(context=4, tensor=2, context_method=method)) for method in ("ring", "gather")],
+    ("mixture", dict(context=4, tensor=1, shard=2, expert=4, context_method="ulysses")),
+    *[("dense", dict(tensor=4, shard=2, recompute=mode)) for mode in ("none", "attention", "full")],
+    ("mixture", dict(tensor=2, shard=4, recompute="operations", recompute_operations=("norm", "ffn"))),
+    ("dense", dict(tensor=4, pipeline=2, async_tensor=True)),
+    ("latent", dict(tensor=4, shard=2)),
+    ("tied", dict(pipeline=4, tensor=2)),
+]  # fmt: skip
+
+
+def test_there_are_enough() -> None:
+    assert len(REAL) + len(DRY) >= 40
+
+
+def verified(rank: int, run: Run) -> Verdict:
+    trainee = Trainee(run)
+    batch = random_batch(run, trainee.mesh.data_index)
+    for _ in range(2 if run.layout.replicate == run.layout.world else 1):
+        trainee.train_step(batch)
+    account, same, actions = counted(trainee, batch)
+    return Verdict(rank, planned(run, rank), account, same, actions)
+
+
+def check(verdict: Verdict, run: Run) -> None:
+    assert verdict.schedule
+    assert verdict.actions >= 2 * run.accumulation
+    assert not verdict.beyond(TOLERANCE), (run.layout, verdict.rank, verdict.beyond(TOLERANCE)[:5])
+
+
+@pytest.mark.parametrize(("model", "layout"), REAL, ids=str)
+def test_real_ranks_are_as_planned(ranks: RankPool, model: str, layout: Layout) -> None:
+    run = cases.make_run(model, layout, global_batch=4 * layout.get("shard", 1), microbatch=2)
+    for verdict in ranks.run(run.layout.world, verified, run):
+        check(verdict, run)
+
+
+@pytest.mark.parametrize(("model", "layout"), DRY, ids=str)
+def test_dry_ranks_are_as_planned(model: str, layout: Layout) -> None:
+    data = layout.get("shard", 1)
+    run = cases.make_run(model, layout, global_batch=(4 if layout.get("pipeline", 1) > 1 else 2) * data, microbatch=1)
+    check(verify_dry(run, run.layout.world - 1), run)
+
+
+def test_a_rank_that_is_not_there() -> None:
+    with pytest.raises(UserError, match="not a rank"):
+        verify_dry(cases.make_run("dense", dict(shard=2)), 2)
+
+
+def test_a_plan_that_is_wrong_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    from shardwise.ledger import Traffic
+    from shardwise.measure import verify
+
+    path = tmp_path / "run.toml"
+    path.write_text(
+        "[model]\nlayers = 2\nhidden = 64\nheads = 4\n[layout]\nshard = 2\n[train]\nglobal_batch = 4\nmicrobatch = 1\nseq_len = 32\n"
+    )
+    assert main(["verify", str(path), "--dry", "--rank", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["agrees"] is True
+    monkeypatch.setattr(verify, "traffic", lambda run, rank: Traffic({"shard": {"all_gather": 1.0}}))
+    assert main(["verify", str(path), "--dry", "--rank", "1"]) == 1
+    assert "all gather" in capsys.readouterr().out
