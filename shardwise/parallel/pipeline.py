@@ -53,7 +53,8 @@ class _InputFirst(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         x, weight = ctx.saved_tensors
-        ctx.store.put_off.append((ctx.weight, x, grads[0]))
+        # Detached, since its history would keep the stage's input alive until the weights' turn.
+        ctx.store.put_off.append((ctx.weight, x.detach(), grads[0]))
         return grads[0] @ weight, None, None
 
 

@@ -125,5 +125,9 @@ def reduce_now(model: nn.Module) -> None:
     state = fully_shard.state(model)  # type: ignore[attr-defined]
     for each in state._state_ctx.all_states:
         if each._fsdp_param_group:
+            for parameter in each._fsdp_param_group.fsdp_params:
+                # Gradients put off to the very end come in the narrow dtype, beside others already widened for the sum.
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
             each._fsdp_param_group.post_backward()
     state._root_post_backward_final_callback()

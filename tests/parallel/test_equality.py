@@ -194,14 +194,20 @@ def test_float32_follows_float64(ranks: RankPool, layout: Layout) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [dict(shard=2), dict(tensor=2), dict(context=2), dict(pipeline=2), dict(replicate=2)], ids=str
-)
+    "layout",
+    [
+        dict(shard=2), dict(tensor=2), dict(context=2), dict(pipeline=2), dict(replicate=2),
+        dict(pipeline=2, shard=2, schedule="zb-h1"),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_bfloat16_stays_within_the_spread_of_data_orders(ranks: RankPool, layout: Layout) -> None:
     settings = dict(dtype="bfloat16", steps=8, lr=1e-3)
     one = cases.train(0, cases.make_run("dense", {}, **settings), True)["losses"]
     other = cases.train(0, cases.make_run("dense", {}, **settings), True, seed=1)["losses"]
     spread = np.abs(np.subtract(one, other)).max()
-    for got in ranks.run(2, cases.train, cases.make_run("dense", layout, **settings), True):
+    run = cases.make_run("dense", layout, **settings)
+    for got in ranks.run(run.layout.world, cases.train, run, True):
         assert np.abs(np.subtract(got["losses"], one)).max() < spread
 
 
