@@ -98,9 +98,8 @@ def test_a_plan_that_is_wrong_is_told(tmp_path: Path, capsys: pytest.CaptureFixt
     from shardwise.measure import verify
 
     path = tmp_path / "run.toml"
-    path.write_text(
-        "[model]\nlayers = 2\nhidden = 64\nheads = 4\n[layout]\nshard = 2\n[train]\nglobal_batch = 4\nmicrobatch = 1\nseq_len = 32\n"
-    )
+    sections = "[model]\nlayers = 2\nhidden = 64\nheads = 4\n[layout]\nshard = 2\n"
+    path.write_text(sections + "[train]\nglobal_batch = 4\nmicrobatch = 1\nseq_len = 32\n")
     assert main(["verify", str(path), "--dry", "--rank", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["agrees"] is True
     monkeypatch.setattr(verify, "traffic", lambda run, rank: Traffic({"shard": {"all_gather": 1.0}}))
