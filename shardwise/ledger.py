@@ -142,10 +142,10 @@ class Difference:
 
 def quantities(account: Account) -> Iterator[tuple[str, str, float]]:
     """Every number of an account: which of the four it belongs to, its name, its value."""
-    for kind in ("flops", "bytes"):
+    for account_name, kind in (("work", "flops"), ("moved", "bytes")):
         for part, passes in getattr(account.work, kind).items():
             for name, value in passes.items():
-                yield "work", f"{kind} {part} {name}", value
+                yield account_name, f"{kind} {part} {name}", value
     for rank, owners in enumerate(account.memory.ranks):
         for owner, value in owners.items():
             yield "memory", f"rank {rank} {owner}", value

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from shardwise.data.batches import Batch
-from shardwise.ledger import Account, Difference, Memory, Traffic, compare
+from shardwise.ledger import Account, Difference, Memory, Span, Timeline, Traffic, compare
 from shardwise.measure.balance import even_routing
 from shardwise.measure.dry import dry_rank
 from shardwise.measure.memory import measure_memory
@@ -120,8 +120,22 @@ def verify_rank(run: Run, steps: int = 3) -> Verdict:
         start = _now(trainee.device)
         trainee.train_step(batch).loss.item()
         taken.append(_now(trainee.device) - start)
+    done = executed(trainee)
     account, same, actions = counted(trainee, batch, seconds=statistics.median(taken))
+    account = replace(account, timeline=done)
     return Verdict(trainee.mesh.rank, planned(run, trainee.mesh.rank), account, same, actions)
+
+
+def executed(trainee: Trainee) -> Timeline:
+    """What the pipeline did in the last step and when, as the host saw it."""
+    pipeline = trainee.parallel.pipeline
+    begin = pipeline.times[0][0]
+    rank = trainee.mesh.index("pipeline")
+    spans = [
+        Span(rank, "compute", str(action), "other", start - begin, end - start, action.microbatch, action.stage)
+        for action, (start, end) in zip(pipeline.executed, pipeline.times, strict=True)
+    ]
+    return Timeline(tuple(spans), pipeline.times[-1][1] - begin)
 
 
 def _now(device: torch.device) -> float:
@@ -158,6 +172,8 @@ def as_dict(verdicts: list[Verdict], tolerance: Mapping[str, float]) -> dict[str
                 "agrees": v.agrees(tolerance),
                 "schedule": v.schedule,
                 "actions": v.actions,
+                "bytes_moved": v.measured.work.bytes,
+                "timeline": [[s.name, s.start, s.seconds] for s in v.measured.timeline.spans],
                 "differences": [
                     {
                         "account": d.account,

@@ -4,6 +4,9 @@ Matrix products are seen by the dispatcher. A product of the forward pass tells 
 that weight makes the gradient of an input, and the other one of the same autograd node that of the weight. A forward
 pass inside of a backward pass is recomputation. Attention is counted where the network calls it, by the pairs of query and
 key that its mask lets through, whatever kernel computes it: twice as much backward as forward.
+
+All other operators are counted by the bytes of what they read and write: lookups, norms, activations, casts and sums, and the
+optimizer's. Backward they belong to the network as a whole.
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from shardwise.ledger import Work
 from shardwise.model.attention import GroupedAttention, LatentAttention
 from shardwise.model.experts import Experts, Router
-from shardwise.model.layers import FeedForward, Linear
+from shardwise.model.layers import FeedForward, Linear, Norm
 from shardwise.model.transformer import Transformer
 from shardwise.parallel import context
 from shardwise.plan.account import CONVENTION
@@ -50,6 +54,8 @@ class WorkCounter(TorchDispatchMode):
     def __init__(self, trainee: Trainee) -> None:
         super().__init__()
         self.flops: dict[str, dict[str, float]] = {}
+        self.bytes: dict[str, dict[str, float]] = {}
+        self.updating = False
         self.trainee = trainee
         self.inside: list[str] = []
         self.weights: dict[int, tuple[StorageWeakRef, str]] = {}
@@ -61,6 +67,7 @@ class WorkCounter(TorchDispatchMode):
     def __enter__(self) -> WorkCounter:
         for model in self.trainee.parallel.models:
             self._watch(model)
+        self.open.enter_context(mock.patch.object(self.trainee.optimizer, "step", self._optimizer_step()))
         for where, name in (
             (torch.nn.functional, "scaled_dot_product_attention"),
             (context, "attend_piece"),
@@ -81,7 +88,7 @@ class WorkCounter(TorchDispatchMode):
         for flops in self.waiting.values():
             self._add(UNKNOWN, "backward_weight", flops)
         self.waiting = {}
-        return Work(self.flops, convention=CONVENTION)
+        return Work(self.flops, self.bytes, CONVENTION)
 
     def _watch(self, model: Transformer) -> None:
         """Know which part of the network runs."""
@@ -92,7 +99,21 @@ class WorkCounter(TorchDispatchMode):
                 for inner in module.modules():
                     if isinstance(inner, Linear | Experts | Router):
                         self._mark(inner, part)
+            if isinstance(module, Norm | nn.Embedding):
+                self._mark(module, "norm" if isinstance(module, Norm) else "embedding")
         self._mark(model.loss, "head")
+
+    def _optimizer_step(self) -> Callable[..., Any]:
+        inner = self.trainee.optimizer.step
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self.updating = True
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.updating = False
+
+        return watched
 
     def _around(self, module: nn.Module, part: str) -> None:
         """Also products that hooks before the module make."""
@@ -124,7 +145,21 @@ class WorkCounter(TorchDispatchMode):
         if operator in PRODUCTS:
             first, second = (args[place] for place in PRODUCTS[operator])
             self._product(first, second, 2.0 * first.numel() * second.shape[-1])
+        elif operator.namespace == "aten" and not operator.is_view:
+            self._moved(sum(x.numel() * x.element_size() for x in tree_leaves((args, out)) if isinstance(x, Tensor)))
         return out
+
+    def _moved(self, size: float) -> None:
+        """Bytes that an operator other than a product reads and writes."""
+        backward = torch._C._current_graph_task_id() != -1
+        if self.inside:
+            part, which = self.inside[-1], "recompute" if backward else "forward"
+        elif self.updating:
+            part, which = "parameters", "optimizer"
+        else:
+            part, which = "network", "backward_input" if backward else "forward"
+        passes = self.bytes.setdefault(part, {})
+        passes[which] = passes.get(which, 0.0) + size
 
     def _product(self, first: Tensor, second: Tensor, flops: float) -> None:
         if self.inside:

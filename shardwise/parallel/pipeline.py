@@ -10,6 +10,7 @@ so nothing depends on luck or tags. A run without a pipeline is the same executo
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -146,6 +147,7 @@ class Pipeline:
         self.mesh = mesh
         self.sync_every, self.share_parameters = zero > 1, zero == 3
         self.executed: list[Action] = []
+        self.times: list[tuple[float, float]] = []  # when the host began and ended each of them
 
     def run(
         self, microbatches: list[Microbatch], like: Tensor, weights: tuple[Tensor | float, Tensor] | None
@@ -162,10 +164,11 @@ class Pipeline:
         schedule = self.schedule if weights is not None else self.forward_only
         self.mail = Mail(schedule, self.mesh, like)
         self.local: dict[Message, Tensor] = {}
-        self.executed = []
+        self.executed, self.times = [], []
         actions = schedule.ranks[self.mesh.index("pipeline")]
         remaining = Counter((a.stage, a.kind) for a in actions)
         for action in actions:
+            start = time.perf_counter()
             remaining[action.stage, action.kind] -= 1
             if action.kind == "F":
                 self._forward(action)
@@ -174,6 +177,7 @@ class Pipeline:
             else:
                 self._backward(action, last=not remaining[action.stage, action.kind])
             self.executed.append(action)
+            self.times.append((start, time.perf_counter()))
         self.mail.close()
         if weights is not None:
             for stage in self.stages.values():
