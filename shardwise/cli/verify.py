@@ -27,7 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--time", type=float, metavar="SHARE", help="also fail when the step's time is further off than this"
     )
-    parser.add_argument("--all", action="store_true", help="list every quantity, not only what differs and the totals")
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument("--html", metavar="FILE", help="also write a page")
 
@@ -56,7 +55,7 @@ def execute(args: argparse.Namespace) -> int:
 def _again(args: argparse.Namespace) -> list[str]:
     """The arguments of this command, for the ranks."""
     words = ["verify", args.run, "--steps", str(args.steps), *(f"--{override}" for override in args.overrides)]
-    words += [f"--{name}" for name in ("json", "all") if getattr(args, name)]
+    words += ["--json"] if args.json else []
     if args.time is not None:
         words += ["--time", str(args.time)]
     return words + (["--html", args.html] if args.html else [])
@@ -113,8 +112,6 @@ def _show(verdicts: list[Verdict], args: argparse.Namespace) -> int:
     from shardwise.report import terminal
 
     console = Console()
-    if not args.all:
-        differences = [d for d in differences if d in worst.beyond(tolerance) or d.name in ("step",)] or differences
     console.print(terminal.comparison_table(differences, shown))
     console.print()
     console.print(terminal.notes(_sentences(verdicts, worst)))

@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -60,6 +61,7 @@ class WorkCounter(TorchDispatchMode):
         self.inside: list[str] = []
         self.weights: dict[int, tuple[StorageWeakRef, str]] = {}
         self.inputs: dict[int, tuple[StorageWeakRef, str]] = {}
+        self.parameters: dict[int, tuple[StorageWeakRef, str]] = {}
         self.node: tuple[Any, str] | None = None  # that made the gradient of an input last, and its part
         self.waiting: dict[Any, float] = {}  # gradients of weights, by nodes that have not made that of an input yet
         self.open = contextlib.ExitStack()
@@ -92,6 +94,9 @@ class WorkCounter(TorchDispatchMode):
 
     def _watch(self, model: Transformer) -> None:
         """Know which part of the network runs."""
+        for name, parameter in model.named_parameters():
+            if not isinstance(parameter, DTensor):
+                self._remember(self.parameters, parameter, name)
         for module in model.modules():
             part = next((name for kind, name in PARTS if isinstance(module, kind)), None)
             if part is not None:
@@ -146,6 +151,13 @@ class WorkCounter(TorchDispatchMode):
             first, second = (args[place] for place in PRODUCTS[operator])
             self._product(first, second, 2.0 * first.numel() * second.shape[-1])
         elif operator.namespace == "aten" and not operator.is_view:
+            if (
+                operator is aten._to_copy.default
+                and self.inside
+                and self._part_of(self.parameters, args[0]) is not None
+            ):
+                # A weight cast for its product, which a repeated pass may leave before it is made.
+                self._remember(self.weights, out, self.inside[-1])
             self._moved(sum(x.numel() * x.element_size() for x in tree_leaves((args, out)) if isinstance(x, Tensor)))
         return out
 

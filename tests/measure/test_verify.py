@@ -88,6 +88,15 @@ def test_dry_ranks_are_as_planned(model: str, layout: Layout) -> None:
     check(verify_dry(run, run.layout.world - 1), run)
 
 
+@pytest.mark.parametrize(
+    "layout", [{}, dict(recompute="full"), dict(recompute="full", shard=2), dict(tensor=2)], ids=str
+)
+def test_narrow_arithmetic_is_as_planned(layout: Layout) -> None:
+    """Matrices are cast where they are used, also by a repeated pass that stops before the product."""
+    run = cases.make_run("dense", layout, global_batch=2 * layout.get("shard", 1), microbatch=1, dtype="bfloat16")
+    check(verify_dry(run, run.layout.world - 1), run)
+
+
 def test_a_rank_that_is_not_there() -> None:
     with pytest.raises(UserError, match="not a rank"):
         verify_dry(cases.make_run("dense", dict(shard=2)), 2)
