@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from shardwise.ledger import Account, Memory, as_dict
 from shardwise.plan import held
 from shardwise.plan.account import work
@@ -13,8 +15,9 @@ from shardwise.plan.constants import constants_of, fitted, groups_of
 from shardwise.plan.goodput import JobCost, job_cost
 from shardwise.plan.job import Job, job_of
 from shardwise.plan.memory import GIB, memory
+from shardwise.plan.operations import embedding, head, layer
 from shardwise.plan.prediction import interval
-from shardwise.plan.step import Step, prepare, step_time
+from shardwise.plan.step import Step, layers_by_stage, prepare, step_time
 from shardwise.plan.traffic import first_ranks, traffic
 from shardwise.plan.work import CONVENTION, parameters, training_flops
 from shardwise.run import AXES, LayoutConfig, Run
@@ -58,6 +61,7 @@ class Plan:
             "tokens_per_s": account.tokens_per_second,
             "mfu": self.mfu,
             "flops": as_dict(account.work.flops),
+            "bytes_moved": as_dict(account.work.bytes),
             "flops_convention": CONVENTION,
             "memory": {
                 "capacity": account.memory.capacity,
@@ -89,7 +93,8 @@ def plan_job(run: Run, job: Job, *, precise: bool = True) -> Plan:
     step = step_time(prepare(job), constants)
     space = exact(memory(job), run, job) if precise else memory(job)
     wire = traffic(run, None if precise else 0)
-    account = Account("plan", step.seconds, job.tokens, step.breakdown, work(run), space, wire)
+    done = replace(work(run), bytes=bytes_moved(job, step))
+    account = Account("plan", step.seconds, job.tokens, step.breakdown, done, space, wire)
     devices = run.layout.world
     peak = job.cluster.chip.peak.get("fp8" if job.fp8 else job.dtype) or max(job.cluster.chip.peak.values())
     mfu = job.tokens * training_flops(job.model, job.seq_len) / (step.seconds * devices * peak)
@@ -101,6 +106,25 @@ def plan_job(run: Run, job: Job, *, precise: bool = True) -> Plan:
         run, job, account, step.seconds * math.exp(-width), step.seconds * math.exp(width), mfu, cost,
         what_binds(account, job), tuple(notes), step,
     )  # fmt: skip
+
+
+def bytes_moved(job: Job, step: Step) -> dict[str, dict[str, float]]:
+    """Bytes that memory-bound work reads and writes in a step on the pipeline rank with the most work, by part and pass."""
+    stages = [n for n, home in enumerate(step.placement) if home == step.slowest]
+    layers = layers_by_stage(job)
+    dense, routed = (float(sum(layers[n][kind] for n in stages)) for kind in (0, 1))
+    pieces = [(dense, layer(job, routed=False))] if dense else []
+    pieces += [(routed, layer(job, routed=True))] if routed else []
+    pieces += [(1.0, embedding(job))] if 0 in stages else []
+    pieces += [(1.0, head(job))] if len(layers) - 1 in stages else []
+    moved: dict[str, dict[str, float]] = {}
+    for times, tally in pieces:
+        for entry in tally.entries:
+            for name, size in zip(("forward", "backward_input", "backward_weight"), entry.bytes, strict=True):
+                if np.any(size):
+                    passes = moved.setdefault(entry.part, {})
+                    passes[name] = passes.get(name, 0.0) + times * float(job.accumulation) * float(size)
+    return moved
 
 
 def exact(space: Memory, run: Run, job: Job) -> Memory:

@@ -56,6 +56,7 @@ def test_json_has_the_names_that_scripts_rely_on(run_file: Path, capsys: pytest.
     assert plan["tokens_per_s"] == pytest.approx(64 * 8192 / plan["step_seconds"])
     assert plan["step_seconds_low"] < plan["step_seconds"] < plan["step_seconds_high"]
     assert len(plan["memory"]["stages"]) == 2
+    assert plan["bytes_moved"]["norm"]["forward"] > 0
     assert set(plan["traffic"]) >= {"shard", "tensor", "pipeline"}
 
 
