@@ -3,8 +3,10 @@ forward passes save for the backward passes, which comes and goes with the sched
 
 from __future__ import annotations
 
-from shardwise.plan.place import WIDTHS, Place, Weight, piece
-from shardwise.plan.saved import Rows, saved
+from dataclasses import replace
+
+from shardwise.plan.place import WIDTHS, Place, Stage, Weight, piece
+from shardwise.plan.saved import Rows, Saved, repeated, saved
 from shardwise.plan.step import cached_schedule
 from shardwise.run import Run
 from shardwise.schedules import Schedule, high_water
@@ -71,7 +73,7 @@ def owners(run: Run, rank: int) -> dict[str, float]:
         gathered=gathered(run, rank),
         # The probabilities are saved; beside them stand twice as many numbers, their gradient and that of the scores.
         logits=2 * numbers * place.wide if any(stage.last for stage in place.stages) else 0,
-        again=max(saved(place, stage, fuses(run)).again for stage in place.stages),
+        again=max(_keeps(place, stage).again for stage in place.stages),
     )
     return {owner: float(size) for owner, size in own.items()}
 
@@ -82,10 +84,24 @@ def saved_activations(run: Run, rank: int, rows: Rows | None = None) -> dict[int
     return {stage.number: saved(place, stage, fuses(run), rows).whole for stage in place.stages}
 
 
+_KNOWN: dict[tuple[object, ...], Saved] = {}
+
+
+def _keeps(place: Place, stage: Stage) -> Saved:
+    """`saved` under an even load, remembered: stages that are alike save alike."""
+    layers = tuple((place.routed(layer), again) for layer, again in repeated(place, stage).items())
+    alike = (place.run, place.index("tensor"), stage.first, stage.last, layers)
+    if alike not in _KNOWN:
+        if len(_KNOWN) > 1000:
+            _KNOWN.clear()
+        _KNOWN[alike] = saved(place, stage, fuses(place.run))
+    return _KNOWN[alike]
+
+
 def activations(run: Run, rank: int) -> int:
     """The most that all microbatches in flight keep on a rank, as its schedule plays."""
     place = Place(run, rank)
-    keeps = {stage.number: saved(place, stage, fuses(run)) for stage in place.stages}
+    keeps = {stage.number: _keeps(place, stage) for stage in place.stages}
     if run.layout.pipeline == 1:
         return keeps[0].whole
     whole, put_off = ([0] * len(place.placement) for _ in range(2))
@@ -95,7 +111,8 @@ def activations(run: Run, rank: int) -> int:
         whole[number] = keep.whole - (stream if number - 1 in keeps else 0)
         put_off[number] = keep.put_off
     schedule, longer = _short(run)
-    return round(high_water(schedule, whole, put_off)[place.index("pipeline")] * longer)
+    own = replace(schedule, ranks=(schedule.ranks[place.index("pipeline")],))
+    return round(high_water(own, whole, put_off)[0] * longer)
 
 
 def _short(run: Run) -> tuple[Schedule, float]:
