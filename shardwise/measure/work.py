@@ -6,12 +6,14 @@ pass inside of a backward pass is recomputation. Attention is counted where the 
 key that its mask lets through, whatever kernel computes it: twice as much backward as forward.
 
 All other operators are counted by the bytes of what they read and write: lookups, norms, activations, casts and sums, and the
-optimizer's. Backward they belong to the network as a whole.
+optimizer's. Backward, autograd's nodes are numbered as the forward pass made them, which tells their part; what stands between
+the parts (the residual stream) is the network's.
 """
 
 from __future__ import annotations
 
 import contextlib
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -57,6 +59,7 @@ class WorkCounter(TorchDispatchMode):
         self.flops: dict[str, dict[str, float]] = {}
         self.bytes: dict[str, dict[str, float]] = {}
         self.updating = False
+        self.made: list[tuple[int, str]] = []  # from which of autograd's numbers on nodes belong to which part
         self.trainee = trainee
         self.inside: list[str] = []
         self.weights: dict[int, tuple[StorageWeakRef, str]] = {}
@@ -133,9 +136,11 @@ class WorkCounter(TorchDispatchMode):
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             self.inside.append(part)
+            self.made.append((torch._C._autograd._get_sequence_nr(), part))
             try:
                 return inner(*args, **kwargs)
             finally:
+                self.made.append((torch._C._autograd._get_sequence_nr(), "network"))
                 self.inside.pop()
 
         module.forward = watched
@@ -169,9 +174,17 @@ class WorkCounter(TorchDispatchMode):
         elif self.updating:
             part, which = "parameters", "optimizer"
         else:
-            part, which = "network", "backward_input" if backward else "forward"
+            part, which = (self._part_of_node(), "backward_input") if backward else ("network", "forward")
         passes = self.bytes.setdefault(part, {})
         passes[which] = passes.get(which, 0.0) + size
+
+    def _part_of_node(self) -> str:
+        """The part whose forward pass made the node that autograd is at."""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return "network"
+        at = bisect_right(self.made, node._sequence_nr(), key=lambda mark: mark[0])
+        return self.made[at - 1][1] if at else "network"
 
     def _product(self, first: Tensor, second: Tensor, flops: float) -> None:
         if self.inside:

@@ -97,6 +97,14 @@ def test_narrow_arithmetic_is_as_planned(layout: Layout) -> None:
     check(verify_dry(run, run.layout.world - 1), run)
 
 
+def test_bytes_moved_are_told_by_part_and_pass() -> None:
+    moved = verify_dry(cases.make_run("mixture", dict(recompute="full")), 0).measured.work.bytes
+    for part in ("norm", "ffn", "experts", "router", "attention"):
+        assert all(moved[part][each] > 0 for each in ("forward", "recompute", "backward_input")), part
+    assert moved["embedding"]["forward"] > 0
+    assert moved["parameters"]["optimizer"] > 0
+
+
 def test_a_rank_that_is_not_there() -> None:
     with pytest.raises(UserError, match="not a rank"):
         verify_dry(cases.make_run("dense", dict(shard=2)), 2)
