@@ -40,25 +40,16 @@ that could hide but does not."""
 Constants = Mapping[str, float]
 
 
-GENERATIONS = {"v100": "volta", "a1": "ampere", "a8": "ampere", "h": "hopper", "b": "blackwell", "gb": "blackwell", "mi": "cdna",
-               "tpu": "tpu"}  # fmt: skip
-
-
-def generation(chip: str) -> str:
-    """Chips of one architecture share what was learned of any of them."""
-    return next((name for start, name in GENERATIONS.items() if chip.startswith(start)), chip)
-
-
 def groups_of(job: Job) -> dict[str, str]:
     """What the constants of a job depend on, by name."""
     chip, stack = job.cluster.chip, job.stack
     return {
-        "chip": generation(chip.name),
+        "chip": chip.generation,
         "family": stack.family,
         "kernel": stack.attention,
         "kernels": stack.kernels,
         "fabric": f"{8 * job.cluster.inter / 1e9:.0f}",
-        "fp8": f"{generation(chip.name)}-fp8" if job.fp8 else "",
+        "fp8": f"{chip.generation}-fp8" if job.fp8 else "",
     }
 
 

@@ -95,7 +95,7 @@ def buffers(job: Job) -> Number:
     return exchanged + job.stack.bucket_bytes
 
 
-def memory(job: Job, constants: dict[str, float] | None = None) -> Memory:
+def memory(job: Job) -> Memory:
     """Every pipeline rank of one layout."""
     lay = job.layout
     layers = layers_by_stage(job)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from shardwise.plan.job import Job
-from shardwise.plan.operations import regroups_tensor
+from shardwise.plan.tally import regroups_tensor
 from shardwise.plan.work import attention_parameters, feed_forward_parameters
 
 Number = Any

@@ -15,8 +15,9 @@ import numpy as np
 
 from shardwise.plan.constants import Constants
 from shardwise.plan.job import Job
-from shardwise.plan.operations import FORWARD, INPUT, WEIGHT, Entry, Tally, embedding, head, layer
+from shardwise.plan.operations import embedding, head, layer
 from shardwise.plan.operations import pieces as stream_tokens
+from shardwise.plan.tally import FORWARD, INPUT, WEIGHT, Entry, Tally
 
 Number = Any
 CATEGORIES = ("matmul", "attention", "memory", "tensor", "context", "expert")

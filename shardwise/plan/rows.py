@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.hardware import find_chip, make_cluster
+from shardwise.hardware import Cluster, make_cluster
 from shardwise.plan.job import Job
 from shardwise.plan.stacks import STACKS, Stack
 from shardwise.plan.work import parameters
@@ -26,6 +26,10 @@ SCHEDULES = {
     "zb-2p": "zb-v",
     "dualpipe": "dualpipe-v",
 }
+
+
+MODERN = ("hopper", "blackwell", "cdna3")
+"""Generations whose published runs are of programs that shard the optimizer and fuse their kernels."""
 
 
 class Unsupported(Exception):
@@ -94,8 +98,19 @@ def _even(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(base + (start <= n < start + more) for n in range(stages))
 
 
-def layout_of(row: Row, model: ModelConfig, assumed: list[str]) -> LayoutConfig:
-    """The row's layout in this project's axes."""
+def cluster_of_row(row: Row, devices: int) -> Cluster:
+    """So many of the row's devices, as they are joined."""
+    hardware = row["hardware"]
+    per_node = min(hardware["gpus_per_node"], devices)
+    own: dict[str, Any] = {key: hardware.get(key) or 0 for key in ("intra_gbs", "inter_gbs", "power_w", "hbm_gbs")}
+    try:
+        return make_cluster(hardware["chip"], -(-devices // per_node), per_node, **own)
+    except UserError as problem:
+        raise Unsupported(str(problem)) from None
+
+
+def layout_of(row: Row, model: ModelConfig, assumed: list[str], *, modern: bool) -> LayoutConfig:
+    """The row's layout in this project's axes; `modern` chips are used by programs that share the optimizer by default."""
     p, devices = row["parallel"], row["hardware"]["gpus"]
     tensor, pipeline, context, expert = (p.get(k) or 1 for k in ("tp", "pp", "cp", "ep"))
     if p.get("tp") is None or p.get("pp") is None:
@@ -103,7 +118,7 @@ def layout_of(row: Row, model: ModelConfig, assumed: list[str]) -> LayoutConfig:
     data = p.get("dp") or max(1, devices // (tensor * pipeline * context))
     zero = p.get("zero_stage")
     if zero is None:
-        zero = 1 if find_chip(row["hardware"]["chip"]).name[0] in "hbg" else 0
+        zero = 1 if modern else 0
         if data > 1:
             assumed.append(f"ZeRO stage {zero}")
     group = p.get("zero_group") if isinstance(p.get("zero_group"), int) else None
@@ -141,10 +156,9 @@ def layout_of(row: Row, model: ModelConfig, assumed: list[str]) -> LayoutConfig:
     return replace(layout, stages=_even(model.layers, stages))
 
 
-def stack_of(row: Row) -> Stack:
+def stack_of(row: Row, *, modern: bool) -> Stack:
     """The program a row was measured with, from the family of rows it belongs to, else from what it says."""
     group, note, p = row["group"], row.get("note") or "", row["parallel"]
-    chip = row["hardware"]["chip"]
     if group == "megatron_sc21_t2" and p.get("zero_stage") == 3:
         return STACKS["deepspeed-zero3"]
     if group.startswith(("megatron_sc21", "megatron_2020", "megatron_jan2021", "megatron_readme", "vtrain")):
@@ -171,7 +185,7 @@ def stack_of(row: Row) -> Stack:
         name = "colossalai"
     elif p.get("zero_stage") == 3 and not row["model"].get("experts"):
         name = "fsdp"
-    elif chip[0] in "va":
+    elif not modern:
         name = "megatron"
     else:
         name = "nemo"
@@ -198,8 +212,9 @@ def job_of_row(row: Row) -> RowJob:
     hardware = row["hardware"]
     if not hardware.get("gpus"):
         raise Unsupported("how many devices was not published")
-    model = model_of(row)
-    layout = layout_of(row, model, assumed)
+    model, cluster = model_of(row), cluster_of_row(row, hardware["gpus"])
+    modern = cluster.chip.generation in MODERN
+    layout = layout_of(row, model, assumed, modern=modern)
     if row["model"].get("vocab") is None:
         assumed.append("a vocabulary of 51200")
     precision = row["precision"] or "bf16"
@@ -221,25 +236,13 @@ def job_of_row(row: Row) -> RowJob:
         assumed.append("8 microbatches a step")
     if batch < micro * data:
         raise Unsupported(f"a batch of {batch} over {data} data ranks in microbatches of {micro}")
-    try:
-        cluster = make_cluster(
-            hardware["chip"],
-            -(-hardware["gpus"] // hardware["gpus_per_node"]),
-            min(hardware["gpus_per_node"], hardware["gpus"]),
-            intra_gbs=hardware.get("intra_gbs") or 0,
-            inter_gbs=hardware.get("inter_gbs") or 0,
-            power_w=hardware.get("power_w") or 0,
-            hbm_gbs=hardware.get("hbm_gbs") or 0,
-        )
-    except UserError as problem:
-        raise Unsupported(str(problem)) from None
     job = Job(
         model=model,
         layout=layout,
         seq_len=row["model"]["seq"],
         global_batch=batch,
         microbatch=micro,
-        stack=stack_of(row),
+        stack=stack_of(row, modern=modern),
         cluster=cluster,
         dtype="float16" if precision == "fp16" else "bfloat16",
         fp8="fp8" in precision,

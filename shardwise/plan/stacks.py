@@ -137,13 +137,11 @@ STACKS: dict[str, Stack] = {
         replace(_MEGATRON, name="megatron-2022", accumulate_bytes=2.0),
         replace(_MEGATRON, name="megatron-ddp", gradients_overlap=True),
         replace(_MEGATRON, name="megatron-flash1", attention="flash1", dropout=False),
-        replace(_MEGATRON, name="megatron-flash2", attention="flash2", dropout=False, gradient_bytes=4.0),
         _NEMO,
         replace(_NEMO, name="nemo-plain",
                 tensor_overlap=0.0, gradients_overlap=False, gather_overlap=False, pipeline_blocks=True, attention="flash3"),
         replace(_NEMO, name="jax", sequence_parallel=False, reduce_every_microbatch=True, stops_early=True),
         _FSDP,
-        replace(_FSDP, name="fsdp-pure", reduce_bytes=2.0),
         replace(_FSDP, name="fsdp-flash1", attention="flash1"),
         replace(_FSDP, name="fsdp-pure-flash1", attention="flash1", reduce_bytes=2.0),
         # Every second product is computed again, and all that is not a product or attention.

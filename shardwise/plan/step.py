@@ -18,10 +18,10 @@ import numpy as np
 from shardwise.hardware import Operation, collective_seconds, memory_seconds
 from shardwise.plan.constants import Constants, constants_of
 from shardwise.plan.job import Job
-from shardwise.plan.operations import span
 from shardwise.plan.parameters import Held, stage_parameters, zero_groups
 from shardwise.plan.passes import Passes, Piece, Pieces, passes
 from shardwise.plan.stages import stage_counts
+from shardwise.plan.tally import span
 from shardwise.schedules import Cost, Schedule, Timing, make_schedule, time
 
 Number = Any

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from jobs import EXPERTS, GPT, LLAMA, make_job
 
 from shardwise.plan.memory import layer_activations
-from shardwise.plan.operations import FORWARD, embedding, head, layer
+from shardwise.plan.operations import embedding, head, layer
+from shardwise.plan.tally import FORWARD
 from shardwise.plan.work import forward_flops
 
 LATENT = LLAMA | dict(attention="latent", q_rank=384, kv_rank=256, nope_dim=64, rope_dim=32, v_dim=64, kv_heads=0)

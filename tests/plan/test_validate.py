@@ -89,7 +89,7 @@ def test_rows_with_holes_are_unsupported_not_errors() -> None:
     row = published("training")[0]
     holes = [
         row | {"hardware": row["hardware"] | {"gpus": None}},
-        row | {"hardware": row["hardware"] | {"chip": "h1000"}},
+        row | {"hardware": row["hardware"] | {"chip": "h1000"}, "parallel": row["parallel"] | {"zero_stage": None}},
         row | {"model": row["model"] | {"hidden": None}},
         row | {"parallel": row["parallel"] | {"tp": None}},
         row | {"global_batch": 1},

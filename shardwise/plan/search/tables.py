@@ -18,11 +18,12 @@ from shardwise.hardware import collective_seconds
 from shardwise.plan.constants import constants_of
 from shardwise.plan.job import Job, overlapped
 from shardwise.plan.memory import GIB, buffers, gathered_layers, layer_activations, states
-from shardwise.plan.operations import Tally, embedding, head, layer, span
+from shardwise.plan.operations import embedding, head, layer
 from shardwise.plan.parameters import Held, ends_parameters, layer_parameters
 from shardwise.plan.passes import Piece, Pieces, passes
 from shardwise.plan.search.space import LOOPED, V_SHAPED, Choices, Sizes
 from shardwise.plan.step import DataSeconds, data_seconds, layers_by_stage
+from shardwise.plan.tally import Tally, span
 
 Array = Any
 

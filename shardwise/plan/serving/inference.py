@@ -16,9 +16,9 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from shardwise.hardware import Cluster, make_cluster
+from shardwise.hardware import Cluster
 from shardwise.plan.prediction import Prediction
-from shardwise.plan.rows import Row, Unsupported, model_of
+from shardwise.plan.rows import Row, Unsupported, cluster_of_row, model_of
 from shardwise.plan.serving.engines import ENGINES, FORMATS
 from shardwise.plan.serving.loads import Load, prepare, quantities
 from shardwise.plan.serving.serving import GIB, Serving, memory_by_owner
@@ -129,25 +129,13 @@ def serving_of_row(row: Row) -> tuple[Serving, Load, tuple[str, ...]]:
     """A row's serving, its load, and what had to be assumed; raises `Unsupported`."""
     assumed: list[str] = []
     model = model_of(row)
-    hardware, note = row["hardware"], row.get("note") or ""
+    note = row.get("note") or ""
     ranks = _ranks(row, model, assumed)
     precision = row["precision"] or "bf16"
     if precision not in FORMATS:
         raise Unsupported(f"the precision {precision}")
     devices = ranks["tensor"] * ranks["pipeline"] * ranks["copies"]
-    per_node = min(hardware["gpus_per_node"], devices)
-    try:
-        cluster = make_cluster(
-            hardware["chip"],
-            -(-devices // per_node),
-            per_node,
-            intra_gbs=hardware.get("intra_gbs") or 0,
-            inter_gbs=hardware.get("inter_gbs") or 0,
-            power_w=hardware.get("power_w") or 0,
-            hbm_gbs=hardware.get("hbm_gbs") or 0,
-        )
-    except UserError as problem:
-        raise Unsupported(str(problem)) from None
+    cluster = cluster_of_row(row, devices)
     windowed = (0.0, 0)
     if "alternating" in str(row["model"].get("window")):
         windowed = (0.5, int(re.findall(r"\d+", row["model"]["window"])[0]))
