@@ -11,7 +11,7 @@ import numpy as np
 from shardwise.ledger import Account, Memory, as_dict
 from shardwise.plan import held
 from shardwise.plan.account import work
-from shardwise.plan.constants import constants_of, fitted, groups_of
+from shardwise.plan.constants import fitted, groups_of
 from shardwise.plan.goodput import JobCost, job_cost
 from shardwise.plan.job import Job, job_of
 from shardwise.plan.memory import GIB, memory
@@ -86,11 +86,10 @@ def plan(run: Run) -> Plan:
     return plan_job(run, job_of(run))
 
 
-def plan_job(run: Run, job: Job, *, precise: bool = True) -> Plan:
-    """The plan of a run as this job; `precise` looks at every pipeline rank for the most traffic, and counts this
-    trainer's memory to the byte, which takes a few times longer."""
-    constants = constants_of(job)
-    step = step_time(prepare(job), constants)
+def plan_job(run: Run, job: Job, step: Step | None = None, *, precise: bool = True) -> Plan:
+    """The plan of a run as this job, whose step may be known already; `precise` looks at every pipeline rank for the most
+    traffic, and counts this trainer's memory to the byte, which takes a few times longer."""
+    step = step or step_time(prepare(job))
     space = exact(memory(job), run, job) if precise else memory(job)
     wire = traffic(run, None if precise else 0)
     done = replace(work(run), bytes=bytes_moved(job, step))

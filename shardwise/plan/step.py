@@ -8,7 +8,7 @@ played and the rest is that slope, which changes nothing but the waiting for an 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from shardwise.plan.parameters import Held, stage_parameters, zero_groups
 from shardwise.plan.passes import Passes, Piece, Pieces, passes
 from shardwise.plan.stages import stage_counts
 from shardwise.plan.tally import span
+from shardwise.plan.waves import Waves
 from shardwise.schedules import Cost, Schedule, Timing, make_schedule, time
 
 Number = Any
@@ -154,10 +155,16 @@ def cached_schedule(name: str, ranks: int, microbatches: int, chunks: int) -> Sc
 
 
 @lru_cache(maxsize=64)
+def _waves(name: str, ranks: int, microbatches: int, chunks: int) -> Waves:
+    """The waves of a schedule, remembered: a search plans what it has just played."""
+    return Waves(cached_schedule(name, ranks, microbatches, chunks))
+
+
+@lru_cache(maxsize=64)
 def _timed(
     name: str, ranks: int, microbatches: int, chunks: int, costs: tuple[tuple[float, ...], ...], wire: float
 ) -> Timing:
-    """A schedule played, remembered: a search plans what it has just played."""
+    """A schedule played, remembered: a plan's timeline is that of its step."""
     return time(cached_schedule(name, ranks, microbatches, chunks), Cost(*costs), wire)
 
 
@@ -191,15 +198,31 @@ Played = tuple[float, tuple[int, ...], Timing | None]
 """From the first forward to the last backward; where the stages stand; when everything happens."""
 
 
-def step_time(
-    prepared: Prepared,
-    constants: Constants | None = None,
-    play: Callable[[Job, Cost, float, int], Played] | None = None,
-) -> Step:
-    """The step of one layout. `play` may stand in for playing the schedule."""
-    job = prepared.job
+class Costed(NamedTuple):
+    """A job with the seconds of every stage's passes under the constants: all that playing its schedule needs."""
+
+    prepared: Prepared
+    constants: Constants
+    own: list[Passes]
+    """Of each kind of stage, alone."""
+    shared: list[Sharing]
+    """Likewise, with ZeRO's traffic."""
+    cost: Cost
+    hop: float
+    blocks: float
+    """Of a transfer, what the stages themselves wait for."""
+    microbatches: int
+
+    @property
+    def wire(self) -> float:
+        """Of a transfer, what only the receiver waits for."""
+        return 0.0 if self.blocks else self.hop
+
+
+def costed(prepared: Prepared, constants: Constants | None = None) -> Costed:
+    """How long the passes of each stage take."""
+    job, kinds = prepared.job, prepared.kinds
     constants = constants_of(job) if constants is None else constants
-    lay, kinds = job.layout, prepared.kinds
     own = [passes(job, piece, constants) for piece in prepared.pieces]
     shared = [with_sharing(p, d, constants) for p, d in zip(own, prepared.data, strict=True)]
     hop = constants["pipeline"] * prepared.hop
@@ -207,9 +230,55 @@ def step_time(
     forward = [float(shared[k].forward) + blocks for k in kinds]
     inputs = [float(shared[k].backward_input) + blocks for k in kinds]
     weights = [float(shared[k].backward_weight) for k in kinds]
-    cost = Cost(forward, inputs, weights)
     microbatches = max(1, round(float(job.accumulation)))
-    makespan, placement, timing = (play or play_schedule)(job, cost, 0.0 if blocks else hop, microbatches)
+    return Costed(prepared, constants, own, shared, Cost(forward, inputs, weights), hop, blocks, microbatches)
+
+
+def step_time(
+    prepared: Prepared,
+    constants: Constants | None = None,
+    play: Callable[[Job, Cost, float, int], Played] | None = None,
+) -> Step:
+    """The step of one layout. `play` may stand in for playing the schedule."""
+    one = costed(prepared, constants)
+    return put_together(one, (play or play_schedule)(prepared.job, one.cost, one.wire, one.microbatches))
+
+
+def step_times(many: Sequence[Prepared]) -> list[Step]:
+    """The steps of many layouts; those of one schedule are played together."""
+    every = [costed(prepared) for prepared in many]
+    alike: dict[tuple[str, int, int, int, int], list[int]] = {}
+    for n, one in enumerate(every):
+        lay = one.prepared.job.layout
+        count, fewer = played(one.prepared.job, one.microbatches)
+        alike.setdefault((lay.schedule, lay.pipeline, lay.stages_per_rank, count, fewer), []).append(n)
+    steps: dict[int, Step] = {}
+    for (name, ranks, chunks, count, fewer), members in alike.items():
+        ours = [every[n] for n in members]
+        for n, result in zip(members, _play_alike(name, ranks, chunks, count, fewer, ours), strict=True):
+            steps[n] = put_together(every[n], result)
+    return [steps[n] for n in range(len(every))]
+
+
+def _play_alike(name: str, ranks: int, chunks: int, count: int, fewer: int, ours: list[Costed]) -> list[Played]:
+    if ranks == 1:
+        return [play_schedule(one.prepared.job, one.cost, one.wire, one.microbatches) for one in ours]
+    costs, wires = [one.cost for one in ours], [one.wire for one in ours]
+    schedule = cached_schedule(name, ranks, count, chunks)
+    spans = _waves(name, ranks, count, chunks).makespans(costs, wires)
+    if fewer:
+        before = _waves(name, ranks, count - fewer, chunks).makespans(costs, wires)
+        spans += (spans - before) / fewer * ([one.microbatches - count for one in ours])
+    return [(float(span), schedule.placement, None) for span in spans]
+
+
+def put_together(one: Costed, result: Played) -> Step:
+    """The step whose schedule was played with this result."""
+    prepared, constants, own, shared, cost, hop, blocks, microbatches = one
+    makespan, placement, timing = result
+    job, kinds = prepared.job, prepared.kinds
+    lay = job.layout
+    forward, inputs, weights = cost.forward, cost.backward_input, cost.backward_weight
 
     busy = [0.0] * lay.pipeline
     tails, updates = [0.0] * lay.pipeline, [0.0] * lay.pipeline

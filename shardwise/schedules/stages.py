@@ -7,9 +7,9 @@ each such sum whether it suffices.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from itertools import takewhile
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
 
 
 def split_layers(costs: Sequence[float], stages: int, first: float = 0, last: float = 0) -> tuple[int, ...]:
@@ -25,16 +25,19 @@ def split_layers(costs: Sequence[float], stages: int, first: float = 0, last: fl
     if min(*costs, first, last) < 0:
         raise ValueError("a layer with a negative cost: the work of a layer, the embedding and the head is 0 or more")
 
-    sums = sorted({total for start in range(layers) for total in _totals(costs, start, first, last)})
-    bottleneck = sums[bisect_left(sums, True, key=lambda most: _fewest_stages(costs, most, first, last) <= stages)]
+    totals = [_totals(costs, start, first, last) for start in range(layers)]
+    sums = sorted(set().union(*totals))
+
+    def fitting(most: float) -> list[int]:
+        """Layers from each on that a stage may hold, when none may cost more than `most`. Totals only grow."""
+        return [bisect_right(some, most) for some in totals]
+
+    bottleneck = sums[bisect_left(sums, True, key=lambda most: _fewest_stages(fitting(most)) <= stages)]
 
     # best[start] is the least sum of squares with which the layers from `start` on fill the stages still to fill, and
     # the layers of the first of those; from the last stage backwards.
     best: list[tuple[int, int] | None] = [None] * layers + [(0, 0)]
-    longest = [
-        sum(1 for _ in takewhile(lambda total: total <= bottleneck, _totals(costs, start, first, last)))
-        for start in range(layers)
-    ]
+    longest = fitting(bottleneck)
     choices = []
     for _ in range(stages):
         now: list[tuple[int, int] | None] = [None] * (layers + 1)
@@ -54,25 +57,19 @@ def split_layers(costs: Sequence[float], stages: int, first: float = 0, last: fl
     return tuple(counts)
 
 
-def _totals(costs: Sequence[float], start: int, first: float, last: float) -> Iterator[float]:
+def _totals(costs: Sequence[float], start: int, first: float, last: float) -> list[float]:
     """The cost of a stage of 1, 2, … layers from `start` on. Always added in this order, so that equal sums are equal."""
-    total = first if start == 0 else 0
-    for layer in range(start, len(costs)):
-        total += costs[layer]
-        yield total + last if layer == len(costs) - 1 else total
+    totals = list(accumulate(costs[start:], initial=first if start == 0 else 0))[1:]
+    totals[-1] += last
+    return totals
 
 
-def _fewest_stages(costs: Sequence[float], most: float, first: float, last: float) -> float:
-    """Stages needed when none may cost more than `most`; infinite when one layer alone does."""
+def _fewest_stages(longest: Sequence[int]) -> float:
+    """Stages needed when a stage that begins at a layer holds at most so many; infinite when one layer alone is too many."""
     start = count = 0
-    while start < len(costs):
-        fits = 0
-        for total in _totals(costs, start, first, last):
-            if total > most:
-                break
-            fits += 1
-        if fits == 0:
+    while start < len(longest):
+        if longest[start] == 0:
             return float("inf")
-        start += fits
+        start += longest[start]
         count += 1
     return count

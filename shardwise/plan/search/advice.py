@@ -15,7 +15,7 @@ from shardwise.plan.memory import GIB, memory
 from shardwise.plan.search.layouts import Space
 from shardwise.plan.search.screen import Group, Place
 from shardwise.plan.search.space import LOOPED, Sizes, divisors, with_choices
-from shardwise.plan.step import step_time
+from shardwise.plan.step import step_times
 from shardwise.run import Problem, Run, UserError
 from shardwise.run.check import broken_rules
 
@@ -153,14 +153,17 @@ def next_changes(layouts: Sequence[tuple[Group, Place, float]]) -> list[str]:
         for (seconds, need), (n, where, what) in zip(_evaluate(group, [w for _, w, _ in found]), found, strict=True):
             if need <= 2 * group.space.capacity and seconds < best.get(n, (np.inf,))[0]:
                 best[n] = seconds, group, where, what
-    return [_sentence(seconds, *best[n][1:]) if n in best else "" for n, (_, _, seconds) in enumerate(layouts)]
+    steps = step_times([group.prepared_at(place) for _, group, place, _ in best.values()])
+    after = {n: step.seconds for n, step in zip(best, steps, strict=True)}
+    return [
+        _sentence(seconds / after[n], *best[n][1:]) if n in best else "" for n, (_, _, seconds) in enumerate(layouts)
+    ]
 
 
-def _sentence(seconds: float, group: Group, place: Place, what: str) -> str:
-    after = step_time(group.prepared_at(place)).seconds
+def _sentence(gain: float, group: Group, place: Place, what: str) -> str:
     peak, capacity = memory(job_of(group.run_at(place))).peak, group.space.capacity
     room = f"needs {peak / GIB:.1f} GiB" + (f", {(peak - capacity) / GIB:.1f} too many" if peak > capacity else "")
-    return f"{what}: {100 * (seconds / after - 1):+.1f} %, {room}"
+    return f"{what}: {100 * (gain - 1):+.1f} %, {room}"
 
 
 def _evaluate(group: Group, places: list[Place]) -> list[tuple[float, float]]:

@@ -20,7 +20,7 @@ from shardwise.plan.plan import Plan, plan_job
 from shardwise.plan.search.advice import counts_of, next_changes, nothing_fits, nothing_legal
 from shardwise.plan.search.layouts import Space
 from shardwise.plan.search.screen import Group, Place, Screened
-from shardwise.plan.step import Prepared, played, step_time
+from shardwise.plan.step import prepare, step_times
 from shardwise.run import Run
 
 BAND = 1.05
@@ -31,8 +31,6 @@ BINS = 48
 """Steps of memory in which the front is kept while screening."""
 POOL, PLAYED = 600, 240
 """Candidates kept while screening, and the most that are played."""
-ACTIONS = 300_000
-"""Actions of schedules to play in all: a third of a second, counted and not timed, so that a search repeats itself."""
 SAMPLE = 53
 """Every so many layouts are screened first."""
 FRONT = 8
@@ -67,7 +65,7 @@ class SearchResult:
     @cached_property
     def pareto(self) -> list[Plan]:
         """Layouts that none beats in step time, memory and devices at once; planned when asked for."""
-        return [plan for plan in map(_plan, self.front) if plan.fits]
+        return [plan for plan in _plan(self.front) if plan.fits]
 
     @property
     def best(self) -> Plan:
@@ -104,7 +102,7 @@ def search(
         pool = screen_all(space, keep, _part(progress, n, len(counts)))
         if not pool:
             empty.append(space)
-        timed += _play(pool, keep, ACTIONS // len(counts))
+        timed += _play(pool, keep)
     if not any(space.count for space in empty) and len(empty) == len(counts):
         raise nothing_legal(run, counts, per_node, max_microbatch)
     ranking, chosen = _plans(timed, keep)
@@ -190,27 +188,13 @@ def screen_all(space: Space, keep: int, progress: Callable[[float], None]) -> li
     return pool.candidates()
 
 
-def _play(pool: list[Candidate], keep: int, actions: int) -> list[tuple[float, Candidate]]:
-    """Step seconds by playing the schedules: of the front, and of the fastest as far as the actions go."""
+def _play(pool: list[Candidate], keep: int) -> list[tuple[float, Candidate]]:
+    """Step seconds by playing the schedules: of the front, and of the fastest."""
     lean = _front([(c.seconds, c) for c in pool])[:FRONT]
     fast = list(_different(pool)) if len(pool) > PLAYED else pool
-    result: list[tuple[float, Candidate]] = []
-    for candidate in dict.fromkeys([*lean, *fast]):
-        if len(result) >= max(PLAYED, keep) or (actions <= 0 and len(result) >= keep + len(lean)):
-            break
-        prepared = candidate.group.prepared_at(candidate.place)
-        actions -= _actions(prepared)
-        result.append((step_time(prepared).seconds, candidate))
-    return result
-
-
-def _actions(prepared: Prepared) -> int:
-    """How many actions playing takes."""
-    lay = prepared.job.layout
-    if lay.pipeline == 1:
-        return 0
-    count, fewer = played(prepared.job, round(float(prepared.job.accumulation)))
-    return 2 * len(prepared.kinds) * (count + (count - fewer) * (fewer > 0))
+    candidates = list(dict.fromkeys([*lean, *fast]))[: max(PLAYED, keep)]
+    steps = step_times([candidate.group.prepared_at(candidate.place) for candidate in candidates])
+    return [(step.seconds, candidate) for step, candidate in zip(steps, candidates, strict=True)]
 
 
 def _different(pool: list[Candidate]) -> Iterator[Candidate]:
@@ -230,19 +214,24 @@ def _different(pool: list[Candidate]) -> Iterator[Candidate]:
 def _plans(timed: list[tuple[float, Candidate]], keep: int) -> tuple[list[Plan], list[Candidate]]:
     """Plans of the best that really fit, and the candidates they come from."""
     chosen: list[tuple[Plan, Candidate]] = []
-    for _, candidate in sorted(timed, key=lambda one: one[0] * one[1].group.space.devices):
-        if len(chosen) == keep:
+    best = [one for _, one in sorted(timed, key=lambda one: one[0] * one[1].group.space.devices)]
+    for start in range(0, len(best), keep):
+        some = best[start : start + keep]
+        planned = zip(_plan(some, precise=not chosen), some, strict=True)
+        chosen += [(plan, candidate) for plan, candidate in planned if plan.fits]
+        if len(chosen) >= keep:
             break
-        # The first is planned to the byte, since it is the one that people will run.
-        planned = _plan(candidate, precise=not chosen)
-        if planned.fits:
-            chosen.append((planned, candidate))
-    return [planned for planned, _ in chosen], [candidate for _, candidate in chosen]
+    return [plan for plan, _ in chosen[:keep]], [candidate for _, candidate in chosen[:keep]]
 
 
-def _plan(candidate: Candidate, *, precise: bool = False) -> Plan:
-    run = candidate.group.run_at(candidate.place)
-    return plan_job(run, job_of(run), precise=precise)
+def _plan(candidates: Sequence[Candidate], *, precise: bool = False) -> Iterator[Plan]:
+    """Plans; with `precise`, up to the first that fits to the byte, since it is the one that people will run."""
+    runs = [candidate.group.run_at(candidate.place) for candidate in candidates]
+    jobs = [job_of(run) for run in runs]
+    for run, job, step in zip(runs, jobs, step_times([prepare(job) for job in jobs]), strict=True):
+        plan = plan_job(run, job, step, precise=precise)
+        precise = precise and not plan.fits
+        yield plan
 
 
 def _front(timed: list[tuple[float, Candidate]]) -> list[Candidate]:
