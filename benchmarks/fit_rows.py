@@ -17,7 +17,7 @@ import statistics
 import sys
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -128,8 +128,19 @@ def weights_of(cases: list[Case]) -> np.ndarray:
     return np.array([case.weight / math.sqrt(sizes[case.group]) for case in cases])
 
 
-def fit(cases: list[Case], rounds: int) -> tuple[list[str], dict[str, float], dict[str, dict[str, float]]]:
-    """Effects of all rows, and for each source those of all others."""
+class Fit(NamedTuple):
+    """Effects, by name."""
+
+    effects: dict[str, float]
+    """Of all rows."""
+    without: dict[str, dict[str, float]]
+    """For each source, those of all others."""
+    without_chip: dict[str, dict[str, float]]
+    """For each generation of chips, those of all others."""
+
+
+def fit(cases: list[Case], rounds: int) -> Fit:
+    """Effects of all rows, and of all but one source or generation of chips."""
     names = sorted(set().union(*(case.names() for case in cases)))
     scale = np.array([prior(name) for name in names])
     weights = weights_of(cases)
@@ -142,15 +153,25 @@ def fit(cases: list[Case], rounds: int) -> tuple[list[str], dict[str, float], di
         print(f"round {number + 1}: {summary(cases, dict(zip(names, now.tolist(), strict=True)))}", file=sys.stderr)
     effects = dict(zip(names, now.tolist(), strict=True))
     residuals, columns = jacobian(cases, names, effects)
-    without = {}
-    for group in sorted({case.group for case in cases}):
-        kept = np.array([case.group != group for case in cases])
-        left_out, own = now.copy(), residuals.copy()
-        for _ in range(6):
-            moved = solve(own[kept], columns[kept], weights[kept], left_out, scale)
-            own, left_out = own + columns @ (moved - left_out), moved
-        without[group] = dict(zip(names, left_out.tolist(), strict=True))
-    return names, effects, without
+
+    def leave_out(words: list[str]) -> dict[str, dict[str, float]]:
+        """Effects fitted without the rows of each word in turn."""
+        result = {}
+        for word in sorted(set(words)):
+            kept = np.array([other != word for other in words])
+            left_out, own = now.copy(), residuals.copy()
+            for _ in range(6):
+                moved = solve(own[kept], columns[kept], weights[kept], left_out, scale)
+                own, left_out = own + columns @ (moved - left_out), moved
+            result[word] = dict(zip(names, left_out.tolist(), strict=True))
+        return result
+
+    return Fit(effects, leave_out([c.group for c in cases]), leave_out([c.groups["chip"] for c in cases]))
+
+
+def spread(residuals: list[float]) -> float:
+    """Within this, 8 of 10 lie."""
+    return float(np.quantile(np.abs(residuals), 0.8))
 
 
 def summary(cases: list[Case], effects: dict[str, float]) -> str:
@@ -197,16 +218,25 @@ def main() -> int:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     cases = cases_of([*published("training"), *published("layer"), *published("own")])
-    _, effects, without = fit(cases, args.rounds)
+    effects, without, without_chip = fit(cases, args.rounds)
     table(cases, effects, without)
+    judged = [case for case in cases if case.weight == 1 and case.row["kind"] == "training"]
+    width = spread([case.residual(without[case.group]) for case in judged])
+    chips = {name: [c for c in judged if c.groups["chip"] == name] for name in without_chip}
+    by_chip = {name: [c.residual(without_chip[name]) for c in members] for name, members in chips.items() if members}
+    for name, errors in by_chip.items():
+        print(
+            f"chips of {name} left out: {len(errors)} rows, median {statistics.median(errors):+.3f}, 80% {spread(errors):.3f}"
+        )
+    # A chip nobody has measured is as uncertain as the generation that the others say least about.
+    unseen = max(map(spread, by_chip.values()))
     if args.output:
 
         def short(values: dict[str, float]) -> dict[str, float]:
             return {name: round(value, 4) for name, value in values.items() if abs(value) >= 5e-5}
 
-        errors = [abs(c.residual(without[c.group])) for c in cases if c.weight == 1 and c.row["kind"] == "training"]
-        width = float(np.quantile(errors, 0.8))
-        content: dict[str, Any] = dict(intervals=dict(training=round(width, 4), layer=round(width, 4)))
+        widths = dict(training=width, layer=width, unseen_chip=unseen)
+        content: dict[str, Any] = dict(intervals={name: round(value, 4) for name, value in widths.items()})
         content |= dict(effects=short(effects), without={group: short(values) for group, values in without.items()})
         args.output.write_text(json.dumps(content, indent=1) + "\n")
     return 0

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.hardware.chips import unknown_chip
 from shardwise.run import AXES, Problem, UserError, read_run
 
 if TYPE_CHECKING:
@@ -35,11 +36,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Plan or search, and show it. Exit code 1 when the given layout does not fit."""
-    if args.run is None and not args.overrides:
-        raise UserError("name a run (a TOML file), or give keys such as --model.preset=llama-3-8b")
     # A plan makes hundreds of thousands of small records and no circles of them: looking for those takes a sixth of a search.
     gc.disable()
-    run = read_run(args.run, args.overrides)
+    try:
+        return _execute(args)
+    finally:
+        gc.enable()
+
+
+def _execute(args: argparse.Namespace) -> int:
+    if args.run is None and not args.overrides:
+        raise UserError("name a run (a TOML file), or give keys such as --model.preset=llama-3-8b")
+    run = read_run(args.run, args.overrides, (unknown_chip,))
     devices = _devices(args.devices)
     if run.layout.auto:
         from shardwise.plan.search import search
@@ -117,21 +125,23 @@ def figures(best: Plan) -> list[tuple[str, str, str]]:
     ]  # fmt: skip
 
 
-def _columns() -> list[Any]:
+def _columns(*, several: bool) -> list[Any]:
+    """Of the ranking; the number of devices where there are several."""
     from shardwise.report import words
     from shardwise.report.pick import Column
 
-    return [
-        Column("devices", "devices"),
+    # The narrower the terminal, the fewer of these are shown, from the last on.
+    columns = [
         Column("layout", "layout"),
         Column("step_seconds", "step", words.seconds, "low"),
-        Column("tokens_per_s", "tokens/s", words.count, "high"),
         Column("mfu", "MFU", words.percent, "high"),
         Column("memory", "memory", words.size, "low", 2.0**30),
-        Column("usd", "cost", words.money, "low"),
         Column("binds", "limited by"),
+        Column("usd", "cost", words.money, "low"),
+        Column("tokens_per_s", "tokens/s", words.count, "high"),
         Column("next", "next change"),
     ]
+    return [Column("devices", "devices"), *columns] if several else columns
 
 
 def _rows(plans: list[Plan], changes: list[str] | None = None) -> list[dict[str, Any]]:
@@ -144,7 +154,7 @@ def _rows(plans: list[Plan], changes: list[str] | None = None) -> list[dict[str,
             mfu=plan.mfu,
             memory=plan.account.memory.peak,
             usd=plan.cost.usd,
-            binds=plan.binds.partition(":")[0],
+            binds=plan.binds.partition(":")[0].removeprefix("traffic of the ").removesuffix(" axis"),
             next=change,
         )
         for plan, change in zip(plans, changes or [""] * len(plans), strict=True)
@@ -160,12 +170,26 @@ def short_layout(plan: Plan) -> str:
     if lay.pipeline > 1:
         words.append(lay.schedule + (f"×{lay.stages_per_rank}" if lay.stages_per_rank > 1 else ""))
     if lay.recompute != "none":
-        words.append(f"recompute-{lay.recompute}")
+        words.append(f"re-{lay.recompute}")
     if lay.context > 1:
         words.append(lay.context_method)
     if lay.tensor > 1 and lay.async_tensor:
         words.append("async")
     return " ".join([*words, f"mb{plan.run.train.microbatch}"])
+
+
+LETTERS = "r replicate, s shard, c context, t tensor, p pipeline, e expert, re- recomputed, mb microbatch"
+
+
+def _several(found: SearchResult) -> bool:
+    return len({plan.run.layout.world for plan in found.ranking}) > 1
+
+
+def _all_figures(best: Plan, found: SearchResult | None) -> list[tuple[str, str, str]]:
+    """The figures of a plan; of the best of a search also what the next change would bring."""
+    change = found.next_changes[0] if found is not None else ""
+    what, _, brings = change.partition(": ")
+    return figures(best) + ([("next change", what, brings)] if change else [])
 
 
 def _print(best: Plan, found: SearchResult | None) -> None:
@@ -177,11 +201,10 @@ def _print(best: Plan, found: SearchResult | None) -> None:
     console = Console()
     if found is not None:
         console.print(f"{found.searched:,} layouts considered, {found.simulated:,} simulated\n", style="dim")
-        console.print(terminal.ranking_table(_rows(found.ranking, found.next_changes), _columns()))
-        console.print(
-            "\nr replicate, s shard, c context, t tensor, p pipeline, e expert; the best in full:\n", style="dim"
-        )
-    console.print(terminal.key_figures(figures(best)))
+        columns = _columns(several=_several(found))
+        console.print(terminal.ranking_table(_rows(found.ranking, found.next_changes), columns))
+        console.print(f"\n{LETTERS}; the best in full:\n", style="dim")
+    console.print(terminal.key_figures(_all_figures(best, found)))
     for part in (
         terminal.memory_bars(best.account.memory),
         terminal.breakdown_bar(best.account),
@@ -199,13 +222,13 @@ def _page(best: Plan, found: SearchResult | None) -> str:
     from shardwise.plan.timeline import timeline
     from shardwise.report import html
 
-    sections = [html.key_figures(figures(best))]
+    sections = [html.key_figures(_all_figures(best, found))]
     if found is not None:
         rows = _rows(found.ranking, found.next_changes)
-        columns = _columns()
+        columns = _columns(several=_several(found))
         sections.append(html.ranking_table(rows, columns, "Layouts"))
         points = _rows(found.pareto)
-        by = {column.key: column for column in columns}
+        by = {column.key: column for column in _columns(several=True)}
         sections.append(html.scatter(points, by["memory"], by["step_seconds"], by["devices"], by["layout"]))
     sections += [
         html.memory_bars(best.account.memory),

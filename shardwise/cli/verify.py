@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.hardware.chips import unknown_chip
 from shardwise.run import Run, UserError, read_run
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Count and compare."""
-    run = read_run(args.run, args.overrides)
+    run = read_run(args.run, args.overrides, (unknown_chip,))
     if run.layout.auto:
         from shardwise.plan.search import resolve
 

@@ -5,7 +5,7 @@ Every time is in seconds and every function takes numbers or arrays that broadca
 
 from shardwise.hardware.attention import attention_flops, attention_seconds
 from shardwise.hardware.bandwidth import memory_seconds
-from shardwise.hardware.chips import ALIASES, CHIPS, Chip, chip_of_driver_name, find_chip
+from shardwise.hardware.chips import ALIASES, CHIPS, Chip, chip_of_driver_name, find_chip, unknown_chip
 from shardwise.hardware.cluster import Cluster, make_cluster
 from shardwise.hardware.collectives import OPERATIONS, Operation, choose, collective_seconds, wire_bytes
 from shardwise.hardware.efficiency import borrowed_from, sustained_seen
@@ -33,5 +33,6 @@ __all__ = [
     "make_cluster",
     "memory_seconds",
     "sustained_seen",
+    "unknown_chip",
     "wire_bytes",
 ]

@@ -7,9 +7,12 @@ How much of a peak is reached stands elsewhere: `efficiency.json`, fitted to mea
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shardwise.run import Run
+from shardwise.run.check import Broken
 from shardwise.run.problems import Problem, UserError, nearest
 
 # Dynamic power grows with clock times voltage squared, and voltage nearly with the clock, so the clock follows a cap's
@@ -364,6 +367,14 @@ ALIASES = {
     "v4": "tpu-v4",
     "v5p": "tpu-v5p",
 }
+
+
+def unknown_chip(run: Run) -> Iterator[Broken]:
+    """The rule that a run's chip must be one of the catalogue."""
+    try:
+        find_chip(run.cluster.chip or "cpu")
+    except UserError as problem:
+        yield Broken("cluster.chip", (), problem.problems[0].message)
 
 
 def find_chip(name: str) -> Chip:

@@ -100,7 +100,7 @@ def plan_job(run: Run, job: Job, step: Step | None = None, *, precise: bool = Tr
     checkpoint = parameters(job.model).total * 12.0
     cost = job_cost(run, job.cluster, step.seconds, devices, checkpoint)
     notes = notes_of(job)
-    width = interval("training", len(notes))
+    width = interval("training" if known_chip(job) else "unseen_chip")
     return Plan(
         run, job, account, step.seconds * math.exp(-width), step.seconds * math.exp(width), mfu, cost,
         what_binds(account, job), tuple(notes), step,
@@ -161,13 +161,20 @@ def _fullest_moment(owners: dict[str, float], run: Run) -> dict[str, float]:
     return owners | {"activations": owners["activations"] + again, "logits": 0.0}
 
 
+def known_chip(job: Job) -> bool:
+    """Whether the fit has seen chips of this generation, or this very machine was measured."""
+    seen = {name.split(":", 1)[1] for name in fitted()["effects"] if "/chip:" in name}
+    return groups_of(job)["chip"] in seen or job.cluster.profile is not None
+
+
 def notes_of(job: Job) -> list[str]:
     """Where the prediction stands on thin ice."""
-    effects, groups = fitted()["effects"], groups_of(job)
-    seen = {name.split(":", 1)[1] for name in effects if "/chip:" in name}
     notes = []
-    if groups["chip"] not in seen:
-        notes.append(f"no published training run on {job.cluster.chip.name} was fitted: its kernel curves alone speak")
+    if not known_chip(job):
+        notes.append(
+            f"no published training run on {job.cluster.chip.name} was fitted: its kernel curves alone speak; "
+            "`shardwise bench` measures the machine it runs on, and cluster.profile uses that"
+        )
     if job.layout.offload:
         notes.append("moving parameters and gradients between host and device is not part of the predicted time")
     if job.fp8 and job.cluster.chip.peak.get("fp8", 0) == 0:

@@ -5,33 +5,42 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-from shardwise.run.check import broken_rules
+from shardwise.run.check import Broken, broken_rules
 from shardwise.run.config import SECTIONS, Key, Run, all_keys
 from shardwise.run.derive import derive
 from shardwise.run.presets import PRESETS
 from shardwise.run.problems import Problem, UserError, nearest
 
 COMMAND_LINE = "command line"
+FREE = "layout=auto"
 
 
 class _Given(dict[str, tuple[Any, str]]):
     """Values by full key, each with where it was said; later sources overwrite earlier ones."""
 
 
-def read_run(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Run:
-    """The run of a TOML file (or of the defaults alone), with `section.key=value` overrides laid over it."""
+Rule = Callable[[Run], Iterable[Broken]]
+
+
+def read_run(path: str | Path | None = None, overrides: Iterable[str] = (), rules: Iterable[Rule] = ()) -> Run:
+    """The run of a TOML file (or of the defaults alone), with `section.key=value` overrides laid over it. `layout=auto`
+    there leaves nothing of the file's layout. `rules` are the caller's own, reported with all the others."""
     problems: list[Problem] = []
     given = _Given()
+    overrides = list(overrides)
     if path is not None:
         given.update(_from_file(Path(path), problems))
         given.setdefault("name", (Path(path).stem, str(path)))
+        if any(item.removeprefix("--") == FREE for item in overrides):
+            given = _Given({name: value for name, value in given.items() if not name.startswith("layout.")})
     given.update(_from_overrides(overrides, problems))
-    return _resolve(given, problems)
+    return _resolve(given, problems, rules)
 
 
 def run_from_dict(values: dict[str, Any], where: str = "") -> Run:
@@ -40,7 +49,7 @@ def run_from_dict(values: dict[str, Any], where: str = "") -> Run:
     return _resolve(_flatten(values, where, problems), problems)
 
 
-def _resolve(given: _Given, problems: list[Problem]) -> Run:
+def _resolve(given: _Given, problems: list[Problem], rules: Iterable[Rule] = ()) -> Run:
     keys = all_keys()
     for name in [n for n in given if n not in keys]:
         _, where = given.pop(name)
@@ -72,7 +81,7 @@ def _resolve(given: _Given, problems: list[Problem]) -> Run:
         values.setdefault("layout.fixed", fixed)
     sections = {s: cls(**_section(values, s)) for s, cls in SECTIONS.items()}
     run = derive(Run(name=values.get("name", "run"), **sections))
-    for rule in broken_rules(run):
+    for rule in chain(broken_rules(run), *(more(run) for more in rules)):
         if not bad & {rule.key, *rule.others}:
             problems.append(Problem(rule.reason, rule.key, _blame(given, rule.key, rule.others)))
     if problems:
@@ -135,7 +144,7 @@ def _from_overrides(overrides: Iterable[str], problems: list[Problem]) -> _Given
         name, equals, text = item.removeprefix("--").partition("=")
         if not equals:
             problems.append(Problem("has no value; write --section.key=value", name, COMMAND_LINE))
-        elif (name, text) == ("layout", "auto"):
+        elif item.removeprefix("--") == FREE:
             given["layout.auto"] = ("true", COMMAND_LINE)
         else:
             given[name] = (text, COMMAND_LINE)

@@ -119,3 +119,30 @@ def test_planning_needs_no_torch(run_file: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_auto_on_the_command_line_frees_what_the_file_says(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def searched(*words: str) -> dict[str, int]:
+        assert main(["plan", str(run_file), "--json", "--keep=40", *words]) == 0
+        found = json.loads(capsys.readouterr().out)
+        return {"searched": found["searched"], "tensors": len({plan["layout"]["tensor"] for plan in found["ranking"]})}
+
+    free, bound = searched("--layout=auto"), searched("--layout.auto=true")
+    assert bound["tensors"] == 1 < free["tensors"]
+    assert bound["searched"] < free["searched"]
+
+
+def test_a_chip_nobody_knows_is_told_with_everything_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--cluster.chip=h10", "--train.global_batch=-3", "--layout.tensor=0"]) == 2
+    said = capsys.readouterr().err
+    assert all(word in said for word in ("h10", "h100", "train.global_batch", "layout.tensor"))
+
+
+def test_a_chip_without_published_runs_has_a_wider_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    def width(*words: str) -> float:
+        main(["plan", "--json", "--model.preset=llama3-8b", "--train.dtype=bfloat16", "--layout.shard=8", *words])
+        plan = json.loads(capsys.readouterr().out)
+        assert ("shardwise bench" in " ".join(plan["notes"])) == ("tpu-v5p" in words[0])
+        return plan["step_seconds_high"] / plan["step_seconds"]
+
+    assert width("--cluster.chip=tpu-v5p") > 1.1 * width("--cluster.chip=h100")

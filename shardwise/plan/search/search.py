@@ -214,14 +214,25 @@ def _different(pool: list[Candidate]) -> Iterator[Candidate]:
 def _plans(timed: list[tuple[float, Candidate]], keep: int) -> tuple[list[Plan], list[Candidate]]:
     """Plans of the best that really fit, and the candidates they come from."""
     chosen: list[tuple[Plan, Candidate]] = []
-    best = [one for _, one in sorted(timed, key=lambda one: one[0] * one[1].group.space.devices)]
+    best = list(_chunks_apart([c for _, c in sorted(timed, key=lambda one: one[0] * one[1].group.space.devices)]))
     for start in range(0, len(best), keep):
         some = best[start : start + keep]
-        planned = zip(_plan(some, precise=not chosen), some, strict=True)
-        chosen += [(plan, candidate) for plan, candidate in planned if plan.fits]
+        for plan, candidate in zip(_plan(some, precise=not chosen), some, strict=True):
+            if plan.fits:
+                chosen.append((plan, candidate))
         if len(chosen) >= keep:
             break
     return [plan for plan, _ in chosen[:keep]], [candidate for _, candidate in chosen[:keep]]
+
+
+def _chunks_apart(best: list[Candidate]) -> Iterator[Candidate]:
+    """Without those that differ from a better one in the number of chunks alone, which would crowd a ranking."""
+    seen: set[tuple[Any, ...]] = set()
+    for candidate in best:
+        group, (schedule, _, method, row) = candidate.group, candidate.place
+        if (group, schedule, method, row) not in seen:
+            seen.add((group, schedule, method, row))
+            yield candidate
 
 
 def _plan(candidates: Sequence[Candidate], *, precise: bool = False) -> Iterator[Plan]:
