@@ -5,7 +5,7 @@ are found by weighted least squares on the logarithm of predicted over measured 
 0, outliers weighed down (Huber) and large sources held back to the square root of their size. Then each source is left out
 and the rest fitted again; `shardwise validate` predicts a source with the constants that never saw it.
 
-    python benchmarks/fit_rows.py [--rounds 6] [--output shardwise/plan/fitted.json]
+    python benchmarks/fit_rows.py [--rounds 10] [--output shardwise/plan/fitted.json]
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def cases_of(rows: list[dict[str, Any]]) -> list[Case]:
 def main() -> int:
     """Fit, print errors by source, write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     cases = cases_of([*published("training"), *published("layer"), *published("own")])

@@ -216,7 +216,8 @@ class StepMemory:
         ends = numbers(x for stage in stages for xs in (*stage.roots.values(), stage.inputs.values()) for x in xs)
         sent = numbers(x for x, _ in pipeline.mail.sending) - ends
         arrived = numbers(x for x, _ in pipeline.mail.arriving.values())
-        self.activations &= set(self.storages.alive)
+        # A gradient that was made ahead of its backward pass is saved until then, and afterwards a gradient.
+        self.activations &= set(self.storages.alive) - numbers(g for g in gradients_of(self.trainee) if g is not None)
         self.high_water = max(self.high_water, self.storages.bytes((self.activations | put_off) - sent))
         self.buffers = max(self.buffers, self.storages.bytes(sent | arrived))
         self.gathered = max(self.gathered, unique_bytes(gathered_of(self.trainee)))

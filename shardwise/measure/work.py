@@ -44,7 +44,10 @@ PARTS: tuple[tuple[type | tuple[type, ...], str], ...] = (
 aten = torch.ops.aten
 PRODUCTS: dict[Any, tuple[int, int]] = {  # operator to the places of its two operands
     aten.mm.default: (0, 1),
+    aten.mm.out: (0, 1),
     aten.addmm.default: (1, 2),
+    aten.addmm_.default: (1, 2),
+    aten.addmm.dtype_out: (1, 2),
     aten._grouped_mm.default: (0, 1),
     aten._scaled_mm.default: (0, 1),
 }

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from shardwise.model.attention import GroupedAttention, LatentAttention, Visibility
 from shardwise.model.cache import Cache, LayerCache
 from shardwise.model.experts import Mixture
-from shardwise.model.layers import FeedForward, Linear, at_least_float32, make_norm
+from shardwise.model.layers import FeedForward, Linear, make_norm
+from shardwise.model.loss import LinearCrossEntropy
 from shardwise.model.rotary import Rotation, rotation
 from shardwise.run import ModelConfig
 
@@ -46,15 +47,6 @@ class Block(nn.Module):
         out = self.ffn(self.ffn_norm(x))
         out, auxiliary = out if isinstance(out, tuple) else (out, None)
         return x + out, auxiliary
-
-
-class LinearCrossEntropy(nn.Module):
-    """The end of the network in training: scores of the vocabulary and the cross-entropy summed over targets. Dividing by
-    a count is left to who knows the whole batch; targets not to be learned hold the number that PyTorch ignores."""
-
-    def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        logits = at_least_float32(F.linear(x, weight.to(x.dtype)))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 class Transformer(nn.Module):

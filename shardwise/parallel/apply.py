@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.model.initialize import initial_value
+from shardwise.model.loss import ChunkedCrossEntropy
 from shardwise.model.transformer import Block, Transformer
 from shardwise.parallel.collectives import Group
 from shardwise.parallel.context import apply_context
@@ -22,6 +23,7 @@ from shardwise.parallel.split import part, splits
 from shardwise.parallel.tensor import apply_tensor
 from shardwise.plan.stages import layers_of_stages
 from shardwise.run import Run
+from shardwise.run.derive import chunks_loss
 from shardwise.schedules import make_schedule
 
 
@@ -46,6 +48,8 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
     held: list[Held] = []
     for number in schedule.stages_of(mesh.index("pipeline")):
         model = _stage(run, ranges[number], first=number == 0, last=number == schedule.stages - 1)
+        if chunks_loss(run, gpu=device.type == "cuda"):
+            model.loss = ChunkedCrossEntropy()
         apply_tensor(model, mesh)
         apply_context(model, mesh, layout.context_method)
         apply_expert(model, mesh, layout.expert_tensor, run.train.seq_len)

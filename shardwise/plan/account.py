@@ -52,6 +52,9 @@ def work(run: Run, rank: int | None = None) -> Work:
             product.part, dict.fromkeys(("forward", "recompute", "backward_input", "backward_weight"), 0.0)
         )
         total = times * run.accumulation * product.flops
+        if product.part == "head" and place.chunked:  # its gradients are made in the forward pass
+            passes["forward"] += 3 * total
+            continue
         passes["forward"] += total
         passes["recompute"] += total if again & product.repeated_by else 0.0
         passes["backward_input"] += total if product.weights else 2 * total

@@ -9,6 +9,7 @@ from shardwise.plan.place import WIDTHS, Place, Stage, Weight, piece
 from shardwise.plan.saved import Rows, Saved, repeated, saved
 from shardwise.plan.step import cached_schedule
 from shardwise.run import Run
+from shardwise.run.derive import CHUNK_BYTES
 from shardwise.schedules import Schedule, high_water
 
 STEPS = 4
@@ -49,13 +50,6 @@ def _sharing(place: Place, weight: Weight) -> tuple[int, int]:
     return place.sizes[group], place.index(group)
 
 
-def fuses(run: Run) -> bool:
-    """Whether norms and attention have the kernels of a GPU."""
-    if run.train.device == "auto":
-        return run.cluster.chip not in ("", "cpu")
-    return run.train.device == "cuda"
-
-
 def known(run: Run) -> bool:
     """Whether these formulas hold for a run: not for what a compiler chooses to keep, nor for 8 bits, which are not trained
     yet, nor for what is held in the host's memory."""
@@ -66,22 +60,30 @@ def owners(run: Run, rank: int) -> dict[str, float]:
     """The most bytes of a rank by owner, of those owners that these formulas know; and `again`, what the layer that is
     computed again makes for a moment."""
     place = Place(run, rank)
-    numbers = place.tokens * piece(run.model.vocab, run.layout.tensor, place.index("tensor"))
     own = held(run, rank) | dict(
         gradients=waiting_gradients(run, rank),
         activations=activations(run, rank),
         gathered=gathered(run, rank),
-        # The probabilities are saved; beside them stand twice as many numbers, their gradient and that of the scores.
-        logits=2 * numbers * place.wide if any(stage.last for stage in place.stages) else 0,
+        logits=_scores(place) if any(stage.last for stage in place.stages) else 0,
         again=max(_keeps(place, stage).again for stage in place.stages),
     )
     return {owner: float(size) for owner, size in own.items()}
 
 
+def _scores(place: Place) -> int:
+    """Bytes of the loss's own tensors beside those that it saves."""
+    rows = piece(place.run.model.vocab, place.run.layout.tensor, place.index("tensor"))
+    if place.chunked:  # some scores, which become their gradient, and the matrix where it was cast
+        some = min(place.tokens, max(1, CHUNK_BYTES // (rows * place.width)))
+        return (some + (0 if place.shared else place.run.model.hidden)) * rows * place.width
+    # The probabilities are saved; beside them stand twice as many numbers, their gradient and that of the scores.
+    return 2 * place.tokens * rows * place.wide
+
+
 def saved_activations(run: Run, rank: int, rows: Rows | None = None) -> dict[int, int]:
     """Bytes that one microbatch keeps for its backward pass, by stage of this rank. `rows` tells how tokens were routed."""
     place = Place(run, rank)
-    return {stage.number: saved(place, stage, fuses(run), rows).whole for stage in place.stages}
+    return {stage.number: saved(place, stage, rows).whole for stage in place.stages}
 
 
 _KNOWN: dict[tuple[object, ...], Saved] = {}
@@ -94,7 +96,7 @@ def _keeps(place: Place, stage: Stage) -> Saved:
     if alike not in _KNOWN:
         if len(_KNOWN) > 1000:
             _KNOWN.clear()
-        _KNOWN[alike] = saved(place, stage, fuses(place.run))
+        _KNOWN[alike] = saved(place, stage)
     return _KNOWN[alike]
 
 
@@ -139,6 +141,25 @@ def gathered(run: Run, rank: int) -> int:
         if run.layout.zero < 3 or not (in_layer or run.layout.pipeline > 1):
             total += count * weight.shard(ranks) * ranks * place.width
     return total
+
+
+def passing_gradients(run: Run, rank: int) -> int:
+    """Bytes of the gradients that pass through the widest part of a layer while all that it saved is there: those of the
+    product of gate and up, and of one of the two. A compiled layer makes them in place."""
+    m, place = run.model, Place(run, rank)
+    if run.train.compile:
+        return 0
+    width = max(m.ffn, m.expert_ffn * m.experts_per_token) // run.layout.tensor
+    return (2 if m.gated else 1) * place.tokens * width * place.width
+
+
+def last_gradient(run: Run, rank: int) -> int:
+    """Bytes of the gradient that is made when all saved activations are gone: the embedding's."""
+    place = Place(run, rank)
+    if run.model.tied_embeddings or not place.stages[0].first:
+        return 0
+    weight = place.outer_weights(place.stages[0])[0]
+    return weight.shard(_sharing(place, weight)[0]) * place.wide
 
 
 def waiting_gradients(run: Run, rank: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 from shardwise.hardware import Cluster, load_profile, make_cluster
 from shardwise.plan.stacks import STACKS, Stack
 from shardwise.run import LayoutConfig, ModelConfig, Run
+from shardwise.run.derive import chunks_loss, planned_on_gpu
 
 BYTES = {"float64": 8.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 
@@ -93,6 +94,7 @@ def job_of(run: Run) -> Job:
                         reduce_bytes=BYTES[train.dtype])  # fmt: skip
     else:
         stack = replace(stack, reduce_bytes=BYTES[train.reduce_dtype])
+    stack = replace(stack, chunked_loss=chunks_loss(run, gpu=planned_on_gpu(run)))
     job = Job(
         model=run.model,
         layout=run.layout,

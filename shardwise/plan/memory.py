@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from shardwise.ledger import Memory
 from shardwise.plan.job import Job
-from shardwise.plan.operations import embedding, layer, pieces
+from shardwise.plan.operations import chunked_share, embedding, layer, pieces
 from shardwise.plan.parameters import Held, layer_parameters, stage_parameters, zero_groups
 from shardwise.plan.passes import repeated, repeated_layers
 from shardwise.plan.step import cached_schedule, layers_by_stage, played
+from shardwise.run.derive import CHUNK_BYTES
 from shardwise.schedules import high_water
 
 Number = Any
@@ -95,6 +98,16 @@ def buffers(job: Job) -> Number:
     return exchanged + job.stack.bucket_bytes
 
 
+def loss_bytes(job: Job) -> Number:
+    """What the loss holds at its fullest: the scores and what is made of them; in chunks some of them, and the gradients of
+    the head and of its input."""
+    columns = job.model.vocab / job.layout.tensor
+    whole = job.rows * columns * job.stack.logits_kept
+    gradients = columns * job.model.hidden * 4.0 + job.rows * job.model.hidden * job.width
+    some = np.minimum(job.rows * columns * job.width, float(CHUNK_BYTES)) + gradients
+    return np.where(chunked_share(job), some, whole)
+
+
 def memory(job: Job) -> Memory:
     """Every pipeline rank of one layout."""
     lay = job.layout
@@ -127,7 +140,7 @@ def memory(job: Job) -> Memory:
         owners["activations"] = peaks[rank] + again
         owners["logits"] = 0.0
         if last in mine:
-            owners["logits"] = float(job.rows * job.model.vocab / lay.tensor * job.stack.logits_kept)
+            owners["logits"] = float(loss_bytes(job))
         if lay.zero == 3:
             owners["gathered"] += float(gathered_layers(job, routed=routed))
         owners["buffers"] = float(buffers(job))

@@ -13,6 +13,8 @@ Backward each product costs its forward twice: once for its input, once for its 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from shardwise.hardware import Operation, attention_seconds, collective_seconds, gemm_seconds
@@ -265,8 +267,31 @@ def head(job: Job) -> Tally:
     columns = m.vocab / job.layout.tensor
     _norm(tally, pieces(job))
     _enter(tally, "head")
+    chunked = chunked_share(job)
+    begun = len(tally.entries)
     tally.product("head", "head", job.rows, columns, m.hidden, wide=True, saved=entered_bytes(job))
-    moved = job.rows * columns * job.stack.loss_bytes
+    moved = job.rows * columns * (chunked * CHUNKED_BYTES + (1.0 - chunked) * job.stack.loss_bytes)
     tally.stream("loss", "loss", 0.45 * moved, 0.55 * moved, launches=(6.0, 4.0))
+    if np.any(chunked):
+        tally.entries[begun:] = [_at_once(entry, chunked) for entry in tally.entries[begun:]]
     tally.exchange("loss", "tensor", "all_reduce", job.rows * 4.0, (3.0, 0.0, 0.0))
     return tally
+
+
+CHUNKED_BYTES = 6.0
+"""Moved for each 16-bit score of a chunked loss besides its products: read for the sum, read and written as a gradient."""
+
+
+def chunked_share(job: Job) -> Number:
+    """1 where the loss is made of some tokens at a time, 0 where it is not; it is not with tensor ranks."""
+    return job.stack.chunked_loss * (np.asarray(job.layout.tensor) == 1)
+
+
+def _at_once(entry: Entry, share: Number) -> Entry:
+    """An operation whose backward pass is done in the forward pass, in so many of the layouts."""
+
+    def moved(passes: tuple[Number, Number, Number]) -> tuple[Number, Number, Number]:
+        forward, to_input, to_weight = passes
+        return forward + share * (to_input + to_weight), (1 - share) * to_input, (1 - share) * to_weight
+
+    return replace(entry, seconds=moved(entry.seconds), flops=moved(entry.flops), bytes=moved(entry.bytes))

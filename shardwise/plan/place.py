@@ -14,6 +14,7 @@ from functools import cached_property, lru_cache
 
 from shardwise.plan.stages import layers_of_stages
 from shardwise.run import ModelConfig, Run
+from shardwise.run.derive import chunks_loss, planned_on_gpu
 from shardwise.schedules import SPLIT_BACKWARD, Schedule, make_schedule
 
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -107,6 +108,16 @@ class Place:
     def width(self) -> int:
         """Bytes of an activation."""
         return WIDTHS[self.run.train.dtype]
+
+    @cached_property
+    def fused(self) -> bool:
+        """Whether norms and attention have the kernels of a GPU."""
+        return planned_on_gpu(self.run)
+
+    @cached_property
+    def chunked(self) -> bool:
+        """Whether the loss is made of some tokens at a time."""
+        return chunks_loss(self.run, gpu=self.fused)
 
     @cached_property
     def wide(self) -> int:

@@ -139,23 +139,26 @@ def exact(space: Memory, run: Run, job: Job) -> Memory:
             owners["activations"] *= 1.0 - held.compiled_away(eager, rank)
         if run.layout.zero == 3 and run.layout.shard * run.layout.context > 1:  # besides, the layers of the moment
             owners["gathered"] += estimated["gathered"]
-        owners = _fullest_moment({**estimated, **owners}, run)
+        if owners["again"]:
+            owners["again"] += held.passing_gradients(run, rank)
+        owners = _fullest_moment({**estimated, **owners}, run, held.last_gradient(run, rank))
         moving = sum(owners[name] for name in ("activations", "logits", "gathered", "buffers"))
         owners["workspace"] = job.stack.context_gib * GIB + job.stack.fragmentation * moving
         ranks.append(owners)
     return replace(space, ranks=tuple(ranks))
 
 
-def _fullest_moment(owners: dict[str, float], run: Run) -> dict[str, float]:
+def _fullest_moment(owners: dict[str, float], run: Run, late: float) -> dict[str, float]:
     """What stands at the same time: the loss's tensors are gone when a layer is computed again, and the gradients of a step of
-    one microbatch are there only when what was saved for them is not."""
+    one microbatch are there only when what was saved for them is not; the one that is made last only then."""
     again = owners.pop("again")
     if run.accumulation == 1 and run.layout.pipeline == 1:
         last = owners["activations"] / run.model.layers + again
         at_loss = owners["activations"] + owners["logits"]
-        if at_loss >= owners["gradients"] + last:
+        made = max(owners["gradients"] - late, 0.0)
+        if at_loss >= made + last:
             return owners | {"gradients": 0.0}
-        return owners | {"activations": last, "logits": 0.0}
+        return owners | {"activations": last, "logits": 0.0, "gradients": made}
     if owners["logits"] >= again:
         return owners
     return owners | {"activations": owners["activations"] + again, "logits": 0.0}

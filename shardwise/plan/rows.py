@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.hardware import Cluster, make_cluster
-from shardwise.plan.job import Job
+from shardwise.plan.job import Job, job_of
 from shardwise.plan.stacks import STACKS, Stack
 from shardwise.plan.work import parameters
 from shardwise.run import LayoutConfig, ModelConfig, Run, UserError, run_from_dict
@@ -178,7 +178,7 @@ def stack_of(row: Row, *, modern: bool) -> Stack:
     elif group.startswith("llm_foundry"):
         name = "fsdp-pure-flash1" if "PURE" in note else "fsdp-flash1"
     elif group.startswith("shardwise"):
-        name = "shardwise-compiled" if p.get("compile") else "shardwise"
+        return job_of(own_run(row)).stack
     elif group.startswith("torchtitan"):
         name = "torchtitan"
     elif group.startswith("colossal"):

@@ -18,7 +18,8 @@ n rows of d numbers; w is the width of the arithmetic, W that of what 16 bits wo
     gate, up     silu and gelu keep their input, their product with `up` both factors; relu keeps its result
     router       its input widened, scores, choices, weights
     experts      rows in the order of their experts, what gate and up keep of them, and the results of each token, to be weighed
-    loss         probabilities of the vocabulary, widened; over tensor ranks also which targets are mine
+    loss         probabilities of the vocabulary, widened; over tensor ranks also which targets are mine. In chunks: the
+                 gradients of its input and, widened, of the head's matrix
 
 Between stages: what came from the stage before, and what went to the one after.
 Two things a run does not say are assumed: routers choose all experts alike, unless the rows are given; and documents are
@@ -47,8 +48,6 @@ class Tape:
     """Tensors of a stage by name, and which of them are kept."""
 
     place: Place
-    fused: bool
-    """Whether norms and attention have the kernels of a GPU."""
     sizes: dict[str, int | Fraction] = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)
     products: dict[str, int] = field(default_factory=dict)
@@ -124,14 +123,14 @@ def norm(tape: Tape, x: str, name: str, rows: int, width: int, *, centered: bool
             tape.own(f"{name} weight", (2 if centered else 1) * width)
         if centered:
             tape.keep(x)
-            tape.own(f"{name} statistics", 2 * rows, wide if tape.fused else 0)
+            tape.own(f"{name} statistics", 2 * rows, wide if tape.place.fused else 0)
         else:
-            if tape.fused or not tape.narrow:
+            if tape.place.fused or not tape.narrow:
                 tape.keep(x)
             else:
                 tape.own(f"{name} widened", rows * width, wide)
             tape.own(f"{name} lengths", rows, wide)
-            if not tape.fused:
+            if not tape.place.fused:
                 tape.own(f"{name} unit", rows * width, wide)
     return tape.make(name, rows * width)
 
@@ -252,7 +251,7 @@ def fused_attention(tape: Tape, heads: Heads, out: str, queries: int, keys: int,
         return out
     tape.keep(heads.q, heads.k, heads.v, out)
     tape.own("log sums", batch * queries * heads.queries, wide)
-    if tape.fused:
+    if tape.place.fused:
         tape.own("random state", 2, INTEGER)
     if masked or 0 < m.sliding_window < keys:
         tape.own("mask", queries * keys)
@@ -263,7 +262,7 @@ def _composes(tape: Tape, heads: Heads) -> bool:
     """Whether PyTorch has no fused kernel for these heads: on a CPU for values of another width; on a GPU for those in 16
     bits that are no multiple of 8 wide, for groups of queries in float32, and for float64."""
     other = heads.width != heads.v_width
-    if not tape.fused:
+    if not tape.place.fused:
         return other
     if tape.narrow:
         return other and (heads.width % 8 != 0 or heads.v_width % 8 != 0)
@@ -356,7 +355,7 @@ def experts(tape: Tape, sent: int | Fraction, arrived: int | Fraction) -> None:
     alone = place.sizes["expert_shard"] == place.sizes["replicate"] == 1 and not lay.offload
     if tape.casts or (tape.narrow and alone):
         tape.own("expert weights", 3 * m.experts // lay.expert * width * m.hidden)
-    if tape.fused and place.run.train.dtype == "bfloat16":  # one kernel for all experts, which reads where each begins
+    if tape.place.fused and place.run.train.dtype == "bfloat16":  # one kernel for all experts, which reads where each begins
         tape.own("expert ends", 3 * m.experts // lay.expert, ENDS)
     tape.own("expert rows", arrived * m.hidden)
     tape.own("expert gate, up, function and inner", 4 * arrived * width)
@@ -374,10 +373,10 @@ class Saved:
     """What the layer that is computed again makes more for a moment."""
 
 
-def saved(place: Place, stage: Stage, fused: bool, rows: Rows | None = None) -> Saved:
+def saved(place: Place, stage: Stage, rows: Rows | None = None) -> Saved:
     """What a stage saves for the backward pass of one microbatch."""
     run, m, t = place.run, place.run.model, place.sizes["tensor"]
-    tape = Tape(place, fused)
+    tape = Tape(place)
     x = tape.make("input", place.tokens // t * m.hidden)
     if not stage.first:
         tape.keep(x)
@@ -430,6 +429,11 @@ def loss(tape: Tape, x: str) -> None:
     place, m, t = tape.place, tape.place.run.model, tape.place.sizes["tensor"]
     rows = next(weight.shape[0] for weight in place.outer_weights(place.stages[-1]) if weight.cut == 0)
     entered = norm(tape, x, "norm", place.tokens // t, m.hidden, centered=m.norm == "layernorm")
+    if place.chunked:  # its gradients are made at once, those of its input and of the head's matrix
+        tape.own("gradient of the head's input", place.tokens * m.hidden)
+        tape.own("gradient of the head", rows * m.hidden, place.wide)
+        tape.own("loss", 1, place.wide)
+        return
     linear(tape, gathered(tape, entered, "head input"), "logits", place.tokens, rows, m.hidden)
     tape.own("probabilities", place.tokens * rows, place.wide)
     tape.own("loss", 2 if t == 1 else 1, place.wide)

@@ -59,6 +59,8 @@ class Stack:
     """Moved for each logit, forward and backward together."""
     logits_kept: float = 6.0
     """Held for each logit at the peak."""
+    chunked_loss: bool = False
+    """Whether, without tensor ranks, the loss is made of some tokens at a time, with its gradients in the forward pass."""
     stops_early: bool = True
     """Whether recomputation ends with the last tensor that the backward pass needs."""
     recompute_selective: tuple[str, ...] = ("attention",)

@@ -218,6 +218,9 @@ def _layout_rules(run: Run) -> Iterator[Broken]:
             ("layout.recompute",),
             'is above 0 when layout.recompute is "budget", and 0 otherwise',
         )
+    if train.loss == "chunked" and lay.tensor > 1:
+        reason = f"the vocabulary is cut over layout.tensor = {lay.tensor} ranks already; use auto or plain"
+        yield Broken("train.loss", ("layout.tensor",), reason)
     if lay.offload and train.device == "cpu":
         yield Broken(
             "layout.offload", ("train.device",), "moves things from a GPU to the CPU; on a CPU they are there already"

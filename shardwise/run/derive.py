@@ -28,6 +28,25 @@ def derive_model(model: ModelConfig, seq_len: int) -> ModelConfig:
     )
 
 
+CHUNK_BYTES = 2**31
+"""Scores that a chunked loss holds at a time. Of the sizes tried on an H200, matrix products lose least at this one: smaller
+ones add to the matrix's gradient more often, larger ones outgrow the cache."""
+
+
+def planned_on_gpu(run: Run) -> bool:
+    """Whether a run is meant for GPUs, as far as it says: by its device, or by its cluster's chip."""
+    device, chip = run.train.device, run.cluster.chip
+    return chip not in ("", "cpu") if device == "auto" else device == "cuda"
+
+
+def chunks_loss(run: Run, *, gpu: bool) -> bool:
+    """Whether the loss is made of some tokens at a time, its gradients in the forward pass."""
+    if run.train.loss != "auto":
+        return run.train.loss == "chunked"
+    narrow = run.train.dtype in ("bfloat16", "float16")
+    return gpu and narrow and run.layout.tensor == 1
+
+
 def derive(run: Run) -> Run:
     """The run with every derived key filled in."""
     train, cluster = run.train, run.cluster

@@ -43,6 +43,14 @@ def test_narrow_arithmetic_follows_the_cpu(ranks: RankPool, model: str, dtype: s
     np.testing.assert_allclose(got["losses"], want["losses"], rtol=1e-4 if dtype == "float32" else 1e-2)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_a_loss_in_chunks_equals_the_cpu(ranks: RankPool, dtype: str) -> None:
+    want = cases.train(0, cases.make_run("dense", {}))
+    got = ranks.run(1, alone_over_nccl, "dense", {}, dict(dtype=dtype, loss="chunked"))[0]
+    np.testing.assert_allclose(got["losses"], want["losses"], rtol=1e-9 if dtype == "float64" else 1e-4)
+    np.testing.assert_allclose(got["norms"], want["norms"], rtol=1e-9 if dtype == "float64" else 1e-3)
+
+
 def test_parameters_and_optimizer_may_live_in_the_cpus_memory(ranks: RankPool) -> None:
     want = cases.train(0, cases.make_run("dense", {}))
     got = ranks.run(1, offloaded)[0]

@@ -165,7 +165,7 @@ ON_GPU = [
 
 @pytest.mark.parametrize(("model", "dtype", "counted"), ON_GPU)
 def test_kernels_of_a_gpu_keep_what_was_counted_there(model: str, dtype: str, counted: int) -> None:
-    run = cases.make_run(model, {}, layers=2, device="cuda", dtype=dtype)
+    run = cases.make_run(model, {}, layers=2, device="cuda", dtype=dtype, loss="plain")
     assert saved_activations(run, 0) == {0: counted}
 
 

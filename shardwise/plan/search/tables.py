@@ -17,7 +17,7 @@ import numpy as np
 from shardwise.hardware import collective_seconds
 from shardwise.plan.constants import constants_of
 from shardwise.plan.job import Job, overlapped
-from shardwise.plan.memory import GIB, buffers, gathered_layers, layer_activations, states
+from shardwise.plan.memory import GIB, buffers, gathered_layers, layer_activations, loss_bytes, states
 from shardwise.plan.operations import embedding, head, layer
 from shardwise.plan.parameters import Held, ends_parameters, layer_parameters
 from shardwise.plan.passes import Piece, Pieces, passes
@@ -245,7 +245,7 @@ def moved(job: Job, sizes: Sizes) -> tuple[Array, Array, Array]:
     pieces = lay.tensor if job.stack.pipeline_pieces else 1
     size = whole.rows / pieces * job.model.hidden * job.width
     hop = collective_seconds(job.cluster, "send", size, *span(whole, "pipeline")) * (lay.pipeline > 1)
-    return hop, whole.rows * job.model.vocab / lay.tensor * job.stack.logits_kept, buffers(whole)
+    return hop, loss_bytes(whole), buffers(whole)
 
 
 def workspace(job: Job) -> tuple[float, float]:

@@ -1,0 +1,102 @@
+"""The end of the network in training: scores of the vocabulary and their cross-entropy, summed over targets.
+
+`LinearCrossEntropy` is the plain one: it holds the scores of all tokens, in float32, and twice again for their gradient.
+`ChunkedCrossEntropy` gives the same loss without ever holding them: it takes some thousand tokens at a time, turns their scores
+into the gradient in place, and at once into those of the input and of the matrix, so that the forward pass does the work of
+both and a chunk of 16-bit scores is all that stands. Which gradient the loss itself gets is not known then, but it is one
+number, by which the backward pass multiplies. Dividing by a count of tokens is left to who knows the whole batch; targets not
+to be learned hold the number that PyTorch ignores.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.model.layers import at_least_float32
+from shardwise.run.derive import CHUNK_BYTES
+
+IGNORED = -100
+
+
+class LinearCrossEntropy(nn.Module):
+    """Scores and loss of all tokens at once."""
+
+    def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        logits = at_least_float32(F.linear(x, weight.to(x.dtype)))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+class ChunkedCrossEntropy(nn.Module):
+    """Scores and loss of some tokens at a time, with the gradients made on the way."""
+
+    def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
+        super().__init__()
+        self.chunk_bytes = chunk_bytes
+
+    def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        rows = max(1, self.chunk_bytes // (weight.shape[0] * x.element_size()))
+        return _Chunked.apply(x.flatten(0, 1), weight, targets.flatten(), rows)
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
+        matrix = weight.to(x.dtype)
+        wide = at_least_float32(x[:0]).dtype
+        loss = torch.zeros((), dtype=wide, device=x.device)
+        learns = any(ctx.needs_input_grad)
+        dx = torch.empty_like(x) if learns else None
+        dw = torch.zeros_like(matrix, dtype=wide) if learns else None
+        for some, chosen, back in zip(
+            x.split(rows), targets.split(rows), dx.split(rows) if dx is not None else [None] * len(x), strict=False
+        ):
+            scores = F.linear(some, matrix)
+            loss += score_gradients(scores, chosen).sum()
+            if back is not None and dw is not None:
+                torch.mm(scores, matrix, out=back)
+                _add_product(dw, scores, some)
+            del scores  # or the next ones would be made beside them
+        if dx is not None and dw is not None:
+            ctx.save_for_backward(dx, dw)
+            ctx.width = weight.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        dx, dw = ctx.saved_tensors
+        # In place: nothing else holds them, and the matrix's is one of the largest tensors there are.
+        return dx.mul_(grads[0]), dw.mul_(grads[0]).to(ctx.width), None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add `left` transposed times `right` to `total`, which may be wider than they are."""
+    if total.is_cuda and left.dtype != total.dtype:
+        torch.addmm(total, left.mT, right, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(left.mT.to(total.dtype), right.to(total.dtype))
+
+
+def score_gradients(scores: Tensor, targets: Tensor) -> Tensor:
+    """The cross-entropy of each row [rows, vocabulary]; its gradient takes the place of the scores."""
+    if scores.is_cuda and scores.dtype != torch.float64:
+        from shardwise.model.kernels.cross_entropy import score_gradients_fused
+
+        return score_gradients_fused(scores, targets, IGNORED)
+    return score_gradients_plain(scores, targets)
+
+
+def score_gradients_plain(scores: Tensor, targets: Tensor) -> Tensor:
+    """The same, one operation after the other."""
+    wide = at_least_float32(scores)
+    counted = targets != IGNORED
+    index = torch.where(counted, targets, 0)[:, None]
+    total = wide.logsumexp(dim=-1, keepdim=True)
+    loss = torch.where(counted, (total - wide.gather(-1, index))[:, 0], 0)
+    gradient = (wide - total).exp_()
+    gradient.scatter_add_(-1, index, -torch.ones_like(index, dtype=gradient.dtype))
+    scores.copy_(torch.where(counted[:, None], gradient, 0))
+    return loss

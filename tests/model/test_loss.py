@@ -1,0 +1,91 @@
+"""The loss in chunks against the plain one, and its kernel against one operation after the other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.model.loss import IGNORED, ChunkedCrossEntropy, LinearCrossEntropy, score_gradients_plain
+
+
+def case(rows: int, vocab: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(rows * vocab)
+    x = torch.randn(2, rows, width, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocab, width, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    targets = torch.randint(0, vocab, (2, rows))
+    targets[torch.rand(2, rows) < 0.2] = IGNORED
+    return x, weight.requires_grad_(), targets
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 20), st.integers(1, 70), st.integers(1, 9), st.integers(1, 4000))
+def test_loss_and_gradients_are_those_of_the_plain_one(rows: int, vocab: int, width: int, chunk: int) -> None:
+    x, weight, targets = case(rows, vocab, width, torch.float64)
+    results = []
+    for loss in (LinearCrossEntropy(), ChunkedCrossEntropy(chunk)):
+        value = 0.37 * loss(x, weight, targets)
+        results.append((value, *torch.autograd.grad(value, (x, weight))))
+    for plain, chunked in zip(*results, strict=True):
+        torch.testing.assert_close(chunked, plain, rtol=1e-11, atol=1e-12)
+
+
+def test_in_16_bits_it_is_no_further_off_than_the_plain_one() -> None:
+    x, weight, targets = case(64, 300, 32, torch.bfloat16)
+    exact = LinearCrossEntropy()(x.double(), weight.double(), targets)
+    truth = torch.autograd.grad(exact, (x, weight))
+    off = []
+    for loss in (LinearCrossEntropy(), ChunkedCrossEntropy(300 * 2 * 10)):
+        value = loss(x, weight, targets)
+        gradients = torch.autograd.grad(value, (x, weight))
+        assert [g.dtype for g in gradients] == [torch.bfloat16, torch.float32]
+        assert value.item() == pytest.approx(exact.item(), rel=1e-2)
+        off.append(
+            [(g.double() - t.double()).norm() / t.double().norm() for g, t in zip(gradients, truth, strict=True)]
+        )
+    assert all(chunked < 1.2 * plain + 1e-3 for plain, chunked in zip(*off, strict=True))
+
+
+def test_without_gradients_nothing_is_made_but_the_loss() -> None:
+    x, weight, targets = case(5, 11, 3, torch.float64)
+    with torch.no_grad():
+        value = ChunkedCrossEntropy(200)(x, weight, targets)
+    assert value.grad_fn is None
+    assert value.item() == pytest.approx(LinearCrossEntropy()(x, weight, targets).item())
+
+
+KERNEL = """
+import torch
+from shardwise.model.kernels.cross_entropy import score_gradients_fused
+from shardwise.model.loss import IGNORED, score_gradients_plain
+torch.manual_seed(1)
+for rows, vocab in ((3, 5), (4, 2048), (2, 5000)):
+    scores = 3 * torch.randn(rows, vocab)
+    targets = torch.randint(0, vocab, (rows,))
+    targets[1] = IGNORED
+    plain, fused = scores.clone(), scores.clone()
+    losses = score_gradients_plain(plain, targets), score_gradients_fused(fused, targets, IGNORED)
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-7)
+    assert losses[1][1] == 0 and not fused[1].any()
+"""
+
+
+def test_the_kernel_does_what_plain_operations_do() -> None:
+    """By Triton's interpreter, in a process of its own, since it is chosen as Triton is imported."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-c", KERNEL], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_gradients_of_scores_add_up_to_nothing() -> None:
+    scores = torch.randn(7, 30, dtype=torch.float64)
+    score_gradients_plain(scores, torch.arange(7))
+    torch.testing.assert_close(scores.sum(-1), torch.zeros(7, dtype=torch.float64))
