@@ -355,7 +355,9 @@ def experts(tape: Tape, sent: int | Fraction, arrived: int | Fraction) -> None:
     alone = place.sizes["expert_shard"] == place.sizes["replicate"] == 1 and not lay.offload
     if tape.casts or (tape.narrow and alone):
         tape.own("expert weights", 3 * m.experts // lay.expert * width * m.hidden)
-    if tape.place.fused and place.run.train.dtype == "bfloat16":  # one kernel for all experts, which reads where each begins
+    if (
+        tape.place.fused and place.run.train.dtype == "bfloat16"
+    ):  # one kernel for all experts, which reads where each begins
         tape.own("expert ends", 3 * m.experts // lay.expert, ENDS)
     tape.own("expert rows", arrived * m.hidden)
     tape.own("expert gate, up, function and inner", 4 * arrived * width)

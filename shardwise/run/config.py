@@ -211,7 +211,8 @@ class TrainConfig:
         "float32", "dtype in which gradients are added over ranks; never narrower than float32 arithmetic needs"
     )
     loss: Literal["auto", "plain", "chunked"] = key(
-        "auto", "chunked: scores of the vocabulary for some tokens at a time; auto: so on GPUs in 16 bits, without tensor ranks"
+        "auto",
+        "chunked: scores of the vocabulary for some tokens at a time; auto: so on GPUs in 16 bits, without tensor ranks",
     )
     loss_scale: float = key(65536.0, "float16: first loss scale; it then adapts", above=0)
     balance_loss: float = key(0.0, "mixtures: weight of the per-sequence load-balance loss", least=0)
