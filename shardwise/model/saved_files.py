@@ -117,7 +117,7 @@ def read_pieces(folder: Path, manifest: Manifest) -> dict[str, list[Piece]]:
     pieces: dict[str, list[Piece]] = {}
     for file in manifest.files:
         if re.fullmatch(r"rank-\d{5,}\.json", file):
-            _check_file(folder, file, manifest)
+            check_file(folder, file, manifest)
             for piece in read_table(folder / file, manifest.files):
                 pieces.setdefault(piece.name, []).append(piece)
     for name, parts in pieces.items():
@@ -165,9 +165,9 @@ def damage(folder: Path, share: tuple[int, int] = (0, 1)) -> Iterator[Problem]:
     for file in manifest.files:
         try:
             if file not in data:
-                _check_file(folder, file, manifest)
+                check_file(folder, file, manifest)
             elif data.index(file) % share[1] == share[0]:
-                _check_file(folder, file, manifest)
+                check_file(folder, file, manifest)
                 yield from _check_data(folder / file, sorted(by_file.get(file, []), key=lambda p: p.begin))
         except UserError as e:
             yield from e.problems
@@ -210,7 +210,10 @@ def _check_plain(path: Path) -> None:
     os.close(open_plain(path))
 
 
-def _check_file(folder: Path, file: str, manifest: Manifest) -> None:
+def check_file(folder: Path, file: str, manifest: Manifest) -> None:
+    """Raise unless a file has the size, and where it has one the checksum, that the manifest gives it."""
+    if file not in manifest.files:
+        raise UserError(Problem(f"names no {file}", where=str(folder / MANIFEST)))
     size, crc = manifest.files[file]
     path = folder / file
     handle = open_plain(path)
