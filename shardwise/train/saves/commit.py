@@ -88,7 +88,6 @@ def commit(draft: Path, target: Path, description: Description) -> Manifest:
     if target.exists():  # of a run that went back behind this step and came here again
         remove(target)
     draft.rename(target)
-    sync_folder(target.parent)
     return manifest
 
 

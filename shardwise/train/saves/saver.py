@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.data.tokenizer import Tokenizer
+from shardwise.model.weight_writer import sync_folder
 from shardwise.parallel.mesh import Mesh
 from shardwise.report import words
 from shardwise.run import UserError
@@ -147,14 +148,19 @@ class Saver:
             if (metrics := self.out / METRICS).exists():
                 sync_file(metrics)  # a power cut must not leave a checkpoint ahead of its curve
             manifest = commit(saving.draft, target, saving.description)
-            seconds = time.perf_counter() - saving.began
-            self.say(f"step {step}: saved {target} ({words.size(manifest.bytes)} in {words.seconds(seconds)})")
-            retire(self.out, train.keep, train.keep_every)
         except Exception as e:
             known = isinstance(e, NotSaved | UserError | OSError)
             saving.problem = saving.problem or (str(e) if known else repr(e))
             self.say(f"warning: step {step} is not saved: {saving.problem}; the checkpoints before it stay")
             remove(saving.draft)
+            return
+        taken = words.seconds(time.perf_counter() - saving.began)
+        self.say(f"step {step}: saved {target} ({words.size(manifest.bytes)} in {taken})")
+        try:
+            sync_folder(target.parent)
+            retire(self.out, train.keep, train.keep_every)
+        except OSError as e:
+            self.say(f"warning: after step {step} was saved, older checkpoints stay: {e.strerror}")
 
     def _free(self) -> int:
         """Bytes free where checkpoints go."""
