@@ -24,7 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """List and verify."""
-    found = [_describe(folder) for folder in _folders(args.folder)]
+    # A run that trains on may have removed one meanwhile.
+    found = [each for folder in _folders(args.folder) if (each := _describe(folder)) and folder.exists()]
     if args.json:
         print(json.dumps(dict(folder=str(args.folder), checkpoints=found)))
     else:

@@ -180,9 +180,13 @@ def checksum(data: Any, before: int = 0) -> int:
 
 
 def open_plain(path: Path) -> int:
-    """A file descriptor for reading: of a file in this very place, not of what a link points to."""
+    """A file descriptor for reading: of a file in this very place, not of what a link points to, nor of a pipe or a folder."""
     try:
-        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        if stat.S_ISREG(os.fstat(handle).st_mode):
+            return handle
+        os.close(handle)
+        raise UserError(Problem("is not a file", where=str(path)))
     except OSError as e:
         if path.is_symlink():
             raise UserError(Problem("is a link; a checkpoint's files lie in its own folder", where=str(path))) from None
@@ -218,13 +222,11 @@ def check_file(folder: Path, file: str, manifest: Manifest) -> None:
     path = folder / file
     handle = open_plain(path)
     try:
-        found = os.fstat(handle)
+        found = os.fstat(handle).st_size
     finally:
         os.close(handle)
-    if not stat.S_ISREG(found.st_mode):
-        raise UserError(Problem("is not a file", where=str(path)))
-    if found.st_size != size:
-        raise UserError(Problem(f"has {found.st_size} bytes, and {size} were written", where=str(path)))
+    if found != size:
+        raise UserError(Problem(f"has {found} bytes, and {size} were written", where=str(path)))
     if crc is not None and file_checksum(path) != crc:
         raise UserError(Problem("is damaged: its checksum is not that of what was written", where=str(path)))
 

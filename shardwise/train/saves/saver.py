@@ -34,6 +34,7 @@ from shardwise.train.saves.together import first_text, tell
 from shardwise.train.step import Trainee
 
 SPARE = 64 << 20  # bytes that a save leaves free, for the metrics and logs of the run
+ROUND = 30.0  # seconds after which ranks that wait for each other's parts ask again
 PATIENCE = 2.0  # seconds that the other ranks have for their parts when a run ends by an error
 
 
@@ -120,8 +121,12 @@ class Saver:
         saving, thread = self._saving, self._thread
         if saving is None or thread is None:
             return
-        saving.written.wait()
-        if first_text(tell(self.mesh, saving.problem)):
+        everyone = False
+        while not everyone:  # in rounds, because a collective gives up on ranks that are merely slow to write
+            written = saving.written.wait(ROUND)
+            heard = tell(self.mesh, saving.problem, [written])
+            everyone = all(each.numbers[0] for each in heard)
+        if first_text(heard):
             saving.stop.set()  # the rank that failed may not even have had the room to say so in a file
         thread.join()
         self.problem = saving.problem

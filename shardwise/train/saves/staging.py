@@ -22,14 +22,22 @@ class Staging:
 
     def __init__(self) -> None:
         self.block = torch.empty(0, dtype=torch.uint8)
+        self.pinned = False
+
+    def _allocate(self, size: int, pinned: bool) -> None:
+        """Exactly so many bytes; PyTorch's own pinned memory comes in powers of two."""
+        if self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.block.data_ptr())
+        self.block = torch.empty(0, dtype=torch.uint8)  # lets the old one go first
+        self.block = torch.empty(size, dtype=torch.uint8)
+        # Refused, the copies are slower and as good.
+        self.pinned = pinned and int(torch.cuda.cudart().cudaHostRegister(self.block.data_ptr(), size, 0)) == 0
 
     def copy(self, pieces: Sequence[Kept]) -> Tensor:
         """The bytes of the pieces as they are now, one behind the other. Good until the next copy."""
         needed = sum(piece.values.nbytes for piece in pieces)
         if self.block.numel() != needed:
-            on_gpu = any(piece.values.is_cuda for piece in pieces)
-            self.block = torch.empty(0, dtype=torch.uint8)  # lets the old one go first
-            self.block = torch.empty(needed, dtype=torch.uint8, pin_memory=on_gpu)
+            self._allocate(needed, pinned=any(piece.values.is_cuda for piece in pieces))
         views, at = [], 0
         for piece in pieces:
             target = self.block[at : at + piece.values.nbytes]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
+import os
 from pathlib import Path
 from typing import Any
 
 import cases
+import pytest
 import torch
 
 from shardwise.data.tokenizer import ByteTokenizer
@@ -53,7 +56,8 @@ def resume_and_train(rank: int, run: Run, out: Path, last: int) -> dict[str, Any
     assert found.more == dict(note=[1, 2])
     losses, norms = cases.steps(trainee, found.step, last, True)
     parameters = {
-        h.name: (cases.slices(box(h, trainee.mesh)), local(h.parameter.detach()).numpy()) for h in trainee.parallel.held
+        h.name: (cases.slices(box(h, trainee.mesh)), local(h.parameter.detach()).cpu().numpy())
+        for h in trainee.parallel.held
     }
     return dict(losses=losses, norms=norms, parameters=parameters, tokens=trainee.tokens)
 
@@ -64,3 +68,25 @@ def whole_run(rank: int, run: Run, out: Path) -> str:
     with contextlib.redirect_stdout(said):
         train(run, out)
     return said.getvalue()
+
+
+def save_where_one_rank_fails(rank: int, run: Run, out: Path, mute: bool) -> list[str]:
+    """Three saves; in the second, rank 1 finds the disk full, and with `mute` cannot even leave a file that says so. Gives what
+    came of each."""
+    trainee = trained(run, 1)
+    saver = saver_of(trainee, out)
+    results = []
+    for number in range(3):
+        trainee.step = number + 1
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1 and number == 1:
+
+                def full(*_: Any) -> Any:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+                patch.setattr(os, "write", full)
+                if mute:
+                    patch.setattr(Path, "rename", full)
+            saver.save(trainee)
+            results.append(saver.finish())
+    return results

@@ -17,6 +17,7 @@ import cases
 import pytest
 import saved_cases
 import torch
+from parallel_pool import RankPool
 
 from shardwise.model.saved_files import damage
 from shardwise.model.saved_reader import SavedReader
@@ -180,3 +181,16 @@ def test_what_a_dead_attempt_left_is_never_taken_for_a_part(tmp_path: Path, trai
     want = tensors(other)
     reader = SavedReader(folder, kind="")
     assert all(torch.equal(reader.get(name), want[name]) for name in want)
+
+
+@pytest.mark.parametrize("mute", [False, True], ids=["it says so", "it cannot even say so"])
+def test_a_rank_whose_disk_is_full_fails_that_save_for_all(ranks: RankPool, tmp_path: Path, mute: bool) -> None:
+    run = cases.make_run("dense", dict(shard=2), layers=1, keep=9)
+    for results in ranks.run(2, saved_cases.save_where_one_rank_fails, run, tmp_path, mute):
+        assert [bool(problem) for problem in results] == [False, True, False]
+        if not mute:
+            assert results[1].startswith("rank 1 cannot write")
+            assert "No space left on device" in results[1]
+    assert [step_of(folder) for folder in complete(tmp_path)] == [1, 3]
+    assert all(list(damage(folder)) == [] for folder in complete(tmp_path))
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 2

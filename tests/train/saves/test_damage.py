@@ -66,7 +66,7 @@ def test_any_flipped_bit_is_found(out: Path) -> None:
 @pytest.mark.parametrize(
     "name", [MANIFEST, "rank-00000.bin", "rank-00000.json", "run.toml", "shardwise_tokenizer.json"]
 )
-@pytest.mark.parametrize("how", ["cut", "longer", "empty", "missing", "link", "folder"])
+@pytest.mark.parametrize("how", ["cut", "longer", "empty", "missing", "link", "folder", "pipe"])
 def test_a_file_that_is_not_what_was_written_leads_to_the_checkpoint_before(out: Path, name: str, how: str) -> None:
     path = folder_of_step(out, 2) / name
     content = path.read_bytes()
@@ -78,6 +78,8 @@ def test_a_file_that_is_not_what_was_written_leads_to_the_checkpoint_before(out:
         path.symlink_to(out / "elsewhere")
     elif how == "folder":
         path.mkdir()
+    elif how == "pipe":  # whoever opens it as if it were a file waits for ever
+        os.mkfifo(path)
     said: list[str] = []
     trainee = Trainee(RUN)
     found = resume(trainee, out, saved_cases.DATA, said.append)
