@@ -58,8 +58,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_random_pairs_of_layouts(ranks: RankPool, tmp_path: Path, pair: int) -> None:
     generator = random.Random(7000 + pair)
     world = 4 if pair % 4 else 8
-    model, *before = cases.random_layout(generator, axes=pair % 3, world=world)
-    _, *after = cases.random_layout(generator, models=(model,), axes=(pair + 1) % 3, world=world)
+    models = ("mixture", "softmax") if pair % 2 else ("dense", "mixture", "tied", "latent", "softmax")
+    model, *before = cases.random_layout(generator, models, axes=pair % 3, world=world)
+    _, *after = cases.random_layout(generator, (model,), axes=(pair + 1) % 3, world=world)
     optimizer = generator.choice(["adamw", "muon"])
     assert_moves(ranks, tmp_path, model, optimizer, (before[0], before[1]), (after[0], after[1]))
 

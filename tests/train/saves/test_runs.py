@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cases
 import pytest
 import saved_cases
 import torch
@@ -22,8 +23,10 @@ from shardwise.model.weights import load_model
 from shardwise.run import Run, UserError, run_from_dict
 from shardwise.train.loop import check, train
 from shardwise.train.metrics import read_metrics
+from shardwise.train.saves import resume
 from shardwise.train.saves.folder import complete, folder_of_step, step_of
 from shardwise.train.saves.lock import FolderLock
+from shardwise.train.step import Trainee
 
 MIXTURE = dict(
     layers=2,
@@ -173,3 +176,15 @@ def test_the_lock_of_a_killed_run_is_gone_with_it(tmp_path: Path) -> None:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     FolderLock(tmp_path).release()
+
+
+def test_random_generators_go_on_where_they_were(tmp_path: Path) -> None:
+    run = cases.make_run("dense", {}, layers=1)
+    trainee = saved_cases.trained(run, 1)
+    torch.rand(3)
+    saver = saved_cases.saver_of(trainee, tmp_path)
+    saver.save(trainee)
+    want = torch.rand(4)
+    assert saver.finish() == ""
+    assert resume(Trainee(run), tmp_path, saved_cases.DATA, print) is not None
+    assert torch.equal(torch.rand(4), want)
