@@ -16,8 +16,8 @@ from shardwise.data.batches import Batch, Samples
 from shardwise.data.open import Data, open_data
 from shardwise.parallel.mesh import Mesh
 from shardwise.plan.work import CONVENTION, parameters, training_flops
-from shardwise.run import AXES, Run, to_toml
-from shardwise.train import checkpoint
+from shardwise.run import AXES, Run, UserError, to_toml
+from shardwise.train import saves
 from shardwise.train.display import PlainDisplay, Progress, clock, make_display
 from shardwise.train.metrics import Metrics
 from shardwise.train.speed import peak_flops, peak_memory
@@ -27,39 +27,38 @@ from shardwise.train.step import Trainee, choose_device
 def check(run: Run, out: Path) -> None:
     """Raise what is wrong with a run's data or with its folder before any rank starts."""
     open_data(run)
-    saved = checkpoint.complete_checkpoints(out)
-    if saved:
-        checkpoint.check_same_job(saved[-1], run)
+    saves.check_folder(run, out)
 
 
 def train(run: Run, out: Path) -> None:
     """Train the run into the folder `out`, going on from its newest checkpoint if there is one. Every rank calls this."""
     data = open_data(run)
-    saved = checkpoint.complete_checkpoints(out)
-    if saved:
-        checkpoint.check_same_job(saved[-1], run)
     mesh = Mesh(run.layout, choose_device(run.train.device).type)
-    with make_display(quiet=mesh.rank > 0) as display:
+    with make_display(quiet=mesh.rank > 0) as display, saves.held(run, out, mesh, display.say):
         trainee = Trainee(run, mesh)
-        if saved:
-            checkpoint.load(trainee, saved[-1], data.fingerprint)
-        _introduce(trainee, data, display, resumed=bool(saved))
+        resumed = saves.resume(trainee, out, data.fingerprint, display.say)
+        _introduce(trainee, data, display, resumed is not None)
         if trainee.step >= run.train.steps:
             display.say(f"{out} is trained to step {trainee.step} already; raise train.steps to go on")
             return
         metrics = None
         if mesh.rank == 0:
-            out.mkdir(parents=True, exist_ok=True)
             (out / "run.toml").write_text(to_toml(run))
             metrics = Metrics(out, run, resumed_step=trainee.step)
+        saver = saves.Saver(out, mesh, data.tokenizer, data.fingerprint, display.say)
         try:
-            _steps(trainee, data, out, metrics, display)
+            _steps(trainee, data, out, metrics, saver, display)
+        except BaseException:
+            saver.abandon()
+            raise
         finally:
             if metrics is not None:
                 metrics.close()
 
 
-def _steps(trainee: Trainee, data: Data, out: Path, metrics: Metrics | None, display: PlainDisplay) -> None:
+def _steps(
+    trainee: Trainee, data: Data, out: Path, metrics: Metrics | None, saver: saves.Saver, display: PlainDisplay
+) -> None:
     train = trainee.run.train
     peak, peak_source = peak_flops(trainee.device, trainee.dtype)
     flops = training_flops(trainee.run.model, train.seq_len) * trainee.run.batch_tokens
@@ -104,9 +103,10 @@ def _steps(trainee: Trainee, data: Data, out: Path, metrics: Metrics | None, dis
                 metrics.record(step=trainee.step, eval_loss=eval_loss)
             display.say(f"step {trainee.step}: validation loss {eval_loss:.4f}")
         if ending or (train.checkpoint_every and trainee.step % train.checkpoint_every == 0):
-            folder = checkpoint.save(trainee, out, data.tokenizer, data.fingerprint)
-            display.say(f"step {trainee.step}: saved {folder}")
+            saver.save(trainee)
         last = time.perf_counter()
+    if problem := saver.finish():
+        raise UserError(f"the end of the run is not saved: {problem}")
     display.say(f"trained {trainee.tokens:,} tokens in {clock(time.perf_counter() - began)}; everything is in {out}")
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from shardwise.data.batches import IGNORED, Batch
-from shardwise.parallel.gather import whole
 from shardwise.parallel.gradients import local
-from shardwise.run import Run, run_from_dict
-from shardwise.train.state import collect, restore
+from shardwise.parallel.place import Box, box
+from shardwise.run import Run, UserError, run_from_dict
 from shardwise.train.step import Trainee
 
 DENSE = dict(layers=4, hidden=32, heads=4, kv_heads=2, ffn=64, vocab=61, qk_norm=True)
@@ -30,6 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "window": DENSE | dict(sliding_window=11),
     "softmax": MIXTURE | dict(router="softmax", shared_experts=0, dense_layers=0),
 }  # fmt: skip
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v", "dualpipe-v")
 LENGTH, BATCH = 32, 8
 
 
@@ -64,16 +65,16 @@ def take(batch: Batch, rows: np.ndarray) -> Batch:
 
 
 def train(rank: int, run: Run, documents: bool = True, seed: int = 0) -> dict[str, Any]:
-    """Some steps; losses, gradient norms, an evaluation, and the whole parameters of this rank's stages."""
+    """Some steps; losses, gradient norms, an evaluation, and this rank's parts of the parameters, each with where it lies."""
     trainee = Trainee(run)
     losses, norms = steps(trainee, 0, run.train.steps, documents, seed)
     trained = list(trainee.parallel.pipeline.executed)
     evaluated = trainee.evaluate(lambda rows: take(batch(99, documents), rows), np.arange(5))
     parameters = {
-        h.name: whole(local(h.parameter.detach()), h, trainee.mesh).cpu().numpy() for h in trainee.parallel.held
+        h.name: (slices(box(h, trainee.mesh)), local(h.parameter.detach()).cpu().numpy()) for h in trainee.parallel.held
     }
     biases = {
-        f"layers.{n}.bias": block.ffn.router.bias.cpu().numpy()
+        f"layers.{n}.bias": ((slice(None),), block.ffn.router.bias.cpu().numpy())
         for model in trainee.parallel.models
         for n, block in model.layers.items()
         if hasattr(block.ffn, "router") and run.model.router == "sigmoid"
@@ -96,18 +97,34 @@ def steps(trainee: Trainee, first: int, last: int, documents: bool, seed: int = 
     return losses, norms
 
 
-def train_and_collect(rank: int, run: Run, last: int) -> dict[str, Any] | None:
-    """The whole state after some steps, on the first rank."""
-    trainee = Trainee(run)
-    steps(trainee, 0, last, True)
-    state = collect(trainee)
-    return None if state is None else {name: tensor.numpy() for name, tensor in state.items()}
+def slices(place: Box) -> tuple[slice, ...]:
+    """A box as an index into the whole."""
+    return tuple(slice(start, start + size) for start, size in zip(place.offset, place.size, strict=True))
 
 
-def restore_and_train(rank: int, run: Run, first: int, state: dict[str, Any]) -> dict[str, Any]:
-    """Go on from a whole state."""
-    trainee = Trainee(run)
-    restore(trainee, {name: torch.from_numpy(array) for name, array in state.items()})
-    trainee.step = first
-    losses, norms = steps(trainee, first, run.train.steps, True)
-    return dict(losses=losses, norms=norms)
+def random_layout(
+    generator: random.Random,
+    models: Sequence[str] = ("dense", "mixture", "tied", "latent", "softmax"),
+    axes: int = 2,
+    world: int = 8,
+) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """A legal combination of at least so many axes on up to so many ranks; illegal draws are thrown away."""
+    while True:
+        model = generator.choice(models)
+        sizes = {a: generator.choice([1, 1, 2, 2, 4]) for a in ("replicate", "shard", "context", "tensor", "pipeline")}
+        layout: dict[str, Any] = dict(sizes)
+        layout["zero"] = generator.choice([1, 2, 3])
+        layout["context_method"] = generator.choice(["ring", "ulysses", "gather"])
+        layout["schedule"] = generator.choice(SCHEDULES) if sizes["pipeline"] > 1 else "1f1b"
+        layout["recompute"] = generator.choice(["none", "none", "attention", "full"])
+        layout["expert_tensor"] = generator.random() < 0.5
+        layout["async_tensor"] = generator.random() < 0.3
+        if model in ("mixture", "softmax"):
+            layout["expert"] = generator.choice([1, 2, 4])
+        train = dict(microbatch=generator.choice([1, 2, 4, 4, 8]))
+        try:
+            run = make_run(model, layout, **train)
+        except UserError:
+            continue
+        if run.layout.world <= world and sum(size > 1 for size in sizes.values()) >= axes:
+            return model, layout, train
