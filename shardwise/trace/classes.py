@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.labels import read_label
-from shardwise.trace.events import DEVICE_KINDS, Integers, Profile
+from shardwise.trace.events import DEVICE_KINDS, Events, Integers, Profile
 from shardwise.trace.intervals import Intervals, own_pieces, union
 
 CLASSES = ("compute", "communication", "copy")
@@ -58,15 +58,19 @@ def classify(profile: Profile) -> Classified:
         kind = np.where(events.of_kind("kernel")[event], COMPUTE, COPY).astype(np.int8)
         kind[communicating_kernels(profile)[event]] = COMMUNICATION
         return Classified(True, event, events.start[event], events.end[event], kind)
-    names = events.names
-    communicates = np.array([communicating_operator(name) for name in names], np.bool_)
-    copies = np.array([name in _COPYING_OPERATOR for name in names], np.bool_)
-    message = events.named(communicates) & events.of_kind("cpu_op", "annotation")
-    event = np.flatnonzero(events.of_kind("cpu_op") | message)
+    message = events.named(np.array([communicating_operator(name) for name in events.names], np.bool_))
+    copies = events.named(np.array([name in _COPYING_OPERATOR for name in events.names], np.bool_))
+    event = np.flatnonzero(host_work(events))
     piece, start, end = own_pieces(events.lane[event], events.start[event], events.end[event])
     event = event[piece]
-    kind = np.where(message[event], COMMUNICATION, np.where(events.named(copies)[event], COPY, COMPUTE)).astype(np.int8)
+    kind = np.where(message[event], COMMUNICATION, np.where(copies[event], COPY, COMPUTE)).astype(np.int8)
     return Classified(False, event, start, end, kind)
+
+
+def host_work(events: Events) -> NDArray[np.bool_]:
+    """Which events are work of the host: its operators, and the ranges that stand for messages."""
+    message = np.array([communicating_operator(name) for name in events.names], np.bool_)
+    return events.of_kind("cpu_op") | (events.named(message) & events.of_kind("annotation"))
 
 
 def communicating_kernels(profile: Profile) -> NDArray[np.bool_]:

@@ -24,7 +24,11 @@ _RANK_IN_NAME = re.compile(r"rank[-_ .]?(\d{1,7})(?!\d)", re.IGNORECASE)
 
 
 class NoProfile(UserError):
-    """The file holds no events: it is something else, or empty."""
+    """Nothing could be read of the file."""
+
+
+class NoEvents(NoProfile):
+    """The file is JSON with no list of events: something else than a profile."""
 
 
 class _Around(msgspec.Struct):
@@ -44,7 +48,8 @@ def read_profile(path: Path, progress: Callable[[int], None] | None = None) -> P
             text = Text(source, problems)
             refusal = text.begin()
             if refusal:
-                raise NoProfile(Problem(f"{refusal}{': ' + source.problem if source.problem else ''}", where=str(path)))
+                kind = NoEvents if text.is_other_json else NoProfile
+                raise kind(Problem(f"{refusal}{': ' + source.problem if source.problem else ''}", where=str(path)))
             for position, records in text.records():
                 columns.add(position, records)
     except OSError as e:

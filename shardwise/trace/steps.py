@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.trace.classes import Classified
-from shardwise.trace.events import Events, Profile
+from shardwise.trace.classes import Classified, host_work
+from shardwise.trace.events import DEVICE_KINDS, Events, Profile
 from shardwise.trace.intervals import Intervals, nothing, union, window
 
 _STEP = re.compile(r"ProfilerStep#?\s*(\d{1,15})")
@@ -61,7 +61,9 @@ def find_steps(profile: Profile) -> tuple[Step, ...]:
         if step not in longest or events.duration[row] > events.duration[longest[step]]:
             longest[step] = row
     first, last = _recorded(events)
-    work = events.start[events.of_kind("cpu_op", "kernel", "copy", "set")]
+    work = events.start[host_work(events)]
+    if not len(work):
+        work = events.start[events.of_kind(*DEVICE_KINDS)]
     steps = []
     for step, row in sorted(longest.items()):
         start, end = int(events.start[row]), int(events.end[row])

@@ -43,6 +43,8 @@ class Text:
         """Byte of the text where the buffer begins."""
         self.head = b""
         self.tail = b""
+        self.is_other_json = False
+        """Found to be an object without events."""
 
     def begin(self) -> str:
         """Go to the first event. Gives "" or the reason why there is none."""
@@ -64,6 +66,7 @@ class Text:
                 head = head + self._buffer[:kept] if head is not None and len(head) < LARGEST else None
                 self._drop(kept)
             if not self._more():
+                self.is_other_json = not self._source.problem
                 return "is not a profile: it has no list of traceEvents"
         if head is None:
             self._problems.say(
