@@ -130,6 +130,17 @@ class KernelTime:
 
 
 @dataclass(frozen=True)
+class CallTime:
+    """Calls of the driver or runtime of one name, on the host."""
+
+    name: str
+    count: int
+    total: int
+    ranks: Mapping[int, int]
+    """Nanoseconds on each rank."""
+
+
+@dataclass(frozen=True)
 class ModuleTime:
     """Device time that a module launched itself, without the modules in it."""
 
@@ -312,7 +323,10 @@ class Explanation:
     axes: tuple[AxisTime, ...]
     idle: Mapping[int, Mapping[str, int]]
     """Idle by cause on each rank; the causes add up to its `idle`."""
+    exposed_copy: Mapping[int, int]
+    """Copies that neither computing nor communication hid, on each rank."""
     kernels: tuple[KernelTime, ...]
+    calls: tuple[CallTime, ...]
     modules: Modules
     launches: Mapping[int, LaunchQueue]
     pipelines: tuple[PipelineStep, ...]
