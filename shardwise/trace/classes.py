@@ -70,7 +70,10 @@ def classify(profile: Profile) -> Classified:
 def host_work(events: Events) -> NDArray[np.bool_]:
     """Which events are work of the host: its operators, and the ranges that stand for messages."""
     message = np.array([communicating_operator(name) for name in events.names], np.bool_)
-    return events.of_kind("cpu_op") | (events.named(message) & events.of_kind("annotation"))
+    # Labels of actions, phases and modules are recorded like operators, but time in them alone is time in none.
+    label = np.array([read_label(name) is not None for name in events.names], np.bool_) & ~message
+    operators = events.of_kind("cpu_op") & ~events.named(label)
+    return operators | (events.named(message) & events.of_kind("annotation"))
 
 
 def communicating_kernels(profile: Profile) -> NDArray[np.bool_]:
