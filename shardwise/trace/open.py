@@ -14,7 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwise.run.problems import Problem, UserError
+from shardwise.run.problems import UserError
 from shardwise.trace import cache
 from shardwise.trace.events import Profile
 from shardwise.trace.parse import NoEvents, NoProfile, read_profile
@@ -34,6 +34,15 @@ class Opened:
 
 
 @dataclass(frozen=True)
+class Refused:
+    """Why a file gave no profile."""
+
+    problems: tuple[str, ...]
+    other_json: bool = False
+    """It is JSON of another kind."""
+
+
+@dataclass(frozen=True)
 class File:
     """A file that may hold a profile."""
 
@@ -49,14 +58,14 @@ def open_profiles(paths: Sequence[Path], cache_folder: Path | None = None, told:
     for file, result in _results(files, cache_folder, told):
         if isinstance(result, Profile):
             profiles.append(result)
-        elif file.named or not isinstance(result, NoEvents):  # a folder may hold other JSON too
-            problems += [str(problem) for problem in result.problems]
+        elif file.named or not result.other_json:
+            problems += result.problems
     if not profiles:
         raise UserError(
             *(problems or [f"{', '.join(map(str, paths))}: no profile found (files ending in {' or '.join(ENDINGS)})"])
         )
     chosen, more = _one_a_rank(profiles)
-    return Opened(chosen, tuple([*problems, *more, *(p for profile in chosen for p in profile.problems)]))
+    return Opened(chosen, (*problems, *more, *(p for profile in chosen for p in profile.problems)))
 
 
 def find_files(paths: Sequence[Path]) -> tuple[list[File], list[str]]:
@@ -78,9 +87,9 @@ def find_files(paths: Sequence[Path]) -> tuple[list[File], list[str]]:
     return list(files.values()), problems
 
 
-def _results(files: list[File], folder: Path | None, told: Told | None) -> Iterator[tuple[File, Profile | UserError]]:
+def _results(files: list[File], folder: Path | None, told: Told | None) -> Iterator[tuple[File, Profile | Refused]]:
     """Each file and what it holds, or why nothing; in the order of the files."""
-    results: dict[Path, Profile | UserError] = {}
+    results: dict[Path, Profile | Refused] = {}
     for file in files:
         if folder is not None and (kept := cache.load(folder, file.path)) is not None:
             results[file.path] = kept
@@ -95,19 +104,21 @@ def _results(files: list[File], folder: Path | None, told: Told | None) -> Itera
 
 
 def _read_here(
-    results: dict[Path, Profile | UserError], paths: list[Path], folder: Path | None, told: Told | None
+    results: dict[Path, Profile | Refused], paths: list[Path], folder: Path | None, told: Told | None
 ) -> None:
     """Read files one after the other."""
     sizes = [_size(path) for path in paths]
     for number, path in enumerate(paths):
-        before = sum(sizes[:number])
-        results[path] = _read(
-            path, folder, (lambda done, before=before: told(before + done, sum(sizes))) if told else None
-        )
+
+        def tell(done: int, before: int = sum(sizes[:number])) -> None:
+            if told:
+                told(before + done, sum(sizes))
+
+        results[path] = _read(path, folder, tell)
 
 
 def _read_apart(
-    results: dict[Path, Profile | UserError], paths: list[Path], folder: Path | None, workers: int, told: Told | None
+    results: dict[Path, Profile | Refused], paths: list[Path], folder: Path | None, workers: int, told: Told | None
 ) -> None:
     """Read files in processes of their own, the largest first."""
     sizes = {path: _size(path) for path in paths}
@@ -126,18 +137,18 @@ def _read_apart(
     except BrokenProcessPool:
         lost = [path for path in paths if path not in results]
         gone = "reading it was stopped from outside (is there enough memory?)"
-        results.update({path: UserError(Problem(gone, where=str(path))) for path in lost})
+        results.update({path: Refused((f"{path}: {gone}",)) for path in lost})
 
 
-def _read(path: Path, folder: Path | None, progress: Callable[[int], None] | None = None) -> Profile | UserError:
+def _read(path: Path, folder: Path | None, progress: Callable[[int], None] | None = None) -> Profile | Refused:
     """Read one file and keep it in the cache."""
     try:
         stamp = cache.stamp(path) if folder is not None else b""
         profile = read_profile(path, progress)
     except NoProfile as e:
-        return e
+        return Refused(tuple(map(str, e.problems)), isinstance(e, NoEvents))
     except OSError as e:
-        return UserError(Problem(f"cannot be read: {e.strerror or e}", where=str(path)))
+        return Refused((f"{path}: cannot be read: {e.strerror or e}",))
     if folder is not None:
         cache.store(folder, profile, stamp)
     return profile

@@ -60,10 +60,8 @@ def read_profile(path: Path, progress: Callable[[int], None] | None = None) -> P
     devices = next((a.devices for a in around if isinstance(a.devices, list) and a.devices), [])
     rank, known = _rank(info, path)
     events, messages, shapes, allocations = columns.finish()
-    if not len(events) and problems.sentences():
-        raise NoProfile(*problems.sentences())
     if not len(events):
-        problems.say("holds no events")
+        raise NoProfile(*(problems.sentences() or (f"{path}: holds no events",)))
     return Profile(
         rank=rank,
         world=_whole(info.get("world_size")),
