@@ -6,6 +6,7 @@ This is the table that most questions are asked of; it is made once for each ran
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 from shardwise.trace.classes import Classified, classify
 from shardwise.trace.events import Events, Integers, Profile
 from shardwise.trace.nesting import Nest, nest
+
+_LAUNCH = re.compile(r"^(?:cuda|hip|cu)(?:Ext)?(?:Module|Graph|Launch)*Launch(?:Cooperative)?(?:Kernel\w*)?$")
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,15 @@ def activity(profile: Profile, classified: Classified | None = None) -> Activity
     return Activity(
         profile, not found.on_device, event, found.start[order], found.end[order], found.kind[order], launch
     )
+
+
+def lost_launches(activity: Activity) -> Integers:
+    """Calls that launched something of which the profile shows nothing: graphs whose kernels were not recorded, events that
+    were dropped."""
+    events = activity.profile.events
+    launching = [_LAUNCH.search(name) is not None for name in events.names] or [False]
+    calls = np.flatnonzero(events.named(np.array(launching)) & events.of_kind("runtime") & (events.correlation >= 0))
+    return calls[~np.isin(calls, activity.launch)]
 
 
 def launches(events: Events, event: Integers) -> Integers:

@@ -189,7 +189,10 @@ class LaunchQueue:
     short: int
     """Kernels shorter than the time of one launch call, so that a host that launches one after another is too slow."""
     launch_time: int
-    """Median nanoseconds between launches that follow each other closely."""
+    """Median nanoseconds from one launch to the next on the thread that launches most."""
+    short_gaps: int
+    """Nanoseconds between kernels that were launched in time, in gaps no longer than a launch takes: the price of starting
+    a kernel, whatever is in it."""
 
 
 @dataclass(frozen=True)
@@ -335,6 +338,9 @@ class Explanation:
     memory: Mapping[int, tuple[MemoryCurve, ...]]
     flops: Flops
     findings: tuple[Finding, ...]
+    waits: Mapping[int, int]
+    """Nanoseconds each rank waited in matched collectives for the last one to come, without its first collective of the window,
+    which takes up how ranks began."""
     timeline: Timeline
     """What ran when on each rank, on one clock; joined and cut so that it can be drawn."""
     unseen: tuple[str, ...] = field(default=())

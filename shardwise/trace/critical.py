@@ -18,13 +18,15 @@ import numpy as np
 from shardwise.trace.activity import Activity
 from shardwise.trace.answers import CriticalPath
 from shardwise.trace.classes import CLASSES, COMMUNICATION
-from shardwise.trace.events import Integers
+from shardwise.trace.events import Events, Integers
 from shardwise.trace.matching import Matches, Waiting
 from shardwise.trace.sent import Sent
 
 SEGMENTS = 2000
 """Kept of the path to be drawn, the longest."""
 NAMES = 20
+HELD_UP = 20
+"""Times the usual length of a launch call from which on it is taken to have waited."""
 BLOCKING = ("Synchronize", "cudaMemcpy", "hipMemcpyWithStream")
 """Parts of the names of calls during which a host waits for its device."""
 
@@ -74,13 +76,25 @@ def chain(activity: Activity, sent: Sent, shift: int) -> Chain:
     by_end = np.lexsort((start, end))
     place = np.empty(len(start), np.int64)
     place[by_end] = np.arange(len(start))
-    blocks = [any(word in name for word in BLOCKING) and "Async" not in name for name in events.names] or [False]
-    syncs = np.flatnonzero(events.named(np.array(blocks)) & events.of_kind("runtime"))
+    syncs = np.concatenate((blocking_calls(events), _held_up(activity)))
     syncs = syncs[np.argsort(events.end[syncs], kind="stable")]
     return Chain(
         activity.profile.rank, start, end, label, activity.name.astype(np.int64), events.names, before, launch, by_end, end[by_end],
         place, events.start[syncs] + shift, events.end[syncs] + shift, activity.on_host,
     )  # fmt: skip
+
+
+def blocking_calls(events: Events) -> Integers:
+    """Calls during which the host waits for its device."""
+    blocks = [any(word in name for word in BLOCKING) and "Async" not in name for name in events.names] or [False]
+    return np.flatnonzero(events.named(np.array(blocks)) & events.of_kind("runtime"))
+
+
+def _held_up(activity: Activity) -> Integers:
+    """Launches that took far longer than others: a full queue lets the host go on only when the device has taken something."""
+    calls = np.unique(activity.launch[activity.launch >= 0])
+    length = activity.profile.events.duration[calls]
+    return calls[length > HELD_UP * np.median(length)] if len(calls) else calls
 
 
 def connect(chains: Mapping[int, Chain], sents: Mapping[int, Sent], matches: Matches, waiting: Waiting) -> None:

@@ -12,8 +12,18 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.trace.activity import Activity, activity
-from shardwise.trace.answers import CallTime, Clock, CriticalPath, Explanation, Flops, Modules, PipelineStep, spread
+from shardwise.trace.activity import Activity, activity, lost_launches
+from shardwise.trace.answers import (
+    CallTime,
+    Clock,
+    CriticalPath,
+    Explanation,
+    Flops,
+    Modules,
+    PipelineStep,
+    Straggler,
+    spread,
+)
 from shardwise.trace.axes import UNKNOWN
 from shardwise.trace.breakdown import break_down
 from shardwise.trace.classes import COMMUNICATION, COMPUTE, COPY, Classified, classify
@@ -25,7 +35,7 @@ from shardwise.trace.idle import idle_causes
 from shardwise.trace.intervals import Intervals, difference, intersect, join, total, window
 from shardwise.trace.kernels import kernels, modules
 from shardwise.trace.launches import launch_queue
-from shardwise.trace.matching import Matches, Part, Waiting, clocks, match, waiting
+from shardwise.trace.matching import Matches, Part, Waiting, clocks, first_ones, match, trusted, waiting
 from shardwise.trace.memory import memory
 from shardwise.trace.pipeline import Executed, executed, pipelines
 from shardwise.trace.places import Finder, Places
@@ -118,11 +128,11 @@ def explain(
     }
     say("messages")
     parts = [Part(rank, r.sent, r.profile.base, r.step_of(r.sent.start)) for rank, r in ranks.items()]
-    matches = match(parts)
+    matches = trusted(parts, match(parts))
     clock = clocks(parts, matches)
     offsets = {rank: one.offset for rank, one in clock.items()}
     waited = waiting(parts, matches, offsets)
-    together = _Together(ranks, clock, matches, waited)
+    together = _Together(ranks, clock, matches, waited, first_ones(parts, matches))
     say("modules")
     flops, by_module = _flops(ranks, peak_flops)
     breakdowns = {rank: asdict(break_down(r.classified, r.chosen.windows)) for rank, r in ranks.items()}
@@ -158,12 +168,17 @@ def explain(
         memory={rank: memory(r.profile, r.steps[0][1], r.steps[-1][2]) for rank, r in ranks.items()},
         flops=flops,
         findings=(),
+        waits=together.waits(),
         timeline=timeline({rank: (r.activity, r.sent, r.chosen.windows) for rank, r in ranks.items()}, together.shifts),
         unseen=(),
     )
     say("findings")
     answers = replace(answers, stragglers=together.stragglers(answers.step_time))
-    return replace(answers, findings=findings(answers), unseen=unseen(answers, matches.dropped))
+    return replace(
+        answers,
+        findings=findings(answers),
+        unseen=unseen(answers, matches.dropped, {rank: _lost(r) for rank, r in ranks.items()}),
+    )
 
 
 @dataclass(frozen=True)
@@ -174,6 +189,8 @@ class _Together:
     clocks: Mapping[int, Clock]
     matches: Matches
     waited: Waiting
+    first: NDArray[np.bool_]
+    """Which rows of the matches are of a collective that came first."""
 
     @cached_property
     def origin(self) -> int:
@@ -198,6 +215,10 @@ class _Together:
             found[rank] = moved(r.sent, looked_at, wait, matched, r.chosen.windows, r.computing)
         return found
 
+    def waits(self) -> dict[int, int]:
+        """What each rank waited in collectives, but for the first."""
+        return {rank: int(self.waited.wait[~self.first & (self.matches.rank == rank)].sum()) for rank in self.ranks}
+
     def pipelines(self) -> tuple[PipelineStep, ...]:
         """Pipelines as they were executed."""
         steps: dict[int, dict[int, Executed]] = defaultdict(dict)
@@ -208,7 +229,7 @@ class _Together:
                     steps[number][rank] = one
         return pipelines({rank: r.profile for rank, r in self.ranks.items()}, steps)
 
-    def stragglers(self, step_time: int) -> tuple:
+    def stragglers(self, step_time: int) -> tuple[Straggler, ...]:
         """Ranks that others wait for."""
         compute = {
             rank: [total(intersect(r.computing, window(start, end))) for _, start, end in r.steps]
@@ -216,7 +237,7 @@ class _Together:
         }
         steps = max((len(r.steps) for r in self.ranks.values()), default=1)
         profiles = {rank: r.profile for rank, r in self.ranks.items()}
-        return stragglers(profiles, compute, step_time, self.matches, self.waited, self.clocks, steps)
+        return stragglers(profiles, compute, step_time, self.matches, self.waited, self.first, self.clocks, steps)
 
     def critical_path(self) -> CriticalPath | None:
         """From the first moment looked at to the end of the last thing that began in the windows."""
@@ -225,6 +246,12 @@ class _Together:
         connect(chains, {rank: r.sent for rank, r in self.ranks.items()}, self.matches, shifted)
         end = max((r.steps[-1][2] + self.shifts[rank] for rank, r in self.ranks.items()), default=0)
         return critical_path(chains, 0, end)
+
+
+def _lost(rank: Rank) -> int:
+    """Launches in the windows whose work is not in the profile."""
+    calls = lost_launches(rank.activity)
+    return int((rank.step_of(rank.profile.events.start[calls]) >= 0).sum())
 
 
 def _exposed_copy(rank: Rank) -> int:
@@ -285,12 +312,17 @@ def _flops(ranks: Mapping[int, Rank], peak: float) -> tuple[Flops, dict[int, dic
     return Flops(CONVENTION, each, peak, used), by_module
 
 
-def unseen(answers: Explanation, dropped: int) -> tuple[str, ...]:
+def unseen(answers: Explanation, dropped: int, lost: Mapping[int, int]) -> tuple[str, ...]:
     """What these profiles do not show, in sentences."""
     said = []
     missing = answers.world - len(answers.seen)
     if missing > 0:
         said.append(f"{missing} of {answers.world} ranks were not given: waiting for them counts as transfer")
+    gone = sum(lost[rank] for rank in answers.launches)
+    if gone:
+        said.append(
+            f"{gone} launches (of CUDA graphs, or lost) have no kernels in the profile: what they did looks idle, cause unknown"
+        )
     if any(row.axis == UNKNOWN for row in answers.axes):
         said.append(
             "some messages name no process group, so their axis is unknown and collectives are matched as if of one group"
@@ -301,7 +333,9 @@ def unseen(answers: Explanation, dropped: int) -> tuple[str, ...]:
             f"the size of {unsized} messages is not in the profile, so their bytes and bandwidth are not counted"
         )
     if dropped:
-        said.append(f"{dropped} messages could not be matched: ranks of their group have different numbers of them")
+        said.append(
+            f"{dropped} messages could not be matched: ranks do not have as many of them, or they do not end together"
+        )
     if len(answers.seen) > 1 and any(clock.uncertainty < 0 for clock in answers.clocks.values()):
         said.append("clocks of some ranks could not be compared, since they share no matched collective")
     if answers.modules.rows and not any(answers.modules.in_modules.values()):

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 
 from shardwise.trace.answers import Explanation, Finding
+from shardwise.trace.axes import UNKNOWN
 
 ENOUGH = 0.02
 """Share of a step below which nothing is said."""
@@ -118,7 +119,8 @@ def exposed_axis(answers: Explanation) -> Finding | None:
         return None
     axis = max(by_axis, key=lambda one: by_axis[one])
     rows = [row for row in answers.axes if row.axis == axis]
-    evidence = [f"{_ms(by_axis[axis])} a step of {axis} traffic is hidden behind no computing"]
+    whose = "communication of no named group" if axis == UNKNOWN else f"traffic of {axis}"
+    evidence = [f"{_ms(by_axis[axis])} a step of {whose} is hidden behind no computing"]
     for row in rows[:3]:
         total = row.total
         speed = f", {total.bus_bandwidth / 1e9:.1f} GB/s" if total.bus_bandwidth else ""
@@ -129,7 +131,13 @@ def exposed_axis(answers: Explanation) -> Finding | None:
         axis, "overlap it with computing, or send less: larger buckets, fewer ranks in the group"
     )
     return _finding(
-        answers, "exposed_axis", by_axis[axis], f"Traffic of {axis} is exposed", advice, evidence, sorted(rows[0].ranks)
+        answers,
+        "exposed_axis",
+        by_axis[axis],
+        f"{whose.capitalize()} is exposed",
+        advice,
+        evidence,
+        sorted(rows[0].ranks),
     )
 
 
@@ -203,9 +211,9 @@ def imbalance(answers: Explanation) -> Finding | None:
     """Ranks wait for each other in collectives, and no single one is to blame."""
     if answers.stragglers or len(answers.seen) < 2:
         return None
-    waits = {rank: sum(row.ranks[rank].wait for row in answers.axes if rank in row.ranks) for rank in answers.seen}
     matched = sum(row.total.matched for row in answers.axes)
-    gain = min(_mean(answers, waits), _mean(answers, {r: v["exposed_communication"] for r, v in answers.ranks.items()}))
+    exposed = {rank: numbers["exposed_communication"] for rank, numbers in answers.ranks.items()}
+    gain = min(_mean(answers, dict(answers.waits)), _mean(answers, exposed))
     uncertain = max((clock.uncertainty for clock in answers.clocks.values()), default=0)
     if matched < 20 or uncertain < 0 or uncertain * matched / len(answers.seen) / _steps(answers) > 0.5 * gain:
         return None
@@ -240,16 +248,16 @@ def tiny_kernels(answers: Explanation) -> Finding | None:
     """Kernels so short that starting them costs as much as running them, though the host keeps up."""
     queues = list(answers.launches.values())
     launched = sum(q.launches for q in queues)
-    gain, ranks = _idle(answers, "device")
+    gain = _mean(answers, {rank: q.short_gaps for rank, q in answers.launches.items()})
     if launched < 1000 or sum(q.short for q in queues) < 0.5 * launched:
         return None
     evidence = [
         f"{launched / len(queues) / _steps(answers):.0f} kernels a step and rank, "
         f"{sum(q.short for q in queues) / launched:.0%} shorter than a launch takes",
-        f"{_ms(gain)} a step lie between kernels that were launched in time",
+        f"{_ms(gain)} a step lie in the short gaps between kernels that were launched in time",
     ]
     advice = "fuse: torch.compile, fused attention, norms and optimizers, foreach operations"
-    return _finding(answers, "tiny_kernels", gain, "Many tiny kernels", advice, evidence, ranks)
+    return _finding(answers, "tiny_kernels", gain, "Many tiny kernels", advice, evidence, sorted(answers.launches))
 
 
 def copies(answers: Explanation) -> Finding | None:
@@ -292,7 +300,7 @@ def single_precision(answers: Explanation) -> Finding | None:
         f"{_ms(total)} a step in {len(rows)} kernels that multiply in float32",
         *(f"{k.name[:80]}: {_ms(k.total)}" for k in rows[:3]),
     ]
-    advice = "bfloat16 for the model, or torch.set_float32_matmul_precision('high') where the chip has TF32"
+    advice = "bfloat16 (float16 before Ampere), or torch.set_float32_matmul_precision('high') where the chip has TF32"
     return _finding(
         answers,
         "single_precision",

@@ -9,11 +9,12 @@ fallen idle; it was launched before, and still began later. The end of a window,
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
-from shardwise.trace.activity import Activity
+from shardwise.trace.activity import Activity, lost_launches
 from shardwise.trace.answers import CAUSES
 from shardwise.trace.axes import POINT_TO_POINT, collective_of
-from shardwise.trace.critical import BLOCKING
+from shardwise.trace.critical import blocking_calls
 from shardwise.trace.events import Events, Integers
 from shardwise.trace.intervals import Intervals, difference, intersect, nothing, total, union
 from shardwise.trace.places import phase_of
@@ -43,11 +44,14 @@ def idle_pieces(activity: Activity, idle: Intervals) -> dict[str, Intervals]:
     # Up to the launch the host was late; from the launch on the device was.
     ready = np.clip(launch, start, end)
     known = launch >= 0
+    # Before the first thing recorded, and after launches of which nothing was, the device may have been busy.
+    began = int(activity.start[0]) if len(activity) else 0
+    untold = known & ((end <= began) | _something_lost(activity, end))
     late = (start, np.where(known, ready, start))
     found["synchronisation"] = union(late[0][blocked], late[1][blocked])
     found["host"] = union(late[0][~blocked], late[1][~blocked])
-    found["device"] = union(ready[known], end[known])
-    found["unknown"] = union(start[~known], end[~known])
+    found["device"] = union(ready[known & ~untold], end[known & ~untold])
+    found["unknown"] = union(np.where(untold, ready, start)[~known | untold], end[~known | untold])
     return found
 
 
@@ -79,10 +83,27 @@ def _launch_of_next(activity: Activity, gap_end: Integers) -> Integers:
     return np.where((at < len(activity)) & (call >= 0), activity.profile.events.start[call], -1)
 
 
-def _blocked_at(events: Events, moment: Integers) -> np.ndarray:
+def _something_lost(activity: Activity, gap_end: Integers) -> NDArray[np.bool_]:
+    """Whether something was launched before what ends each gap, and after what came before it on its stream, that the
+    profile does not show."""
+    events = activity.profile.events
+    lost = np.sort(events.start[lost_launches(activity)])
+    if not len(lost) or not len(gap_end):
+        return np.zeros(len(gap_end), np.bool_)
+    order = np.lexsort((activity.start, activity.lane))
+    before = np.full(len(activity), -1, np.int64)
+    same = activity.lane[order[1:]] == activity.lane[order[:-1]]
+    before[order[1:]] = np.where(same, order[:-1], -1)
+    following = np.minimum(np.searchsorted(activity.start, gap_end), len(activity) - 1)
+    call, previous = activity.launch[following], activity.launch[before[following]]
+    until = np.searchsorted(lost, events.start[call])
+    since = np.searchsorted(lost, np.where((before[following] >= 0) & (previous >= 0), events.start[previous], -1))
+    return (call >= 0) & (until > since)
+
+
+def _blocked_at(events: Events, moment: Integers) -> NDArray[np.bool_]:
     """Whether the host was waiting for its device at these moments."""
-    names = [any(word in name for word in BLOCKING) and "Async" not in name for name in events.names] or [False]
-    rows = np.flatnonzero(events.named(np.array(names)) & events.of_kind("runtime"))
+    rows = blocking_calls(events)
     start, end = union(events.start[rows], events.end[rows])
     if not len(start):
         return np.zeros(len(moment), np.bool_)

@@ -12,7 +12,7 @@ from shardwise.trace.activity import Activity
 from shardwise.trace.answers import PASSES, KernelTime, Modules, ModuleTime
 from shardwise.trace.classes import CLASSES
 from shardwise.trace.events import Integers
-from shardwise.trace.places import Places
+from shardwise.trace.places import NO_LAUNCH, NO_PLACE, Places
 
 
 def kernels(activities: Mapping[int, Activity], chosen: Mapping[int, NDArray[np.bool_]]) -> tuple[KernelTime, ...]:
@@ -75,7 +75,8 @@ def modules(
                 passes[name] += table[at]
                 kernel[name] += int(counted[at])
                 ranks[name][rank] = int(table[at].sum())
-        attributed[rank] = 1 - int(table[0].sum()) / everything if everything else 0.0
+        told = [name not in (NO_PLACE, NO_LAUNCH) for name in place.names]
+        attributed[rank] = int(table[told].sum()) / everything if everything else 0.0
         inside[rank] = int(table[place.module].sum()) / everything if everything else 0.0
     by_module: dict[str, float] = defaultdict(float)
     for of_rank in flops.values():

@@ -26,6 +26,7 @@ def launch_queue(activity: Activity, chosen: NDArray[np.bool_], span: int) -> La
     delay = np.maximum(start - call, 0)
     busy_until = np.concatenate(([np.iinfo(np.int64).min], np.maximum.accumulate(end)[:-1]))
     pace = _pace(activity, rows)
+    gap = np.where(np.arange(len(rows)) > 0, start - busy_until, 0)
     order = np.argsort(np.concatenate((call, np.maximum(start, call))), kind="stable")
     depth = np.cumsum(np.repeat((1, -1), len(rows))[order])
     covered = total(union(np.minimum(call, start), end))
@@ -40,6 +41,7 @@ def launch_queue(activity: Activity, chosen: NDArray[np.bool_], span: int) -> La
         empty=max(reach - covered, 0),
         short=int(((end - start) < pace).sum()),
         launch_time=pace,
+        short_gaps=int(gap[(call <= busy_until) & (gap > 0) & (gap <= pace)].sum()),
     )
 
 

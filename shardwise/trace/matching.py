@@ -137,6 +137,28 @@ def _agreeing(rank: Integers, group: Integers, step: Integers, counted: NDArray[
     return ~counted | (most == least)[cell.reshape(-1)]
 
 
+def trusted(parts: Sequence[Part], matches: Matches) -> Matches:
+    """The matches without those of ranks whose ends stray from each other by more than the collectives last: what was
+    matched there by order is not the same collective."""
+    if not len(matches):
+        return matches
+    ends = _times(parts, matches, "end")
+    length = ends - _times(parts, matches, "start")
+    together = _together(parts, matches)
+    edges = _edges(matches, ends, together)
+    heads = np.flatnonzero(np.append(True, np.diff(matches.collective) != 0))
+    anchor = np.repeat(matches.rank[heads], np.diff(np.append(heads, len(matches))))
+    bad = np.zeros(len(matches), np.bool_)
+    for (first, second), (_, stray, _) in edges.items():
+        mine = together & (anchor == first) & (matches.rank == second)
+        if mine.any() and stray > _median(length[mine]):
+            bad |= np.isin(matches.collective, matches.collective[mine])
+    kept = ~bad
+    return Matches(
+        matches.collective[kept], matches.rank[kept], matches.message[kept], matches.dropped + int(bad.sum())
+    )
+
+
 def clocks(parts: Sequence[Part], matches: Matches) -> dict[int, Clock]:
     """How each rank's clock stands to that of the lowest rank it can be compared with, over any number of others."""
     ends = _times(parts, matches, "end")
@@ -213,6 +235,13 @@ def _together(parts: Sequence[Part], matches: Matches) -> NDArray[np.bool_]:
         mine = matches.rank == part.rank
         out[mine] = part.sent.those(lambda d: d.collective in TOGETHER)[matches.message[mine]]
     return out
+
+
+def first_ones(parts: Sequence[Part], matches: Matches) -> NDArray[np.bool_]:
+    """Which rows belong to a collective that is the first of any of its ranks: it takes up how the ranks began."""
+    start = _times(parts, matches, "start")
+    first = [mine[start[mine].argmin()] for part in parts if len(mine := np.flatnonzero(matches.rank == part.rank))]
+    return np.isin(matches.collective, matches.collective[first]) if first else np.zeros(len(matches), np.bool_)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ Inside a node's span, operators that number new nodes are the forward pass once 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,12 @@ FORWARD, RECOMPUTE, BACKWARD, OTHER = range(len(PASSES))
 NODE = "autograd::engine::evaluate_function"
 FRAME = "nn.Module: "
 NO_PLACE = "(nowhere)"
+NO_LAUNCH = "(launch not recorded)"
+
+# Ranges that programs name themselves.
+_OPTIMIZER = re.compile(r"^\W*optim(?:izer)?(?:[ _.]?step)?\W*$")
+_DATA = re.compile(r"^\W*(?:load|get|next|fetch)_?batch\W*$|^\W*data_?load(?:er|ing)\W*$")
+_BACKWARD_RANGE = re.compile(r"^\W*backward\W*$", re.IGNORECASE)
 
 _NOT_MODULES = (
     "ProfilerStep",
@@ -83,8 +90,12 @@ class Finder:
         for fallback in (phase, action):
             place = np.where((place == 0) & (fallback >= 0), self._fallback[events.name[fallback]], place)
         place = np.where((place == 0) & in_node, self._number("(backward)"), place)
+        place = np.where(lane < 0, self._number(NO_LAUNCH), place)
+        passes = np.where(lane < 0, OTHER, passes)
         # What a phase names is no pass over the model, wherever a module would be.
         passes = np.where((phase >= 0) & ~own & ~in_node, OTHER, passes)
+        backward = np.array([_BACKWARD_RANGE.match(name) is not None for name in self.names])
+        passes = np.where(backward[place], BACKWARD, passes)
         return Places(tuple(self.names), np.array([not n.startswith("(") for n in self.names]), place, passes)
 
     def _number(self, name: str) -> int:
@@ -118,14 +129,12 @@ class Finder:
         if len(frames.event):
             self._name_paths(events, frames, of_event)
             return frames, of_event
-        ranges = spans_of(
-            events,
-            self._mask(events, [not n.startswith(_NOT_MODULES) for n in events.names]) & events.of_kind("annotation"),
-        )
+        named = [not name.startswith(_NOT_MODULES) and not phase_of(name) for name in events.names]
+        ranges = spans_of(events, self._mask(events, named) & events.of_kind("annotation"))
         of_name = np.array(
-            [self._number(n) if not n.startswith(_NOT_MODULES) else 0 for n in events.names] or [0], np.int64
+            [self._number(n) if use else 0 for n, use in zip(events.names, named, strict=True)] or [0], np.int64
         )
-        of_event[ranges.event] = of_name[events.name[ranges.event]] if len(ranges.event) else 0
+        of_event[ranges.event] = of_name[events.name[ranges.event]]
         return ranges, of_event
 
     def _name_paths(self, events: Events, frames: Spans, of_event: Integers) -> None:
@@ -212,4 +221,9 @@ def phase_of(name: str) -> str:
         return "optimizer"
     if name.startswith("Optimizer.zero_grad#"):
         return "gradients"
-    return "data" if name.startswith("enumerate(DataLoader)#") else ""
+    if name.startswith("enumerate(DataLoader)#"):
+        return "data"
+    word = name.lower() if len(name) < 80 else ""
+    if _OPTIMIZER.search(word):
+        return "optimizer"
+    return "data" if _DATA.search(word) else ""

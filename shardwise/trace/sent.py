@@ -25,6 +25,8 @@ from shardwise.trace.axes import UNKNOWN, axis_of, collective_of, element_bytes
 from shardwise.trace.classes import COMMUNICATION
 from shardwise.trace.events import Integers, Profile
 
+_CHANGES_SIZE = ("all_gather", "reduce_scatter", "all_to_all")
+
 
 class Described(NamedTuple):
     """What is known of a message."""
@@ -103,8 +105,9 @@ def _on_device(activity: Activity) -> Sent:
     host = _where(launch >= 0, spans_of(events, told).innermost(lane, time))
     own = activity.event[rows]
     carrier = np.where(told[own], own, host)
-    call = _where(launch >= 0, _calls(profile).innermost(lane, time))
+    call = _where(launch >= 0, _best_call(profile, lane, time))
     described, what = _describe(profile, own, label, carrier, call)
+    described = _agreed(described, what, activity.name[rows])
     row = _message_row(profile, carrier)
     _, once = np.unique(np.where(label >= 0, label, -1 - np.arange(len(rows))), return_index=True)
     first = np.zeros(len(rows), np.bool_)
@@ -133,11 +136,35 @@ def _message_row(profile: Profile, event: Integers) -> Integers:
     return np.where(held[at] == event, at, -1)
 
 
-def _calls(profile: Profile) -> Spans:
-    """Calls of a communication library on the host, which may carry shapes."""
+def _best_call(profile: Profile, lane: NDArray[np.integer], time: Integers) -> Integers:
+    """The call of a communication library that was open, and carries the better shapes: the operator where it names both what is
+    read and what is written, since the two tell the size of the group; else the annotation, which knows the type."""
     events = profile.events
-    wanted = np.array([n.startswith(("nccl:", "c10d::", "gloo:", "mpi:", "ucc:")) for n in events.names] or [False])
-    return spans_of(events, events.named(wanted) & events.of_kind("cpu_op", "annotation"))
+    operator, annotation = (
+        spans_of(events, events.named(np.array(wanted or [False])) & events.of_kind("cpu_op", "annotation")).innermost(
+            lane, time
+        )
+        for wanted in (
+            [n.startswith("c10d::") for n in events.names],
+            [n.startswith(("nccl:", "gloo:", "mpi:", "ucc:")) for n in events.names],
+        )
+    )
+    both = np.array([collective_of(n) in _CHANGES_SIZE and "base" in n for n in events.names] or [False])
+    use = (operator >= 0) & (both[events.name[operator]] | (annotation < 0))
+    return np.where(use, operator, annotation)
+
+
+def _agreed(described: tuple[Described, ...], what: Integers, name: NDArray[np.integer]) -> tuple[Described, ...]:
+    """NCCL has one kernel for all-to-all and for messages between two. Where its call was not recorded, it is what all others of
+    that name are."""
+    found: dict[int, set[str]] = defaultdict(set)
+    for one, kernel in set(zip(what.tolist(), name.tolist(), strict=True)):
+        found[kernel].add(described[one].collective)
+    said = {one: found[kernel] - {"send_recv"} for one, kernel in zip(what.tolist(), name.tolist(), strict=True)}
+    return tuple(
+        d._replace(collective=next(iter(said[at]))) if d.collective == "send_recv" and len(said.get(at, ())) == 1 else d
+        for at, d in enumerate(described)
+    )
 
 
 def _describe(
@@ -240,7 +267,7 @@ class _Reader:
             return None
         called = self.profile.events.names[self.call]
         # Operators of `c10d` take what is written before what is read; annotations have only what is read.
-        second = called.startswith("c10d::") and collective in ("all_gather", "reduce_scatter", "all_to_all")
+        second = called.startswith("c10d::") and collective in _CHANGES_SIZE
         if second and len(tensors) < 2:
             return None
         elements, element = tensors[1] if second else tensors[0]
@@ -308,14 +335,47 @@ def _on_host(activity: Activity) -> Sent:
     label = label_spans(profile, "message").innermost(events.lane[unit], events.start[unit])
     host = _message_inside(profile, unit)
     described, what = _describe(profile, unit, label, host, shown)
+    described = _of_stages(described)
     row = _message_row(profile, host)
+    source, destination = _peers(profile, unit, described, what)
     messages = profile.messages
     order = np.argsort(events.start[shown], kind="stable")
     found = Sent(
         events.start[shown], events.end[shown], described, what, np.ones(len(unit), np.bool_),
-        _of(messages.sequence, row), _of(messages.source, row), _of(messages.destination, row), activity.rows_of(shown),
+        _of(messages.sequence, row), source, destination, activity.rows_of(shown),
     )  # fmt: skip
     return found.sorted_by(order)
+
+
+def _of_stages(described: tuple[Described, ...]) -> tuple[Described, ...]:
+    """A receive has no label, since it sends nothing; where all sends are of one axis, receives are too."""
+    sends = {(d.axis, d.group, d.size) for d in described if d.collective == "send" and d.axis != UNKNOWN}
+    if len(sends) != 1:
+        return described
+    axis, group, size = next(iter(sends))
+    return tuple(
+        d._replace(axis=axis, group=group, size=size) if d.collective == "recv" and d.axis == UNKNOWN else d
+        for d in described
+    )
+
+
+def _peers(
+    profile: Profile, unit: Integers, described: tuple[Described, ...], what: Integers
+) -> tuple[Integers, Integers]:
+    """Who sends and who receives, from the arguments of `c10d::send` and `c10d::recv_`: a place in the group each."""
+    source, destination = np.full(len(unit), -1, np.int64), np.full(len(unit), -1, np.int64)
+    shapes = profile.shapes
+    for at, event in enumerate(unit.tolist()):
+        one = described[what[at]]
+        group = profile.groups.get(one.group)
+        row = int(np.searchsorted(shapes.event, event))
+        if one.collective not in ("send", "recv") or group is None or row >= len(shapes) or shapes.event[row] != event:
+            continue
+        values = shapes.decode(int(shapes.values[row]))
+        place = int(values[2]) if len(values) > 2 and str(values[2]).isdigit() else -1
+        if 0 <= place < len(group.ranks):
+            (destination if one.collective == "send" else source)[at] = group.ranks[place]
+    return source, destination
 
 
 def _message_inside(profile: Profile, unit: Integers) -> Integers:

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwise.trace.answers import Clock, Straggler
 from shardwise.trace.axes import axis_of
@@ -32,11 +33,12 @@ def stragglers(
     step_time: int,
     matches: Matches,
     waiting: Waiting,
+    first: NDArray[np.bool_],
     clocks: Mapping[int, Clock],
     steps: int,
 ) -> tuple[Straggler, ...]:
-    """`compute` is each rank's computing time in each step."""
-    found = [*_slow(profiles, compute, step_time), *_late(matches, waiting, clocks, step_time, steps)]
+    """`compute` is each rank's computing time in each step; `first` are rows of collectives that take up how ranks began."""
+    found = [*_slow(profiles, compute, step_time), *_late(matches, waiting, first, clocks, step_time, steps)]
     slow = {one.rank for one in found if one.reason == "compute"}
     kept = [one for one in found if one.reason == "compute" or one.rank not in slow]
     return tuple(sorted(kept, key=lambda one: -one.excess))
@@ -74,7 +76,12 @@ def _slow(profiles: Mapping[int, Profile], compute: Mapping[int, Sequence[int]],
 
 
 def _late(
-    matches: Matches, waiting: Waiting, clocks: Mapping[int, Clock], step_time: int, steps: int
+    matches: Matches,
+    waiting: Waiting,
+    first: NDArray[np.bool_],
+    clocks: Mapping[int, Clock],
+    step_time: int,
+    steps: int,
 ) -> list[Straggler]:
     """Ranks that nearly every collective they take part in waits for."""
     if not len(matches):
@@ -83,13 +90,13 @@ def _late(
     last: dict[int, int] = defaultdict(int)
     caused: dict[int, int] = defaultdict(int)
     sure = {rank: max(clock.uncertainty, 0) for rank, clock in clocks.items()}
-    first = np.append(True, np.diff(matches.collective) != 0)
+    heads = np.append(True, np.diff(matches.collective) != 0)
     members = np.bincount(matches.collective)[matches.collective]
     for at in range(len(matches)):
-        if members[at] <= FEWEST_PEERS:
+        if members[at] <= FEWEST_PEERS or first[at]:
             continue
         taken[int(matches.rank[at])] += 1
-        if first[at] and waiting.lateness[at] > 2 * max(sure.values(), default=0):
+        if heads[at] and waiting.lateness[at] > 2 * max(sure.values(), default=0):
             rank = int(waiting.last[at])
             last[rank] += 1
             caused[rank] += int(waiting.lateness[at])
