@@ -122,6 +122,8 @@ class KernelTime:
     """Of the summed time of all kernels."""
     ranks: Mapping[int, int]
     """Total on each rank that ran it."""
+    module: str = ""
+    """Where most of its time was launched from."""
 
     @property
     def mean(self) -> float:
@@ -324,6 +326,8 @@ class Explanation:
     """The same over the ranks."""
     clocks: Mapping[int, Clock]
     axes: tuple[AxisTime, ...]
+    categories: Mapping[int, Mapping[str, int]]
+    """Each rank's span in the ledger's categories; they add up to it."""
     idle: Mapping[int, Mapping[str, int]]
     """Idle by cause on each rank; the causes add up to its `idle`."""
     exposed_copy: Mapping[int, int]

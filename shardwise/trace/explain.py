@@ -26,6 +26,7 @@ from shardwise.trace.answers import (
 )
 from shardwise.trace.axes import UNKNOWN
 from shardwise.trace.breakdown import break_down
+from shardwise.trace.categories import categories
 from shardwise.trace.classes import COMMUNICATION, COMPUTE, COPY, Classified, classify
 from shardwise.trace.critical import chain, connect, critical_path
 from shardwise.trace.events import Integers, Profile
@@ -152,9 +153,14 @@ def explain(
         },
         clocks=clock,
         axes=axis_times(together.moved(), {rank: r.sent for rank, r in ranks.items()}),
+        categories={rank: categories(r.activity, r.sent, r.places, r.chosen.windows) for rank, r in ranks.items()},
         idle={rank: idle_causes(r.activity, r.idle) for rank, r in ranks.items()},
         exposed_copy={rank: _exposed_copy(r) for rank, r in ranks.items()},
-        kernels=kernels({rank: r.activity for rank, r in ranks.items()}, {rank: r.rows for rank, r in ranks.items()}),
+        kernels=kernels(
+            {rank: r.activity for rank, r in ranks.items()},
+            {rank: r.rows for rank, r in ranks.items()},
+            {rank: r.places for rank, r in ranks.items()},
+        ),
         calls=_calls(ranks),
         modules=_modules(ranks, by_module),
         launches={

@@ -15,12 +15,15 @@ from shardwise.trace.events import Integers
 from shardwise.trace.places import NO_LAUNCH, NO_PLACE, Places
 
 
-def kernels(activities: Mapping[int, Activity], chosen: Mapping[int, NDArray[np.bool_]]) -> tuple[KernelTime, ...]:
+def kernels(
+    activities: Mapping[int, Activity], chosen: Mapping[int, NDArray[np.bool_]], places: Mapping[int, Places]
+) -> tuple[KernelTime, ...]:
     """Names by total time; `chosen` says which rows of each rank are looked at. A name that stands for computing on one rank
     does so on all."""
     count: dict[tuple[str, int], int] = defaultdict(int)
     longest: dict[tuple[str, int], int] = defaultdict(int)
     ranks: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
+    modules: dict[tuple[str, int], dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for rank, activity in activities.items():
         rows = np.flatnonzero(chosen[rank])
         if not len(rows):
@@ -34,6 +37,13 @@ def kernels(activities: Mapping[int, Activity], chosen: Mapping[int, NDArray[np.
         # A piece of an operator's own time is not a call of it: calls are counted by their events.
         calls = np.unique(np.stack((which, activity.event[rows]), 1), axis=0)[:, 0] if activity.on_host else which
         times = np.bincount(calls, minlength=len(distinct))
+        pairs, pair = np.unique(np.stack((which, places[rank].place[rows]), 1), axis=0, return_inverse=True)
+        shares = np.zeros(len(pairs), np.int64)
+        np.add.at(shares, pair.reshape(-1), length)
+        for (at, place), share in zip(pairs.tolist(), shares.tolist(), strict=True):
+            one = int(distinct[at])
+            name = (activity.profile.events.names[one // len(CLASSES)], one % len(CLASSES))
+            modules[name][places[rank].names[place]] += share
         for at, one in enumerate(distinct.tolist()):
             name = (activity.profile.events.names[one // len(CLASSES)], one % len(CLASSES))
             count[name] += int(times[at])
@@ -43,7 +53,7 @@ def kernels(activities: Mapping[int, Activity], chosen: Mapping[int, NDArray[np.
     rows_found = [
         KernelTime(
             name, CLASSES[kind], count[name, kind], sum(of.values()), longest[name, kind],
-            sum(of.values()) / everything if everything else 0.0, of,
+            sum(of.values()) / everything if everything else 0.0, of, max(modules[name, kind].items(), key=lambda m: m[1])[0],
         )
         for (name, kind), of in ranks.items()
     ]  # fmt: skip
