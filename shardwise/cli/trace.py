@@ -46,6 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fail-above", type=float, metavar="PERCENT", help="exit code 1 when the step is slower than --against by more"
     )
     parser.add_argument(
+        "--within",
+        type=float,
+        default=10.0,
+        metavar="PERCENT",
+        help="mark what differs from --against by more (default 10)",
+    )
+    parser.add_argument(
         "--chip", metavar="NAME", help="the chip whose peak MFU is told by (default: by the device's name)"
     )
     parser.add_argument("--dtype", default="bfloat16", help="of the products, for the peak (default bfloat16)")
@@ -73,7 +80,7 @@ def execute(args: argparse.Namespace) -> int:
         if found is not None:
             from shardwise.cli.trace_against import show
 
-            show(found, passed, args.fail_above)
+            show(found, passed, args)
     return 0 if passed else 1
 
 

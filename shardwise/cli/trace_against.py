@@ -138,8 +138,8 @@ def _other_run(args: argparse.Namespace, path: Path, answers: Explanation) -> Be
     )
 
 
-def show(found: Beside, passed: bool, limit: float | None) -> None:
-    """Print it for a person."""
+def show(found: Beside, passed: bool, args: argparse.Namespace) -> None:
+    """Print it for a person; what is further apart than `--within` is marked."""
     from rich.console import Console
     from rich.table import Table
 
@@ -147,17 +147,19 @@ def show(found: Beside, passed: bool, limit: float | None) -> None:
 
     console = Console()
     console.print()
-    console.print(terminal.comparison_table(list(found.differences), float("inf"), found.names))
+    console.print(terminal.comparison_table(list(found.differences), args.within / 100, found.names))
     if found.kernels:
         table = Table(box=None, padding=(0, 1), header_style="dim")
         for name in ("kernel", "module", "calls", "", "time a step", "", "change"):
+            said = name in ("kernel", "module")
+            width = 20 if said else None
             table.add_column(
-                name, justify="left" if name in ("kernel", "module") else "right", no_wrap=name != "kernel"
+                name, justify="left" if said else "right", no_wrap=True, min_width=width, overflow="ellipsis"
             )
         for one in found.kernels[:SHOWN]:
             name = (one.after or one.before)[0]
             table.add_row(
-                name[:70], one.module[:30], f"{one.calls_before:.1f}", f"{one.calls_after:.1f}",
+                name, one.module, f"{one.calls_before:.1f}", f"{one.calls_after:.1f}",
                 words.seconds(one.time_before / 1e9), words.seconds(one.time_after / 1e9),
                 f"{'+' if one.change > 0 else '-'}{words.seconds(abs(one.change) / 1e9)}",
             )  # fmt: skip
@@ -165,4 +167,4 @@ def show(found: Beside, passed: bool, limit: float | None) -> None:
     than = f"{abs(found.slower):.1f} % {'slower' if found.slower > 0 else 'faster'} than {found.names[0]}"
     console.print(f"The step takes {words.seconds(found.after)}: {than}.", highlight=False)
     if not passed:
-        console.print(f"That is more than the {limit:g} % allowed.", highlight=False)
+        console.print(f"That is more than the {args.fail_above:g} % allowed.", highlight=False)

@@ -89,7 +89,7 @@ def _quantities(answers: Explanation) -> dict[tuple[str, str], float]:
 
 def _differences(before: Explanation, after: Explanation) -> Iterable[Difference]:
     one, other = _quantities(before), _quantities(after)
-    for account, name in {**one, **other}:
+    for account, name in sorted({**one, **other}, key=lambda key: key[0]):
         first, second = one.get((account, name), 0.0), other.get((account, name), 0.0)
         if first or second:
             yield Difference(account, name, first, second)
