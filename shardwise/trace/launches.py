@@ -27,8 +27,9 @@ def launch_queue(activity: Activity, chosen: NDArray[np.bool_], span: int) -> La
     busy_until = np.concatenate(([np.iinfo(np.int64).min], np.maximum.accumulate(end)[:-1]))
     pace = _pace(activity, rows)
     gap = np.where(np.arange(len(rows)) > 0, start - busy_until, 0)
-    order = np.argsort(np.concatenate((call, np.maximum(start, call))), kind="stable")
-    depth = np.cumsum(np.repeat((1, -1), len(rows))[order])
+    change = np.repeat((1, -1), len(rows))
+    # What begins as it is launched never was in the queue, so at one moment beginnings count first.
+    depth = np.cumsum(change[np.lexsort((change, np.concatenate((call, np.maximum(start, call)))))])
     covered = total(union(np.minimum(call, start), end))
     reach = int(end.max() - min(int(call.min()), int(start.min())))
     return LaunchQueue(

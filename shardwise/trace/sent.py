@@ -339,6 +339,7 @@ def _on_host(activity: Activity) -> Sent:
     unit = np.sort(np.concatenate((calls, alone)))
     carrier = np.full(len(unit), -1, np.int64)
     carrier[np.searchsorted(unit, calls)] = by_call
+    carrier[np.searchsorted(unit, alone)] = alone
     # What a send's span shows is when somebody asked whether it was gone, not when it went.
     sends = np.array([collective_of(n) == "send" for n in events.names] or [False])[events.name[unit]]
     shown = np.where((carrier >= 0) & ~sends, carrier, unit)
