@@ -394,10 +394,11 @@ def _message_inside(profile: Profile, unit: Integers) -> Integers:
     events, held = profile.events, profile.messages.event.astype(np.int64)
     if not len(held) or not len(unit):
         return np.full(len(unit), -1, np.int64)
-    reach = int(events.end.max()) + 1
-    keys = events.lane[held] * reach + events.start[held]
+    moments = np.unique(events.start[held])
+    keys = events.lane[held].astype(np.int64) * (len(moments) + 1) + np.searchsorted(moments, events.start[held])
     order = np.argsort(keys, kind="stable")
-    at = np.searchsorted(keys[order], events.lane[unit] * reach + events.start[unit])
+    wanted = events.lane[unit].astype(np.int64) * (len(moments) + 1) + np.searchsorted(moments, events.start[unit])
+    at = np.searchsorted(keys[order], wanted)
     safe = held[order][np.minimum(at, len(held) - 1)]
     inside = (at < len(held)) & (events.lane[safe] == events.lane[unit]) & (events.start[safe] < events.end[unit])
     return np.where(inside, safe, -1)
