@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from shardwise.trace.activity import Activity
 from shardwise.trace.answers import LaunchQueue
 from shardwise.trace.intervals import total, union
+from shardwise.trace.nesting import distinct
 
 
 def launch_queue(activity: Activity, chosen: NDArray[np.bool_], span: int) -> LaunchQueue | None:
@@ -49,7 +50,7 @@ def launch_queue(activity: Activity, chosen: NDArray[np.bool_], span: int) -> La
 def _pace(activity: Activity, rows: NDArray[np.int64]) -> int:
     """Median time from one launch to the next on the thread that launches most."""
     events = activity.profile.events
-    call = np.unique(activity.launch[rows])
+    call = distinct(activity.launch[rows])
     lane = np.bincount(events.lane[call]).argmax()
     steps = np.diff(events.start[call[events.lane[call] == lane]])
     return int(np.sort(steps)[(len(steps) - 1) // 2]) if len(steps) else 0

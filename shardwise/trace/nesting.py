@@ -43,10 +43,17 @@ class Nest:
         return span[:-1][kept], time[:-1][kept], time[1:][kept]
 
 
+def distinct(numbers: Integers) -> Integers:
+    """Each number once, in order. By sorting, which on times that are nearly in order is several times faster than
+    `np.unique`, which hashes."""
+    ordered = np.sort(numbers, kind="stable")
+    return ordered[np.append(np.ones(min(len(ordered), 1), np.bool_), ordered[1:] != ordered[:-1])]
+
+
 def nest(lane: NDArray[np.integer], start: Integers, end: Integers) -> Nest:
     """The nesting of spans that are sorted by start, of equal starts the longer first. A span that outlives the one it began
     in is cut at that one's end, as a profiler would draw it."""
-    moments = np.unique(np.concatenate((start, end)))
+    moments = distinct(np.concatenate((start, end)))
     base = lane.astype(np.int64) * len(moments)
     first, last = np.searchsorted(moments, start) + base, np.searchsorted(moments, end) + base
     # A span of no length encloses nothing and never is the innermost.

@@ -17,6 +17,7 @@ from shardwise.labels import read_label
 from shardwise.trace.activity import Spans, spans_of
 from shardwise.trace.answers import PASSES
 from shardwise.trace.events import Events, Integers, Profile
+from shardwise.trace.nesting import distinct
 
 FORWARD, RECOMPUTE, BACKWARD, OTHER = range(len(PASSES))
 NODE = "autograd::engine::evaluate_function"
@@ -197,8 +198,8 @@ class Finder:
         operator = operator[usable]
         best = np.full(len(node), -1, np.int64)
         # Numbers and times as their places in order, which leave room for both in one key.
-        order = np.searchsorted(np.unique(events.sequence[operator]), events.sequence)
-        moment = np.searchsorted(np.unique(events.start), events.start)
+        order = np.searchsorted(distinct(events.sequence[operator]), events.sequence)
+        moment = np.searchsorted(distinct(events.start), events.start)
         key = order * len(events) + moment
         for lane in np.unique(events.lane[operator]):
             own = operator[events.lane[operator] == lane]

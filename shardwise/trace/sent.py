@@ -24,7 +24,7 @@ from shardwise.trace.activity import Activity, Spans, spans_of
 from shardwise.trace.axes import UNKNOWN, axis_of, collective_of, element_bytes
 from shardwise.trace.classes import COMMUNICATION
 from shardwise.trace.events import Integers, Profile
-from shardwise.trace.nesting import nest
+from shardwise.trace.nesting import distinct, nest
 
 _CHANGES_SIZE = ("all_gather", "reduce_scatter", "all_to_all")
 
@@ -394,7 +394,7 @@ def _message_inside(profile: Profile, unit: Integers) -> Integers:
     events, held = profile.events, profile.messages.event.astype(np.int64)
     if not len(held) or not len(unit):
         return np.full(len(unit), -1, np.int64)
-    moments = np.unique(events.start[held])
+    moments = distinct(events.start[held])
     keys = events.lane[held].astype(np.int64) * (len(moments) + 1) + np.searchsorted(moments, events.start[held])
     order = np.argsort(keys, kind="stable")
     wanted = events.lane[unit].astype(np.int64) * (len(moments) + 1) + np.searchsorted(moments, events.start[unit])
