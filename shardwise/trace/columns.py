@@ -146,6 +146,33 @@ class Columns:
             if type(record) is Naming and record.name == "thread_name" and record.args is not None:
                 self._thread_names[record.pid, record.tid] = str(record.args.name or "").strip()[:LONGEST_NAME]
 
+    def absorb(self, later: Columns) -> None:
+        """Add the columns of a later part of the same file."""
+        names, shaped, texts, lanes = (
+            np.array([mine[key] for key in theirs] or [0], np.int64)
+            for mine, theirs in (
+                (self._names, later._names),
+                (self._shaped, later._shaped),
+                (self._message_texts, later._message_texts),
+                (self._lanes, later._lanes),
+            )
+        )
+        for kind, name, start, duration, lane, *numbers in later._parts:
+            moved = (lanes[lane // 2] * 2 + lane % 2).astype(np.int32)
+            self._parts.append((kind, names[name].astype(np.int32), start, duration, moved, *numbers))
+        for number, stream in later._streams.items():
+            self._streams.setdefault(int(lanes[number // 2]) * 2 + number % 2, stream)
+        self._thread_names |= later._thread_names
+        self._shapes += [np.stack([event + self._count, shaped[inputs]]) for event, inputs in later._shapes]
+        words = len(_MESSAGE_TEXTS) + 1
+        self._messages += [
+            [row[0] + self._count, *(int(texts[word]) if word >= 0 else NONE for word in row[1:words]), *row[words:]]
+            for row in later._messages
+        ]
+        self._allocations += later._allocations
+        self._problems.absorb(later._problems)
+        self._count += later._count
+
     def finish(self) -> tuple[Events, Messages, Shapes, Allocations]:
         """The columns, sorted by time."""
         kind, name, start, duration, lane, *numbers = self._joined()
