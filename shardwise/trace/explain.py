@@ -45,6 +45,7 @@ from shardwise.trace.steps import Chosen
 from shardwise.trace.stragglers import stragglers
 from shardwise.trace.timeline import timeline
 from shardwise.trace.traffic import axis_times, moved
+from shardwise.trace.working import working
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,9 @@ class Rank:
 
     @cached_property
     def computing(self) -> Intervals:
-        """When it computed, within the windows."""
-        return intersect(self.classified.intervals(COMPUTE), self.chosen.windows)
+        """When it computed, within the windows; a thread that waits for a collective does not."""
+        found = working(self.activity, self.sent, self.activity.kind == COMPUTE)
+        return intersect(found, self.chosen.windows)
 
     @cached_property
     def idle(self) -> Intervals:

@@ -65,6 +65,8 @@ class Sent:
     """Event on the host that asked for it, -1 when not known."""
     carrier: Integers
     """Event that carried it: a kernel, or a span of a backend's thread; -1 when not known."""
+    blocking: NDArray[np.bool_]
+    """On a host-only profile, whether the thread that asked for it waited until it was done."""
 
     def __len__(self) -> int:
         return len(self.start)
@@ -74,6 +76,7 @@ class Sent:
         return Sent(
             self.start[order], self.end[order], self.described, self.what[order], self.first[order], self.sequence[order],
             self.source[order], self.destination[order], self.row[order], self.call[order], self.carrier[order],
+            self.blocking[order],
         )  # fmt: skip
 
     def column(self, of: Callable[[Described], float]) -> NDArray[np.float64]:
@@ -120,6 +123,7 @@ def _on_device(activity: Activity) -> Sent:
     return Sent(
         activity.start[rows], activity.end[rows], described, what, first,
         _of(messages.sequence, row), _of(messages.source, row), _of(messages.destination, row), rows, launch, own,
+        np.zeros(len(rows), np.bool_),
     )  # fmt: skip
 
 
@@ -354,8 +358,21 @@ def _on_host(activity: Activity) -> Sent:
     found = Sent(
         events.start[shown], events.end[shown], described, what, np.ones(len(unit), np.bool_),
         _of(messages.sequence, row), source, destination, activity.rows_of(shown), unit, carrier,
+        _blocking(profile, unit),
     )  # fmt: skip
     return found.sorted_by(order)
+
+
+def _blocking(profile: Profile, unit: Integers) -> NDArray[np.bool_]:
+    """Which calls say that they are not asynchronous: the last argument but one of `c10d`'s collectives."""
+    shapes = profile.shapes
+    if not len(shapes) or not len(unit):
+        return np.zeros(len(unit), np.bool_)
+    at = np.minimum(np.searchsorted(shapes.event, unit), len(shapes) - 1)
+    values = np.where(shapes.event[at] == unit, shapes.values[at], -1)
+    said = {one: shapes.decode(one) for one in set(values.tolist())}
+    waits = {one: len(given) > 2 and given[-2] == "False" for one, given in said.items()}
+    return np.array([waits[one] for one in values.tolist()], np.bool_)
 
 
 def _of_stages(described: tuple[Described, ...]) -> tuple[Described, ...]:
