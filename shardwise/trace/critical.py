@@ -22,7 +22,7 @@ from shardwise.trace.events import Events, Integers
 from shardwise.trace.matching import Matches, Waiting
 from shardwise.trace.nesting import distinct
 from shardwise.trace.sent import Sent
-from shardwise.trace.working import row_axes
+from shardwise.trace.working import resumed, row_axes
 
 SEGMENTS = 2000
 """Kept of the path to be drawn, the longest."""
@@ -64,7 +64,7 @@ class Chain:
 def chain(activity: Activity, sent: Sent, shift: int) -> Chain:
     """A rank's rows, ready to be walked."""
     events = activity.profile.events
-    start, end = activity.start + shift, activity.end + shift
+    start, end = resumed(activity, sent) + shift, activity.end + shift
     label = [CLASSES[kind] for kind in activity.kind.tolist()]
     axis, words = row_axes(activity, sent)
     for row in np.flatnonzero(axis >= 0).tolist():

@@ -36,7 +36,7 @@ from shardwise.trace.idle import idle_causes
 from shardwise.trace.intervals import Intervals, difference, intersect, join, total, window
 from shardwise.trace.kernels import kernels, modules
 from shardwise.trace.launches import launch_queue
-from shardwise.trace.matching import Matches, Part, Waiting, clocks, first_ones, match, trusted, waiting
+from shardwise.trace.matching import Matches, Part, Waiting, clocks, first_ones, left_together, match, trusted, waiting
 from shardwise.trace.memory import memory
 from shardwise.trace.pipeline import Executed, executed, pipelines
 from shardwise.trace.places import Finder, Places
@@ -150,7 +150,7 @@ def explain(
     clock = clocks(parts, matches)
     offsets = {rank: one.offset for rank, one in clock.items()}
     waited = waiting(parts, matches, offsets)
-    together = _Together(ranks, clock, matches, waited, first_ones(parts, matches))
+    together = _Together(ranks, clock, matches, waited, first_ones(parts, matches), left_together(parts, matches))
     say("modules")
     flops, by_module = _flops(ranks, peak_flops)
     breakdowns = {rank: asdict(break_down(r.classified, r.chosen.windows)) for rank, r in ranks.items()}
@@ -214,6 +214,8 @@ class _Together:
     waited: Waiting
     first: NDArray[np.bool_]
     """Which rows of the matches are of a collective that came first."""
+    together: NDArray[np.bool_]
+    """Which are of collectives that all ranks leave together."""
 
     @cached_property
     def origin(self) -> int:
@@ -239,8 +241,9 @@ class _Together:
         return found
 
     def waits(self) -> dict[int, int]:
-        """What each rank waited in collectives, but for the first."""
-        return {rank: int(self.waited.wait[~self.first & (self.matches.rank == rank)].sum()) for rank in self.ranks}
+        """What each rank waited in collectives, but for the first; waiting for another stage is the pipeline's."""
+        counted = self.together & ~self.first
+        return {rank: int(self.waited.wait[counted & (self.matches.rank == rank)].sum()) for rank in self.ranks}
 
     def pipelines(self) -> tuple[PipelineStep, ...]:
         """Pipelines as they were executed."""

@@ -217,7 +217,7 @@ def imbalance(answers: Explanation) -> Finding | None:
     uncertain = max((clock.uncertainty for clock in answers.clocks.values()), default=0)
     if matched < 20 or uncertain < 0 or uncertain * matched / len(answers.seen) / _steps(answers) > 0.5 * gain:
         return None
-    by_axis = sorted(answers.axes, key=lambda row: -row.total.wait)[:2]
+    by_axis = sorted((row for row in answers.axes if row.collective != "recv"), key=lambda row: -row.total.wait)[:2]
     evidence = [f"ranks wait {_ms(gain)} a step in collectives for the last one to come ({matched} messages matched)"]
     evidence += [
         f"{row.axis} {row.collective}: {row.total.wait / max(row.total.summed, 1):.0%} of its time is waiting"

@@ -32,6 +32,23 @@ def working(activity: Activity, sent: Sent, rows: NDArray[np.bool_]) -> Interval
     return found
 
 
+def resumed(activity: Activity, sent: Sent) -> Integers:
+    """When each row began, or went on after its thread had waited for a collective."""
+    start = activity.start.copy()
+    if not activity.on_host or not sent.blocking.any():
+        return start
+    events = activity.profile.events
+    lane_of_call = events.lane[sent.call]
+    computing = activity.kind != COMMUNICATION
+    for lane in np.unique(lane_of_call[sent.blocking]).tolist():
+        mine, waits = np.flatnonzero(computing & (activity.lane == lane)), sent.blocking & (lane_of_call == lane)
+        blocked = union(events.start[sent.call[waits]], sent.end[waits])
+        at = np.searchsorted(blocked.start, start[mine], side="right") - 1
+        until = np.where(at >= 0, blocked.end[np.maximum(at, 0)], start[mine])
+        start[mine] = np.clip(until, start[mine], activity.end[mine])
+    return start
+
+
 def row_axes(activity: Activity, sent: Sent) -> tuple[Integers, list[str]]:
     """The axis of each row that communicates, into the words given with it; -1 for the others and where it is not known."""
     events = activity.profile.events
