@@ -75,7 +75,7 @@ def explain(
     breakdowns = {rank: asdict(break_down(r.classified, r.chosen.windows)) for rank, r in ranks.items()}
     say("critical path")
     answers = Explanation(
-        world=max(len(ranks), *(p.world for p in profiles)),
+        world=max([len(ranks), *(p.world for p in profiles)]),
         seen=tuple(ranks),
         devices={rank: _device(r.profile) for rank, r in ranks.items()},
         steps=tuple(sorted({number for r in ranks.values() for number in r.chosen.numbers})),

@@ -12,8 +12,9 @@ from shardwise.trace.activity import Activity, activity, spans_of
 from shardwise.trace.classes import COMPUTE, Classified
 from shardwise.trace.events import Integers, Profile
 from shardwise.trace.intervals import Intervals, difference, intersect
+from shardwise.trace.messages import sent
 from shardwise.trace.places import Finder, Places
-from shardwise.trace.sent import Sent, sent
+from shardwise.trace.sent import Sent
 from shardwise.trace.steps import Chosen
 from shardwise.trace.working import working
 
