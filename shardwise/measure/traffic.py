@@ -57,6 +57,11 @@ class TrafficCounter(TorchDispatchMode):
         self.traffic: Traffic = Counter()
         self.messages: Traffic = Counter()
 
+    def forget(self) -> None:
+        """Begin to count anew."""
+        self.traffic.clear()
+        self.messages.clear()
+
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in operator.namespace:
             self.count(str(operator), args)

@@ -1,0 +1,116 @@
+"""`shardwise profile`: a few steps of a run under the profiler, kept in a folder with everything that explains them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from typing import TYPE_CHECKING
+
+from shardwise.run import Problem, Run, UserError, read_run
+
+if TYPE_CHECKING:
+    from shardwise.train.launch import Place
+
+HELP = """Record a few steps of the real trainer on all ranks: a trace of each, memory by owner, the run and its plan, into a folder
+that `shardwise trace` explains. --modules counts operations, memory and time by module instead, on every rank."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What follows the verb."""
+    parser.add_argument("run", help="the run, a TOML file; override it with --section.key=value")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="the profile's folder (default: runs/NAME/profile)")
+    parser.add_argument("--steps", type=int, default=3, help="steps to record (default 3)")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them (default 3)")
+    parser.add_argument(
+        "--ranks", metavar="0,3-5", help="ranks to record (default all); the others take part unrecorded"
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Record, or start the ranks that do."""
+    run = read_run(args.run, args.overrides)
+    if run.layout.auto:
+        from shardwise.cli.train import chosen
+        from shardwise.plan.search import resolve
+
+        run = resolve(run)
+        args.overrides += chosen(run)
+        print(f"layout: {', '.join(chosen(run))}", file=sys.stderr)
+    for key in ("steps", "warmup"):
+        if getattr(args, key) < 1:
+            raise UserError(Problem("at least one step is needed", f"--{key}", "command line"))
+    ranks = chosen_ranks(args.ranks, run.layout.world)
+    folder = args.out or Path("runs") / run.name / "profile"
+    from shardwise.data.open import open_data
+    from shardwise.measure.profile import prepare_folder
+    from shardwise.train import launch
+
+    where = launch.place(os.environ)
+    launch.check_world(run, where)
+    if where is None:
+        open_data(run)  # what is wrong with the data is said once, not by every rank
+        prepare_folder(folder)
+        # Also a single rank, since what the profiler says of itself belongs into a log.
+        return launch.start_local(_again(args, folder), run.layout.world, folder / "logs")
+    return _joined(run, args, folder, where, ranks)
+
+
+def chosen_ranks(text: str | None, world: int) -> tuple[int, ...] | None:
+    """The ranks that `0,3-5` names."""
+    if text is None:
+        return None
+    found: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        if not first.isdecimal() or not (last or first).isdecimal():
+            raise UserError(Problem(f'"{text}" is not a list of ranks such as 0,3-5', "--ranks", "command line"))
+        found |= set(range(int(first), int(last or first) + 1))
+    beyond = [rank for rank in found if rank >= world]
+    if beyond or not found:
+        raise UserError(
+            Problem(f"the run has ranks 0 to {world - 1}, not {max(found, default=0)}", "--ranks", "command line")
+        )
+    return tuple(sorted(found))
+
+
+def _again(args: argparse.Namespace, folder: Path) -> list[str]:
+    """The arguments of this command, for the ranks."""
+    words = ["profile", args.run, "--out", str(folder), "--steps", str(args.steps), "--warmup", str(args.warmup)]
+    words += ["--ranks", args.ranks] if args.ranks else []
+    words += ["--json"] if args.json else []
+    return words + [f"--{override}" for override in args.overrides]
+
+
+def _joined(run: Run, args: argparse.Namespace, folder: Path, where: Place, ranks: tuple[int, ...] | None) -> int:
+    from shardwise.measure.profile import Recording, prepare_folder, record
+    from shardwise.train import launch
+
+    first = where.rank == 0
+    launch.join(where, run)
+    try:
+        if first:
+            prepare_folder(folder)
+        told = print_now if first and not args.json else lambda what: None
+        record(run, folder, Recording(args.steps, args.warmup, ranks), told)
+    finally:
+        launch.leave()
+    return _show(folder, args) if first else 0
+
+
+def print_now(what: str) -> None:
+    """Progress, seen at once also where the output is not a terminal."""
+    print(what, flush=True)
+
+
+def _show(folder: Path, args: argparse.Namespace) -> int:
+    manifest = json.loads((folder / "profile.json").read_text())
+    if args.json:
+        print(json.dumps({"folder": str(folder), "profile": manifest}))
+        return 0
+    print(f"{manifest['steps']} steps of {len(manifest['ranks'])} ranks are in {folder}")
+    return 0
