@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from pathlib import Path
-
 from typing import TYPE_CHECKING
 
 from shardwise.run import Problem, Run, UserError, read_run
