@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwise.run import Problem, Run, UserError, read_run
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardwise.train.launch import Place
 
 HELP = """Record a few steps of the real trainer on all ranks: a trace of each, memory by owner, the run and its plan, into a folder
-that `shardwise trace` explains. --modules counts operations, memory and time by module instead, on every rank."""
+that `shardwise trace` explains. --modules also counts operations, memory and time by module."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks", metavar="0,3-5", help="ranks to record (default all); the others take part unrecorded"
     )
+    parser.add_argument("--modules", action="store_true", help="also print what each module costs, and keep it")
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -81,7 +82,7 @@ def _again(args: argparse.Namespace, folder: Path) -> list[str]:
     """The arguments of this command, for the ranks."""
     words = ["profile", args.run, "--out", str(folder), "--steps", str(args.steps), "--warmup", str(args.warmup)]
     words += ["--ranks", args.ranks] if args.ranks else []
-    words += ["--json"] if args.json else []
+    words += [f"--{key}" for key in ("modules", "json") if getattr(args, key)]
     return words + [f"--{override}" for override in args.overrides]
 
 
@@ -95,7 +96,7 @@ def _joined(run: Run, args: argparse.Namespace, folder: Path, where: Place, rank
         if first:
             prepare_folder(folder)
         told = print_now if first and not args.json else lambda what: None
-        record(run, folder, Recording(args.steps, args.warmup, ranks), told)
+        record(run, folder, Recording(args.steps, args.warmup, ranks, args.modules), told)
     finally:
         launch.leave()
     return _show(folder, args) if first else 0
@@ -108,8 +109,40 @@ def print_now(what: str) -> None:
 
 def _show(folder: Path, args: argparse.Namespace) -> int:
     manifest = json.loads((folder / "profile.json").read_text())
+    modules = json.loads((folder / "modules.json").read_text()) if args.modules else None
     if args.json:
-        print(json.dumps({"folder": str(folder), "profile": manifest}))
+        print(json.dumps({"folder": str(folder), "profile": manifest} | ({"modules": modules} if modules else {})))
         return 0
-    print(f"{manifest['steps']} steps of {len(manifest['ranks'])} ranks are in {folder}")
+    if modules:
+        _show_modules(modules, manifest)
+    print(
+        f"{manifest['steps']} steps of {len(manifest['ranks'])} ranks are in {folder}; shardwise trace {folder} explains them"
+    )
     return 0
+
+
+def _show_modules(modules: dict[str, Any], manifest: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    from shardwise.report import terminal, words
+    from shardwise.report.modules import folded, merged, module_table
+
+    places = modules["pipeline_ranks"]
+    stages = [next((r for r in manifest["ranks"] if places[r] == place), None) for place in sorted(set(places))]
+    chosen = [rank for rank in stages if rank is not None]
+    console = Console()
+    console = console if console.is_terminal else Console(width=max(console.width, 120))  # a table needs its columns
+    console.print(module_table(folded(merged(modules["ranks"], chosen)), modules["peak_flops"]))
+    slowest = max(max(modules["step_nanoseconds"][rank]) for rank in manifest["ranks"]) / 1e9
+    utilization = modules["model_flops"] / (slowest * modules["peak_flops"] * manifest["world"])
+    ranks = f"rank {chosen[0]}" if len(chosen) == 1 else f"ranks {', '.join(map(str, chosen))}, one of each stage"
+    console.print()
+    console.print(
+        terminal.notes(
+            [
+                f"{ranks}; a step's operations ({modules['convention']}), kept: bytes of one microbatch",
+                f"time: of kernels on a GPU, of operators on a CPU, without communication; of peak: {modules['peak_source']}",
+                f"the whole step: {words.percent(utilization)} MFU ({manifest['flops_convention']})",
+            ]
+        )
+    )

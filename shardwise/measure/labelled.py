@@ -21,10 +21,10 @@ from torch._C._profiler import _RecordFunctionFast
 from torch.distributed.tensor import DTensor
 
 from shardwise.labels import label
+from shardwise.measure.module_work import ROOT, module_names, repeated_modules
 from shardwise.measure.traffic import TrafficCounter, axes_by_group
 from shardwise.model.transformer import Transformer
 from shardwise.parallel import pipeline as pipeline_module
-from shardwise.parallel import recompute
 from shardwise.parallel.pipeline import PutOff
 from shardwise.parallel.shard import sharded_modules
 from shardwise.plan.traffic import AXIS_OF
@@ -32,8 +32,6 @@ from shardwise.schedules import Action
 from shardwise.train import step as step_module
 from shardwise.train.step import Trainee
 
-ROOT = "model"
-"""What the whole network of a stage is called: what stands between its parts."""
 SENDING = ("allreduce_", "_allgather_base_", "allgather_", "_reduce_scatter_base_", "alltoall_base_", "send",
            "allgather_coalesced_", "allreduce_coalesced_", "allgather_into_tensor_coalesced_", "alltoall_", "broadcast_",
            "gather_", "reduce_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_", "scatter_")  # fmt: skip
@@ -78,13 +76,11 @@ def labelled_messages(trainee: Trainee) -> Iterator[TrafficCounter]:
         library._destroy()
 
 
-def module_names(trainee: Trainee) -> dict[nn.Module, str]:
-    """Modules of a rank that get a label, and their names in the whole model. The loss is the head: it multiplies by it."""
-    names: dict[nn.Module, str] = {}
-    for model in trainee.parallel.models:
-        names |= {module: name or ROOT for name, module in model.named_modules()}
-        names[model.loss] = "head"
-        if trainee.run.train.compile:
+def labelled_modules(trainee: Trainee) -> dict[nn.Module, str]:
+    """Modules of a rank that get a label, and their names in the whole model."""
+    names = module_names(trainee)
+    if trainee.run.train.compile:
+        for model in trainee.parallel.models:
             for block in model.layers.values():
                 names = {m: name for m, name in names.items() if m is block or m not in set(block.modules())}
     return names
@@ -94,11 +90,11 @@ def module_names(trainee: Trainee) -> dict[nn.Module, str]:
 def labelled(trainee: Trainee) -> Iterator[TrafficCounter]:
     """While it is open, steps of a trainee carry labels; what is given counts what they send."""
     with contextlib.ExitStack() as stack:
-        names = module_names(trainee)
+        names = labelled_modules(trainee)
         _wrap(trainee.parallel.pipeline, "_execute", _of_action, stack)
         _phases(trainee, stack)
         _modules(names, stack)
-        _repeated(names, stack)
+        stack.enter_context(repeated_modules(lambda module: span("module", names.get(module, ROOT))))
         _wrap(pipeline_module, "compute_weight", _of_weight, stack)
         for model in trainee.parallel.models:
             _accumulated(model, stack)
@@ -160,18 +156,6 @@ def _modules(names: dict[nn.Module, str], stack: contextlib.ExitStack) -> None:
         stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
         # Also when a repeated pass leaves the module as soon as it has what it needs.
         stack.callback(module.register_forward_hook(after, always_call=True).remove)
-
-
-def _repeated(names: dict[nn.Module, str], stack: contextlib.ExitStack) -> None:
-    """A part that is repeated runs without its own hooks; those of the parts inside of it run."""
-    inner = recompute._not_counting
-
-    @contextlib.contextmanager
-    def within(module: nn.Module) -> Iterator[None]:
-        with span("module", names.get(module, ROOT)), inner(module):
-            yield
-
-    stack.enter_context(mock.patch.object(recompute, "_not_counting", within))
 
 
 def _sharded(model: Transformer, names: dict[nn.Module, str], stack: contextlib.ExitStack) -> None:

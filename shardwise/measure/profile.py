@@ -7,6 +7,7 @@ The steps are those of `shardwise train`, on the run's own data. A profile is a 
     run.toml, plan.json     the run, resolved, and what the planner says of it
     ranks/rank-00000.json.gz     Kineto traces, one for each rank recorded
     memory/rank-00000.json.gz    bytes by owner in one more step; on GPUs also the allocator's blocks and their history
+    modules.json            what each module costs, when asked for
 """
 
 from __future__ import annotations
@@ -32,8 +33,11 @@ from shardwise.data.open import open_data
 from shardwise.hardware.chips import chip_of_driver_name
 from shardwise.measure.labelled import labelled, span
 from shardwise.measure.memory import measure_memory
+from shardwise.measure.module_time import module_times
+from shardwise.measure.modules import as_rows, own_costs
 from shardwise.measure.snapshot import allocator_history
 from shardwise.measure.traffic import TrafficCounter, axes_by_group
+from shardwise.plan.account import CONVENTION as HARDWARE
 from shardwise.plan.plan import plan
 from shardwise.plan.traffic import AXIS_OF
 from shardwise.plan.work import CONVENTION, training_flops
@@ -59,6 +63,8 @@ class Recording:
     """Steps before, not recorded: the first ones make buffers, buckets and compiled kernels."""
     ranks: tuple[int, ...] | None = None
     """Which ranks are recorded; all take part. None is all."""
+    modules: bool = False
+    """Also count by module, in two more steps."""
 
     def has(self, rank: int) -> bool:
         """Whether a rank is recorded."""
@@ -91,7 +97,7 @@ def record(run: Run, folder: Path, recording: Recording, told: Told = lambda wha
     trainee = Trainee(run)
     rank = trainee.mesh.rank
     first, last = recording.warmup + 1, recording.warmup + recording.steps
-    coming = batches(data.train, trainee, last + 1)
+    coming = batches(data.train, trainee, last + (3 if recording.modules else 1))
     told(f"{recording.warmup} steps to warm up")
     for _ in range(recording.warmup - 1):
         _step(trainee, next(coming))
@@ -110,13 +116,22 @@ def record(run: Run, folder: Path, recording: Recording, told: Told = lambda wha
         host=socket.gethostname(),
         groups=_groups(trainee),
         traffic=seen.traffic,
+        modules=None,
     )
+    if recording.modules:
+        told("two more to count operations and activations by module")
+        mine["modules"] = as_rows(own_costs(trainee, coming, seen.module_seconds))
     every = _gathered(trainee, mine)
     if rank == 0:
         (folder / "run.toml").write_text(to_toml(run))
         (folder / "plan.json").write_text(json.dumps(planned(run, trainee.device)))
-        text = json.dumps(manifest(trainee, recording, first, every), indent=1)
-        (folder / "profile.json").write_text(text)
+        described = manifest(trainee, recording, first, every)
+        if recording.modules:
+            known = ("pipeline_ranks", "peak_flops", "peak_source", "model_flops", "step_nanoseconds")
+            shared = {key: described[key] for key in known}
+            rows = {"convention": HARDWARE, **shared, "ranks": [each["modules"] for each in every]}
+            (folder / "modules.json").write_text(json.dumps(rows))
+        (folder / "profile.json").write_text(json.dumps(described, indent=1))
     if run.layout.world > 1:
         dist.barrier()  # nobody reads before all is written
     return trainee
@@ -138,6 +153,8 @@ class Seen:
     traffic: list[dict[str, Any]] | None = None
     """What was sent; None on a rank that was not recorded."""
     allocator: dict[str, Any] = field(default_factory=dict)
+    module_seconds: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Of a step, by module and direction."""
 
 
 def _recorded(trainee: Trainee, coming: Iterator[Batch], folder: Path, recording: Recording) -> Seen:
@@ -147,7 +164,7 @@ def _recorded(trainee: Trainee, coming: Iterator[Batch], folder: Path, recording
     with contextlib.ExitStack() as stack:
         if recorded:
             path.parent.mkdir(parents=True, exist_ok=True)
-            profiler = stack.enter_context(_profiler(trainee.device, recording.steps, path))
+            profiler = stack.enter_context(_profiler(trainee.device, recording.steps))
             counter = stack.enter_context(labelled(trainee))
             seen.allocator = stack.enter_context(allocator_history(trainee.device))
         for number in range(recording.steps + 1):
@@ -161,18 +178,21 @@ def _recorded(trainee: Trainee, coming: Iterator[Batch], folder: Path, recording
             if recorded:
                 profiler.step()
     if recorded:
+        profiler.export_chrome_trace(str(path))
         seen.traffic = _traffic(counter)
+        if recording.modules:
+            times = module_times(profiler.events() or ())
+            seen.module_seconds = {m: {k: v / recording.steps for k, v in t.items()} for m, t in times.items()}
     return seen
 
 
-def _profiler(device: torch.device, steps: int, path: Path) -> profile:
+def _profiler(device: torch.device, steps: int) -> profile:
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     return profile(
         activities=activities,
         schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),
-        on_trace_ready=lambda done: done.export_chrome_trace(str(path)),
         record_shapes=True,
         profile_memory=True,
     )

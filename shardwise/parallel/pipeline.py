@@ -58,14 +58,14 @@ class _InputFirst(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, store: WeightGradients, name: str) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.store, ctx.name = weight, store, name
+        ctx.weight, ctx.store, ctx.matrix = weight, store, name
         return F.linear(x, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         x, weight = ctx.saved_tensors
         # Detached, since its history would keep the stage's input alive until the weights' turn.
-        ctx.store.put_off.append(PutOff(ctx.name, ctx.weight, x.detach(), grads[0]))
+        ctx.store.put_off.append(PutOff(ctx.matrix, ctx.weight, x.detach(), grads[0]))
         return grads[0] @ weight, None, None, None
 
 
