@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,15 +67,13 @@ def chosen_ranks(text: str | None, world: int) -> tuple[int, ...] | None:
         return None
     found: set[int] = set()
     for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        if not first.isdecimal() or not (last or first).isdecimal():
+        ends = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        ranks = range(int(ends[1]), int(ends[2] or ends[1]) + 1) if ends else range(0)
+        if not ranks:
             raise UserError(Problem(f'"{text}" is not a list of ranks such as 0,3-5', "--ranks", "command line"))
-        found |= set(range(int(first), int(last or first) + 1))
-    beyond = [rank for rank in found if rank >= world]
-    if beyond or not found:
-        raise UserError(
-            Problem(f"the run has ranks 0 to {world - 1}, not {max(found, default=0)}", "--ranks", "command line")
-        )
+        if ranks[-1] >= world:
+            raise UserError(Problem(f"the run has ranks 0 to {world - 1}, not {ranks[-1]}", "--ranks", "command line"))
+        found |= set(ranks)
     return tuple(sorted(found))
 
 
