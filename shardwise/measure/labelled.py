@@ -174,8 +174,8 @@ def _shard_groups(model: Transformer) -> Iterator[tuple[nn.Module, Any]]:
 
 
 def _accumulated(model: Transformer, stack: contextlib.ExitStack) -> None:
-    """What adds a gradient to those of the microbatches before runs between two hooks of its parameter: of the whole one,
-    which `fully_shard` has made once a pass has run."""
+    """What adds a gradient to those of the microbatches before, which is a node of autograd without a number: of each whole
+    parameter, which `fully_shard` has made once a pass has run."""
     owners = {module: name for name, module in model.named_modules()}
     whole = {p: name.rpartition(".")[0] for name, p in model.named_parameters() if not isinstance(p, DTensor)}
     for _, group in _shard_groups(model):
@@ -183,18 +183,25 @@ def _accumulated(model: Transformer, stack: contextlib.ExitStack) -> None:
             if getattr(sharded, "_unsharded_param", None) is not None:
                 whole[sharded._unsharded_param] = owners[sharded._module_info.module]
     for parameter, name in whole.items():
-        _accumulation(parameter, name or ROOT, stack)
+        if parameter.requires_grad:
+            _accumulation(parameter, name or ROOT, stack)
 
 
 def _accumulation(parameter: Tensor, name: str, stack: contextlib.ExitStack) -> None:
+    with torch.enable_grad():
+        view = parameter.view_as(parameter).grad_fn
+    assert view is not None
+    node = view.next_functions[0][0]
+    assert node is not None
     opened: list[Any] = []
 
-    def before(_: Tensor) -> None:
+    def before(*_: Any) -> None:
         opened.append(span("module", name))
         opened[-1].__enter__()
 
-    def after(_: Tensor) -> None:
+    def after(*_: Any) -> None:
         opened.pop().__exit__(None, None, None)
 
-    stack.callback(parameter.register_hook(before).remove)
-    stack.callback(parameter.register_post_accumulate_grad_hook(after).remove)
+    stack.callback(str, node)  # the node stays this one for as long as somebody holds it
+    stack.callback(node.register_prehook(before).remove)
+    stack.callback(node.register_hook(after).remove)

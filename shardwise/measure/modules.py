@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+import torch
+
 from shardwise.data.batches import Batch
 from shardwise.measure.balance import even_routing
 from shardwise.measure.module_work import ROOT, module_activations, module_flops
@@ -48,7 +50,8 @@ def own_costs(trainee: Trainee, batches: Iterable[Batch], seconds: dict[str, dic
     """By module, without what stands below it; counts in two more steps. `seconds` are those of a step by module."""
     found: dict[str, Cost] = {name: Cost() for name in _names(trainee)}
     coming = iter(batches)
-    with even_routing(trainee):
+    # Counting looks into every module, which a compiled block does not let it.
+    with even_routing(trainee), torch.compiler.set_stance("force_eager"):
         flops = module_flops(trainee, next(coming))
         activations = module_activations(trainee, next(coming))
     for name, passes in flops.items():
