@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 PARTS = ("embedding", "norm", "attention", "ffn", "router", "experts", "head", "loss", "parameters")
@@ -22,10 +23,36 @@ communication, `workspace` kernels' scratch, fragmentation and what the driver k
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "broadcast")
 
+AXIS_OF = {"zero": "shard", "expert_shard": "shard", "sequence": "expert", "pipeline_back": "pipeline"}
+"""The axis that a grouping's bytes are blamed on, where it has another name."""
+
 CATEGORIES = ("matmul", "attention", "memory", "host", "replicate", "shard", "context", "tensor", "expert", "pipeline",
               "bubble", "optimizer", "data", "checkpoint", "other")  # fmt: skip
 """Where a step's time goes: kinds of computing, traffic of each axis that nothing hid, and waiting. `pipeline` is
 transfers between stages, `bubble` waiting for them; `host` is the device waiting for launches."""
+
+
+def wire_bytes(collective: str, ranks: int, given: int) -> Fraction:
+    """Bytes that the definition of an operation makes a rank receive, or send, from or to the other r-1 ranks of its group,
+    whatever algorithm a library uses; `given` is the size of what this rank puts in:
+    - all-gather of n bytes a rank: (r-1) n
+    - reduce-scatter of N bytes on every rank: (r-1)/r N
+    - all-reduce of N bytes: 2(r-1)/r N, a reduce-scatter and an all-gather
+    - all-to-all of N bytes dealt evenly: (r-1)/r N, what leaves the rank for others
+    - send and broadcast: the bytes sent (a receive is counted where it is sent)
+    """
+    others = Fraction(ranks - 1, ranks) if ranks > 0 else Fraction(0)
+    match collective:
+        case "all_gather":
+            return Fraction((ranks - 1) * given)
+        case "reduce_scatter" | "all_to_all":
+            return others * given
+        case "all_reduce":
+            return 2 * others * given
+        case "send" | "broadcast":
+            return Fraction(given if ranks > 1 else 0)
+        case _:
+            return Fraction(0)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "plan": ("shardwise.cli.plan", "what a run needs and how fast it goes; the best layout for it"),
     "train": ("shardwise.cli.train", "train a run, or go on with one that was begun"),
     "profile": ("shardwise.cli.profile", "record a few steps of a run, for `shardwise trace`; cost by module"),
+    "trace": ("shardwise.cli.trace", "say where the time of a profile went, and what to change first"),
     "verify": ("shardwise.cli.verify", "compare plan and run, account by account; one rank of any job without data"),
     "validate": ("shardwise.cli.validate", "predict published measurements and print the errors"),
     "bench": ("shardwise.cli.bench", "measure this machine into a profile the planner reads"),
@@ -100,7 +101,7 @@ def run_command(arguments: Sequence[str]) -> int:
 
 def missing_part(error: ModuleNotFoundError) -> str | None:
     """How to install the optional part of the package that a module belongs to, or None."""
-    extras = {"torch": "train", "safetensors": "train", "tokenizers": "train", "pyarrow": "parquet"}
+    extras = {"torch": "train", "safetensors": "train", "tokenizers": "train", "pyarrow": "parquet", "msgspec": "trace"}
     name = (error.name or "").partition(".")[0]
     if name not in extras:
         return None

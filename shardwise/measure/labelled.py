@@ -21,13 +21,13 @@ from torch._C._profiler import _RecordFunctionFast
 from torch.distributed.tensor import DTensor
 
 from shardwise.labels import label
+from shardwise.ledger import AXIS_OF
 from shardwise.measure.module_work import ROOT, module_names, repeated_modules
 from shardwise.measure.traffic import TrafficCounter, axes_by_group
 from shardwise.model.transformer import Transformer
 from shardwise.parallel import pipeline as pipeline_module
 from shardwise.parallel.pipeline import PutOff
 from shardwise.parallel.shard import sharded_modules
-from shardwise.plan.traffic import AXIS_OF
 from shardwise.schedules import Action
 from shardwise.train import step as step_module
 from shardwise.train.step import Trainee

@@ -31,6 +31,7 @@ from shardwise import __version__
 from shardwise.data.batches import Batch
 from shardwise.data.open import open_data
 from shardwise.hardware.chips import chip_of_driver_name
+from shardwise.ledger import AXIS_OF
 from shardwise.measure.labelled import labelled, span
 from shardwise.measure.memory import measure_memory
 from shardwise.measure.module_time import module_times
@@ -39,7 +40,6 @@ from shardwise.measure.snapshot import allocator_history
 from shardwise.measure.traffic import TrafficCounter, axes_by_group
 from shardwise.plan.account import CONVENTION as HARDWARE
 from shardwise.plan.plan import plan
-from shardwise.plan.traffic import AXIS_OF
 from shardwise.plan.work import CONVENTION, training_flops
 from shardwise.run import Problem, Run, UserError, to_dict, to_toml
 from shardwise.train.loop import batches

@@ -2,13 +2,8 @@
 
 All of them, also those of DistributedDataParallel's reducer (C++) and of `fully_shard`, pass PyTorch's dispatcher as an
 operator of `c10d` that names its process group, so a dispatch mode sees them all; an operator or a group that this file does
-not know is an error, not a gap. Bytes are those that the definition of an operation makes a rank receive, or send,
-from or to the other r-1 ranks of its group, whatever algorithm the library uses:
-- all-gather of n bytes a rank: (r-1) n
-- reduce-scatter of N bytes on every rank: (r-1)/r N
-- all-reduce of N bytes: 2(r-1)/r N, a reduce-scatter and an all-gather
-- all-to-all: what leaves the rank for others
-- send: the bytes sent (a receive is counted where it is sent)
+not know is an error, not a gap. Bytes are those of the ledger's convention (`wire_bytes`); of an all-to-all, what really
+leaves the rank for others.
 """
 
 from __future__ import annotations
@@ -22,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.ledger import wire_bytes
 from shardwise.train.step import Trainee
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor", "zero", "expert_shard", "expert", "sequence", "world")
@@ -71,17 +67,16 @@ class TrafficCounter(TorchDispatchMode):
         """Add a call; gives its axis, operation and bytes, or None where this rank sends nothing by it."""
         group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject))
         ranks = group.size()
-        others = Fraction(ranks - 1, ranks)
         size: Fraction | int
         match operator.split(".")[1], args:
             case "allreduce_", (tensors, *_):
-                operation, size = "all_reduce", 2 * others * _total(tensors)
+                operation, size = "all_reduce", wire_bytes("all_reduce", ranks, _total(tensors))
             case "_allgather_base_", (_, mine, *_):
-                operation, size = "all_gather", (ranks - 1) * _size(mine)
+                operation, size = "all_gather", wire_bytes("all_gather", ranks, _size(mine))
             case "allgather_", (_, mine, *_):
-                operation, size = "all_gather", (ranks - 1) * _total(mine)
+                operation, size = "all_gather", wire_bytes("all_gather", ranks, _total(mine))
             case "_reduce_scatter_base_", (_, whole, *_):
-                operation, size = "reduce_scatter", others * _size(whole)
+                operation, size = "reduce_scatter", wire_bytes("reduce_scatter", ranks, _size(whole))
             case "alltoall_base_", (_, rows, _, _, sent, *_):
                 kept = sent[group.rank()] if sent else len(rows) // ranks
                 operation, size = "all_to_all", _size(rows[kept:])

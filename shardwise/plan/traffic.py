@@ -21,12 +21,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
+from shardwise.ledger import AXIS_OF as AXIS_OF
 from shardwise.ledger import Traffic
 from shardwise.plan.place import WIDTHS, Place, Stage, Weight
 from shardwise.run import Run
 
-AXIS_OF = {"zero": "shard", "expert_shard": "shard", "sequence": "expert"}
-"""The axis that a grouping's bytes are blamed on, where it has another name."""
 INTEGER = 8
 """Bytes of a token count or an expert's number."""
 LOAD = 4

@@ -1,0 +1,159 @@
+"""`shardwise trace`: where the time of a profile went, which rank and axis it was lost on, and what to change first."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.run import UserError
+
+if TYPE_CHECKING:
+    from shardwise.trace.answers import Explanation
+    from shardwise.trace.events import Profile
+    from shardwise.trace.steps import Chosen
+
+HELP = """Explain profiles that PyTorch's profiler wrote (Kineto's JSON, plain or gzipped), of this trainer or of any program, on
+GPUs of NVIDIA or AMD or on CPUs alone: where each rank's time went, what it waited for, and what to change first. Give
+files, folders, any subset of a job's ranks. docs/tracing.md explains every number."""
+
+_COLUMNS = ("compute", "communication", "exposed_communication", "copy", "idle")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What follows the verb."""
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="profiles, or folders that hold them")
+    parser.add_argument("--json", action="store_true", help="for programs: every answer, times in nanoseconds")
+    parser.add_argument(
+        "--from-step", type=int, metavar="N", help="first profiler step to look at (default: all complete)"
+    )
+    parser.add_argument("--to-step", type=int, metavar="N", help="last profiler step to look at")
+    parser.add_argument("--all-events", action="store_true", help="look at the whole file, whatever its steps")
+    parser.add_argument(
+        "--cache", type=Path, metavar="DIR", help="where what was read is kept (default: the user's cache folder)"
+    )
+    parser.add_argument("--no-cache", action="store_true", help="read the files themselves, and keep nothing")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Read, choose, explain, show."""
+    from shardwise.trace.cache import default_folder
+    from shardwise.trace.classes import classify
+    from shardwise.trace.explain import explain
+    from shardwise.trace.open import open_profiles
+
+    _check(args)
+    folder = None if args.no_cache else args.cache or default_folder()
+    with _reading() as told:
+        opened = open_profiles(args.paths, folder, told)
+    classified = {profile.rank: classify(profile) for profile in opened.profiles}
+    chosen, said = _choose(opened.profiles, classified, args)
+    answers = explain(opened.profiles, chosen, classified=classified)
+    problems = (*opened.problems, *said)
+    if args.json:
+        print(json.dumps(as_json(answers, chosen, problems)))
+    else:
+        _print(answers, chosen, problems)
+    return 0
+
+
+def as_json(answers: Explanation, chosen: Mapping[int, Chosen], problems: tuple[str, ...]) -> dict[str, Any]:
+    """What `--json` prints: every answer under its name, the windows looked at, and what could not be read."""
+    from shardwise.ledger import as_dict
+
+    windows: dict[str, list[list[int | None]]] = {}
+    for rank, one in chosen.items():
+        whole = zip(*one.windows, strict=True)
+        by_step: list[list[int | None]] = [[step.number, step.start, step.end] for step in one.steps]
+        windows[str(rank)] = by_step or [[None, int(start), int(end)] for start, end in whole]
+    return {**as_dict(answers), "windows": windows, "problems": list(problems)}
+
+
+def _check(args: argparse.Namespace) -> None:
+    first, last = args.from_step, args.to_step
+    if args.all_events and (first is not None or last is not None):
+        raise UserError("--all-events looks at the whole file; leave it out to choose steps")
+    if first is not None and last is not None and last < first:
+        raise UserError(f"--to-step {last} comes before --from-step {first}")
+
+
+def _choose(
+    profiles: tuple[Profile, ...], classified: Mapping[int, Any], args: argparse.Namespace
+) -> tuple[dict[int, Chosen], tuple[str, ...]]:
+    """What is looked at of each rank, and what is worth saying about that."""
+    from shardwise.trace.steps import choose, find_steps
+
+    chosen = {p.rank: choose(p, classified[p.rank], args.from_step, args.to_step, args.all_events) for p in profiles}
+    asked = args.from_step is not None or args.to_step is not None
+    empty = [p for p in profiles if asked and not chosen[p.rank].steps]
+    if len(empty) == len(profiles):
+        there = sorted({step.number for p in profiles for step in find_steps(p)})
+        have = (
+            f"; the profiles have {there[0]} to {there[-1]}"
+            if there
+            else "; the profiles have no profiler steps at all"
+        )
+        raise UserError(f"no profiler step in what --from-step and --to-step choose{have}")
+    said = [f"{p.path}: has none of the steps asked for, so rank {p.rank} is left out" for p in empty]
+    if not args.all_events and not asked:
+        said += [
+            f"{p.path}: has no complete profiler step, so all of it is looked at"
+            for p in profiles
+            if not chosen[p.rank].steps
+        ]
+    numbers = {one.numbers for rank, one in chosen.items() if one.steps}
+    if len(numbers) > 1:
+        said.append("the ranks have different profiler steps; each is looked at over its own")
+    return chosen, tuple(said)
+
+
+@contextmanager
+def _reading() -> Iterator[Callable[[int, int], None] | None]:
+    """A bar while profiles are read, where a person watches."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    bar = Progress(TextColumn("reading"), BarColumn(), DownloadColumn(), console=Console(stderr=True), transient=True)
+    task = bar.add_task("", total=None)
+
+    def told(done: int, total: int) -> None:
+        if not bar.live.is_started:  # only now: reading in processes of their own must begin before any thread
+            bar.start()
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield told
+    finally:
+        bar.stop()
+
+
+def _print(answers: Explanation, chosen: Mapping[int, Chosen], problems: tuple[str, ...]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from shardwise.report import words
+
+    console = Console()
+    steps = answers.steps
+    console.print(
+        f"Profiler steps {', '.join(map(str, steps))}, by their ranges on the host."
+        if steps
+        else "All events of the files.",
+        highlight=False,
+    )
+    table = Table(box=None, padding=(0, 1), header_style="dim")
+    for name in ("rank", "span", "compute", "communication", "of it exposed", "copy", "idle"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for rank, row in answers.ranks.items():
+        shares = (row[name] / max(row["span"], 1) for name in _COLUMNS)
+        table.add_row(str(rank), words.seconds(row["span"] / 1e9), *map(words.percent, shares))
+    console.print(table)
+    for problem in problems:
+        print(f"problem: {problem}", file=sys.stderr)

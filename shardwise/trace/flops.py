@@ -1,0 +1,111 @@
+"""Operations of the matrix products, convolutions and attention of a profile, from the shapes that were recorded.
+
+Only operators that do the work themselves are counted, not those that call them. A multiply-add is two. Attention is counted
+in full, also where a causal kernel skips half, since a shape does not say it; its backward pass repeats the scores, so it is 2.5
+times the forward pass (FlashAttention, Dao et al. 2022). What is recomputed is counted again, as hardware FLOPs are.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.trace.events import Integers, Profile
+
+CONVENTION = "hardware FLOPs of matrix products, convolutions and attention: full attention, recomputation in"
+
+_ATTENTION = (
+    "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+)  # fmt: skip
+_BACKWARD_OF_ATTENTION = 2.5
+
+
+def flops_of(name: str, shapes: list[Any], values: list[Any]) -> float:
+    """Operations of one call, 0 for an operator that is not counted or whose inputs are not those expected."""
+    try:
+        return _flops(name, shapes, values)
+    except (IndexError, TypeError, ValueError, ZeroDivisionError):
+        return 0.0
+
+
+def _flops(name: str, shapes: list[Any], values: list[Any]) -> float:
+    match name:
+        case "aten::mm" | "aten::_scaled_mm" | "aten::_int_mm":
+            (m, k), (_, n) = shapes[0], shapes[1]
+            return 2.0 * m * n * k
+        case "aten::addmm" | "aten::_addmm_activation":
+            (m, k), (_, n) = shapes[1], shapes[2]
+            return 2.0 * m * n * k
+        case "aten::bmm":
+            (b, m, k), (_, _, n) = shapes[0], shapes[1]
+            return 2.0 * b * m * n * k
+        case "aten::baddbmm":
+            (b, m, k), (_, _, n) = shapes[1], shapes[2]
+            return 2.0 * b * m * n * k
+        case "aten::mv" | "aten::dot" | "aten::vdot":
+            return 2.0 * prod(shapes[0])
+        case "aten::addmv":
+            return 2.0 * prod(shapes[1])
+        case "aten::mkldnn_linear" | "mkldnn::_linear_pointwise":
+            return 2.0 * prod(shapes[0]) * shapes[1][0]
+        case "aten::convolution":
+            return _convolution(shapes[1], _output(shapes[0], shapes[1], values))
+        case "aten::convolution_backward":
+            # Once for the input's gradient and once for the weight's, where they are wanted; each as much as forward.
+            wanted = values[-1].strip("[]").split(",")[:2] if values and "[" in str(values[-1]) else ["True", "True"]
+            return sum(word.strip() == "True" for word in wanted) * _convolution(shapes[2], shapes[0])
+        case _ if name in _ATTENTION:
+            return _attention(*shapes[:3])
+        case _ if name.endswith("_backward") and name.removesuffix("_backward") in _ATTENTION:
+            return _BACKWARD_OF_ATTENTION * _attention(*shapes[1:4])
+        case _ if name.endswith("_attention_for_cpu_backward"):
+            return _BACKWARD_OF_ATTENTION * _attention(*shapes[1:4])
+        case _:
+            return 0.0
+
+
+def _convolution(weight: list[int], output: list[int]) -> float:
+    """Every element of the output is a sum over a filter: input channels of its group times the kernel."""
+    return 2.0 * prod(output) * prod(weight[1:])
+
+
+def _output(given: list[int], weight: list[int], values: list[Any]) -> list[int]:
+    """The shape of a convolution's output, by its stride, padding and dilation; a transposed one is not counted."""
+    stride, padding, dilation = ([int(n) for n in values[at].strip("[]").split(",")] for at in (3, 4, 5))
+    if values[6] != "False":
+        return [0]
+    spatial = zip(given[2:], weight[2:], stride, padding, dilation, strict=True)
+    return [given[0], weight[0], *((n + 2 * pad - d * (k - 1) - 1) // step + 1 for n, k, step, pad, d in spatial)]
+
+
+def _attention(q: list[int], k: list[int], v: list[int]) -> float:
+    """Scores and the weighted sum of values; batch, heads, sequence, width."""
+    batch, heads, queries, width = q
+    return 2.0 * batch * heads * queries * k[2] * (width + v[3])
+
+
+def event_flops(profile: Profile) -> tuple[Integers, NDArray[np.float64]]:
+    """Events that do counted operations, and how many."""
+    shapes, events = profile.shapes, profile.events
+    if not len(shapes):
+        return np.zeros(0, np.int64), np.zeros(0)
+    columns = (events.name[shapes.event], shapes.dims, shapes.values)
+    counted = np.array([flops_counted(name) for name in events.names])[columns[0]]
+    event = shapes.event[counted].astype(np.int64)
+    lines = np.stack([column[counted] for column in columns], 1).astype(np.int64)
+    distinct, which = np.unique(lines, axis=0, return_inverse=True)
+    each = np.array([flops_of(events.names[n], shapes.decode(d), shapes.decode(v)) for n, d, v in distinct.tolist()])
+    found = each[which.reshape(-1)] if len(event) else np.zeros(0)
+    return event[found > 0], found[found > 0]
+
+
+def flops_counted(name: str) -> bool:
+    """Whether operators of this name may be counted; spares looking at the shapes of all others."""
+    return name.startswith(("aten::", "mkldnn::")) and any(
+        word in name for word in ("mm", "mv", "dot", "linear", "conv", "attention")
+    )

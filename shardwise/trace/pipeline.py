@@ -1,0 +1,207 @@
+"""The pipeline as it was executed: the actions of each rank in their order, whether that is a known schedule, and the bubble.
+
+A rank's time, from its first action to the end of its last, is split at the beginnings of its actions; what it spends in one of
+the pieces without waiting for a message is the work of that action. All else in the window that the pipeline's ranks share is
+bubble. The lists are then played once more with exactly these works and messages that arrive at once: what that bubble lacks
+is time on the wire and clocks that are not quite aligned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from shardwise.labels import read_label
+from shardwise.schedules import KINDS, SCHEDULES, Action, legal, make_schedule
+from shardwise.trace.activity import Activity
+from shardwise.trace.answers import PipelineRank, PipelineStep
+from shardwise.trace.axes import POINT_TO_POINT, axis_of
+from shardwise.trace.classes import COMMUNICATION
+from shardwise.trace.events import Integers, Profile
+from shardwise.trace.intervals import Intervals, difference, intersect, total, union, window
+from shardwise.trace.sent import Sent, label_spans
+
+
+@dataclass(frozen=True)
+class Executed:
+    """One rank's actions in one step: beginnings, the end of the last, and when it waited for messages; reference clock."""
+
+    actions: tuple[Action, ...]
+    begin: tuple[int, ...]
+    end: int
+    waits: Intervals
+
+    def works(self) -> list[int]:
+        """What each action took without waiting."""
+        edges = [*self.begin, self.end]
+        return [
+            after - before - total(intersect(self.waits, window(before, after))) for before, after in pairwise(edges)
+        ]
+
+
+def read_action(text: str) -> Action | None:
+    """The action of a label's word, "F2.5"; None for what is none."""
+    stage, dot, microbatch = text[1:].partition(".")
+    if text[:1] in KINDS and dot and stage.isdigit() and microbatch.isdigit():
+        return Action(text[0], int(stage), int(microbatch))  # type: ignore[arg-type]
+    return None
+
+
+def executed(activity: Activity, sent: Sent, shift: int, start: int, end: int) -> Executed | None:
+    """What a rank did in a window; `shift` takes the profile's clock to the reference. None without labels of actions."""
+    profile = activity.profile
+    events = profile.events
+    found: list[tuple[int, int, int, Action]] = []
+    for event in label_spans(profile, "action").event.tolist():
+        label = read_label(events.names[events.name[event]])
+        action = read_action(label.words[0]) if label else None
+        if action is not None and start <= events.start[event] < end:
+            found.append((int(events.start[event]), int(events.end[event]), event, action))
+    if not found:
+        return None
+    found.sort()
+    if activity.on_host:
+        begin, last = [one[0] for one in found], max(one[1] for one in found)
+    else:
+        begin, last = _on_device(activity, found)
+    waits = _waits(activity, sent)
+    inside = intersect(waits, window(begin[0], last))
+    moved = union(inside[0] + shift, inside[1] + shift)
+    return Executed(tuple(one[3] for one in found), tuple(b + shift for b in begin), last + shift, moved)
+
+
+def _on_device(activity: Activity, found: Sequence[tuple[int, int, int, Action]]) -> tuple[list[int], int]:
+    """When the device began what each action launched, and ended the last of it. An action that launched nothing begins with
+    the one after it."""
+    events = activity.profile.events
+    first = np.array([one[0] for one in found])
+    finish = np.array([one[1] for one in found])
+    known = np.flatnonzero(activity.launch >= 0)
+    call = events.start[activity.launch[known]]
+    at = np.searchsorted(first, call, side="right") - 1
+    inside = (at >= 0) & (call < finish[np.maximum(at, 0)])
+    rows, at = known[inside], at[inside]
+    begin = np.full(len(found), np.iinfo(np.int64).max)
+    np.minimum.at(begin, at, activity.start[rows])
+    if not len(rows):
+        return first.tolist(), int(finish.max())
+    end = int(activity.end[rows].max())
+    begin = np.minimum.accumulate(np.minimum(begin, end)[::-1])[::-1]
+    return begin.tolist(), end
+
+
+def _waits(activity: Activity, sent: Sent) -> Intervals:
+    """When a rank had nothing to do but wait for a message of the pipeline: a receive was under way and nothing computed."""
+    waiting = sent.those(
+        lambda d: d.collective in POINT_TO_POINT and d.collective != "send" and d.axis in ("pipeline", "unknown")
+    )
+    receives = union(sent.start[waiting], sent.end[waiting])
+    busy = activity.kind != COMMUNICATION
+    others = ~sent.those(lambda d: d.collective in POINT_TO_POINT)
+    computing = union(
+        np.concatenate((activity.start[busy], sent.start[others])),
+        np.concatenate((activity.end[busy], sent.end[others])),
+    )
+    return difference(receives, computing)
+
+
+def pipelines(profiles: Mapping[int, Profile], steps: Mapping[int, Mapping[int, Executed]]) -> tuple[PipelineStep, ...]:
+    """Every pipeline in every step; `steps` has what each rank executed, by step and rank."""
+    found = []
+    for step, ranks in sorted(steps.items()):
+        for members in _members(profiles, ranks):
+            seen = {rank: ranks[rank] for rank in members if rank in ranks}
+            found.append(_one(step, members, seen))
+    return tuple(found)
+
+
+def _members(profiles: Mapping[int, Profile], ranks: Mapping[int, Executed]) -> Iterator[tuple[int, ...]]:
+    """The pipelines that these ranks belong to: their groups of that axis, or each for itself where none is named."""
+    done: set[int] = set()
+    for rank in sorted(ranks):
+        if rank in done:
+            continue
+        groups = profiles[rank].groups
+        of_axis = {
+            g.ranks for name, g in groups.items() if axis_of(g.description, name) == "pipeline" and rank in g.ranks
+        }
+        members = max(of_axis, key=len) if of_axis else (rank,)
+        done |= set(members)
+        yield members
+
+
+def _one(step: int, members: tuple[int, ...], seen: Mapping[int, Executed]) -> PipelineStep:
+    start = min(one.begin[0] for one in seen.values())
+    end = max(one.end for one in seen.values())
+    works = {rank: one.works() for rank, one in seen.items()}
+    lists = {rank: one.actions for rank, one in seen.items()}
+    span = play(lists, works) if len(seen) == len(members) else None
+    name, chunks, microbatches = _schedule(members, lists)
+    ranks = {
+        rank: PipelineRank(
+            tuple(map(str, one.actions)), one.begin[0], one.end, sum(works[rank]), end - start - sum(works[rank]),
+            span - sum(works[rank]) if span is not None else 0,
+        )
+        for rank, one in seen.items()
+    }  # fmt: skip
+    return PipelineStep(step, members, end - start, ranks, name, chunks, microbatches)
+
+
+def play(lists: Mapping[int, Sequence[Action]], works: Mapping[int, Sequence[int]]) -> int | None:
+    """From the first start to the last end when every action begins as soon as its rank is free and its input is there, with a
+    duration of its own for each; None when the lists wait for each other. In whole nanoseconds, which is why this is not
+    `schedules.time`."""
+    done: dict[tuple[str, int, int], int] = {}
+    stages = {action.stage for actions in lists.values() for action in actions}
+    last = max(stages, default=0)
+    at = dict.fromkeys(lists, 0)
+    clock = dict.fromkeys(lists, 0)
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in lists.items():
+            while at[rank] < len(actions):
+                kind, stage, microbatch = actions[at[rank]]
+                needs = 0
+                if kind == "F" and stage > 0:
+                    needs = done.get(("F", stage - 1, microbatch), -1)
+                elif kind in ("B", "I") and stage < last:
+                    needs = done.get(("B", stage + 1, microbatch), -1)
+                if needs < 0:
+                    break
+                clock[rank] = max(clock[rank], needs) + works[rank][at[rank]]
+                done["F" if kind == "F" else "W" if kind == "W" else "B", stage, microbatch] = clock[rank]
+                at[rank] += 1
+                moved = True
+    stuck = any(at[rank] < len(actions) for rank, actions in lists.items())
+    return None if stuck else max(clock.values(), default=0)
+
+
+def _schedule(members: tuple[int, ...], lists: Mapping[int, Sequence[Action]]) -> tuple[str, int, int]:
+    """The name of the schedule that these lists are, stages a rank, and microbatches; "" where it is none."""
+    actions = [action for rank in lists for action in lists[rank]]
+    microbatches = len({action.microbatch for action in actions})
+    stages = len({action.stage for action in actions})
+    chunks = max(1, stages // len(lists))
+    if len(lists) < len(members):
+        return "", chunks, microbatches
+    wanted = tuple(tuple(lists[rank]) for rank in members)
+    for name in SCHEDULES:
+        if not legal(name, len(members), microbatches, chunks):
+            try:
+                if make_schedule(name, len(members), microbatches, chunks).ranks == wanted:
+                    return name, chunks, microbatches
+            except ValueError:
+                continue
+    return "", chunks, microbatches
+
+
+def step_of(windows: Sequence[tuple[int, int, int]], time: Integers) -> Integers:
+    """The step whose window (number, start, end) each moment lies in, -1 for none."""
+    out = np.full(len(time), -1, np.int64)
+    for number, start, end in windows:
+        out[(time >= start) & (time < end)] = number
+    return out

@@ -1,0 +1,243 @@
+"""Takes a profile's text apart as it arrives: what stands before the events, the events in pieces of a few megabytes, what follows.
+
+A piece is cut where one event seems to end and the next to begin, and decoded; that the decoder accepts it proves the cut.
+Only where it does not (the list ended, a string holds what looks like an end, the text is broken) is every bracket looked at.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import msgspec
+
+from shardwise.trace.mend import mend
+from shardwise.trace.problems import Problems
+from shardwise.trace.records import Record, apart, many, mended, one
+from shardwise.trace.source import BLOCK, Source
+
+LARGEST = 1 << 24
+"""Bytes that one event, or what stands around the events, may have; more is passed over, and said."""
+
+_EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
+_KEY_LENGTH = 1 << 12  # a key, its colon and spaces; more than anyone writes
+_SPACE = re.compile(rb"[\s,]*")
+_BETWEEN = re.compile(rb"\}\s*,\s*\{")
+_LAST = re.compile(rb"\}\s*\]")
+_TAIL_WINDOWS = (1 << 14, 1 << 18, LARGEST)
+_LAST_TRIES = 3
+_BRACKET_OR_STRING = re.compile(rb'"(?:[^"\\]+|\\.)*+"|[\[\]{}"]', re.DOTALL)
+_EVENT_OR_END = re.compile(rb'\{\s*"(?:ph|name|cat|pid|tid|ts|id|args)"\s*:|\]\s*(?:,\s*"|\}\s*$)')
+_MALFORMED = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+
+
+class Text:
+    """The text of a profile. After `records` is used up, `head` and `tail` hold what stands around the events, as objects."""
+
+    def __init__(self, source: Source, problems: Problems) -> None:
+        self._source = source
+        self._problems = problems
+        self._buffer = b""
+        self._ended = False
+        self.position = 0
+        """Byte of the text where the buffer begins."""
+        self.head = b""
+        self.tail = b""
+        self.is_other_json = False
+        """Found to be an object without events."""
+
+    def begin(self) -> str:
+        """Go to the first event. Gives "" or the reason why there is none."""
+        self._more()
+        if self._buffer.startswith(b"\xef\xbb\xbf"):
+            self._drop(3)
+        first = self._skip_space()
+        if not first:
+            return "is empty"
+        if first == b"[":
+            self._drop(1)
+            return ""
+        if first != b"{":
+            return f"is not a profile: it begins with {bytes(self._buffer[:12])!r}, which is not JSON"
+        head: bytes | None = b""
+        while not (found := _EVENTS.search(self._buffer)):
+            kept = len(self._buffer) - _KEY_LENGTH
+            if kept > 0:
+                head = head + self._buffer[:kept] if head is not None and len(head) < LARGEST else None
+                self._drop(kept)
+            if not self._more():
+                self.is_other_json = not self._source.problem
+                return "is not a profile: it has no list of traceEvents"
+        if head is None:
+            self._problems.say(
+                f"what stands before its events, up to byte {self.position}, is too large and was not read"
+            )
+        else:
+            self.head = (head + self._buffer[: found.start()]).rstrip().rstrip(b",") + b"}"
+        self._drop(found.end())
+        return ""
+
+    def records(self) -> Iterator[tuple[int, list[Record]]]:
+        """The events in batches, each with the byte where it begins."""
+        while True:
+            while len(self._buffer) < BLOCK and self._more():
+                pass
+            first = self._skip_space()
+            if not first:
+                self._truncated("before its list of events does")
+                return
+            if first == b"]":
+                break
+            position = self.position
+            quick = self._decode()
+            if quick is None:
+                self._buffer = mend(self._buffer)
+                quick = self._decode()
+            if quick is not None:
+                records, count, over = quick
+            else:
+                records, count, over = self._walk()
+                if not count and self._more():  # an event larger than a block
+                    continue
+                if not count:
+                    self._truncated("in the middle of an event")
+                    return
+            self._drop(_after_space(self._buffer, count))
+            yield position, records
+            if over:
+                break
+        self._finish()
+
+    def _finish(self) -> None:
+        """Keep what follows the events."""
+        if self._buffer.startswith(b"]"):
+            self._drop(1)
+        while len(self._buffer) <= LARGEST and self._more():
+            pass
+        if len(self._buffer) > LARGEST:
+            self._problems.say(f"what follows its events, from byte {self.position} on, is too large and was not read")
+            self._buffer = b""
+        rest = _SPACE.sub(b"", self._buffer, count=1)
+        self.tail = b"{" + rest if rest.startswith(b'"') else b""
+        if self._source.problem:
+            self._problems.say(self._source.problem)
+
+    def _truncated(self, where: str) -> None:
+        problem = self._source.problem
+        because = f": {problem}" if problem else "; it seems cut off"
+        self._problems.say(f"ends {where}, at byte {self.position + len(self._buffer)} of the text{because}")
+
+    def _decode(self) -> tuple[list[Record], int, bool] | None:
+        """Events at the beginning of the buffer, the bytes they take and whether the list ended there; None if no cut holds."""
+        for window in _TAIL_WINDOWS:
+            begin = max(0, len(self._buffer) - window)
+            cuts = [found.start() for found in _BETWEEN.finditer(self._buffer, begin)]
+            if cuts or not begin:
+                break
+        for cut in cuts[-1:]:
+            if (records := self._list(cut + 1)) is not None:
+                return records, cut + 1, False
+        for number, found in enumerate(_LAST.finditer(self._buffer)):
+            if number == _LAST_TRIES:
+                break
+            if (records := self._list(found.start() + 1)) is not None:
+                return records, found.end(), True
+        return None
+
+    def _list(self, end: int) -> list[Record] | None:
+        """The first bytes of the buffer as a list of events, None if they are not JSON."""
+        text = b"".join((b"[", memoryview(self._buffer)[:end], b"]"))
+        try:
+            return many.decode(text)
+        except msgspec.ValidationError:
+            pass  # JSON, but not all of it as it should be
+        except _MALFORMED:
+            return None
+        try:
+            elements = apart.decode(text)
+        except _MALFORMED:
+            return None
+        return [record for element in elements if (record := self._single(bytes(element), self.position)) is not None]
+
+    def _single(self, element: bytes, position: int) -> Record | None:
+        """One event by itself, mended if need be."""
+        try:
+            return one.decode(element)
+        except _MALFORMED:
+            record, reason = mended(element)
+            if reason:
+                self._problems.count(f"could not be read: {reason}", position)
+            return record
+
+    def _walk(self) -> tuple[list[Record], int, bool]:
+        """Events at the beginning of the buffer one by one, passing over what is broken; bytes used, whether the list ended."""
+        records: list[Record] = []
+        at = 0
+        while True:
+            at = _after_space(self._buffer, at)
+            if at >= len(self._buffer) or self._buffer[at : at + 1] == b"]":
+                return records, at, at < len(self._buffer)
+            end = end_of_object(self._buffer, at) if self._buffer[at : at + 1] == b"{" else 0
+            if end <= 0:
+                following = _EVENT_OR_END.search(self._buffer, at + 1)
+                if end < 0 and (len(self._buffer) - at <= LARGEST if not self._ended else not following):
+                    return records, at, False  # the rest of it is still to come, or was cut off
+                what = "could not be read: no end found" if end < 0 else "could not be read: not an object"
+                self._problems.count(what, self.position + at)
+                if not following:
+                    return records, max(at + 1, len(self._buffer) - (0 if self._ended else _KEY_LENGTH)), False
+                at = following.start()
+                continue
+            element = self._buffer[at:end]
+            try:
+                apart.decode(b"[" + element + b"]")
+            except _MALFORMED as e:
+                reason = "it nests too deep" if isinstance(e, RecursionError) else str(e)
+                self._problems.count(f"could not be read: {reason}", self.position + at)
+                following = _EVENT_OR_END.search(self._buffer, at + 1, end)
+                at = following.start() if following else end
+                continue
+            record = self._single(element, self.position + at)
+            if record is not None:
+                records.append(record)
+            at = end
+
+    def _more(self) -> bool:
+        block = b"" if self._ended else self._source.read()
+        self._ended = not block
+        self._buffer += block
+        return not self._ended
+
+    def _drop(self, count: int) -> None:
+        if count:
+            self._buffer = self._buffer[count:]
+            self.position += count
+
+    def _skip_space(self) -> bytes:
+        """Drop spaces and commas; the byte that follows, b"" at the end."""
+        while True:
+            self._drop(_after_space(self._buffer, 0))
+            if self._buffer or not self._more():
+                return self._buffer[:1]
+
+
+def _after_space(text: bytes, at: int) -> int:
+    """Where the next byte is that is no space or comma."""
+    found = _SPACE.match(text, at)
+    return found.end() if found else at
+
+
+def end_of_object(text: bytes, start: int) -> int:
+    """Where the object that begins at `start` ends, -1 when it does not."""
+    depth = 0
+    for found in _BRACKET_OR_STRING.finditer(text, start):
+        token = found[0]
+        if token in (b"{", b"["):
+            depth += 1
+        elif token in (b"}", b"]"):
+            depth -= 1
+            if not depth:
+                return found.end()
+        elif token == b'"':
+            return -1
+    return -1
