@@ -67,7 +67,7 @@ def class_of(event: dict[str, Any]) -> str:
     if category in ("cpu_op", "Operator", "user_annotation"):
         if name.startswith(("gloo:", "nccl:", "c10d::", "shardwise:message ")) or name == "record_param_comms":
             return "communication"
-        if category == "user_annotation":
+        if category == "user_annotation" or name.startswith("shardwise:"):  # ranges and labels are no work themselves
             return ""
         return "copy" if name == "aten::copy_" else "compute"
     return ""

@@ -210,7 +210,10 @@ class PipelineRank:
     """Nanoseconds of the pipeline's window in which this rank did not work: before its first action, waiting for a message,
     after its last."""
     scheduled: int
-    """The bubble of the executed lists, each action taking as long as it worked and messages arriving at once."""
+    """The bubble of the executed lists when they are played: each action takes as long as it worked, and each message that was
+    waited for as long as it did."""
+    instant: int
+    """The same when messages arrive at once: what the schedule alone costs."""
 
 
 @dataclass(frozen=True)

@@ -166,12 +166,12 @@ class _Walk:
     @staticmethod
     def _latest(here: Chain, row: int, now: int) -> int:
         """The row that ended last up to a time, other than this one and what ends with it."""
-        at = min(int(np.searchsorted(here.ends, now, side="right")), int(here.place[row])) - 1
+        at = min(int(here.ends.searchsorted(now, "right")), int(here.place[row])) - 1
         return int(here.by_end[at]) if at >= 0 else -1
 
     def _along_host(self, here: Chain, row: int, now: int) -> tuple[int, int] | None:
         """Back over the host to the last call that waited for the device, and to what it waited for."""
-        at = int(np.searchsorted(here.sync_end, now, side="right")) - 1
+        at = int(here.sync_end.searchsorted(now, "right")) - 1
         while at >= 0 and here.sync_end[at] > self.begin:
             latest = self._latest(here, row, int(here.sync_end[at]))
             if latest >= 0 and here.end[latest] >= here.sync_start[at]:

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.trace.activity import Activity, activity, lost_launches
+from shardwise.trace.activity import Activity, activity, lost_launches, spans_of
 from shardwise.trace.answers import (
     CallTime,
     Clock,
@@ -104,7 +104,15 @@ class Rank:
         """Module and pass of each row of the activity, by its launch."""
         events, rows = self.profile.events, self.activity
         if rows.on_host:
-            return self.finder.find(rows.lane, rows.start)
+            # What a backend's thread does belongs where it was asked for.
+            carried = (self.sent.carrier >= 0) & (events.lane[self.sent.carrier] != events.lane[self.sent.call])
+            call = np.full(len(events) + 1, -1, np.int64)
+            call[self.sent.carrier[carried]] = self.sent.call[carried]
+            asked = np.zeros(len(events), np.bool_)
+            asked[self.sent.carrier[carried]] = True
+            by = call[spans_of(events, asked).innermost(rows.lane, rows.start)]
+            lane, time = np.where(by >= 0, events.lane[by], rows.lane), np.where(by >= 0, events.start[by], rows.start)
+            return self.finder.find(lane, time)
         known = rows.launch >= 0
         lane = np.where(known, events.lane[rows.launch], -1)
         return self.finder.find(lane, np.where(known, events.start[rows.launch], 0))

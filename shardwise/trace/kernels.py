@@ -35,12 +35,14 @@ def kernels(
         np.add.at(total, which, length)
         np.maximum.at(most, which, length)
         # A piece of an operator's own time is not a call of it: calls are counted by their events.
-        calls = np.unique(np.stack((which, activity.event[rows]), 1), axis=0)[:, 0] if activity.on_host else which
+        most_events = len(activity.profile.events)
+        calls = np.unique(which * most_events + activity.event[rows]) // most_events if activity.on_host else which
         times = np.bincount(calls, minlength=len(distinct))
-        pairs, pair = np.unique(np.stack((which, places[rank].place[rows]), 1), axis=0, return_inverse=True)
+        width = len(places[rank].names)
+        pairs, pair = np.unique(which * width + places[rank].place[rows], return_inverse=True)
         shares = np.zeros(len(pairs), np.int64)
-        np.add.at(shares, pair.reshape(-1), length)
-        for (at, place), share in zip(pairs.tolist(), shares.tolist(), strict=True):
+        np.add.at(shares, pair, length)
+        for at, place, share in zip((pairs // width).tolist(), (pairs % width).tolist(), shares.tolist(), strict=True):
             one = int(distinct[at])
             name = (activity.profile.events.names[one // len(CLASSES)], one % len(CLASSES))
             modules[name][places[rank].names[place]] += share

@@ -9,10 +9,10 @@ import codecs
 import re
 
 _STRING_OR_NO_NUMBER = re.compile(
-    rb'"(?:[^"\\]+|\\.)*+(?:"|\\?\Z)|(?<![\w.])[-+]?(?:nan|inf|infinity)(?:\(\w*\))?(?![\w.])',
-    re.IGNORECASE | re.DOTALL,
+    rb'"(?:[^"\\]+|\\.)*+(?:"|\\?\Z)|[-+]?\b(?:nan|inf|infinity)\b(?:\(\w*\))?', re.IGNORECASE | re.DOTALL
 )
-_IN_STRING = re.compile(rb'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|\\|[\x00-\x1f]')
+_ESCAPE = re.compile(rb'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|\\')
+_BAD_ESCAPE = re.compile(rb'\\(?:[^"\\/bfnrtu]|u(?![0-9a-fA-F]{4}))', re.DOTALL)
 _LONE_BYTE = re.compile("[\udc80-\udcff]")
 
 
@@ -25,16 +25,19 @@ def mend(text: bytes) -> bytes:
             text, "surrogateescape", False
         )  # a letter cut off by the end may still be whole
         text = _LONE_BYTE.sub("?", letters).encode("utf-8") + text[used:]
-    return _STRING_OR_NO_NUMBER.sub(_mend_token, text)
+    small = text.lower()
+    if b"nan" in small or b"inf" in small or _BAD_ESCAPE.search(text):
+        return _STRING_OR_NO_NUMBER.sub(_mend_token, text)
+    return text
 
 
 def _mend_token(found: re.Match[bytes]) -> bytes:
     token = found[0]
     if not token.startswith(b'"'):
         return b'""'.ljust(len(token))
-    return _IN_STRING.sub(_mend_escape, token) if token.endswith(b'"') and len(token) > 1 else token
+    whole = b"\\" in token and len(token) > 1 and token.endswith(b'"')
+    return _ESCAPE.sub(_mend_escape, token) if whole else token
 
 
 def _mend_escape(found: re.Match[bytes]) -> bytes:
-    sequence = found[0]
-    return sequence if len(sequence) > 1 else (b"/" if sequence == b"\\" else b" ")
+    return found[0] if len(found[0]) > 1 else b"/"

@@ -2,8 +2,8 @@
 
 A rank's time, from its first action to the end of its last, is split at the beginnings of its actions; what it spends in one of
 the pieces without waiting for a message is the work of that action. All else in the window that the pipeline's ranks share is
-bubble. The lists are then played once more with exactly these works and messages that arrive at once: what that bubble lacks
-is time on the wire and clocks that are not quite aligned.
+bubble. The lists are then played once more with exactly these works, and with the delays that messages were seen to have: if the
+profile was read rightly, that gives the same bubble. Played with messages that arrive at once, it is the schedule's own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardwise.trace.activity import Activity
 from shardwise.trace.answers import PipelineRank, PipelineStep
 from shardwise.trace.axes import POINT_TO_POINT, axis_of
 from shardwise.trace.classes import COMMUNICATION
-from shardwise.trace.events import Integers, Profile
+from shardwise.trace.events import Profile
 from shardwise.trace.intervals import Intervals, difference, intersect, total, union, window
 from shardwise.trace.sent import Sent, label_spans
 
@@ -67,7 +67,7 @@ def executed(activity: Activity, sent: Sent, shift: int, start: int, end: int) -
         begin, last = [one[0] for one in found], max(one[1] for one in found)
     else:
         begin, last = _on_device(activity, found)
-    waits = _waits(activity, sent)
+    waits = _waits(activity, sent, int(events.lane[found[0][2]]))
     inside = intersect(waits, window(begin[0], last))
     moved = union(inside[0] + shift, inside[1] + shift)
     return Executed(tuple(one[3] for one in found), tuple(b + shift for b in begin), last + shift, moved)
@@ -93,12 +93,18 @@ def _on_device(activity: Activity, found: Sequence[tuple[int, int, int, Action]]
     return begin.tolist(), end
 
 
-def _waits(activity: Activity, sent: Sent) -> Intervals:
-    """When a rank had nothing to do but wait for a message of the pipeline: a receive was under way and nothing computed."""
+def _waits(activity: Activity, sent: Sent, lane: int) -> Intervals:
+    """When a rank had nothing to do but wait for a message of the pipeline: a receive was under way, and its device did nothing
+    else, or the host's thread that runs the actions."""
     waiting = sent.those(
         lambda d: d.collective in POINT_TO_POINT and d.collective != "send" and d.axis in ("pipeline", "unknown")
     )
     receives = union(sent.start[waiting], sent.end[waiting])
+    if activity.on_host:
+        asked = np.zeros(len(activity.profile.events), np.bool_)
+        asked[sent.carrier[sent.carrier >= 0]] = True
+        busy = (activity.lane == lane) & ~asked[activity.event]
+        return difference(receives, union(activity.start[busy], activity.end[busy]))
     busy = activity.kind != COMMUNICATION
     others = ~sent.those(lambda d: d.collective in POINT_TO_POINT)
     computing = union(
@@ -138,25 +144,61 @@ def _one(step: int, members: tuple[int, ...], seen: Mapping[int, Executed]) -> P
     end = max(one.end for one in seen.values())
     works = {rank: one.works() for rank, one in seen.items()}
     lists = {rank: one.actions for rank, one in seen.items()}
-    span = play(lists, works) if len(seen) == len(members) else None
+    whole = len(seen) == len(members)
+    played = play(lists, works, _latencies(seen)) if whole else None
+    instant = play(lists, works, {}) if whole else None
     name, chunks, microbatches = _schedule(members, lists)
-    ranks = {
-        rank: PipelineRank(
-            tuple(map(str, one.actions)), one.begin[0], one.end, sum(works[rank]), end - start - sum(works[rank]),
-            span - sum(works[rank]) if span is not None else 0,
-        )
-        for rank, one in seen.items()
-    }  # fmt: skip
+    ranks = {}
+    for rank, one in seen.items():
+        work = sum(works[rank])
+        ranks[rank] = PipelineRank(
+            tuple(map(str, one.actions)), one.begin[0], one.end, work, end - start - work,
+            played - work if played is not None else 0, instant - work if instant is not None else 0,
+        )  # fmt: skip
     return PipelineStep(step, members, end - start, ranks, name, chunks, microbatches)
 
 
-def play(lists: Mapping[int, Sequence[Action]], works: Mapping[int, Sequence[int]]) -> int | None:
+def _input(action: Action, last: int) -> tuple[str, int, int] | None:
+    """What an action needs from another stage, as `_output` names it."""
+    kind, stage, microbatch = action
+    if kind == "F" and stage > 0:
+        return "F", stage - 1, microbatch
+    return ("B", stage + 1, microbatch) if kind in ("B", "I") and stage < last else None
+
+
+def _output(action: Action) -> tuple[str, int, int]:
+    """What an action makes; both kinds of backward pass for the input make the gradient that travels on."""
+    return ("B" if action.kind == "I" else action.kind), action.stage, action.microbatch
+
+
+def _latencies(seen: Mapping[int, Executed]) -> dict[tuple[str, int, int], int]:
+    """Of each message: from the end of the action that made it to when the action that needs it could have begun, had it waited
+    first and worked then. Less than nothing where it was sent before its action was over."""
+    ended: dict[tuple[str, int, int], int] = {}
+    for one in seen.values():
+        for action, end in zip(one.actions, (*one.begin[1:], one.end), strict=True):
+            ended[_output(action)] = end
+    last = max((action.stage for one in seen.values() for action in one.actions), default=0)
+    found: dict[tuple[str, int, int], int] = {}
+    for one in seen.values():
+        for action, begin, end in zip(one.actions, one.begin, (*one.begin[1:], one.end), strict=True):
+            needs = _input(action, last)
+            if needs is not None and needs in ended:
+                waited = total(intersect(one.waits, window(begin, end)))
+                found[needs] = begin + waited - ended[needs] if waited else min(0, begin - ended[needs])
+    return found
+
+
+def play(
+    lists: Mapping[int, Sequence[Action]],
+    works: Mapping[int, Sequence[int]],
+    latency: Mapping[tuple[str, int, int], int],
+) -> int | None:
     """From the first start to the last end when every action begins as soon as its rank is free and its input is there, with a
     duration of its own for each; None when the lists wait for each other. In whole nanoseconds, which is why this is not
     `schedules.time`."""
     done: dict[tuple[str, int, int], int] = {}
-    stages = {action.stage for actions in lists.values() for action in actions}
-    last = max(stages, default=0)
+    last = max((action.stage for actions in lists.values() for action in actions), default=0)
     at = dict.fromkeys(lists, 0)
     clock = dict.fromkeys(lists, 0)
     moved = True
@@ -164,16 +206,13 @@ def play(lists: Mapping[int, Sequence[Action]], works: Mapping[int, Sequence[int
         moved = False
         for rank, actions in lists.items():
             while at[rank] < len(actions):
-                kind, stage, microbatch = actions[at[rank]]
-                needs = 0
-                if kind == "F" and stage > 0:
-                    needs = done.get(("F", stage - 1, microbatch), -1)
-                elif kind in ("B", "I") and stage < last:
-                    needs = done.get(("B", stage + 1, microbatch), -1)
-                if needs < 0:
+                action = actions[at[rank]]
+                needs = _input(action, last)
+                if needs is not None and needs not in done:
                     break
-                clock[rank] = max(clock[rank], needs) + works[rank][at[rank]]
-                done["F" if kind == "F" else "W" if kind == "W" else "B", stage, microbatch] = clock[rank]
+                arrival = done[needs] + latency.get(needs, 0) if needs is not None else 0
+                clock[rank] = max(clock[rank], arrival) + works[rank][at[rank]]
+                done[_output(action)] = clock[rank]
                 at[rank] += 1
                 moved = True
     stuck = any(at[rank] < len(actions) for rank, actions in lists.items())
@@ -197,11 +236,3 @@ def _schedule(members: tuple[int, ...], lists: Mapping[int, Sequence[Action]]) -
             except ValueError:
                 continue
     return "", chunks, microbatches
-
-
-def step_of(windows: Sequence[tuple[int, int, int]], time: Integers) -> Integers:
-    """The step whose window (number, start, end) each moment lies in, -1 for none."""
-    out = np.full(len(time), -1, np.int64)
-    for number, start, end in windows:
-        out[(time >= start) & (time < end)] = number
-    return out

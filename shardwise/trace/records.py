@@ -4,6 +4,7 @@ object, and times stay text until a column of them is made. An event of a wrong 
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -107,21 +108,36 @@ for _kind in _PASSED_OVER:
 many = msgspec.json.Decoder(list[_union])
 """Decodes a list of events."""
 
-one = msgspec.json.Decoder(_union)
-"""Decodes a single event."""
-
 apart = msgspec.json.Decoder(list[Raw])
 """Takes a list of events apart without looking into them."""
 
+MALFORMED = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+"""What decoders raise on text that is not JSON, or not of the wanted types."""
+
+_one = msgspec.json.Decoder(_union)
 _TEXT = (str, int, float)
 
 
-def mended(element: bytes) -> tuple[Record | None, str]:
-    """An event whose fields are of wrong types, as far as it makes sense, or None and the reason."""
+def read_one(element: bytes) -> tuple[Record | None, str, bool]:
+    """One event by itself, as far as it makes sense; the reason where it makes none, and whether it is JSON at all."""
     try:
-        value = msgspec.json.decode(element)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as e:
-        return None, "nests too deep" if isinstance(e, RecursionError) else f"is not JSON: {e}"
+        return _one.decode(element), "", True
+    except MALFORMED:
+        pass
+    try:
+        value = json.loads(element, strict=False)  # more forgiving than the quick decoder
+    except RecursionError:
+        return None, "nests too deep", True
+    except ValueError as e:
+        return None, f"is not JSON: {e}", False
+    try:
+        return *_made(element, value), True
+    except MALFORMED as e:
+        return None, f"is not JSON: {e}", True
+
+
+def _made(element: bytes, value: Any) -> tuple[Record | None, str]:
+    """An event whose fields are of wrong types, with those that fit or can be made to, or None and the reason."""
     if not isinstance(value, dict):
         return None, "is not an object"
     phase = value.get("ph")

@@ -24,6 +24,7 @@ from shardwise.trace.activity import Activity, Spans, spans_of
 from shardwise.trace.axes import UNKNOWN, axis_of, collective_of, element_bytes
 from shardwise.trace.classes import COMMUNICATION
 from shardwise.trace.events import Integers, Profile
+from shardwise.trace.nesting import nest
 
 _CHANGES_SIZE = ("all_gather", "reduce_scatter", "all_to_all")
 
@@ -60,6 +61,10 @@ class Sent:
     destination: Integers
     row: Integers
     """Row of the activity that carried it."""
+    call: Integers
+    """Event on the host that asked for it, -1 when not known."""
+    carrier: Integers
+    """Event that carried it: a kernel, or a span of a backend's thread; -1 when not known."""
 
     def __len__(self) -> int:
         return len(self.start)
@@ -68,7 +73,7 @@ class Sent:
         """The messages in another order."""
         return Sent(
             self.start[order], self.end[order], self.described, self.what[order], self.first[order], self.sequence[order],
-            self.source[order], self.destination[order], self.row[order],
+            self.source[order], self.destination[order], self.row[order], self.call[order], self.carrier[order],
         )  # fmt: skip
 
     def column(self, of: Callable[[Described], float]) -> NDArray[np.float64]:
@@ -114,7 +119,7 @@ def _on_device(activity: Activity) -> Sent:
     first[once] = True
     return Sent(
         activity.start[rows], activity.end[rows], described, what, first,
-        _of(messages.sequence, row), _of(messages.source, row), _of(messages.destination, row), rows,
+        _of(messages.sequence, row), _of(messages.source, row), _of(messages.destination, row), rows, launch, own,
     )  # fmt: skip
 
 
@@ -325,13 +330,18 @@ def _on_host(activity: Activity) -> Sent:
     issued, carried = (events.named(np.array(wanted, np.bool_)) for wanted in zip(*of_name, strict=True))
     calls = np.flatnonzero(issued & events.of_kind("cpu_op"))
     calls = calls[[bool(collective_of(events.names[n])) for n in events.name[calls]]] if len(calls) else calls
+    # A dispatch mode calls the operator again inside of itself: the inner one is the message.
+    outer = nest(events.lane[calls], events.start[calls], events.end[calls]).parent
+    calls = np.delete(calls, np.unique(outer[outer >= 0]))
     carriers = np.flatnonzero(carried & events.of_kind("annotation", "cpu_op"))
     by_call = _carried_by(profile, calls, carriers)
     alone = np.setdiff1d(carriers, by_call[by_call >= 0])
     unit = np.sort(np.concatenate((calls, alone)))
     carrier = np.full(len(unit), -1, np.int64)
     carrier[np.searchsorted(unit, calls)] = by_call
-    shown = np.where(carrier >= 0, carrier, unit)
+    # What a send's span shows is when somebody asked whether it was gone, not when it went.
+    sends = np.array([collective_of(n) == "send" for n in events.names] or [False])[events.name[unit]]
+    shown = np.where((carrier >= 0) & ~sends, carrier, unit)
     label = label_spans(profile, "message").innermost(events.lane[unit], events.start[unit])
     host = _message_inside(profile, unit)
     described, what = _describe(profile, unit, label, host, shown)
@@ -342,7 +352,7 @@ def _on_host(activity: Activity) -> Sent:
     order = np.argsort(events.start[shown], kind="stable")
     found = Sent(
         events.start[shown], events.end[shown], described, what, np.ones(len(unit), np.bool_),
-        _of(messages.sequence, row), source, destination, activity.rows_of(shown),
+        _of(messages.sequence, row), source, destination, activity.rows_of(shown), unit, carrier,
     )  # fmt: skip
     return found.sorted_by(order)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ except ImportError:
 
 BLOCK = 1 << 20
 _COMPRESSED_BLOCK = 1 << 18
+_CAREFUL_BLOCK = 1 << 9
 _GZIP = 31
 _MAGIC = b"\x1f\x8b"
 
@@ -28,11 +29,12 @@ class Source:
     def __init__(self, path: Path, progress: Callable[[int], None] | None = None) -> None:
         self._file = path.open("rb")
         self._progress = progress
-        self._zipped = self._file.peek(2)[:2] == _MAGIC
-        self._inflate: Any = deflate.decompressobj(_GZIP) if self._zipped else None
-        self._waiting = b""
-        self._ended = False
-        self._members = 0
+        zipped = self._file.peek(2)[:2] == _MAGIC
+        self._blocks = self._unzipped() if zipped else iter(lambda: self._file.read(BLOCK), b"")
+        self._given = 0
+        """Bytes of text given since the gzip member began."""
+        self._member = 0
+        """Where in the file it began."""
         self.problem = ""
 
     def __enter__(self) -> Source:
@@ -43,35 +45,62 @@ class Source:
 
     def read(self) -> bytes:
         """The next block of text, b"" at the end."""
-        if self._ended:
-            return b""
         try:
-            block = self._unzip() if self._zipped else self._file.read(BLOCK)
-        except (zlib.error, deflate.error, EOFError) as e:
-            self.problem = f"its gzip stream is damaged before byte {self._file.tell()} of the file ({e})"
-            block = b""
+            block = next(self._blocks, b"")
         except OSError as e:
             self.problem = f"cannot be read at byte {self._file.tell()}: {e.strerror or e}"
             block = b""
-        self._ended = not block
         if self._progress:
             self._progress(self._file.tell())
         return block
 
-    def _unzip(self) -> bytes:
+    def _unzipped(self) -> Iterator[bytes]:
+        inflate, waiting = deflate.decompressobj(_GZIP), b""
         while True:
-            if self._inflate.eof:  # gzip files may be glued together
-                rest = self._inflate.unused_data or self._file.read(_COMPRESSED_BLOCK)
-                if not rest.lstrip(b"\0"):
-                    return b""
-                self._inflate, self._waiting = deflate.decompressobj(_GZIP), rest
-                self._members += 1
-            if not self._waiting:
-                self._waiting = self._file.read(_COMPRESSED_BLOCK)
-                if not self._waiting:
-                    self.problem = f"its gzip stream ends too early, at byte {self._file.tell()} of the file"
-                    return b""
-            block = self._inflate.decompress(self._waiting, BLOCK)
-            self._waiting = self._inflate.unconsumed_tail
+            if inflate.eof:  # gzip files may be glued together, and padded with zeros
+                waiting = inflate.unused_data or self._file.read(_COMPRESSED_BLOCK)
+                if not waiting.strip(b"\0"):
+                    return
+                inflate, self._given, self._member = deflate.decompressobj(_GZIP), 0, self._file.tell() - len(waiting)
+            waiting = waiting or self._file.read(_COMPRESSED_BLOCK)
+            if not waiting:
+                self.problem = f"its gzip stream ends too early, at byte {self._file.tell()} of the file"
+                return
+            try:
+                block = bytes(inflate.decompress(waiting, BLOCK))
+            except (zlib.error, deflate.error, EOFError):
+                yield from self._up_to_the_damage()
+                return
+            waiting = inflate.unconsumed_tail
+            self._given += len(block)
             if block:
-                return bytes(block)
+                yield block
+
+    def _up_to_the_damage(self) -> Iterator[bytes]:
+        """What the failed call would have given before it failed: from the member's beginning again, in small steps, at last in
+        single bytes, leaving out what was given already."""
+        self._file.seek(self._member)
+        inflate, skipped = zlib.decompressobj(_GZIP), self._given
+        while piece := self._file.read(_CAREFUL_BLOCK):
+            before = inflate.copy()
+            try:
+                text = inflate.decompress(piece)
+            except zlib.error as e:
+                start = self._file.tell() - len(piece)
+                self.problem = f"its gzip stream is damaged after byte {start} of the file ({e})"
+                yield _byte_by_byte(before, piece)[skipped:]
+                return
+            if len(text) > skipped:
+                yield text[skipped:]
+            skipped = max(0, skipped - len(text))
+
+
+def _byte_by_byte(inflate: Any, piece: bytes) -> bytes:
+    """What comes out of a piece before it fails."""
+    text = b""
+    for byte in piece:
+        try:
+            text += inflate.decompress(bytes((byte,)))
+        except zlib.error:
+            break
+    return text

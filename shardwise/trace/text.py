@@ -13,7 +13,7 @@ import msgspec
 
 from shardwise.trace.mend import mend
 from shardwise.trace.problems import Problems
-from shardwise.trace.records import Record, apart, many, mended, one
+from shardwise.trace.records import MALFORMED, Record, apart, many, read_one
 from shardwise.trace.source import BLOCK, Source
 
 LARGEST = 1 << 24
@@ -25,10 +25,9 @@ _SPACE = re.compile(rb"[\s,]*")
 _BETWEEN = re.compile(rb"\}\s*,\s*\{")
 _LAST = re.compile(rb"\}\s*\]")
 _TAIL_WINDOWS = (1 << 14, 1 << 18, LARGEST)
-_LAST_TRIES = 3
+_TRIES = 4
 _BRACKET_OR_STRING = re.compile(rb'"(?:[^"\\]+|\\.)*+"|[\[\]{}"]', re.DOTALL)
 _EVENT_OR_END = re.compile(rb'\{\s*"(?:ph|name|cat|pid|tid|ts|id|args)"\s*:|\]\s*(?:,\s*"|\}\s*$)')
-_MALFORMED = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
 
 class Text:
@@ -79,9 +78,11 @@ class Text:
 
     def records(self) -> Iterator[tuple[int, list[Record]]]:
         """The events in batches, each with the byte where it begins."""
+        wanted = BLOCK
         while True:
-            while len(self._buffer) < BLOCK and self._more():
+            while len(self._buffer) < wanted and self._more():
                 pass
+            wanted = BLOCK
             first = self._skip_space()
             if not first:
                 self._truncated("before its list of events does")
@@ -97,7 +98,8 @@ class Text:
                 records, count, over = quick
             else:
                 records, count, over = self._walk()
-                if not count and self._more():  # an event larger than a block
+                if not count and not self._ended:  # an event larger than the buffer
+                    wanted = 2 * len(self._buffer)
                     continue
                 if not count:
                     self._truncated("in the middle of an event")
@@ -134,11 +136,11 @@ class Text:
             cuts = [found.start() for found in _BETWEEN.finditer(self._buffer, begin)]
             if cuts or not begin:
                 break
-        for cut in cuts[-1:]:
+        for cut in cuts[: -_TRIES - 1 : -1]:
             if (records := self._list(cut + 1)) is not None:
                 return records, cut + 1, False
         for number, found in enumerate(_LAST.finditer(self._buffer)):
-            if number == _LAST_TRIES:
+            if number == _TRIES:
                 break
             if (records := self._list(found.start() + 1)) is not None:
                 return records, found.end(), True
@@ -151,23 +153,20 @@ class Text:
             return many.decode(text)
         except msgspec.ValidationError:
             pass  # JSON, but not all of it as it should be
-        except _MALFORMED:
+        except MALFORMED:
             return None
         try:
             elements = apart.decode(text)
-        except _MALFORMED:
+        except MALFORMED:
             return None
-        return [record for element in elements if (record := self._single(bytes(element), self.position)) is not None]
-
-    def _single(self, element: bytes, position: int) -> Record | None:
-        """One event by itself, mended if need be."""
-        try:
-            return one.decode(element)
-        except _MALFORMED:
-            record, reason = mended(element)
+        records = []
+        for element in elements:
+            record, reason, _ = read_one(bytes(element))
+            if record is not None:
+                records.append(record)
             if reason:
-                self._problems.count(f"could not be read: {reason}", position)
-            return record
+                self._problems.count(f"could not be read: {reason}", self.position)
+        return records
 
     def _walk(self) -> tuple[list[Record], int, bool]:
         """Events at the beginning of the buffer one by one, passing over what is broken; bytes used, whether the list ended."""
@@ -188,19 +187,13 @@ class Text:
                     return records, max(at + 1, len(self._buffer) - (0 if self._ended else _KEY_LENGTH)), False
                 at = following.start()
                 continue
-            element = self._buffer[at:end]
-            try:
-                apart.decode(b"[" + element + b"]")
-            except _MALFORMED as e:
-                reason = "it nests too deep" if isinstance(e, RecursionError) else str(e)
-                self._problems.count(f"could not be read: {reason}", self.position + at)
-                following = _EVENT_OR_END.search(self._buffer, at + 1, end)
-                at = following.start() if following else end
-                continue
-            record = self._single(element, self.position + at)
+            record, reason, is_json = read_one(self._buffer[at:end])
             if record is not None:
                 records.append(record)
-            at = end
+            if reason:
+                self._problems.count(f"could not be read: {reason}", self.position + at)
+            following = None if is_json else _EVENT_OR_END.search(self._buffer, at + 1, end)
+            at = following.start() if following else end
 
     def _more(self) -> bool:
         block = b"" if self._ended else self._source.read()

@@ -1,14 +1,16 @@
 """What ran when on each rank, on one clock, for drawing and for export: the ledger's timeline, made of what was recorded.
 
-A profile has more spans than a picture has points. Spans of one stream and category that are closer to each other than a point
-is wide are joined, so what is drawn stays small and still shows every stretch of work and every gap that could be seen.
+A profile has more spans than a picture has points. Spans of one stream that are shorter than a point is wide, and begin in the same
+point, are drawn as one; so what is drawn stays small and still shows every stretch of work and every gap that could be seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwise.ledger import Span, Timeline
 from shardwise.trace.activity import Activity
@@ -18,78 +20,85 @@ from shardwise.trace.intervals import Intervals
 from shardwise.trace.kinds import category_of
 from shardwise.trace.sent import Sent
 
-SPANS = 400
-"""On one stream of one rank, about, when spans are joined."""
+SPANS = 24_000
+"""Of all ranks together, about, when spans are joined."""
+FEWEST, MOST = 60, 600
+"""Points across one stream of one rank."""
+STREAMS = 3
+"""That a rank usually has."""
 
 
 def timeline(
-    ranks: Mapping[int, tuple[Activity, Sent, Intervals]], shifts: Mapping[int, int], spans: int = SPANS
+    ranks: Mapping[int, tuple[Activity, Sent, Intervals]], shifts: Mapping[int, int], joined: bool = True
 ) -> Timeline:
-    """Every rank's rows in its windows; `shifts` takes its times to nanoseconds from the beginning. `spans` 0 joins nothing."""
+    """Every rank's rows in its windows; `shifts` takes its times to nanoseconds from the beginning. Not `joined`, every row is
+    a span of its own, as an export wants it."""
     found: list[Span] = []
     length = 0
+    points = min(max(SPANS // max(STREAMS * len(ranks), 1), FEWEST), MOST)
     for rank, (activity, sent, windows) in ranks.items():
         if not len(windows.start):
             continue
         first, last = int(windows.start[0]), int(windows.end[-1])
-        rows = np.flatnonzero((activity.end > first) & (activity.start < last))
-        start = np.maximum(activity.start[rows], first) + shifts[rank]
-        end = np.minimum(activity.end[rows], last) + shifts[rank]
-        category, stream = _categories(activity, sent)
-        grain = (last - first) // spans if spans else -1
-        found += _joined(rank, activity, rows, start, end, category, stream, grain)
+        grain = max((last - first) // points, 1) if joined else 0
+        found += _spans(rank, activity, sent, (first, last), shifts[rank], grain)
         length = max(length, last + shifts[rank])
     return Timeline(tuple(found), length / 1e9)
 
 
-def _categories(activity: Activity, sent: Sent) -> tuple[list[str], list[str]]:
-    """Category and stream of each row, in the ledger's words."""
-    by_name = [category_of(name) for name in activity.profile.events.names]
-    category = [by_name[name] for name in activity.name.tolist()]
-    stream = ["compute"] * len(activity)
-    for row in np.flatnonzero(activity.kind == COPY).tolist():
-        category[row], stream[row] = "memory", "copy"
-    for row in np.flatnonzero(activity.kind == COMMUNICATION).tolist():
-        category[row], stream[row] = "other", "communication"
-    for at, row in enumerate(sent.row.tolist()):
-        if row >= 0:
-            axis = sent.described[sent.what[at]].axis
-            category[row], stream[row] = axis, axis
-    return category, stream
-
-
-def _joined(
-    rank: int,
-    activity: Activity,
-    rows: Integers,
-    start: Integers,
-    end: Integers,
-    category: list[str],
-    stream: list[str],
-    grain: int,
-) -> list[Span]:
+def _spans(rank: int, activity: Activity, sent: Sent, window: tuple[int, int], shift: int, grain: int) -> list[Span]:
+    category, stream, words = _categories(activity, sent)
     names = activity.profile.events.names
-    open_spans: dict[str, list] = {}
-    found: list[Span] = []
-
-    def close(one: list) -> None:
-        name = names[one[3]] if one[5] == 1 else f"{one[5]} kernels" if not activity.on_host else f"{one[5]} operators"
-        found.append(Span(rank, one[4], name, one[0], one[1] / 1e9, (one[2] - one[1]) / 1e9))
-
-    for at, row in enumerate(rows.tolist()):
-        lane = stream[row]
-        current = open_spans.get(lane)
-        begin, finish = int(start[at]), int(end[at])
-        if finish <= begin:
-            continue
-        short = finish - begin < grain
-        if current is not None and short and current[6] and current[0] == category[row] and begin - current[2] < grain:
-            current[2] = max(current[2], finish)
-            current[5] += 1
-            continue
-        if current is not None:
-            close(current)
-        open_spans[lane] = [category[row], begin, finish, int(activity.name[row]), lane, 1, short]
-    for one in open_spans.values():
-        close(one)
+    plural = "operators" if activity.on_host else "kernels"
+    rows = np.flatnonzero((activity.end > window[0]) & (activity.start < window[1]) & (activity.end > activity.start))
+    start, end = np.maximum(activity.start[rows], window[0]), np.minimum(activity.end[rows], window[1])
+    found = []
+    for lane in np.unique(stream[rows]).tolist():
+        mine = np.flatnonzero(stream[rows] == lane)
+        for group in _groups(start[mine], end[mine], grain, window[0]):
+            these = mine[group]
+            begin, finish = int(start[these[0]]) + shift, int(end[these].max()) + shift
+            if len(these) == 1:
+                row = int(rows[these[0]])
+                name, kind = names[activity.name[row]], int(category[row])
+            else:
+                weight = np.bincount(category[rows[these]], (end - start)[these])
+                name, kind = f"{len(these)} {plural}", int(weight.argmax())
+            found.append(Span(rank, words[lane], name, words[kind], begin / 1e9, (finish - begin) / 1e9))
     return sorted(found, key=lambda span: span.start)
+
+
+def _groups(start: Integers, end: Integers, grain: int, begin: int) -> Iterator[slice]:
+    """Which of the rows of one stream are drawn as one: neighbours that are short and begin in the same point."""
+    if not len(start):
+        return
+    long = (end - start) >= grain
+    point = (start - begin) // max(grain, 1)
+    apart = np.ones(len(start), np.bool_)
+    apart[1:] = long[1:] | long[:-1] | (point[1:] != point[:-1])
+    edges = np.append(np.flatnonzero(apart), len(start)).tolist()
+    for low, high in pairwise(edges):
+        yield slice(low, high)
+
+
+def _categories(activity: Activity, sent: Sent) -> tuple[NDArray[np.int64], NDArray[np.int64], list[str]]:
+    """Category and stream of each row, as numbers of words: the ledger's categories, `compute`, `copy`, and axes."""
+    words = ["matmul", "attention", "memory", "compute", "copy", "communication", "other"]
+    number = {word: at for at, word in enumerate(words)}
+    by_name = np.array([number[category_of(name)] for name in activity.profile.events.names] or [0], np.int64)
+    category = by_name[activity.name]
+    stream = np.full(len(activity), number["compute"], np.int64)
+    copying, communicating = activity.kind == COPY, activity.kind == COMMUNICATION
+    category[copying], stream[copying] = number["memory"], number["copy"]
+    category[communicating], stream[communicating] = number["other"], number["communication"]
+    axes = []
+    for described in sent.described:
+        if described.axis not in number:
+            number[described.axis] = len(words)
+            words.append(described.axis)
+        axes.append(number[described.axis])
+    known = sent.row >= 0
+    if known.any():
+        axis = np.array(axes, np.int64)[sent.what[known]]
+        category[sent.row[known]], stream[sent.row[known]] = axis, axis
+    return category, stream, words
