@@ -124,7 +124,7 @@ def _show_modules(modules: dict[str, Any], manifest: dict[str, Any]) -> None:
     from rich.console import Console
 
     from shardwise.report import terminal, words
-    from shardwise.report.modules import folded, merged, module_table
+    from shardwise.report.terminal_modules import folded, merged, module_table
 
     places = modules["pipeline_ranks"]
     stages = [next((r for r in manifest["ranks"] if places[r] == place), None) for place in sorted(set(places))]
