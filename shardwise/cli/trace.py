@@ -8,12 +8,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardwise.run import UserError
 
 if TYPE_CHECKING:
+    from shardwise.cli.trace_against import Beside
     from shardwise.trace.answers import Explanation
+    from shardwise.trace.classes import Classified
     from shardwise.trace.events import Profile
     from shardwise.trace.steps import Chosen
 
@@ -37,40 +39,111 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cache", type=Path, metavar="DIR", help="where what was read is kept (default: the user's cache folder)"
     )
     parser.add_argument("--no-cache", action="store_true", help="read the files themselves, and keep nothing")
+    parser.add_argument(
+        "--against", metavar="WHAT", help="compare with: plan (kept beside), a run or its plan, or another profile"
+    )
+    parser.add_argument(
+        "--fail-above", type=float, metavar="PERCENT", help="exit code 1 when the step is slower than --against by more"
+    )
+    parser.add_argument(
+        "--within",
+        type=float,
+        default=10.0,
+        metavar="PERCENT",
+        help="mark what differs from --against by more (default 10)",
+    )
+    parser.add_argument(
+        "--chip", metavar="NAME", help="the chip whose peak MFU is told by (default: by the device's name)"
+    )
+    parser.add_argument("--dtype", default="bfloat16", help="of the products, for the peak (default bfloat16)")
+    parser.add_argument("--export", metavar="FILE", help="also write all ranks on one clock, for Perfetto")
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Read, choose, explain, show."""
+    """Read, choose, explain, compare, show. Exit code 1 when the gate of `--fail-above` is not passed."""
+    _check(args)
+    read = explained(args.paths, args)
+    answers, chosen, problems = read.answers, read.chosen, read.problems
+    found = None
+    if args.against is not None:
+        from shardwise.cli.trace_against import beside
+
+        found = beside(args, answers)
+    passed = found is None or args.fail_above is None or found.slower <= args.fail_above
+    if args.export:
+        _export(read, found, args.export)
+    if args.json:
+        compared = {"against": found.as_dict() | {"passed": passed}} if found else {}
+        print(json.dumps(as_json(answers, chosen, problems) | compared))
+    else:
+        _print(answers, chosen, problems)
+        if found is not None:
+            from shardwise.cli.trace_against import show
+
+            show(found, passed, args)
+    return 0 if passed else 1
+
+
+class Read(NamedTuple):
+    """Some profiles, read and explained."""
+
+    profiles: tuple[Profile, ...]
+    classified: Mapping[int, Classified]
+    chosen: Mapping[int, Chosen]
+    answers: Explanation
+    problems: tuple[str, ...]
+
+
+def explained(paths: list[Path], args: argparse.Namespace) -> Read:
+    """Read profiles and explain them, as the arguments say."""
     from shardwise.trace.cache import default_folder
     from shardwise.trace.classes import classify
     from shardwise.trace.explain import explain
     from shardwise.trace.open import open_profiles
 
-    _check(args)
     folder = None if args.no_cache else args.cache or default_folder()
     with _reading() as told:
-        opened = open_profiles(args.paths, folder, told)
+        opened = open_profiles(paths, folder, told)
     classified = {profile.rank: classify(profile) for profile in opened.profiles}
     chosen, said = _choose(opened.profiles, classified, args)
-    answers = explain(opened.profiles, chosen, classified=classified)
-    problems = (*opened.problems, *said)
-    if args.json:
-        print(json.dumps(as_json(answers, chosen, problems)))
-    else:
-        _print(answers, chosen, problems)
-    return 0
+    answers = explain(opened.profiles, chosen, classified=classified, peak_flops=_peak(opened.profiles, args))
+    return Read(opened.profiles, classified, chosen, answers, (*opened.problems, *said))
+
+
+def _peak(profiles: tuple[Profile, ...], args: argparse.Namespace) -> float:
+    """Operations a second of the chip that the user names, or else of the devices; 0 where neither is known."""
+    from shardwise.hardware.chips import chip_of_driver_name, find_chip
+
+    if args.chip:
+        return find_chip(args.chip).speed(args.dtype)
+    names = {device.name for profile in profiles for device in profile.devices}
+    chips = {chip.name: chip for name in names if (chip := chip_of_driver_name(name)) is not None}
+    chip = next(iter(chips.values())) if len(chips) == 1 else None
+    return chip.peak.get(args.dtype, 0.0) if chip is not None else 0.0
+
+
+def _export(read: Read, found: Beside | None, path: str) -> None:
+    """All ranks, and the plan beside them where there is one, as a Chrome trace."""
+    from shardwise.report.perfetto import write_chrome_trace
+    from shardwise.trace.export import whole_timeline
+
+    lines = {"run": whole_timeline(read.profiles, read.chosen, read.classified, read.answers.clocks)}
+    if found is not None and found.timeline is not None:
+        lines = {"plan": found.timeline} | lines
+    write_chrome_trace(lines, path)
+    print(f"wrote {path}", file=sys.stderr)
 
 
 def as_json(answers: Explanation, chosen: Mapping[int, Chosen], problems: tuple[str, ...]) -> dict[str, Any]:
     """What `--json` prints: every answer under its name, the windows looked at, and what could not be read."""
-    from shardwise.ledger import as_dict
+    from shardwise.trace.written import written
 
     windows: dict[str, list[list[int | None]]] = {}
     for rank, one in chosen.items():
         whole = zip(*one.windows, strict=True)
         by_step: list[list[int | None]] = [[step.number, step.start, step.end] for step in one.steps]
         windows[str(rank)] = by_step or [[None, int(start), int(end)] for start, end in whole]
-    return {**as_dict(answers), "windows": windows, "problems": list(problems)}
+    return {**written(answers), "windows": windows, "problems": list(problems)}
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -79,6 +152,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError("--all-events looks at the whole file; leave it out to choose steps")
     if first is not None and last is not None and last < first:
         raise UserError(f"--to-step {last} comes before --from-step {first}")
+    if args.fail_above is not None and args.against is None:
+        raise UserError("--fail-above needs --against, which says what the step is compared with")
 
 
 def _choose(

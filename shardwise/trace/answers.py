@@ -224,7 +224,7 @@ class PipelineStep:
     members: tuple[int, ...]
     """Global ranks, by stage."""
     window: int
-    """Nanoseconds from the first action of any rank to the end of the last."""
+    """Nanoseconds from the first work of any rank to the end of the last."""
     ranks: Mapping[int, PipelineRank]
     schedule: str
     """The name of the schedule these lists are; empty when they are none that is known or ranks are missing."""

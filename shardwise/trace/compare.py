@@ -42,7 +42,7 @@ class RunChange:
     step_before: int
     step_after: int
     differences: tuple[Difference, ...]
-    """Classes of time, the ledger's categories, idle causes and traffic; nanoseconds, bytes and messages of one step and rank."""
+    """Classes of time, the ledger's categories, idle causes and traffic, of one step and rank: seconds, bytes, messages."""
     kernels: tuple[KernelChange, ...]
     """By how much they changed the step."""
 
@@ -69,32 +69,27 @@ def _scale(answers: Explanation) -> float:
 
 
 def _quantities(answers: Explanation) -> dict[tuple[str, str], float]:
+    """In the ledger's units and words: seconds, bytes, messages."""
     scale = _scale(answers)
     found: dict[tuple[str, str], float] = defaultdict(float)
-    for numbers in answers.ranks.values():
+    for numbers in (*answers.ranks.values(), *answers.categories.values()):
         for name, value in numbers.items():
-            found["time", name] += value * scale
-    for numbers in answers.categories.values():
-        for name, value in numbers.items():
-            found["category", name] += value * scale
+            found["time", name] += value * scale / 1e9
     for causes in answers.idle.values():
         for name, value in causes.items():
-            found["idle", name] += value * scale
+            found["time", f"idle: {name}"] += value * scale / 1e9
     for row in answers.axes:
-        total = row.total
-        for account, number in (
-            ("exposed", total.exposed),
-            ("wait", total.wait),
-            ("bytes", total.bytes),
-            ("messages", total.messages),
-        ):
-            found[account, f"{row.axis} {row.collective}"] += number * scale
+        total, name = row.total, f"{row.axis} {row.collective}"
+        found["time", f"exposed {name}"] += total.exposed * scale / 1e9
+        found["time", f"waiting in {name}"] += total.wait * scale / 1e9
+        found["traffic", f"bytes {name}"] += total.bytes * scale
+        found["traffic", f"messages {name}"] += total.messages * scale
     return found
 
 
 def _differences(before: Explanation, after: Explanation) -> Iterable[Difference]:
     one, other = _quantities(before), _quantities(after)
-    for account, name in {**one, **other}:
+    for account, name in sorted({**one, **other}, key=lambda key: key[0]):
         first, second = one.get((account, name), 0.0), other.get((account, name), 0.0)
         if first or second:
             yield Difference(account, name, first, second)

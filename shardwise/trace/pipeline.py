@@ -34,6 +34,11 @@ class Executed:
     end: int
     waits: Intervals
 
+    @property
+    def first(self) -> tuple[int, int]:
+        """Beginning and end of the first action."""
+        return self.begin[0], self.begin[1] if len(self.begin) > 1 else self.end
+
     def works(self) -> list[int]:
         """What each action took without waiting."""
         edges = [*self.begin, self.end]
@@ -140,7 +145,8 @@ def _members(profiles: Mapping[int, Profile], ranks: Mapping[int, Executed]) -> 
 
 
 def _one(step: int, members: tuple[int, ...], seen: Mapping[int, Executed]) -> PipelineStep:
-    start = min(one.begin[0] for one in seen.values())
+    # A rank that waits for its first message has not begun.
+    start = min(one.begin[0] + total(intersect(one.waits, window(*one.first))) for one in seen.values())
     end = max(one.end for one in seen.values())
     works = {rank: one.works() for rank, one in seen.items()}
     lists = {rank: one.actions for rank, one in seen.items()}

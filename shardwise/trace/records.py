@@ -128,12 +128,12 @@ def read_one(element: bytes) -> tuple[Record | None, str, bool]:
         value = json.loads(element, strict=False)  # more forgiving than the quick decoder
     except RecursionError:
         return None, "nests too deep", True
-    except ValueError as e:
-        return None, f"is not JSON: {e}", False
+    except ValueError:
+        return None, "is not JSON", False
     try:
         return *_made(element, value), True
-    except MALFORMED as e:
-        return None, f"is not JSON: {e}", True
+    except MALFORMED:
+        return None, "is not JSON", True
 
 
 def _made(element: bytes, value: Any) -> tuple[Record | None, str]:

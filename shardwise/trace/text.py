@@ -26,6 +26,8 @@ _BETWEEN = re.compile(rb"\}\s*,\s*\{")
 _LAST = re.compile(rb"\}\s*\]")
 _TAIL_WINDOWS = (1 << 14, 1 << 18, LARGEST)
 _TRIES = 4
+_FAILURES = 8
+_NEAR = 1 << 15
 _BRACKET_OR_STRING = re.compile(rb'"(?:[^"\\]+|\\.)*+"|[\[\]{}"]', re.DOTALL)
 _EVENT_OR_END = re.compile(rb'\{\s*"(?:ph|name|cat|pid|tid|ts|id|args)"\s*:|\]\s*(?:,\s*"|\}\s*$)')
 
@@ -171,16 +173,20 @@ class Text:
     def _walk(self) -> tuple[list[Record], int, bool]:
         """Events at the beginning of the buffer one by one, passing over what is broken; bytes used, whether the list ended."""
         records: list[Record] = []
-        at = 0
+        at = failures = 0
         while True:
             at = _after_space(self._buffer, at)
             if at >= len(self._buffer) or self._buffer[at : at + 1] == b"]":
                 return records, at, at < len(self._buffer)
-            end = end_of_object(self._buffer, at) if self._buffer[at : at + 1] == b"{" else 0
+            # In text where quotes have lost their partners every event seems to go on to the end: soon look only so far.
+            stop = len(self._buffer) if failures < _FAILURES else min(at + _NEAR, len(self._buffer))
+            end = end_of_object(self._buffer, at, stop) if self._buffer[at : at + 1] == b"{" else 0
             if end <= 0:
                 following = _EVENT_OR_END.search(self._buffer, at + 1)
-                if end < 0 and (len(self._buffer) - at <= LARGEST if not self._ended else not following):
+                unfinished = len(self._buffer) - at <= LARGEST if not self._ended else not following
+                if end < 0 and stop == len(self._buffer) and unfinished:
                     return records, at, False  # the rest of it is still to come, or was cut off
+                failures += 1
                 what = "could not be read: no end found" if end < 0 else "could not be read: not an object"
                 self._problems.count(what, self.position + at)
                 if not following:
@@ -192,6 +198,7 @@ class Text:
                 records.append(record)
             if reason:
                 self._problems.count(f"could not be read: {reason}", self.position + at)
+            failures += not is_json
             following = None if is_json else _EVENT_OR_END.search(self._buffer, at + 1, end)
             at = following.start() if following else end
 
@@ -220,10 +227,10 @@ def _after_space(text: bytes, at: int) -> int:
     return found.end() if found else at
 
 
-def end_of_object(text: bytes, start: int) -> int:
-    """Where the object that begins at `start` ends, -1 when it does not."""
+def end_of_object(text: bytes, start: int, stop: int) -> int:
+    """Where the object that begins at `start` ends, -1 when it does not before `stop`."""
     depth = 0
-    for found in _BRACKET_OR_STRING.finditer(text, start):
+    for found in _BRACKET_OR_STRING.finditer(text, start, stop):
         token = found[0]
         if token in (b"{", b"["):
             depth += 1
