@@ -114,10 +114,40 @@ def _show(folder: Path, args: argparse.Namespace) -> int:
         return 0
     if modules:
         _show_modules(modules, manifest)
+    else:
+        _show_answers(folder)
+    ranks = "1 rank" if len(manifest["ranks"]) == 1 else f"{len(manifest['ranks'])} ranks"
     print(
-        f"{manifest['steps']} steps of {len(manifest['ranks'])} ranks are in {folder}; shardwise trace {folder} explains them"
+        f"\n{manifest['steps']} steps of {ranks} are in {folder}; shardwise trace {folder} says more, --html draws it"
     )
     return 0
+
+
+def _show_answers(folder: Path) -> None:
+    """The answers in short, where the packages that read traces are installed."""
+    from rich.console import Console
+
+    from shardwise.cli import trace
+    from shardwise.cli.main import missing_part
+    from shardwise.ledger import as_dict
+    from shardwise.report import terminal, terminal_trace, trace_view
+
+    parser = argparse.ArgumentParser()
+    trace.add_arguments(parser)
+    try:
+        read = trace.explained([folder / "ranks"], parser.parse_args([str(folder / "ranks")]))
+    except ModuleNotFoundError as e:
+        message = missing_part(e)
+        if message is None:
+            raise
+        print(message.replace("this verb", "explaining what was recorded"))
+        return
+    answers = as_dict(read.answers)
+    console = Console()
+    console.print(terminal.key_figures(trace_view.figures(answers)))
+    for part in (terminal_trace.breakdown(answers), terminal_trace.findings(answers)):
+        console.print()
+        console.print(part)
 
 
 def _show_modules(modules: dict[str, Any], manifest: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from shardwise.cli.trace import Read
     from shardwise.cli.trace_against import Beside
 
-CLOSE_UP = 40_000
+CLOSE_UP = 60_000
 """Kernels of a close-up, about: what a page can carry."""
 
 

@@ -41,12 +41,13 @@ def sections(
     ]
     if closeup is not None and closeup.spans:
         ranks = sorted({span.rank for span in closeup.spans})
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-        found.append(
-            html.timeline(
-                closeup, "One step, kernel by kernel", f"Every kernel of {who}; the slowest rank is among them."
-            )
+        what = "kernel" if any(explained["devices"].values()) else "operator"
+        who = (
+            f"rank {ranks[0]}, the slowest"
+            if len(ranks) == 1
+            else f"ranks {', '.join(map(str, ranks))}, the slowest among them"
         )
+        found.append(html.timeline(closeup, f"One step, {what} by {what}", f"Every {what} of {who}."))
     found += [communication(explained), idle(explained), pipeline(explained), modules(explained), kernels(explained)]
     found += [memory(explained), critical_path(explained)]
     said = [*problems, *trace_view.remarks(explained)]
