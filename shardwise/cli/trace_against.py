@@ -163,9 +163,12 @@ def show(found: Beside, passed: bool, args: argparse.Namespace) -> None:
         table = Table(box=None, padding=(0, 1), header_style="dim")
         for name in ("kernel", "module", "calls", "", "time a step", "", "change"):
             said = name in ("kernel", "module")
-            width = 20 if said else None
             table.add_column(
-                name, justify="left" if said else "right", no_wrap=True, min_width=width, overflow="ellipsis"
+                name,
+                justify="left" if said else "right",
+                no_wrap=True,
+                overflow="ellipsis",
+                max_width=28 if said else None,
             )
         for one in found.kernels[:SHOWN]:
             name = (one.after or one.before)[0]

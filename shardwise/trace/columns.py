@@ -5,6 +5,7 @@ number; what the columns need of a batch is taken out of it, and the batch is go
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -44,15 +45,6 @@ class Interned(dict[Any, int]):
         return number
 
 
-class KindOf(dict[str, int]):
-    """Category to code of its kind."""
-
-    def __missing__(self, category: str) -> int:
-        code = CODE[KIND_OF_CATEGORY.get(category, "other")]
-        self[category] = code
-        return code
-
-
 class Columns:
     """Collects one rank's columns."""
 
@@ -60,7 +52,9 @@ class Columns:
         self._problems = problems
         self._names, self._lanes, self._places = Interned(), Interned(), Interned()
         self._shaped, self._message_texts = Interned(), Interned()
-        self._kinds = KindOf()
+        self._kind_of: list[int] = []
+        """Of each place: a category, process and thread."""
+        self._lane_of: list[int] = []
         self._streams: dict[int, tuple[int, int]] = {}
         self._thread_names: dict[tuple[Any, Any], str] = {}
         self._parts: list[tuple[NDArray[Any], ...]] = []
@@ -87,11 +81,10 @@ class Columns:
         self._problems.count("have a negative duration, taken as 0", position, int((duration < 0).sum()))
         empty = Arguments()
         arguments = [span.args or empty for span in spans]
-        names, kinds, lanes = self._names, self._kinds, self._lanes
-        kind = np.array([kinds[span.cat] for span in spans], np.int8)
+        names, places = self._names, self._places
         name = np.array([names[span.name] for span in spans], np.int32)
-        lane = np.array([lanes[span.pid, span.tid] for span in spans], np.int32)
-        lane = lane * 2 + _ON_DEVICE[kind]  # numbers of threads and of streams may coincide
+        place = np.array([places[span.cat, span.pid, span.tid] for span in spans], np.int32)
+        kind, lane = self._kinds_and_lanes(place)
         self._learn_streams(lane, arguments)
         external = whole([a.external for a in arguments])
         if (external == NONE).any():
@@ -103,6 +96,14 @@ class Columns:
         self._add_shapes(arguments)
         self._add_messages(arguments, name)
         self._count += len(spans)
+
+    def _kinds_and_lanes(self, place: NDArray[np.int32]) -> tuple[NDArray[np.int8], NDArray[np.int32]]:
+        """Kind and lane of each span. A lane's number is even for a thread and odd for a stream: theirs may coincide."""
+        for category, process, thread in islice(self._places, len(self._kind_of), None):
+            code = CODE[KIND_OF_CATEGORY.get(category, "other")]
+            self._kind_of.append(code)
+            self._lane_of.append(self._lanes[process, thread] * 2 + int(_ON_DEVICE[code]))
+        return np.array(self._kind_of, np.int8)[place], np.array(self._lane_of, np.int32)[place]
 
     def _learn_streams(self, lane: NDArray[np.int32], arguments: Sequence[Arguments]) -> None:
         """Note stream and device of lanes seen for the first time."""
@@ -144,6 +145,33 @@ class Columns:
         for record in records:
             if type(record) is Naming and record.name == "thread_name" and record.args is not None:
                 self._thread_names[record.pid, record.tid] = str(record.args.name or "").strip()[:LONGEST_NAME]
+
+    def absorb(self, later: Columns) -> None:
+        """Add the columns of a later part of the same file."""
+        names, shaped, texts, lanes = (
+            np.array([mine[key] for key in theirs] or [0], np.int64)
+            for mine, theirs in (
+                (self._names, later._names),
+                (self._shaped, later._shaped),
+                (self._message_texts, later._message_texts),
+                (self._lanes, later._lanes),
+            )
+        )
+        for kind, name, start, duration, lane, *numbers in later._parts:
+            moved = (lanes[lane // 2] * 2 + lane % 2).astype(np.int32)
+            self._parts.append((kind, names[name].astype(np.int32), start, duration, moved, *numbers))
+        for number, stream in later._streams.items():
+            self._streams.setdefault(int(lanes[number // 2]) * 2 + number % 2, stream)
+        self._thread_names |= later._thread_names
+        self._shapes += [np.stack([event + self._count, shaped[inputs]]) for event, inputs in later._shapes]
+        words = len(_MESSAGE_TEXTS) + 1
+        self._messages += [
+            [row[0] + self._count, *(int(texts[word]) if word >= 0 else NONE for word in row[1:words]), *row[words:]]
+            for row in later._messages
+        ]
+        self._allocations += later._allocations
+        self._problems.absorb(later._problems)
+        self._count += later._count
 
     def finish(self) -> tuple[Events, Messages, Shapes, Allocations]:
         """The columns, sorted by time."""

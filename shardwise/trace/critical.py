@@ -20,6 +20,7 @@ from shardwise.trace.answers import CriticalPath
 from shardwise.trace.classes import CLASSES, COMMUNICATION
 from shardwise.trace.events import Events, Integers
 from shardwise.trace.matching import Matches, Waiting
+from shardwise.trace.nesting import distinct
 from shardwise.trace.sent import Sent
 
 SEGMENTS = 2000
@@ -92,7 +93,7 @@ def blocking_calls(events: Events) -> Integers:
 
 def _held_up(activity: Activity) -> Integers:
     """Launches that took far longer than others: a full queue lets the host go on only when the device has taken something."""
-    calls = np.unique(activity.launch[activity.launch >= 0])
+    calls = distinct(activity.launch[activity.launch >= 0])
     length = activity.profile.events.duration[calls]
     return calls[length > HELD_UP * np.median(length)] if len(calls) else calls
 

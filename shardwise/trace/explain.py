@@ -84,6 +84,13 @@ class Rank:
             out[(time >= start) & (time < end)] = number
         return out
 
+    def on_host(self, event: Integers) -> NDArray[np.bool_]:
+        """Which of these events on the host are looked at: those in the steps, or all where there are none, since the window is
+        then that of the device."""
+        if not self.chosen.steps:
+            return np.ones(len(event), np.bool_)
+        return self.step_of(self.profile.events.start[event]) >= 0
+
     @cached_property
     def rows(self) -> NDArray[np.bool_]:
         """Rows of the activity that begin in the windows."""
@@ -265,7 +272,7 @@ class _Together:
 def _lost(rank: Rank) -> int:
     """Launches in the windows whose work is not in the profile."""
     calls = lost_launches(rank.activity)
-    return int((rank.step_of(rank.profile.events.start[calls]) >= 0).sum())
+    return int(rank.on_host(calls).sum())
 
 
 def _exposed_copy(rank: Rank) -> int:
@@ -285,7 +292,7 @@ def _calls(ranks: Mapping[int, Rank]) -> tuple[CallTime, ...]:
     for rank, r in ranks.items():
         events = r.profile.events
         rows = np.flatnonzero(events.of_kind("runtime"))
-        rows = rows[r.step_of(events.start[rows]) >= 0]
+        rows = rows[r.on_host(rows)]
         counts = np.bincount(events.name[rows], minlength=len(events.names))
         totals = np.zeros(len(events.names), np.int64)
         np.add.at(totals, events.name[rows], events.duration[rows])
@@ -312,7 +319,7 @@ def _flops(ranks: Mapping[int, Rank], peak: float) -> tuple[Flops, dict[int, dic
     for rank, r in ranks.items():
         event, operations = event_flops(r.profile)
         events = r.profile.events
-        inside = r.step_of(events.start[event]) >= 0
+        inside = r.on_host(event)
         event, operations = event[inside], operations[inside]
         places = r.finder.find(events.lane[event], events.start[event])
         sums = np.bincount(places.place, operations, minlength=len(places.names))

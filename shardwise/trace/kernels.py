@@ -12,6 +12,7 @@ from shardwise.trace.activity import Activity
 from shardwise.trace.answers import PASSES, KernelTime, Modules, ModuleTime
 from shardwise.trace.classes import CLASSES
 from shardwise.trace.events import Integers
+from shardwise.trace.nesting import distinct
 from shardwise.trace.places import NO_LAUNCH, NO_PLACE, Places
 
 
@@ -30,23 +31,23 @@ def kernels(
             continue
         length = (activity.end - activity.start)[rows]
         key = activity.name[rows].astype(np.int64) * len(CLASSES) + activity.kind[rows]
-        distinct, which = np.unique(key, return_inverse=True)
-        total, most = np.zeros(len(distinct), np.int64), np.zeros(len(distinct), np.int64)
+        keys, which = np.unique(key, return_inverse=True)
+        total, most = np.zeros(len(keys), np.int64), np.zeros(len(keys), np.int64)
         np.add.at(total, which, length)
         np.maximum.at(most, which, length)
         # A piece of an operator's own time is not a call of it: calls are counted by their events.
         most_events = len(activity.profile.events)
-        calls = np.unique(which * most_events + activity.event[rows]) // most_events if activity.on_host else which
-        times = np.bincount(calls, minlength=len(distinct))
+        calls = distinct(which * most_events + activity.event[rows]) // most_events if activity.on_host else which
+        times = np.bincount(calls, minlength=len(keys))
         width = len(places[rank].names)
         pairs, pair = np.unique(which * width + places[rank].place[rows], return_inverse=True)
         shares = np.zeros(len(pairs), np.int64)
         np.add.at(shares, pair, length)
         for at, place, share in zip((pairs // width).tolist(), (pairs % width).tolist(), shares.tolist(), strict=True):
-            one = int(distinct[at])
+            one = int(keys[at])
             name = (activity.profile.events.names[one // len(CLASSES)], one % len(CLASSES))
             modules[name][places[rank].names[place]] += share
-        for at, one in enumerate(distinct.tolist()):
+        for at, one in enumerate(keys.tolist()):
             name = (activity.profile.events.names[one // len(CLASSES)], one % len(CLASSES))
             count[name] += int(times[at])
             longest[name] = max(longest[name], int(most[at]))

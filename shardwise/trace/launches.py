@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from shardwise.trace.activity import Activity
 from shardwise.trace.answers import LaunchQueue
 from shardwise.trace.intervals import total, union
+from shardwise.trace.nesting import distinct
 
 
 def launch_queue(activity: Activity, chosen: NDArray[np.bool_], span: int) -> LaunchQueue | None:
@@ -27,8 +28,9 @@ def launch_queue(activity: Activity, chosen: NDArray[np.bool_], span: int) -> La
     busy_until = np.concatenate(([np.iinfo(np.int64).min], np.maximum.accumulate(end)[:-1]))
     pace = _pace(activity, rows)
     gap = np.where(np.arange(len(rows)) > 0, start - busy_until, 0)
-    order = np.argsort(np.concatenate((call, np.maximum(start, call))), kind="stable")
-    depth = np.cumsum(np.repeat((1, -1), len(rows))[order])
+    change = np.repeat((1, -1), len(rows))
+    # What begins as it is launched never was in the queue, so at one moment beginnings count first.
+    depth = np.cumsum(change[np.lexsort((change, np.concatenate((call, np.maximum(start, call)))))])
     covered = total(union(np.minimum(call, start), end))
     reach = int(end.max() - min(int(call.min()), int(start.min())))
     return LaunchQueue(
@@ -48,7 +50,7 @@ def launch_queue(activity: Activity, chosen: NDArray[np.bool_], span: int) -> La
 def _pace(activity: Activity, rows: NDArray[np.int64]) -> int:
     """Median time from one launch to the next on the thread that launches most."""
     events = activity.profile.events
-    call = np.unique(activity.launch[rows])
+    call = distinct(activity.launch[rows])
     lane = np.bincount(events.lane[call]).argmax()
     steps = np.diff(events.start[call[events.lane[call] == lane]])
     return int(np.sort(steps)[(len(steps) - 1) // 2]) if len(steps) else 0

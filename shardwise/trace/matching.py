@@ -208,7 +208,7 @@ def _edges(
         distinct.tolist(), np.split(shift[order], np.cumsum(np.bincount(which.reshape(-1)))[:-1]), strict=True
     ):
         middle = _median(values)
-        stray = _median(np.abs(values - middle))
+        stray = int(np.sort(np.abs(values - middle))[len(values) // 2])
         edges[a, b] = (middle, stray, len(values))
         edges[b, a] = (-middle, stray, len(values))
     return edges

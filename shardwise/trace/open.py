@@ -9,17 +9,20 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from multiprocessing.context import BaseContext
 from pathlib import Path
 
 from shardwise.run.problems import UserError
 from shardwise.trace import cache
 from shardwise.trace.events import Profile
-from shardwise.trace.parse import NoEvents, NoProfile, read_profile
+from shardwise.trace.parse import NoEvents, NoProfile, Rest, SecondHalf, read_profile, read_rest
+from shardwise.trace.source import text_size
 
 ENDINGS = (".json", ".json.gz")
+_WORTH_SHARING = 1 << 26  # bytes of text
 
 Told = Callable[[int, int], None]
 """Is told how many bytes of the files are read, and how many there are."""
@@ -114,7 +117,7 @@ def _read_here(
             if told:
                 told(before + done, sum(sizes))
 
-        results[path] = _read(path, folder, tell)
+        results[path] = _read(path, folder, tell, share=_cores() > 1)
 
 
 def _read_apart(
@@ -122,11 +125,9 @@ def _read_apart(
 ) -> None:
     """Read files in processes of their own, the largest first."""
     sizes = {path: _size(path) for path in paths}
-    # Forking takes a hundredth of the time that starting Python anew takes; nothing else runs here yet that could mind.
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     done = 0
     try:
-        with ProcessPoolExecutor(workers, context) as pool:
+        with ProcessPoolExecutor(workers, _context()) as pool:
             waiting = {pool.submit(_read, path, folder): path for path in sorted(paths, key=lambda p: -sizes[p])}
             for future in as_completed(waiting):
                 path = waiting.pop(future)
@@ -140,11 +141,19 @@ def _read_apart(
         results.update({path: Refused((f"{path}: {gone}",)) for path in lost})
 
 
-def _read(path: Path, folder: Path | None, progress: Callable[[int], None] | None = None) -> Profile | Refused:
-    """Read one file and keep it in the cache."""
+def _read(
+    path: Path, folder: Path | None, progress: Callable[[int], None] | None = None, share: bool = False
+) -> Profile | Refused:
+    """Read one file and keep it in the cache. With `share`, a second process reads the second half of a large one."""
     try:
         stamp = cache.stamp(path) if folder is not None else b""
-        profile = read_profile(path, progress)
+        size = text_size(path) if share else 0
+        if size < _WORTH_SHARING:
+            profile = read_profile(path, progress)
+        else:
+            with ProcessPoolExecutor(1, _context()) as pool:
+                rest = pool.submit(read_rest, path, size // 2)
+                profile = read_profile(path, progress, SecondHalf(size // 2, lambda: _result(rest)))
     except NoProfile as e:
         return Refused(tuple(map(str, e.problems)), isinstance(e, NoEvents))
     except OSError as e:
@@ -152,6 +161,19 @@ def _read(path: Path, folder: Path | None, progress: Callable[[int], None] | Non
     if folder is not None:
         cache.store(folder, profile, stamp)
     return profile
+
+
+def _result(rest: Future[Rest | None]) -> Rest | None:
+    """What another process read, None if it came to grief; then this one reads on by itself."""
+    try:
+        return rest.result()
+    except (BrokenProcessPool, OSError):
+        return None
+
+
+def _context() -> BaseContext:
+    """Forking takes a hundredth of the time that starting Python anew takes; nothing else runs here yet that could mind."""
+    return multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 
 
 def _one_a_rank(profiles: list[Profile]) -> tuple[tuple[Profile, ...], list[str]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -39,8 +39,28 @@ class _Around(msgspec.Struct):
     base: Any = msgspec.field(default=None, name="baseTimeNanoseconds")
 
 
-def read_profile(path: Path, progress: Callable[[int], None] | None = None) -> Profile:
-    """Read one file. Raises `NoProfile` when it is none; `progress` is told how many bytes of the file are read."""
+class Rest(NamedTuple):
+    """The later part of a file."""
+
+    begin: int
+    """Byte of the text at which it begins."""
+    columns: Columns
+    tail: bytes
+
+
+class SecondHalf(NamedTuple):
+    """The part of a file that is being read elsewhere."""
+
+    begin: int
+    """It begins at the first cut at or after this byte of the text."""
+    wait: Callable[[], Rest | None]
+
+
+def read_profile(
+    path: Path, progress: Callable[[int], None] | None = None, second_half: SecondHalf | None = None
+) -> Profile:
+    """Read one file. Raises `NoProfile` when it is none; `progress` is told how many bytes of the file are read. The second half
+    of it may be read elsewhere at the same time."""
     problems = Problems(str(path))
     columns = Columns(problems)
     try:
@@ -52,6 +72,12 @@ def read_profile(path: Path, progress: Callable[[int], None] | None = None) -> P
                 raise kind(Problem(f"{refusal}{': ' + source.problem if source.problem else ''}", where=str(path)))
             for position, records in text.records():
                 columns.add(position, records)
+                if second_half and text.position >= second_half.begin:
+                    rest, second_half = second_half.wait(), None
+                    if rest and rest.begin == text.position:
+                        columns.absorb(rest.columns)
+                        text.tail = rest.tail
+                        break
     except OSError as e:
         raise NoProfile(Problem(f"cannot be read: {e.strerror or e}", where=str(path))) from None
     around = _around(text.head, "before", problems), _around(text.tail, "after", problems)
@@ -77,6 +103,20 @@ def read_profile(path: Path, progress: Callable[[int], None] | None = None) -> P
         rank_known=known,
         problems=problems.sentences(),
     )
+
+
+def read_rest(path: Path, begin: int) -> Rest | None:
+    """The events of a file from about a byte on; None where it cannot be cut."""
+    problems = Problems(str(path))
+    columns = Columns(problems)
+    with Source(path) as source:
+        text = Text(source, problems)
+        if text.begin() or not text.skip(begin):
+            return None
+        begin = text.position
+        for position, records in text.records():
+            columns.add(position, records)
+    return Rest(begin, columns, text.tail)
 
 
 def _around(text: bytes, where: str, problems: Problems) -> _Around:

@@ -63,7 +63,7 @@ def executed(activity: Activity, sent: Sent, shift: int, start: int, end: int) -
     for event in label_spans(profile, "action").event.tolist():
         label = read_label(events.names[events.name[event]])
         action = read_action(label.words[0]) if label else None
-        if action is not None and start <= events.start[event] < end:
+        if action is not None and events.start[event] < end and events.end[event] > start:
             found.append((int(events.start[event]), int(events.end[event]), event, action))
     if not found:
         return None

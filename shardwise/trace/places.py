@@ -17,6 +17,7 @@ from shardwise.labels import read_label
 from shardwise.trace.activity import Spans, spans_of
 from shardwise.trace.answers import PASSES
 from shardwise.trace.events import Events, Integers, Profile
+from shardwise.trace.nesting import distinct
 
 FORWARD, RECOMPUTE, BACKWARD, OTHER = range(len(PASSES))
 NODE = "autograd::engine::evaluate_function"
@@ -196,15 +197,14 @@ class Finder:
         events = self.events
         operator = operator[usable]
         best = np.full(len(node), -1, np.int64)
-        # Numbers grow with a run; their ranks do not, and leave room for the time beside them.
-        numbers = np.unique(events.sequence[operator])
-        order = np.searchsorted(numbers, events.sequence)
-        reach, low = int(events.end.max()) + 1 - int(events.start.min()), int(events.start.min())
+        # Numbers and times as their places in order, which leave room for both in one key.
+        order = np.searchsorted(distinct(events.sequence[operator]), events.sequence)
+        moment = np.searchsorted(distinct(events.start), events.start)
+        key = order * len(events) + moment
         for lane in np.unique(events.lane[operator]):
             own = operator[events.lane[operator] == lane]
-            keys = np.sort(order[own] * reach + events.start[own] - low)
-            own = own[np.argsort(order[own] * reach + events.start[own] - low, kind="stable")]
-            at = np.searchsorted(keys, order[node] * reach + events.start[node] - low) - 1
+            own = own[np.argsort(key[own], kind="stable")]
+            at = np.searchsorted(key[own], key[node]) - 1
             candidate = own[np.maximum(at, 0)]
             made = np.where((at >= 0) & (events.sequence[candidate] == events.sequence[node]), candidate, -1)
             if (made >= 0).sum() > (best >= 0).sum():

@@ -22,6 +22,12 @@ class Problems:
         if times:
             self._counted.setdefault(what, [0, position])[0] += times
 
+    def absorb(self, later: Problems) -> None:
+        """Add what is said of a later part of the same file."""
+        self._sentences += later._sentences
+        for what, (times, first) in later._counted.items():
+            self.count(what, first, times)
+
     def sentences(self) -> tuple[str, ...]:
         """All of it, for people."""
         counted = (

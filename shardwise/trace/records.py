@@ -19,40 +19,41 @@ Scalar = int | float | str | bool | None
 class Arguments(Struct, gc=False):
     """What is wanted of an event's `args`; everything else is passed over."""
 
-    correlation: int = NONE
+    # In the order in which files have them, since the decoder looks for each field after the one before.
     external: int = field(default=NONE, name="External id")
-    external_before_1_12: int = field(default=NONE, name="external id")
     sequence: int = field(default=NONE, name="Sequence number")
     forward_thread: int = field(default=NONE, name="Fwd thread id")
-    dims: Raw = field(default=Raw(), name="Input Dims")
-    types: Raw = field(default=Raw(), name="Input type")
     values: Raw = field(default=Raw(), name="Concrete Inputs")
-    stream: Scalar = None
+    types: Raw = field(default=Raw(), name="Input type")
+    dims: Raw = field(default=Raw(), name="Input Dims")
     device: Scalar = None
+    stream: Scalar = None
+    correlation: int = NONE
     collective: str | None = field(default=None, name="Collective name")
-    group: Scalar = field(default=None, name="Process Group Name")
-    description: str | None = field(default=None, name="Process Group Description")
-    ranks: str | None = field(default=None, name="Process Group Ranks")
-    dtype: str | None = None
-    splits_in: str | None = field(default=None, name="In split size")
-    splits_out: str | None = field(default=None, name="Out split size")
     elements_in: int = field(default=NONE, name="In msg nelems")
     elements_out: int = field(default=NONE, name="Out msg nelems")
     size: int = field(default=NONE, name="Group size")
+    dtype: str | None = None
+    splits_in: str | None = field(default=None, name="In split size")
+    splits_out: str | None = field(default=None, name="Out split size")
+    group: Scalar = field(default=None, name="Process Group Name")
+    description: str | None = field(default=None, name="Process Group Description")
+    ranks: str | None = field(default=None, name="Process Group Ranks")
     number: int = field(default=NONE, name="Seq")
     source: int = field(default=NONE, name="Src Rank")
     destination: int = field(default=NONE, name="Dst Rank")
+    external_before_1_12: int = field(default=NONE, name="external id")
 
 
-class Span(Struct, gc=False, tag_field="ph", tag="X"):
+class Span(Struct, gc=False, kw_only=True, tag_field="ph", tag="X"):
     """Something that took time."""
 
-    name: str
-    ts: Raw
-    dur: Raw = Raw()
     cat: str = ""
+    name: str
     pid: Scalar = None
     tid: Scalar = None
+    ts: Raw
+    dur: Raw = Raw()
     args: Arguments | None = None
 
 
@@ -150,7 +151,12 @@ def _made(element: bytes, value: Any) -> tuple[Record | None, str]:
         return None, "has no time (ts)"
     times = msgspec.json.decode(element, type=_Times)
     span = Span(
-        str(name), times.ts, times.dur, _word(value.get("cat")), _scalar(value.get("pid")), _scalar(value.get("tid"))
+        cat=_word(value.get("cat")),
+        name=str(name),
+        pid=_scalar(value.get("pid")),
+        tid=_scalar(value.get("tid")),
+        ts=times.ts,
+        dur=times.dur,
     )
     if isinstance(value.get("args"), dict):
         span.args = _arguments(value["args"])

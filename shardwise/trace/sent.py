@@ -24,7 +24,7 @@ from shardwise.trace.activity import Activity, Spans, spans_of
 from shardwise.trace.axes import UNKNOWN, axis_of, collective_of, element_bytes
 from shardwise.trace.classes import COMMUNICATION
 from shardwise.trace.events import Integers, Profile
-from shardwise.trace.nesting import nest
+from shardwise.trace.nesting import distinct, nest
 
 _CHANGES_SIZE = ("all_gather", "reduce_scatter", "all_to_all")
 
@@ -339,6 +339,7 @@ def _on_host(activity: Activity) -> Sent:
     unit = np.sort(np.concatenate((calls, alone)))
     carrier = np.full(len(unit), -1, np.int64)
     carrier[np.searchsorted(unit, calls)] = by_call
+    carrier[np.searchsorted(unit, alone)] = alone
     # What a send's span shows is when somebody asked whether it was gone, not when it went.
     sends = np.array([collective_of(n) == "send" for n in events.names] or [False])[events.name[unit]]
     shown = np.where((carrier >= 0) & ~sends, carrier, unit)
@@ -393,10 +394,11 @@ def _message_inside(profile: Profile, unit: Integers) -> Integers:
     events, held = profile.events, profile.messages.event.astype(np.int64)
     if not len(held) or not len(unit):
         return np.full(len(unit), -1, np.int64)
-    reach = int(events.end.max()) + 1
-    keys = events.lane[held] * reach + events.start[held]
+    moments = distinct(events.start[held])
+    keys = events.lane[held].astype(np.int64) * (len(moments) + 1) + np.searchsorted(moments, events.start[held])
     order = np.argsort(keys, kind="stable")
-    at = np.searchsorted(keys[order], events.lane[unit] * reach + events.start[unit])
+    wanted = events.lane[unit].astype(np.int64) * (len(moments) + 1) + np.searchsorted(moments, events.start[unit])
+    at = np.searchsorted(keys[order], wanted)
     safe = held[order][np.minimum(at, len(held) - 1)]
     inside = (at < len(held)) & (events.lane[safe] == events.lane[unit]) & (events.start[safe] < events.end[unit])
     return np.where(inside, safe, -1)

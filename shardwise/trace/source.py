@@ -6,6 +6,7 @@ A file that ends too early or turns to garbage gives all that came before, and t
 from __future__ import annotations
 
 import importlib
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -104,3 +105,14 @@ def _byte_by_byte(inflate: Any, piece: bytes) -> bytes:
         except zlib.error:
             break
     return text
+
+
+def text_size(path: Path) -> int:
+    """About how many bytes of text a file holds: what gzip notes at its end, which is right for a single stream below 4 GiB."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        if file.read(2) != _MAGIC or size < 18:
+            return size
+        file.seek(-4, os.SEEK_END)
+        return int.from_bytes(file.read(4), "little")

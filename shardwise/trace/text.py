@@ -112,6 +112,18 @@ class Text:
                 break
         self._finish()
 
+    def skip(self, position: int) -> bool:
+        """Go to the first cut between events at or after a byte, by the same cuts as `records` makes; False if there is none."""
+        while self.position < position:
+            while len(self._buffer) < BLOCK and self._more():
+                pass
+            self._skip_space()
+            cuts = self._cuts()
+            if not cuts or self._ended:
+                return False
+            self._drop(_after_space(self._buffer, cuts[-1] + 1))
+        return True
+
     def _finish(self) -> None:
         """Keep what follows the events."""
         if self._buffer.startswith(b"]"):
@@ -133,12 +145,7 @@ class Text:
 
     def _decode(self) -> tuple[list[Record], int, bool] | None:
         """Events at the beginning of the buffer, the bytes they take and whether the list ended there; None if no cut holds."""
-        for window in _TAIL_WINDOWS:
-            begin = max(0, len(self._buffer) - window)
-            cuts = [found.start() for found in _BETWEEN.finditer(self._buffer, begin)]
-            if cuts or not begin:
-                break
-        for cut in cuts[: -_TRIES - 1 : -1]:
+        for cut in self._cuts()[: -_TRIES - 1 : -1]:
             if (records := self._list(cut + 1)) is not None:
                 return records, cut + 1, False
         for number, found in enumerate(_LAST.finditer(self._buffer)):
@@ -147,6 +154,15 @@ class Text:
             if (records := self._list(found.start() + 1)) is not None:
                 return records, found.end(), True
         return None
+
+    def _cuts(self) -> list[int]:
+        """Where events near the end of the buffer seem to end."""
+        for window in _TAIL_WINDOWS:
+            begin = max(0, len(self._buffer) - window)
+            cuts = [found.start() for found in _BETWEEN.finditer(self._buffer, begin)]
+            if cuts:
+                return cuts
+        return []
 
     def _list(self, end: int) -> list[Record] | None:
         """The first bytes of the buffer as a list of events, None if they are not JSON."""

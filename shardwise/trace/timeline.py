@@ -52,6 +52,7 @@ def _spans(rank: int, activity: Activity, sent: Sent, window: tuple[int, int], s
     plural = "operators" if activity.on_host else "kernels"
     rows = np.flatnonzero((activity.end > window[0]) & (activity.start < window[1]) & (activity.end > activity.start))
     start, end = np.maximum(activity.start[rows], window[0]), np.minimum(activity.end[rows], window[1])
+    length = end - start
     found = []
     for lane in np.unique(stream[rows]).tolist():
         mine = np.flatnonzero(stream[rows] == lane)
@@ -62,7 +63,7 @@ def _spans(rank: int, activity: Activity, sent: Sent, window: tuple[int, int], s
                 row = int(rows[these[0]])
                 name, kind = names[activity.name[row]], int(category[row])
             else:
-                weight = np.bincount(category[rows[these]], (end - start)[these])
+                weight = np.bincount(category[rows[these]], length[these])
                 name, kind = f"{len(these)} {plural}", int(weight.argmax())
             found.append(Span(rank, words[lane], name, words[kind], begin / 1e9, (finish - begin) / 1e9))
     return sorted(found, key=lambda span: span.start)

@@ -1,0 +1,195 @@
+"""Every rule of the advice, where it must speak and where it must not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_jobs import Host, explained, job_member, message
+
+from shardwise.ledger import Timeline
+from shardwise.trace import findings as rules
+from shardwise.trace.answers import (
+    AxisTime,
+    CallTime,
+    Clock,
+    Explanation,
+    Finding,
+    Flops,
+    KernelTime,
+    LaunchQueue,
+    Modules,
+    ModuleTime,
+    Moved,
+    PipelineRank,
+    PipelineStep,
+    Straggler,
+)
+
+MS = 10**6
+STEP = 100 * MS
+
+
+def answers(**given: Any) -> Explanation:
+    """Two ranks, one step of 100 ms, nothing to complain about but what is given."""
+    numbers = dict(span=STEP, compute=90 * MS, communication=0, copy=0, idle=0, exposed_communication=40 * MS)
+    plain = Explanation(
+        world=16, seen=(0, 1), devices={}, steps=(5,), step_time=STEP, ranks={0: numbers, 1: numbers}, spreads={},
+        clocks={0: Clock(0, 0, 50), 1: Clock(0, 10, 50)}, axes=(), categories={}, idle={0: {}, 1: {}}, exposed_copy={},
+        kernels=(), calls=(), modules=Modules((), {}, {}), launches={}, pipelines=(), stragglers=(), critical_path=None,
+        memory={}, flops=Flops("", {}, 0.0, {}), findings=(), waits={}, timeline=Timeline(),
+    )  # fmt: skip
+    return replace(plain, **given)
+
+
+def idle(cause: str, share: float = 0.1) -> dict[int, dict[str, int]]:
+    """Both ranks idle for this reason."""
+    return {rank: {cause: int(share * STEP)} for rank in (0, 1)}
+
+
+def queue(**given: Any) -> dict[int, LaunchQueue]:
+    """A queue that keeps up."""
+    usual = dict(launches=2000, median_delay=10**5, longest_delay=10**6, late=10, mean_depth=9.0, deepest=99, empty=0, short=100,
+                 launch_time=10_000, short_gaps=0)  # fmt: skip
+    return {rank: LaunchQueue(**usual | given) for rank in (0, 1)}
+
+
+def axis(name: str = "tensor", collective: str = "all_reduce", **given: Any) -> AxisTime:
+    """Messages of an axis on both ranks: 20 ms, exposed, at 50 GB/s."""
+    usual = dict(messages=10, bytes=1e9, payload=1e9, sized=10, time=20 * MS, exposed=20 * MS, summed=20 * MS, wait=0, matched=0,
+                 timed=20 * MS)  # fmt: skip
+    return AxisTime(name, collective, {rank: Moved(**usual | given) for rank in (0, 1)}, 8)
+
+
+def kernel(name: str, kind: str = "compute", total: int = 40 * MS) -> KernelTime:
+    """On both ranks together."""
+    return KernelTime(name, kind, 100, total, MS, 0.2, {0: total // 2, 1: total // 2})
+
+
+def call(name: str, count: int = 40, total: int = 10 * MS) -> CallTime:
+    """Calls of the runtime."""
+    return CallTime(name, count, total, {0: total})
+
+
+def module(name: str, kernels: int = 2000, **passes: int) -> ModuleTime:
+    """A module's time on both ranks."""
+    return ModuleTime(
+        name, {"forward": 0, "recompute": 0, "backward": 0, "other": 0} | passes, kernels, 0.0, {0: 1, 1: 1}
+    )
+
+
+def pipeline(bubble: int, members: tuple[int, ...] = (0, 1)) -> PipelineStep:
+    """One step of 1F1B."""
+    rank = PipelineRank((), 0, STEP, STEP - bubble, bubble, bubble, bubble)
+    return PipelineStep(5, members, STEP, {0: rank, 1: rank}, "1f1b", 1, 8)
+
+
+SPEAKS: list[tuple[Callable[[Explanation], Finding | None], dict[str, Any], int]] = [
+    (rules.host_bound, dict(idle=idle("host"), launches=queue(late=900)), 10 * MS),
+    (rules.synchronisation, dict(idle=idle("synchronisation"), calls=(call("cudaStreamSynchronize"),)), 10 * MS),
+    (rules.data_stall, dict(idle=idle("data")), 10 * MS),
+    (rules.exposed_axis, dict(axes=(axis(),)), 20 * MS),
+    (rules.small_messages, dict(axes=(axis(messages=100, sized=100, bytes=1e7), axis(collective="all_gather"))), int(19.8 * MS)),
+    (rules.slow_rank, dict(stragglers=(Straggler(1, "compute", 7 * MS, 0.07, "why"),)), 7 * MS),
+    (rules.imbalance, dict(axes=(axis(wait=12 * MS, matched=30),), waits={0: 12 * MS, 1: 8 * MS}), 10 * MS),
+    (rules.bubble, dict(pipelines=(pipeline(30 * MS),)), 15 * MS),
+    (rules.tiny_kernels, dict(launches=queue(short=1500, short_gaps=6 * MS)), 6 * MS),
+    (rules.copies, dict(kernels=(kernel("Memcpy HtoD (Pageable -> Device)", "copy"),), exposed_copy={0: 9 * MS, 1: 9 * MS}),
+     9 * MS),
+    (rules.single_precision, dict(kernels=(kernel("ampere_sgemm_128x64_nn"),)), 10 * MS),
+    (rules.loose_optimizer, dict(launches=queue(), modules=Modules((module("(phase optimizer)", other=4 * MS),), {}, {})), 8 * MS),
+    (rules.allocator, dict(calls=(call("cudaMalloc"), call("cudaFree"))), 10 * MS),
+    (rules.recompute, dict(modules=Modules((module("a", forward=60 * MS, recompute=40 * MS),), {}, {})), 20 * MS),
+]  # fmt: skip
+
+SILENT: list[tuple[Callable[[Explanation], Finding | None], dict[str, Any]]] = [
+    (rules.host_bound, dict(idle=idle("host"), launches=queue(late=20))),  # the queue says it is not the launches
+    (rules.host_bound, dict(idle=idle("host", 0.01), launches=queue(late=900))),
+    (rules.host_bound, dict(idle=idle("host"))),
+    (rules.synchronisation, dict(idle=idle("synchronisation"))),  # no such call was seen
+    (rules.synchronisation, dict(idle=idle("synchronisation", 0.01), calls=(call("cudaStreamSynchronize"),))),
+    (rules.data_stall, dict(idle=idle("data", 0.01))),
+    (rules.exposed_axis, dict(axes=(axis(wait=20 * MS),))),  # all of it is waiting, which is another finding
+    (rules.exposed_axis, dict(axes=(axis(exposed=MS),))),
+    (rules.small_messages, dict(axes=(axis(messages=100, sized=100, bytes=1e7),))),  # nothing of the axis is faster
+    (rules.small_messages, dict(axes=(axis(messages=100, sized=100), axis(collective="all_gather")))),  # not small
+    (rules.slow_rank, dict()),
+    (rules.imbalance, dict(axes=(axis(wait=12 * MS, matched=4),), waits={0: 12 * MS, 1: 8 * MS})),  # too few
+    (rules.imbalance, dict(axes=(axis(matched=30),), waits={0: 9 * MS, 1: 9 * MS}, clocks={0: Clock(0, 5 * MS, 9)})),  # clocks
+    (rules.imbalance, dict(axes=(axis(wait=12 * MS, matched=30),), waits={0: 12 * MS, 1: 8 * MS},
+                           stragglers=(Straggler(1, "late", 7 * MS, 0.07, ""),))),
+    (rules.bubble, dict(pipelines=(pipeline(3 * MS),))),
+    (rules.bubble, dict(pipelines=(pipeline(30 * MS, (0, 1, 2)),))),  # a rank is missing
+    (rules.tiny_kernels, dict(launches=queue(short=100, short_gaps=6 * MS))),
+    (rules.copies, dict(kernels=(kernel("Memcpy DtoD (Device -> Device)", "copy"),), exposed_copy={0: 9 * MS})),
+    (rules.copies, dict(kernels=(kernel("Memcpy HtoD (Pinned -> Device)", "copy"),), exposed_copy={0: 0, 1: 0})),
+    (rules.single_precision, dict(kernels=(kernel("sm80_xmma_gemm_tf32f32_tn"), kernel("cutlass_80_tensorop_s1688gemm")))),
+    (rules.loose_optimizer, dict(launches=queue(), modules=Modules((module("(phase optimizer)", 60, other=4 * MS),), {}, {}))),
+    (rules.allocator, dict(calls=(call("cudaMalloc", 1),))),
+    (rules.allocator, dict(calls=(call("cudaMallocX", 99),))),
+    (rules.recompute, dict(modules=Modules((module("a", forward=95 * MS, recompute=5 * MS),), {}, {}))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "given", "gain"), SPEAKS, ids=lambda value: getattr(value, "__name__", ""))
+def test_speaks(rule: Callable[[Explanation], Finding | None], given: dict[str, Any], gain: int) -> None:
+    found = rule(answers(**given))
+    assert found is not None
+    assert found.rule == rule.__name__
+    assert found.gain == pytest.approx(gain, abs=2)
+    assert found.share == pytest.approx(gain / STEP, abs=1e-6)
+    assert found.gpu_hours_per_day == pytest.approx(24 * 16 * gain / STEP, rel=1e-4)
+    assert found.evidence
+    assert found.advice
+
+
+@pytest.mark.parametrize(("rule", "given"), SILENT, ids=lambda value: getattr(value, "__name__", ""))
+def test_says_nothing(rule: Callable[[Explanation], Finding | None], given: dict[str, Any]) -> None:
+    assert rule(answers(**given)) is None
+
+
+def test_every_rule_is_tried_and_ranked() -> None:
+    assert {rule for rule, *_ in SPEAKS} == {rule for rule, _ in SILENT} == set(rules.RULES)
+    found = rules.findings(answers(idle=idle("data", 0.03), axes=(axis(),)))
+    assert [one.rule for one in found] == ["exposed_axis", "data_stall"]
+
+
+def job(folder: Path, slow: int | None, late: int | None) -> Explanation:
+    """Four ranks, three steps, ten all-reduces a step; one may compute longer or come late."""
+    files = {}
+    for rank in range(4):
+        host = Host()
+        for step in range(3):
+            begin = 10_000 * step
+            host.step(step, begin, 10_000)
+            for number in range(10):
+                at = begin + 1000 * number
+                work = 400 if rank == slow else 300
+                start = at + (100 if rank == late else 0)
+                host.launch("gemm", at - 5, start, work)
+                arrive = start + work
+                end = at + 100 + 400 + 20
+                told = message("allreduce", 64, "0", 4, 10 * step + number)
+                host.launch("ncclDevKernel_AllReduce", at, arrive, end - arrive, 9, **told)
+        files[rank] = (job_member(rank, 4, {"0": ("default_pg", range(4))}), host.events)
+    return explained(folder, files)
+
+
+def test_a_rank_that_computes_longer(tmp_path: Path) -> None:
+    (found,) = job(tmp_path, slow=2, late=None).stragglers
+    assert (found.rank, found.reason, found.excess, found.share) == (2, "compute", 1000, 0.1)
+
+
+def test_a_rank_that_comes_late(tmp_path: Path) -> None:
+    (found,) = job(tmp_path, slow=None, late=3).stragglers
+    # Ten times a hundred, without the very first, which takes up how ranks began.
+    assert (found.rank, found.reason, found.excess) == (3, "late", 29 * 100 // 3)
+
+
+def test_no_rank_is_slow(tmp_path: Path) -> None:
+    answers_ = job(tmp_path, slow=None, late=None)
+    assert answers_.stragglers == ()
+    assert {rank: clock.offset for rank, clock in answers_.clocks.items()} == dict.fromkeys(range(4), 0)
