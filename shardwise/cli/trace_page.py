@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from shardwise.cli.trace import Read
     from shardwise.cli.trace_against import Beside
 
+SPANS = 90_000
+"""Spans of the timeline of all ranks, about."""
 CLOSE_UP = 60_000
 """Kernels of a close-up, about: what a page can carry."""
 
@@ -18,9 +20,12 @@ CLOSE_UP = 60_000
 def write_page(read: Read, found: Beside | None, path: str, within: float) -> None:
     """One file that works offline."""
     from shardwise.report import html, html_trace
+    from shardwise.trace.export import whole_timeline
 
     answers = read.answers
-    sections = html_trace.sections(as_dict(answers), answers.timeline, close_up(read), read.problems)
+    points = min(max(SPANS // (3 * max(1, len(answers.seen))), 100), 1500)
+    drawn = whole_timeline(read.profiles, read.chosen, read.classified, answers.clocks, points)
+    sections = html_trace.sections(as_dict(answers), drawn, close_up(read), read.problems)
     if found is not None:
         sections.insert(2, html.comparison_table(found.differences, within / 100, found.names))
     first = Path(read.profiles[0].path)

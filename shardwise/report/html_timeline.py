@@ -18,7 +18,7 @@ from typing import Any
 from shardwise.ledger import Span, Timeline
 from shardwise.report import colors, pick
 
-MOST_SPANS = 60_000
+MOST_SPANS = 120_000
 MOST_RANKS = 128
 
 
