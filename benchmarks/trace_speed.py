@@ -142,7 +142,7 @@ def compare(place: Path, scratch: Path, args: argparse.Namespace) -> dict[str, d
         in_fresh_process(ours(folder, cache))  # fills the cache
     results: dict[str, dict[str, list[float]]] = {}
     rounds = [(name, command) for _ in range(args.rounds) for name, command in contestants.items()]
-    for name, command in [*rounds, (f"{args.many} ranks", ours(many))]:
+    for name, command in [*rounds, (f"{args.many} ranks, a large job", ours(many))]:
         measured = in_fresh_process(command)
         row = results.setdefault(name, {"seconds": [], "bytes": []})
         row["seconds"].append(measured["seconds"])

@@ -18,6 +18,7 @@ from shardwise.trace.intervals import Intervals, difference, intersect, total, u
 from shardwise.trace.kinds import category_of
 from shardwise.trace.places import Places
 from shardwise.trace.sent import Sent
+from shardwise.trace.working import working
 
 _OF_CAUSE = {
     "host": "host", "synchronisation": "host", "data": "data", "peer": "other", "pipeline": "bubble", "device": "other",
@@ -51,7 +52,7 @@ def _in_order(activity: Activity, sent: Sent, places: Places) -> Iterator[tuple[
         ("optimizer", computing & optimizer),
         ("memory", computing & (kind == 2) & ~optimizer),
     ):
-        yield category, union(activity.start[rows], activity.end[rows])
+        yield category, working(activity, sent, rows)
     for axis in AXES:
         mine = sent.those(lambda d: d.axis == axis)  # noqa: B023
         # A receive lasts from when it is posted: nearly all of it is waiting for the stage before.

@@ -17,11 +17,12 @@ import numpy as np
 
 from shardwise.trace.activity import Activity
 from shardwise.trace.answers import CriticalPath
-from shardwise.trace.classes import CLASSES, COMMUNICATION
+from shardwise.trace.classes import CLASSES
 from shardwise.trace.events import Events, Integers
 from shardwise.trace.matching import Matches, Waiting
 from shardwise.trace.nesting import distinct
 from shardwise.trace.sent import Sent
+from shardwise.trace.working import resumed, row_axes
 
 SEGMENTS = 2000
 """Kept of the path to be drawn, the longest."""
@@ -63,11 +64,11 @@ class Chain:
 def chain(activity: Activity, sent: Sent, shift: int) -> Chain:
     """A rank's rows, ready to be walked."""
     events = activity.profile.events
-    start, end = activity.start + shift, activity.end + shift
+    start, end = resumed(activity, sent) + shift, activity.end + shift
     label = [CLASSES[kind] for kind in activity.kind.tolist()]
-    for at, row in enumerate(sent.row.tolist()):
-        if row >= 0 and activity.kind[row] == COMMUNICATION:
-            label[row] = f"communication {sent.described[sent.what[at]].axis}"
+    axis, words = row_axes(activity, sent)
+    for row in np.flatnonzero(axis >= 0).tolist():
+        label[row] = f"communication {words[axis[row]]}"
     order = np.lexsort((start, activity.lane))
     before = np.full(len(start), -1, np.int64)
     same = activity.lane[order[1:]] == activity.lane[order[:-1]]

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.trace.activity import Activity, activity, lost_launches, spans_of
+from shardwise.trace.activity import lost_launches
 from shardwise.trace.answers import (
     CallTime,
     Clock,
@@ -24,105 +24,26 @@ from shardwise.trace.answers import (
     Straggler,
     spread,
 )
-from shardwise.trace.axes import UNKNOWN
 from shardwise.trace.breakdown import break_down
 from shardwise.trace.categories import categories
 from shardwise.trace.classes import COMMUNICATION, COMPUTE, COPY, Classified, classify
 from shardwise.trace.critical import chain, connect, critical_path
-from shardwise.trace.events import Integers, Profile
+from shardwise.trace.events import Profile
 from shardwise.trace.findings import findings
 from shardwise.trace.flops import CONVENTION, event_flops
 from shardwise.trace.idle import idle_causes
-from shardwise.trace.intervals import Intervals, difference, intersect, join, total, window
+from shardwise.trace.intervals import difference, intersect, join, total, window
 from shardwise.trace.kernels import kernels, modules
 from shardwise.trace.launches import launch_queue
-from shardwise.trace.matching import Matches, Part, Waiting, clocks, first_ones, match, trusted, waiting
+from shardwise.trace.matching import Matches, Part, Waiting, clocks, first_ones, left_together, match, trusted, waiting
 from shardwise.trace.memory import memory
 from shardwise.trace.pipeline import Executed, executed, pipelines
-from shardwise.trace.places import Finder, Places
-from shardwise.trace.sent import Sent, sent
+from shardwise.trace.ranks import Rank
 from shardwise.trace.steps import Chosen
 from shardwise.trace.stragglers import stragglers
 from shardwise.trace.timeline import timeline
 from shardwise.trace.traffic import axis_times, moved
-
-
-@dataclass(frozen=True)
-class Rank:
-    """One rank, and what is worked out of it once."""
-
-    profile: Profile
-    chosen: Chosen
-    classified: Classified
-
-    @cached_property
-    def activity(self) -> Activity:
-        """What kept it busy."""
-        return activity(self.profile, self.classified)
-
-    @cached_property
-    def sent(self) -> Sent:
-        """Its messages."""
-        return sent(self.activity)
-
-    @cached_property
-    def finder(self) -> Finder:
-        """Where its work belongs."""
-        return Finder(self.profile)
-
-    @cached_property
-    def steps(self) -> tuple[tuple[int, int, int], ...]:
-        """Number, start and end of each step; the window as step 0 when there are none."""
-        if self.chosen.steps:
-            return tuple((step.number, step.start, step.end) for step in self.chosen.steps)
-        return tuple((0, int(start), int(end)) for start, end in zip(*self.chosen.windows, strict=True))
-
-    def step_of(self, time: Integers) -> Integers:
-        """The step each moment lies in, -1 for none."""
-        out = np.full(len(time), -1, np.int64)
-        for number, start, end in self.steps:
-            out[(time >= start) & (time < end)] = number
-        return out
-
-    def on_host(self, event: Integers) -> NDArray[np.bool_]:
-        """Which of these events on the host are looked at: those in the steps, or all where there are none, since the window is
-        then that of the device."""
-        if not self.chosen.steps:
-            return np.ones(len(event), np.bool_)
-        return self.step_of(self.profile.events.start[event]) >= 0
-
-    @cached_property
-    def rows(self) -> NDArray[np.bool_]:
-        """Rows of the activity that begin in the windows."""
-        return self.step_of(self.activity.start) >= 0
-
-    @cached_property
-    def computing(self) -> Intervals:
-        """When it computed, within the windows."""
-        return intersect(self.classified.intervals(COMPUTE), self.chosen.windows)
-
-    @cached_property
-    def idle(self) -> Intervals:
-        """When it did nothing, within the windows."""
-        return difference(self.chosen.windows, self.classified.intervals())
-
-    @cached_property
-    def places(self) -> Places:
-        """Module and pass of each row of the activity, by its launch."""
-        events, rows = self.profile.events, self.activity
-        if rows.on_host:
-            # What a backend's thread does belongs where it was asked for.
-            carried = (self.sent.carrier >= 0) & (events.lane[self.sent.carrier] != events.lane[self.sent.call])
-            call = np.full(len(events) + 1, -1, np.int64)
-            call[self.sent.carrier[carried]] = self.sent.call[carried]
-            asked = np.zeros(len(events), np.bool_)
-            asked[self.sent.carrier[carried]] = True
-            by = call[spans_of(events, asked).innermost(rows.lane, rows.start)]
-            lane, time = np.where(by >= 0, events.lane[by], rows.lane), np.where(by >= 0, events.start[by], rows.start)
-            return self.finder.find(lane, time)
-        known = rows.launch >= 0
-        lane = np.where(known, events.lane[rows.launch], -1)
-        return self.finder.find(lane, np.where(known, events.start[rows.launch], 0))
+from shardwise.trace.unseen import unseen
 
 
 def explain(
@@ -148,13 +69,13 @@ def explain(
     clock = clocks(parts, matches)
     offsets = {rank: one.offset for rank, one in clock.items()}
     waited = waiting(parts, matches, offsets)
-    together = _Together(ranks, clock, matches, waited, first_ones(parts, matches))
+    together = _Together(ranks, clock, matches, waited, first_ones(parts, matches), left_together(parts, matches))
     say("modules")
     flops, by_module = _flops(ranks, peak_flops)
     breakdowns = {rank: asdict(break_down(r.classified, r.chosen.windows)) for rank, r in ranks.items()}
     say("critical path")
     answers = Explanation(
-        world=max((p.world for p in profiles), default=0) if profiles else 0,
+        world=max([len(ranks), *(p.world for p in profiles)]),
         seen=tuple(ranks),
         devices={rank: _device(r.profile) for rank, r in ranks.items()},
         steps=tuple(sorted({number for r in ranks.values() for number in r.chosen.numbers})),
@@ -212,6 +133,8 @@ class _Together:
     waited: Waiting
     first: NDArray[np.bool_]
     """Which rows of the matches are of a collective that came first."""
+    together: NDArray[np.bool_]
+    """Which are of collectives that all ranks leave together."""
 
     @cached_property
     def origin(self) -> int:
@@ -237,8 +160,9 @@ class _Together:
         return found
 
     def waits(self) -> dict[int, int]:
-        """What each rank waited in collectives, but for the first."""
-        return {rank: int(self.waited.wait[~self.first & (self.matches.rank == rank)].sum()) for rank in self.ranks}
+        """What each rank waited in collectives, but for the first; waiting for another stage is the pipeline's."""
+        counted = self.together & ~self.first
+        return {rank: int(self.waited.wait[counted & (self.matches.rank == rank)].sum()) for rank in self.ranks}
 
     def pipelines(self) -> tuple[PipelineStep, ...]:
         """Pipelines as they were executed."""
@@ -331,40 +255,3 @@ def _flops(ranks: Mapping[int, Rank], peak: float) -> tuple[Flops, dict[int, dic
         if peak and total(ranks[rank].chosen.windows)
     }
     return Flops(CONVENTION, each, peak, used), by_module
-
-
-def unseen(answers: Explanation, dropped: int, lost: Mapping[int, int]) -> tuple[str, ...]:
-    """What these profiles do not show, in sentences."""
-    said = []
-    missing = answers.world - len(answers.seen)
-    if missing > 0:
-        said.append(f"{missing} of {answers.world} ranks were not given: waiting for them counts as transfer")
-    gone = sum(lost[rank] for rank in answers.launches)
-    if gone:
-        said.append(
-            f"{gone} launches (of CUDA graphs, or lost) have no kernels in the profile: what they did looks idle, cause unknown"
-        )
-    if any(row.axis == UNKNOWN for row in answers.axes):
-        said.append(
-            "some messages name no process group, so their axis is unknown and collectives are matched as if of one group"
-        )
-    unsized = sum(row.total.messages - row.total.sized for row in answers.axes)
-    if unsized:
-        said.append(
-            f"the size of {unsized} messages is not in the profile, so their bytes and bandwidth are not counted"
-        )
-    if dropped:
-        said.append(
-            f"{dropped} messages could not be matched: ranks do not have as many of them, or they do not end together"
-        )
-    if len(answers.seen) > 1 and any(clock.uncertainty < 0 for clock in answers.clocks.values()):
-        said.append("clocks of some ranks could not be compared, since they share no matched collective")
-    if answers.modules.rows and not any(answers.modules.in_modules.values()):
-        said.append("no modules: record with labels, with_modules or with_stack to see kernels by module")
-    if not answers.flops.ranks:
-        said.append("no operations: record_shapes=True would tell them")
-    if not any(answers.memory.values()):
-        said.append("no memory over time: profile_memory=True would tell it")
-    if not any(answers.devices.values()) and not answers.launches:
-        said.append("no device: times are those of operators on the host's threads")
-    return tuple(said)

@@ -9,7 +9,7 @@ from shardwise.trace.activity import activity
 from shardwise.trace.answers import Clock
 from shardwise.trace.classes import Classified
 from shardwise.trace.events import Profile
-from shardwise.trace.sent import sent
+from shardwise.trace.messages import sent
 from shardwise.trace.steps import Chosen
 from shardwise.trace.timeline import timeline
 

@@ -144,7 +144,7 @@ def trusted(parts: Sequence[Part], matches: Matches) -> Matches:
         return matches
     ends = _times(parts, matches, "end")
     length = ends - _times(parts, matches, "start")
-    together = _together(parts, matches)
+    together = left_together(parts, matches)
     edges = _edges(matches, ends, together)
     heads = np.flatnonzero(np.append(True, np.diff(matches.collective) != 0))
     anchor = np.repeat(matches.rank[heads], np.diff(np.append(heads, len(matches))))
@@ -162,7 +162,7 @@ def trusted(parts: Sequence[Part], matches: Matches) -> Matches:
 def clocks(parts: Sequence[Part], matches: Matches) -> dict[int, Clock]:
     """How each rank's clock stands to that of the lowest rank it can be compared with, over any number of others."""
     ends = _times(parts, matches, "end")
-    together = _together(parts, matches)
+    together = left_together(parts, matches)
     edges = _edges(matches, ends, together)
     found = {part.rank: Clock(0, -1, 0) for part in parts}
     for root in sorted(found):
@@ -229,7 +229,8 @@ def _times(parts: Sequence[Part], matches: Matches, which: str, offsets: Mapping
     return out
 
 
-def _together(parts: Sequence[Part], matches: Matches) -> NDArray[np.bool_]:
+def left_together(parts: Sequence[Part], matches: Matches) -> NDArray[np.bool_]:
+    """Which rows are of collectives that no rank leaves before every rank has come."""
     out = np.zeros(len(matches), np.bool_)
     for part in parts:
         mine = matches.rank == part.rank

@@ -19,6 +19,7 @@ from shardwise.trace.events import Integers
 from shardwise.trace.intervals import Intervals
 from shardwise.trace.kinds import category_of
 from shardwise.trace.sent import Sent
+from shardwise.trace.working import row_axes
 
 SPANS = 24_000
 """Of all ranks together, about, when spans are joined."""
@@ -95,14 +96,9 @@ def _categories(activity: Activity, sent: Sent) -> tuple[NDArray[np.int64], NDAr
     copying, communicating = activity.kind == COPY, activity.kind == COMMUNICATION
     category[copying], stream[copying] = number["memory"], number["copy"]
     category[communicating], stream[communicating] = number["other"], number["communication"]
-    axes = []
-    for described in sent.described:
-        if described.axis not in number:
-            number[described.axis] = len(words)
-            words.append(described.axis)
-        axes.append(number[described.axis])
-    known = sent.row >= 0
-    if known.any():
-        axis = np.array(axes, np.int64)[sent.what[known]]
-        category[sent.row[known]], stream[sent.row[known]] = axis, axis
+    axis, axes = row_axes(activity, sent)
+    at = np.array([number.setdefault(word, len(number)) for word in axes] or [0], np.int64)
+    words = list(number)
+    known = axis >= 0
+    category[known] = stream[known] = at[axis[known]]
     return category, stream, words

@@ -180,3 +180,22 @@ def test_spread() -> None:
         1,
     )
     assert spread({}).lowest_rank == -1
+
+
+def test_a_thread_that_waits_does_not_compute(tmp_path: Path) -> None:
+    """Without a device: an all-reduce carried by another thread, while the one that called it waits inside an operator."""
+    for asynchronous, exposed in (("False", 65), ("True", 12)):
+        host = Host()
+        host.span("cpu_op", "SumBackward0", 0, 75)
+        host.span("cpu_op", "shardwise:message tensor all_reduce 12", 8, 14)
+        values = {"Concrete Inputs": ["", "", "", "", asynchronous, "-1"], "Input Dims": [[[3]], [], [], [], [], []]}
+        host.span("cpu_op", "c10d::allreduce_", 10, 10, **values)
+        host.span("user_annotation", "gloo:all_reduce", 15, 65, tid=2)
+        answers = explained(tmp_path, {0: (job_member(0, 2, {"5": ("tensor", (0, 1))}, "gloo"), host.events)})
+        (row,) = answers.axes
+        assert (row.axis, row.total.bytes, row.total.time) == ("tensor", 12, 65)
+        assert row.total.exposed == exposed
+        path = answers.critical_path
+        assert path is not None
+        assert path.categories["communication tensor"] >= 5
+        assert sum(answers.categories[0].values()) == 80
