@@ -43,5 +43,5 @@ def _taken(snapshot: dict[str, Any], device: torch.device) -> dict[str, Any]:
         reserved=torch.cuda.max_memory_reserved(device),
         segments=segments,
         columns=["action", "address", "bytes", "microseconds"],
-        history=[[e["action"], e["addr"], e["size"], e["time_us"]] for e in history],
+        history=[[e["action"], e.get("addr", 0), e["size"], e["time_us"]] for e in history],
     )
