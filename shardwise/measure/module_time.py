@@ -39,12 +39,12 @@ def _own_seconds(event: Any) -> float:
     """What an event spent itself: on the device where it started kernels there, otherwise on the host."""
     if event.name.startswith(COMMUNICATION) or "CPU" not in str(event.device_type):
         return 0.0
-    # A range is on the device what its kernels are, once more.
-    if read_label(event.name) is not None or event.name.startswith("ProfilerStep") or event.is_user_annotation:
+    # A range that is an annotation is drawn on the device as well, over the kernels in it.
+    if event.is_user_annotation or event.name.startswith("ProfilerStep"):
         return 0.0
     if event.use_device:
         return sum(k.duration for k in event.kernels if not k.name.startswith(COMMUNICATION)) / 1e6
-    return max(0.0, event.self_cpu_time_total / 1e6)
+    return 0.0 if read_label(event.name) is not None else max(0.0, event.self_cpu_time_total / 1e6)
 
 
 def _of_node(event: Any) -> bool:
