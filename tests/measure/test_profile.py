@@ -175,3 +175,16 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
         prepare_folder(tmp_path)
     prepare_folder(tmp_path / "new")
     prepare_folder(tmp_path / "new")
+
+
+def test_mistakes_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text("[model]\nlayers = 1\nhidden = 32\nheads = 4\n[train]\nseq_len = 32\nglobal_batch = 2\n")
+    for words, said in (
+        (["--steps", "0"], "--steps"),
+        (["--warmup", "0"], "--warmup"),
+        (["--ranks", "1"], "the run has ranks 0 to 0"),
+        (["--out", str(run)], "a profile is a folder"),
+    ):
+        assert main(["profile", str(run), *words]) == 2
+        assert said in capsys.readouterr().err
