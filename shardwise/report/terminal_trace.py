@@ -63,10 +63,10 @@ def breakdown(explained: Explained) -> RenderableType:
 
 def communication(explained: Explained) -> RenderableType:
     """Traffic by axis and collective."""
-    table = terminal.plain_table()
-    table.add_column("axis")
-    table.add_column("collective")
-    for name in ("messages", "sent", "time", "exposed", "waiting", "bandwidth"):
+    table = _narrow()
+    table.add_column("axis", no_wrap=True)
+    table.add_column("collective", no_wrap=True)
+    for name in ("calls", "sent", "time", "exposed", "waiting", "speed"):
         table.add_column(name, justify="right", no_wrap=True)
     last = ""
     for row in trace_view.axis_rows(explained):
@@ -124,7 +124,7 @@ def kernels(explained: Explained) -> RenderableType:
     table = _costs(("kernel", "calls", "each", "time", "share"))
     for row in explained["kernels"][:MOST_ROWS]:
         table.add_row(
-            terminal.said(trace_view.short_kernel(row["name"], 48)),
+            terminal.said(trace_view.short_kernel(row["name"], 44)),
             words.count(round(row["count"] / of)),
             words.seconds(row["total"] / max(1, row["count"]) / 1e9),
             words.seconds(row["total"] / of / 1e9),
@@ -147,8 +147,15 @@ def findings(explained: Explained) -> RenderableType:
     return Group(*lines)
 
 
-def _costs(heads: Sequence[str]) -> Table:
+def _narrow() -> Table:
+    """A table of many columns, with less room between them."""
     table = terminal.plain_table()
+    table.padding = (0, 1, 0, 0)
+    return table
+
+
+def _costs(heads: Sequence[str]) -> Table:
+    table = _narrow()
     table.add_column(heads[0], no_wrap=True, overflow="ellipsis")
     for name in heads[1:]:
         table.add_column(name, justify="right", no_wrap=True)
