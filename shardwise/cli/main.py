@@ -22,6 +22,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "plan": ("shardwise.cli.plan", "what a run needs and how fast it goes; the best layout for it"),
     "train": ("shardwise.cli.train", "train a run, or go on with one that was begun"),
     "checkpoints": ("shardwise.cli.checkpoints", "what a run folder has to go on from, and whether it is whole"),
+    "profile": ("shardwise.cli.profile", "record a few steps of a run, for `shardwise trace`; cost by module"),
     "trace": ("shardwise.cli.trace", "say where the time of a profile went, and what to change first"),
     "verify": ("shardwise.cli.verify", "compare plan and run, account by account; one rank of any job without data"),
     "validate": ("shardwise.cli.validate", "predict published measurements and print the errors"),

@@ -64,7 +64,7 @@ def _execute(args: argparse.Namespace) -> int:
         from shardwise.plan.timeline import timeline
         from shardwise.report.perfetto import write_chrome_trace
 
-        write_chrome_trace({"plan": timeline(best.job)}, args.trace)
+        write_chrome_trace({"plan: pipeline rank": timeline(best.job)}, args.trace)
     if args.html:
         Path(args.html).write_text(_page(best, found), encoding="utf-8")
     if args.json:

@@ -23,8 +23,6 @@ HELP = """Explain profiles that PyTorch's profiler wrote (Kineto's JSON, plain o
 GPUs of NVIDIA or AMD or on CPUs alone: where each rank's time went, what it waited for, and what to change first. Give
 files, folders, any subset of a job's ranks. docs/tracing.md explains every number."""
 
-_COLUMNS = ("compute", "communication", "exposed_communication", "copy", "idle")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What follows the verb."""
@@ -56,7 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chip", metavar="NAME", help="the chip whose peak MFU is told by (default: by the device's name)"
     )
     parser.add_argument("--dtype", default="bfloat16", help="of the products, for the peak (default bfloat16)")
-    parser.add_argument("--export", metavar="FILE", help="also write all ranks on one clock, for Perfetto")
+    parser.add_argument("--html", metavar="FILE", help="also write a page with pictures, which works offline")
+    parser.add_argument(
+        "--perfetto", "--export", dest="export", metavar="FILE", help="also write all ranks and the plan, for Perfetto"
+    )
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -71,12 +72,17 @@ def execute(args: argparse.Namespace) -> int:
         found = beside(args, answers)
     passed = found is None or args.fail_above is None or found.slower <= args.fail_above
     if args.export:
-        _export(read, found, args.export)
+        _export(read, found, args)
+    if args.html:
+        from shardwise.cli.trace_page import write_page
+
+        write_page(read, found, args.html, args.within)
+        print(f"wrote {args.html}", file=sys.stderr)
     if args.json:
         compared = {"against": found.as_dict() | {"passed": passed}} if found else {}
         print(json.dumps(as_json(answers, chosen, problems) | compared))
     else:
-        _print(answers, chosen, problems)
+        _print(answers, problems)
         if found is not None:
             from shardwise.cli.trace_against import show
 
@@ -122,16 +128,18 @@ def _peak(profiles: tuple[Profile, ...], args: argparse.Namespace) -> float:
     return chip.peak.get(args.dtype, 0.0) if chip is not None else 0.0
 
 
-def _export(read: Read, found: Beside | None, path: str) -> None:
+def _export(read: Read, found: Beside | None, args: argparse.Namespace) -> None:
     """All ranks, and the plan beside them where there is one, as a Chrome trace."""
+    from shardwise.cli.trace_against import timeline_beside
     from shardwise.report.perfetto import write_chrome_trace
     from shardwise.trace.export import whole_timeline
 
-    lines = {"run": whole_timeline(read.profiles, read.chosen, read.classified, read.answers.clocks)}
-    if found is not None and found.timeline is not None:
-        lines = {"plan": found.timeline} | lines
-    write_chrome_trace(lines, path)
-    print(f"wrote {path}", file=sys.stderr)
+    planned = found.timeline if found is not None else timeline_beside(args.paths)
+    lines = {"run: rank": whole_timeline(read.profiles, read.chosen, read.classified, read.answers.clocks)}
+    if planned is not None:
+        lines = {"plan: pipeline rank": planned} | lines
+    write_chrome_trace(lines, args.export)
+    print(f"wrote {args.export}", file=sys.stderr)
 
 
 def as_json(answers: Explanation, chosen: Mapping[int, Chosen], problems: tuple[str, ...]) -> dict[str, Any]:
@@ -209,26 +217,16 @@ def _reading() -> Iterator[Callable[[int, int], None] | None]:
         bar.stop()
 
 
-def _print(answers: Explanation, chosen: Mapping[int, Chosen], problems: tuple[str, ...]) -> None:
+def _print(answers: Explanation, problems: tuple[str, ...]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    from shardwise.report import words
+    from shardwise.ledger import as_dict
+    from shardwise.report import terminal_trace
 
     console = Console()
-    steps = answers.steps
-    console.print(
-        f"Profiler steps {', '.join(map(str, steps))}, by their ranges on the host."
-        if steps
-        else "All events of the files.",
-        highlight=False,
-    )
-    table = Table(box=None, padding=(0, 1), header_style="dim")
-    for name in ("rank", "span", "compute", "communication", "of it exposed", "copy", "idle"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for rank, row in answers.ranks.items():
-        shares = (row[name] / max(row["span"], 1) for name in _COLUMNS)
-        table.add_row(str(rank), words.seconds(row["span"] / 1e9), *map(words.percent, shares))
-    console.print(table)
+    for at, part in enumerate(terminal_trace.sections(as_dict(answers))):
+        if at:
+            console.print()
+        console.print(part)
     for problem in problems:
         print(f"problem: {problem}", file=sys.stderr)

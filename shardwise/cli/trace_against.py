@@ -78,6 +78,17 @@ def _run_beside(paths: list[Path]) -> Run:
     raise UserError(Problem("no run.toml lies beside these profiles; name the run or its plan", "--against plan"))
 
 
+def timeline_beside(paths: list[Path]) -> Timeline | None:
+    """The predicted timeline of the run that was kept with the profiles; None where none was."""
+    from shardwise.plan.plan import plan
+    from shardwise.plan.timeline import timeline
+
+    try:
+        return timeline(plan(_run_beside(paths)).job)
+    except UserError:
+        return None
+
+
 def _plan_of_run(run: Run, answers: Explanation) -> Beside:
     from shardwise.plan.plan import plan
     from shardwise.plan.timeline import timeline

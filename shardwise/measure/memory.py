@@ -180,6 +180,8 @@ class StepMemory:
     gathered: int = 0
     gradients: int = 0
     """The most between two actions, those that wait to be reduced included."""
+    left: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
+    """Bytes of each storage that the forward pass of a stage and microbatch left, by its number."""
 
     def forward(self, action: Action, run: Callable[[], Any]) -> None:
         """Run a forward pass and see what it leaves."""
@@ -194,6 +196,8 @@ class StepMemory:
         others += [x for microbatch in pipeline.microbatches for x in microbatch.values() if x is not None]
         made -= self.storages.numbers((*gathered_of(self.trainee), *others))
         self.saved.setdefault(action.stage, []).append(self.storages.bytes(made))
+        sizes = {number: self.storages.bytes([number]) for number in made}
+        self.left[action.stage, action.microbatch] = {number: size for number, size in sizes.items() if size}
         self.activations |= made
         self._sample()
 
@@ -211,7 +215,8 @@ class StepMemory:
     def _sample(self) -> None:
         pipeline, numbers = self.trainee.parallel.pipeline, self.storages.numbers
         stages = pipeline.stages.values()
-        put_off = numbers(x for stage in stages for taken in stage.put_off.values() for part in taken for x in part)
+        waiting = (each for stage in stages for taken in stage.put_off.values() for each in taken)
+        put_off = numbers(x for each in waiting for x in (each.weight, each.x, each.grad))
         put_off -= numbers((*parameters_of(self.trainee), *gathered_of(self.trainee)))
         ends = numbers(x for stage in stages for xs in (*stage.roots.values(), stage.inputs.values()) for x in xs)
         sent = numbers(x for x, _ in pipeline.mail.sending) - ends
@@ -229,7 +234,7 @@ class StepMemory:
 
 
 @contextlib.contextmanager
-def _following(pipeline: Pipeline, step: StepMemory) -> Iterator[None]:
+def following(pipeline: Pipeline, step: StepMemory) -> Iterator[None]:
     """Let every action of a pipeline pass through `step`."""
     forward, backward, weights = pipeline._forward, pipeline._backward, pipeline_module.compute_put_off
     gc.collect()
@@ -266,7 +271,7 @@ def measure_memory(trainee: Trainee, batch: Batch) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats(trainee.device)
     for x in (*parameters, *optimizer_of(trainee), *_buffers(trainee)):
         storages.follow(storage_of(x))
-    with storages, _following(trainee.parallel.pipeline, step):
+    with storages, following(trainee.parallel.pipeline, step):
         trainee.train_step(batch)
     return dict(
         parameters=unique_bytes(parameters),

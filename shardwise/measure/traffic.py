@@ -53,12 +53,18 @@ class TrafficCounter(TorchDispatchMode):
         self.traffic: Traffic = Counter()
         self.messages: Traffic = Counter()
 
+    def forget(self) -> None:
+        """Begin to count anew."""
+        self.traffic.clear()
+        self.messages.clear()
+
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in operator.namespace:
-            self._count(str(operator), args)
+            self.count(str(operator), args)
         return operator(*args, **(kwargs or {}))
 
-    def _count(self, operator: str, args: tuple[Any, ...]) -> None:
+    def count(self, operator: str, args: tuple[Any, ...]) -> tuple[str, str, Fraction | int] | None:
+        """Add a call; gives its axis, operation and bytes, or None where this rank sends nothing by it."""
         group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject))
         ranks = group.size()
         size: Fraction | int
@@ -77,9 +83,12 @@ class TrafficCounter(TorchDispatchMode):
             case "send", (tensors, *_):
                 operation, size = "send", _total(tensors)
             case "recv_", _:
-                return
+                return None
             case _:
                 raise NotImplementedError(f"bytes of {operator}")
-        if ranks > 1:
-            self.traffic[self.axes[group.group_name], operation] += size  # type: ignore[assignment]
-            self.messages[self.axes[group.group_name], operation] += 1
+        if ranks == 1:
+            return None
+        axis = self.axes[group.group_name]
+        self.traffic[axis, operation] += size  # type: ignore[assignment]
+        self.messages[axis, operation] += 1
+        return axis, operation, size

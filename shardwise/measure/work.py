@@ -100,9 +100,7 @@ class WorkCounter(TorchDispatchMode):
 
     def _watch(self, model: Transformer) -> None:
         """Know which part of the network runs."""
-        for name, parameter in model.named_parameters():
-            if not isinstance(parameter, DTensor):
-                self._remember(self.parameters, parameter, name)
+        self._know_parameters(model)
         for module in model.modules():
             part = next((name for kind, name in PARTS if isinstance(module, kind)), None)
             if part is not None:
@@ -113,6 +111,11 @@ class WorkCounter(TorchDispatchMode):
             if isinstance(module, Norm | nn.Embedding):
                 self._mark(module, "norm" if isinstance(module, Norm) else "embedding")
         self._mark(model.loss, "head")
+
+    def _know_parameters(self, model: Transformer) -> None:
+        for name, parameter in model.named_parameters():
+            if not isinstance(parameter, DTensor):
+                self._remember(self.parameters, parameter, name)
 
     def _optimizer_step(self) -> Callable[..., Any]:
         inner = self.trainee.optimizer.step
@@ -220,6 +223,10 @@ class WorkCounter(TorchDispatchMode):
         found = known.get(x.untyped_storage()._cdata)
         return found[1] if found is not None and not found[0].expired() else None
 
+    def _attending(self, backward: bool = False) -> str:
+        """The part whose attention runs."""
+        return "attention"
+
     def _scaled_dot_product_attention(self, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """PyTorch's attention, counted: [batch, heads, sequence, width]."""
 
@@ -228,12 +235,12 @@ class WorkCounter(TorchDispatchMode):
             if attn_mask is not None or rest.get("is_causal"):
                 pairs = pairs_seen(q.shape[2], k.shape[2], attn_mask)
             flops = 2.0 * q.shape[0] * q.shape[1] * pairs * (q.shape[3] + v.shape[3])
-            again = torch._C._current_graph_task_id() != -1
+            again, part = torch._C._current_graph_task_id() != -1, self._attending()
             # Before the call, which a repeated pass may leave as soon as it has what it needs.
-            self._add("attention", "recompute" if again else "forward", flops)
+            self._add(part, "recompute" if again else "forward", flops)
             out = inner(q, k, v, attn_mask=attn_mask, **rest)
             if out.requires_grad:
-                out.register_hook(lambda _: self._add("attention", "backward_input", 2.0 * flops))
+                out.register_hook(lambda _: self._add(part, "backward_input", 2.0 * flops))
             return out
 
         return counted
@@ -243,14 +250,14 @@ class WorkCounter(TorchDispatchMode):
 
         def counted(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> Any:
             again = torch._C._current_graph_task_id() != -1
-            self._add("attention", "recompute" if again else "forward", piece_flops(q, k, v, seen))
+            self._add(self._attending(), "recompute" if again else "forward", piece_flops(q, k, v, seen))
             return inner(q, k, v, scale, seen)
 
         return counted
 
     def _attend_piece_backward(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def counted(grad: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-            self._add("attention", "backward_input", 2.0 * piece_flops(q, k, v, rest[-1]))
+            self._add(self._attending(backward=True), "backward_input", 2.0 * piece_flops(q, k, v, rest[-1]))
             return inner(grad, delta, q, k, v, *rest)
 
         return counted

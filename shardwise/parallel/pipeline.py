@@ -12,8 +12,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,13 +31,22 @@ from shardwise.schedules import Action, Message, Schedule, message_of, transfers
 Microbatch = dict[str, Tensor | None]
 
 
+class PutOff(NamedTuple):
+    """A weight's gradient to be computed later, of the matrix of that name in the stage."""
+
+    name: str
+    weight: Tensor
+    x: Tensor
+    grad: Tensor
+
+
 class WeightGradients:
     """Weight gradients put off during a backward pass for the input, to be computed by a later action."""
 
     def __init__(self) -> None:
-        self.put_off: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.put_off: list[PutOff] = []
 
-    def take(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def take(self) -> list[PutOff]:
         """What has been put off since the last call."""
         taken, self.put_off = self.put_off, []
         return taken
@@ -46,38 +56,46 @@ class _InputFirst(torch.autograd.Function):
     """A product whose backward pass gives the input's gradient now and puts the weight's off."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, store: WeightGradients) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, store: WeightGradients, name: str) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.store = weight, store
+        ctx.weight, ctx.store, ctx.matrix = weight, store, name
         return F.linear(x, weight)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         x, weight = ctx.saved_tensors
         # Detached, since its history would keep the stage's input alive until the weights' turn.
-        ctx.store.put_off.append((ctx.weight, x.detach(), grads[0]))
-        return grads[0] @ weight, None, None
+        ctx.store.put_off.append(PutOff(ctx.matrix, ctx.weight, x.detach(), grads[0]))
+        return grads[0] @ weight, None, None, None
 
 
 def put_off_weights(model: nn.Module) -> WeightGradients:
     """Make the matrices of a stage put their weights' gradients off."""
     store = WeightGradients()
 
-    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = _InputFirst.apply(x, weight, store)
-        return out if bias is None else out + bias
+    def product_of(name: str) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+        def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            out = _InputFirst.apply(x, weight, store, name)
+            return out if bias is None else out + bias
 
-    for module in model.modules():
+        return product
+
+    for name, module in model.named_modules():
         if isinstance(module, Linear):
-            module.product = product
+            module.product = product_of(name)
     return store
 
 
-def compute_put_off(taken: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+def compute_put_off(taken: list[PutOff]) -> None:
     """The weights' part of a backward pass."""
-    for weight, x, grad in taken:
-        product = grad.flatten(0, -2).mT @ x.flatten(0, -2)
-        torch.autograd.backward(weight, product)
+    for each in taken:
+        compute_weight(each)
+
+
+def compute_weight(put_off: PutOff) -> None:
+    """One weight's gradient."""
+    product = put_off.grad.flatten(0, -2).mT @ put_off.x.flatten(0, -2)
+    torch.autograd.backward(put_off.weight, product)
 
 
 class Mail:
@@ -133,7 +151,7 @@ class Stage:
     split: WeightGradients | None = None
     inputs: dict[int, Tensor] = field(default_factory=dict)
     roots: dict[int, list[Tensor]] = field(default_factory=dict)
-    put_off: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = field(default_factory=dict)
+    put_off: dict[int, list[PutOff]] = field(default_factory=dict)
 
 
 class Pipeline:
@@ -170,12 +188,7 @@ class Pipeline:
         for action in actions:
             start = time.perf_counter()
             remaining[action.stage, action.kind] -= 1
-            if action.kind == "F":
-                self._forward(action)
-            elif action.kind == "W":
-                compute_put_off(self.stages[action.stage].put_off.pop(action.microbatch))
-            else:
-                self._backward(action, last=not remaining[action.stage, action.kind])
+            self._execute(action, last=not remaining[action.stage, action.kind])
             self.executed.append(action)
             self.times.append((start, time.perf_counter()))
         self.mail.close()
@@ -184,6 +197,14 @@ class Pipeline:
                 if stage.split is not None:
                     reduce_now(stage.model)
         return self.loss
+
+    def _execute(self, action: Action, last: bool) -> None:
+        if action.kind == "F":
+            self._forward(action)
+        elif action.kind == "W":
+            compute_put_off(self.stages[action.stage].put_off.pop(action.microbatch))
+        else:
+            self._backward(action, last)
 
     def _forward(self, action: Action) -> None:
         stage, batch = self.stages[action.stage], self.microbatches[action.microbatch]

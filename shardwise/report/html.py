@@ -54,12 +54,12 @@ def memory_bars(memory: Memory) -> Section:
         return Section("Memory", "Not known.", "")
     bars, owners = pick.memory_bars(memory), pick.owners_of(memory)
     rows = [
-        [_cell(owner, color=colors.of_owner(owner)), *(_cell(words.gib(b.owners.get(owner, 0.0)), "n") for b in bars)]
+        [cell(owner, color=colors.of_owner(owner)), *(cell(words.gib(b.owners.get(owner, 0.0)), "n") for b in bars)]
         for owner in owners
     ]
-    total = [_cell("all"), *(_cell(words.gib(bar.total), "n") for bar in bars)]
+    total = [cell("all"), *(cell(words.gib(bar.total), "n") for bar in bars)]
     heads = ["GiB", *(f"{b.label} ({b.note})" if b.note else f"rank {b.label}" for b in bars)]
-    table = _table(heads, rows, total, numbers_from=1)
+    table = table_of(heads, rows, total, numbers_from=1)
     remark = "Peak of each pipeline rank by what holds it"
     remark += f"; the dashed line is what a device holds, {words.size(memory.capacity)}." if memory.capacity else "."
     key = html_charts.legend([(owner, colors.of_owner(owner)) for owner in owners])
@@ -75,11 +75,11 @@ def breakdown_bar(account: Account) -> Section:
     rows = []
     for name, taken in parts:
         color = colors.of_category(name)
-        numbers = [_cell(words.seconds(taken), "n"), _cell(words.percent(taken / total), "n quiet")]
+        numbers = [cell(words.seconds(taken), "n"), cell(words.percent(taken / total), "n quiet")]
         bar = f'<td class="bar">{html_charts.small_bar(taken / longest, color)}</td>'
-        rows.append([_cell(name, color=color), *numbers, bar])
+        rows.append([cell(name, color=color), *numbers, bar])
     bar = html_charts.stacked_bar([(name, taken, colors.of_category(name)) for name, taken in parts])
-    table = _table(["", "time", "share", ""], rows, numbers_from=1, wide=True)
+    table = table_of(["", "time", "share", ""], rows, numbers_from=1, wide=True)
     return Section(
         "Time", f"Of {words.seconds(total)} a step, on the slowest rank.", f'<div class="keep">{bar}</div>{table}'
     )
@@ -94,31 +94,33 @@ def traffic_table(traffic: Traffic) -> Section:
     for row in found:
         color = colors.of_category(row.axis)
         rows.append([
-            _cell(row.axis, color=color) if row.axis != last else _cell(""),
-            _cell(row.collective.replace("_", " ")),
-            _cell(words.size(row.bytes), "n"),
-            _cell(words.percent(row.bytes / total if total else 0.0), "n quiet"),
-            _cell(words.count(row.messages) if row.messages else words.DASH, "n"),
-            _cell(words.size(row.bytes / row.messages) if row.messages else words.DASH, "n quiet"),
+            cell(row.axis, color=color) if row.axis != last else cell(""),
+            cell(row.collective.replace("_", " ")),
+            cell(words.size(row.bytes), "n"),
+            cell(words.percent(row.bytes / total if total else 0.0), "n quiet"),
+            cell(words.count(row.messages) if row.messages else words.DASH, "n"),
+            cell(words.size(row.bytes / row.messages) if row.messages else words.DASH, "n quiet"),
             f'<td class="bar" style="width:32%">{html_charts.small_bar(row.bytes / most, color)}</td>',
         ])  # fmt: skip
         last = row.axis
     messages = sum(row.messages for row in found)
     sums = ["all", "", words.size(total), "", words.count(messages) if messages else words.DASH, "", ""]
     heads = ["axis", "collective", "sent", "share", "messages", "each", ""]
-    all_of_it = [_cell(text, "n" if at > 1 else "") for at, text in enumerate(sums)]
+    all_of_it = [cell(text, "n" if at > 1 else "") for at, text in enumerate(sums)]
     return Section(
-        "Traffic", "What one rank sends in a step.", _table(heads, rows, all_of_it, numbers_from=2, wide=True)
+        "Traffic", "What one rank sends in a step.", table_of(heads, rows, all_of_it, numbers_from=2, wide=True)
     )
 
 
-def timeline(timeline: Timeline) -> Section:
-    """One step: each pipeline rank with its streams, to zoom into."""
+STEP = "Computing of each pipeline rank by pass, numbered by microbatch; the thin rows are its traffic by axis."
+
+
+def timeline(timeline: Timeline, title: str = "One step", remark: str = STEP) -> Section:
+    """Each rank with its streams, to zoom into."""
     if not timeline.spans:
-        return Section("One step", "Not known.", "")
+        return Section(title, "Not known.", "")
     rows = html_timeline.timeline_rows(timeline)
     data = html_timeline.timeline_data(timeline, rows)
-    remark = "Computing of each pipeline rank by pass, numbered by microbatch; the thin rows are its traffic by axis."
     ranks, shown = len({span.rank for span in timeline.spans}), sum(bool(row.label) for row in rows)
     if shown < ranks:
         remark += f" {shown} of {ranks} ranks are shown, evenly spread."
@@ -130,7 +132,7 @@ def timeline(timeline: Timeline) -> Section:
     kinds = {kind[0]: kind[1] for kind in data["kinds"]}
     known = [name.replace("_", " ") for name in (*colors.PASS, *colors.CATEGORY)]
     key = html_charts.legend([(kind, kinds[kind]) for kind in pick.ordered(kinds, known)])
-    return Section("One step", remark, html_timeline.timeline_body(data, key))
+    return Section(title, remark, html_timeline.timeline_body(data, key))
 
 
 def ranking_table(
@@ -196,15 +198,15 @@ def comparison_table(
     for each in differences:
         apart = pick.beyond(each, tolerance)
         rows.append([
-            _cell(each.account if each.account != last else "", "quiet"),
-            _cell(each.name.replace("_", " ")),
-            _cell(words.quantity(each.account, each.name, each.first), "n"),
-            _cell(words.quantity(each.account, each.name, each.second), "n"),
-            _cell(words.change(each.relative) + (" !" if apart else ""), "n change"),
+            cell(each.account if each.account != last else "", "quiet"),
+            cell(each.name.replace("_", " ")),
+            cell(words.quantity(each.account, each.name, each.first), "n"),
+            cell(words.quantity(each.account, each.name, each.second), "n"),
+            cell(words.change(each.relative) + (" !" if apart else ""), "n change"),
         ])  # fmt: skip
         classes.append("beyond" if apart else "")
         last = each.account
-    table = _table(["account", "quantity", *names, "difference"], rows, numbers_from=2, classes=classes)
+    table = table_of(["account", "quantity", *names, "difference"], rows, numbers_from=2, classes=classes)
     name = f"only-{crc32(table.encode())}"  # a page may hold several comparisons
     box = f'<input type="checkbox" class="only" id="{name}"><label for="{name}"> only those that differ</label>'
     return Section("Comparison", remark, (box if any(classes) else "") + table)
@@ -225,13 +227,14 @@ def _class(name: str) -> str:
     return f' class="{name}"' if name else ""
 
 
-def _cell(text: str, kind: str = "", color: str = "") -> str:
+def cell(text: str, kind: str = "", color: str = "") -> str:
+    """A cell of a table; with a colour, its key before the text."""
     if color:
         return f'<td class="name">{html_charts.swatch(color)}{escape(text)}</td>'
     return f"<td{_class(kind)}>{escape(text)}</td>"
 
 
-def _table(
+def table_of(
     heads: Sequence[str],
     rows: Sequence[Sequence[str]],
     total: Sequence[str] = (),

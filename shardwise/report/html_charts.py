@@ -36,7 +36,7 @@ def memory_chart(memory: Memory) -> str:
     across = (WIDE - left - right) / scale
     bottom = top + len(bars) * (high + gap)
     marks = _marks(0.0, scale, 6, 2.0**30)
-    drawn = [_grid(left + mark * across, top - 4, bottom, words.size(mark)) for mark in marks]
+    drawn = [grid_line(left + mark * across, top - 4, bottom, words.size(mark)) for mark in marks]
     for at, bar in enumerate(bars):
         drawn.append(_memory_bar(bar, owners, left, top + at * (high + gap), high, across))
         drawn.append(
@@ -46,7 +46,7 @@ def memory_chart(memory: Memory) -> str:
         x = left + memory.capacity * across
         drawn.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="{top - 8}" y2="{bottom}"/>')
         drawn.append(f'<text x="{x:.1f}" y="{top - 11}" text-anchor="middle">{words.size(memory.capacity)}</text>')
-    return _svg(bottom + 20, "Memory of each pipeline rank by owner", drawn)
+    return svg(bottom + 20, "Memory of each pipeline rank by owner", drawn)
 
 
 def _memory_bar(bar: pick.MemoryBar, owners: Sequence[str], left: float, y: float, high: float, across: float) -> str:
@@ -59,7 +59,7 @@ def _memory_bar(bar: pick.MemoryBar, owners: Sequence[str], left: float, y: floa
         wide = held * across
         if wide > 0:
             tip = f"{label}, {owner}: {words.size(held)}, {words.percent(held / bar.total)} of {words.size(bar.total)}"
-            drawn.append(_rect(x, y, wide, high, colors.of_owner(owner), tip))
+            drawn.append(rect(x, y, wide, high, colors.of_owner(owner), tip))
         x += wide
     return "".join(drawn)
 
@@ -78,12 +78,12 @@ def stacked_bar(parts: Sequence[tuple[str, float, str]]) -> str:
     drawn, x = [], 0.0
     for name, amount, color in parts:
         wide = amount / total * WIDE
-        drawn.append(_rect(x, 0, wide, 34, color, f"{name}: {words.seconds(amount)}, {words.percent(amount / total)}"))
+        drawn.append(rect(x, 0, wide, 34, color, f"{name}: {words.seconds(amount)}, {words.percent(amount / total)}"))
         if wide > 9 * len(name) + 8:
             ink = colors.ink_on(color)
             drawn.append(f'<text x="{x + 8:.1f}" y="22" style="fill:{ink};pointer-events:none">{escape(name)}</text>')
         x += wide
-    return _svg(34, "Where the time goes", drawn)
+    return svg(34, "Where the time goes", drawn)
 
 
 def small_bar(share: float, color: str) -> str:
@@ -105,7 +105,7 @@ def scatter_chart(
     xs, ys = [float(row[x.key]) for row in rows], [float(row[y.key]) for row in rows]
     place_x, marks_x = _scale([*xs, limit] if limit else xs, x.unit, left, WIDE - right)
     place_y, marks_y = _scale(ys, y.unit, top + high, top)
-    drawn = [_grid(place_x(mark), top, top + high, x.words(mark)) for mark in marks_x]
+    drawn = [grid_line(place_x(mark), top, top + high, x.words(mark)) for mark in marks_x]
     for mark in marks_y:
         at = place_y(mark)
         drawn.append(f'<line class="grid" x1="{left}" x2="{WIDE - right}" y1="{at:.1f}" y2="{at:.1f}"/>')
@@ -135,7 +135,7 @@ def scatter_chart(
         drawn.append(f'<circle cx="{a:.1f}" cy="{b:.1f}" r="{7 if best[place] else 4.5}" {look} data-tip="{tip}"/>')
         if best[place]:
             drawn.append(f'<text x="{a + 10:.1f}" y="{b + 4:.1f}" font-size="12">{place + 1}</text>')
-    return _svg(top + high + 46, f"{y.title} against {x.title}", drawn)
+    return svg(top + high + 46, f"{y.title} against {x.title}", drawn)
 
 
 def ramp_of(rows: Sequence[Mapping[str, Any]], size: pick.Column | None, row: Mapping[str, Any]) -> str:
@@ -160,6 +160,11 @@ def _scale(values: Sequence[float], unit: float, start: float, end: float) -> tu
     return lambda value: start + (value - low) / (high - low) * (end - start), _marks(low, high, 6, unit)
 
 
+def round_marks(high: float, unit: float, most: int = 6) -> list[float]:
+    """Round numbers from 0 to another, for the marks of an axis."""
+    return _marks(0.0, high, most, unit)
+
+
 def _marks(low: float, high: float, most: int, unit: float) -> list[float]:
     """Round numbers between two: 1, 2 or 5 times a power of ten of the unit apart, at most `most` steps."""
     raw = (high - low) / unit / most
@@ -170,16 +175,19 @@ def _marks(low: float, high: float, most: int, unit: float) -> list[float]:
     return [at * step for at in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def _grid(x: float, top: float, bottom: float, text: str) -> str:
+def grid_line(x: float, top: float, bottom: float, text: str) -> str:
+    """A line across the picture with its mark below."""
     line = f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"/>'
     return f'{line}<text class="quiet" x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{escape(text)}</text>'
 
 
-def _rect(x: float, y: float, wide: float, high: float, color: str, tip: str) -> str:
+def rect(x: float, y: float, wide: float, high: float, color: str, tip: str) -> str:
+    """A coloured box that says what it is when pointed at."""
     place = f'x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{high}"'
     return f'<rect {place} fill="{color}" data-tip="{escape(tip)}"/>'
 
 
-def _svg(high: float, said: str, drawn: Sequence[str]) -> str:
+def svg(high: float, said: str, drawn: Sequence[str]) -> str:
+    """A picture as wide as the page."""
     head = f'<svg class="chart" viewBox="0 0 {WIDE} {high}" role="img" aria-label="{escape(said)}">'
     return f"{head}{''.join(drawn)}</svg>"

@@ -52,15 +52,28 @@ SCRIPT = """
     return ns === 0 ? "0" : Number((ns / units[i][0]).toPrecision(4)) + " " + units[i][1];
   }
 
+  function unpacked(text) {
+    var raw = atob(text), bytes = new Uint8Array(raw.length);
+    for (var i = 0; i < raw.length; i++) bytes[i] = raw.charCodeAt(i);
+    return bytes.buffer;
+  }
+
   document.querySelectorAll(".timeline").forEach(function (place) {
     var data = JSON.parse(place.querySelector("script").textContent);
     var canvas = place.querySelector("canvas"), pen = canvas.getContext("2d");
     var gutter = 62, axis = 24, from = 0, to = data.end, width = 0, asked = false, printing = false;
     var dark = matchMedia("(prefers-color-scheme: dark)"), y = axis;
     var rows = data.rows.map(function (row, at) {
-      var n = row.d.length / 6, r = { label: row.label, stream: row.stream, high: row.high, n: n };
-      r.start = new Float64Array(n); r.end = new Float64Array(n); r.d = row.d;
-      for (var i = 0, t = 0; i < n; i++) { t += row.d[6 * i]; r.start[i] = t; r.end[i] = t + row.d[6 * i + 1]; }
+      var d = new Uint32Array(unpacked(row.d)), n = d.length / 3, m = row.m && new Int16Array(unpacked(row.m));
+      var r = { label: row.label, stream: row.stream, high: row.high, n: n };
+      r.start = new Float64Array(n); r.end = new Float64Array(n);
+      for (var i = 0, t = 0; i < n; i++) {
+        t += d[i]; r.start[i] = t * data.unit; r.end[i] = (t + d[n + i]) * data.unit;
+      }
+      r.kind = function (i) { return d[2 * n + i] >>> 24; };
+      r.name = function (i) { return data.names[d[2 * n + i] & 0xffffff]; };
+      r.microbatch = function (i) { return m ? m[i] : -1; };
+      r.stage = function (i) { return m ? m[n + i] : -1; };
       if (row.label && at) y += data.gap;
       r.y = y; y += row.high + 1;
       return r;
@@ -116,15 +129,15 @@ SCRIPT = """
       pen.font = Math.min(12, row.high - 4) + "px " + family; pen.textBaseline = "middle"; pen.textAlign = "center";
       var drawn = -1, color = -1;
       for (var i = first(row, from); i < row.n && row.start[i] <= to; i++) {
-        var d = 6 * i, kind = data.kinds[row.d[d + 2]], microbatch = row.d[d + 4];
+        var what = row.kind(i), kind = data.kinds[what], microbatch = row.microbatch(i);
         var a = px(row.start[i]), b = px(row.end[i]), right = Math.max(b, a + 0.6);
-        if (right <= drawn && row.d[d + 2] === color) continue;
+        if (right <= drawn && what === color) continue;
         pen.fillStyle = microbatch > 0 && microbatch % 2 ? kind[2] : kind[1];
         pen.fillRect(a, row.y, right - a - (b - a > 3 ? 0.5 : 0), row.high);
-        drawn = Math.ceil(right); color = row.d[d + 2];
+        drawn = Math.ceil(right); color = what;
         if (b - a < 12 || row.high < 12) continue;
         var left = Math.max(a, gutter), room = Math.min(b, width) - left;
-        var number = microbatch >= 0 ? String(microbatch) : "", name = data.names[row.d[d + 3]];
+        var number = microbatch >= 0 ? String(microbatch) : "", name = row.name(i);
         var text = [name + (number && " " + number), number].find(function (t) {
           return t && t.length * 6.6 + 4 < room;
         });
@@ -134,7 +147,9 @@ SCRIPT = """
     function redraw() { if (!asked) { asked = true; requestAnimationFrame(draw); } }
     function show(a, b) {
       var span = Math.min(data.end, Math.max(20, b - a));
-      from = Math.max(0, Math.min(a, data.end - span)); to = from + span; redraw();
+      from = Math.max(0, Math.min(a, data.end - span)); to = from + span;
+      canvas.dataset.from = Math.round(from); canvas.dataset.to = Math.round(to);
+      redraw();
     }
     function zoom(factor, share) {
       var middle = from + (to - from) * share, span = (to - from) * factor;
@@ -148,11 +163,11 @@ SCRIPT = """
       if (!row) return "";
       var i = first(row, time - slack);
       if (i >= row.n || row.start[i] > time + slack) return "";
-      var d = 6 * i, lines = [data.names[row.d[d + 3]]], where = [];
-      if (row.d[d + 4] >= 0) where.push("microbatch " + row.d[d + 4]);
-      if (row.d[d + 5] >= 0) where.push("stage " + row.d[d + 5]);
+      var lines = [row.name(i)], where = [];
+      if (row.microbatch(i) >= 0) where.push("microbatch " + row.microbatch(i));
+      if (row.stage(i) >= 0) where.push("stage " + row.stage(i));
       if (where.length) lines.push(where.join(", "));
-      var kind = data.kinds[row.d[d + 2]][0];
+      var kind = data.kinds[row.kind(i)][0];
       lines.push(row.stream + (kind === lines[0] || kind === row.stream ? "" : ", " + kind));
       lines.push("starts " + duration(row.start[i]) + ", takes " + duration(row.end[i] - row.start[i]));
       return lines.join("\\n");

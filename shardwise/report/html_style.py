@@ -62,6 +62,15 @@ svg [data-tip]:hover { opacity: 0.8; }
 .tools button { font: inherit; color: var(--ink); background: var(--soft); border: 1px solid var(--line);
   border-radius: 5px; padding: 1px 10px; cursor: pointer; }
 .tools span { margin-left: 8px; }
+.findings { list-style: none; margin: 0; padding: 0; display: grid; grid-template-columns: repeat(auto-fill, minmax(310px, 1fr));
+  gap: 16px; }
+.finding { border: 1px solid var(--line); border-left: 4px solid var(--alarm); border-radius: 6px; padding: 10px 14px; }
+.finding h3 { margin: 0; font-size: 15px; font-weight: 650; }
+.finding .gain { color: var(--quiet); font-size: 13px; margin-bottom: 4px; }
+.finding .gain b { color: var(--ink); }
+.evidence { margin: 6px 0 0; padding-left: 1.1em; color: var(--quiet); font-size: 13px; }
+details { margin-top: 6px; }
+summary { cursor: pointer; color: var(--quiet); font-size: 13px; }
 ul.notes { margin: 12px 0 0; padding-left: 1.2em; max-width: 62em; }
 ul.notes li { margin-bottom: 6px; }
 #tip { position: fixed; display: none; pointer-events: none; z-index: 9; max-width: 340px; white-space: pre-line;

@@ -7,6 +7,9 @@ with their neighbours in that slice; the joined one lasts as long as they did to
 from __future__ import annotations
 
 import json
+import sys
+from array import array
+from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -15,7 +18,7 @@ from typing import Any
 from shardwise.ledger import Span, Timeline
 from shardwise.report import colors, pick
 
-MOST_SPANS = 60_000
+MOST_SPANS = 120_000
 MOST_RANKS = 128
 
 
@@ -91,27 +94,35 @@ def _joined(group: Sequence[Span]) -> Span:
 
 
 def timeline_data(timeline: Timeline, rows: Sequence[Row]) -> dict[str, Any]:
-    """What the script draws. A span is six numbers: nanoseconds since the start of the one before it, nanoseconds it
-    takes, its kind, its name, microbatch and stage."""
+    """What the script draws. A row's spans are columns of binary numbers (`packed`): time since the start of the one before,
+    time it takes, both in units of nanoseconds, and kind and name in one; where it has them, microbatches and stages."""
     kinds: dict[str, tuple[int, str]] = {}
     names: dict[str, int] = {}
     strips = []
     ranks = sum(bool(row.label) for row in rows)
     high, low, gap = (20, 7, 7) if ranks <= 20 else (13, 5, 4) if ranks <= 48 else (8, 3, 2)
+    last_end = max((pick.nanoseconds(span)[1] for row in rows for span in row.spans), default=1)
+    unit = max(1, -(-last_end // (2**32 - 1)))  # of a picture of over four seconds, some nanoseconds
     for row in rows:
-        numbers: list[int] = []
+        starts, lengths, whats, places = array("I"), array("I"), array("I"), array("h")
         last = 0
         for span in row.spans:
-            start, end = pick.nanoseconds(span)
+            start, end = (time // unit for time in pick.nanoseconds(span))
             kind = kinds.setdefault(pick.kind_of(span), (len(kinds), colors.of_span(span)))[0]
             name = names.setdefault(span.name.replace("_", " "), len(names))
-            numbers += (start - last, end - start, kind, name, span.microbatch, span.stage)
+            starts.append(start - last)
+            lengths.append(end - start)
+            whats.append(kind << 24 | name)
             last = start
-        tall = row.stream == "compute"
-        strips.append({"label": row.label, "stream": row.stream, "high": high if tall else low, "d": numbers})
-    last_end = max((pick.nanoseconds(span)[1] for row in rows for span in row.spans), default=1)
+        if any(span.microbatch >= 0 or span.stage >= 0 for span in row.spans):
+            places = array(
+                "h", [min(span.microbatch, 32767) for span in row.spans] + [span.stage for span in row.spans]
+            )
+        strip = {"label": row.label, "stream": row.stream, "high": high if row.stream == "compute" else low}
+        strips.append(strip | {"d": packed(starts + lengths + whats)} | ({"m": packed(places)} if places else {}))
     return {
         "end": max(1, round(timeline.seconds * 1e9), last_end),
+        "unit": unit,
         "gap": gap,
         "kinds": [
             [kind.replace("_", " "), color, colors.shade(color, 0.22), colors.ink_on(color)]
@@ -122,15 +133,23 @@ def timeline_data(timeline: Timeline, rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
+def packed(numbers: array[int]) -> str:
+    """Numbers as little-endian bytes in base64: a third of their digits."""
+    if sys.byteorder == "big":
+        numbers = array(numbers.typecode, numbers)
+        numbers.byteswap()
+    return b64encode(numbers.tobytes()).decode("ascii")
+
+
 def timeline_body(data: dict[str, Any], legend: str) -> str:
     """The picture's place on the page, its tools and its numbers."""
     # Inside a script element only "<" could end it early.
     numbers = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     height = sum(row["high"] + 1 for row in data["rows"]) + 40
-    said = escape(f"Timeline of one step, {sum(bool(row['label']) for row in data['rows'])} pipeline ranks")
+    said = escape(f"Timeline, {sum(bool(row['label']) for row in data['rows'])} ranks")
     return (
         '<div class="timeline"><div class="tools"><button value="0.5">+</button><button value="2">−</button>'
-        '<button value="all">whole step</button>'
+        '<button value="all">whole</button>'
         "<span>drag to move, double-click or Ctrl + wheel to zoom, point to read</span></div>"
         f'<canvas tabindex="0" role="img" aria-label="{said}" style="height:{height}px"></canvas>{legend}'
         "<noscript><p>The picture needs JavaScript, which this page carries within it.</p></noscript>"

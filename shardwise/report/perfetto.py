@@ -39,7 +39,7 @@ _BACKWARD = "bad"
 
 
 def chrome_trace(timelines: Mapping[str, Timeline]) -> Iterator[str]:
-    """The pieces of one JSON text, a line for each event; the names of the timelines begin the names of the processes."""
+    """The pieces of one JSON text, a line for each event; a process is named by its timeline and its rank."""
     yield '{"displayTimeUnit": "ms", "traceEvents": [\n'
     first = True
     for event in _events(timelines):
@@ -63,7 +63,7 @@ def _events(timelines: Mapping[str, Timeline]) -> Iterator[str]:
             by_rank[span.rank].append(span)
         for rank, spans in by_rank.items():
             process += 1
-            title = f"{name}: pipeline rank {rank}" if name else f"pipeline rank {rank}"
+            title = f"{name} {rank}".strip()
             yield _metadata(process, "process_name", name=title)
             yield _metadata(process, "process_sort_index", sort_index=process)
             yield from _streams(process, spans)

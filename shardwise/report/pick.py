@@ -60,12 +60,18 @@ class TrafficRow:
     messages: float
 
 
+def pass_of_action(name: str) -> str:
+    """The pass that a schedule's action ("F2.5") belongs to; "" for any other name."""
+    found = _ACTION.match(name)
+    return _ACTIONS[found[1]] if found else ""
+
+
 def pass_of(span: Span) -> str:
     """The pass a span on the compute stream belongs to, by its name ("forward", "backward input 3", "F2.5"); else ""."""
     if span.stream != "compute":
         return ""
-    if action := _ACTION.match(span.name):
-        return _ACTIONS[action[1]]
+    if action := pass_of_action(span.name):
+        return action
     name = span.name.lower().replace(" ", "_").replace("-", "_")
     return max((each for each in _PASS_NAMES if name.startswith(each)), key=len, default="")
 

@@ -36,7 +36,7 @@ def key_figures(figures: Iterable[tuple[str, str, str]]) -> RenderableType:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(style="dim", overflow="fold")
     for label, value, note in figures:
-        table.add_row(_said(label), _said(value), _said(note))
+        table.add_row(said(label), said(value), said(note))
     return table
 
 
@@ -44,9 +44,9 @@ def memory_bars(memory: Memory) -> RenderableType:
     """Peak memory of each pipeline rank by owner against what a device holds, then the numbers, which are the legend."""
     bars, owners = pick.memory_bars(memory), pick.owners_of(memory)
     if not bars:
-        return Group(_title("Memory"), Text("not known", style="dim"))
+        return Group(title("Memory"), Text("not known", style="dim"))
     scale = max(memory.capacity, memory.peak)
-    picture = _table(show_header=False)
+    picture = plain_table(show_header=False)
     picture.add_column(justify="right", no_wrap=True)
     picture.add_column()
     picture.add_column(justify="right", no_wrap=True)
@@ -54,7 +54,7 @@ def memory_bars(memory: Memory) -> RenderableType:
         parts = [_Part(cells.OWNER_LETTERS.get(o, "?"), colors.of_owner(o), bar.owners.get(o, 0.0)) for o in owners]
         picture.add_row(_rank_label(bar), _Bar(parts, scale, memory.capacity), _room(bar.total, memory.capacity))
     size = f"; a device holds {words.size(memory.capacity)}, marked |" if memory.capacity else ""
-    head = _title("Memory", f"peak of each pipeline rank{size}")
+    head = title("Memory", f"peak of each pipeline rank{size}")
     return Group(head, picture, "", _memory_numbers(bars, owners))
 
 
@@ -62,8 +62,8 @@ def breakdown_bar(account: Account) -> RenderableType:
     """Where the step's time goes, longest first."""
     parts = pick.breakdown(account)
     if not parts:
-        return Group(_title("Time"), Text("not known", style="dim"))
-    table = _table(show_header=False)
+        return Group(title("Time"), Text("not known", style="dim"))
+    table = plain_table(show_header=False)
     table.add_column(no_wrap=True)
     for _ in range(2):
         table.add_column(justify="right", no_wrap=True)
@@ -72,16 +72,16 @@ def breakdown_bar(account: Account) -> RenderableType:
     for name, taken in parts:
         bar = _Bar([_Part("#", colors.of_category(name), taken)], longest)
         share = taken / account.step_seconds if account.step_seconds else float("nan")
-        table.add_row(_said(name), Text(words.seconds(taken)), Text(words.percent(share), style="dim"), bar)
-    return Group(_title("Time", f"of {words.seconds(account.step_seconds)} a step, on the slowest rank"), table)
+        table.add_row(said(name), Text(words.seconds(taken)), Text(words.percent(share), style="dim"), bar)
+    return Group(title("Time", f"of {words.seconds(account.step_seconds)} a step, on the slowest rank"), table)
 
 
 def traffic_table(traffic: Traffic) -> RenderableType:
     """Bytes and messages one rank sends in a step, by axis and collective."""
     rows, total = pick.traffic_rows(traffic), traffic.total
     if not rows:
-        return Group(_title("Traffic"), Text("none", style="dim"))
-    table = _table()
+        return Group(title("Traffic"), Text("none", style="dim"))
+    table = plain_table()
     table.add_column("axis")
     table.add_column("collective")
     for name in ("sent", "share", "messages", "each"):
@@ -89,8 +89,8 @@ def traffic_table(traffic: Traffic) -> RenderableType:
     last = ""
     for row in rows:
         table.add_row(
-            _named(row.axis, colors.of_category(row.axis)) if row.axis != last else "",
-            _said(row.collective.replace("_", " ")),
+            named(row.axis, colors.of_category(row.axis)) if row.axis != last else "",
+            said(row.collective.replace("_", " ")),
             Text(words.size(row.bytes)),
             Text(words.percent(row.bytes / total if total else 0.0), style="dim"),
             Text(words.count(row.messages) if row.messages else words.DASH),
@@ -100,14 +100,14 @@ def traffic_table(traffic: Traffic) -> RenderableType:
     table.add_section()
     messages = sum(row.messages for row in rows)
     table.add_row("all", "", words.size(total), "", words.count(messages) if messages else words.DASH, "", style="bold")
-    return Group(_title("Traffic", "what one rank sends in a step"), table)
+    return Group(title("Traffic", "what one rank sends in a step"), table)
 
 
 def timeline(timeline: Timeline, width: int | None = None) -> RenderableType:
     """One step: a row for each pipeline rank, coloured by pass, with the microbatch's number where there is room."""
     if not timeline.spans:
-        return Group(_title("One step"), Text("not known", style="dim"))
-    return Group(_title("One step", "each row a pipeline rank, numbers are microbatches"), _Timeline(timeline, width))
+        return Group(title("One step"), Text("not known", style="dim"))
+    return Group(title("One step", "each row a pipeline rank, numbers are microbatches"), _Timeline(timeline, width))
 
 
 def ranking_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[pick.Column]) -> RenderableType:
@@ -122,21 +122,21 @@ def comparison_table(
     only_beyond: bool = False,
 ) -> RenderableType:
     """Two accounts side by side; what is further apart than the tolerance is marked. `only_beyond` leaves out the rest."""
-    head = _title("Comparison", pick.agreement(differences, tolerance))
+    head = title("Comparison", pick.agreement(differences, tolerance))
     rows = [each for each in differences if not only_beyond or pick.beyond(each, tolerance)]
     if not rows:
         return head
-    table = _table()
+    table = plain_table()
     table.add_column("account")
     table.add_column("quantity", overflow="fold")
     for name in (*names, "difference", ""):
-        table.add_column(_said(name), justify="right", no_wrap=True)
+        table.add_column(said(name), justify="right", no_wrap=True)
     last = ""
     for each in rows:
         apart = pick.beyond(each, tolerance)
         table.add_row(
-            _said(each.account if each.account != last else "", "dim"),
-            _said(each.name.replace("_", " ")),
+            said(each.account if each.account != last else "", "dim"),
+            said(each.name.replace("_", " ")),
             Text(words.quantity(each.account, each.name, each.first)),
             Text(words.quantity(each.account, each.name, each.second)),
             Text(words.change(each.relative), style=WARNING if apart else "dim"),
@@ -152,7 +152,7 @@ def notes(sentences: Iterable[str]) -> RenderableType:
     table.add_column(style="dim")
     table.add_column(overflow="fold")
     for sentence in sentences:
-        table.add_row("-", _said(sentence))
+        table.add_row("-", said(sentence))
     return table
 
 
@@ -246,15 +246,15 @@ class _Ranking:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         kept, left = self._fitting(options.max_width)
-        table = _table()
+        table = plain_table()
         table.add_column("", justify="right", style="dim", no_wrap=True)
         for column in kept:
-            table.add_column(_said(column.title), justify="right" if self._numeric(column) else "left", overflow="fold")
+            table.add_column(said(column.title), justify="right" if self._numeric(column) else "left", overflow="fold")
         for place, row in enumerate(self.rows, 1):
-            table.add_row(str(place), *(_said(column.text(row)) for column in kept), style="bold" if place == 1 else "")
+            table.add_row(str(place), *(said(column.text(row)) for column in kept), style="bold" if place == 1 else "")
         yield table
         if left:
-            yield _said(f"not shown for want of width: {', '.join(column.title for column in left)}", "dim")
+            yield said(f"not shown for want of width: {', '.join(column.title for column in left)}", "dim")
 
     def _numeric(self, column: pick.Column) -> bool:
         return all(isinstance(row.get(column.key), int | float | None) for row in self.rows)
@@ -274,17 +274,19 @@ def _plain(console: Console) -> bool:
     return console.color_system is None or console.no_color
 
 
-def _said(text: str, style: str | Style = "") -> Text:
+def said(text: str, style: str | Style = "") -> Text:
     """Text from outside: no markup, and no control characters, which could drive the reader's terminal."""
     return Text("".join(letter if letter.isprintable() else " " for letter in text), style=style)
 
 
-def _title(title: str, remark: str = "") -> Text:
+def title(title: str, remark: str = "") -> Text:
+    """A heading with a remark beside it."""
     text = Text(title, style="bold")
     return text.append(f"  {remark}", style="not bold dim") if remark else text
 
 
-def _table(show_header: bool = True) -> Table:
+def plain_table(show_header: bool = True) -> Table:
+    """A table without a frame."""
     return Table(
         box=box.SIMPLE_HEAD if show_header else None,
         show_edge=False,
@@ -294,8 +296,9 @@ def _table(show_header: bool = True) -> Table:
     )
 
 
-def _named(name: str, color: str) -> Text:
-    return _said(name, Style(color=color, bold=True))
+def named(name: str, color: str) -> Text:
+    """A name in its colour."""
+    return said(name, Style(color=color, bold=True))
 
 
 def _rank_label(bar: pick.MemoryBar) -> Text:
@@ -313,14 +316,14 @@ def _room(total: float, capacity: float) -> Text:
 
 
 def _memory_numbers(bars: Sequence[pick.MemoryBar], owners: Sequence[str]) -> Table:
-    table = _table()
+    table = plain_table()
     table.add_column("")
     table.add_column("GiB on rank")
     for bar in bars:
         table.add_column(Text(bar.label), justify="right", no_wrap=True)
     for owner in owners:
         key = _Swatch(cells.OWNER_LETTERS.get(owner, "?"), colors.of_owner(owner))
-        table.add_row(key, _said(owner), *(words.gib(bar.owners.get(owner, 0.0)) for bar in bars))
+        table.add_row(key, said(owner), *(words.gib(bar.owners.get(owner, 0.0)) for bar in bars))
     table.add_section()
     table.add_row("", "all", *(words.gib(bar.total) for bar in bars), style="bold")
     return table
@@ -348,5 +351,5 @@ def _legend(spans: Sequence[Span], plain: bool) -> Text:
     for kind in pick.ordered(seen, tuple(cells.KIND_LETTERS)):
         key = cells.KIND_LETTERS.get(kind, "?") if plain else "■"
         legend.append(key, style="" if plain else Style(color=colors.of_span(seen[kind])))
-        legend.append_text(_said(f" {kind.replace('_', ' ')}   "))
+        legend.append_text(said(f" {kind.replace('_', ' ')}   "))
     return legend.append(f"{cells.IDLE if plain else '□'} idle")

@@ -19,8 +19,10 @@ def whole_timeline(
     chosen: Mapping[int, Chosen],
     classified: Mapping[int, Classified],
     clocks: Mapping[int, Clock],
+    points: int = 0,
 ) -> Timeline:
-    """Everything that ran in the windows, seconds from the first of them, clocks aligned."""
+    """Everything that ran in the windows, seconds from the first of them, clocks aligned; with `points`, what is shorter than
+    one of so many points across is joined with its neighbours."""
     seen = [profile for profile in profiles if profile.rank in clocks]
     absolute = {p.rank: p.base + clocks[p.rank].offset for p in seen}
     origin = min((int(chosen[p.rank].windows.start[0]) + absolute[p.rank] for p in seen), default=0)
@@ -28,4 +30,4 @@ def whole_timeline(
     for p in seen:
         rows = activity(p, classified[p.rank])
         ranks[p.rank] = (rows, sent(rows), chosen[p.rank].windows)
-    return timeline(ranks, {rank: shift - origin for rank, shift in absolute.items()}, joined=False)
+    return timeline(ranks, {rank: shift - origin for rank, shift in absolute.items()}, points > 0, points)

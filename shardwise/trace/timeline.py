@@ -30,13 +30,16 @@ STREAMS = 3
 
 
 def timeline(
-    ranks: Mapping[int, tuple[Activity, Sent, Intervals]], shifts: Mapping[int, int], joined: bool = True
+    ranks: Mapping[int, tuple[Activity, Sent, Intervals]],
+    shifts: Mapping[int, int],
+    joined: bool = True,
+    points: int = 0,
 ) -> Timeline:
     """Every rank's rows in its windows; `shifts` takes its times to nanoseconds from the beginning. Not `joined`, every row is
-    a span of its own, as an export wants it."""
+    a span of its own, as an export wants it; `points` is how many a stream is drawn with (0: by the number of ranks)."""
     found: list[Span] = []
     length = 0
-    points = min(max(SPANS // max(STREAMS * len(ranks), 1), FEWEST), MOST)
+    points = points or min(max(SPANS // max(STREAMS * len(ranks), 1), FEWEST), MOST)
     for rank, (activity, sent, windows) in ranks.items():
         if not len(windows.start):
             continue

@@ -66,7 +66,7 @@ def _steps(
     pace = 0.0
     began = last = time.perf_counter()
     tokens = trainee.run.batch_tokens
-    for batch in _batches(data.train, trainee):
+    for batch in batches(data.train, trainee, train.steps):
         result = trainee.train_step(batch)
         loss, grad_norm = result.loss.item(), result.grad_norm.item()
         now = time.perf_counter()
@@ -110,9 +110,9 @@ def _steps(
     display.say(f"trained {trainee.tokens:,} tokens in {clock(time.perf_counter() - began)}; everything is in {out}")
 
 
-def _batches(samples: Samples, trainee: Trainee) -> Iterator[Batch]:
+def batches(samples: Samples, trainee: Trainee, last: int) -> Iterator[Batch]:
     """This rank's batches of the steps still to come, each read in the background while the one before is computed."""
-    size, last = trainee.run.train.global_batch, trainee.run.train.steps
+    size = trainee.run.train.global_batch
 
     def read(step: int) -> Batch:
         return samples.take(trainee.samples(np.arange((step - 1) * size, step * size)))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from base64 import b64decode
 from html.parser import HTMLParser
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -126,8 +128,14 @@ def test_the_timeline_keeps_every_span_to_the_nanosecond() -> None:
     seen = []
     for row in data["rows"]:
         start = 0
-        for at in range(0, len(row["d"]), 6):
-            delta, taken, kind, name, microbatch, stage = row["d"][at : at + 6]
+        columns = np.frombuffer(b64decode(row["d"]), "<u4").reshape(3, -1).T.tolist()
+        places = (
+            np.frombuffer(b64decode(row["m"]), "<i2").reshape(2, -1).T.tolist()
+            if "m" in row
+            else [(-1, -1)] * len(columns)
+        )
+        for (delta, taken, what), (microbatch, stage) in zip(columns, places, strict=True):
+            kind, name = what >> 24, what & 0xFFFFFF
             start += delta
             assert 0 <= kind < len(data["kinds"])
             seen.append((row["stream"], data["names"][name], start, taken, microbatch, stage))

@@ -22,13 +22,13 @@ def events(timelines: dict[str, Timeline]) -> list[dict[str, Any]]:
 
 def test_an_empty_trace_is_a_trace() -> None:
     assert events({}) == []
-    assert events({"plan": Timeline()}) == []
+    assert events({"plan: pipeline rank": Timeline()}) == []
 
 
 @settings(max_examples=40, deadline=None)
 @given(timelines, timelines)
 def test_any_timeline_is_kept_whole(first: Timeline, second: Timeline) -> None:
-    found = [event for event in events({"plan": first, "run": second}) if event["ph"] == "X"]
+    found = [event for event in events({"plan: pipeline rank": first, "run": second}) if event["ph"] == "X"]
     spans = [*first.spans, *second.spans]
     assert sorted((e["name"], e["ts"] * 1000) for e in found) == sorted((s.name, round(s.start * 1e9)) for s in spans)
     exact = sum(round((s.start + s.seconds) * 1e9) - round(s.start * 1e9) for s in spans)
@@ -43,13 +43,13 @@ def test_any_timeline_is_kept_whole(first: Timeline, second: Timeline) -> None:
 def test_spans_that_touch_still_touch() -> None:
     third = 1 / 3
     spans = tuple(Span(0, "compute", "forward", "matmul", at * third, third) for at in range(100))
-    found = [event for event in events({"plan": Timeline(spans, 100 * third)}) if event["ph"] == "X"]
+    found = [event for event in events({"plan: pipeline rank": Timeline(spans, 100 * third)}) if event["ph"] == "X"]
     assert {event["tid"] for event in found} == {1}
     assert sum(event["dur"] for event in found) == Decimal("33333333.333")
 
 
 def test_names_order_and_arguments() -> None:
-    found = events({"plan": pipeline_step(ranks=2, microbatches=4)})
+    found = events({"plan: pipeline rank": pipeline_step(ranks=2, microbatches=4)})
     names = {
         (e["name"], e["pid"], e["tid"]): e["args"].get("name", e["args"].get("sort_index"))
         for e in found
@@ -68,7 +68,7 @@ def test_names_order_and_arguments() -> None:
 
 
 def test_a_file_may_be_compressed(tmp_path: Path) -> None:
-    step = {"plan": pipeline_step(ranks=2, microbatches=2)}
+    step = {"plan: pipeline rank": pipeline_step(ranks=2, microbatches=2)}
     write_chrome_trace(step, tmp_path / "a.json")
     write_chrome_trace(step, str(tmp_path / "a.json.gz"))
     assert gzip.decompress((tmp_path / "a.json.gz").read_bytes()) == (tmp_path / "a.json").read_bytes()

@@ -1,0 +1,177 @@
+"""`shardwise profile`: a few steps of a run under the profiler, kept in a folder with everything that explains them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.run import Problem, Run, UserError, read_run
+
+if TYPE_CHECKING:
+    from shardwise.train.launch import Place
+
+HELP = """Record a few steps of the real trainer on all ranks: a trace of each, memory by owner, the run and its plan, into a folder
+that `shardwise trace` explains. --modules also counts operations, memory and time by module."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What follows the verb."""
+    parser.add_argument("run", help="the run, a TOML file; override it with --section.key=value")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="the profile's folder (default: runs/NAME/profile)")
+    parser.add_argument("--steps", type=int, default=3, help="steps to record (default 3)")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them (default 3)")
+    parser.add_argument(
+        "--ranks", metavar="0,3-5", help="ranks to record (default all); the others take part unrecorded"
+    )
+    parser.add_argument("--modules", action="store_true", help="also print what each module costs, and keep it")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Record, or start the ranks that do."""
+    run = read_run(args.run, args.overrides)
+    if run.layout.auto:
+        from shardwise.cli.train import chosen
+        from shardwise.plan.search import resolve
+
+        run = resolve(run)
+        args.overrides += chosen(run)
+        print(f"layout: {', '.join(chosen(run))}", file=sys.stderr)
+    for key in ("steps", "warmup"):
+        if getattr(args, key) < 1:
+            raise UserError(Problem("at least one step is needed", f"--{key}", "command line"))
+    ranks = chosen_ranks(args.ranks, run.layout.world)
+    folder = args.out or Path("runs") / run.name / "profile"
+    from shardwise.data.open import open_data
+    from shardwise.measure.profile import prepare_folder
+    from shardwise.train import launch
+
+    where = launch.place(os.environ)
+    launch.check_world(run, where)
+    if where is None:
+        open_data(run)  # what is wrong with the data is said once, not by every rank
+        prepare_folder(folder)
+        # Also a single rank, since what the profiler says of itself belongs into a log.
+        return launch.start_local(_again(args, folder), run.layout.world, folder / "logs")
+    return _joined(run, args, folder, where, ranks)
+
+
+def chosen_ranks(text: str | None, world: int) -> tuple[int, ...] | None:
+    """The ranks that `0,3-5` names."""
+    if text is None:
+        return None
+    found: set[int] = set()
+    for part in text.split(","):
+        ends = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        ranks = range(int(ends[1]), int(ends[2] or ends[1]) + 1) if ends else range(0)
+        if not ranks:
+            raise UserError(Problem(f'"{text}" is not a list of ranks such as 0,3-5', "--ranks", "command line"))
+        if ranks[-1] >= world:
+            raise UserError(Problem(f"the run has ranks 0 to {world - 1}, not {ranks[-1]}", "--ranks", "command line"))
+        found |= set(ranks)
+    return tuple(sorted(found))
+
+
+def _again(args: argparse.Namespace, folder: Path) -> list[str]:
+    """The arguments of this command, for the ranks."""
+    words = ["profile", args.run, "--out", str(folder), "--steps", str(args.steps), "--warmup", str(args.warmup)]
+    words += ["--ranks", args.ranks] if args.ranks else []
+    words += [f"--{key}" for key in ("modules", "json") if getattr(args, key)]
+    return words + [f"--{override}" for override in args.overrides]
+
+
+def _joined(run: Run, args: argparse.Namespace, folder: Path, where: Place, ranks: tuple[int, ...] | None) -> int:
+    from shardwise.measure.profile import Recording, prepare_folder, record
+    from shardwise.train import launch
+
+    first = where.rank == 0
+    launch.join(where, run)
+    try:
+        if first:
+            prepare_folder(folder)
+        told = print_now if first and not args.json else lambda what: None
+        record(run, folder, Recording(args.steps, args.warmup, ranks, args.modules), told)
+    finally:
+        launch.leave()
+    return _show(folder, args) if first else 0
+
+
+def print_now(what: str) -> None:
+    """Progress, seen at once also where the output is not a terminal."""
+    print(what, flush=True)
+
+
+def _show(folder: Path, args: argparse.Namespace) -> int:
+    manifest = json.loads((folder / "profile.json").read_text())
+    modules = json.loads((folder / "modules.json").read_text()) if args.modules else None
+    if args.json:
+        print(json.dumps({"folder": str(folder), "profile": manifest} | ({"modules": modules} if modules else {})))
+        return 0
+    if modules:
+        _show_modules(modules, manifest)
+    else:
+        _show_answers(folder)
+    ranks = "1 rank" if len(manifest["ranks"]) == 1 else f"{len(manifest['ranks'])} ranks"
+    print(
+        f"\n{manifest['steps']} steps of {ranks} are in {folder}; shardwise trace {folder} says more, --html draws it"
+    )
+    return 0
+
+
+def _show_answers(folder: Path) -> None:
+    """The answers in short, where the packages that read traces are installed."""
+    from rich.console import Console
+
+    from shardwise.cli import trace
+    from shardwise.cli.main import missing_part
+    from shardwise.ledger import as_dict
+    from shardwise.report import terminal, terminal_trace, trace_view
+
+    parser = argparse.ArgumentParser()
+    trace.add_arguments(parser)
+    try:
+        read = trace.explained([folder / "ranks"], parser.parse_args([str(folder / "ranks")]))
+    except ModuleNotFoundError as e:
+        message = missing_part(e)
+        if message is None:
+            raise
+        print(message.replace("this verb", "explaining what was recorded"))
+        return
+    answers = as_dict(read.answers)
+    console = Console()
+    console.print(terminal.key_figures(trace_view.figures(answers)))
+    for part in (terminal_trace.breakdown(answers), terminal_trace.findings(answers)):
+        console.print()
+        console.print(part)
+
+
+def _show_modules(modules: dict[str, Any], manifest: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    from shardwise.report import terminal, words
+    from shardwise.report.terminal_modules import folded, merged, module_table
+
+    places = modules["pipeline_ranks"]
+    stages = [next((r for r in manifest["ranks"] if places[r] == place), None) for place in sorted(set(places))]
+    chosen = [rank for rank in stages if rank is not None]
+    console = Console()
+    console = console if console.is_terminal else Console(width=max(console.width, 120))  # a table needs its columns
+    console.print(module_table(folded(merged(modules["ranks"], chosen)), modules["peak_flops"]))
+    slowest = max(max(modules["step_nanoseconds"][rank]) for rank in manifest["ranks"]) / 1e9
+    utilization = modules["model_flops"] / (slowest * modules["peak_flops"] * manifest["world"])
+    ranks = f"rank {chosen[0]}" if len(chosen) == 1 else f"ranks {', '.join(map(str, chosen))}, one of each stage"
+    console.print()
+    console.print(
+        terminal.notes(
+            [
+                f"{ranks}; a step's operations ({modules['convention']}), kept: bytes of one microbatch",
+                f"time: of kernels on a GPU, of operators on a CPU, without communication; of peak: {modules['peak_source']}",
+                f"the whole step: {words.percent(utilization)} MFU ({manifest['flops_convention']})",
+            ]
+        )
+    )

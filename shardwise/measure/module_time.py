@@ -1,0 +1,85 @@
+"""Time by module, of a profile that was just recorded in this process: what `shardwise trace` reads from the file, for a machine
+that has PyTorch and nothing to read files with.
+
+Time is that of kernels on a GPU and of operators on a CPU, without communication. An operator belongs to the innermost label
+around it, or to the module whose forward pass made the autograd node that it is part of; what has neither is nobody's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from shardwise.labels import read_label
+
+NOBODY = "(unlabelled)"
+BACKWARD_SCOPE = 1
+"""How PyTorch marks what autograd runs (`RecordScope::BACKWARD_FUNCTION`)."""
+COMMUNICATION = ("nccl", "c10d::", "gloo:", "rccl")
+
+Node = tuple[int, int]
+"""One of autograd's: the thread whose forward pass made it, and its number there."""
+
+
+def module_times(events: Iterable[Any]) -> dict[str, dict[str, float]]:
+    """Seconds by module, or phase of a step, and direction."""
+    known = [event for event in events if not event.is_async]
+    makers = _makers(known)
+    found: dict[str, Counter[str]] = {}
+    for event in known:
+        seconds = _own_seconds(event)
+        if seconds:
+            owner, backward = _owner(event, makers)
+            found.setdefault(owner, Counter())["backward" if backward else "forward"] += seconds  # type: ignore[assignment]
+    return {owner: dict(times) for owner, times in found.items()}
+
+
+def _own_seconds(event: Any) -> float:
+    """What an event spent itself: on the device where it started kernels there, otherwise on the host."""
+    if event.name.startswith(COMMUNICATION) or "CPU" not in str(event.device_type):
+        return 0.0
+    # A range that is an annotation is drawn on the device as well, over the kernels in it.
+    if event.is_user_annotation or event.name.startswith("ProfilerStep"):
+        return 0.0
+    if event.use_device:
+        return sum(k.duration for k in event.kernels if not k.name.startswith(COMMUNICATION)) / 1e6
+    return 0.0 if read_label(event.name) is not None else max(0.0, event.self_cpu_time_total / 1e6)
+
+
+def _of_node(event: Any) -> bool:
+    """Whether this is one of autograd's nodes, or the engine around it."""
+    return event.scope == BACKWARD_SCOPE or event.name.startswith("autograd::engine::evaluate_function")
+
+
+def _label_of(event: Any) -> str | None:
+    found = read_label(event.name)
+    if found is None or found.kind not in ("module", "phase"):
+        return None
+    return found.words[0] if found.kind == "module" else f"({found.words[0]})"
+
+
+def _makers(events: list[Any]) -> dict[Node, str]:
+    """The module that made each of autograd's nodes. An operator says the number that the next node will have; so the last one
+    that says it made the node."""
+    forward = [e for e in events if e.sequence_nr >= 0 and not _of_node(e)]
+    makers: dict[Node, str] = {}
+    for event in sorted(forward, key=lambda e: e.time_range.start):
+        at: Any = event
+        while at is not None and _label_of(at) is None:
+            at = at.cpu_parent
+        makers[event.thread, event.sequence_nr] = _label_of(at) or NOBODY if at is not None else NOBODY
+    return makers
+
+
+def _owner(event: Any, makers: dict[Node, str]) -> tuple[str, bool]:
+    """Whose an operator is, and whether the backward pass runs it."""
+    owner, backward, at = "", False, event
+    while at is not None:
+        if not owner:
+            owner = _label_of(at) or ""
+        if _of_node(at):
+            backward = True
+            owner = owner or makers.get((at.fwd_thread, at.sequence_nr), "")
+        at = at.cpu_parent
+    return owner or NOBODY, backward

@@ -1,0 +1,153 @@
+"""What each module of a rank's network costs in a step: operations forward, backward and repeated, and the bytes that its forward
+pass leaves for the backward pass.
+
+The operations are `WorkCounter`'s, blamed on modules in the place of parts, so their sum is the planner's to the last one.
+Bytes are those of storages that are alive when a stage's forward pass has ended, blamed on the module that made them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from torch import Tensor, UntypedStorage, nn
+
+from shardwise.data.batches import Batch
+from shardwise.measure.memory import (
+    StepMemory,
+    Storages,
+    following,
+    optimizer_of,
+    parameters_of,
+    storage_of,
+)
+from shardwise.measure.work import WorkCounter
+from shardwise.model.experts import Experts, Router
+from shardwise.model.layers import Linear, Norm
+from shardwise.model.transformer import Transformer
+from shardwise.parallel import pipeline as pipeline_module
+from shardwise.parallel import recompute
+from shardwise.parallel.pipeline import PutOff
+from shardwise.train.step import Trainee
+
+ROOT = "model"
+"""What the whole network of a stage is called: what stands between its parts."""
+
+
+def module_names(trainee: Trainee) -> dict[nn.Module, str]:
+    """A rank's modules, and their names in the whole model. The loss is the head: it multiplies by it."""
+    names: dict[nn.Module, str] = {}
+    for model in trainee.parallel.models:
+        names |= {module: name or ROOT for name, module in model.named_modules()}
+        names[model.loss] = "head"
+    return names
+
+
+@contextlib.contextmanager
+def repeated_modules(within: Any) -> Iterator[None]:
+    """While it is open, what is repeated in the backward pass runs inside of `within(module)`: a repeated module runs without
+    its own hooks; those of the modules inside of it run."""
+    inner = recompute._not_counting
+
+    @contextlib.contextmanager
+    def both(module: nn.Module) -> Iterator[None]:
+        with within(module), inner(module):
+            yield
+
+    with mock.patch.object(recompute, "_not_counting", both):
+        yield
+
+
+class ModuleWork(WorkCounter):
+    """Adds up the operations of a trainee's steps by module."""
+
+    def __init__(self, trainee: Trainee) -> None:
+        super().__init__(trainee)
+        self.names = module_names(trainee)
+
+    def __enter__(self) -> ModuleWork:
+        self.open.enter_context(repeated_modules(self._inside))
+        inner = pipeline_module.compute_weight
+
+        def put_off(each: PutOff) -> None:
+            with mock.patch.object(self, "_product", lambda *args: self._add(each.name, "backward_weight", args[-1])):
+                inner(each)
+
+        self.open.enter_context(mock.patch.object(pipeline_module, "compute_weight", put_off))
+        super().__enter__()
+        return self
+
+    @contextlib.contextmanager
+    def _inside(self, module: nn.Module) -> Iterator[None]:
+        self.inside.append(self.names[module])
+        try:
+            yield
+        finally:
+            self.inside.pop()
+
+    def _watch(self, model: Transformer) -> None:
+        self._know_parameters(model)
+        for module in model.modules():
+            name = self.names[module]
+            self._around(module, name)
+            if isinstance(module, Linear | Norm | nn.Embedding | Router | Experts) or not list(module.children()):
+                self._mark(module, name)
+
+    def _attending(self, backward: bool = False) -> str:
+        return self._part_of_node() if backward else self.inside[-1]
+
+
+class NamedStorages(Storages):
+    """Follows storages, and knows the module that ran when each was made."""
+
+    def __init__(self, names: dict[nn.Module, str]) -> None:
+        super().__init__()
+        self.names = names
+        self.inside: list[str] = []
+        self.maker: dict[int, str] = {}
+
+    def follow(self, storage: UntypedStorage) -> int:
+        """Count a storage; a new one was made by the module that runs."""
+        number = super().follow(storage)
+        self.maker.setdefault(number, self.inside[-1] if self.inside else ROOT)
+        return number
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Know which module runs."""
+        with contextlib.ExitStack() as stack:
+            for module, name in self.names.items():
+                before = module.register_forward_pre_hook(lambda *_, n=name: self.inside.append(n), prepend=True)
+                after = module.register_forward_hook(lambda *_: self.inside.pop() and None, always_call=True)
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+            yield
+
+
+def module_flops(trainee: Trainee, batch: Batch) -> dict[str, dict[str, float]]:
+    """Operations of one step by module and pass."""
+    with ModuleWork(trainee) as counter:
+        trainee.train_step(batch)
+    return {module: dict(passes) for module, passes in counter.work.flops.items() if sum(passes.values())}
+
+
+def module_activations(trainee: Trainee, batch: Batch) -> dict[str, int]:
+    """Bytes that one microbatch leaves for its backward pass, by module; added over the stages of this rank."""
+    storages = NamedStorages(module_names(trainee))
+    step = StepMemory(trainee, storages)
+    trainee.optimizer.zero_grad()
+    kept: list[Tensor] = [*parameters_of(trainee), *optimizer_of(trainee)]
+    kept += [buffer for model in trainee.parallel.models for buffer in model.buffers()]
+    for x in kept:
+        storages.follow(storage_of(x))
+    with storages, storages.watching(), following(trainee.parallel.pipeline, step):
+        trainee.train_step(batch)
+    found: Counter[str] = Counter()
+    for (_, microbatch), sizes in step.left.items():
+        if microbatch == 0:
+            for number, size in sizes.items():
+                found[storages.maker[number]] += size
+    return dict(found)

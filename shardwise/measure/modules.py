@@ -1,0 +1,95 @@
+"""A rank's network as a list of modules with what each costs in a step: parameters, operations by pass, bytes kept, seconds.
+
+Numbers are given twice: those of a module itself, and those of all that stands below it. Operations are hardware FLOPs, counted
+with tokens dealt out evenly over experts; seconds are those of kernels on a GPU and of operators on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+
+from shardwise.data.batches import Batch
+from shardwise.measure.balance import even_routing
+from shardwise.measure.module_work import ROOT, module_activations, module_flops
+from shardwise.train.step import Trainee
+
+PASSES = ("forward", "recompute", "backward_input", "backward_weight")
+
+
+@dataclass
+class Cost:
+    """What a module costs."""
+
+    parameters: int = 0
+    """In the whole model."""
+    held: int = 0
+    """Numbers of them on this rank."""
+    flops: dict[str, float] = field(default_factory=dict)
+    """Operations of a step by pass."""
+    activations: int = 0
+    """Bytes that one microbatch keeps for its backward pass."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Of a step, `forward` and `backward`; what is repeated is part of the backward pass."""
+
+    def add(self, other: Cost) -> None:
+        """Take another's numbers to one's own."""
+        self.parameters += other.parameters
+        self.held += other.held
+        self.activations += other.activations
+        for mine, others in ((self.flops, other.flops), (self.seconds, other.seconds)):
+            for key, value in others.items():
+                mine[key] = mine.get(key, 0.0) + value
+
+
+def own_costs(trainee: Trainee, batches: Iterable[Batch], seconds: dict[str, dict[str, float]]) -> dict[str, Cost]:
+    """By module, without what stands below it; counts in two more steps. `seconds` are those of a step by module."""
+    found: dict[str, Cost] = {name: Cost() for name in _names(trainee)}
+    coming = iter(batches)
+    # Counting looks into every module, which a compiled block does not let it.
+    with even_routing(trainee), torch.compiler.set_stance("force_eager"):
+        flops = module_flops(trainee, next(coming))
+        activations = module_activations(trainee, next(coming))
+    for name, passes in flops.items():
+        found.setdefault(name, Cost()).flops = {key: passes.get(key, 0.0) for key in PASSES}
+    for name, size in activations.items():
+        found.setdefault(name, Cost()).activations = size
+    for name, times in seconds.items():
+        found.setdefault(name, Cost()).seconds = times
+    for each in trainee.parallel.held:
+        cost = found.setdefault(each.name.rpartition(".")[0] or ROOT, Cost())
+        parameter = each.parameter
+        cost.held += (parameter.to_local() if hasattr(parameter, "to_local") else parameter).numel()
+        cost.parameters += 0 if each.copy_of_other_stage else prod(each.whole)
+    return found
+
+
+def _names(trainee: Trainee) -> Iterable[str]:
+    return (name for model in trainee.parallel.models for name, _ in model.named_modules() if name)
+
+
+def with_all_below(own: dict[str, Cost]) -> dict[str, Cost]:
+    """By module, with what stands below it; the root has everything of the network, phases of the step stay apart."""
+    whole: dict[str, Cost] = {ROOT: Cost()}
+    for name, cost in own.items():
+        if name.startswith("("):
+            whole[name] = cost
+            continue
+        above = name.split(".") if name != ROOT else []
+        for depth in range(1, len(above) + 1):
+            whole.setdefault(".".join(above[:depth]), Cost()).add(cost)
+        whole[ROOT].add(cost)
+    return whole
+
+
+def as_rows(own: dict[str, Cost]) -> list[dict[str, Any]]:
+    """For programs: modules in the order of the network, phases last; `own` is without what stands below."""
+    rows = []
+    for name, cost in with_all_below(own).items():
+        alone = own.get(name, Cost())
+        rows.append({"module": name, **vars(cost), "own": vars(alone)})
+    return rows

@@ -1,0 +1,300 @@
+"""Records a few steps of a run as PyTorch's profiler sees them, on all ranks or some, and keeps beside them what a reader needs
+to say what they mean: the run, its plan, the schedule, the groups of each axis, what was sent, and when ranks' clocks met.
+
+The steps are those of `shardwise train`, on the run's own data. A profile is a folder:
+
+    profile.json            what was recorded (`manifest`)
+    run.toml, plan.json     the run, resolved, and what the planner says of it
+    ranks/rank-00000.json.gz     Kineto traces, one for each rank recorded
+    memory/rank-00000.json.gz    bytes by owner in one more step; on GPUs also the allocator's blocks and their history
+    modules.json            what each module costs, when asked for
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from shardwise import __version__
+from shardwise.data.batches import Batch
+from shardwise.data.open import open_data
+from shardwise.hardware.chips import chip_of_driver_name
+from shardwise.ledger import AXIS_OF
+from shardwise.measure.labelled import labelled, span
+from shardwise.measure.memory import measure_memory
+from shardwise.measure.module_time import module_times
+from shardwise.measure.modules import as_rows, own_costs
+from shardwise.measure.snapshot import allocator_history
+from shardwise.measure.traffic import TrafficCounter, axes_by_group
+from shardwise.plan.account import CONVENTION as HARDWARE
+from shardwise.plan.plan import plan
+from shardwise.plan.work import CONVENTION, training_flops
+from shardwise.run import Problem, Run, UserError, to_dict, to_toml
+from shardwise.train.loop import batches
+from shardwise.train.speed import peak_flops
+from shardwise.train.step import Trainee
+
+VERSION = 1
+MEETINGS = 5
+"""How often ranks meet to compare clocks, before the recorded steps and after them."""
+
+Told = Callable[[str], None]
+"""Is told what happens."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What to record."""
+
+    steps: int = 3
+    warmup: int = 3
+    """Steps before, not recorded: the first ones make buffers, buckets and compiled kernels."""
+    ranks: tuple[int, ...] | None = None
+    """Which ranks are recorded; all take part. None is all."""
+    modules: bool = False
+    """Also count by module, in two more steps."""
+
+    def has(self, rank: int) -> bool:
+        """Whether a rank is recorded."""
+        return self.ranks is None or rank in self.ranks
+
+
+def rank_file(folder: Path, kind: str, rank: int) -> Path:
+    """Where a rank's trace or memory is."""
+    return folder / kind / f"rank-{rank:05d}.json.gz"
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make the folder of a profile, in the place of an older one."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(Problem(f"{folder} is a file; a profile is a folder", "--out", "command line"))
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "profile.json").exists():
+        reason = f"{folder} holds something that is not a profile; choose another folder, or an empty one"
+        raise UserError(Problem(reason, "--out", "command line"))
+    (folder / "profile.json").unlink(missing_ok=True)
+    for kind in ("ranks", "memory"):
+        shutil.rmtree(folder / kind, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    # So that the folder is known as one of ours also when a recording is broken off.
+    (folder / "profile.json").write_text(json.dumps({"version": VERSION, "complete": False}))
+
+
+def record(run: Run, folder: Path, recording: Recording, told: Told = lambda what: None) -> Trainee:
+    """Record the run into a folder that `prepare_folder` has made. Every rank calls this."""
+    data = open_data(run)
+    trainee = Trainee(run)
+    rank = trainee.mesh.rank
+    first, last = recording.warmup + 1, recording.warmup + recording.steps
+    coming = batches(data.train, trainee, last + (3 if recording.modules else 1))
+    told(f"{recording.warmup} steps to warm up")
+    for _ in range(recording.warmup - 1):
+        _step(trainee, next(coming))
+    clocks = _meet(trainee)
+    told(f"{recording.steps} steps under the profiler")
+    seen = _recorded(trainee, coming, folder, recording)
+    clocks += _meet(trainee)
+    told("one more step to count memory")
+    owners = measure_memory(trainee, next(coming))
+    if recording.has(rank):
+        _write_memory(rank_file(folder, "memory", rank), dict(owners=owners, allocator=seen.allocator))
+    mine = dict(
+        nanoseconds=seen.nanoseconds,
+        clocks=clocks,
+        device=device_name(trainee.device),
+        host=socket.gethostname(),
+        groups=_groups(trainee),
+        traffic=seen.traffic,
+        modules=None,
+    )
+    if recording.modules:
+        told("two more to count operations and activations by module")
+        mine["modules"] = as_rows(own_costs(trainee, coming, seen.module_seconds))
+    every = _gathered(trainee, mine)
+    if rank == 0:
+        (folder / "run.toml").write_text(to_toml(run))
+        (folder / "plan.json").write_text(json.dumps(planned(run, trainee.device)))
+        described = manifest(trainee, recording, first, every)
+        if recording.modules:
+            known = ("pipeline_ranks", "peak_flops", "peak_source", "model_flops", "step_nanoseconds")
+            shared = {key: described[key] for key in known}
+            rows = {"convention": HARDWARE, **shared, "ranks": [each["modules"] for each in every]}
+            (folder / "modules.json").write_text(json.dumps(rows))
+        (folder / "profile.json").write_text(json.dumps(described, indent=1))
+    if run.layout.world > 1:
+        dist.barrier()  # nobody reads before all is written
+    return trainee
+
+
+def _step(trainee: Trainee, batch: Batch) -> int:
+    """A step as the training loop does it, to the moment its loss is known; gives its nanoseconds."""
+    start = time.perf_counter_ns()
+    result = trainee.train_step(batch)
+    result.loss.item(), result.grad_norm.item()
+    return time.perf_counter_ns() - start
+
+
+@dataclass
+class Seen:
+    """What a rank saw of its recorded steps besides the trace."""
+
+    nanoseconds: list[int] = field(default_factory=list)
+    traffic: list[dict[str, Any]] | None = None
+    """What was sent; None on a rank that was not recorded."""
+    allocator: dict[str, Any] = field(default_factory=dict)
+    module_seconds: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Of a step, by module and direction."""
+
+
+def _recorded(trainee: Trainee, coming: Iterator[Batch], folder: Path, recording: Recording) -> Seen:
+    """The last step to warm up, with labels and the profiler ready, and those that are recorded."""
+    seen, path = Seen(), rank_file(folder, "ranks", trainee.mesh.rank)
+    recorded = recording.has(trainee.mesh.rank)
+    with contextlib.ExitStack() as stack:
+        if recorded:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profiler = stack.enter_context(_profiler(trainee.device, recording.steps))
+            counter = stack.enter_context(labelled(trainee))
+            seen.allocator = stack.enter_context(allocator_history(trainee.device))
+        for number in range(recording.steps + 1):
+            with span("phase", "data"):
+                batch = next(coming)
+            nanoseconds = _step(trainee, batch)
+            if number:
+                seen.nanoseconds.append(nanoseconds)
+            elif recorded:
+                counter.forget()
+            if recorded:
+                profiler.step()
+    if recorded:
+        profiler.export_chrome_trace(str(path))
+        seen.traffic = _traffic(counter)
+        if recording.modules:
+            times = module_times(profiler.events() or ())
+            seen.module_seconds = {m: {k: v / recording.steps for k, v in t.items()} for m, t in times.items()}
+    return seen
+
+
+def _profiler(device: torch.device, steps: int) -> profile:
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    return profile(
+        activities=activities,
+        schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),
+        record_shapes=True,
+        profile_memory=True,
+    )
+
+
+def _meet(trainee: Trainee) -> list[int]:
+    """What this rank's clock says when all ranks have met, several times."""
+    times = []
+    for _ in range(MEETINGS if trainee.run.layout.world > 1 else 0):
+        dist.barrier()
+        times.append(time.time_ns())
+    return times
+
+
+def _gathered(trainee: Trainee, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    every: list[Any] = [mine]
+    if trainee.run.layout.world > 1:
+        every = [None] * trainee.run.layout.world
+        dist.all_gather_object(every, mine)
+    return every
+
+
+def _groups(trainee: Trainee) -> dict[str, dict[str, Any]]:
+    """This rank's process groups by name: their axis and their ranks."""
+    if trainee.run.layout.world == 1:
+        return {}
+    names = {group_name: AXIS_OF.get(axis, axis) for group_name, axis in axes_by_group(trainee).items()}
+    made = dist.distributed_c10d._world.pg_map
+    ranks: dict[str, list[int]] = {group.group_name: dist.get_process_group_ranks(group) for group in made}
+    return {name: dict(axis=axis, ranks=ranks[name]) for name, axis in names.items()}
+
+
+def _traffic(counter: TrafficCounter) -> list[dict[str, Any]]:
+    """What was sent in the recorded steps. Bytes may be fractions: an all-reduce over three ranks."""
+    return [
+        dict(
+            axis=AXIS_OF.get(group, group),
+            collective=operation,
+            bytes=str(size),
+            messages=counter.messages[group, operation],
+        )
+        for (group, operation), size in counter.traffic.items()
+    ]
+
+
+def device_name(device: torch.device) -> str:
+    """What a rank computes on."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _write_memory(path: Path, found: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        json.dump(found, file)
+
+
+def planned(run: Run, device: torch.device) -> dict[str, Any]:
+    """What the planner says of a run, for the chip that it really runs on where the run names none."""
+    chip = chip_of_driver_name(device_name(device)) if device.type == "cuda" else None
+    if not run.cluster.chip and not run.cluster.profile and chip is not None:
+        run = replace(run, cluster=replace(run.cluster, chip=chip.name))
+    return plan(run).as_dict()
+
+
+def manifest(trainee: Trainee, recording: Recording, first: int, every: list[dict[str, Any]]) -> dict[str, Any]:
+    """What was recorded; names are stable."""
+    run, pipeline = trainee.run, trainee.parallel.pipeline
+    peak, source = peak_flops(trainee.device, trainee.dtype)
+    listed = pipeline.schedule
+    return {
+        "version": VERSION,
+        "complete": True,
+        "shardwise": __version__,
+        "torch": torch.__version__,
+        "name": run.name,
+        "world": run.layout.world,
+        "ranks": [rank for rank in range(run.layout.world) if recording.has(rank)],
+        "layout": to_dict(run)["layout"],
+        "first_step": first,
+        "steps": recording.steps,
+        "tokens": run.batch_tokens,
+        "model_flops": training_flops(run.model, run.train.seq_len) * run.batch_tokens,
+        "flops_convention": CONVENTION,
+        "peak_flops": peak,
+        "peak_source": source,
+        "schedule": {
+            "name": listed.name,
+            "microbatches": listed.microbatches,
+            "placement": list(listed.placement),
+            "actions": [[str(action) for action in actions] for actions in listed.ranks],
+        },
+        "pipeline_ranks": _pipeline_ranks(trainee),
+        "devices": [each["device"] for each in every],
+        "hosts": [each["host"] for each in every],
+        "groups": [each["groups"] for each in every],
+        "step_nanoseconds": [each["nanoseconds"] for each in every],
+        "traffic": [each["traffic"] for each in every],
+        "clocks": [each["clocks"] for each in every],
+    }
+
+
+def _pipeline_ranks(trainee: Trainee) -> list[int]:
+    """The place in its pipeline of every rank: the pipeline is the outermost axis."""
+    layout = trainee.run.layout
+    return [rank * layout.pipeline // layout.world for rank in range(layout.world)]

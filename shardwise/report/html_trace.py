@@ -1,0 +1,269 @@
+"""An explained profile as sections of a page: what to change first, then where the time went, then everything behind it.
+
+Takes the explanation as plain data, like `trace_view`, which decides what is shown; `html` makes the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from shardwise.ledger import Timeline
+from shardwise.report import colors, html, html_charts, html_trace_charts, pick, trace_view, words
+from shardwise.report.html import Section, cell, table_of
+from shardwise.report.html_timeline import evenly
+from shardwise.report.trace_view import Explained
+
+MOST_ROWS = 40
+MOST_BARS = 128
+CAUSE_COLORS = {
+    "host": colors.CATEGORY["host"],
+    "synchronisation": "#b58b5b",
+    "data": colors.CATEGORY["data"],
+    "peer": colors.AXIS["replicate"],
+    "pipeline": colors.AXIS["pipeline"],
+    "device": colors.CATEGORY["memory"],
+    "unknown": colors.UNKNOWN,
+}
+"""Why a device was idle; what an axis causes has the axis's colour."""
+
+
+def sections(
+    explained: Explained, timeline: Timeline, closeup: Timeline | None = None, problems: Sequence[str] = ()
+) -> list[Section]:
+    """The whole page. `timeline` is drawn of all ranks, `closeup` of a step of some, kernel by kernel."""
+    remark = "What each rank computed, coloured by kind; the thin rows are copies, and traffic by axis."
+    found = [
+        html.key_figures(trace_view.figures(explained)),
+        findings(explained),
+        breakdown(explained),
+        html.timeline(timeline, "Timeline", remark),
+    ]
+    if closeup is not None and closeup.spans:
+        ranks = sorted({span.rank for span in closeup.spans})
+        what = "kernel" if any(explained["devices"].values()) else "operator"
+        who = (
+            f"rank {ranks[0]}, the slowest"
+            if len(ranks) == 1
+            else f"ranks {', '.join(map(str, ranks))}, the slowest among them"
+        )
+        found.append(html.timeline(closeup, f"One step, {what} by {what}", f"Every {what} of {who}."))
+    found += [communication(explained), idle(explained), pipeline(explained), modules(explained), kernels(explained)]
+    found += [memory(explained), critical_path(explained)]
+    said = [*problems, *trace_view.remarks(explained)]
+    if said:
+        found.append(html.notes(said))
+    return [section for section in found if section.body]
+
+
+def findings(explained: Explained) -> Section:
+    """What to change, most to win first."""
+    if not explained["findings"]:
+        return Section("What to change", "", "<p>Nothing that the evidence would carry.</p>")
+    cards = []
+    for at, each in enumerate(explained["findings"], 1):
+        evidence = "".join(f"<li>{escape(line)}</li>" for line in each["evidence"])
+        gain = f"up to {words.seconds(each['gain'] / 1e9)} a step"
+        cost = f"{words.percent(each['share'])} of it, {words.digits(each['gpu_hours_per_day'])} device-hours a day"
+        cards.append(
+            f'<li class="finding"><h3>{at}. {escape(each["title"])}</h3><p class="gain"><b>{escape(gain)}</b> {escape(cost)}</p>'
+            f'<p>{escape(each["advice"][:1].upper() + each["advice"][1:])}.</p><ul class="evidence">{evidence}</ul></li>'
+        )
+    return Section("What to change first", "Gains do not add up: each is what that change alone could bring at most.",
+                   f'<ol class="findings">{"".join(cards)}</ol>')  # fmt: skip
+
+
+def breakdown(explained: Explained) -> Section:
+    """Each rank's step by category, and the numbers."""
+    ranks = trace_view.categories(explained)
+    if not ranks:
+        return Section("Where the time went", "", "")
+    shown = evenly(list(ranks), MOST_BARS)
+    names = list(next(iter(ranks.values())))
+    bars = html_trace_charts.rank_bars(
+        {rank: ranks[rank] for rank in shown}, colors.CATEGORY, trace_view.steps_of(explained)
+    )
+    key = html_charts.legend([(name, colors.of_category(name)) for name in names])
+    columns = [pick.Column("rank", "rank"), pick.Column("span", "time", words.seconds)]
+    columns += [
+        pick.Column(n, n.replace("_", " "), words.percent)
+        for n in ("compute", "communication", "exposed_communication", "copy", "idle")
+    ]
+    rows = [
+        {
+            "rank": rank,
+            "span": row["span"] / 1e9,
+            **{name: row[name] / max(row["span"], 1) for name in row if name != "span"},
+        }
+        for rank, row in explained["ranks"].items()
+    ]
+    remark = "Every moment has one category: what was computed, else traffic that nothing hid, else why nothing ran. Of a step."
+    numbers = html.ranking_table(rows, columns).body
+    folded = f"<details><summary>Every rank in numbers, over all steps</summary>{numbers}</details>"
+    return Section("Where the time went", remark, f'<div class="keep">{bars}{key}</div>{folded}')
+
+
+def communication(explained: Explained) -> Section:
+    """Traffic by axis and collective, exposed and hidden."""
+    rows = trace_view.axis_rows(explained)
+    if not rows:
+        return Section("Communication", "", "")
+    longest = max(row.seconds for row in rows) or 1.0
+    lines, last = [], ""
+    for row in rows:
+        color = colors.of_category(row.axis)
+        hidden = (row.seconds - row.exposed) / longest
+        bar = (
+            f'<svg><rect width="{100 * row.exposed / longest:.2f}%" height="13" fill="{color}"/>'
+            f'<rect x="{100 * row.exposed / longest:.2f}%" width="{100 * hidden:.2f}%" height="13" fill="{color}" '
+            'opacity="0.3"/></svg>'
+        )
+        lines.append([
+            cell(row.axis, color=color) if row.axis != last else cell(""),
+            cell(row.collective.replace("_", " ")),
+            cell(words.count(round(row.messages)), "n"),
+            cell(words.size(row.bytes) if row.bytes else words.DASH, "n"),
+            cell(words.seconds(row.seconds), "n"),
+            cell(words.seconds(row.exposed), "n"),
+            cell(words.percent(row.waiting), "n quiet"),
+            cell(words.rate(row.bandwidth, "B") if row.bandwidth else words.DASH, "n quiet"),
+            f'<td class="bar" style="width:22%">{bar}</td>',
+        ])  # fmt: skip
+        last = row.axis
+    heads = ["axis", "collective", "messages", "sent", "time", "exposed", "of it waiting", "bus bandwidth", ""]
+    remark = "Of one rank and step, mean of the ranks. Full colour: nothing was computed meanwhile; pale: hidden behind computing."
+    return Section("Communication", remark, table_of(heads, lines, numbers_from=2, wide=True))
+
+
+def idle(explained: Explained) -> Section:
+    """Why devices had nothing to do."""
+    causes = trace_view.idle_by_cause(explained)
+    if not causes:
+        return Section("Idle", "", "")
+    ranks = {rank: {name: row.get(name, 0) for name in causes} for rank, row in explained["idle"].items()}
+    shown = evenly(list(ranks), MOST_BARS)
+    bars = html_trace_charts.rank_bars(
+        {rank: ranks[rank] for rank in shown}, CAUSE_COLORS, trace_view.steps_of(explained)
+    )
+    key = html_charts.legend(
+        [(f"{name}, {words.seconds(took)}", CAUSE_COLORS.get(name, colors.UNKNOWN)) for name, took in causes.items()]
+    )
+    remark = (
+        "Nothing ran on the device, by cause: the host launched late or had waited, data, other ranks, another stage."
+    )
+    return Section("Idle by cause", remark, f'<div class="keep">{bars}{key}</div>')
+
+
+def pipeline(explained: Explained) -> Section:
+    """The executed schedule of the pipeline and step with most bubble."""
+    step = trace_view.pipeline_of(explained)
+    if step is None:
+        return Section("Pipeline", "", "")
+    name = step["schedule"] or "a schedule without a name"
+    shares = sorted(trace_view.bubble_share(each) for each in explained["pipelines"])
+    remark = (
+        f"As executed: {name}, {len(step['ranks'])} ranks, {step['microbatches']} microbatches, "
+        f"{step['stages_per_rank']} stages a rank. Bubble {words.percent(shares[0])} to {words.percent(shares[-1])} over "
+        f"{len(shares)} pipelines and steps; shown is the worst, ranks {', '.join(map(str, step['members']))} in step "
+        f"{step['step']}."
+    )
+    passes = [("forward", "F"), ("backward", "B"), ("backward_input", "I"), ("backward_weight", "W")]
+    seen = {action[:1] for rank in step["ranks"].values() for action in rank["actions"]}
+    key = html_charts.legend([(name.replace("_", " "), colors.PASS[name]) for name, letter in passes if letter in seen])
+    return Section("Pipeline", remark, f'<div class="keep">{html_trace_charts.action_order(step)}{key}</div>')
+
+
+def modules(explained: Explained) -> Section:
+    """Device time by module."""
+    rows = trace_view.module_rows(explained)
+    if not rows:
+        return Section("Modules", "", "")
+    longest = rows[0].seconds or 1.0
+    names = [name for name in rows[0].passes if any(row.passes[name] for row in rows)]
+    lines = []
+    for row in rows[:MOST_ROWS]:
+        layers = f" ×{row.layers}" if row.layers > 1 else ""
+        bar = f'<td class="bar" style="width:20%">{html_charts.small_bar(row.seconds / longest, colors.CATEGORY["matmul"])}</td>'
+        lines.append([
+            cell(row.name + layers),
+            *(cell(words.seconds(row.passes[name]) if row.passes[name] else words.DASH, "n quiet") for name in names),
+            cell(words.seconds(row.seconds), "n"),
+            cell(words.percent(row.share), "n"),
+            cell(words.flops(row.speed, "FLOP/s") if row.speed else words.DASH, "n quiet"),
+            bar,
+        ])  # fmt: skip
+    told = explained["modules"]["attributed"]
+    least = f" {words.percent(min(told.values()))} of the time is told, on the rank with least." if told else ""
+    remark = f"Time that each launched itself, of a step and rank; layers alike are added up.{least}"
+    heads = ["module", *names, "time", "share", "speed", ""]
+    return Section("Modules", remark, table_of(heads, lines, numbers_from=1, wide=True) + _more(len(rows)))
+
+
+def kernels(explained: Explained) -> Section:
+    """The kernels that took most."""
+    rows = explained["kernels"]
+    if not rows:
+        return Section("Kernels", "", "")
+    of = trace_view.steps_of(explained) * max(1, len(explained["seen"]))
+    lines = [
+        [
+            f'<td data-tip="{escape(row["name"][:300])}">{escape(trace_view.short_kernel(row["name"]))}</td>',
+            cell(row["kind"], "quiet"),
+            cell(words.count(round(row["count"] / of)) if row["count"] >= of else f"{row['count'] / of:.2f}", "n"),
+            cell(words.seconds(row["total"] / row["count"] / 1e9) if row["count"] else words.DASH, "n quiet"),
+            cell(words.seconds(row["longest"] / 1e9), "n quiet"),
+            cell(words.seconds(row["total"] / of / 1e9), "n"),
+            cell(words.percent(row["share"]), "n"),
+        ]
+        for row in rows[:MOST_ROWS]
+    ]
+    heads = ["kernel", "kind", "calls", "each", "longest", "time", "share"]
+    remark = "Of a step and rank, most first; without a device, operators with their own time."
+    return Section("Kernels", remark, table_of(heads, lines, numbers_from=2, wide=True) + _more(len(rows)))
+
+
+def memory(explained: Explained) -> Section:
+    """Memory over time."""
+    curves = trace_view.memory_curves(explained)
+    if not curves:
+        return Section("Memory", "", "")
+    picture, key = html_trace_charts.memory_lines(curves)
+    ranks = len([1 for each in explained["memory"].values() if each])
+    some = f" The {len(curves)} of {ranks} ranks that need most." if ranks > len(curves) else ""
+    return Section(
+        "Memory",
+        f"Bytes allocated over the steps.{some}",
+        f'<div class="keep">{picture}{html_charts.legend(key)}</div>',
+    )
+
+
+def critical_path(explained: Explained) -> Section:
+    """The chain of work and waiting that the time of the steps hangs on."""
+    path = explained["critical_path"]
+    if not path or not path["length"]:
+        return Section("Critical path", "", "")
+    kinds = {
+        "compute": colors.CATEGORY["matmul"],
+        "copy": colors.CATEGORY["memory"],
+        "host": colors.CATEGORY["host"],
+        "idle": colors.CATEGORY["bubble"],
+    }
+    parts = sorted(path["categories"].items(), key=lambda pair: -pair[1])
+    bar = html_charts.stacked_bar(
+        [
+            (name, took / 1e9, kinds.get(name) or colors.of_category(name.removeprefix("communication ")))
+            for name, took in parts
+            if took
+        ]
+    )
+    ranks = sorted(path["ranks"].items(), key=lambda pair: -pair[1])[:6]
+    through = ", ".join(f"rank {rank} {words.percent(took / path['length'])}" for rank, took in ranks)
+    remark = (
+        f"What the {words.seconds(path['length'] / 1e9)} of all steps hang on, over ranks: making anything else faster wins "
+        f"nothing. Through {through}."
+    )
+    return Section("Critical path", remark, f'<div class="keep">{bar}</div>')
+
+
+def _more(count: int) -> str:
+    return f'<p class="remark">{count - MOST_ROWS:,} more are in the JSON.</p>' if count > MOST_ROWS else ""

@@ -1,0 +1,205 @@
+"""What a report shows of an explained profile, decided once for terminal and page: rows in the order of what they cost, of a step
+and rank, layers that are alike folded into one.
+
+It reads the explanation as plain data (`ledger.as_dict` of the trace reader's record): times in nanoseconds, ranks as keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from shardwise.ledger import CATEGORIES
+from shardwise.report import words
+from shardwise.report.pick import ordered
+from shardwise.run.axes import AXES
+
+Explained = Mapping[str, Any]
+_LAYER = re.compile(r"\b(layers|h|blocks?)\.(\d+)\b")
+
+
+def steps_of(explained: Explained) -> int:
+    """Steps that were looked at; the whole window counts as one."""
+    return max(1, len(explained["steps"]))
+
+
+def slowest(explained: Explained) -> int:
+    """The rank that took longest, the first of several."""
+    spans = {rank: row["span"] for rank, row in explained["ranks"].items()}
+    return min(spans, key=lambda rank: (-spans[rank], rank), default=0)
+
+
+def share(explained: Explained, name: str) -> float:
+    """Mean over the ranks of a part of their time."""
+    parts = [row[name] / row["span"] for row in explained["ranks"].values() if row["span"]]
+    return fmean(parts) if parts else 0.0
+
+
+def figures(explained: Explained) -> list[tuple[str, str, str]]:
+    """The few numbers that matter."""
+    seen, world, steps = explained["seen"], explained["world"], explained["steps"]
+    numbers = ", ".join(map(str, steps[:6])) + (" …" if len(steps) > 6 else "")
+    devices = sorted({name for name in explained["devices"].values() if name})
+    lost = share(explained, "exposed_communication") + share(explained, "idle")
+    axes = axis_rows(explained)
+    most = max(axes, key=lambda row: row.exposed, default=None)
+    causes = idle_by_cause(explained)
+    found = [
+        ("step", words.seconds(explained["step_time"] / 1e9),
+         f"rank {slowest(explained)}, the slowest; " + (f"steps {numbers}" if steps else "the whole file")),
+        ("ranks", f"{len(seen)} of {world}" if world else str(len(seen)), ", ".join(devices) or "on the host alone"),
+        ("computing", words.percent(share(explained, "compute")), "of the time, mean of the ranks"),
+        ("exposed traffic", words.percent(share(explained, "exposed_communication")),
+         f"most of it {most.axis} {most.collective.replace('_', ' ')}" if most and most.exposed else "none"),
+        ("idle", words.percent(share(explained, "idle")),
+         f"most of it: {max(causes, key=lambda name: causes[name])}" if any(causes.values()) else "none"),
+        ("not computing", f"{words.digits(lost * max(world, len(seen)) * 24)} h",
+         "of device time a day, exposed or idle, all ranks"),
+    ]  # fmt: skip
+    used = explained["flops"]["utilisation"]
+    if used:
+        found.append(("MFU", words.percent(fmean(used.values())), explained["flops"]["convention"]))
+    peaks = [(curve["peak"], rank) for rank, curves in explained["memory"].items() for curve in curves]
+    if peaks:
+        peak, rank = max(peaks)
+        found.append(("memory", words.size(peak), f"the most allocated, rank {rank}"))
+    return found
+
+
+def categories(explained: Explained) -> dict[int, dict[str, int]]:
+    """Where each rank's time went, in the ledger's categories, which add up to its span."""
+    known = ordered(
+        (name for row in explained["categories"].values() for name, took in row.items() if took), CATEGORIES
+    )
+    return {rank: {name: row.get(name, 0) for name in known} for rank, row in explained["categories"].items()}
+
+
+@dataclass(frozen=True)
+class AxisRow:
+    """Traffic of one axis and collective: means over the ranks that took part, of a step."""
+
+    axis: str
+    collective: str
+    ranks: int
+    messages: float
+    bytes: float
+    seconds: float
+    exposed: float
+    waiting: float
+    """The share of its summed time that ranks waited for the last one."""
+    bandwidth: float
+    """Bytes a second on the wire while data moved; 0 where sizes are not known."""
+
+
+def axis_rows(explained: Explained) -> list[AxisRow]:
+    """All of them, in the order of the axes."""
+    steps, rows = steps_of(explained), []
+    for each in explained["axes"]:
+        ranks = list(each["ranks"].values())
+        if not ranks:
+            continue
+
+        def total(name: str, ranks: Sequence[Mapping[str, Any]] = ranks) -> float:
+            return sum(rank[name] for rank in ranks)
+
+        of = len(ranks) * steps
+        rows.append(
+            AxisRow(
+                each["axis"], each["collective"], len(ranks), total("messages") / of, total("bytes") / of,
+                total("time") / of / 1e9, total("exposed") / of / 1e9,
+                total("wait") / total("summed") if total("summed") else 0.0,
+                total("bytes") * 1e9 / total("timed") if total("timed") else 0.0,
+            )
+        )  # fmt: skip
+    places = {axis: at for at, axis in enumerate(ordered((row.axis for row in rows), AXES))}
+    return sorted(rows, key=lambda row: (places[row.axis], -row.exposed, row.collective))
+
+
+def idle_by_cause(explained: Explained) -> dict[str, float]:
+    """Seconds of a step by cause, mean of the ranks, most first."""
+    rows, steps = list(explained["idle"].values()), steps_of(explained)
+    names = dict.fromkeys(name for row in rows for name in row)
+    means = {name: fmean(row.get(name, 0) for row in rows) / steps / 1e9 for name in names}
+    return dict(sorted(((name, value) for name, value in means.items() if value), key=lambda pair: -pair[1]))
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """Device time of a module, or of the modules of the same name in several layers: mean of the ranks, of a step."""
+
+    name: str
+    layers: int
+    passes: Mapping[str, float]
+    share: float
+    kernels: float
+    speed: float
+    """Operations a second while its kernels ran; 0 where shapes are not known."""
+
+    @property
+    def seconds(self) -> float:
+        """All passes."""
+        return sum(self.passes.values())
+
+
+def module_rows(explained: Explained) -> list[ModuleRow]:
+    """Modules by what they cost."""
+    folded: dict[str, list[Mapping[str, Any]]] = {}
+    for row in explained["modules"]["rows"]:
+        folded.setdefault(_LAYER.sub(r"\1.*", row["module"]), []).append(row)
+    of = steps_of(explained) * max(1, len(explained["seen"]))
+    everything = sum(sum(row["passes"].values()) for row in explained["modules"]["rows"]) or 1
+    found = []
+    for name, rows in folded.items():
+        passes = {key: sum(row["passes"].get(key, 0) for row in rows) for key in rows[0]["passes"]}
+        took, flops = sum(passes.values()), sum(row["flops"] for row in rows)
+        found.append(
+            ModuleRow(
+                name, len(rows), {key: value / of / 1e9 for key, value in passes.items()}, took / everything,
+                sum(row["kernels"] for row in rows) / of, flops * 1e9 / took if took else 0.0,
+            )
+        )  # fmt: skip
+    return sorted(found, key=lambda row: -row.seconds)
+
+
+def short_kernel(name: str, most: int = 90) -> str:
+    """A kernel's name without what templates add to it."""
+    plain = re.sub(r"\b(void|at::native::|c10::|std::|\(anonymous namespace\)::)\s*", "", name)
+    plain = plain.split("(")[0] if "<" not in plain.split("(")[0] else plain
+    return plain if len(plain) <= most else plain[: most - 1] + "…"
+
+
+def memory_curves(explained: Explained, most: int = 8) -> list[tuple[int, Mapping[str, Any]]]:
+    """One curve for each of a few ranks, those that need most: of the device where there is one."""
+    chosen = [
+        (rank, max(curves, key=lambda curve: curve["peak"])) for rank, curves in explained["memory"].items() if curves
+    ]
+    return sorted(sorted(chosen, key=lambda pair: -pair[1]["peak"])[:most], key=lambda pair: pair[0])
+
+
+def pipeline_of(explained: Explained) -> Mapping[str, Any] | None:
+    """The pipeline and step with the largest share of bubble."""
+    return max(explained["pipelines"], key=bubble_share, default=None)
+
+
+def bubble_share(step: Mapping[str, Any]) -> float:
+    """The part of the ranks' time that is bubble."""
+    total = step["window"] * len(step["ranks"])
+    return sum(rank["bubble"] for rank in step["ranks"].values()) / total if total else 0.0
+
+
+def remarks(explained: Explained) -> list[str]:
+    """What else there is to say: stragglers, clocks, and what the profiles do not show."""
+    said = [
+        f"rank {each['rank']} holds others up ({each['reason']}): {words.seconds(each['excess'] / 1e9)} a step, "
+        f"{words.percent(each['share'])}; {each['evidence']}"
+        for each in explained["stragglers"]
+    ]
+    moved = {rank: clock["offset"] for rank, clock in explained["clocks"].items() if clock["offset"]}
+    if moved:
+        far = max(moved, key=lambda rank: abs(moved[rank]))
+        length = words.seconds(abs(moved[far]) / 1e9)
+        said.append(f"clocks of {len(moved)} ranks were moved to meet the others, rank {far} most: {length}")
+    return [*said, *explained["unseen"]]

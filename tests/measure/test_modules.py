@@ -1,0 +1,69 @@
+"""Cost by module adds up to the planner's by part, to the last operation, and activations to what the memory count finds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import cases
+import pytest
+
+from shardwise.measure.balance import even_routing
+from shardwise.measure.dry import dry_rank
+from shardwise.measure.memory import measure_memory
+from shardwise.measure.module_work import module_activations, module_flops
+from shardwise.measure.verify import random_batch
+from shardwise.plan.account import work
+from shardwise.run import Run
+
+Layout = dict[str, Any]
+DRY: list[tuple[str, Layout]] = [
+    ("dense", dict(recompute="attention")),
+    ("tied", dict(recompute="operations", recompute_operations=("norm", "ffn"))),
+    ("dense", dict(pipeline=2, schedule="zb-v")),
+    ("dense", dict(tensor=2, async_tensor=True)),
+    ("mixture", dict(shard=2, tensor=2, expert=2, expert_tensor=True)),
+    ("mixture", dict(context=2, recompute="full")),
+    ("latent", dict(shard=2)),
+]
+
+
+def part_of(name: str) -> str:
+    """The planner's part of a module, by its name."""
+    words = name.split(".")
+    for word in ("router", "experts", "attention", "ffn", "shared", "head"):
+        if word in words:
+            return "ffn" if word == "shared" else word
+    raise AssertionError(name)
+
+
+def counted(run: Run) -> tuple[dict[str, dict[str, float]], dict[str, int], dict[str, Any]]:
+    with dry_rank(run, run.layout.world - 1) as trainee, even_routing(trainee):
+        batch = random_batch(run)
+        return module_flops(trainee, batch), module_activations(trainee, batch), measure_memory(trainee, batch)
+
+
+@pytest.mark.parametrize(("model", "layout"), DRY, ids=str)
+def test_modules_add_up_to_the_plan(model: str, layout: Layout) -> None:
+    data = layout.get("shard", 1)
+    stages = layout.get("pipeline", 1)
+    run = cases.make_run(model, layout, 2 * stages, global_batch=(4 if stages > 1 else 1) * data, microbatch=1)
+    flops, activations, memory = counted(run)
+    by_part: Counter[tuple[str, str]] = Counter()
+    for name, passes in flops.items():
+        for which, value in passes.items():
+            by_part[part_of(name), which] += value  # type: ignore[assignment]
+    planned = work(run, run.layout.world - 1)
+    expected = {(part, which): v for part, passes in planned.flops.items() for which, v in passes.items() if v}
+    assert dict(by_part) == expected
+    assert sum(by_part.values()) == planned.total
+    assert sum(activations.values()) == sum(each[0] for each in memory["saved"].values())
+    assert any(name.endswith("attention.core") for name in flops)
+
+
+def test_layers_alike_cost_alike() -> None:
+    flops, activations, _ = counted(cases.make_run("dense", dict(recompute="full"), 2, global_batch=2, microbatch=1))
+    for module in ("attention.q", "attention.core", "ffn.up"):
+        assert len({str(flops[f"layers.{layer}.{module}"]) for layer in range(2)}) == 1
+    # Only its input is kept of a repeated block: the block before made it.
+    assert not any(name.startswith("layers.0.") for name in activations)
