@@ -22,6 +22,7 @@ from shardwise.run import Problem, Run, UserError, read_run, to_dict, to_toml
 from shardwise.train.loss_scale import LossScale
 from shardwise.train.state import collect, restore
 from shardwise.train.step import Trainee
+from shardwise.train.watch.guard import History
 
 FORMAT = 1
 
@@ -34,6 +35,12 @@ def folder_of_step(out: Path, step: int) -> Path:
 def complete_checkpoints(out: Path) -> list[Path]:
     """A run folder's checkpoints, oldest first."""
     return sorted(p for p in (out / "checkpoints").glob("step-*") if p.is_dir())
+
+
+def newest_step(out: Path) -> int:
+    """The step of the newest checkpoint, -1 when there is none."""
+    saved = complete_checkpoints(out)
+    return int(saved[-1].name.removeprefix("step-")) if saved else -1
 
 
 def save(trainee: Trainee, out: Path, tokenizer: Tokenizer, fingerprint: str) -> Path:
@@ -55,6 +62,7 @@ def save(trainee: Trainee, out: Path, tokenizer: Tokenizer, fingerprint: str) ->
         step=trainee.step,
         tokens=trainee.tokens,
         loss_scale=asdict(trainee.loss_scale),
+        history=asdict(trainee.history),
         data=fingerprint,
     )
     (draft / "state.json").write_text(json.dumps(state, indent=1) + "\n")
@@ -104,4 +112,5 @@ def load(trainee: Trainee, checkpoint: Path, fingerprint: str) -> None:
         raise UserError(Problem(reason, key="data.sets", where=str(checkpoint)))
     restore(trainee, whole)
     trainee.loss_scale = LossScale(**state["loss_scale"])
+    trainee.history = History(**state.get("history", {}))
     trainee.step, trainee.tokens = state["step"], state["tokens"]

@@ -34,7 +34,10 @@ class Metrics:
     """Writes records, each at once, so that a crash loses none."""
 
     def __init__(self, folder: Path, run: Run, resumed_step: int = 0) -> None:
-        kept = [r for r in read_metrics(folder) if r["step"] <= resumed_step]
+        records = read_metrics(folder)
+        kept = [r for r in records if r["step"] <= resumed_step]
+        dropped = [r["seconds"] for r in records if r["step"] > resumed_step and "seconds" in r]
+        self.dropped_steps, self.dropped_seconds = len(dropped), sum(dropped)
         self.file = (folder / FILE).open("w")
         for record in kept:
             self.file.write(json.dumps(record) + "\n")
@@ -46,7 +49,7 @@ class Metrics:
         clean = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         self.file.write(json.dumps(clean) + "\n")
         self.file.flush()
-        numbers = {k: v for k, v in values.items() if k != "step"}
+        numbers = {k: v for k, v in values.items() if k != "step" and not isinstance(v, list)}
         if self.board is not None:
             for key, value in numbers.items():
                 self.board.add_scalar(key, value, values["step"])

@@ -77,7 +77,9 @@ def rank_process(parent: int, rank: int) -> int | None:
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds its ranks through /proc")
 def test_a_rank_that_dies_takes_the_others_down_with_one_message(tmp_path: Path) -> None:
-    process = shardwise(tmp_path, "--layout.shard=3", "--train.global_batch=3", "--train.steps=100000")
+    process = shardwise(
+        tmp_path, "--layout.shard=3", "--train.global_batch=3", "--train.steps=100000", "--train.restarts=0"
+    )
     assert process.stdout is not None
     for line in process.stdout:  # training has begun
         if line.startswith("step "):
@@ -104,8 +106,10 @@ def test_a_layout_that_cannot_work_starts_nothing(tmp_path: Path) -> None:
 
 
 def test_other_launchers_are_recognised() -> None:
-    torchrun = dict(RANK="3", WORLD_SIZE="8", LOCAL_RANK="1", MASTER_ADDR="node0", MASTER_PORT="1234")
-    assert place(torchrun) == Place(3, 8, 1, "node0", 1234)
+    torchrun = dict(
+        RANK="3", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", MASTER_ADDR="node0", MASTER_PORT="1234"
+    )
+    assert place(torchrun) == Place(3, 8, 1, "node0", 1234, 4)
     slurm = dict(
         SLURM_PROCID="5", SLURM_NTASKS="16", SLURM_LOCALID="1", SLURM_STEP_NODELIST="gpu[003-007,9]", SLURM_JOB_ID="7"
     )
