@@ -56,6 +56,13 @@ def execute(args: argparse.Namespace) -> int:
     except Preempted as stop:
         print(stop, file=sys.stderr)
         return PREEMPTED
+    except OSError as e:
+        if where is None or not where.watched:
+            raise
+        print(
+            f"error: {e}", file=sys.stderr
+        )  # a full disk or a lost mount may pass; a mistake of the user's is found before
+        return os.EX_IOERR
     finally:
         launch.leave()
     return 0

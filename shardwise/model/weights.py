@@ -1,8 +1,9 @@
 """A checkpoint folder: `run.toml`, whose [model] describes the network, and the weights under the network's
-names.
+names: whole tensors as a conversion leaves them, or the pieces that the ranks of a training run saved.
 
 A run folder holds such folders as `checkpoints/step-00000100`; here one is found, checked against the network
-it says it is, and loaded. How the weights lie in files is the business of `weight_files` and `weight_writer`.
+it says it is, and loaded. How the weights lie in files is the business of `weight_files` and `weight_writer`, and of
+`saved_files` and `saved_reader`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from shardwise.model.saved_files import MANIFEST
+from shardwise.model.saved_reader import SavedReader
 from shardwise.model.transformer import Transformer
 from shardwise.model.weight_files import WeightReader, some
 from shardwise.model.weight_writer import Entry, write_weights
@@ -23,6 +26,7 @@ __all__ = [
     "checkpoint_folder",
     "compare_shapes",
     "load_model",
+    "open_checkpoint",
     "state_shapes",
     "write_weights",
 ]
@@ -31,7 +35,7 @@ RUN_FILE = "run.toml"
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    weights = ("model.safetensors", "model.safetensors.index.json")
+    weights = ("model.safetensors", "model.safetensors.index.json", MANIFEST)
     return (folder / RUN_FILE).is_file() and any((folder / file).is_file() for file in weights)
 
 
@@ -50,13 +54,13 @@ def checkpoint_folder(path: str | Path) -> Path:
     if not path.exists():
         reason = "there is no such folder"
     elif not path.is_dir():
-        reason = "is a file; a checkpoint is a folder with run.toml and model.safetensors"
+        reason = "is a file; a checkpoint is a folder with run.toml and manifest.json or model.safetensors"
     elif (path / "config.json").is_file():
         reason = "is a Hugging Face folder; `shardwise convert from-hf` makes a checkpoint of it"
     elif (path / "checkpoints").is_dir():
         reason = "is a run folder without a complete checkpoint yet"
     else:
-        reason = "is neither a checkpoint (run.toml, model.safetensors) nor a run folder with checkpoints/step-*"
+        reason = "is neither a checkpoint (run.toml, manifest.json or model.safetensors) nor a run folder with checkpoints/step-*"
     raise UserError(Problem(reason, where=str(path)))
 
 
@@ -70,7 +74,7 @@ def load_model(
     """
     folder = checkpoint_folder(checkpoint)
     run = read_run(folder / RUN_FILE)
-    reader = WeightReader(folder)
+    reader = open_checkpoint(folder)
     problems = compare_shapes(reader, state_shapes(run.model), reader.names)
     if problems:
         raise UserError(*problems)
@@ -89,13 +93,20 @@ def load_model(
     return model.eval(), run
 
 
+def open_checkpoint(folder: Path) -> WeightReader | SavedReader:
+    """The weights of a checkpoint, to be read a tensor at a time."""
+    return SavedReader(folder) if (folder / MANIFEST).exists() else WeightReader(folder)
+
+
 def state_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The names and shapes of the network's state, without allocating it."""
     with torch.device("meta"):
         return {name: tuple(t.shape) for name, t in Transformer(config).state_dict().items()}
 
 
-def compare_shapes(reader: WeightReader, expected: dict[str, tuple[int, ...]], names: Iterable[str]) -> list[Problem]:
+def compare_shapes(
+    reader: WeightReader | SavedReader, expected: dict[str, tuple[int, ...]], names: Iterable[str]
+) -> list[Problem]:
     """What is wrong with a folder's tensors `names`: each should be in `expected`, and be of that shape."""
     where, names = str(reader.folder), list(names)
     problems = []

@@ -1,4 +1,4 @@
-"""A parameter's parts brought together, and cut up again: for what must see a whole matrix, and for saving."""
+"""A parameter's parts brought together, and cut up again, for what must see a whole matrix."""
 
 from __future__ import annotations
 
@@ -65,17 +65,3 @@ def part_of(x: Tensor, held: Held, mesh: Mesh) -> Tensor:
     """The inverse of `whole_matrix`."""
     cut = tuple(split for split in held.cut if split.axis != "expert")
     return resharded(part(x, cut, _place(mesh)), held, mesh)
-
-
-def whole(x: Tensor, held: Held, mesh: Mesh) -> Tensor:
-    """The whole of something shaped like the parameter, on every rank of this pipeline stage."""
-    x = whole_matrix(x, held, mesh)
-    for split in held.cut:
-        if split.axis == "expert":
-            x = _join(x, held.whole[split.dim], split.dim, mesh, split.axis)
-    return x
-
-
-def mine(x: Tensor, held: Held, mesh: Mesh) -> Tensor:
-    """This rank's part of a whole: the inverse of `whole`."""
-    return resharded(part(x, held.cut, _place(mesh)), held, mesh)

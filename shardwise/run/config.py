@@ -223,6 +223,7 @@ class TrainConfig:
     eval_sequences: int = key(64, "validation sequences an evaluation looks at", least=1)
     checkpoint_every: int = key(0, "steps between checkpoints, besides the one at the end; 0: only that", least=0)
     keep: int = key(2, "checkpoints kept, newest first", least=1)
+    keep_every: int = key(0, "checkpoints of steps that this divides are kept for good; 0: none", least=0)
     restarts: int = key(
         3, "restarts after failures with no new checkpoint in between, before the run gives up; 0: none", least=0
     )

@@ -166,7 +166,7 @@ def start_ranks(run: Run, out: Path, arguments: Sequence[str]) -> int:
         RendezvousTimeoutError,
     )
 
-    from shardwise.train import checkpoint
+    from shardwise.train.saves.folder import complete, step_of
     from shardwise.train.watch.agent import Agent
 
     cluster, train = run.cluster, run.train
@@ -192,7 +192,10 @@ def start_ranks(run: Run, out: Path, arguments: Sequence[str]) -> int:
         print(f"{world} of {run.layout.world} ranks are here; going on with {layout_words(fitted)}", file=sys.stderr)
         return [*arguments, *(f"--{override}" for override in layout_overrides(fitted))]
 
-    agent = Agent(spec, train, out, arguments_for, lambda: checkpoint.newest_step(out))
+    def saved_step() -> int:
+        return max((step_of(folder) or 0 for folder in complete(out)), default=-1)
+
+    agent = Agent(spec, train, out, arguments_for, saved_step)
     try:
         return agent.execute()
     except (RendezvousConnectionError, RendezvousTimeoutError, RendezvousClosedError) as e:

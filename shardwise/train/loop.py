@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from shardwise.data.open import Data, open_data
 from shardwise.parallel.mesh import Mesh
 from shardwise.plan.work import CONVENTION, parameters, training_flops
 from shardwise.run import AXES, Run, to_toml
-from shardwise.train import checkpoint
+from shardwise.train import saves
 from shardwise.train.display import PlainDisplay, Progress, clock, make_display
 from shardwise.train.metrics import Metrics
 from shardwise.train.speed import peak_flops, peak_memory
 from shardwise.train.step import Trainee, choose_device
+from shardwise.train.watch.guard import History
 from shardwise.train.watch.stop import Preempted
 from shardwise.train.watch.watch import RollBack, Watch
 
@@ -31,17 +33,20 @@ from shardwise.train.watch.watch import RollBack, Watch
 def check(run: Run, out: Path) -> None:
     """Raise what is wrong with a run's data or with its folder before any rank starts."""
     open_data(run)
-    saved = checkpoint.complete_checkpoints(out)
-    if saved:
-        checkpoint.check_same_job(saved[-1], run)
+    saves.check_folder(run, out)
 
 
 def train(run: Run, out: Path, watched: bool = False) -> None:
     """Train the run into the folder `out`, going on from its newest checkpoint if there is one. Every rank calls this; `watched`
-    when the process that started it keeps the account of failures. Raises `Preempted` when told to stop, after saving."""
+    when the process that started it keeps the account of failures. Raises `Preempted` when told to stop, after saving, and
+    OSError when the end cannot be saved."""
     data = open_data(run)
     mesh = Mesh(run.layout, choose_device(run.train.device).type)
-    with Watch(run, out, mesh.rank, watched) as watch, make_display(quiet=mesh.rank > 0) as display:
+    with (
+        make_display(quiet=mesh.rank > 0) as display,
+        saves.held(run, out, mesh, display.say),
+        Watch(run, out, mesh.rank, watched) as watch,
+    ):
         excluded: list[int] = []
         while True:
             try:
@@ -57,33 +62,43 @@ def _attempt(
     run: Run, out: Path, data: Data, mesh: Mesh, watch: Watch, display: PlainDisplay, excluded: list[int]
 ) -> None:
     """From the newest checkpoint to the last step, leaving out the batches that earlier attempts found bad."""
-    saved = checkpoint.complete_checkpoints(out)
-    if saved:
-        checkpoint.check_same_job(saved[-1], run)
     trainee = Trainee(run, mesh)
-    if saved:
-        checkpoint.load(trainee, saved[-1], data.fingerprint)
+    resumed = saves.resume(trainee, out, data.fingerprint, display.say)
+    if resumed is not None:
+        trainee.history = History(**resumed.more)
     trainee.history.excluded = sorted({*trainee.history.excluded, *excluded})
-    _introduce(trainee, data, display, resumed=bool(saved))
+    _introduce(trainee, data, display, resumed is not None)
     if trainee.step >= run.train.steps:
         display.say(f"{out} is trained to step {trainee.step} already; raise train.steps to go on")
         return
     metrics = None
     if mesh.rank == 0:
-        out.mkdir(parents=True, exist_ok=True)
         (out / "run.toml").write_text(to_toml(run))
         metrics = Metrics(out, run, resumed_step=trainee.step)
         watch.event("repeat", steps=metrics.dropped_steps, seconds=metrics.dropped_seconds)
+    saver = saves.Saver(out, mesh, data.tokenizer, data.fingerprint, display.say)
     watch.begin(trainee)
     try:
-        _steps(trainee, data, out, metrics, display, watch)
+        _steps(trainee, data, out, metrics, saver, display, watch)
+    except RollBack:
+        saver.finish()
+        raise
+    except BaseException:
+        saver.abandon()
+        raise
     finally:
         if metrics is not None:
             metrics.close()
 
 
 def _steps(
-    trainee: Trainee, data: Data, out: Path, metrics: Metrics | None, display: PlainDisplay, watch: Watch
+    trainee: Trainee,
+    data: Data,
+    out: Path,
+    metrics: Metrics | None,
+    saver: saves.Saver,
+    display: PlainDisplay,
+    watch: Watch,
 ) -> None:
     train = trainee.run.train
     peak, peak_source = peak_flops(trainee.device, trainee.dtype)
@@ -138,11 +153,19 @@ def _steps(
             display.say(f"step {trainee.step}: validation loss {eval_loss:.4f}")
         if ending or stop or (train.checkpoint_every and trainee.step % train.checkpoint_every == 0):
             with watch.phase("saving", done="saved"):
-                folder = checkpoint.save(trainee, out, data.tokenizer, data.fingerprint)
-            display.say(f"step {trainee.step}: saved {folder}")
+                saver.save(trainee, asdict(trainee.history))
         if stop and not ending:
-            raise Preempted(f"told to stop; saved step {trainee.step} of {train.steps}")
+            break
         last = time.perf_counter()
+    with watch.phase("saving", done="saved"):
+        problem = saver.finish()
+    if trainee.step < train.steps:
+        what = (
+            f"step {trainee.step} of {train.steps} is not saved: {problem}" if problem else f"saved step {trainee.step}"
+        )
+        raise Preempted(f"told to stop; {what}")
+    if problem:
+        raise OSError(f"the end of the run is not saved: {problem}")
     if metrics is not None:
         account = watch.goodput()
         note(**account.record())

@@ -1,7 +1,7 @@
 """A run's numbers as they are made: `metrics.jsonl` always, TensorBoard and Weights & Biases when the run asks.
 
 One JSON object a step and one an evaluation. A resumed run cuts the file back to the step it resumes from, so that every
-step stands there once.
+step stands there once; it is cut in place, so that a crash meanwhile loses none of what is kept.
 """
 
 from __future__ import annotations
@@ -34,13 +34,10 @@ class Metrics:
     """Writes records, each at once, so that a crash loses none."""
 
     def __init__(self, folder: Path, run: Run, resumed_step: int = 0) -> None:
-        records = read_metrics(folder)
-        kept = [r for r in records if r["step"] <= resumed_step]
-        dropped = [r["seconds"] for r in records if r["step"] > resumed_step and "seconds" in r]
+        dropped = [r["seconds"] for r in read_metrics(folder) if r["step"] > resumed_step and "seconds" in r]
         self.dropped_steps, self.dropped_seconds = len(dropped), sum(dropped)
-        self.file = (folder / FILE).open("w")
-        for record in kept:
-            self.file.write(json.dumps(record) + "\n")
+        self.file = (folder / FILE).open("a")
+        self.file.truncate(_length_up_to(folder / FILE, resumed_step))
         self.board = _open_tensorboard(folder, resumed_step) if run.train.tensorboard else None
         self.wandb = _open_wandb(folder, run) if run.train.wandb else None
 
@@ -63,6 +60,19 @@ class Metrics:
             self.board.close()
         if self.wandb is not None:
             self.wandb.finish()
+
+
+def _length_up_to(path: Path, step: int) -> int:
+    """Bytes of the file's first lines that are whole and of no later step."""
+    length = 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                break
+        except (ValueError, KeyError, TypeError):
+            break
+        length += len(line)
+    return length
 
 
 def _open_tensorboard(folder: Path, resumed_step: int) -> Any:

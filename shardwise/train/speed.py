@@ -20,7 +20,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
         if chip is not None and name in chip.peak:
             return chip.peak[name], f"{chip.name}'s {name} peak of {chip.peak[name] / 1e12:,.0f} TFLOP/s"
     size = 8192 if device.type == "cuda" else 1024
-    a = torch.randn(size, size, device=device).to(dtype)
+    # Its own generator: a run's must not depend on how often it was started.
+    a = torch.randn(size, size, device=device, generator=torch.Generator(device)).to(dtype)
     best = float("inf")
     for _ in range(5):
         synchronize(device)

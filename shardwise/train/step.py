@@ -69,6 +69,7 @@ class Trainee:
             raise UserError(Problem("training in 8 bits is not there yet; such a run can be planned", "train.fp8"))
         self.run = run
         self.device = choose_device(run.train.device)
+        torch.manual_seed(run.train.seed)
         if self.device.type == "cuda" and run.train.deterministic:
             torch.use_deterministic_algorithms(True)
         self.mesh = mesh or Mesh(run.layout, self.device.type)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 
 from shardwise.data.batches import IGNORED, Batch
-from shardwise.parallel.gather import whole
 from shardwise.parallel.gradients import local
+from shardwise.parallel.place import Box, box
 from shardwise.run import Run, run_from_dict
-from shardwise.train.state import collect, restore
 from shardwise.train.step import Trainee
 
 DENSE = dict(layers=4, hidden=32, heads=4, kv_heads=2, ffn=64, vocab=61, qk_norm=True)
@@ -64,16 +62,16 @@ def take(batch: Batch, rows: np.ndarray) -> Batch:
 
 
 def train(rank: int, run: Run, documents: bool = True, seed: int = 0) -> dict[str, Any]:
-    """Some steps; losses, gradient norms, an evaluation, and the whole parameters of this rank's stages."""
+    """Some steps; losses, gradient norms, an evaluation, and this rank's parts of the parameters, each with where it lies."""
     trainee = Trainee(run)
     losses, norms = steps(trainee, 0, run.train.steps, documents, seed)
     trained = list(trainee.parallel.pipeline.executed)
     evaluated = trainee.evaluate(lambda rows: take(batch(99, documents), rows), np.arange(5))
     parameters = {
-        h.name: whole(local(h.parameter.detach()), h, trainee.mesh).cpu().numpy() for h in trainee.parallel.held
+        h.name: (slices(box(h, trainee.mesh)), local(h.parameter.detach()).cpu().numpy()) for h in trainee.parallel.held
     }
     biases = {
-        f"layers.{n}.bias": block.ffn.router.bias.cpu().numpy()
+        f"layers.{n}.bias": ((slice(None),), block.ffn.router.bias.cpu().numpy())
         for model in trainee.parallel.models
         for n, block in model.layers.items()
         if hasattr(block.ffn, "router") and run.model.router == "sigmoid"
@@ -96,18 +94,6 @@ def steps(trainee: Trainee, first: int, last: int, documents: bool, seed: int = 
     return losses, norms
 
 
-def train_and_collect(rank: int, run: Run, last: int) -> dict[str, Any] | None:
-    """The whole state after some steps, on the first rank."""
-    trainee = Trainee(run)
-    steps(trainee, 0, last, True)
-    state = collect(trainee)
-    return None if state is None else {name: tensor.numpy() for name, tensor in state.items()}
-
-
-def restore_and_train(rank: int, run: Run, first: int, state: dict[str, Any]) -> dict[str, Any]:
-    """Go on from a whole state."""
-    trainee = Trainee(run)
-    restore(trainee, {name: torch.from_numpy(array) for name, array in state.items()})
-    trainee.step = first
-    losses, norms = steps(trainee, first, run.train.steps, True)
-    return dict(losses=losses, norms=norms)
+def slices(place: Box) -> tuple[slice, ...]:
+    """A box as an index into the whole."""
+    return tuple(slice(start, start + size) for start, size in zip(place.offset, place.size, strict=True))

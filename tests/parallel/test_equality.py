@@ -40,11 +40,11 @@ def assert_equal(
         np.testing.assert_allclose(got["losses"], want["losses"], rtol=TOLERANCE, err_msg=context)
         np.testing.assert_allclose(got["norms"], want["norms"], rtol=TOLERANCE, err_msg=context)
         np.testing.assert_allclose(got["evaluated"], want["evaluated"], rtol=TOLERANCE, err_msg=context)
-        for name, value in got["parameters"].items():
+        for name, (where, value) in got["parameters"].items():
             seen.add(name)
+            whole = want["parameters"][name][1]
             # Relative to the parameter's size. A key bias has no gradient but rounding, hence a floor to that size.
-            scale = max(np.abs(want["parameters"][name]).max(), 0.1)
-            worst = np.abs(value - want["parameters"][name]).max() / scale
+            worst = np.abs(value - whole[where]).max(initial=0) / max(np.abs(whole).max(), 0.1)
             assert worst < TOLERANCE, f"{context} {name} {worst}"
     assert seen == set(want["parameters"])
     return results
@@ -209,22 +209,3 @@ def test_bfloat16_stays_within_the_spread_of_data_orders(ranks: RankPool, layout
     run = cases.make_run("dense", layout, **settings)
     for got in ranks.run(run.layout.world, cases.train, run, True):
         assert np.abs(np.subtract(got["losses"], one)).max() < spread
-
-
-RESHARD: list[tuple[Layout, Layout]] = [
-    (dict(shard=2, expert=2), dict()),
-    (dict(), dict(tensor=2, pipeline=2)),
-    (dict(tensor=2, shard=2, zero=1), dict(pipeline=2, schedule="zb-v", context=2)),
-    (dict(pipeline=4), dict(replicate=2, shard=2, expert=2, zero=2)),
-]
-
-
-@pytest.mark.parametrize(("before", "after"), RESHARD, ids=str)
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_state_moves_between_layouts(ranks: RankPool, before: Layout, after: Layout, optimizer: str) -> None:
-    want = one_process("mixture", True, optimizer=optimizer)
-    start, end = (cases.make_run("mixture", layout, optimizer=optimizer) for layout in (before, after))
-    state = ranks.run(start.layout.world, cases.train_and_collect, start, 2)[0]
-    for got in ranks.run(end.layout.world, cases.restore_and_train, end, 2, state):
-        np.testing.assert_allclose(got["losses"], want["losses"][2:], rtol=TOLERANCE)
-        np.testing.assert_allclose(got["norms"], want["norms"][2:], rtol=TOLERANCE)

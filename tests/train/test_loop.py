@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from shardwise.model.saved_reader import SavedReader
 from shardwise.run import Run, UserError, read_run, run_from_dict
 from shardwise.train.display import clock, sparkline
 from shardwise.train.loop import train
@@ -69,10 +69,9 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, keys: di
     train(part, tmp_path / "part")
     train(whole, tmp_path / "part")
     assert losses(tmp_path / "part") == losses(tmp_path / "whole")
-    for file in ("model.safetensors", "optimizer.safetensors"):
-        a, b = (load_file(tmp_path / which / "checkpoints" / "step-00000006" / file) for which in ("whole", "part"))
-        assert a.keys() == b.keys()
-        assert all(torch.equal(a[k], b[k]) for k in a)
+    a, b = (SavedReader(tmp_path / which / "checkpoints" / "step-00000006", kind="") for which in ("whole", "part"))
+    assert a.names == b.names
+    assert all(torch.equal(a.get(name), b.get(name)) for name in a.names)
 
 
 def test_metrics_are_cut_back_to_the_step_that_is_resumed(tmp_path: Path) -> None:
@@ -95,26 +94,12 @@ def test_a_finished_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "trained to step 6 already" in capsys.readouterr().out
 
 
-def test_another_model_or_other_data_is_refused_with_the_difference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_model_is_refused_with_the_difference(tmp_path: Path) -> None:
     run = make_run()
     train(run, tmp_path)
     wider = replace(run, model=replace(run.model, ffn=48))
-    with pytest.raises(UserError, match="ffn: 32 -> 48"):
+    with pytest.raises(UserError, match=r"model\.ffn: 32 -> 48"):
         train(wider, tmp_path)
-    state = tmp_path / "checkpoints" / "step-00000006" / "state.json"
-    content = json.loads(state.read_text())
-    state.write_text(json.dumps(content | {"data": "other"}))
-    with pytest.raises(UserError, match="other data"):
-        train(run, tmp_path)
-    state.write_text(json.dumps(content | {"format": 99}))
-    with pytest.raises(UserError, match="newer version"):
-        train(run, tmp_path)
-    (state.parent / "model.safetensors").write_bytes(b"torn")
-    state.write_text(json.dumps(content))
-    with pytest.raises(UserError, match="not a whole training checkpoint"):
-        train(run, tmp_path)
 
 
 def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from shardwise.model.huggingface.config import config_from_model, model_from_con
 from shardwise.model.huggingface.families import family_named
 from shardwise.model.huggingface.quantized import open_weights
 from shardwise.model.huggingface.tensors import Link, left_out, links
+from shardwise.model.saved_reader import SavedReader
 from shardwise.model.weight_files import read_json
 from shardwise.model.weight_writer import SHARD_BYTES, sync_folder, write_text
 from shardwise.model.weights import (
@@ -31,6 +32,7 @@ from shardwise.model.weights import (
     WeightReader,
     checkpoint_folder,
     compare_shapes,
+    open_checkpoint,
     state_shapes,
     write_weights,
 )
@@ -118,7 +120,7 @@ def to_hf(
     _check_free(out)
     config = read_run(source / RUN_FILE).model
     architecture, values = config_from_model(config, str(source / RUN_FILE))
-    reader, shapes = WeightReader(source), state_shapes(config)
+    reader, shapes = open_checkpoint(source), state_shapes(config)
     problems = compare_shapes(reader, shapes, reader.names) + _not_floating(reader)
     if problems:
         raise UserError(*problems)
@@ -169,7 +171,7 @@ def _equal(reader: WeightReader, one: str, other: str) -> bool:
     return reader.shape(one) == reader.shape(other) and torch.equal(reader.get(one), reader.get(other))
 
 
-def _not_floating(reader: WeightReader, names: Iterable[str] | None = None) -> list[Problem]:
+def _not_floating(reader: WeightReader | SavedReader, names: Iterable[str] | None = None) -> list[Problem]:
     """Complaints about tensors that cannot be trained, such as those of a quantized model."""
     kinds = {reader.dtype(name) for name in (reader.names if names is None else names) if name in reader}
     odd = sorted(str(kind).removeprefix("torch.") for kind in kinds if not kind.is_floating_point or kind.itemsize < 2)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwise.model.saved_reader import SavedReader
 from shardwise.model.weights import WeightReader
 from shardwise.run import ModelConfig
 
@@ -35,7 +36,7 @@ class Link:
         """Our tensor `name`, from theirs."""
         yield source.get(self.theirs[0])
 
-    def to_theirs(self, name: str, source: WeightReader) -> Iterator[Tensor]:
+    def to_theirs(self, name: str, source: WeightReader | SavedReader) -> Iterator[Tensor]:
         """Their tensor `name`, from ours."""
         yield source.get(self.ours[0])
 
@@ -49,7 +50,7 @@ class Transposed(Link):
     def to_ours(self, name: str, source: WeightReader) -> Iterator[Tensor]:
         yield source.get(self.theirs[0]).t()
 
-    def to_theirs(self, name: str, source: WeightReader) -> Iterator[Tensor]:
+    def to_theirs(self, name: str, source: WeightReader | SavedReader) -> Iterator[Tensor]:
         yield source.get(self.ours[0]).t()
 
 
@@ -62,7 +63,7 @@ class Fused(Link):
     def to_ours(self, name: str, source: WeightReader) -> Iterator[Tensor]:
         yield source.get(self.theirs[0]).t().chunk(len(self.ours))[self.ours.index(name)]
 
-    def to_theirs(self, name: str, source: WeightReader) -> Iterator[Tensor]:
+    def to_theirs(self, name: str, source: WeightReader | SavedReader) -> Iterator[Tensor]:
         yield torch.cat([source.get(ours) for ours in self.ours]).t()
 
 
@@ -76,7 +77,7 @@ class Stacked(Link):
         for theirs in self.theirs:
             yield source.get(theirs)
 
-    def to_theirs(self, name: str, source: WeightReader) -> Iterator[Tensor]:
+    def to_theirs(self, name: str, source: WeightReader | SavedReader) -> Iterator[Tensor]:
         yield source.part(self.ours[0], self.theirs.index(name))
 
 
@@ -91,7 +92,7 @@ class Interleaved(Link):
     def to_ours(self, name: str, source: WeightReader) -> Iterator[Tensor]:
         yield self._reordered(source.get(self.theirs[0]), (self.rotated // 2, 2))
 
-    def to_theirs(self, name: str, source: WeightReader) -> Iterator[Tensor]:
+    def to_theirs(self, name: str, source: WeightReader | SavedReader) -> Iterator[Tensor]:
         yield self._reordered(source.get(self.ours[0]), (2, self.rotated // 2))
 
     def _reordered(self, rows: Tensor, pairs: tuple[int, int]) -> Tensor:

@@ -61,6 +61,7 @@ class Agent(SimpleElasticAgent):
 
     def execute(self) -> int:
         """Run until all is done; gives the exit code."""
+        self.out.mkdir(parents=True, exist_ok=True)
         before = {number: signal.signal(number, self._told_to_stop) for number in SIGNALS}
         try:
             self.run()

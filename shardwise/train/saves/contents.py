@@ -1,0 +1,92 @@
+"""What a checkpoint holds of this rank: pieces of whole tensors by name, so that any other layout can find its own pieces in them.
+
+`model/NAME` are parameters and buffers, `optimizer/NAME/WHAT` the optimizer's state beside each parameter, `random/RANK/DEVICE`
+the random generators. What several ranks hold is kept by one of them, or by all in turn where it is large, so that each
+writes its even share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.parallel.gradients import local
+from shardwise.parallel.place import Box, box, copy_place, leads, stage_place
+from shardwise.parallel.split import bounds
+from shardwise.train.step import Trainee
+
+SMALLEST = 1 << 20  # bytes; a piece is divided among the ranks that hold it down to this, and below goes to one of them
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A piece that this rank writes: the whole tensor's name and shape, where the piece lies, and its values."""
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    values: Tensor
+
+
+def kept(trainee: Trainee, smallest: int = SMALLEST) -> list[Kept]:
+    """Everything this rank writes; together the ranks write each number once."""
+    return [piece for piece in _mine(trainee, smallest) if piece.values.numel()]
+
+
+def _mine(trainee: Trainee, smallest: int) -> Iterator[Kept]:
+    mesh = trainee.mesh
+    turn = 0  # whose turn it is among the copies; counts the same on all of them
+    for n, held in enumerate(trainee.parallel.held):
+        if held.copy_of_other_stage:
+            continue
+        place, (copies, which) = box(held, mesh), copy_place(held, mesh)
+        state = sorted(trainee.optimizer.state_of(n).items())
+        tensors = [(f"model/{held.name}", local(held.parameter.detach()))]
+        tensors += [(f"optimizer/{held.name}/{what}", value) for what, value in state]
+        for name, values in tensors:
+            turn += 1
+            if values.ndim == 0:  # one number for the whole parameter, such as AdamW's count of steps
+                if leads(held, mesh) and turn % copies == which:
+                    yield Kept(name, (), Box((), ()), values)
+                continue
+            shares = min(copies, max(1, values.nbytes // smallest), values.shape[0] or 1)
+            share = (which - turn) % copies
+            if share < shares:
+                start, stop = bounds(values.shape[0], shares, share)
+                offset = (place.offset[0] + start, *place.offset[1:])
+                yield Kept(name, held.whole, Box(offset, (stop - start, *place.size[1:])), values[start:stop])
+    ranks, which = stage_place(mesh)
+    for name, buffer in buffers(trainee):
+        turn += 1
+        if turn % ranks == which:
+            whole = tuple(buffer.shape)
+            yield Kept(f"model/{name}", whole, Box((0,) * len(whole), whole), buffer)
+    for device, generator in random_states(trainee):
+        yield Kept(f"random/{mesh.rank}/{device}", (len(generator),), Box((0,), (len(generator),)), generator)
+
+
+def buffers(trainee: Trainee) -> Iterator[tuple[str, Tensor]]:
+    """What the network remembers besides its parameters: the routers' selection biases. Every rank of a stage has them all."""
+    for model in trainee.parallel.models:
+        for prefix, module in model.named_modules():
+            for leaf, buffer in module.named_buffers(recurse=False):
+                if leaf not in module._non_persistent_buffers_set:
+                    yield (f"{prefix}.{leaf}" if prefix else leaf), buffer
+
+
+def random_states(trainee: Trainee) -> Iterator[tuple[str, Tensor]]:
+    """The states of this rank's random generators. A step draws nothing today; what is added to it may."""
+    yield "cpu", torch.get_rng_state()
+    if trainee.device.type == "cuda":
+        yield "cuda", torch.cuda.get_rng_state(trainee.device)
+
+
+def set_random_state(trainee: Trainee, device: str, state: Tensor) -> None:
+    """Take up a random generator where it was."""
+    if device == "cpu":
+        torch.set_rng_state(state)
+    elif trainee.device.type == "cuda":
+        torch.cuda.set_rng_state(state, trainee.device)

@@ -1,0 +1,154 @@
+"""Saves a run while it trains: training waits for the copy, a thread of its own does the rest.
+
+The copy is written by every rank, the first rank commits it and removes what `train.keep` does not keep. A save that fails is
+said and leaves the checkpoints before it as they are; training goes on, and only the last save of a run must succeed.
+The next save waits for the one before. Whatever ranks must agree on they tell each other here, in the thread that trains:
+a collective of another thread would be torn from its place among those of the training.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.parallel.mesh import Mesh
+from shardwise.run import UserError
+from shardwise.train.saves.commit import Description, NotSaved, await_parts, commit
+from shardwise.train.saves.contents import Kept, kept
+from shardwise.train.saves.folder import checkpoints_of, draft_of_step, folder_of_step, remove, retire
+from shardwise.train.saves.part import report_failure, write_part
+from shardwise.train.saves.staging import Staging
+from shardwise.train.saves.together import first_text, tell
+from shardwise.train.step import Trainee
+
+SPARE = 64 << 20  # bytes that a save leaves free, for the metrics and logs of the run
+PATIENCE = 2.0  # seconds for a save under way when a run ends by an error
+
+
+@dataclass
+class _Saving:
+    """A save on its way."""
+
+    description: Description
+    draft: Path
+    pieces: list[Kept]
+    began: float
+    problem: str = ""
+    written: Event = field(default_factory=Event)  # this rank's part is on the disk, or has failed
+    stop: Event = field(default_factory=Event)  # wait for no other rank any more
+
+
+class Saver:
+    """The checkpoints of a run in its folder. Every rank has one, and all call the same methods in the same order."""
+
+    def __init__(
+        self, out: Path, mesh: Mesh, tokenizer: Tokenizer, fingerprint: str, say: Callable[[str], None]
+    ) -> None:
+        self.out = out
+        self.mesh = mesh
+        self.tokenizer = tokenizer
+        self.fingerprint = fingerprint
+        self.say = say
+        self.staging = Staging()
+        self.problem = ""  # why the last save did not come about; "" when it did
+        self.attempt = first_text(tell(mesh, secrets.token_hex(4) if mesh.rank == 0 else ""))
+        self._saving: _Saving | None = None
+        self._thread: Thread | None = None
+
+    def save(self, trainee: Trainee, more: Mapping[str, Any] | None = None) -> None:
+        """Copy the state as it is now and have it written. `more` is kept beside the counters, plain JSON, and given back on
+        resuming."""
+        self._settle()
+        pieces = kept(trainee)
+        needed = sum(piece.values.nbytes for piece in pieces)
+        words = tell(self.mesh, numbers=[needed, self._free()])
+        total, free = sum(w.numbers[0] for w in words), min(w.numbers[1] for w in words)
+        if total + SPARE > free:
+            self.problem = (
+                f"the disk of {self.out} has {free / 1e9:.3g} GB free, and a checkpoint takes {total / 1e9:.3g} GB "
+                f"(and {SPARE / 1e9:.2g} GB are left for the rest)"
+            )
+            self.say(f"warning: step {trainee.step} is not saved: {self.problem}")
+            return
+        self.problem = ""
+        began = time.perf_counter()
+        staged = self.staging.copy(pieces)
+        state = dict(
+            tokens=trainee.tokens, loss_scale=asdict(trainee.loss_scale), data=self.fingerprint, more=dict(more or {})
+        )
+        description = Description(trainee.run, trainee.step, state, self.tokenizer)
+        draft = draft_of_step(self.out, trainee.step, self.attempt)
+        self._saving = saving = _Saving(description, draft, pieces, began)
+
+        def work() -> None:
+            self._write(saving, staged)
+            saving.written.set()
+            if self.mesh.rank == 0:
+                self._commit(saving)
+
+        self._thread = Thread(target=work, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> str:
+        """Wait for the save under way; gives why the last one did not come about, or "". The same on all ranks."""
+        self._settle()
+        self.problem = first_text(tell(self.mesh, self.problem if self.mesh.rank == 0 else ""))
+        return self.problem
+
+    def abandon(self) -> None:
+        """End without the other ranks, which may be gone: what is whole by now is still committed."""
+        if self._saving is not None and self._thread is not None:
+            self._saving.written.wait(PATIENCE)
+            self._saving.stop.set()
+            self._thread.join(PATIENCE)
+
+    def _settle(self) -> None:
+        """Wait for the save before, on all ranks."""
+        saving, thread = self._saving, self._thread
+        if saving is None or thread is None:
+            return
+        saving.written.wait()
+        if first_text(tell(self.mesh, saving.problem)):
+            saving.stop.set()  # the rank that failed may not even have had the room to say so in a file
+        thread.join()
+        self.problem = saving.problem
+        self._saving = self._thread = None
+
+    def _write(self, saving: _Saving, staged: Tensor) -> None:
+        try:
+            write_part(saving.draft, self.mesh.rank, saving.pieces, staged)
+        except OSError as e:
+            saving.problem = f"rank {self.mesh.rank} cannot write {saving.draft}: {e.strerror or e}"
+            report_failure(saving.draft, self.mesh.rank, saving.problem)
+
+    def _commit(self, saving: _Saving) -> None:
+        """The first rank's work when its own part is done."""
+        train, step = saving.description.run.train, saving.description.step
+        target = folder_of_step(self.out, step)
+        try:
+            await_parts(saving.draft, self.mesh.layout.world, saving.stop)
+            manifest = commit(saving.draft, target, saving.description)
+            seconds = time.perf_counter() - saving.began
+            self.say(f"step {step}: saved {target} ({manifest.bytes / 1e6:,.1f} MB in {seconds:.1f} s)")
+            retire(self.out, train.keep, train.keep_every)
+        except (NotSaved, UserError, OSError) as e:
+            saving.problem = saving.problem or str(e)
+            self.say(f"warning: step {step} is not saved: {saving.problem}; the checkpoints before it stay")
+            if saving.draft.exists():
+                remove(saving.draft)
+
+    def _free(self) -> int:
+        """Bytes free where checkpoints go."""
+        place = checkpoints_of(self.out)
+        while not place.exists():
+            place = place.parent
+        return shutil.disk_usage(place).free
