@@ -137,8 +137,8 @@ def free_port() -> int:
 def start_local(arguments: Sequence[str], world: int, logs: Path) -> int:
     """Run `shardwise ARGUMENTS` once as `world` ranks on this machine; gives the exit code, 0 when all ended well. For verbs that
     are soon done: the first failure ends it."""
-    port = free_port()
     ranks = Ranks(logs)
+    port = free_port()
     ranks.start(arguments, {r: environment_of(r, r, world, world, "127.0.0.1", port) for r in range(world)}, fresh=True)
     try:
         while (failed := ranks.failed()) is None and ranks.running():
@@ -152,7 +152,7 @@ def start_local(arguments: Sequence[str], world: int, logs: Path) -> int:
         print(message, file=sys.stderr)
         return MISTAKE if failed[1] == MISTAKE else 1
     finally:
-        ranks.end(0.0)
+        ranks.close()
 
 
 def start_ranks(run: Run, out: Path, arguments: Sequence[str]) -> int:
@@ -169,6 +169,7 @@ def start_ranks(run: Run, out: Path, arguments: Sequence[str]) -> int:
     from shardwise.train.saves.folder import complete, step_of
     from shardwise.train.watch.agent import Agent
 
+    ranks = Ranks(out / "logs")
     cluster, train = run.cluster, run.train
     meeting = RendezvousParameters(
         backend="c10d",
@@ -195,13 +196,14 @@ def start_ranks(run: Run, out: Path, arguments: Sequence[str]) -> int:
     def saved_step() -> int:
         return max((step_of(folder) or 0 for folder in complete(out)), default=-1)
 
-    agent = Agent(spec, train, out, arguments_for, saved_step)
+    agent = Agent(spec, train, out, ranks, arguments_for, saved_step)
     try:
         return agent.execute()
     except (RendezvousConnectionError, RendezvousTimeoutError, RendezvousClosedError) as e:
         reason = f"the machines of the run did not meet at {cluster.rendezvous}: {e or type(e).__name__}"
         raise UserError(Problem(reason, key="cluster.rendezvous")) from None
     finally:
+        ranks.close()
         if agent.code:
             handler.shutdown()  # the other machines need not wait for this one
 

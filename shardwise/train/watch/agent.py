@@ -45,12 +45,13 @@ class Agent(SimpleElasticAgent):
         spec: WorkerSpec,
         train: TrainConfig,
         out: Path,
+        ranks: Ranks,
         arguments: Callable[[int], list[str]],
         saved_step: Callable[[], int],
     ) -> None:
         super().__init__(spec, exit_barrier_timeout=train.save_deadline)
         self.train, self.out, self.arguments, self.saved_step = train, out, arguments, saved_step
-        self.ranks = Ranks(out / "logs")
+        self.ranks = ranks
         self.restarts = Restarts(train.restarts, train.restart_wait)
         self.code = 1
         self.starts = 0
@@ -99,7 +100,7 @@ class Agent(SimpleElasticAgent):
         self._record("begin", ranks=world, restart=self.starts > 0)
         self.ranks.start(arguments, environments, fresh=self.starts == 0)
         self.starts += 1
-        return {worker.local_rank: self.ranks.processes[worker.global_rank].pid for worker in workers}
+        return {worker.local_rank: self.ranks.pids[worker.global_rank] for worker in workers}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         codes = self.ranks.codes()
@@ -108,7 +109,7 @@ class Agent(SimpleElasticAgent):
         failed = self.ranks.failed()
         if failed is not None:
             return self._failed(*failed)
-        if len(codes) == len(self.ranks.processes):
+        if len(codes) == len(self.ranks.pids):
             self.code = 0
             return RunResult(WorkerState.SUCCEEDED, {worker.global_rank: None for worker in worker_group.workers}, {})
         hang = self._hang()
@@ -213,8 +214,9 @@ class Agent(SimpleElasticAgent):
         before = {rank: count for rank, (count, _) in self.heard.items()}
         time.sleep(pause)
         beats = self._listen()
-        silent = [rank for rank, (count, _) in self.heard.items() if count == before[rank] and self._runs(rank)]
-        asked = [rank for rank in self.ranks.running() if not self.ranks.stopped(rank)]
+        running = self.ranks.running()
+        silent = [rank for rank, (count, _) in self.heard.items() if count == before[rank] and rank in running]
+        asked = [rank for rank in running if not self.ranks.stopped(rank)]
         self.ranks.signal(signal.SIGUSR2, asked)
         time.sleep(0.2)
         world = self._worker_group.workers[0].world_size
@@ -234,9 +236,6 @@ class Agent(SimpleElasticAgent):
             if beat.count != self.heard[beat.rank][0]:
                 self.heard[beat.rank] = (beat.count, time.monotonic())
         return beats
-
-    def _runs(self, rank: int) -> bool:
-        return self.ranks.processes[rank].poll() is None
 
     def _record(self, what: str, **values: Any) -> None:
         if self._worker_group.group_rank in (0, None):  # one machine keeps the account for all

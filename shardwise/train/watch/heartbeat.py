@@ -38,6 +38,7 @@ class Beat:
     """What a rank says of itself."""
 
     rank: int
+    process: int = 0
     count: int = 0
     step: int = 0
     phase: str = "start"
@@ -114,7 +115,7 @@ class Heart(threading.Thread):
                 seen, since = now, time.monotonic()
             idle = time.monotonic() - since
             count += 1
-            beat = Beat(self.rank, count, self.step, self.phase, round(idle, 3), self.arrivals())
+            beat = Beat(self.rank, os.getpid(), count, self.step, self.phase, round(idle, 3), self.arrivals())
             with contextlib.suppress(OSError):
                 os.pwrite(file, json.dumps(asdict(beat)).encode()[:SIZE].ljust(SIZE), 0)
             if idle > limit_in(self.phase, self.limit) + 4 * wait:

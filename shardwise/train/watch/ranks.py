@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from shardwise.train.watch.nursery import Nursery
 
 GRACE = 3.0
 """Seconds that ranks have to end by themselves once one has failed."""
@@ -48,31 +48,47 @@ def how_it_ended(code: int) -> str:
 
 
 class Ranks:
-    """Running ranks, by their number in the whole run."""
+    """Running ranks, by their number in the whole run. To be made before anything else of the command, since it forks."""
 
     def __init__(self, logs: Path) -> None:
         self.logs = logs
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.pids: dict[int, int] = {}
+        self._nursery = Nursery()
+        self._start = 0
+        self._codes: dict[int, int] = {}
         self._begins: dict[int, int] = {}
 
     def start(self, arguments: Sequence[str], environments: Mapping[int, Mapping[str, str]], fresh: bool) -> None:
         """Run `shardwise ARGUMENTS` once for each environment. `fresh` begins new logs."""
         self.logs.mkdir(parents=True, exist_ok=True)
-        self.processes = {}
+        self._start += 1
+        self.pids, self._codes = {}, {}
+        births = {}
         for rank, environment in environments.items():
-            with (self.logs / f"rank-{rank}.log").open("wb" if fresh else "ab") as log:
-                self._begins[rank] = log.tell()
-                self.processes[rank] = subprocess.Popen(
-                    [sys.executable, "-m", "shardwise", *arguments],
-                    env=dict(environment),
-                    stdout=None if rank == 0 else log,
-                    stderr=log,
-                    start_new_session=True,
-                )
+            log = self.logs.absolute() / f"rank-{rank}.log"
+            with log.open("wb" if fresh else "ab") as file:
+                self._begins[rank] = file.tell()
+            births[rank] = dict(environment=dict(environment), log=str(log), speaks=rank == 0)
+        self._nursery.ask(start=self._start, arguments=list(arguments), births=births)
+        while len(self.pids) < len(births):
+            self._listen(wait=1.0)
+            if not self._nursery.alive:
+                raise RuntimeError("the process that ranks are forked from is gone")
+
+    def _listen(self, wait: float = 0.0) -> None:
+        for told in self._nursery.answers(wait):
+            if told["start"] == self._start:
+                if "code" in told:
+                    self._codes[told["rank"]] = told["code"]
+                else:
+                    self.pids[told["rank"]] = told["pid"]
+        if not self._nursery.alive:  # nobody is left to tell of them, and they end themselves when they notice
+            self._codes |= {rank: -signal.SIGKILL for rank in self.pids if rank not in self._codes}
 
     def codes(self) -> dict[int, int]:
         """The exit codes of those that have ended; negative for a signal."""
-        return {rank: code for rank, process in self.processes.items() if (code := process.poll()) is not None}
+        self._listen()
+        return self._codes
 
     def failed(self) -> tuple[int, int] | None:
         """A rank that has failed and its code. Ranks that see another go fail soon after it, with an error of their own; so one
@@ -90,18 +106,19 @@ class Ranks:
 
     def running(self) -> list[int]:
         """Those that have not ended."""
-        return [rank for rank, process in self.processes.items() if process.poll() is None]
+        ended = self.codes()
+        return [rank for rank in self.pids if rank not in ended]
 
     def signal(self, number: signal.Signals, ranks: Sequence[int] | None = None) -> None:
         """Send a signal to the processes of ranks (all that run)."""
         for rank in self.running() if ranks is None else ranks:
             with contextlib.suppress(ProcessLookupError):
-                self.processes[rank].send_signal(number)
+                os.kill(self.pids[rank], number)
 
     def stopped(self, rank: int) -> bool:
         """Whether a rank's process is halted by a signal, as Linux tells it."""
         try:
-            status = Path(f"/proc/{self.processes[rank].pid}/stat").read_text()
+            status = Path(f"/proc/{self.pids[rank]}/stat").read_text()
         except OSError:
             return False
         return status.rpartition(")")[2].split()[0] in ("T", "t")
@@ -109,13 +126,18 @@ class Ranks:
     def end(self, grace: float) -> None:
         """Give all ranks `grace` seconds to end by themselves, then kill them with all they started."""
         deadline = time.monotonic() + grace
-        for process in self.processes.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
+        while self.running() and (left := deadline - time.monotonic()) > 0:
+            self._listen(wait=min(left, 1.0))
         for rank in self.running():
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.processes[rank].pid, signal.SIGKILL)
-            self.processes[rank].wait()
+                os.killpg(self.pids[rank], signal.SIGKILL)
+        while self.running():
+            self._listen(wait=1.0)
+
+    def close(self) -> None:
+        """End all there is."""
+        self.end(0.0)
+        self._nursery.close()
 
     def said(self, rank: int) -> list[str]:
         """What a rank has written since it was started, line by line."""
