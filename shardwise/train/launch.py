@@ -8,6 +8,7 @@ rank also draws the display.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import socket
@@ -182,6 +183,10 @@ def start_ranks(run: Run, out: Path, arguments: Sequence[str]) -> int:
         last_call_timeout=cluster.node_wait,
         **({} if cluster.nodes > 1 else {"is_host": True}),
     )
+    # The ranks have a store of their own. The one PyTorch would share is announced at the first meeting only, so that a machine
+    # which comes later waits for it forever.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     local, chip = ranks_here(run)
     handler = registry.get_rendezvous_handler(meeting)
     spec = WorkerSpec("rank", local, handler, entrypoint=sys.executable, max_restarts=1)

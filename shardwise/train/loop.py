@@ -31,9 +31,11 @@ from shardwise.train.watch.watch import RollBack, Watch
 
 
 def check(run: Run, out: Path) -> None:
-    """Raise what is wrong with a run's data or with its folder before any rank starts."""
+    """Raise what is wrong with a run's data or with its folder before any rank starts. A machine that comes later than others
+    finds the folder in use, by the run that it joins."""
     open_data(run)
-    saves.check_folder(run, out)
+    if run.cluster.nodes == 1:
+        saves.check_folder(run, out)
 
 
 def train(run: Run, out: Path, watched: bool = False) -> None:

@@ -4,7 +4,7 @@ and again, and must end with the losses of a run that nobody disturbed, bit for 
     python tests/chaos/campaign.py [--faults 210] [--seed 1] [--folder DIR]
 
 A campaign is a few runs, each with many faults: the agent of the run restarts its ranks by itself, and the campaign starts the
-command again only where a fault ends it (told to stop, the parent killed). What happens when is decided ahead, by a seed; the
+command again only where a fault ends it (told to stop, the command itself killed). What happens is decided ahead, by a seed; the
 faults are injected from outside the trainer (`inject/sitecustomize.py`). Crashes while saving are spread over all file
 operations of a save, as counted in the undisturbed run.
 """
@@ -65,7 +65,8 @@ KINDS = {
     "full disk": 4,
     "flip a bit": 3,
     "truncate": 3,
-    "kill the parent": 1,
+    "kill the command": 1,
+    "kill the nursery": 1,
 }
 """Kinds of faults and how often each comes, in parts; a damaged checkpoint is always followed by a kill, so that it is read."""
 
@@ -209,7 +210,7 @@ def disturbed(
             raise SystemExit(
                 f"{folder}: exit code {code}\n" + "\n".join((folder / "said").read_text().splitlines()[-20:])
             )
-        if in_use:  # ranks whose parent was killed take a moment to notice
+        if in_use:  # ranks whose command was killed take a moment to end
             time.sleep(0.2)
 
 

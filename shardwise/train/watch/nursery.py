@@ -13,6 +13,7 @@ import json
 import os
 import select
 import signal
+import subprocess
 import sys
 import traceback
 from typing import Any, NoReturn
@@ -26,30 +27,35 @@ FORK_IS_ENOUGH = sys.platform == "linux"
 class Nursery:
     """The command's end of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, fork: bool = True) -> None:
+        """`fork` it from this process, which must not have any threads yet; or else start it anew."""
         sys.stdout.flush()
         sys.stderr.flush()
         reads, self._requests = os.pipe()
         self._reports, writes = os.pipe()
         self._rest = b""
         self.alive = True
-        pid = os.fork()
-        if pid == 0:
-            os.close(self._requests)
-            os.close(self._reports)
-            try:
-                _serve(reads, writes)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(0)
+        if fork:
+            self.pid = os.fork()
+            if self.pid == 0:
+                os.close(self._requests)
+                os.close(self._reports)
+                try:
+                    _serve(reads, writes)
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    os._exit(0)
+        else:
+            command = [sys.executable, "-m", "shardwise.train.watch.nursery", str(reads), str(writes)]
+            self.pid = subprocess.Popen(command, pass_fds=(reads, writes)).pid
         os.close(reads)
         os.close(writes)
-        self.pid = pid
 
     def ask(self, **request: Any) -> None:
         """Have ranks started."""
-        os.write(self._requests, json.dumps(request).encode() + b"\n")
+        with contextlib.suppress(BrokenPipeError):  # whether it is still there, the answers tell
+            os.write(self._requests, json.dumps(request).encode() + b"\n")
 
     def answers(self, wait: float = 0.0) -> list[dict[str, Any]]:
         """What the nursery has told since the last call, after waiting at most `wait` seconds for it to say something."""
@@ -150,3 +156,7 @@ def _settle(birth: dict[str, Any], pipes: tuple[int, ...]) -> None:
     if not birth["speaks"]:
         os.dup2(log, 1)
     os.close(log)
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]), int(sys.argv[2]))

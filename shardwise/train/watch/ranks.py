@@ -61,6 +61,9 @@ class Ranks:
     def start(self, arguments: Sequence[str], environments: Mapping[int, Mapping[str, str]], fresh: bool) -> None:
         """Run `shardwise ARGUMENTS` once for each environment. `fresh` begins new logs."""
         self.logs.mkdir(parents=True, exist_ok=True)
+        if not self._nursery.alive:
+            self._nursery.close()
+            self._nursery = Nursery(fork=False)
         self._start += 1
         self.pids, self._codes = {}, {}
         births = {}
@@ -73,7 +76,8 @@ class Ranks:
         while len(self.pids) < len(births):
             self._listen(wait=1.0)
             if not self._nursery.alive:
-                raise RuntimeError("the process that ranks are forked from is gone")
+                self._codes |= dict.fromkeys(births, -signal.SIGKILL)
+                self.pids = dict.fromkeys(births, 0) | self.pids
 
     def _listen(self, wait: float = 0.0) -> None:
         for told in self._nursery.answers(wait):
@@ -82,8 +86,17 @@ class Ranks:
                     self._codes[told["rank"]] = told["code"]
                 else:
                     self.pids[told["rank"]] = told["pid"]
-        if not self._nursery.alive:  # nobody is left to tell of them, and they end themselves when they notice
-            self._codes |= {rank: -signal.SIGKILL for rank in self.pids if rank not in self._codes}
+        if not self._nursery.alive:  # nobody is left to tell how they end
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """End ranks whose nursery is gone, and see that they are, since the first one holds the run folder."""
+        for rank, pid in self.pids.items():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                while rank not in self._codes:
+                    os.killpg(pid, signal.SIGKILL)
+                    time.sleep(0.01)
+            self._codes.setdefault(rank, -signal.SIGKILL)
 
     def codes(self) -> dict[int, int]:
         """The exit codes of those that have ended; negative for a signal."""

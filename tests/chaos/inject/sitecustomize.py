@@ -69,8 +69,11 @@ class Injector:
             os.kill(os.getpid(), signal.SIGTERM)
         elif kind == "halt":
             os.kill(os.getpid(), signal.SIGSTOP)
-        elif kind == "kill the parent":
+        elif kind == "kill the nursery":
             os.kill(os.getppid(), signal.SIGKILL)
+        elif kind == "kill the command":
+            status = Path(f"/proc/{os.getppid()}/stat").read_text()
+            os.kill(int(status.rpartition(")")[2].split()[1]), signal.SIGKILL)
         else:
             os.kill(os.getpid(), signal.SIGKILL)
 
