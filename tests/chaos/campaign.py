@@ -39,13 +39,14 @@ global_batch = 4
 microbatch = 1
 device = "cpu"
 eval_every = 0
-checkpoint_every = 2
 keep = 3
 hang_seconds = 4.0
 restarts = 1000
 restart_wait = 0.0
 compare_every = 0
 """
+
+EVERY = 2
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "2 ranks, shard": {"shard": 2},
@@ -133,7 +134,7 @@ def plan_faults(
 
 def command(folder: Path, layout: dict[str, int], steps: int) -> list[str]:
     """The command of a run."""
-    keys = [f"--layout.{axis}={size}" for axis, size in layout.items()]
+    keys = [f"--layout.{axis}={size}" for axis, size in layout.items()] + [f"--train.checkpoint_every={EVERY}"]
     return [sys.executable, "-m", "shardwise", "train", "run.toml", "--out", "out", f"--train.steps={steps}", *keys]
 
 
@@ -154,7 +155,7 @@ def prepare(folder: Path, faults: list[dict[str, Any]], count: bool = False) -> 
     """A folder for a run and its faults."""
     (folder / "done").mkdir(parents=True)
     (folder / "run.toml").write_text(RUN)
-    plan = dict(faults=faults, count=count, checkpoints=str(folder / "out" / "checkpoints"))
+    plan = dict(faults=faults, count=count, every=EVERY, checkpoints=str(folder / "out" / "checkpoints"))
     (folder / "faults.json").write_text(json.dumps(plan))
 
 

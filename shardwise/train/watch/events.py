@@ -21,9 +21,11 @@ def record(folder: Path, what: str, **values: Any) -> None:
     """Append one event with the time of now."""
     line = json.dumps({"time": round(time.time(), 3), "what": what, **values}) + "\n"
     with contextlib.suppress(OSError):
-        file = os.open(folder / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        file = os.open(folder / FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            os.write(file, line.encode())
+            length = os.fstat(file).st_size
+            torn = length > 0 and os.pread(file, 1, length - 1) != b"\n"  # the last writer did not get to the end
+            os.write(file, b"\n" * torn + line.encode())
         finally:
             os.close(file)
 

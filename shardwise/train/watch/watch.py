@@ -18,7 +18,7 @@ from shardwise.train.watch.events import read_events, record
 from shardwise.train.watch.goodput import Goodput, goodput
 from shardwise.train.watch.guard import Guard
 from shardwise.train.watch.heartbeat import Heart
-from shardwise.train.watch.stop import StopRequest
+from shardwise.train.watch.stop import Preempted, StopRequest
 from shardwise.train.watch.stragglers import Stragglers
 
 
@@ -54,7 +54,8 @@ class Watch:
     def __exit__(self, *exception: Any) -> None:
         self._open.__exit__(*exception)
         if not self.watched:
-            self.event("end" if exception[0] is None else "failed", why=str(exception[1] or ""))
+            good = exception[0] is None or issubclass(exception[0], Preempted)
+            self.event("end" if good else "failed", why=str(exception[1] or ""))
 
     def begin(self, trainee: Trainee) -> None:
         """Take a trainee that is about to make its first step under watch."""

@@ -84,8 +84,8 @@ class Injector:
         while (fault := self.awaited()) and fault["rank"] == self.rank and step >= fault["step"]:
             kind = fault["kind"]
             if kind in ("flip a bit", "truncate"):
-                if not self.damage(fault):
-                    return  # not until there is an older checkpoint to fall back to
+                if not self.damage(fault, step - 1):
+                    return  # not until the newest is there, and an older one to fall back to
             elif kind in ("crash while saving", "full disk"):
                 if self.armed is None or self.armed["id"] != fault["id"]:
                     self.armed, self.operations, self.saves = fault, 0, 0
@@ -97,10 +97,11 @@ class Injector:
                 threading.Timer(fault["delay"] * self.step_seconds, lambda f=fault: self.act(f)).start()
                 return
 
-    def damage(self, fault: dict[str, Any]) -> bool:
+    def damage(self, fault: dict[str, Any], step: int) -> bool:
         """Truncate a file of the newest checkpoint, or flip one of its bits."""
         whole = sorted(p for p in Path(self.checkpoints).glob("step-*") if p.is_dir())
-        if len(whole) < 2:
+        expected = step // self.faults["every"] * self.faults["every"]
+        if len(whole) < 2 or whole[-1].name < f"step-{expected:08d}":
             return False
         rng = random.Random(fault["seed"])
         files = sorted(p for p in whole[-1].iterdir() if p.stat().st_size)
