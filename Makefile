@@ -28,6 +28,7 @@ bench: $(VENV)/.dev           ## the measured claims, each beside its peer
 	$(BIN)/python benchmarks/parallel_overhead.py
 	$(BIN)/python benchmarks/search_speed.py
 	$(BIN)/python benchmarks/dry_runs.py
+	$(BIN)/python benchmarks/checkpoint_cost.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -11,6 +11,7 @@ from parallel_pool import RankPool
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--layouts", type=int, default=60, help="how many random layouts to hold against one process")
+    parser.addoption("--pairs", type=int, default=6, help="how many random pairs of layouts to save on and resume on")
 
 
 @pytest.fixture(scope="session")

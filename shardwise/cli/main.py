@@ -21,6 +21,7 @@ from shardwise.run.problems import UserError, nearest
 VERBS: dict[str, tuple[str, str]] = {
     "plan": ("shardwise.cli.plan", "what a run needs and how fast it goes; the best layout for it"),
     "train": ("shardwise.cli.train", "train a run, or go on with one that was begun"),
+    "checkpoints": ("shardwise.cli.checkpoints", "what a run folder has to go on from, and whether it is whole"),
     "verify": ("shardwise.cli.verify", "compare plan and run, account by account; one rank of any job without data"),
     "validate": ("shardwise.cli.validate", "predict published measurements and print the errors"),
     "bench": ("shardwise.cli.bench", "measure this machine into a profile the planner reads"),

@@ -117,7 +117,7 @@ def read_pieces(folder: Path, manifest: Manifest) -> dict[str, list[Piece]]:
     pieces: dict[str, list[Piece]] = {}
     for file in manifest.files:
         if re.fullmatch(r"rank-\d{5,}\.json", file):
-            _check_file(folder, file, manifest)
+            check_file(folder, file, manifest)
             for piece in read_table(folder / file, manifest.files):
                 pieces.setdefault(piece.name, []).append(piece)
     for name, parts in pieces.items():
@@ -165,9 +165,9 @@ def damage(folder: Path, share: tuple[int, int] = (0, 1)) -> Iterator[Problem]:
     for file in manifest.files:
         try:
             if file not in data:
-                _check_file(folder, file, manifest)
+                check_file(folder, file, manifest)
             elif data.index(file) % share[1] == share[0]:
-                _check_file(folder, file, manifest)
+                check_file(folder, file, manifest)
                 yield from _check_data(folder / file, sorted(by_file.get(file, []), key=lambda p: p.begin))
         except UserError as e:
             yield from e.problems
@@ -180,9 +180,13 @@ def checksum(data: Any, before: int = 0) -> int:
 
 
 def open_plain(path: Path) -> int:
-    """A file descriptor for reading: of a file in this very place, not of what a link points to."""
+    """A file descriptor for reading: of a file in this very place, not of what a link points to, nor of a pipe or a folder."""
     try:
-        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        if stat.S_ISREG(os.fstat(handle).st_mode):
+            return handle
+        os.close(handle)
+        raise UserError(Problem("is not a file", where=str(path)))
     except OSError as e:
         if path.is_symlink():
             raise UserError(Problem("is a link; a checkpoint's files lie in its own folder", where=str(path))) from None
@@ -210,18 +214,19 @@ def _check_plain(path: Path) -> None:
     os.close(open_plain(path))
 
 
-def _check_file(folder: Path, file: str, manifest: Manifest) -> None:
+def check_file(folder: Path, file: str, manifest: Manifest) -> None:
+    """Raise unless a file has the size, and where it has one the checksum, that the manifest gives it."""
+    if file not in manifest.files:
+        raise UserError(Problem(f"names no {file}", where=str(folder / MANIFEST)))
     size, crc = manifest.files[file]
     path = folder / file
     handle = open_plain(path)
     try:
-        found = os.fstat(handle)
+        found = os.fstat(handle).st_size
     finally:
         os.close(handle)
-    if not stat.S_ISREG(found.st_mode):
-        raise UserError(Problem("is not a file", where=str(path)))
-    if found.st_size != size:
-        raise UserError(Problem(f"has {found.st_size} bytes, and {size} were written", where=str(path)))
+    if found != size:
+        raise UserError(Problem(f"has {found} bytes, and {size} were written", where=str(path)))
     if crc is not None and file_checksum(path) != crc:
         raise UserError(Problem("is damaged: its checksum is not that of what was written", where=str(path)))
 

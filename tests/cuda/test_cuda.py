@@ -3,6 +3,7 @@ share the GPU as far as gloo carries CUDA tensors: every collective, but no poin
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import cases
@@ -87,3 +88,33 @@ def test_ranks_that_share_a_gpu_equal_the_cpu(ranks: RankPool, layout: dict[str,
     for got in ranks.run(run.layout.world, cases.train, run):
         np.testing.assert_allclose(got["losses"], want["losses"], rtol=1e-9)
         np.testing.assert_allclose(got["norms"], want["norms"], rtol=1e-9)
+
+
+def saved_and_resumed(rank: int, out: Path, offload: bool) -> list[dict[str, Any]]:
+    """Five steps without a stop, and two, a checkpoint, and three more."""
+    import tempfile
+
+    import saved_cases
+    import torch.distributed as dist
+
+    from shardwise.train.step import Trainee
+
+    with tempfile.NamedTemporaryFile() as store:
+        dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store.name}", rank=0, world_size=1)
+        run = cases.make_run("mixture", dict(offload=offload), device="cuda", dtype="float32")
+        want = cases.steps(Trainee(run), 0, 5, True)
+        trainee = saved_cases.trained(run, 2)
+        saver = saved_cases.saver_of(trainee, out)
+        saver.save(trainee, dict(note=[1, 2]))
+        cases.steps(trainee, 2, 3, True)  # goes on while it is written
+        assert saver.finish() == ""
+        assert saver.staging.pinned
+        got = saved_cases.resume_and_train(0, run, out, 5)
+        return [dict(losses=want[0][2:], norms=want[1][2:]), dict(losses=got["losses"], norms=got["norms"])]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_checkpoint_from_the_gpu_goes_on_from_there(ranks: RankPool, tmp_path: Path, offload: bool) -> None:
+    want, got = ranks.run(1, saved_and_resumed, tmp_path, offload)[0]
+    np.testing.assert_allclose(got["losses"], want["losses"], rtol=1e-5)
+    np.testing.assert_allclose(got["norms"], want["norms"], rtol=1e-4)

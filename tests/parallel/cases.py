@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,7 @@ import numpy as np
 from shardwise.data.batches import IGNORED, Batch
 from shardwise.parallel.gradients import local
 from shardwise.parallel.place import Box, box
-from shardwise.run import Run, run_from_dict
+from shardwise.run import Run, UserError, run_from_dict
 from shardwise.train.step import Trainee
 
 DENSE = dict(layers=4, hidden=32, heads=4, kv_heads=2, ffn=64, vocab=61, qk_norm=True)
@@ -28,6 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "window": DENSE | dict(sliding_window=11),
     "softmax": MIXTURE | dict(router="softmax", shared_experts=0, dense_layers=0),
 }  # fmt: skip
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v", "dualpipe-v")
 LENGTH, BATCH = 32, 8
 
 
@@ -97,3 +100,31 @@ def steps(trainee: Trainee, first: int, last: int, documents: bool, seed: int = 
 def slices(place: Box) -> tuple[slice, ...]:
     """A box as an index into the whole."""
     return tuple(slice(start, start + size) for start, size in zip(place.offset, place.size, strict=True))
+
+
+def random_layout(
+    generator: random.Random,
+    models: Sequence[str] = ("dense", "mixture", "tied", "latent", "softmax"),
+    axes: int = 2,
+    world: int = 8,
+) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """A legal combination of at least so many axes on up to so many ranks; illegal draws are thrown away."""
+    while True:
+        model = generator.choice(models)
+        sizes = {a: generator.choice([1, 1, 2, 2, 4]) for a in ("replicate", "shard", "context", "tensor", "pipeline")}
+        layout: dict[str, Any] = dict(sizes)
+        layout["zero"] = generator.choice([1, 2, 3])
+        layout["context_method"] = generator.choice(["ring", "ulysses", "gather"])
+        layout["schedule"] = generator.choice(SCHEDULES) if sizes["pipeline"] > 1 else "1f1b"
+        layout["recompute"] = generator.choice(["none", "none", "attention", "full"])
+        layout["expert_tensor"] = generator.random() < 0.5
+        layout["async_tensor"] = generator.random() < 0.3
+        if model in ("mixture", "softmax"):
+            layout["expert"] = generator.choice([1, 2, 4])
+        train = dict(microbatch=generator.choice([1, 2, 4, 4, 8]))
+        try:
+            run = make_run(model, layout, **train)
+        except UserError:
+            continue
+        if run.layout.world <= world and sum(size > 1 for size in sizes.values()) >= axes:
+            return model, layout, train

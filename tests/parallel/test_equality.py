@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 from parallel_pool import RankPool
 
-from shardwise.run import UserError
-
 TOLERANCE = 1e-9
 Layout = dict[str, Any]
 
@@ -117,10 +115,7 @@ def test_each_variant_of_an_axis(ranks: RankPool, model: str, layout: Layout) ->
     assert_equal(ranks, model, layout)
 
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v", "dualpipe-v")
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", cases.SCHEDULES)
 @pytest.mark.parametrize(("model", "more"), [("tied", {}), ("mixture", dict(shard=2, expert=2, recompute="full"))])
 def test_each_schedule_runs_as_listed(ranks: RankPool, model: str, more: Layout, schedule: str) -> None:
     from shardwise.schedules import check, make_schedule
@@ -138,7 +133,7 @@ def test_each_schedule_runs_as_listed(ranks: RankPool, model: str, more: Layout,
         assert got["trained"] == list(own)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", cases.SCHEDULES)
 @pytest.mark.parametrize("batch", [1, 3, 5])
 def test_microbatches_that_do_not_divide(ranks: RankPool, schedule: str, batch: int) -> None:
     assert_equal(ranks, "dense", dict(pipeline=2, schedule=schedule), global_batch=batch, microbatch=1, steps=2)
@@ -149,29 +144,6 @@ def test_muon_orthogonalises_whole_matrices(ranks: RankPool, layout: Layout) -> 
     assert_equal(ranks, "mixture", layout, optimizer="muon")
 
 
-def random_layout(generator: random.Random) -> tuple[str, Layout, dict[str, Any]]:
-    """A legal combination of up to 8 ranks; illegal draws are thrown away."""
-    while True:
-        model = generator.choice(["dense", "mixture", "tied", "latent", "softmax"])
-        sizes = {a: generator.choice([1, 1, 2, 2, 4]) for a in ("replicate", "shard", "context", "tensor", "pipeline")}
-        layout: Layout = dict(sizes)
-        layout["zero"] = generator.choice([1, 2, 3])
-        layout["context_method"] = generator.choice(["ring", "ulysses", "gather"])
-        layout["schedule"] = generator.choice(SCHEDULES) if sizes["pipeline"] > 1 else "1f1b"
-        layout["recompute"] = generator.choice(["none", "none", "attention", "full"])
-        layout["expert_tensor"] = generator.random() < 0.5
-        layout["async_tensor"] = generator.random() < 0.3
-        if model in ("mixture", "softmax"):
-            layout["expert"] = generator.choice([1, 2, 4])
-        train = dict(microbatch=generator.choice([1, 2, 4, 4, 8]))
-        try:
-            run = cases.make_run(model, layout, **train)
-        except UserError:
-            continue
-        if 2 <= run.layout.world <= 8 and sum(size > 1 for size in sizes.values()) >= 2:
-            return model, layout, train
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "number" in metafunc.fixturenames:
         metafunc.parametrize("number", range(metafunc.config.getoption("--layouts")))
@@ -179,7 +151,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_random_combinations(ranks: RankPool, number: int) -> None:
     generator = random.Random(2026 + number)
-    model, layout, train = random_layout(generator)
+    model, layout, train = cases.random_layout(generator)
     assert_equal(ranks, model, layout, **train)
 
 

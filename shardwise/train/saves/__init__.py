@@ -10,9 +10,10 @@ A checkpoint is a folder `checkpoints/step-00000100` that appears at once and wh
 `saver` runs 1 to 3 beside the training, `folder` knows the names in a run folder, `lock` keeps others out of it. How the files
 look is in `model/saved_files`, where generating and converting read them too.
 
-PyTorch's own `torch.distributed.checkpoint` lends its planning of reads (`resume`). The rest of it is not used, because its
-metadata and its files are pickles, it gathers plans over the process group from a background thread, where a rank that dies
-leaves the others waiting, and its way to commit knows no checksums. Here ranks agree by the layout alone, and by files.
+PyTorch's own `torch.distributed.checkpoint` lends its planning of reads (`resume`). The rest of it is not used: its own
+storage keeps pickles, its saving gathers plans over the process group, from a background thread when asynchronous, where a rank
+that dies leaves the others waiting, and it wants DTensors where tensor and expert cuts are plain tensors with a table
+(`parallel/split`). Here ranks agree by the layout alone, and by files.
 """
 
 from shardwise.train.saves.resume import Resumed, check_folder, held, load, resume

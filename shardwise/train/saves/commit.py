@@ -74,7 +74,7 @@ def commit(draft: Path, target: Path, description: Description) -> Manifest:
     for path in sorted(draft.iterdir()):
         files[path.name] = (path.stat().st_size, None if path.name in data else file_checksum(path))
         if path.name not in data:
-            _sync(path)
+            sync_file(path)
     manifest = Manifest(
         step=description.step,
         saved=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -88,11 +88,11 @@ def commit(draft: Path, target: Path, description: Description) -> Manifest:
     if target.exists():  # of a run that went back behind this step and came here again
         remove(target)
     draft.rename(target)
-    sync_folder(target.parent)
     return manifest
 
 
-def _sync(path: Path) -> None:
+def sync_file(path: Path) -> None:
+    """Bring a file that others wrote to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

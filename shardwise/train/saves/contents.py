@@ -38,7 +38,6 @@ def kept(trainee: Trainee, smallest: int = SMALLEST) -> list[Kept]:
 
 def _mine(trainee: Trainee, smallest: int) -> Iterator[Kept]:
     mesh = trainee.mesh
-    turn = 0  # whose turn it is among the copies; counts the same on all of them
     for n, held in enumerate(trainee.parallel.held):
         if held.copy_of_other_stage:
             continue
@@ -46,8 +45,8 @@ def _mine(trainee: Trainee, smallest: int) -> Iterator[Kept]:
         state = sorted(trainee.optimizer.state_of(n).items())
         tensors = [(f"model/{held.name}", local(held.parameter.detach()))]
         tensors += [(f"optimizer/{held.name}/{what}", value) for what, value in state]
-        for name, values in tensors:
-            turn += 1
+        # Whose turn it is among the copies follows from the parameter's number, the same on all of them.
+        for turn, (name, values) in enumerate(tensors, start=n):
             if values.ndim == 0:  # one number for the whole parameter, such as AdamW's count of steps
                 if leads(held, mesh) and turn % copies == which:
                     yield Kept(name, (), Box((), ()), values)
@@ -59,8 +58,7 @@ def _mine(trainee: Trainee, smallest: int) -> Iterator[Kept]:
                 offset = (place.offset[0] + start, *place.offset[1:])
                 yield Kept(name, held.whole, Box(offset, (stop - start, *place.size[1:])), values[start:stop])
     ranks, which = stage_place(mesh)
-    for name, buffer in buffers(trainee):
-        turn += 1
+    for turn, (name, buffer) in enumerate(buffers(trainee)):
         if turn % ranks == which:
             whole = tuple(buffer.shape)
             yield Kept(f"model/{name}", whole, Box((0,) * len(whole), whole), buffer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from shardwise.model.saved_files import BLOCK, checksum, data_file, table_file
 from shardwise.model.weight_writer import DTYPE_NAMES, write_text
 from shardwise.train.saves.contents import Kept
 
+FLUSH = 1 << 26  # bytes written before they are sent on to the disk
+
 
 def write_part(draft: Path, rank: int, pieces: Sequence[Kept], staged: Tensor) -> None:
     """Write the staged bytes of the pieces, then their table. On the disk when this returns."""
@@ -26,16 +28,9 @@ def write_part(draft: Path, rank: int, pieces: Sequence[Kept], staged: Tensor) -
     data = staged.numpy().data
     draft.mkdir(parents=True, exist_ok=True)
     # Checksums are computed beside the writing; both leave Python's lock to the training.
-    with ThreadPoolExecutor(1) as beside:
+    with ThreadPoolExecutor(1, "checksums") as beside:
         sums = [beside.submit(checksum, data[a:b]) for a, b in pairwise(begins)]
-        handle = os.open(draft / data_file(rank), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            done = 0
-            while done < len(data):
-                done += os.write(handle, data[done : done + BLOCK])
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        _write_file(draft / data_file(rank), data)
         table = [
             dict(
                 name=piece.name,
@@ -49,6 +44,25 @@ def write_part(draft: Path, rank: int, pieces: Sequence[Kept], staged: Tensor) -
             for piece, begin, crc in zip(pieces, begins, sums, strict=False)
         ]
     _appear(draft / table_file(rank), json.dumps({"pieces": table}, separators=(",", ":")) + "\n")
+
+
+def _write_file(path: Path, data: memoryview) -> None:
+    """Write a file that is on the disk when this returns. What is written is sent on to the disk at once, beside the writing:
+    left to the end, the disk would stand idle until then."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        with ThreadPoolExecutor(1, "flush") as beside:
+            done, sent = 0, 0
+            flushing: Future[None] | None = None
+            while done < len(data):
+                done += os.write(handle, data[done : done + BLOCK])
+                if done - sent >= FLUSH and (flushing is None or flushing.done()):
+                    flushing, sent = beside.submit(os.fdatasync, handle), done
+        os.fsync(handle)
+        if flushing is not None:
+            flushing.result()  # an error of the disk is reported once, and may have been reported there
+    finally:
+        os.close(handle)
 
 
 def failure_file(rank: int) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from shardwise.model.saved_files import NewerFormat, damage, read_manifest
+from shardwise.model.saved_files import NewerFormat, check_file, damage, read_manifest
 from shardwise.model.saved_reader import SavedReader
 from shardwise.model.weights import RUN_FILE
 from shardwise.parallel.gradients import local
@@ -82,7 +82,7 @@ def _lock(run: Run, out: Path) -> FolderLock:
     try:
         for folder in reversed(complete(out)):
             try:
-                read_manifest(folder)
+                check_file(folder, RUN_FILE, read_manifest(folder))
             except NewerFormat:
                 raise
             except UserError:

@@ -20,9 +20,12 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.data.tokenizer import Tokenizer
+from shardwise.model.weight_writer import sync_folder
 from shardwise.parallel.mesh import Mesh
+from shardwise.report import words
 from shardwise.run import UserError
-from shardwise.train.saves.commit import Description, NotSaved, await_parts, commit
+from shardwise.train.metrics import FILE as METRICS
+from shardwise.train.saves.commit import Description, NotSaved, await_parts, commit, sync_file
 from shardwise.train.saves.contents import Kept, kept
 from shardwise.train.saves.folder import checkpoints_of, draft_of_step, folder_of_step, remove, retire
 from shardwise.train.saves.part import report_failure, write_part
@@ -31,7 +34,8 @@ from shardwise.train.saves.together import first_text, tell
 from shardwise.train.step import Trainee
 
 SPARE = 64 << 20  # bytes that a save leaves free, for the metrics and logs of the run
-PATIENCE = 2.0  # seconds for a save under way when a run ends by an error
+ROUND = 30.0  # seconds after which ranks that wait for each other's parts ask again
+PATIENCE = 2.0  # seconds that the other ranks have for their parts when a run ends by an error
 
 
 @dataclass
@@ -70,12 +74,12 @@ class Saver:
         self._settle()
         pieces = kept(trainee)
         needed = sum(piece.values.nbytes for piece in pieces)
-        words = tell(self.mesh, numbers=[needed, self._free()])
-        total, free = sum(w.numbers[0] for w in words), min(w.numbers[1] for w in words)
+        heard = [each.numbers for each in tell(self.mesh, numbers=[needed, self._free()])]
+        total, free = sum(bytes for bytes, _ in heard), min(free for _, free in heard)
         if total + SPARE > free:
             self.problem = (
-                f"the disk of {self.out} has {free / 1e9:.3g} GB free, and a checkpoint takes {total / 1e9:.3g} GB "
-                f"(and {SPARE / 1e9:.2g} GB are left for the rest)"
+                f"the disk of {self.out} has {words.size(free)} free, and a checkpoint takes {words.size(total)}, "
+                f"with {words.size(SPARE)} to spare"
             )
             self.say(f"warning: step {trainee.step} is not saved: {self.problem}")
             return
@@ -107,27 +111,35 @@ class Saver:
     def abandon(self) -> None:
         """End without the other ranks, which may be gone: what is whole by now is still committed."""
         if self._saving is not None and self._thread is not None:
-            self._saving.written.wait(PATIENCE)
-            self._saving.stop.set()
+            self._saving.written.wait()
             self._thread.join(PATIENCE)
+            self._saving.stop.set()
+            self._thread.join()
 
     def _settle(self) -> None:
         """Wait for the save before, on all ranks."""
         saving, thread = self._saving, self._thread
         if saving is None or thread is None:
             return
-        saving.written.wait()
-        if first_text(tell(self.mesh, saving.problem)):
+        everyone = False
+        while not everyone:  # in rounds, because a collective gives up on ranks that are merely slow to write
+            written = saving.written.wait(ROUND)
+            heard = tell(self.mesh, saving.problem, [written])
+            everyone = all(each.numbers[0] for each in heard)
+        if first_text(heard):
             saving.stop.set()  # the rank that failed may not even have had the room to say so in a file
         thread.join()
         self.problem = saving.problem
+        if self.problem and self.mesh.rank == 0:
+            remove(saving.draft)  # once more, now that no rank writes into it
         self._saving = self._thread = None
 
     def _write(self, saving: _Saving, staged: Tensor) -> None:
         try:
             write_part(saving.draft, self.mesh.rank, saving.pieces, staged)
-        except OSError as e:
-            saving.problem = f"rank {self.mesh.rank} cannot write {saving.draft}: {e.strerror or e}"
+        except Exception as e:  # whatever it is, the other ranks must not wait for this part
+            reason = e.strerror if isinstance(e, OSError) else repr(e)
+            saving.problem = f"rank {self.mesh.rank} cannot write {saving.draft}: {reason}"
             report_failure(saving.draft, self.mesh.rank, saving.problem)
 
     def _commit(self, saving: _Saving) -> None:
@@ -135,16 +147,25 @@ class Saver:
         train, step = saving.description.run.train, saving.description.step
         target = folder_of_step(self.out, step)
         try:
+            if saving.problem:
+                raise NotSaved(saving.problem)
             await_parts(saving.draft, self.mesh.layout.world, saving.stop)
+            if (metrics := self.out / METRICS).exists():
+                sync_file(metrics)  # a power cut must not leave a checkpoint ahead of its curve
             manifest = commit(saving.draft, target, saving.description)
-            seconds = time.perf_counter() - saving.began
-            self.say(f"step {step}: saved {target} ({manifest.bytes / 1e6:,.1f} MB in {seconds:.1f} s)")
-            retire(self.out, train.keep, train.keep_every)
-        except (NotSaved, UserError, OSError) as e:
-            saving.problem = saving.problem or str(e)
+        except Exception as e:
+            known = isinstance(e, NotSaved | UserError | OSError)
+            saving.problem = saving.problem or (str(e) if known else repr(e))
             self.say(f"warning: step {step} is not saved: {saving.problem}; the checkpoints before it stay")
-            if saving.draft.exists():
-                remove(saving.draft)
+            remove(saving.draft)
+            return
+        taken = words.seconds(time.perf_counter() - saving.began)
+        self.say(f"step {step}: saved {target} ({words.size(manifest.bytes)} in {taken})")
+        try:
+            sync_folder(target.parent)
+            retire(self.out, train.keep, train.keep_every)
+        except OSError as e:
+            self.say(f"warning: after step {step} was saved, older checkpoints stay: {e.strerror}")
 
     def _free(self) -> int:
         """Bytes free where checkpoints go."""

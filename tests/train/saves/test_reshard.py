@@ -1,0 +1,115 @@
+"""A checkpoint knows no layout: saved on one and taken up on another, a run computes what one process computes without a stop, to
+1e-9 in float64. Random pairs of layouts over all axes, pipeline depths, expert ranks, ZeRO stages and both optimizers."""
+
+from __future__ import annotations
+
+import functools
+import random
+from pathlib import Path
+from typing import Any
+
+import cases
+import numpy as np
+import pytest
+import saved_cases
+from parallel_pool import RankPool
+
+from shardwise.model.saved_files import damage, read_manifest, read_pieces
+from shardwise.train.saves.folder import complete
+
+TOLERANCE = 1e-9
+STEPS, LAST = 2, 4
+Layout = dict[str, Any]
+
+
+@functools.cache
+def unbroken(model: str, optimizer: str) -> dict[str, Any]:
+    return cases.train(0, cases.make_run(model, {}, microbatch=1, optimizer=optimizer, steps=LAST))
+
+
+def assert_moves(
+    ranks: RankPool, out: Path, model: str, optimizer: str, before: tuple[Layout, Any], after: tuple[Layout, Any]
+) -> None:
+    start, end = (
+        cases.make_run(model, layout, optimizer=optimizer, steps=LAST, **train) for layout, train in (before, after)
+    )
+    ranks.run(start.layout.world, saved_cases.train_and_save, start, out, STEPS)
+    (folder,) = complete(out)
+    assert list(damage(folder)) == []
+    want = unbroken(model, optimizer)
+    seen: dict[str, np.ndarray] = {}
+    for got in ranks.run(end.layout.world, saved_cases.resume_and_train, end, out, LAST):
+        np.testing.assert_allclose(got["losses"], want["losses"][STEPS:], rtol=TOLERANCE)
+        np.testing.assert_allclose(got["norms"], want["norms"][STEPS:], rtol=TOLERANCE)
+        assert got["tokens"] == LAST * cases.BATCH * cases.LENGTH
+        for name, (where, value) in got["parameters"].items():
+            whole = want["parameters"][name][1]
+            worst = np.abs(value - whole[where]).max(initial=0) / max(np.abs(whole).max(), 0.1)
+            assert worst < TOLERANCE, f"{name} {worst}"
+            seen.setdefault(name, np.zeros(whole.shape, bool))[where] = True
+    assert all(covered.all() for covered in seen.values())
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "pair" in metafunc.fixturenames:
+        metafunc.parametrize("pair", range(metafunc.config.getoption("--pairs")))
+
+
+def test_random_pairs_of_layouts(ranks: RankPool, tmp_path: Path, pair: int) -> None:
+    generator = random.Random(7000 + pair)
+    world = 4 if pair % 4 else 8
+    models = ("mixture", "softmax") if pair % 2 else ("dense", "mixture", "tied", "latent", "softmax")
+    model, *before = cases.random_layout(generator, models, axes=pair % 3, world=world)
+    _, *after = cases.random_layout(generator, (model,), axes=(pair + 1) % 3, world=world)
+    optimizer = generator.choice(["adamw", "muon"])
+    assert_moves(ranks, tmp_path, model, optimizer, (before[0], before[1]), (after[0], after[1]))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (dict(shard=2, expert=2), dict(shard=4, expert=4, zero=1)),
+        (dict(pipeline=4), dict(pipeline=2, schedule="zb-v", tensor=2, expert_tensor=True)),
+    ],
+    ids=str,
+)
+def test_expert_ranks_and_pipeline_depths(ranks: RankPool, tmp_path: Path, before: Layout, after: Layout) -> None:
+    assert_moves(ranks, tmp_path, "mixture", "muon", (before, {}), (after, {}))
+
+
+def test_each_number_is_written_once_and_ranks_share_the_work(ranks: RankPool, tmp_path: Path) -> None:
+    run = cases.make_run("dense", dict(replicate=2, tensor=2))
+    written = ranks.run(4, saved_cases.train_and_save, run, tmp_path, 1)
+    (folder,) = complete(tmp_path)
+    pieces = read_pieces(folder, read_manifest(folder))
+    covered = {name: np.zeros(parts[0].shape, int) for name, parts in pieces.items()}
+    for name, parts in pieces.items():
+        for piece in parts:
+            covered[name][tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size, strict=True))] += 1
+    assert all((count == 1).all() for count in covered.values())
+    # Parameters and both moments of AdamW, in float64; beside them a count of steps each and the ranks' generators.
+    sizes = [c.size for name, c in covered.items() if name.startswith("model/")]
+    assert sum(sizes) * 8 * 3 < sum(written) < sum(sizes) * 8 * 3 + 4 * 6000
+    assert max(written) < 1.3 * sum(written) / 4
+
+
+def test_large_pieces_are_divided_among_the_ranks_that_hold_them(ranks: RankPool) -> None:
+    run = cases.make_run("mixture", dict(shard=2, tensor=2, replicate=2, expert=2, zero=2))
+    everyone = ranks.run(8, kept_boxes, run, 1024)
+    volume: dict[str, int] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    seen = set()
+    for name, shape, offset, size in (piece for pieces in everyone for piece in pieces):
+        if not name.startswith("random/"):
+            assert (name, offset) not in seen
+            seen.add((name, offset))
+            volume[name], shapes[name] = volume.get(name, 0) + int(np.prod(size)), shape
+    assert all(volume[name] == np.prod(shapes[name]) for name in volume)
+    experts = [offset for name, offset in seen if name == "model/layers.1.ffn.experts.up"]
+    assert len(experts) >= 4
+
+
+def kept_boxes(rank: int, run: Any, smallest: int) -> list[tuple[Any, ...]]:
+    from shardwise.train.saves.contents import kept
+
+    return [(k.name, k.shape, k.box.offset, k.box.size) for k in kept(saved_cases.trained(run, 1), smallest)]
