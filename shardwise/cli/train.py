@@ -39,7 +39,7 @@ def execute(args: argparse.Namespace) -> int:
     out = args.out or Path("runs") / run.name
     where = launch.place(os.environ)
     if where is not None and run.train.elastic:
-        run = fit(run, where.world, max(1, where.world // where.local_world), launch.ranks_here(run)[1])
+        run = fit(run, where.world, max(1, where.world // where.local_world), launch.chip_here(run))
     launch.check_world(run, where)
     if (
         where is None and run.layout.world == 1 and run.layout.offload

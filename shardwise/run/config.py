@@ -275,7 +275,7 @@ class ClusterConfig:
     rendezvous: str = key(
         "", "HOST:PORT on one of the machines, where those that `shardwise train` was started on meet"
     )
-    node_wait: float = key(30.0, "train.elastic: seconds to wait for further machines before going on without", least=0)
+    node_wait: int = key(30, "train.elastic: seconds to wait for further machines before going on without", least=1)
     headroom: float = key(0.05, "share of a device's memory the plan leaves free", least=0, most=0.9)
     price: float = key(0.0, "US dollars for a device and hour; 0: the catalogue's", least=0)
     mtbf_hours: float = key(

@@ -8,16 +8,18 @@ rank also draws the display.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from shardwise.hardware.chips import chip_of_driver_name
 from shardwise.run import Problem, Run, UserError
@@ -160,67 +162,80 @@ def start_ranks(run: Run, out: Path, arguments: Sequence[str]) -> int:
     """Run `shardwise ARGUMENTS` as the ranks that the layout needs, this machine's share of them; gives the exit code: 0 when
     all ended well, 75 when told to stop, 2 for a user's mistake, 1 when it was given up."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
-    from torch.distributed.elastic.rendezvous.api import (
-        RendezvousClosedError,
-        RendezvousConnectionError,
-        RendezvousTimeoutError,
-    )
 
     from shardwise.train.saves.folder import complete, step_of
     from shardwise.train.watch.agent import Agent
 
     ranks = Ranks(out / "logs")
-    cluster, train = run.cluster, run.train
-    meeting = RendezvousParameters(
-        backend="c10d",
-        endpoint=cluster.rendezvous if cluster.nodes > 1 else "127.0.0.1:0",
-        run_id=run.name,
-        min_nodes=1 if train.elastic else cluster.nodes,
-        max_nodes=cluster.nodes,
-        local_addr=None if cluster.nodes > 1 else "127.0.0.1",
-        join_timeout=JOIN_SECONDS,
-        last_call_timeout=cluster.node_wait,
-        **({} if cluster.nodes > 1 else {"is_host": True}),
-    )
-    # The ranks have a store of their own. The one PyTorch would share is announced at the first meeting only, so that a machine
-    # which comes later waits for it forever.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-    local, chip = ranks_here(run)
-    handler = registry.get_rendezvous_handler(meeting)
-    spec = WorkerSpec("rank", local, handler, entrypoint=sys.executable, max_restarts=1)
+    local = ranks_here(run)
 
     def arguments_for(world: int) -> list[str]:
-        fitted = fit(run, world, max(1, world // local), chip)
-        if fitted is run:
+        if world == run.layout.world:
             return list(arguments)
+        fitted = fit(run, world, max(1, world // local), chip_here(run))
         print(f"{world} of {run.layout.world} ranks are here; going on with {layout_words(fitted)}", file=sys.stderr)
         return [*arguments, *(f"--{override}" for override in layout_overrides(fitted))]
 
     def saved_step() -> int:
         return max((step_of(folder) or 0 for folder in complete(out)), default=-1)
 
-    agent = Agent(spec, train, out, ranks, arguments_for, saved_step)
+    with contextlib.closing(ranks), _meeting(run) as handler:
+        spec = WorkerSpec("rank", local, handler, entrypoint=sys.executable, max_restarts=1)
+        agent = Agent(spec, run.train, out, ranks, arguments_for, saved_step)
+        try:
+            return agent.execute()
+        finally:
+            if agent.code:
+                handler.shutdown()  # the other machines need not wait for this one
+
+
+@contextlib.contextmanager
+def _meeting(run: Run) -> Iterator[Any]:
+    """Where the machines of a run meet, be it one; what goes wrong there is told in a sentence."""
+    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, registry
+
+    # The ranks have a store of their own. The one PyTorch would share is announced at the first meeting only, so that a machine
+    # which comes later waits for it forever.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    nodes = run.cluster.nodes
+    alone: dict[str, Any] = {"is_host": True} if nodes == 1 else {}
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint=run.cluster.rendezvous if nodes > 1 else "127.0.0.1:0",
+        run_id=run.name,
+        min_nodes=1 if run.train.elastic else nodes,
+        max_nodes=nodes,
+        local_addr=None if nodes > 1 else "127.0.0.1",
+        join_timeout=JOIN_SECONDS,
+        last_call_timeout=run.cluster.node_wait,
+        **alone,
+    )
     try:
-        return agent.execute()
-    except (RendezvousConnectionError, RendezvousTimeoutError, RendezvousClosedError) as e:
-        reason = f"the machines of the run did not meet at {cluster.rendezvous}: {e or type(e).__name__}"
+        yield registry.get_rendezvous_handler(parameters)
+    except (RendezvousError, ValueError) as e:
+        if isinstance(e, ValueError) and nodes == 1:
+            raise
+        what = str(e) or type(e).__name__
+        reason = f"the {nodes} machines of the run did not meet at {run.cluster.rendezvous}: {what}"
         raise UserError(Problem(reason, key="cluster.rendezvous")) from None
-    finally:
-        ranks.close()
-        if agent.code:
-            handler.shutdown()  # the other machines need not wait for this one
 
 
-def ranks_here(run: Run) -> tuple[int, str]:
-    """How many ranks this machine starts, and the chip they run on: its share of the layout, or as many as it has GPUs where
-    it has fewer and the layout may change."""
+def ranks_here(run: Run) -> int:
+    """How many ranks this machine starts: its share of the layout, or as many as it has GPUs where it has fewer and the layout
+    may change."""
     import torch
 
     wanted = run.cluster.devices_per_node
     gpus = torch.cuda.device_count() if run.train.device != "cpu" else 0
-    if not gpus:
-        return wanted, "cpu"
+    return min(wanted, gpus) if gpus and run.train.elastic else wanted
+
+
+def chip_here(run: Run) -> str:
+    """The catalogue's name of what this machine computes with, empty when it has none."""
+    import torch
+
+    if run.train.device == "cpu" or not torch.cuda.is_available():
+        return "cpu"
     chip = chip_of_driver_name(torch.cuda.get_device_name(0))
-    return min(wanted, gpus) if run.train.elastic else wanted, chip.name if chip is not None else ""
+    return chip.name if chip is not None else ""

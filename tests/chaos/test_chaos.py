@@ -56,7 +56,7 @@ def machine(folder: Path, port: int, *more: str) -> subprocess.Popen[str]:
         "--layout.shard=4",
         "--cluster.nodes=2",
         f"--cluster.rendezvous=127.0.0.1:{port}",
-        "--cluster.node_wait=0.5",
+        "--cluster.node_wait=1",
     ]
     keys += [
         "--train.elastic=true",

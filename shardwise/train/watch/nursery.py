@@ -15,6 +15,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 from typing import Any, NoReturn
 
@@ -22,6 +23,12 @@ LOOK = 0.05
 """Seconds between two looks at who has ended."""
 FORK_IS_ENOUGH = sys.platform == "linux"
 """Elsewhere system libraries do not survive a fork, so a rank begins with a fresh interpreter."""
+
+
+def can_fork() -> bool:
+    """Whether what this process has become by now would survive a fork: a GPU that is in use would not, nor would threads."""
+    torch = sys.modules.get("torch")
+    return (torch is None or not torch.cuda.is_initialized()) and threading.active_count() == 1
 
 
 class Nursery:

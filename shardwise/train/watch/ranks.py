@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardwise.train.watch.nursery import Nursery
+from shardwise.train.watch.nursery import Nursery, can_fork
 
 GRACE = 3.0
 """Seconds that ranks have to end by themselves once one has failed."""
@@ -48,12 +48,12 @@ def how_it_ended(code: int) -> str:
 
 
 class Ranks:
-    """Running ranks, by their number in the whole run. To be made before anything else of the command, since it forks."""
+    """Running ranks, by their number in the whole run. Best made before anything else of the command, since it forks."""
 
     def __init__(self, logs: Path) -> None:
         self.logs = logs
         self.pids: dict[int, int] = {}
-        self._nursery = Nursery()
+        self._nursery = Nursery(fork=can_fork())
         self._start = 0
         self._codes: dict[int, int] = {}
         self._begins: dict[int, int] = {}
