@@ -100,7 +100,8 @@ def plan_faults(
     bag = [*kinds, *more]  # each kind at least once
     wanted = [bag[n % len(bag)] for n in range(count)]
     rng.shuffle(wanted)
-    places = {rank: rng.sample(range(1, n + 1), n) for rank, n in operations.items()}
+    where = random.Random(seed + 1)  # of its own, so that the steps do not depend on how many operations there are
+    places = {rank: where.sample(range(1, n + 1), n) for rank, n in operations.items()}
     faults: list[dict[str, Any]] = []
     restarted = False
 
@@ -108,10 +109,10 @@ def plan_faults(
         fault = dict(id=len(faults), kind=kind, rank=rank, step=step, delay=rng.random(), seed=rng.randrange(2**32))
         if kind in ("crash while saving", "crash at start", "full disk"):
             # Every operation once before any comes again.
-            places[rank] = places[rank] or rng.sample(range(1, operations[rank] + 1), operations[rank])
+            places[rank] = places[rank] or where.sample(range(1, operations[rank] + 1), operations[rank])
             fault["operation"] = places[rank].pop()
-            fault["torn"] = rng.random() < 0.5
-            if kind == "full disk" and rng.random() < 0.25:
+            fault["torn"] = where.random() < 0.5
+            if kind == "full disk" and where.random() < 0.25:
                 fault["operation"] = 0  # the lack of room is seen ahead
         faults.append(fault)
 
@@ -222,7 +223,7 @@ def campaign_run(folder: Path, name: str, count: int, seed: int, kinds: dict[str
     for size in layout.values():
         ranks *= size
     draft = plan_faults(kinds, count, ranks, seed, dict.fromkeys(range(ranks), 1))
-    steps = max(fault["step"] for fault in draft) + 6
+    steps = max(fault["step"] for fault in draft) + 16  # faults that must wait for each other come late
     operations = undisturbed(folder / "undisturbed", layout, steps)
     faults = plan_faults(kinds, count, ranks, seed, operations)
     if not quiet:

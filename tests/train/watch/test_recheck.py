@@ -6,7 +6,7 @@ import os
 
 import pytest
 from parallel_pool import RankPool
-from recheck_cases import twice
+from watch_cases import compared, twice
 
 
 @pytest.mark.parametrize("layout", [{"replicate": 2}, {"shard": 2}, {"shard": 2, "zero": 3}], ids=str)
@@ -28,3 +28,9 @@ def test_ranks_that_compute_a_sample_together_are_named_together(ranks: RankPool
 
 def test_alone(ranks: RankPool) -> None:
     assert "rank 0 computed other gradients" in ranks.run(1, twice, {}, 0, os.environ["XDG_CACHE_HOME"])[0]
+
+
+def test_a_rank_that_computes_longer_is_found(ranks: RankPool) -> None:
+    for slowest, ratio in ranks.run(2, compared, 1):
+        assert slowest == 1
+        assert 1.2 < ratio < 2.0  # three to one is one and a half times their mean, the median of two

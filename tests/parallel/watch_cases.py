@@ -1,4 +1,4 @@
-"""A step computed twice on real ranks, one of which may miscalculate; what each rank is told."""
+"""On real ranks: a step computed twice, of which one rank may miscalculate, and a rank that computes longer than the other."""
 
 from __future__ import annotations
 
@@ -41,3 +41,23 @@ def twice(rank: int, layout: dict[str, Any], corrupt: int | None, cache: str) ->
         return trainee.train_step(batch, recheck=True).loss.item()
     except Corruption as e:
         return str(e)
+
+
+def compared(rank: int, slow: int) -> tuple[int, float]:
+    """The slowest rank and its ratio, where one rank computes three times as long as the others."""
+    import time
+
+    from shardwise.train.watch.stragglers import Stragglers, busy_seconds
+
+    stragglers = Stragglers(2, torch.device("cpu"), torch.float32, world=2, rank=rank)
+    for step in range(1, 7):
+        until = busy_seconds() + (0.03 if rank == slow else 0.01)
+        while busy_seconds() < until:
+            time.perf_counter()
+        found = stragglers.compare(step)
+    assert found is not None
+    assert (
+        stragglers.summary()
+        == found.__class__(np.median([c.seconds for c in stragglers.comparisons], 0).tolist()).sentence()
+    )
+    return found.slowest, found.ratio
