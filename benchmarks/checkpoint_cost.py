@@ -2,7 +2,8 @@
 
 A model of 89 million parameters with AdamW's state beside them, 1 GiB, is saved by the saver that `shardwise train` uses. Its
 peers are measured in the same process, in turn with it: one copy of as many bytes from memory to memory, and one plain file of
-as many bytes, written in order and brought to the disk. Figures are medians of the ratios of neighbours.
+as many bytes, written in order and brought to the disk. Figures are medians of the ratios of neighbours. Removing what was
+written, by either, is not counted.
 
     python benchmarks/checkpoint_cost.py [--rounds 7] [--folder DIR] [--json]
 """
@@ -27,6 +28,7 @@ from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.model.saved_files import BLOCK
 from shardwise.run import run_from_dict
 from shardwise.train.saves import Saver
+from shardwise.train.saves.folder import folder_of_step
 from shardwise.train.step import Trainee
 
 BLOCKED, WRITTEN, MEMORY = 1.5, 0.7, 1.05  # most of a memcpy, least of the disk's speed, most copies in memory
@@ -35,7 +37,7 @@ BLOCKED, WRITTEN, MEMORY = 1.5, 0.7, 1.05  # most of a memcpy, least of the disk
 def make_trainee() -> Trainee:
     """A trainee of 1 GiB, after one step, so that the optimizer has its state."""
     model = dict(layers=7, hidden=1024, heads=8, kv_heads=8, ffn=2752, vocab=257)
-    train = dict(seq_len=16, global_batch=1, device="cpu", keep=1, eval_every=0)
+    train = dict(seq_len=16, global_batch=1, device="cpu", keep=1000, eval_every=0)
     trainee = Trainee(run_from_dict(dict(model=model, train=train)))
     step(trainee)
     return trainee
@@ -126,11 +128,13 @@ def measure(trainee: Trainee, out: Path, rounds: int) -> dict[str, float]:
         began = time.perf_counter()
         target.copy_(source)
         memcpy = time.perf_counter() - began
+        trainee.step += 1
         began = time.perf_counter()
         saver.save(trainee)
         waits.append(time.perf_counter() - began)
         assert saver.finish() == ""
         saves.append(time.perf_counter() - began)
+        shutil.rmtree(folder_of_step(out, trainee.step))
         blocked.append(waits[-1] / memcpy)
         speed.append(plain / saves[-1])
     for _ in range(rounds):
@@ -138,6 +142,7 @@ def measure(trainee: Trainee, out: Path, rounds: int) -> dict[str, float]:
         saver.save(trainee)
         during.append(step(trainee))
         assert saver.finish() == ""
+        shutil.rmtree(folder_of_step(out, trainee.step - 1))
     return dict(
         bytes=size,
         wait_ms=statistics.median(waits) * 1e3,
