@@ -95,11 +95,11 @@ def plan_faults(
 ) -> list[dict[str, Any]]:
     """The faults of a run, in the order they are to happen. `operations` are the file operations of a save, by rank."""
     rng = random.Random(seed)
-    more = [kind for kind, parts in kinds.items() for _ in range(parts - 1)]
+    bag = [kind for kind, parts in kinds.items() for _ in range(parts)]
+    once, more = list(kinds), [bag[n % len(bag)] for n in range(count)]
+    rng.shuffle(once)
     rng.shuffle(more)
-    bag = [*kinds, *more]  # each kind at least once
-    wanted = [bag[n % len(bag)] for n in range(count)]
-    rng.shuffle(wanted)
+    wanted = [*once, *more]  # each kind at least once
     where = random.Random(seed + 1)  # of its own, so that the steps do not depend on how many operations there are
     places = {rank: where.sample(range(1, n + 1), n) for rank, n in operations.items()}
     faults: list[dict[str, Any]] = []

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes
 
 def test_a_run_that_suffers_every_kind_of_fault_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
     kinds = dict.fromkeys(KINDS, 1)
-    outcome = campaign_run(tmp_path, "2 ranks, shard", count=14, seed=7, kinds=kinds, quiet=True)
+    outcome = campaign_run(tmp_path, "2 ranks, shard", count=15, seed=7, kinds=kinds, quiet=True)
     assert outcome.same
     assert set(outcome.faults) == set(kinds)
     assert outcome.noticed == outcome.faults["flip a bit"] + outcome.faults["truncate"]
