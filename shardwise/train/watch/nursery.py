@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import runpy
 import select
 import signal
 import subprocess
@@ -138,11 +139,12 @@ def _live(arguments: list[str], birth: dict[str, Any], pipes: tuple[int, ...]) -
             os.execv(sys.executable, [sys.executable, "-m", "shardwise", *arguments])
         import torch
 
-        from shardwise.cli.main import main
-
         # The variable is read when the library is loaded, which was before it was set.
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        code = main(arguments)
+        sys.argv[1:] = arguments
+        runpy.run_module("shardwise", run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
     except BaseException:
         traceback.print_exc()
     finally:
