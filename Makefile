@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint unit bench clean
+.PHONY: demo test lint unit chaos bench clean
 
 demo: $(VENV)/.train          ## train a small model on the text that ships with Python, then sample from it
 	$(BIN)/shardwise train examples/demo.toml
@@ -18,6 +18,9 @@ lint: $(VENV)/.dev            ## style and types
 
 unit: $(VENV)/.dev
 	$(BIN)/pytest
+
+chaos: $(VENV)/.dev           ## 210 faults injected into runs of 2 and 4 ranks, which must end as if nothing had been
+	$(BIN)/python tests/chaos/campaign.py
 
 bench: $(VENV)/.dev           ## the measured claims, each beside its peer
 	$(BIN)/python benchmarks/step_overhead.py

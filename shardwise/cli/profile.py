@@ -36,12 +36,12 @@ def execute(args: argparse.Namespace) -> int:
     """Record, or start the ranks that do."""
     run = read_run(args.run, args.overrides)
     if run.layout.auto:
-        from shardwise.cli.train import chosen
         from shardwise.plan.search import resolve
+        from shardwise.train.watch.replan import layout_overrides, layout_words
 
         run = resolve(run)
-        args.overrides += chosen(run)
-        print(f"layout: {', '.join(chosen(run))}", file=sys.stderr)
+        args.overrides += layout_overrides(run)
+        print(f"layout: {layout_words(run)}", file=sys.stderr)
     for key in ("steps", "warmup"):
         if getattr(args, key) < 1:
             raise UserError(Problem("at least one step is needed", f"--{key}", "command line"))

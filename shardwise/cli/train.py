@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
 
-from shardwise.run import Run, read_run, to_dict
+from shardwise.run import read_run
 
 HELP = (
     "Train a run. Its folder (runs/NAME, or --out) gets run.toml, metrics.jsonl and checkpoints/; started again, it goes on. "
-    "A layout of several ranks is started on this machine, unless torchrun or Slurm started them."
+    "A layout of several ranks is started on this machine, unless torchrun or Slurm started them. Told to stop (SIGTERM, SIGUSR1, "
+    "Ctrl-C) it saves and ends with exit code 75: start it again to go on."
 )
 
 
@@ -22,40 +22,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="the run folder (default: runs/NAME)")
 
 
-def chosen(run: Run) -> list[str]:
-    """A layout that was searched for, as overrides, so that every rank trains with the same one."""
-    usual = to_dict(Run())["layout"]
-    keys = {k: v for k, v in to_dict(run)["layout"].items() if v != usual[k] and k != "fixed"} | {"auto": False}
-    return [f"layout.{k}={json.dumps(v)}" for k, v in keys.items()] + [f"train.microbatch={run.train.microbatch}"]
-
-
 def execute(args: argparse.Namespace) -> int:
     """Train."""
     run = read_run(args.run, args.overrides)
+    from shardwise.train import launch
+    from shardwise.train.loop import check, train
+    from shardwise.train.watch.replan import fit, layout_overrides, layout_words
+    from shardwise.train.watch.stop import PREEMPTED, Preempted
+
     if run.layout.auto:
         from shardwise.plan.search import resolve
 
         run = resolve(run)
-        args.overrides += chosen(run)
-        print(f"layout: {', '.join(chosen(run))}", file=sys.stderr)
+        args.overrides += layout_overrides(run)
+        print(f"layout: {layout_words(run)}", file=sys.stderr)
     out = args.out or Path("runs") / run.name
-    from shardwise.train import launch
-    from shardwise.train.loop import check, train
-
     where = launch.place(os.environ)
+    if where is not None and run.train.elastic:
+        run = fit(run, where.world, max(1, where.world // where.local_world), launch.chip_here(run))
     launch.check_world(run, where)
-    if run.layout.world == 1 and not run.layout.offload:
-        train(run, out)
-        return 0
-    if where is None and run.layout.world == 1:  # offloading is a kind of sharding, and wants a group, be it of one
+    if (
+        where is None and run.layout.world == 1 and run.layout.offload
+    ):  # a kind of sharding, which wants a group, be it of one
         where = launch.Place(0, 1, 0, "127.0.0.1", launch.free_port())
-    if where is None:
+    if where is None and run.layout.world > 1:
         check(run, out)
         overrides = [f"--{override}" for override in args.overrides]
-        return launch.start_local(["train", args.run, "--out", str(out), *overrides], run.layout.world, out / "logs")
-    launch.join(where, run)
+        return launch.start_ranks(run, out, ["train", args.run, "--out", str(out), *overrides])
+    if where is not None and (where.world > 1 or run.layout.offload):
+        launch.join(where, run)
     try:
-        train(run, out)
+        train(run, out, watched=where is not None and where.watched)
+    except Preempted as stop:
+        print(stop, file=sys.stderr)
+        return PREEMPTED
+    except OSError as e:
+        if where is None or not where.watched:
+            raise
+        print(
+            f"error: {e}", file=sys.stderr
+        )  # a full disk or a lost mount may pass; a mistake of the user's is found before
+        return os.EX_IOERR
     finally:
         launch.leave()
     return 0

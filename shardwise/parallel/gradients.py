@@ -4,7 +4,8 @@ take the norm over everything exactly once, scale.
 Traffic a step and rank: over t tensor ranks one all-reduce, 2(t-1)/t of the gradients of what is not cut (norms, routers,
 keys and values of fewer heads than ranks, experts without expert tensor parallelism), of its shard where shared; one of the
 embedding's gradient between the first and last stage where it is tied. The norm is a share of each rank (`squares`), which the
-step adds over all ranks: three float64 numbers, the count of tokens ahead of the passes, then the norm's share and the loss.
+step adds over all ranks: four float64 numbers, the count of tokens and the wish to stop ahead of the passes, then the norm's
+share and the loss.
 """
 
 from __future__ import annotations

@@ -106,3 +106,10 @@ class Mesh:
         alone = self._groups["alone"]
         assert alone is not None
         return alone
+
+    def axes_by_group(self) -> dict[str, str]:
+        """The axis of each of this rank's process groups, by the group's name."""
+        groups = [(axis, group) for axis, group in self._groups.items() if group is not None]
+        if dist.is_initialized() and dist.group.WORLD is not None:
+            groups.append(("world", dist.group.WORLD))
+        return {group.group_name: axis for axis, group in groups}

@@ -164,6 +164,7 @@ class Pipeline:
         self.forward_only = replace(schedule, ranks=forward)
         self.mesh = mesh
         self.sync_every, self.share_parameters = zero > 1, zero == 3
+        self.waiting: tuple[Message, int] | None = None  # what this rank waits for, and the rank that owes it
         self.executed: list[Action] = []
         self.times: list[tuple[float, float]] = []  # when the host began and ended each of them
 
@@ -273,4 +274,8 @@ class Pipeline:
     def _get(self, message: Message) -> Tensor:
         if message in self.local:
             return self.local.pop(message)
-        return self.mail.receive(message, self.schedule.placement[message.stage])
+        sender = self.schedule.placement[message.stage]
+        self.waiting = (message, self.mail.ranks[sender])
+        arrived = self.mail.receive(message, sender)
+        self.waiting = None
+        return arrived

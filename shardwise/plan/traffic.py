@@ -31,7 +31,7 @@ INTEGER = 8
 LOAD = 4
 """Bytes of a number of the routers' load, which stays float32."""
 SUM = 8
-"""Bytes of the loss, the squared norm and the count of tokens, which are float64."""
+"""Bytes of the loss, the squared norm, the count of tokens and the wish to stop, which are float64."""
 PIECES = 2
 """Messages that overlapped tensor traffic is cut into (`parallel/overlap.py`)."""
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
@@ -139,8 +139,8 @@ def by_group(run: Run, rank: int, moved: Mapping[int, int] | None = None) -> Gro
     loads(wire)
     if run.train.optimizer == "muon":
         muon(wire)
-    # The count of tokens ahead of the passes, then the squared norm and the loss.
-    wire.all_reduce("world", 3 * SUM, messages=2)
+    # The count of tokens and the wish to stop ahead of the passes, then the squared norm and the loss.
+    wire.all_reduce("world", 4 * SUM, messages=2)
     return wire.sent
 
 

@@ -166,7 +166,7 @@ def module_rows(explained: Explained) -> list[ModuleRow]:
 
 def short_kernel(name: str, most: int = 90) -> str:
     """A kernel's name without what templates add to it."""
-    plain = re.sub(r"\b(void|at::native::|c10::|std::|\(anonymous namespace\)::)\s*", "", name)
+    plain = re.sub(r"\bvoid\s+|\bat::native::|\bc10::|\bstd::|\(anonymous namespace\)::", "", name)
     plain = plain.split("(")[0] if "<" not in plain.split("(")[0] else plain
     return plain if len(plain) <= most else plain[: most - 1] + "…"
 

@@ -228,6 +228,33 @@ class TrainConfig:
     checkpoint_every: int = key(0, "steps between checkpoints, besides the one at the end; 0: only that", least=0)
     keep: int = key(2, "checkpoints kept, newest first", least=1)
     keep_every: int = key(0, "checkpoints of steps that this divides are kept for good; 0: none", least=0)
+    restarts: int = key(
+        3, "restarts after failures with no new checkpoint in between, before the run gives up; 0: none", least=0
+    )
+    restart_wait: float = key(
+        1.0, "seconds before the first restart; doubled for each that follows without a new checkpoint", least=0
+    )
+    save_deadline: float = key(120.0, "seconds a run may take to save once it is told to stop", above=0)
+    hang_seconds: float = key(600.0, "seconds without any progress after which a rank counts as hung", above=0)
+    elastic: bool = key(False, "with fewer ranks than the layout needs: plan another layout and go on with that")
+    guard: Literal["none", "skip", "rollback", "stop"] = key(
+        "stop",
+        "what a bad loss or gradient norm leads to: nothing; no update (the host then waits for each norm); back to the "
+        "last checkpoint and on without that batch; the end of the run",
+    )
+    guard_spike: float = key(
+        0.0,
+        "a finite loss or norm is bad so many deviations (1.4826 x MAD) above the median of guard_window steps; 0: never",
+        least=0,
+    )
+    guard_window: int = key(64, "accepted steps that a spike is measured against", least=8)
+    guard_limit: int = key(
+        10, "bad steps in a row, or batches left out between two checkpoints, that end the run", least=1
+    )
+    recheck_every: int = key(
+        0, "steps between those computed twice and compared bit for bit, to catch silent corruption; 0: never", least=0
+    )
+    compare_every: int = key(50, "steps between comparisons of the ranks' own compute time; 0: never", least=0)
     tensorboard: bool = key(False, "also write TensorBoard events to the run folder")
     wandb: str = key("", "also send metrics to this Weights & Biases project")
 
@@ -249,6 +276,10 @@ class ClusterConfig:
     fabric: Literal["", "rail", "fat-tree", "ethernet", "torus"] = key("", "how machines are joined")
     taper: float = key(1.0, "fat-tree: how many times less bandwidth the upper levels have", least=1)
     profile: str = key("", "file written by `shardwise bench`, whose measured curves replace the catalogue's")
+    rendezvous: str = key(
+        "", "HOST:PORT on one of the machines, where those that `shardwise train` was started on meet"
+    )
+    node_wait: int = key(30, "train.elastic: seconds to wait for further machines before going on without", least=1)
     headroom: float = key(0.05, "share of a device's memory the plan leaves free", least=0, most=0.9)
     price: float = key(0.0, "US dollars for a device and hour; 0: the catalogue's", least=0)
     mtbf_hours: float = key(

@@ -1,26 +1,34 @@
-"""Gets the ranks of a run going: joins those that torchrun, Slurm or Kubernetes started, or starts them on this machine.
+"""Gets the ranks of a run going: joins those that torchrun, Slurm or Kubernetes started, or starts them on this machine, or on
+several that meet at `cluster.rendezvous`.
 
-Started here, the parent watches: the first rank that fails takes the others down within seconds, and the user reads one message
-that names it. Every rank's messages are kept in the run folder under `logs/`; the first rank also draws the display.
+Started here, an agent watches (`watch/agent.py`): the first rank that fails takes the others down within seconds, the user reads
+one message that names it, and all are started again. Every rank's messages are kept in the run folder under `logs/`; the first
+rank also draws the display.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import re
-import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+from shardwise.hardware.chips import chip_of_driver_name
 from shardwise.run import Problem, Run, UserError
+from shardwise.train.watch.arrivals import remember_collectives
+from shardwise.train.watch.ranks import GRACE, MISTAKE, Ranks, environment_of
+from shardwise.train.watch.replan import fit, layout_overrides, layout_words
 
-GRACE = 3.0  # seconds that ranks have to end by themselves once one has failed
+JOIN_SECONDS = 600.0
+"""How long a machine waits for the others of a run."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,9 @@ class Place:
     local_rank: int
     address: str
     port: int
+    local_world: int = 1
+    watched: bool = False
+    """Started by this package's own agent."""
 
 
 def place(environment: Mapping[str, str]) -> Place | None:
@@ -45,12 +56,17 @@ def place(environment: Mapping[str, str]) -> Place | None:
             local,
             e.get("MASTER_ADDR", "127.0.0.1"),
             int(e.get("MASTER_PORT", "29500")),
+            int(e.get("LOCAL_WORLD_SIZE", e["WORLD_SIZE"])),
+            "SHARDWISE_WATCHED" in e,
         )
     if "SLURM_PROCID" in e and int(e.get("SLURM_NTASKS", "1")) > 1:
         address = e.get("MASTER_ADDR") or first_host(e.get("SLURM_STEP_NODELIST") or e.get("SLURM_JOB_NODELIST", ""))
         # Jobs that share a node must not share a port.
         port = int(e.get("MASTER_PORT") or 20000 + int(e.get("SLURM_JOB_ID", "0")) % 20000)
-        return Place(int(e["SLURM_PROCID"]), int(e["SLURM_NTASKS"]), int(e.get("SLURM_LOCALID", "0")), address, port)
+        here = int(e.get("SLURM_NTASKS_PER_NODE") or 1)
+        return Place(
+            int(e["SLURM_PROCID"]), int(e["SLURM_NTASKS"]), int(e.get("SLURM_LOCALID", "0")), address, port, here
+        )
     return None
 
 
@@ -70,8 +86,11 @@ def check_world(run: Run, where: Place | None) -> None:
             f"{axis} {getattr(run.layout, axis)}" for axis in ("replicate", "shard", "context", "tensor", "pipeline")
         )
         raise UserError(Problem(f"needs {needed} ranks ({sizes}), but {where.world} were started", key="layout"))
-    if where is None and run.cluster.nodes > 1:
-        reason = f"{run.cluster.nodes} nodes: start the same command on each of them with torchrun or srun, {needed} ranks in all"
+    if where is None and run.cluster.nodes > 1 and not run.cluster.rendezvous:
+        reason = (
+            f"{run.cluster.nodes} nodes: start the same command on each of them with torchrun or srun, {needed} ranks in all, or "
+            f"by hand with cluster.rendezvous = HOST:PORT of one of them"
+        )
         raise UserError(Problem(reason, key="cluster.nodes"))
 
 
@@ -80,6 +99,7 @@ def join(where: Place, run: Run) -> None:
     import torch
     import torch.distributed as dist
 
+    remember_collectives(os.environ)
     gpus = torch.cuda.device_count() if run.train.device != "cpu" else 0
     shared = gpus > 0 and int(os.environ.get("LOCAL_WORLD_SIZE", where.world)) > gpus
     layout = run.layout
@@ -97,7 +117,8 @@ def join(where: Place, run: Run) -> None:
         init_method=f"tcp://{where.address}:{where.port}",
         rank=where.rank,
         world_size=where.world,
-        timeout=timedelta(minutes=10),
+        # Longer than the watch waits, so that a hang is explained before it is an error of the transport.
+        timeout=timedelta(seconds=max(600.0, 2 * run.train.hang_seconds)),
     )
 
 
@@ -117,67 +138,104 @@ def free_port() -> int:
 
 
 def start_local(arguments: Sequence[str], world: int, logs: Path) -> int:
-    """Run `shardwise ARGUMENTS` as `world` ranks on this machine; gives the exit code, 0 when all ended well."""
-    logs.mkdir(parents=True, exist_ok=True)
+    """Run `shardwise ARGUMENTS` once as `world` ranks on this machine; gives the exit code, 0 when all ended well. For verbs that
+    are soon done: the first failure ends it."""
+    ranks = Ranks(logs)
     port = free_port()
-    cores = max(1, (os.cpu_count() or 1) // world)
-    ranks = []
-    for rank in range(world):
-        environment = dict(
-            os.environ,
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(world),
-            LOCAL_WORLD_SIZE=str(world),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", str(cores)),
-        )
-        log = (logs / f"rank-{rank}.log").open("wb")
-        command = [sys.executable, "-m", "shardwise", *arguments]
-        # Only the first rank speaks to the terminal; a group of its own lets a rank be ended with all it started.
-        shown = None if rank == 0 else log
-        ranks.append(subprocess.Popen(command, env=environment, stdout=shown, stderr=log, start_new_session=True))
-        log.close()
+    ranks.start(arguments, {r: environment_of(r, r, world, world, "127.0.0.1", port) for r in range(world)}, fresh=True)
     try:
-        return _watch(ranks, logs)
-    finally:
-        _end(ranks)
-
-
-def _watch(ranks: list[subprocess.Popen[bytes]], logs: Path) -> int:
-    while True:
-        codes = [process.poll() for process in ranks]
-        failed = [rank for rank, code in enumerate(codes) if code]
-        if failed:
-            break
-        if all(code == 0 for code in codes):
+        while (failed := ranks.failed()) is None and ranks.running():
+            time.sleep(0.1)
+        if failed is None:
             return 0
-        time.sleep(0.1)
-    # Ranks that see their peer go fail soon after it; the first failure is the one to tell.
-    _report(failed[0], ranks[failed[0]].returncode, logs)
-    return 2 if ranks[failed[0]].returncode == 2 else 1
+        ranks.end(GRACE)
+        message = ranks.story(*failed)
+        if failed[1] != MISTAKE:
+            message = f"error: {message}\nthe other ranks were stopped; all they said is in {logs}"
+        print(message, file=sys.stderr)
+        return MISTAKE if failed[1] == MISTAKE else 1
+    finally:
+        ranks.close()
 
 
-def _report(rank: int, code: int, logs: Path) -> None:
-    path = logs / f"rank-{rank}.log"
-    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
-    if code == 2:  # the user's mistake, already a sentence
-        print("\n".join(line for line in lines if line.startswith("error: ")), file=sys.stderr)
-        return
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    last = f": {lines[-1]}" if lines and code > 0 else ""
-    print(f"error: rank {rank} {how}{last}\nthe other ranks were stopped; all they said is in {logs}", file=sys.stderr)
+def start_ranks(run: Run, out: Path, arguments: Sequence[str]) -> int:
+    """Run `shardwise ARGUMENTS` as the ranks that the layout needs, this machine's share of them; gives the exit code: 0 when
+    all ended well, 75 when told to stop, 2 for a user's mistake, 1 when it was given up."""
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
 
+    from shardwise.train.saves.folder import complete, step_of
+    from shardwise.train.watch.agent import Agent
 
-def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    running = [process for process in ranks if process.poll() is None]
-    for process in running:
-        process.terminate()
-    deadline = time.monotonic() + GRACE
-    for process in running:
+    ranks = Ranks(out / "logs")
+    local = ranks_here(run)
+
+    def arguments_for(world: int) -> list[str]:
+        if world == run.layout.world:
+            return list(arguments)
+        fitted = fit(run, world, max(1, world // local), chip_here(run))
+        print(f"{world} of {run.layout.world} ranks are here; going on with {layout_words(fitted)}", file=sys.stderr)
+        return [*arguments, *(f"--{override}" for override in layout_overrides(fitted))]
+
+    def saved_step() -> int:
+        return max((step_of(folder) or 0 for folder in complete(out)), default=-1)
+
+    with contextlib.closing(ranks), _meeting(run) as handler:
+        spec = WorkerSpec("rank", local, handler, entrypoint=sys.executable, max_restarts=1)
+        agent = Agent(spec, run.train, out, ranks, arguments_for, saved_step)
         try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            return agent.execute()
+        finally:
+            if agent.code:
+                handler.shutdown()  # the other machines need not wait for this one
+
+
+@contextlib.contextmanager
+def _meeting(run: Run) -> Iterator[Any]:
+    """Where the machines of a run meet, be it one; what goes wrong there is told in a sentence."""
+    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, registry
+
+    # The ranks have a store of their own. The one PyTorch would share is announced at the first meeting only, so that a machine
+    # which comes later waits for it forever.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    nodes = run.cluster.nodes
+    alone: dict[str, Any] = {"is_host": True} if nodes == 1 else {}
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint=run.cluster.rendezvous if nodes > 1 else "127.0.0.1:0",
+        run_id=run.name,
+        min_nodes=1 if run.train.elastic else nodes,
+        max_nodes=nodes,
+        local_addr=None if nodes > 1 else "127.0.0.1",
+        join_timeout=JOIN_SECONDS,
+        last_call_timeout=run.cluster.node_wait,
+        **alone,
+    )
+    try:
+        yield registry.get_rendezvous_handler(parameters)
+    except (RendezvousError, ValueError) as e:
+        if isinstance(e, ValueError) and nodes == 1:
+            raise
+        what = str(e) or type(e).__name__
+        reason = f"the {nodes} machines of the run did not meet at {run.cluster.rendezvous}: {what}"
+        raise UserError(Problem(reason, key="cluster.rendezvous")) from None
+
+
+def ranks_here(run: Run) -> int:
+    """How many ranks this machine starts: its share of the layout, or as many as it has GPUs where it has fewer and the layout
+    may change."""
+    import torch
+
+    wanted = run.cluster.devices_per_node
+    gpus = torch.cuda.device_count() if run.train.device != "cpu" else 0
+    return min(wanted, gpus) if gpus and run.train.elastic else wanted
+
+
+def chip_here(run: Run) -> str:
+    """The catalogue's name of what this machine computes with, empty when it has none."""
+    import torch
+
+    if run.train.device == "cpu" or not torch.cuda.is_available():
+        return "cpu"
+    chip = chip_of_driver_name(torch.cuda.get_device_name(0))
+    return chip.name if chip is not None else ""

@@ -1,6 +1,7 @@
 """The training loop, as a story: batch, step, record, evaluate, save; until the last step.
 
-The samples of a step are a function of its number alone, so a resumed run sees what the unbroken one would have seen.
+The samples of a step are a function of its number alone (and of the batches that were left out as bad), so a resumed run sees
+what the unbroken one would have seen. Whether all goes well is the business of `watch`.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,48 +19,88 @@ from shardwise.data.batches import Batch, Samples
 from shardwise.data.open import Data, open_data
 from shardwise.parallel.mesh import Mesh
 from shardwise.plan.work import CONVENTION, parameters, training_flops
-from shardwise.run import AXES, Run, UserError, to_toml
+from shardwise.run import AXES, Run, to_toml
 from shardwise.train import saves
 from shardwise.train.display import PlainDisplay, Progress, clock, make_display
 from shardwise.train.metrics import Metrics
 from shardwise.train.speed import peak_flops, peak_memory
 from shardwise.train.step import Trainee, choose_device
+from shardwise.train.watch.guard import History
+from shardwise.train.watch.stop import Preempted
+from shardwise.train.watch.watch import RollBack, Watch
 
 
 def check(run: Run, out: Path) -> None:
-    """Raise what is wrong with a run's data or with its folder before any rank starts."""
+    """Raise what is wrong with a run's data or with its folder before any rank starts. A machine that comes later than others
+    finds the folder in use, by the run that it joins."""
     open_data(run)
-    saves.check_folder(run, out)
+    if run.cluster.nodes == 1:
+        saves.check_folder(run, out)
 
 
-def train(run: Run, out: Path) -> None:
-    """Train the run into the folder `out`, going on from its newest checkpoint if there is one. Every rank calls this."""
+def train(run: Run, out: Path, watched: bool = False) -> None:
+    """Train the run into the folder `out`, going on from its newest checkpoint if there is one. Every rank calls this; `watched`
+    when the process that started it keeps the account of failures. Raises `Preempted` when told to stop, after saving, and
+    OSError when the end cannot be saved."""
     data = open_data(run)
     mesh = Mesh(run.layout, choose_device(run.train.device).type)
-    with make_display(quiet=mesh.rank > 0) as display, saves.held(run, out, mesh, display.say):
-        trainee = Trainee(run, mesh)
-        resumed = saves.resume(trainee, out, data.fingerprint, display.say)
-        _introduce(trainee, data, display, resumed is not None)
-        if trainee.step >= run.train.steps:
-            display.say(f"{out} is trained to step {trainee.step} already; raise train.steps to go on")
-            return
-        metrics = None
-        if mesh.rank == 0:
-            (out / "run.toml").write_text(to_toml(run))
-            metrics = Metrics(out, run, resumed_step=trainee.step)
-        saver = saves.Saver(out, mesh, data.tokenizer, data.fingerprint, display.say)
-        try:
-            _steps(trainee, data, out, metrics, saver, display)
-        except BaseException:
-            saver.abandon()
-            raise
-        finally:
-            if metrics is not None:
-                metrics.close()
+    with (
+        make_display(quiet=mesh.rank > 0) as display,
+        saves.held(run, out, mesh, display.say),
+        Watch(run, out, mesh.rank, watched) as watch,
+    ):
+        excluded: list[int] = []
+        while True:
+            try:
+                _attempt(run, out, data, mesh, watch, display, excluded)
+                return
+            except RollBack as bad:
+                watch.end()
+                excluded.append(bad.batch)
+                display.say(f"{bad}; going back to the last checkpoint, and on without batch {bad.batch}")
+
+
+def _attempt(
+    run: Run, out: Path, data: Data, mesh: Mesh, watch: Watch, display: PlainDisplay, excluded: list[int]
+) -> None:
+    """From the newest checkpoint to the last step, leaving out the batches that earlier attempts found bad."""
+    trainee = Trainee(run, mesh)
+    resumed = saves.resume(trainee, out, data.fingerprint, display.say)
+    if resumed is not None:
+        trainee.history = History(**resumed.more)
+    trainee.history.excluded = sorted({*trainee.history.excluded, *excluded})
+    _introduce(trainee, data, display, resumed is not None)
+    if trainee.step >= run.train.steps:
+        display.say(f"{out} is trained to step {trainee.step} already; raise train.steps to go on")
+        return
+    metrics = None
+    if mesh.rank == 0:
+        (out / "run.toml").write_text(to_toml(run))
+        metrics = Metrics(out, run, resumed_step=trainee.step)
+        watch.event("repeat", steps=metrics.dropped_steps, seconds=metrics.dropped_seconds)
+    saver = saves.Saver(out, mesh, data.tokenizer, data.fingerprint, display.say)
+    watch.begin(trainee)
+    try:
+        _steps(trainee, data, out, metrics, saver, display, watch)
+    except RollBack:
+        saver.finish()
+        raise
+    except BaseException:
+        saver.abandon()
+        raise
+    finally:
+        if metrics is not None:
+            metrics.close()
 
 
 def _steps(
-    trainee: Trainee, data: Data, out: Path, metrics: Metrics | None, saver: saves.Saver, display: PlainDisplay
+    trainee: Trainee,
+    data: Data,
+    out: Path,
+    metrics: Metrics | None,
+    saver: saves.Saver,
+    display: PlainDisplay,
+    watch: Watch,
 ) -> None:
     train = trainee.run.train
     peak, peak_source = peak_flops(trainee.device, trainee.dtype)
@@ -66,21 +109,26 @@ def _steps(
     pace = 0.0
     began = last = time.perf_counter()
     tokens = trainee.run.batch_tokens
+
+    def note(**values: Any) -> None:
+        if metrics is not None:
+            metrics.record(step=trainee.step, **values)
+
     for batch in batches(data.train, trainee, train.steps):
-        result = trainee.train_step(batch)
-        loss, grad_norm = result.loss.item(), result.grad_norm.item()
+        result = watch.step(batch)
+        loss, grad_norm, stop = result.read()
         now = time.perf_counter()
         seconds, last = now - last, now
-        if metrics is not None:
-            metrics.record(
-                step=trainee.step,
-                loss=loss,
-                grad_norm=grad_norm,
-                lr=result.learning_rate,
-                tokens=trainee.tokens,
-                tokens_per_s=tokens / seconds,
-                seconds=seconds,
-            )
+        skipped = watch.judge(loss, grad_norm, result, display.say)
+        note(
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=result.learning_rate,
+            tokens=trainee.tokens,
+            tokens_per_s=tokens / seconds,
+            seconds=seconds,
+            **({"skipped": True} if skipped else {}),
+        )
         # The first steps are slow; a moving mean forgets them soon.
         pace = seconds if trainee.step <= 2 or not pace else 0.95 * pace + 0.05 * seconds
         display.show(
@@ -96,17 +144,37 @@ def _steps(
                 seconds_left=pace * (train.steps - trainee.step),
             )
         )
+        compared = watch.stragglers.compare(trainee.step)
+        if compared is not None:
+            note(compute_seconds=compared.seconds, slowest=compared.slowest, slowest_ratio=compared.ratio)
         ending = trainee.step == train.steps
-        if train.eval_every and (ending or trainee.step % train.eval_every == 0):
-            eval_loss = trainee.evaluate(data.validation.take, _spread(data.validation.count, train.eval_sequences))
-            if metrics is not None:
-                metrics.record(step=trainee.step, eval_loss=eval_loss)
+        if train.eval_every and (ending or trainee.step % train.eval_every == 0) and not stop:
+            with watch.phase("evaluation", done="evaluated"):
+                eval_loss = trainee.evaluate(data.validation.take, _spread(data.validation.count, train.eval_sequences))
+            note(eval_loss=eval_loss)
             display.say(f"step {trainee.step}: validation loss {eval_loss:.4f}")
-        if ending or (train.checkpoint_every and trainee.step % train.checkpoint_every == 0):
-            saver.save(trainee)
+        if ending or stop or (train.checkpoint_every and trainee.step % train.checkpoint_every == 0):
+            with watch.phase("saving", done="saved"):
+                saver.save(trainee, asdict(trainee.history))
+        if stop and not ending:
+            break
         last = time.perf_counter()
-    if problem := saver.finish():
-        raise UserError(f"the end of the run is not saved: {problem}")
+    with watch.phase("saving", done="saved"):
+        problem = saver.finish()
+    if trainee.step < train.steps:
+        what = (
+            f"step {trainee.step} of {train.steps} is not saved: {problem}" if problem else f"saved step {trainee.step}"
+        )
+        raise Preempted(f"told to stop; {what}")
+    if problem:
+        raise OSError(f"the end of the run is not saved: {problem}")
+    if metrics is not None:
+        account = watch.goodput()
+        note(**account.record())
+        display.say(account.sentence())
+    slow = watch.stragglers.summary()
+    if slow:
+        display.say(slow)
     display.say(f"trained {trainee.tokens:,} tokens in {clock(time.perf_counter() - began)}; everything is in {out}")
 
 
@@ -115,7 +183,8 @@ def batches(samples: Samples, trainee: Trainee, last: int) -> Iterator[Batch]:
     size = trainee.run.train.global_batch
 
     def read(step: int) -> Batch:
-        return samples.take(trainee.samples(np.arange((step - 1) * size, step * size)))
+        number = trainee.history.batch_of(step)
+        return samples.take(trainee.samples(np.arange((number - 1) * size, number * size)))
 
     first = trainee.step + 1
     with ThreadPoolExecutor(1) as reader:

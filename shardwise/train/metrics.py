@@ -34,6 +34,8 @@ class Metrics:
     """Writes records, each at once, so that a crash loses none."""
 
     def __init__(self, folder: Path, run: Run, resumed_step: int = 0) -> None:
+        dropped = [r["seconds"] for r in read_metrics(folder) if r["step"] > resumed_step and "seconds" in r]
+        self.dropped_steps, self.dropped_seconds = len(dropped), sum(dropped)
         self.file = (folder / FILE).open("a")
         self.file.truncate(_length_up_to(folder / FILE, resumed_step))
         self.board = _open_tensorboard(folder, resumed_step) if run.train.tensorboard else None
@@ -44,7 +46,7 @@ class Metrics:
         clean = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         self.file.write(json.dumps(clean) + "\n")
         self.file.flush()
-        numbers = {k: v for k, v in values.items() if k != "step"}
+        numbers = {k: v for k, v in values.items() if k != "step" and not isinstance(v, list)}
         if self.board is not None:
             for key, value in numbers.items():
                 self.board.add_scalar(key, value, values["step"])

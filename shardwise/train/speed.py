@@ -24,16 +24,17 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     a = torch.randn(size, size, device=device, generator=torch.Generator(device)).to(dtype)
     best = float("inf")
     for _ in range(5):
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         a @ a
-        _synchronize(device)
+        synchronize(device)
         best = min(best, time.perf_counter() - start)
     flops = 2 * size**3 / best
     return flops, f"{flops / 1e9:,.0f} GFLOP/s, this machine's {name} matrix product as measured at the start"
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for what a GPU has been given to do."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -2,7 +2,8 @@
 
 The loss is the sum over all tokens of the global batch divided by their number, so one batch of 8 and 8 accumulated
 batches of 1 give the same gradient. That number is added over the ranks while the passes run, and the gradients are corrected
-as they are clipped; loss and norm follow in one message. Parameters, gradients and optimizer are float32 for 16-bit arithmetic.
+as they are clipped; loss and norm follow in one message. With the count travels whether any rank was told to stop, so that
+all of them end after the same step. Parameters, gradients and optimizer are float32 for 16-bit arithmetic.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from shardwise.parallel.shard import uses_copies_alone
 from shardwise.run import Problem, Run, UserError
 from shardwise.train.loss_scale import LossScale
 from shardwise.train.optimizer import Optimizer
+from shardwise.train.watch.guard import History
+from shardwise.train.watch.recheck import check_repeatable, passes_twice
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -46,10 +49,20 @@ class StepResult:
     loss: Tensor
     grad_norm: Tensor
     learning_rate: float
+    stop: Tensor
+    usable: bool = True
+    """False when float16 gradients overflowed, which the loss scale deals with."""
+    accepted: bool = True
+    """False when the step was refused, and changed nothing but its own number."""
+
+    def read(self) -> tuple[float, float, bool]:
+        """Loss, gradient norm, and whether any rank was told to stop; the host waits for them together."""
+        loss, norm, stop = torch.stack((self.loss, self.grad_norm, self.stop)).tolist()
+        return loss, norm, stop > 0
 
 
 class Trainee:
-    """A model being trained: this rank's part of it, its optimizer, the loss scale, and how far it has come."""
+    """A model being trained: this rank's part of it, its optimizer, the loss scale, how far it has come, and by what way."""
 
     def __init__(self, run: Run, mesh: Mesh | None = None) -> None:
         if run.train.fp8 != "none":
@@ -69,6 +82,8 @@ class Trainee:
         self.auxiliary_weights = torch.tensor([run.train.balance_loss, run.train.router_z_loss], device=self.device)
         self.step = 0
         self.tokens = 0
+        self.history = History()
+        check_repeatable(self)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -79,8 +94,18 @@ class Trainee:
         """This rank's share of the samples of a step."""
         return np.split(numbers, self.run.layout.data_ranks)[self.mesh.data_index]
 
-    def train_step(self, batch: Batch) -> StepResult:
-        """One step over this rank's share of the global batch."""
+    def train_step(
+        self,
+        batch: Batch,
+        stop: bool = False,
+        accept: Callable[[float, float], bool] | None = None,
+        recheck: bool = False,
+    ) -> StepResult:
+        """One step over this rank's share of the global batch.
+
+        `stop` tells all ranks that this one was told to. `accept` looks at the loss and the gradient norm before anything is
+        updated, and must answer alike on every rank; without it nobody waits for them here. `recheck` computes everything twice.
+        """
         train = self.run.train
         for model in self.parallel.models:
             model.train()
@@ -88,26 +113,35 @@ class Trainee:
         self.optimizer.zero_grad()
         # What ranks hold in common is divided among them, so that a sum over all ranks counts it once.
         loss_tokens = batch.loss_tokens * layout.data_ranks / layout.world
-        counted = self._begin_sum(torch.tensor(loss_tokens, dtype=torch.float64, device=self.device))
-        # DistributedDataParallel averages where everything else adds.
-        copies = self.mesh.size("replicate") if uses_copies_alone(self.mesh) else 1
-        factor = self.loss_scale.scale * copies / self.run.batch_tokens
-        loss = self.parallel.pipeline.run(self._microbatches(batch), self._stream(), (factor, self.auxiliary_weights))
+        counted = self._begin_sum(torch.tensor([loss_tokens, float(stop)], dtype=torch.float64, device=self.device))
+        loss = passes_twice(self, batch) if recheck else self.passes(batch)
         self.step += 1
         self.tokens += self.run.batch_tokens
-        add_partial(held, self.mesh, self.parallel.tied)
         square = squares(held, self.mesh, self.device)
         sums = self._begin_sum(torch.stack((square, loss.double() / layout.tensor)))
         # Copies need not hear from each other to know the norm: then the message travels while the optimizer works.
         square = square * layout.world if uses_copies_alone(self.mesh) else sums()[0]
-        tokens = counted().clamp(min=1)
+        tokens = counted()[0].clamp(min=1)
         grad_norm = self._scale_gradients(square, tokens)
-        if self._usable(grad_norm):
+        usable = self._usable(grad_norm)
+        # What is decided on must be the same number everywhere, so the sum over ranks is waited for.
+        accepted = not usable or accept is None or accept(*torch.stack((sums()[1] / tokens, grad_norm)).tolist())
+        if usable and accepted:
             self.optimizer.step(self.step)
         self._add_loads()
         for router in self.routers:
-            router.rebalance(train.balance_rate)
-        return StepResult(sums()[1] / tokens, grad_norm, self.optimizer.learning_rate(self.step))
+            router.rebalance(train.balance_rate if accepted else 0.0)
+        rate = self.optimizer.learning_rate(self.step)
+        return StepResult(sums()[1] / tokens, grad_norm, rate, counted()[1], usable, accepted)
+
+    def passes(self, batch: Batch) -> Tensor:
+        """All microbatches forward and backward, and the gradients brought together; gives this rank's part of the loss."""
+        # DistributedDataParallel averages where everything else adds.
+        copies = self.mesh.size("replicate") if uses_copies_alone(self.mesh) else 1
+        factor = self.loss_scale.scale * copies / self.run.batch_tokens
+        loss = self.parallel.pipeline.run(self._microbatches(batch), self._stream(), (factor, self.auxiliary_weights))
+        add_partial(self.parallel.held, self.mesh, self.parallel.tied)
+        return loss
 
     @torch.no_grad()
     def evaluate(self, samples: Callable[[np.ndarray], Batch], numbers: np.ndarray) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 from shardwise.run import UserError, read_run
 from shardwise.train.launch import Place, check_world, first_host, place
 from shardwise.train.metrics import read_metrics
+from shardwise.train.watch.heartbeat import Beat, read_beat
 
 RUN = """
 [model]
@@ -63,35 +63,45 @@ def test_the_command_starts_its_ranks_and_the_curve_is_that_of_one(tmp_path: Pat
     assert read_metrics(tmp_path / "several")[-2]["step"] == 5
 
 
-def rank_process(parent: int, rank: int) -> int | None:
-    """The process that the parent started as a rank."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parents = re.search(r"PPid:\s+(\d+)", (folder / "status").read_text())
-            if parents and int(parents[1]) == parent and f"\0RANK={rank}\0" in "\0" + (folder / "environ").read_text():
-                return int(folder.name)
-        except (OSError, UnicodeDecodeError):
-            continue
-    return None
+def beats(folder: Path, world: int) -> list[Beat]:
+    """The heartbeats of all ranks, when each has given one."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        found = [beat for rank in range(world) if (beat := read_beat(folder / "logs", rank)) is not None]
+        if len(found) == world:
+            return found
+    raise AssertionError(f"no heartbeats in {folder}")
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds its ranks through /proc")
-def test_a_rank_that_dies_takes_the_others_down_with_one_message(tmp_path: Path) -> None:
-    process = shardwise(tmp_path, "--layout.shard=3", "--train.global_batch=3", "--train.steps=100000")
+def until_steps(process: subprocess.Popen[str], said: str = "step ") -> None:
+    """Wait until the run says that it trains."""
     assert process.stdout is not None
-    for line in process.stdout:  # training has begun
-        if line.startswith("step "):
-            break
-    ranks = [rank_process(process.pid, rank) for rank in range(3)]
-    assert all(ranks)
-    os.kill(ranks[1] or 0, signal.SIGKILL)
+    for line in process.stdout:
+        if line.startswith(said):
+            return
+
+
+def test_a_rank_that_dies_takes_the_others_down_with_one_message(tmp_path: Path) -> None:
+    process = shardwise(
+        tmp_path,
+        "--out=out",
+        "--layout.shard=3",
+        "--train.global_batch=3",
+        "--train.steps=100000",
+        "--train.restarts=0",
+    )
+    until_steps(process)
+    ranks = [beat.process for beat in beats(tmp_path / "out", 3)]
+    os.kill(ranks[1], signal.SIGKILL)
     began = time.monotonic()
     _, err = process.communicate(timeout=60)
     assert time.monotonic() - began < 20
     assert process.returncode == 1
     assert "error: rank 1 was killed by SIGKILL" in err
     assert "Traceback" not in err
-    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    for rank in ranks:
+        with pytest.raises(ProcessLookupError):
+            os.kill(rank, 0)
 
 
 def test_a_layout_that_cannot_work_starts_nothing(tmp_path: Path) -> None:
@@ -104,8 +114,10 @@ def test_a_layout_that_cannot_work_starts_nothing(tmp_path: Path) -> None:
 
 
 def test_other_launchers_are_recognised() -> None:
-    torchrun = dict(RANK="3", WORLD_SIZE="8", LOCAL_RANK="1", MASTER_ADDR="node0", MASTER_PORT="1234")
-    assert place(torchrun) == Place(3, 8, 1, "node0", 1234)
+    torchrun = dict(
+        RANK="3", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", MASTER_ADDR="node0", MASTER_PORT="1234"
+    )
+    assert place(torchrun) == Place(3, 8, 1, "node0", 1234, 4)
     slurm = dict(
         SLURM_PROCID="5", SLURM_NTASKS="16", SLURM_LOCALID="1", SLURM_STEP_NODELIST="gpu[003-007,9]", SLURM_JOB_ID="7"
     )

@@ -32,6 +32,7 @@ from shardwise.train.saves.lock import FILE as LOCK_FILE
 from shardwise.train.saves.lock import FolderLock
 from shardwise.train.saves.together import first_text, tell
 from shardwise.train.step import Trainee
+from shardwise.train.watch.events import FILE as EVENTS_FILE
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def held(run: Run, out: Path, mesh: Mesh, say: Callable[[str], None]) -> Iterato
 def _lock(run: Run, out: Path) -> FolderLock:
     """The lock of a folder that a run may use."""
     if out.is_dir() and not (out / RUN_FILE).exists() and not (out / LOCK_FILE).exists():
-        foreign = sorted(path.name for path in out.iterdir() if path.name != "logs")
+        foreign = sorted(path.name for path in out.iterdir() if path.name not in ("logs", EVENTS_FILE))
         if foreign:
             reason = f"holds {foreign[0]} but no {RUN_FILE}, so it is no run folder; give --out a new one"
             raise UserError(Problem(reason, where=str(out)))

@@ -1,0 +1,94 @@
+"""Bad steps: a loss or gradient norm that is not finite, or that stands far above those of the steps before it.
+
+Far is measured robustly, in deviations of 1.4826 x MAD (median of absolute differences from the median, which for a normal
+distribution is one standard deviation) above the median of a window of accepted steps, so that a spike does not widen the
+measure it is held against. All ranks see the same two numbers and so decide alike. What the decision rests on, the window and
+the batches left out, is saved with every checkpoint: a resumed run decides as the unbroken one would have.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from statistics import median
+
+from shardwise.run.config import TrainConfig
+
+FLAT = 1e-3
+"""Least deviation, as a share of the median: the numbers of a run on repeated data may hardly differ."""
+
+
+@dataclass
+class History:
+    """What earlier steps leave to later ones."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    excluded: list[int] = field(default_factory=list)
+    """Batches left out, by their number in the order of the data; the first is 1."""
+    bad: int = 0
+    """Bad steps since the last good one."""
+
+    def batch_of(self, step: int) -> int:
+        """The number of the batch that a step trains on: its own, moved on past those left out."""
+        for excluded in sorted(self.excluded):
+            step += excluded <= step
+        return step
+
+    def note(self, loss: float, norm: float, window: int) -> None:
+        """Remember a good step."""
+        self.losses = [*self.losses, loss][-window:]
+        self.norms = [*self.norms, norm][-window:]
+        self.bad = 0
+
+
+def above(values: list[float], value: float, least: int) -> float:
+    """How many deviations a value stands above earlier ones; 0 when there are too few to say."""
+    if len(values) < least:
+        return 0.0
+    middle = median(values)
+    deviation = 1.4826 * median(abs(v - middle) for v in values)
+    return (value - middle) / max(deviation, FLAT * abs(middle), 1e-300)
+
+
+@dataclass
+class Guard:
+    """Judges steps by a run's settings and history."""
+
+    settings: TrainConfig
+    history: History
+
+    def fault(self, loss: float, norm: float) -> str | None:
+        """What is bad about a step, or None."""
+        for name, value, before in (
+            ("loss", loss, self.history.losses),
+            ("gradient norm", norm, self.history.norms),
+        ):
+            if not math.isfinite(value):
+                return f"the {name} is {value}"
+            if self.settings.guard_spike:
+                far = above(before, value, least=min(16, self.settings.guard_window))
+                if far > self.settings.guard_spike:
+                    return f"the {name}, {value:.6g}, is {far:.1f} deviations above the median of {len(before)} steps"
+        return None
+
+    def accept(self, loss: float, norm: float) -> bool:
+        """For `train_step`: whether the step may change anything."""
+        return self.fault(loss, norm) is None
+
+    def note(self, loss: float, norm: float, usable: bool) -> str | None:
+        """Take a finished step into the history; gives what was bad about it. Steps that overflowed in float16 are the loss
+        scale's affair and leave no trace."""
+        if self.settings.guard == "none" or not usable:
+            return None
+        fault = self.fault(loss, norm)
+        if fault is None:
+            self.history.note(loss, norm, self.settings.guard_window)
+        else:
+            self.history.bad += 1
+        return fault
+
+    @property
+    def exhausted(self) -> bool:
+        """True when too many steps in a row were bad for any of them to be an accident."""
+        return self.history.bad >= self.settings.guard_limit

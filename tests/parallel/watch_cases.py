@@ -1,0 +1,63 @@
+"""On real ranks: a step computed twice, of which one rank may miscalculate, and a rank that computes longer than the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.data.open import open_data
+from shardwise.run import run_from_dict
+from shardwise.train.step import Trainee
+from shardwise.train.watch.recheck import Corruption
+
+
+def twice(rank: int, layout: dict[str, Any], corrupt: int | None, cache: str) -> str | float:
+    """The loss of a step that is rechecked, or what was found wrong with it. `corrupt` flips one bit of one gradient once."""
+    import os
+
+    os.environ["XDG_CACHE_HOME"] = cache
+    model = dict(layers=2, hidden=16, heads=2, ffn=32)
+    settings = dict(seq_len=32, global_batch=4, microbatch=1, device="cpu", eval_every=0)
+    run = run_from_dict(dict(name="tiny", model=model, layout=layout, train=settings))
+    trainee = Trainee(run)
+    batch = open_data(run).train.take(trainee.samples(np.arange(4)))
+    trainee.train_step(batch)
+    if rank == corrupt:
+        calls = 0
+
+        def flip(module: Any, grads: Any, outputs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls != 3:
+                return None
+            wrong = grads[0].clone()
+            wrong.view(-1)[7:8].view(torch.int32).bitwise_xor_(1 << 20)
+            return (wrong, *grads[1:])
+
+        trainee.model.layers["1"].ffn.register_full_backward_hook(flip)  # type: ignore[union-attr, index]
+    try:
+        return trainee.train_step(batch, recheck=True).loss.item()
+    except Corruption as e:
+        return str(e)
+
+
+def compared(rank: int, slow: int) -> tuple[int, float]:
+    """The slowest rank and its ratio, where one rank computes three times as long as the others."""
+    import time
+
+    from shardwise.train.watch.stragglers import Stragglers, busy_seconds
+
+    stragglers = Stragglers(2, torch.device("cpu"), torch.float32, world=2, rank=rank)
+    for step in range(1, 7):
+        until = busy_seconds() + (0.03 if rank == slow else 0.01)
+        while busy_seconds() < until:
+            time.perf_counter()
+        found = stragglers.compare(step)
+    assert found is not None
+    assert (
+        stragglers.summary()
+        == found.__class__(np.median([c.seconds for c in stragglers.comparisons], 0).tolist()).sentence()
+    )
+    return found.slowest, found.ratio
