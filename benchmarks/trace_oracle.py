@@ -153,10 +153,10 @@ def step_windows(found: list[dict[str, Any]], numbers: Iterable[int]) -> list[In
 
 def check(path: Path) -> tuple[int, list[str]]:
     """Compare both accounts of a file: over all events, and over its complete steps. Gives events and differences."""
-    from shardwise.trace.breakdown import break_down
-    from shardwise.trace.classes import classify
-    from shardwise.trace.parse import read_profile
-    from shardwise.trace.steps import choose
+    from shardwise.trace.reading.parse import read_profile
+    from shardwise.trace.spans.breakdown import break_down
+    from shardwise.trace.spans.classes import classify
+    from shardwise.trace.spans.steps import choose
 
     profile = read_profile(path)
     classified = classify(profile)

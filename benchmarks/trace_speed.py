@@ -44,10 +44,10 @@ print("RESULT", json.dumps({"seconds": time.perf_counter() - begun, "ranks": len
 
 def measure(folder: Path, cache: Path | None) -> dict[str, float]:
     """Ours: read all profiles of a folder and break their time down."""
-    from shardwise.trace.breakdown import break_down
-    from shardwise.trace.classes import classify
-    from shardwise.trace.open import open_profiles
-    from shardwise.trace.steps import choose
+    from shardwise.trace.reading.open import open_profiles
+    from shardwise.trace.spans.breakdown import break_down
+    from shardwise.trace.spans.classes import classify
+    from shardwise.trace.spans.steps import choose
 
     begun = time.perf_counter()
     opened = open_profiles([folder], cache)

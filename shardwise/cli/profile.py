@@ -129,13 +129,14 @@ def _show_answers(folder: Path) -> None:
 
     from shardwise.cli import trace
     from shardwise.cli.main import missing_part
+    from shardwise.cli.trace_read import explained
     from shardwise.ledger import as_dict
     from shardwise.report import terminal, terminal_trace, trace_view
 
     parser = argparse.ArgumentParser()
     trace.add_arguments(parser)
     try:
-        read = trace.explained([folder / "ranks"], parser.parse_args([str(folder / "ranks")]))
+        read = explained([folder / "ranks"], parser.parse_args([str(folder / "ranks")]))
     except ModuleNotFoundError as e:
         message = missing_part(e)
         if message is None:

@@ -140,7 +140,7 @@ def _plan(planned: Account, answers: Explanation, tokens: float = 0.0) -> Beside
 
 
 def _other_run(args: argparse.Namespace, path: Path, answers: Explanation) -> Beside:
-    from shardwise.cli.trace import explained
+    from shardwise.cli.trace_read import explained
     from shardwise.trace.compare import compare_runs
 
     change = compare_runs(explained([path], args).answers, answers)

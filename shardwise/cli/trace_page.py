@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from shardwise.ledger import Timeline, as_dict
 
 if TYPE_CHECKING:
-    from shardwise.cli.trace import Read
     from shardwise.cli.trace_against import Beside
+    from shardwise.cli.trace_read import Read
 
 SPANS = 90_000
 """Spans of the timeline of all ranks, about."""
@@ -38,8 +38,8 @@ def write_page(read: Read, found: Beside | None, path: str, within: float) -> No
 def close_up(read: Read) -> Timeline | None:
     """Every kernel of one step: of the slowest rank, then of the fastest and of others as long as there is room."""
     from shardwise.trace.export import whole_timeline
-    from shardwise.trace.intervals import window
-    from shardwise.trace.steps import Chosen
+    from shardwise.trace.spans.intervals import window
+    from shardwise.trace.spans.steps import Chosen
 
     spans = {rank: row["span"] for rank, row in read.answers.ranks.items()}
     order = sorted(spans, key=lambda rank: (-spans[rank], rank))

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from shardwise.ledger import CATEGORIES
-from shardwise.trace.activity import Activity
-from shardwise.trace.axes import AXES, POINT_TO_POINT
-from shardwise.trace.classes import COMPUTE, COPY
 from shardwise.trace.idle import idle_pieces
-from shardwise.trace.intervals import Intervals, difference, intersect, total, union
-from shardwise.trace.kinds import category_of
 from shardwise.trace.places import Places
-from shardwise.trace.sent import Sent
-from shardwise.trace.working import working
+from shardwise.trace.sending.axes import AXES, POINT_TO_POINT
+from shardwise.trace.sending.sent import Sent
+from shardwise.trace.spans.activity import Activity
+from shardwise.trace.spans.classes import COMPUTE, COPY
+from shardwise.trace.spans.intervals import Intervals, difference, intersect, total, union
+from shardwise.trace.spans.kinds import category_of
+from shardwise.trace.spans.working import working
 
 _OF_CAUSE = {
     "host": "host", "synchronisation": "host", "data": "data", "peer": "other", "pipeline": "bubble", "device": "other",

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardwise.trace.activity import Activity
 from shardwise.trace.answers import CriticalPath
-from shardwise.trace.classes import CLASSES
-from shardwise.trace.events import Events, Integers
-from shardwise.trace.matching import Matches, Waiting
-from shardwise.trace.nesting import distinct
-from shardwise.trace.sent import Sent
-from shardwise.trace.working import resumed, row_axes
+from shardwise.trace.reading.events import Events, Integers
+from shardwise.trace.sending.matching import Matches, Waiting
+from shardwise.trace.sending.sent import Sent
+from shardwise.trace.spans.activity import Activity
+from shardwise.trace.spans.classes import CLASSES
+from shardwise.trace.spans.nesting import distinct
+from shardwise.trace.spans.working import resumed, row_axes
 
 SEGMENTS = 2000
 """Kept of the path to be drawn, the longest."""

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.trace.activity import lost_launches
+from shardwise.trace.advice.findings import findings
 from shardwise.trace.answers import (
     CallTime,
     Clock,
@@ -24,25 +24,35 @@ from shardwise.trace.answers import (
     Straggler,
     spread,
 )
-from shardwise.trace.breakdown import break_down
 from shardwise.trace.categories import categories
-from shardwise.trace.classes import COMMUNICATION, COMPUTE, COPY, Classified, classify
 from shardwise.trace.critical import chain, connect, critical_path
-from shardwise.trace.events import Profile
-from shardwise.trace.findings import findings
 from shardwise.trace.flops import CONVENTION, event_flops
 from shardwise.trace.idle import idle_causes
-from shardwise.trace.intervals import difference, intersect, join, total, window
 from shardwise.trace.kernels import kernels, modules
 from shardwise.trace.launches import launch_queue
-from shardwise.trace.matching import Matches, Part, Waiting, clocks, first_ones, left_together, match, trusted, waiting
 from shardwise.trace.memory import memory
 from shardwise.trace.pipeline import Executed, executed, pipelines
 from shardwise.trace.ranks import Rank
-from shardwise.trace.steps import Chosen
+from shardwise.trace.reading.events import Profile
+from shardwise.trace.sending.matching import (
+    Matches,
+    Part,
+    Waiting,
+    clocks,
+    first_ones,
+    left_together,
+    match,
+    trusted,
+    waiting,
+)
+from shardwise.trace.sending.traffic import axis_times, moved
+from shardwise.trace.spans.activity import lost_launches
+from shardwise.trace.spans.breakdown import break_down
+from shardwise.trace.spans.classes import COMMUNICATION, COMPUTE, COPY, Classified, classify
+from shardwise.trace.spans.intervals import difference, intersect, join, total, window
+from shardwise.trace.spans.steps import Chosen
 from shardwise.trace.stragglers import stragglers
 from shardwise.trace.timeline import timeline
-from shardwise.trace.traffic import axis_times, moved
 from shardwise.trace.unseen import unseen
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shardwise.ledger import Timeline
-from shardwise.trace.activity import activity
 from shardwise.trace.answers import Clock
-from shardwise.trace.classes import Classified
-from shardwise.trace.events import Profile
-from shardwise.trace.messages import sent
-from shardwise.trace.steps import Chosen
+from shardwise.trace.reading.events import Profile
+from shardwise.trace.sending.messages import sent
+from shardwise.trace.spans.activity import activity
+from shardwise.trace.spans.classes import Classified
+from shardwise.trace.spans.steps import Chosen
 from shardwise.trace.timeline import timeline
 
 

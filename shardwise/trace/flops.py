@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.trace.events import Integers, Profile
+from shardwise.trace.reading.events import Integers, Profile
 
 CONVENTION = "hardware FLOPs of matrix products, convolutions and attention: full attention, recomputation in"
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.trace.activity import Activity, lost_launches
 from shardwise.trace.answers import CAUSES
-from shardwise.trace.axes import POINT_TO_POINT, collective_of
 from shardwise.trace.critical import blocking_calls
-from shardwise.trace.events import Events, Integers
-from shardwise.trace.intervals import Intervals, difference, intersect, nothing, total, union
 from shardwise.trace.places import phase_of
+from shardwise.trace.reading.events import Events, Integers
+from shardwise.trace.sending.axes import POINT_TO_POINT, collective_of
+from shardwise.trace.spans.activity import Activity, lost_launches
+from shardwise.trace.spans.intervals import Intervals, difference, intersect, nothing, total, union
 
 
 def idle_causes(activity: Activity, idle: Intervals) -> dict[str, int]:

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.trace.activity import Activity
 from shardwise.trace.answers import PASSES, KernelTime, Modules, ModuleTime
-from shardwise.trace.classes import CLASSES
-from shardwise.trace.events import Integers
-from shardwise.trace.nesting import distinct
 from shardwise.trace.places import NO_LAUNCH, NO_PLACE, Places
+from shardwise.trace.reading.events import Integers
+from shardwise.trace.spans.activity import Activity
+from shardwise.trace.spans.classes import CLASSES
+from shardwise.trace.spans.nesting import distinct
 
 
 def kernels(

@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.trace.activity import Activity
 from shardwise.trace.answers import LaunchQueue
-from shardwise.trace.intervals import total, union
-from shardwise.trace.nesting import distinct
+from shardwise.trace.spans.activity import Activity
+from shardwise.trace.spans.intervals import total, union
+from shardwise.trace.spans.nesting import distinct
 
 
 def launch_queue(activity: Activity, chosen: NDArray[np.bool_], span: int) -> LaunchQueue | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from shardwise.trace.answers import MemoryCurve
-from shardwise.trace.events import Profile
+from shardwise.trace.reading.events import Profile
 
 POINTS = 400
 """Of a curve that is drawn."""

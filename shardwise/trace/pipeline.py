@@ -16,13 +16,13 @@ import numpy as np
 
 from shardwise.labels import read_label
 from shardwise.schedules import KINDS, SCHEDULES, Action, legal, make_schedule
-from shardwise.trace.activity import Activity
 from shardwise.trace.answers import PipelineRank, PipelineStep
-from shardwise.trace.axes import POINT_TO_POINT, axis_of
-from shardwise.trace.classes import COMMUNICATION
-from shardwise.trace.events import Profile
-from shardwise.trace.intervals import Intervals, difference, intersect, total, union, window
-from shardwise.trace.sent import Sent, label_spans
+from shardwise.trace.reading.events import Profile
+from shardwise.trace.sending.axes import POINT_TO_POINT, axis_of
+from shardwise.trace.sending.sent import Sent, label_spans
+from shardwise.trace.spans.activity import Activity
+from shardwise.trace.spans.classes import COMMUNICATION
+from shardwise.trace.spans.intervals import Intervals, difference, intersect, total, union, window
 
 
 @dataclass(frozen=True)

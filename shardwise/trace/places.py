@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.labels import read_label
-from shardwise.trace.activity import Spans, spans_of
 from shardwise.trace.answers import PASSES
-from shardwise.trace.events import Events, Integers, Profile
-from shardwise.trace.nesting import distinct
+from shardwise.trace.reading.events import Events, Integers, Profile
+from shardwise.trace.spans.activity import Spans, spans_of
+from shardwise.trace.spans.nesting import distinct
 
 FORWARD, RECOMPUTE, BACKWARD, OTHER = range(len(PASSES))
 NODE = "autograd::engine::evaluate_function"

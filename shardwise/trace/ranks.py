@@ -8,15 +8,15 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.trace.activity import Activity, activity, spans_of
-from shardwise.trace.classes import COMPUTE, Classified
-from shardwise.trace.events import Integers, Profile
-from shardwise.trace.intervals import Intervals, difference, intersect
-from shardwise.trace.messages import sent
 from shardwise.trace.places import Finder, Places
-from shardwise.trace.sent import Sent
-from shardwise.trace.steps import Chosen
-from shardwise.trace.working import working
+from shardwise.trace.reading.events import Integers, Profile
+from shardwise.trace.sending.messages import sent
+from shardwise.trace.sending.sent import Sent
+from shardwise.trace.spans.activity import Activity, activity, spans_of
+from shardwise.trace.spans.classes import COMPUTE, Classified
+from shardwise.trace.spans.intervals import Intervals, difference, intersect
+from shardwise.trace.spans.steps import Chosen
+from shardwise.trace.spans.working import working
 
 
 @dataclass(frozen=True)

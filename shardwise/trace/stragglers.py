@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.trace.answers import Clock, Straggler
-from shardwise.trace.axes import axis_of
-from shardwise.trace.events import Profile
-from shardwise.trace.matching import Matches, Waiting
+from shardwise.trace.reading.events import Profile
+from shardwise.trace.sending.axes import axis_of
+from shardwise.trace.sending.matching import Matches, Waiting
 
 ENOUGH = 0.02
 """Share of a step below which nothing is said."""

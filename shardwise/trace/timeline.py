@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.ledger import Span, Timeline
-from shardwise.trace.activity import Activity
-from shardwise.trace.classes import COMMUNICATION, COPY
-from shardwise.trace.events import Integers
-from shardwise.trace.intervals import Intervals
-from shardwise.trace.kinds import category_of
-from shardwise.trace.sent import Sent
-from shardwise.trace.working import row_axes
+from shardwise.trace.reading.events import Integers
+from shardwise.trace.sending.sent import Sent
+from shardwise.trace.spans.activity import Activity
+from shardwise.trace.spans.classes import COMMUNICATION, COPY
+from shardwise.trace.spans.intervals import Intervals
+from shardwise.trace.spans.kinds import category_of
+from shardwise.trace.spans.working import row_axes
 
 SPANS = 24_000
 """Of all ranks together, about, when spans are joined."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardwise.trace.answers import Explanation
-from shardwise.trace.axes import UNKNOWN
+from shardwise.trace.sending.axes import UNKNOWN
 
 
 def unseen(answers: Explanation, dropped: int, lost: Mapping[int, int]) -> tuple[str, ...]:

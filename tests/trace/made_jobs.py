@@ -10,9 +10,9 @@ from typing import Any
 from profile_files import kernel, read, span, text_of
 
 from shardwise.trace.answers import Explanation
-from shardwise.trace.classes import classify
 from shardwise.trace.explain import explain
-from shardwise.trace.steps import choose
+from shardwise.trace.spans.classes import classify
+from shardwise.trace.spans.steps import choose
 
 HOST = dict(pid=1, tid=1)
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from profile_files import BASES, device_events, host_events, kernel, read, span, step, text_of
 
-from shardwise.trace.breakdown import break_down
-from shardwise.trace.classes import classify
-from shardwise.trace.intervals import covered, difference, intersect, join, own_pieces, total, union
-from shardwise.trace.steps import choose
+from shardwise.trace.spans.breakdown import break_down
+from shardwise.trace.spans.classes import classify
+from shardwise.trace.spans.intervals import covered, difference, intersect, join, own_pieces, total, union
+from shardwise.trace.spans.steps import choose
 
 quick = settings(max_examples=120, deadline=None)
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from profile_files import device_events, distributed, kernel, span, step, text_of, write
 
 from shardwise.cli.main import main
-from shardwise.trace import text as text_module
-from shardwise.trace.breakdown import break_down
-from shardwise.trace.classes import classify
-from shardwise.trace.events import Profile
-from shardwise.trace.parse import NoProfile, read_profile
-from shardwise.trace.steps import choose
+from shardwise.trace.reading import text as text_module
+from shardwise.trace.reading.events import Profile
+from shardwise.trace.reading.parse import NoProfile, read_profile
+from shardwise.trace.spans.breakdown import break_down
+from shardwise.trace.spans.classes import classify
+from shardwise.trace.spans.steps import choose
 
 EVENTS = [kernel(f"kernel {n}", 1000 * n, 500, correlation=n) for n in range(40)]
 

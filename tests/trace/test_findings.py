@@ -11,7 +11,7 @@ import pytest
 from made_jobs import Host, explained, job_member, message
 
 from shardwise.ledger import Timeline
-from shardwise.trace import findings as rules
+from shardwise.trace.advice import findings as rules
 from shardwise.trace.answers import (
     AxisTime,
     CallTime,

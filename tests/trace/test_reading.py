@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from profile_files import BASES, SPELLINGS, distributed, kernel, micro, read, span, text_of, write
 
 from shardwise.run.problems import UserError
-from shardwise.trace.decimals import LIMIT, nanoseconds
-from shardwise.trace.events import CODE, KIND_OF_CATEGORY, KINDS
-from shardwise.trace.open import open_profiles
+from shardwise.trace.reading.decimals import LIMIT, nanoseconds
+from shardwise.trace.reading.events import CODE, KIND_OF_CATEGORY, KINDS
+from shardwise.trace.reading.open import open_profiles
 
 TIMES = st.one_of(
     st.decimals(allow_nan=True, allow_infinity=True).map(str),

@@ -8,8 +8,8 @@ import pytest
 from profile_files import distributed, kernel, span, text_of, write
 from test_cache import equal
 
-from shardwise.trace import open as open_module
-from shardwise.trace.parse import read_profile, read_rest
+from shardwise.trace.reading import open as open_module
+from shardwise.trace.reading.parse import read_profile, read_rest
 
 NESTED = {"deep": [{"a": [{}, {"ph": 1}]}, {"b": "}, {"}] * 40}
 

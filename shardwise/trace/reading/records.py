@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct, field
 
-from shardwise.trace.events import NONE
+from shardwise.trace.reading.events import NONE
 
 Scalar = int | float | str | bool | None
 """What stands for a process, a thread or a stream: mostly a number, sometimes a word."""

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from shardwise.run.problems import Problem, UserError
-from shardwise.trace.columns import Columns
-from shardwise.trace.events import NONE, Device, Group, Profile
-from shardwise.trace.mend import mend
-from shardwise.trace.problems import Problems
-from shardwise.trace.source import Source
-from shardwise.trace.text import Text
+from shardwise.trace.reading.columns import Columns
+from shardwise.trace.reading.events import NONE, Device, Group, Profile
+from shardwise.trace.reading.mend import mend
+from shardwise.trace.reading.problems import Problems
+from shardwise.trace.reading.source import Source
+from shardwise.trace.reading.text import Text
 
 _RANK_IN_NAME = re.compile(r"rank[-_ .]?(\d{1,7})(?!\d)", re.IGNORECASE)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.trace.classes import COMMUNICATION, COMPUTE, COPY, Classified
-from shardwise.trace.intervals import Intervals, difference, intersect, join, total
+from shardwise.trace.spans.classes import COMMUNICATION, COMPUTE, COPY, Classified
+from shardwise.trace.spans.intervals import Intervals, difference, intersect, join, total
 
 
 @dataclass(frozen=True)

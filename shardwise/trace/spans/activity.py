@@ -13,9 +13,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.trace.classes import Classified, classify
-from shardwise.trace.events import Events, Integers, Profile
-from shardwise.trace.nesting import Nest, nest
+from shardwise.trace.reading.events import Events, Integers, Profile
+from shardwise.trace.spans.classes import Classified, classify
+from shardwise.trace.spans.nesting import Nest, nest
 
 _LAUNCH = re.compile(r"^(?:cuda|hip|cu)(?:Ext)?(?:Module|Graph|Launch)*Launch(?:Cooperative)?(?:Kernel\w*)?$")
 

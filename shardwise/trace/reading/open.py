@@ -16,10 +16,10 @@ from multiprocessing.context import BaseContext
 from pathlib import Path
 
 from shardwise.run.problems import UserError
-from shardwise.trace import cache
-from shardwise.trace.events import Profile
-from shardwise.trace.parse import NoEvents, NoProfile, Rest, SecondHalf, read_profile, read_rest
-from shardwise.trace.source import text_size
+from shardwise.trace.reading import cache
+from shardwise.trace.reading.events import Profile
+from shardwise.trace.reading.parse import NoEvents, NoProfile, Rest, SecondHalf, read_profile, read_rest
+from shardwise.trace.reading.source import text_size
 
 ENDINGS = (".json", ".json.gz")
 _WORTH_SHARING = 1 << 26  # bytes of text

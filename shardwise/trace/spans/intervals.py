@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.trace.events import NONE, Integers
+from shardwise.trace.reading.events import NONE, Integers
 
 
 class Intervals(NamedTuple):

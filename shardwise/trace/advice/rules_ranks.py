@@ -4,9 +4,9 @@ rule looks for one thing, and gives what it found or nothing.
 
 from __future__ import annotations
 
+from shardwise.trace.advice.finding import HALF, finding, mean, milliseconds, speed, steps_of
 from shardwise.trace.answers import Explanation, Finding
-from shardwise.trace.axes import UNKNOWN
-from shardwise.trace.finding import HALF, finding, mean, milliseconds, speed, steps_of
+from shardwise.trace.sending.axes import UNKNOWN
 
 
 def exposed_axis(answers: Explanation) -> Finding | None:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.trace.classes import Classified, host_work
-from shardwise.trace.events import DEVICE_KINDS, Events, Profile
-from shardwise.trace.intervals import Intervals, nothing, union, window
+from shardwise.trace.reading.events import DEVICE_KINDS, Events, Profile
+from shardwise.trace.spans.classes import Classified, host_work
+from shardwise.trace.spans.intervals import Intervals, nothing, union, window
 
 _STEP = re.compile(r"ProfilerStep#?\s*(\d{1,15})")
 _WHOLE_RECORDING = re.compile(r"PyTorch Profiler \(\d+\)$")

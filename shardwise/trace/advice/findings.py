@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardwise.trace.answers import Explanation, Finding
-from shardwise.trace.rules_device import (
+from shardwise.trace.advice.rules_device import (
     allocator,
     copies,
     data_stall,
@@ -21,7 +20,8 @@ from shardwise.trace.rules_device import (
     synchronisation,
     tiny_kernels,
 )
-from shardwise.trace.rules_ranks import bubble, exposed_axis, imbalance, slow_rank, small_messages
+from shardwise.trace.advice.rules_ranks import bubble, exposed_axis, imbalance, slow_rank, small_messages
+from shardwise.trace.answers import Explanation, Finding
 
 Rule = Callable[[Explanation], Finding | None]
 

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shardwise.trace.events import Allocations, Device, Events, Group, Lane, Messages, Profile, Shapes
+from shardwise.trace.reading.events import Allocations, Device, Events, Group, Lane, Messages, Profile, Shapes
 
 FORMAT = 1
 """Raise it whenever what is read of a file, or how it is kept, changes."""

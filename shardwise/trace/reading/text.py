@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 import msgspec
 
-from shardwise.trace.mend import mend
-from shardwise.trace.problems import Problems
-from shardwise.trace.records import MALFORMED, Record, apart, many, read_one
-from shardwise.trace.source import BLOCK, Source
+from shardwise.trace.reading.mend import mend
+from shardwise.trace.reading.problems import Problems
+from shardwise.trace.reading.records import MALFORMED, Record, apart, many, read_one
+from shardwise.trace.reading.source import BLOCK, Source
 
 LARGEST = 1 << 24
 """Bytes that one event, or what stands around the events, may have; more is passed over, and said."""

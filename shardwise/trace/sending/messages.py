@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from shardwise.trace.activity import Activity
-from shardwise.trace.sent import Sent
-from shardwise.trace.sent_device import sent_on_device
-from shardwise.trace.sent_host import sent_on_host
+from shardwise.trace.sending.sent import Sent
+from shardwise.trace.sending.sent_device import sent_on_device
+from shardwise.trace.sending.sent_host import sent_on_host
+from shardwise.trace.spans.activity import Activity
 
 
 def sent(activity: Activity) -> Sent:

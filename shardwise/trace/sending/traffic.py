@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.trace.answers import AxisTime, Moved
-from shardwise.trace.events import Integers
-from shardwise.trace.intervals import Intervals, difference, intersect, total, union
-from shardwise.trace.sent import Sent, axes_of
+from shardwise.trace.reading.events import Integers
+from shardwise.trace.sending.sent import Sent, axes_of
+from shardwise.trace.spans.intervals import Intervals, difference, intersect, total, union
 
 
 def moved(

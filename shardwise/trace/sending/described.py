@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from shardwise.labels import read_label
 from shardwise.ledger import AXIS_OF, wire_bytes
-from shardwise.trace.axes import axis_of, collective_of, element_bytes
-from shardwise.trace.events import Integers, Profile
-from shardwise.trace.sent import Described
+from shardwise.trace.reading.events import Integers, Profile
+from shardwise.trace.sending.axes import axis_of, collective_of, element_bytes
+from shardwise.trace.sending.sent import Described
 
 CHANGES_SIZE = ("all_gather", "reduce_scatter", "all_to_all")
 """Collectives whose calls name both what is read and what is written."""

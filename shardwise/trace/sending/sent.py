@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.labels import read_label
-from shardwise.trace.activity import Spans, spans_of
-from shardwise.trace.axes import UNKNOWN
-from shardwise.trace.events import Integers, Profile
+from shardwise.trace.reading.events import Integers, Profile
+from shardwise.trace.sending.axes import UNKNOWN
+from shardwise.trace.spans.activity import Spans, spans_of
 
 
 class Described(NamedTuple):

@@ -9,12 +9,12 @@ from collections import defaultdict
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.trace.activity import Activity, spans_of
-from shardwise.trace.axes import collective_of
-from shardwise.trace.classes import COMMUNICATION
-from shardwise.trace.described import CHANGES_SIZE, column_at, describe, message_row
-from shardwise.trace.events import Integers, Profile
-from shardwise.trace.sent import Described, Sent, label_spans
+from shardwise.trace.reading.events import Integers, Profile
+from shardwise.trace.sending.axes import collective_of
+from shardwise.trace.sending.described import CHANGES_SIZE, column_at, describe, message_row
+from shardwise.trace.sending.sent import Described, Sent, label_spans
+from shardwise.trace.spans.activity import Activity, spans_of
+from shardwise.trace.spans.classes import COMMUNICATION
 
 
 def sent_on_device(activity: Activity) -> Sent:

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.labels import read_label
-from shardwise.trace.events import DEVICE_KINDS, Events, Integers, Profile
-from shardwise.trace.intervals import Intervals, own_pieces, union
+from shardwise.trace.reading.events import DEVICE_KINDS, Events, Integers, Profile
+from shardwise.trace.spans.intervals import Intervals, own_pieces, union
 
 CLASSES = ("compute", "communication", "copy")
 COMPUTE, COMMUNICATION, COPY = range(3)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.trace import records as record_types
-from shardwise.trace.decimals import nanoseconds
-from shardwise.trace.events import (
+from shardwise.trace.reading import records as record_types
+from shardwise.trace.reading.decimals import nanoseconds
+from shardwise.trace.reading.events import (
     CODE,
     KIND_OF_CATEGORY,
     NONE,
@@ -24,8 +24,8 @@ from shardwise.trace.events import (
     Messages,
     Shapes,
 )
-from shardwise.trace.problems import Problems
-from shardwise.trace.records import Arguments, Instant, Naming, Record, Span
+from shardwise.trace.reading.problems import Problems
+from shardwise.trace.reading.records import Arguments, Instant, Naming, Record, Span
 
 LONGEST_NAME = 1 << 14
 _ON_DEVICE = np.zeros(len(CODE), np.bool_)

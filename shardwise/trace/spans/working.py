@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from shardwise.labels import read_label
 from shardwise.ledger import AXIS_OF
-from shardwise.trace.activity import Activity
-from shardwise.trace.classes import COMMUNICATION
-from shardwise.trace.events import Integers
-from shardwise.trace.intervals import Intervals, difference, join, nothing, union
-from shardwise.trace.sent import Sent
+from shardwise.trace.reading.events import Integers
+from shardwise.trace.sending.sent import Sent
+from shardwise.trace.spans.activity import Activity
+from shardwise.trace.spans.classes import COMMUNICATION
+from shardwise.trace.spans.intervals import Intervals, difference, join, nothing, union
 
 
 def working(activity: Activity, sent: Sent, rows: NDArray[np.bool_]) -> Intervals:

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import re
 
+from shardwise.trace.advice.finding import HALF, finding, idle_of, mean, milliseconds, steps_of
 from shardwise.trace.answers import Explanation, Finding
-from shardwise.trace.finding import HALF, finding, idle_of, mean, milliseconds, steps_of
 
 _SINGLE_PRECISION = re.compile(
     r"sgemm|_s884gemm_f32|gemm\w*_kernel<float|simt_\w*f32|fp32_gemm|implicit_convolve_sgemm"

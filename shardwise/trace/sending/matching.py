@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.trace.answers import Clock
-from shardwise.trace.axes import POINT_TO_POINT
-from shardwise.trace.events import Integers
-from shardwise.trace.sent import Sent
+from shardwise.trace.reading.events import Integers
+from shardwise.trace.sending.axes import POINT_TO_POINT
+from shardwise.trace.sending.sent import Sent
 
 TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 """Collectives that no rank leaves before every rank has come."""

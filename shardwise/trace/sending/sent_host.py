@@ -9,12 +9,12 @@ from collections import defaultdict, deque
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.trace.activity import Activity
-from shardwise.trace.axes import UNKNOWN, collective_of
-from shardwise.trace.described import column_at, describe, message_row
-from shardwise.trace.events import Integers, Profile
-from shardwise.trace.nesting import distinct, nest
-from shardwise.trace.sent import Described, Sent, label_spans
+from shardwise.trace.reading.events import Integers, Profile
+from shardwise.trace.sending.axes import UNKNOWN, collective_of
+from shardwise.trace.sending.described import column_at, describe, message_row
+from shardwise.trace.sending.sent import Described, Sent, label_spans
+from shardwise.trace.spans.activity import Activity
+from shardwise.trace.spans.nesting import distinct, nest
 
 
 def sent_on_host(activity: Activity) -> Sent:
