@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,13 @@ GRACE = 3.0
 """Seconds that ranks have to end by themselves once one has failed."""
 MISTAKE = 2
 """Exit code of a user's mistake, which a restart does not mend."""
+
+
+def free_port() -> int:
+    """A port nobody listens on now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 def environment_of(rank: int, local_rank: int, world: int, here: int, address: str, port: int) -> dict[str, str]:
