@@ -50,9 +50,9 @@ class Injector:
         """The first fault that has not happened yet."""
         done = set(os.listdir(os.path.join(self.folder, "done")))
         last = max((f for f in self.faults["faults"] if str(f["id"]) in done), key=lambda f: f["id"], default=None)
-        if last is not None and last["kind"] not in ("full disk", "flip a bit", "truncate"):
-            if os.stat(os.path.join(self.folder, "done", str(last["id"]))).st_mtime > self.born:
-                return None  # these ranks are doomed already; the next fault is for those that come after them
+        fatal = last is not None and last["kind"] not in ("full disk", "flip a bit", "truncate")
+        if fatal and os.stat(os.path.join(self.folder, "done", str(last["id"]))).st_mtime > self.born:
+            return None  # these ranks are doomed already; the next fault is for those that come after them
         return next((f for f in self.faults["faults"] if str(f["id"]) not in done), None)
 
     def mark(self, fault: dict[str, Any]) -> bool:
