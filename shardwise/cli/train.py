@@ -27,6 +27,7 @@ def execute(args: argparse.Namespace) -> int:
     run = read_run(args.run, args.overrides)
     from shardwise.train import launch
     from shardwise.train.loop import check, train
+    from shardwise.train.watch.ranks import free_port
     from shardwise.train.watch.replan import fit, layout_overrides, layout_words
     from shardwise.train.watch.stop import PREEMPTED, Preempted
 
@@ -44,7 +45,7 @@ def execute(args: argparse.Namespace) -> int:
     if (
         where is None and run.layout.world == 1 and run.layout.offload
     ):  # a kind of sharding, which wants a group, be it of one
-        where = launch.Place(0, 1, 0, "127.0.0.1", launch.free_port())
+        where = launch.Place(0, 1, 0, "127.0.0.1", free_port())
     if where is None and run.layout.world > 1:
         check(run, out)
         overrides = [f"--{override}" for override in args.overrides]

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import os
 import re
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from typing import Any
 from shardwise.hardware.chips import chip_of_driver_name
 from shardwise.run import Problem, Run, UserError
 from shardwise.train.watch.arrivals import remember_collectives
-from shardwise.train.watch.ranks import GRACE, MISTAKE, Ranks, environment_of
+from shardwise.train.watch.ranks import GRACE, MISTAKE, Ranks, environment_of, free_port
 from shardwise.train.watch.replan import fit, layout_overrides, layout_words
 
 JOIN_SECONDS = 600.0
@@ -128,13 +127,6 @@ def leave() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def free_port() -> int:
-    """A port nobody listens on now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def start_local(arguments: Sequence[str], world: int, logs: Path) -> int:

@@ -112,8 +112,11 @@ def plan_faults(
             places[rank] = places[rank] or where.sample(range(1, operations[rank] + 1), operations[rank])
             fault["operation"] = places[rank].pop()
             fault["torn"] = where.random() < 0.5
-            if kind == "full disk" and where.random() < 0.25:
-                fault["operation"] = 0  # the lack of room is seen ahead
+            if kind == "full disk":
+                # Early enough for something to be written after it; 0: the lack of room is seen ahead.
+                fault["operation"] = (
+                    0 if where.random() < 0.25 else where.randint(1, min(operations[rank], 6 if rank else 15))
+                )
         faults.append(fault)
 
     step = 3

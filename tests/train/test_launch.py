@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -102,6 +103,13 @@ def test_a_rank_that_dies_takes_the_others_down_with_one_message(tmp_path: Path)
     for rank in ranks:
         with pytest.raises(ProcessLookupError):
             os.kill(rank, 0)
+
+
+def test_a_mistake_that_a_rank_finds_is_one_sentence_and_no_restart(tmp_path: Path) -> None:
+    process = shardwise(tmp_path, "--out=out", "--layout.shard=2", "--train.lr=1e200", "--train.clip=0")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert re.fullmatch(r"error: step \d: the (loss|gradient norm) is (nan|inf); train\.guard = .*\n", err), err
 
 
 def test_a_layout_that_cannot_work_starts_nothing(tmp_path: Path) -> None:

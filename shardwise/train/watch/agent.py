@@ -29,7 +29,7 @@ from shardwise.run.config import TrainConfig
 from shardwise.train.watch.arrivals import explain
 from shardwise.train.watch.events import record
 from shardwise.train.watch.heartbeat import Beat, interval, limit_in, path_of, read_beat
-from shardwise.train.watch.ranks import GRACE, MISTAKE, Ranks, environment_of, how_it_ended
+from shardwise.train.watch.ranks import GRACE, MISTAKE, Ranks, environment_of, free_port, how_it_ended
 from shardwise.train.watch.restarts import Restarts
 from shardwise.train.watch.stop import PREEMPTED, SIGNALS, Preempted
 
@@ -84,8 +84,6 @@ class Agent(SimpleElasticAgent):
         arguments = self.arguments(world)
         # The ranks' own store gets a fresh port at every start, so that nothing of an earlier one can be mistaken for it.
         if worker_group.group_rank == 0:
-            from shardwise.train.launch import free_port
-
             store.set("shardwise/port", str(free_port()))
         port = int(store.get("shardwise/port"))
         address = worker_group.master_addr or "127.0.0.1"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,13 @@ GRACE = 3.0
 """Seconds that ranks have to end by themselves once one has failed."""
 MISTAKE = 2
 """Exit code of a user's mistake, which a restart does not mend."""
+
+
+def free_port() -> int:
+    """A port nobody listens on now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 def environment_of(rank: int, local_rank: int, world: int, here: int, address: str, port: int) -> dict[str, str]:
@@ -92,8 +100,9 @@ class Ranks:
     def _abandon(self) -> None:
         """End ranks whose nursery is gone, and see that they are, since the first one holds the run folder."""
         for rank, pid in self.pids.items():
+            deadline = time.monotonic() + GRACE
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                while rank not in self._codes:
+                while rank not in self._codes and self._state(rank) not in ("Z", "X") and time.monotonic() < deadline:
                     os.killpg(pid, signal.SIGKILL)
                     time.sleep(0.01)
             self._codes.setdefault(rank, -signal.SIGKILL)
@@ -130,11 +139,14 @@ class Ranks:
 
     def stopped(self, rank: int) -> bool:
         """Whether a rank's process is halted by a signal, as Linux tells it."""
+        return self._state(rank) in ("T", "t")
+
+    def _state(self, rank: int) -> str:
+        """Linux's letter for the state of a rank's process; empty where there is none."""
         try:
-            status = Path(f"/proc/{self.pids[rank]}/stat").read_text()
+            return Path(f"/proc/{self.pids[rank]}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
-            return False
-        return status.rpartition(")")[2].split()[0] in ("T", "t")
+            return ""
 
     def end(self, grace: float) -> None:
         """Give all ranks `grace` seconds to end by themselves, then kill them with all they started."""

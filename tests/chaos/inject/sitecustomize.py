@@ -31,7 +31,7 @@ class Injector:
     """Awaits the faults of one rank."""
 
     def __init__(self, folder: str, rank: int) -> None:
-        self.folder, self.rank = folder, rank
+        self.folder, self.rank, self.born = folder, rank, time.time()
         self.faults = json.loads(Path(folder, "faults.json").read_text())
         self.checkpoints = self.faults["checkpoints"]
         self.paths: dict[int, str] = {}
@@ -49,6 +49,10 @@ class Injector:
     def awaited(self) -> dict[str, Any] | None:
         """The first fault that has not happened yet."""
         done = set(os.listdir(os.path.join(self.folder, "done")))
+        last = max((f for f in self.faults["faults"] if str(f["id"]) in done), key=lambda f: f["id"], default=None)
+        fatal = last is not None and last["kind"] not in ("full disk", "flip a bit", "truncate")
+        if fatal and os.stat(os.path.join(self.folder, "done", str(last["id"]))).st_mtime > self.born:
+            return None  # these ranks are doomed already; the next fault is for those that come after them
         return next((f for f in self.faults["faults"] if str(f["id"]) not in done), None)
 
     def mark(self, fault: dict[str, Any]) -> bool:
