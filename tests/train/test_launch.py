@@ -15,7 +15,8 @@ import pytest
 from shardwise.run import UserError, read_run
 from shardwise.train.launch import Place, check_world, first_host, place
 from shardwise.train.metrics import read_metrics
-from shardwise.train.watch.heartbeat import Beat, read_beat
+from shardwise.train.watch.arrivals import Beat
+from shardwise.train.watch.heartbeat import read_beat
 
 RUN = """
 [model]

@@ -26,9 +26,9 @@ from torch.distributed.elastic.agent.server.api import (
 )
 
 from shardwise.run.config import TrainConfig
-from shardwise.train.watch.arrivals import explain
+from shardwise.train.watch.arrivals import Beat, explain
 from shardwise.train.watch.events import record
-from shardwise.train.watch.heartbeat import Beat, interval, limit_in, path_of, read_beat
+from shardwise.train.watch.heartbeat import interval, limit_in, path_of, read_beat
 from shardwise.train.watch.ranks import GRACE, MISTAKE, Ranks, environment_of, free_port, how_it_ended
 from shardwise.train.watch.restarts import Restarts
 from shardwise.train.watch.stop import PREEMPTED, SIGNALS, Preempted

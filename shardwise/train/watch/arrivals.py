@@ -11,13 +11,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise.parallel.mesh import Mesh
     from shardwise.parallel.pipeline import Pipeline
-    from shardwise.train.watch.heartbeat import Beat
 
 REMEMBERED = 256
 """Collectives the recorder keeps where nobody has asked for more."""
@@ -82,6 +81,21 @@ def arrivals(mesh: Mesh, pipeline: Pipeline, now_ns: int) -> list[Arrival]:
         what = f"{message.kind} of stage {message.stage}, microbatch {message.microbatch}"
         result.append(Arrival("pipeline", "message", waits_for=1, collective=what, owed_by=sender))
     return result
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank says of itself."""
+
+    rank: int
+    process: int = 0
+    count: int = 0
+    step: int = 0
+    phase: str = "start"
+    idle: float = 0.0
+    """Seconds since it last got anything done."""
+    arrivals: list[Arrival] = field(default_factory=list)
+    """Where it stands in each of its groups."""
 
 
 def missing(beats: Sequence[Beat], silent: Sequence[int]) -> list[tuple[int, Arrival]]:

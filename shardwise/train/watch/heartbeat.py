@@ -18,11 +18,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
-from shardwise.train.watch.arrivals import Arrival, explain
+from shardwise.train.watch.arrivals import Arrival, Beat, explain
 
 SIZE = 4096
 BEATS = 8
@@ -31,21 +31,6 @@ START = 60.0
 """Before the first step, while models are built and files are read, nobody is blamed for less than this."""
 HUNG = 70
 """Exit code of a rank that ended itself because it hung or could not save in time (EX_SOFTWARE)."""
-
-
-@dataclass(frozen=True)
-class Beat:
-    """What a rank says of itself."""
-
-    rank: int
-    process: int = 0
-    count: int = 0
-    step: int = 0
-    phase: str = "start"
-    idle: float = 0.0
-    """Seconds since it last got anything done."""
-    arrivals: list[Arrival] = field(default_factory=list)
-    """Where it stands in each of its groups."""
 
 
 def path_of(logs: Path, rank: int) -> Path:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.train.watch.arrivals import Arrival, explain, missing
+from shardwise.train.watch.arrivals import Arrival, Beat, explain, missing
 from shardwise.train.watch.events import read_events, record
 from shardwise.train.watch.goodput import goodput
-from shardwise.train.watch.heartbeat import Beat, Heart, read_beat
+from shardwise.train.watch.heartbeat import Heart, read_beat
 from shardwise.train.watch.restarts import LONGEST, Restarts
 from shardwise.train.watch.stragglers import Comparison, busy_seconds
 
