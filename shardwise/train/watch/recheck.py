@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,28 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from shardwise.data.batches import Batch
+from shardwise.model.experts import Router
+from shardwise.parallel.apply import Parallel
 from shardwise.parallel.gradients import local
-from shardwise.run import Problem, UserError
+from shardwise.parallel.mesh import Mesh
+from shardwise.run import Problem, Run, UserError
+from shardwise.train.optimizer import Optimizer
 
-if TYPE_CHECKING:
-    from shardwise.train.step import Trainee
+
+class Repeatable(Protocol):
+    """What can compute the passes of a step more than once: the trainee, as far as this file needs it."""
+
+    run: Run
+    device: torch.device
+    mesh: Mesh
+    parallel: Parallel
+    optimizer: Optimizer
+    routers: list[Router]
+    step: int
+
+    def passes(self, batch: Batch) -> Tensor:
+        """Forward and backward; gives the loss."""
+
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -61,7 +78,7 @@ def own_gradients(found: list[Tensor]) -> Iterator[None]:
             each.remove()
 
 
-def check_repeatable(trainee: Trainee) -> None:
+def check_repeatable(trainee: Repeatable) -> None:
     """Refuse a device on which two computations may differ without anything being wrong."""
     train = trainee.run.train
     if train.recheck_every and trainee.device.type == "cuda" and not train.deterministic:
@@ -69,7 +86,7 @@ def check_repeatable(trainee: Trainee) -> None:
         raise UserError(Problem(reason, key="train.recheck_every"))
 
 
-def passes_twice(trainee: Trainee, batch: Batch) -> Tensor:
+def passes_twice(trainee: Repeatable, batch: Batch) -> Tensor:
     """A step's passes, run twice; raises `Corruption` on every rank when the two differ on any. Gives the loss of the second."""
     digests = []
     for attempt in range(2):
