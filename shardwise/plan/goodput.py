@@ -2,7 +2,9 @@
 
 With devices that fail every `mtbf` hours on average, a checkpoint that stalls d seconds and a restart of r, the interval that
 loses least is sqrt(2 d M), M the time between failures of the whole cluster (Young 1974, Daly 2006). Lost is then d for each
-interval, and for each failure half an interval of work and the restart.
+interval, and for each failure half an interval of work and the restart. Training waits only while the state is copied to the
+host's memory; it is written beside the training, which takes w, so the interval is no shorter than that, and a failure also
+loses the w since the last checkpoint that was whole.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ class JobCost:
     failures: float
     checkpoint_every_s: float
     checkpoint_stall_s: float
+    """That training waits for one."""
+    checkpoint_write_s: float
+    """Until it is on disk."""
 
 
 def job_cost(run: Run, cluster: Cluster, step_seconds: float, devices: int, checkpoint_bytes: float) -> JobCost:
@@ -34,13 +39,14 @@ def job_cost(run: Run, cluster: Cluster, step_seconds: float, devices: int, chec
     c = run.cluster
     machines = max(1.0, devices / cluster.per_node)
     between = c.mtbf_hours * 3600 / devices
-    stall = checkpoint_bytes / (c.storage_gbs * 1e9 * machines)
+    stall = checkpoint_bytes / (c.host_gbs * 1e9 * devices)
+    write = checkpoint_bytes / (c.storage_gbs * 1e9 * machines)
     useful = step_seconds * run.train.steps
-    interval = min(max(math.sqrt(2 * stall * between), step_seconds), max(useful, step_seconds))
-    lost = stall / interval + (interval / 2 + c.restart_seconds) / between
+    interval = min(max(math.sqrt(2 * stall * between), write, step_seconds), max(useful, step_seconds))
+    lost = stall / interval + (interval / 2 + write + c.restart_seconds) / between
     total = useful * (1 + lost)
     hours = total / 3600 * devices
     price = c.price or cluster.chip.price
     # Chips draw close to their limit while training; hosts, network and cooling add about half as much again.
     kwh = hours * (c.power_w or cluster.chip.power) / 1000 * 1.5
-    return JobCost(total / 86400, hours, hours * price, kwh, useful / total, total / between, interval, stall)
+    return JobCost(total / 86400, hours, hours * price, kwh, useful / total, total / between, interval, stall, write)

@@ -287,6 +287,7 @@ class ClusterConfig:
     )
     restart_seconds: float = key(600.0, "from a failure to the first step after it", least=0)
     storage_gbs: float = key(1.0, "GB/s a machine writes checkpoints with", above=0)
+    host_gbs: float = key(20.0, "GB/s of a device to its host's memory, through which a checkpoint is staged", above=0)
 
 
 @dataclass(frozen=True)

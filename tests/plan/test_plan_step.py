@@ -101,18 +101,28 @@ def test_microbatches_in_flight_are_those_of_the_schedule(schedule: str) -> None
 
 def test_the_checkpoint_interval_is_the_best_one() -> None:
     run = run_from_dict(
-        dict(model=dict(preset="llama3-8b"), train=dict(steps=100_000), cluster=dict(mtbf_hours=5000.0))
+        dict(
+            model=dict(preset="llama3-8b"), train=dict(steps=100_000), cluster=dict(mtbf_hours=5000.0, storage_gbs=20.0)
+        )
     )
     cluster = make_job(LLAMA).cluster
-    cost = job_cost(run, cluster, 10.0, 4096, 96e9)
+    cost = job_cost(run, cluster, 0.1, 4096, 96e12)
     between = 5000 * 3600 / 4096
 
     def lost(interval: float) -> float:
-        return cost.checkpoint_stall_s / interval + (interval / 2 + run.cluster.restart_seconds) / between
+        once = interval / 2 + cost.checkpoint_write_s + run.cluster.restart_seconds
+        return cost.checkpoint_stall_s / interval + once / between
 
     best = cost.checkpoint_every_s
+    assert best > cost.checkpoint_write_s > cost.checkpoint_stall_s
     assert lost(best) <= min(lost(best * 1.05), lost(best * 0.95))
     assert cost.goodput == pytest.approx(1 / (1 + lost(best)))
+
+
+def test_checkpoints_are_no_denser_than_they_are_written() -> None:
+    run = run_from_dict(dict(model=dict(preset="llama3-8b"), train=dict(steps=10_000), cluster=dict(storage_gbs=0.01)))
+    cost = job_cost(run, make_job(LLAMA).cluster, 1.0, 4096, 96e9)
+    assert cost.checkpoint_every_s == cost.checkpoint_write_s > 10 * cost.checkpoint_stall_s
 
 
 def test_a_slower_link_never_helps() -> None:
