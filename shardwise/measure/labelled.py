@@ -127,6 +127,7 @@ def _of_weight(put_off: PutOff) -> tuple[str, object]:
 
 def _phases(trainee: Trainee, stack: contextlib.ExitStack) -> None:
     for where, name, phase in (
+        (trainee, "_begin_sum", "gradients"),
         (trainee, "_microbatches", "data"),
         (trainee.optimizer, "zero_grad", "gradients"),
         (pipeline_module, "reduce_now", "gradients"),

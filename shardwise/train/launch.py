@@ -134,7 +134,7 @@ def start_local(arguments: Sequence[str], world: int, logs: Path) -> int:
     are soon done: the first failure ends it."""
     ranks = Ranks(logs)
     port = free_port()
-    ranks.start(arguments, {r: environment_of(r, r, world, world, "127.0.0.1", port) for r in range(world)}, fresh=True)
+    ranks.start(arguments, {r: environment_of(r, r, world, world, "127.0.0.1", port) for r in range(world)})
     try:
         while (failed := ranks.failed()) is None and ranks.running():
             time.sleep(0.1)

@@ -96,7 +96,7 @@ class Agent(SimpleElasticAgent):
             path_of(self.ranks.logs, rank).unlink(missing_ok=True)
         self.heard = {rank: (0, time.monotonic()) for rank in environments}
         self._record("begin", ranks=world, restart=self.starts > 0)
-        self.ranks.start(arguments, environments, fresh=self.starts == 0)
+        self.ranks.start(arguments, environments)
         self.starts += 1
         return {worker.local_rank: self.ranks.pids[worker.global_rank] for worker in workers}
 

@@ -66,8 +66,8 @@ class Ranks:
         self._codes: dict[int, int] = {}
         self._begins: dict[int, int] = {}
 
-    def start(self, arguments: Sequence[str], environments: Mapping[int, Mapping[str, str]], fresh: bool) -> None:
-        """Run `shardwise ARGUMENTS` once for each environment. `fresh` begins new logs."""
+    def start(self, arguments: Sequence[str], environments: Mapping[int, Mapping[str, str]]) -> None:
+        """Run `shardwise ARGUMENTS` once for each environment."""
         self.logs.mkdir(parents=True, exist_ok=True)
         if not self._nursery.alive:
             self._nursery.close()
@@ -77,7 +77,7 @@ class Ranks:
         births = {}
         for rank, environment in environments.items():
             log = self.logs.absolute() / f"rank-{rank}.log"
-            with log.open("wb" if fresh else "ab") as file:
+            with log.open("ab") as file:
                 self._begins[rank] = file.tell()
             births[rank] = dict(environment=dict(environment), log=str(log), speaks=rank == 0)
         self._nursery.ask(start=self._start, arguments=list(arguments), births=births)
