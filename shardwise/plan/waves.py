@@ -8,12 +8,15 @@ of `schedules.time` to the last bit, since every number goes through the same ad
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, chain
 
 import numpy as np
 
 from shardwise.schedules import Cost, Kind, Schedule, Stuck
 
 _ROWS: dict[Kind, int] = {"F": 0, "I": 1, "W": 2, "B": 3}
+_KINDS = np.zeros(128, np.int64)
+_KINDS[[ord(kind) for kind in _ROWS]] = list(_ROWS.values())
 
 
 class Waves:
@@ -26,39 +29,21 @@ class Waves:
         size = (stages + 1) * m
         self.slots = 2 * size + 2
         near = [stages if placement[s] == placement[s + 1] else s for s in range(stages - 1)]
-        offsets: dict[Kind, tuple[int, int, list[int]]] = {
-            "F": (0, m, [*near, stages]),
-            "I": (size + m, size, [stages, *near]),
-            "B": (size + m, size, [stages, *near]),
-        }
-        arrived = bytearray(self.slots)
-        arrived[:m] = b"\1" * m
-        arrived[2 * size - m : 2 * size + 1] = b"\1" * (m + 1)
-        columns: list[tuple[int, int, int, int, int]] = []
-        cuts: list[int] = []
-        at = [0] * len(schedule.ranks)
-        playing = [rank for rank, actions in enumerate(schedule.ranks) if actions]
-        while playing:
-            begun = len(columns)
-            for rank in playing:
-                kind, stage, microbatch = schedule.ranks[rank][at[rank]]
-                row = _ROWS[kind] * stages + stage
-                if kind == "W":
-                    columns.append((rank, 2 * size, 2 * size + 1, row, stages))
-                    continue
-                read, write, hop = offsets[kind]
-                slot = stage * m + microbatch
-                if arrived[read + slot]:
-                    columns.append((rank, read + slot, write + slot, row, hop[stage]))
-            if len(columns) == begun:
-                raise Stuck({rank: schedule.ranks[rank][at[rank]] for rank in playing})
-            for rank, _, write, _, _ in columns[begun:]:
-                arrived[write] = 1
-                at[rank] += 1
-            playing = [rank for rank in playing if at[rank] < len(schedule.ranks[rank])]
-            cuts.append(len(columns))
-        table = np.array(columns, np.int64).T
-        self.waves = [table[:, start:stop] for start, stop in zip([0, *cuts[:-1]], cuts, strict=True)]
+        actions = list(chain.from_iterable(schedule.ranks))
+        kind = _KINDS[np.frombuffer("".join([action[0] for action in actions]).encode(), np.uint8)]
+        stage = np.fromiter((action[1] for action in actions), np.int64, len(actions))
+        slot = stage * m + np.fromiter((action[2] for action in actions), np.int64, len(actions))
+        forward, weight = kind == _ROWS["F"], kind == _ROWS["W"]
+        read = np.where(forward, slot, slot + size + m)
+        write = np.where(forward, slot + m, slot + size)
+        hop = np.where(forward, np.array([*near, stages])[stage], np.array([stages, *near])[stage])
+        read[weight], write[weight], hop[weight] = 2 * size, 2 * size + 1, stages
+        rank = np.repeat(np.arange(len(schedule.ranks)), [len(own) for own in schedule.ranks])
+        order, cuts = _waves(schedule, read.tolist(), write.tolist(), self.slots)
+        rank, read, write = rank[order], read[order], write[order]
+        self.rows, self.hops = (kind * stages + stage)[order], hop[order]
+        pairs = zip([0, *cuts[:-1]], cuts, strict=True)
+        self.waves = [(rank[a:b], read[a:b], write[a:b], slice(a, b)) for a, b in pairs]
 
     def makespans(self, costs: Sequence[Cost], latencies: Sequence[float]) -> np.ndarray:
         """From the first start to the last end under each of the costs, transfers between ranks taking `latencies`."""
@@ -69,10 +54,40 @@ class Waves:
         wire[stages] = 0.0  # between stages of one rank
         arrival = np.zeros((self.slots, layouts))
         clock = np.zeros((len(self.schedule.ranks), layouts))
-        for rank, read, write, row, hop in self.waves:
-            end = np.maximum(clock[rank], arrival[read])
-            end += lengths[row]
+        lengths, wire = lengths[self.rows], wire[self.hops]
+        for rank, read, write, here in self.waves:
+            end = np.maximum(clock.take(rank, 0), arrival.take(read, 0))
+            end += lengths[here]
             clock[rank] = end
-            end += wire[hop]
+            end += wire[here]
             arrival[write] = end
         return clock.max(axis=0, initial=0.0)
+
+
+def _waves(schedule: Schedule, read: list[int], write: list[int], slots: int) -> tuple[list[int], list[int]]:
+    """Numbers of the actions, those of a wave together, and where each wave ends."""
+    m = schedule.microbatches
+    arrived = bytearray(slots)
+    arrived[:m] = b"\1" * m
+    arrived[slots - 2 - m : slots - 1] = b"\1" * (m + 1)
+    order: list[int] = []
+    cuts: list[int] = []
+    ends = list(accumulate(len(own) for own in schedule.ranks))
+    at = [end - len(own) for end, own in zip(ends, schedule.ranks, strict=True)]
+    playing = [rank for rank, own in enumerate(schedule.ranks) if own]
+    while playing:
+        ready = [rank for rank in playing if arrived[read[at[rank]]]]
+        if not ready:
+            first = [end - len(own) for end, own in zip(ends, schedule.ranks, strict=True)]
+            raise Stuck({rank: schedule.ranks[rank][at[rank] - first[rank]] for rank in playing})
+        over = False
+        for rank in ready:
+            number = at[rank]
+            order.append(number)
+            arrived[write[number]] = 1
+            at[rank] = number + 1
+            over = over or number + 1 == ends[rank]
+        if over:
+            playing = [rank for rank in playing if at[rank] < ends[rank]]
+        cuts.append(len(order))
+    return order, cuts

@@ -6,7 +6,7 @@ reads as in its paper, and microbatches come in the same order in every kind.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import defaultdict, deque
 
 from shardwise.schedules.actions import Action
 
@@ -16,8 +16,8 @@ class RankList:
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
-        self.forwards: Counter[int] = Counter()
-        self.backwards: Counter[int] = Counter()
+        self.forwards: defaultdict[int, int] = defaultdict(int)
+        self.backwards: defaultdict[int, int] = defaultdict(int)
         self._weights_due: deque[Action] = deque()
 
     def forward(self, stage: int) -> None:
