@@ -86,11 +86,13 @@ def plan(run: Run) -> Plan:
     return plan_job(run, job_of(run))
 
 
-def plan_job(run: Run, job: Job, step: Step | None = None, *, precise: bool = True) -> Plan:
-    """The plan of a run as this job, whose step may be known already; `precise` looks at every pipeline rank for the most
-    traffic, and counts this trainer's memory to the byte, which takes a few times longer."""
-    step = step or step_time(prepare(job))
-    space = exact(memory(job), run, job) if precise else memory(job)
+def plan_job(
+    run: Run, job: Job, step: Step | None = None, space: Memory | None = None, *, precise: bool = True
+) -> Plan:
+    """The plan of a run as this job, whose step and estimated memory may be known already; `precise` looks at every pipeline
+    rank for the most traffic, and counts this trainer's memory to the byte, which takes a few times longer."""
+    step, space = step or step_time(prepare(job)), space or memory(job)
+    space = exact(space, run, job) if precise else space
     wire = traffic(run, None if precise else 0)
     done = replace(work(run), bytes=bytes_moved(job, step))
     account = Account("plan", step.seconds, job.tokens, step.breakdown, done, space, wire)

@@ -7,6 +7,7 @@ schedule costs lies between two counts: everything held until W, and nothing hel
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from shardwise.schedules.actions import Schedule
 
@@ -27,15 +28,7 @@ def held(
         "I": [left - size for size, left in zip(whole, after_input, strict=True)],
         "W": [-left for left in after_input],
     }
-    lists = []
-    for actions in schedule.ranks:
-        now: float = 0
-        levels = []
-        for kind, stage, _ in actions:
-            now += change[kind][stage]
-            levels.append(now)
-        lists.append(tuple(levels))
-    return tuple(lists)
+    return tuple(tuple(accumulate([change[kind][stage] for kind, stage, _ in actions])) for actions in schedule.ranks)
 
 
 def high_water(

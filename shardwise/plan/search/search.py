@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwise.plan.job import job_of
+from shardwise.plan.memory import memory
 from shardwise.plan.plan import Plan, plan_job
 from shardwise.plan.search.advice import counts_of, next_changes, nothing_fits, nothing_legal
 from shardwise.plan.search.layouts import Space
@@ -65,7 +66,7 @@ class SearchResult:
     @cached_property
     def pareto(self) -> list[Plan]:
         """Layouts that none beats in step time, memory and devices at once; planned when asked for."""
-        return [plan for plan in _plan(self.front) if plan.fits]
+        return [plan for plan, _ in _plan(self.front)]
 
     @property
     def best(self) -> Plan:
@@ -217,9 +218,7 @@ def _plans(timed: list[tuple[float, Candidate]], keep: int) -> tuple[list[Plan],
     best = list(_chunks_apart([c for _, c in sorted(timed, key=lambda one: one[0] * one[1].group.space.devices)]))
     for start in range(0, len(best), keep):
         some = best[start : start + keep]
-        for plan, candidate in zip(_plan(some, precise=not chosen), some, strict=True):
-            if plan.fits:
-                chosen.append((plan, candidate))
+        chosen += _plan(some, precise=not chosen)
         if len(chosen) >= keep:
             break
     return [plan for plan, _ in chosen[:keep]], [candidate for _, candidate in chosen[:keep]]
@@ -235,14 +234,19 @@ def _chunks_apart(best: list[Candidate]) -> Iterator[Candidate]:
             yield candidate
 
 
-def _plan(candidates: Sequence[Candidate], *, precise: bool = False) -> Iterator[Plan]:
-    """Plans; with `precise`, up to the first that fits to the byte, since it is the one that people will run."""
+def _plan(candidates: Sequence[Candidate], *, precise: bool = False) -> Iterator[tuple[Plan, Candidate]]:
+    """Plans of those that fit; with `precise` the first of them to the byte, since it is the one that people will run."""
     runs = [candidate.group.run_at(candidate.place) for candidate in candidates]
     jobs = [job_of(run) for run in runs]
-    for run, job, step in zip(runs, jobs, step_times([prepare(job) for job in jobs]), strict=True):
-        plan = plan_job(run, job, step, precise=precise)
-        precise = precise and not plan.fits
-        yield plan
+    steps = step_times([prepare(job) for job in jobs])
+    for candidate, run, job, step in zip(candidates, runs, jobs, steps, strict=True):
+        space = memory(job)
+        if not precise and not space.fits:
+            continue
+        plan = plan_job(run, job, step, space, precise=precise)
+        if plan.fits:
+            precise = False
+            yield plan, candidate
 
 
 def _front(timed: list[tuple[float, Candidate]]) -> list[Candidate]:
