@@ -6,8 +6,8 @@ A 0 that means "derived" is filled in by `shardwise.run.derive`, so a resolved r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from functools import cache
 from math import prod
 from typing import Any, Literal, get_type_hints
 
@@ -334,12 +334,11 @@ class Key:
     most: float | None
 
 
-def declared(section: type) -> Iterator[Key]:
+@cache
+def declared(section: type) -> tuple[Key, ...]:
     """The keys of a section in the order they are declared."""
     hints = get_type_hints(section)
-    for f in fields(section):
-        if f.metadata:
-            yield Key(f.name, hints[f.name], f.default, **f.metadata)
+    return tuple(Key(f.name, hints[f.name], f.default, **f.metadata) for f in fields(section) if f.metadata)
 
 
 def all_keys() -> dict[str, Key]:
