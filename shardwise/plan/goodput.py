@@ -34,6 +34,15 @@ class JobCost:
     """Until it is on disk."""
 
 
+def data_stall(run: Run, cluster: Cluster, step_seconds: float) -> float:
+    """Seconds a step waits for its batch. Batches are read from token shards one step ahead, so only what reading takes
+    longer than a step is waited for. Ranks read the samples of their data rank, each for itself."""
+    width = 2 if run.model.vocab <= 2**16 else 4
+    here = min(run.layout.world, cluster.per_node)
+    size = run.batch_tokens / run.layout.data_ranks * width * here
+    return max(0.0, size / (run.cluster.storage_gbs * 1e9) - step_seconds)
+
+
 def job_cost(run: Run, cluster: Cluster, step_seconds: float, devices: int, checkpoint_bytes: float) -> JobCost:
     """Time, devices, money and energy of all steps, with what failures and checkpoints take."""
     c = run.cluster

@@ -12,7 +12,7 @@ from shardwise.ledger import Account, Memory, as_dict
 from shardwise.plan import held
 from shardwise.plan.account import work
 from shardwise.plan.constants import fitted, groups_of
-from shardwise.plan.goodput import JobCost, job_cost
+from shardwise.plan.goodput import JobCost, data_stall, job_cost
 from shardwise.plan.job import Job, job_of
 from shardwise.plan.memory import GIB, memory
 from shardwise.plan.operations import embedding, head, layer
@@ -93,6 +93,8 @@ def plan_job(
     rank for the most traffic, and counts this trainer's memory to the byte, which takes a few times longer."""
     step, space = step or step_time(prepare(job)), space or memory(job)
     space = exact(space, run, job) if precise else space
+    stall = data_stall(run, job.cluster, step.seconds)
+    step = replace(step, seconds=step.seconds + stall, breakdown={**step.breakdown, "data": stall})
     wire = traffic(run, None if precise else 0)
     done = replace(work(run), bytes=bytes_moved(job, step))
     account = Account("plan", step.seconds, job.tokens, step.breakdown, done, space, wire)

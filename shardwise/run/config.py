@@ -286,7 +286,7 @@ class ClusterConfig:
         50_000.0, "hours a device works between two failures that stop the run (Llama 3 saw 50,000)", above=0
     )
     restart_seconds: float = key(600.0, "from a failure to the first step after it", least=0)
-    storage_gbs: float = key(1.0, "GB/s a machine writes checkpoints with", above=0)
+    storage_gbs: float = key(1.0, "GB/s a machine writes checkpoints and reads data with", above=0)
     host_gbs: float = key(20.0, "GB/s of a device to its host's memory, through which a checkpoint is staged", above=0)
 
 

@@ -13,6 +13,7 @@ from jobs import EXPERTS, GPT, LLAMA, make_job
 from shardwise.plan import step as steps
 from shardwise.plan.goodput import job_cost
 from shardwise.plan.memory import memory
+from shardwise.plan.plan import Plan, plan
 from shardwise.plan.step import play_schedule, prepare, step_time
 from shardwise.plan.timeline import timeline
 from shardwise.run import run_from_dict
@@ -117,6 +118,27 @@ def test_the_checkpoint_interval_is_the_best_one() -> None:
     assert best > cost.checkpoint_write_s > cost.checkpoint_stall_s
     assert lost(best) <= min(lost(best * 1.05), lost(best * 0.95))
     assert cost.goodput == pytest.approx(1 / (1 + lost(best)))
+
+
+def test_a_step_waits_for_data_only_when_reading_is_slower() -> None:
+    def planned(storage: float) -> Plan:
+        return plan(
+            run_from_dict(
+                dict(
+                    model=dict(preset="llama3-8b"),
+                    layout=dict(shard=8),
+                    train=dict(global_batch=8, seq_len=8192, dtype="bfloat16"),
+                    cluster=dict(chip="h100", storage_gbs=storage),
+                )
+            )
+        )
+
+    quick, slow = planned(1.0), planned(1e-5)
+    assert quick.account.breakdown["data"] == 0.0
+    # 8 ranks of a machine read 8192 tokens of 4 bytes each.
+    assert slow.account.step_seconds == pytest.approx(8 * 8192 * 4 / 1e4)
+    assert slow.account.breakdown["data"] == pytest.approx(slow.account.step_seconds - quick.account.step_seconds)
+    assert sum(slow.account.breakdown.values()) == pytest.approx(slow.account.step_seconds)
 
 
 def test_checkpoints_are_no_denser_than_they_are_written() -> None:
