@@ -158,7 +158,7 @@ def test_only_some_ranks(ranks: RankPool, tmp_path: Path) -> None:
     rows = {row["module"]: row for row in json.loads((tmp_path / "new" / "modules.json").read_text())["ranks"][1]}
     assert rows["model"]["parameters"] == parameters(run.model).total
     seconds = {name: sum(row["seconds"].values()) for name, row in rows.items()}
-    assert seconds.get("(unlabelled)", 0.0) < 0.1 * (seconds["model"] + seconds["(optimizer)"] + seconds["(clip)"])
+    assert seconds.get("(unlabelled)", 0.0) < 0.3 * (seconds["model"] + seconds["(optimizer)"] + seconds["(clip)"])
 
 
 def test_ranks_by_name() -> None:
