@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,14 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Record, or start the ranks that do."""
-    run = read_run(args.run, args.overrides)
-    if run.layout.auto:
-        from shardwise.plan.search import resolve
-        from shardwise.train.watch.replan import layout_overrides, layout_words
+    from shardwise.train.watch.replan import settle
 
-        run = resolve(run)
-        args.overrides += layout_overrides(run)
-        print(f"layout: {layout_words(run)}", file=sys.stderr)
+    run = settle(read_run(args.run, args.overrides), args.overrides)
     for key in ("steps", "warmup"):
         if getattr(args, key) < 1:
             raise UserError(Problem("at least one step is needed", f"--{key}", "command line"))

@@ -24,19 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Train."""
-    run = read_run(args.run, args.overrides)
+    from shardwise.train.watch.replan import fit, settle
+
+    run = settle(read_run(args.run, args.overrides), args.overrides)  # before PyTorch is, which takes a while
     from shardwise.train import launch
     from shardwise.train.loop import check, train
     from shardwise.train.watch.ranks import free_port
-    from shardwise.train.watch.replan import fit, layout_overrides, layout_words
     from shardwise.train.watch.stop import PREEMPTED, Preempted
 
-    if run.layout.auto:
-        from shardwise.plan.search import resolve
-
-        run = resolve(run)
-        args.overrides += layout_overrides(run)
-        print(f"layout: {layout_words(run)}", file=sys.stderr)
     out = args.out or Path("runs") / run.name
     where = launch.place(os.environ)
     if where is not None and run.train.elastic:

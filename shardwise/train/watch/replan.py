@@ -7,6 +7,7 @@ rank that another launcher started, comes to the same layout by itself, since a 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 
 from shardwise.run import LayoutConfig, Problem, Run, UserError, to_dict
@@ -26,6 +27,19 @@ def fit(run: Run, world: int, nodes: int, chip: str) -> Run:
     cluster = replace(run.cluster, nodes=nodes, devices_per_node=world // nodes, chip=run.cluster.chip or chip)
     found = resolve(replace(run, layout=LayoutConfig(auto=True, fixed=run.layout.fixed), cluster=cluster))
     return replace(found, cluster=replace(found.cluster, chip=run.cluster.chip))
+
+
+def settle(run: Run, overrides: list[str]) -> Run:
+    """The run with its layout searched for where it is `auto`; what was found is said, and added to the overrides that ranks
+    are started with."""
+    if not run.layout.auto:
+        return run
+    from shardwise.plan.search import resolve
+
+    run = resolve(run)
+    overrides += layout_overrides(run)
+    print(f"layout: {layout_words(run)}", file=sys.stderr)
+    return run
 
 
 def layout_overrides(run: Run) -> list[str]:
