@@ -1,7 +1,7 @@
 """How many layouts a second the search goes through, beside Calculon (Isaev et al. 2023), on one model and cluster in one
 run: GPT-3 175B on 512 A100. Calculon is asked for some 300 layouts spread over part of its own search (one network, no offloading,
 its debug log off), one after the other on one core. Ours is the
-time and memory of every legal layout by `plan/screen.py`, also on one core, tables and all, none left out for being too slow
+time and memory of every legal layout by `plan/search/screen.py`, also on one core, tables and all, none left out for being too slow
 or too large (the search leaves those out and is faster for it). Below 200,000 a second it is a failure, and so is a search for
 Llama 3 405B on 16,384 H100 that takes 3 seconds or more from the shell (median of the rounds).
 

@@ -138,4 +138,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def entry() -> NoReturn:
     """The console script."""
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    if sys.argv[1:2] == ["plan"]:
+        # Letting go of a search's records one by one takes a seventh of its time, and a plan has nothing else to put away.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
