@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from shardwise.plan.place import WIDTHS, Place, Stage, Weight, piece
 from shardwise.plan.saved import Rows, Saved, repeated, saved
-from shardwise.plan.step import cached_schedule
+from shardwise.plan.rounds import cached_schedule, fewer_rounds
 from shardwise.run import Run
 from shardwise.run.derive import CHUNK_BYTES
 from shardwise.schedules import Schedule, high_water
@@ -120,8 +120,7 @@ def activations(run: Run, rank: int) -> int:
 def _short(run: Run) -> tuple[Schedule, float]:
     """The run's schedule, or one of fewer microbatches whose high water is the same, or known to be so many times less."""
     lay, n = run.layout, run.accumulation
-    most = 4 * lay.pipeline + n % lay.pipeline
-    count = min(n, most)
+    count = fewer_rounds(lay.pipeline, n, 4)
     schedule = cached_schedule(lay.schedule, lay.pipeline, count, lay.stages_per_rank)
     # These hold every microbatch.
     return schedule, n / count if lay.schedule in ("gpipe", "breadth-first") else 1.0

@@ -18,7 +18,8 @@ from shardwise.plan.job import Job
 from shardwise.plan.operations import chunked_share, embedding, layer, pieces
 from shardwise.plan.parameters import Held, layer_parameters, stage_parameters, zero_groups
 from shardwise.plan.passes import repeated, repeated_layers
-from shardwise.plan.step import cached_schedule, layers_by_stage, played
+from shardwise.plan.rounds import cached_schedule
+from shardwise.plan.step import layers_by_stage, played
 from shardwise.run.derive import CHUNK_BYTES
 from shardwise.schedules import high_water
 

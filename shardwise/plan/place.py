@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
+from shardwise.plan.rounds import cached_schedule, fewer_rounds
 from shardwise.plan.stages import layers_of_stages
 from shardwise.run import ModelConfig, Run
 from shardwise.run.derive import chunks_loss, planned_on_gpu
-from shardwise.schedules import SPLIT_BACKWARD, Schedule, make_schedule
+from shardwise.schedules import SPLIT_BACKWARD, Schedule
 
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number."""
@@ -59,11 +60,6 @@ def piece(length: int, ranks: int, rank: int) -> int:
     """Rows of a rank when they are dealt out in equal pieces, rounded up."""
     rows = -(-length // ranks)
     return max(0, min(rows, length - rank * rows))
-
-
-@lru_cache(maxsize=64)
-def _schedule(name: str, ranks: int, microbatches: int, chunks: int) -> Schedule:
-    return make_schedule(name, ranks, microbatches, chunks)
 
 
 @dataclass(frozen=True)
@@ -138,15 +134,18 @@ class Place:
     @property
     def splits_backward(self) -> bool:
         """Whether the schedule computes gradients of inputs and of weights apart."""
-        if self.run.layout.schedule not in SPLIT_BACKWARD:
-            return False
-        return any(action.kind == "I" for action in self.schedule.ranks[0])
+        lay = self.run.layout
+        nothing_to_put_off = (lay.schedule, lay.pipeline, self.run.accumulation) == ("dualpipe-v", 1, 1)
+        return lay.schedule in SPLIT_BACKWARD and not nothing_to_put_off
 
     @property
     def schedule(self) -> Schedule:
-        """The lists of the pipeline's actions."""
-        lay = self.run.layout
-        return _schedule(lay.schedule, lay.pipeline, self.run.accumulation, lay.stages_per_rank)
+        """The lists of the pipeline's actions, cut to some rounds: for what is asked of them here more say nothing new, but
+        where the last round of an interleaved schedule is not full, which moves every round before it."""
+        lay, count = self.run.layout, self.run.accumulation
+        if lay.schedule != "interleaved" or count % lay.pipeline == 0:
+            count = fewer_rounds(lay.pipeline, count, 3)
+        return cached_schedule(lay.schedule, lay.pipeline, count, lay.stages_per_rank)
 
     @cached_property
     def placement(self) -> tuple[int, ...]:

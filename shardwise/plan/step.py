@@ -20,10 +20,11 @@ from shardwise.plan.constants import Constants, constants_of
 from shardwise.plan.job import Job
 from shardwise.plan.parameters import Held, stage_parameters, zero_groups
 from shardwise.plan.passes import Passes, Piece, Pieces, passes
+from shardwise.plan.rounds import cached_schedule, fewer_rounds
 from shardwise.plan.stages import stage_counts
 from shardwise.plan.tally import span
 from shardwise.plan.waves import Waves
-from shardwise.schedules import Cost, Schedule, Timing, make_schedule, time
+from shardwise.schedules import Cost, Timing, time
 
 Number = Any
 OPTIMIZER_BYTES = 40.0
@@ -148,12 +149,6 @@ def slowdown(job: Job, constants: Constants) -> Number:
     return 1.0 + constants["jitter"] * np.log2(machines)
 
 
-@lru_cache(maxsize=512)
-def cached_schedule(name: str, ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """`make_schedule`, remembered."""
-    return make_schedule(name, ranks, microbatches, chunks)
-
-
 @lru_cache(maxsize=64)
 def _waves(name: str, ranks: int, microbatches: int, chunks: int) -> Waves:
     """The waves of a schedule, remembered: a search plans what it has just played."""
@@ -171,7 +166,7 @@ def _timed(
 def played(job: Job, microbatches: int) -> tuple[int, int]:
     """Microbatches to play, and how many fewer a second time, to know the slope; all of them when they are few."""
     ranks = job.layout.pipeline
-    most = 3 * ranks + microbatches % ranks
+    most = fewer_rounds(ranks, microbatches, 3)
     return (microbatches, 0) if microbatches <= most + ranks else (most, ranks)
 
 

@@ -12,7 +12,8 @@ from shardwise.ledger import Span, Timeline
 from shardwise.plan.constants import constants_of
 from shardwise.plan.job import Job
 from shardwise.plan.passes import passes
-from shardwise.plan.step import Prepared, Step, cached_schedule, prepare, step_time
+from shardwise.plan.rounds import cached_schedule
+from shardwise.plan.step import Prepared, Step, prepare, step_time
 from shardwise.schedules import Cost, time
 
 NAMES = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}

@@ -34,26 +34,18 @@ def split_layers(costs: Sequence[float], stages: int, first: float = 0, last: fl
 
     bottleneck = sums[bisect_left(sums, True, key=lambda most: _fewest_stages(fitting(most)) <= stages)]
 
-    # best[start] is the least sum of squares with which the layers from `start` on fill the stages still to fill, and
-    # the layers of the first of those; from the last stage backwards.
-    best: list[tuple[int, int] | None] = [None] * layers + [(0, 0)]
+    # best[start] is the least sum of squares with which the layers from `start` on fill the stages still to fill, and the
+    # layers of the first of those; from the last stage backwards, and only where a stage can start.
     longest = fitting(bottleneck)
+    best: dict[int, tuple[int, int]] = {layers: (0, 0)}
     choices = []
-    for _ in range(stages):
-        now: list[tuple[int, int] | None] = [None] * (layers + 1)
-        for start, most in enumerate(longest):
-            for count in range(1, most + 1):
-                rest = best[start + count]
-                if rest is not None:
-                    option = (rest[0] + count**2, count)
-                    now[start] = min(now[start] or option, option)
-        best = now
+    for starts in reversed(_starts(longest, stages)):
+        options = {at: [(best[at + n][0] + n**2, n) for n in range(1, longest[at] + 1) if at + n in best] for at in starts}
+        best = {at: min(some) for at, some in options.items() if some}
         choices.append(best)
     counts: list[int] = []
     for choice in reversed(choices):
-        found = choice[sum(counts)]
-        assert found is not None  # the bottleneck was found to suffice
-        counts.append(found[1])
+        counts.append(choice[sum(counts)][1])
     return tuple(counts)
 
 
@@ -62,6 +54,21 @@ def _totals(costs: Sequence[float], start: int, first: float, last: float) -> li
     totals = list(accumulate(costs[start:], initial=first if start == 0 else 0))[1:]
     totals[-1] += last
     return totals
+
+
+def _starts(longest: Sequence[int], stages: int) -> list[range]:
+    """Where each stage can start, with what is before and after it filling the other stages: a short stretch."""
+    layers = len(longest)
+    latest = [0]
+    for _ in range(stages - 1):
+        latest.append(min(layers - 1, latest[-1] + longest[latest[-1]]))
+    earliest = layers
+    result = []
+    for stage in reversed(range(stages)):
+        while earliest > stage and earliest - 1 + longest[earliest - 1] >= (result[-1].start if result else layers):
+            earliest -= 1
+        result.append(range(earliest, min(latest[stage], layers - stages + stage) + 1))
+    return result[::-1]
 
 
 def _fewest_stages(longest: Sequence[int]) -> float:

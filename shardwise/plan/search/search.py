@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,8 +33,8 @@ BINS = 48
 """Steps of memory in which the front is kept while screening."""
 POOL, PLAYED = 600, 240
 """Candidates kept while screening, and the most that are played."""
-SAMPLE = 53
-"""Every so many layouts are screened first."""
+SAMPLE = 23
+"""Every so many layouts of one schedule are screened first."""
 FRONT = 8
 """Layouts of the front, at most."""
 
@@ -179,7 +180,7 @@ def screen_all(space: Space, keep: int, progress: Callable[[float], None]) -> li
     """The layouts worth playing of all there are: the fastest, and the fastest for each amount of memory."""
     pool, done = _Pool(BAND * space.capacity, keep), 0
     for group in space.groups:  # a sample, so that most of the rest is known to be too slow without a closer look
-        for one in group.screen(group.schedules, group.rows()[::SAMPLE], pool.room, pool.limit):
+        for one in group.screen(group.schedules[:1], group.rows()[::SAMPLE], pool.room, pool.limit):
             pool.look(one)
     for group in space.groups:
         for one in group.screen(group.schedules, group.rows(), pool.room, pool.limit):
@@ -218,10 +219,10 @@ def _plans(timed: list[tuple[float, Candidate]], keep: int) -> tuple[list[Plan],
     best = list(_chunks_apart([c for _, c in sorted(timed, key=lambda one: one[0] * one[1].group.space.devices)]))
     for start in range(0, len(best), keep):
         some = best[start : start + keep]
-        chosen += _plan(some, precise=not chosen)
-        if len(chosen) >= keep:
+        chosen += islice(_plan(some, precise=not chosen), keep - len(chosen))
+        if len(chosen) == keep:
             break
-    return [plan for plan, _ in chosen[:keep]], [candidate for _, candidate in chosen[:keep]]
+    return [plan for plan, _ in chosen], [candidate for _, candidate in chosen]
 
 
 def _chunks_apart(best: list[Candidate]) -> Iterator[Candidate]:
