@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwise.plan.place import WIDTHS, Place, Stage, Weight, piece
-from shardwise.plan.saved import Rows, Saved, repeated, saved
 from shardwise.plan.rounds import cached_schedule, fewer_rounds
+from shardwise.plan.saved import Rows, Saved, repeated, saved
 from shardwise.run import Run
 from shardwise.run.derive import CHUNK_BYTES
 from shardwise.schedules import Schedule, high_water

@@ -63,7 +63,7 @@ def _starts(longest: Sequence[int], stages: int) -> list[range]:
     for _ in range(stages - 1):
         latest.append(min(layers - 1, latest[-1] + longest[latest[-1]]))
     earliest = layers
-    result = []
+    result: list[range] = []
     for stage in reversed(range(stages)):
         while earliest > stage and earliest - 1 + longest[earliest - 1] >= (result[-1].start if result else layers):
             earliest -= 1
