@@ -7,11 +7,18 @@ draws just that part and gets the numbers that one device would have drawn, and 
 from __future__ import annotations
 
 import hashlib
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.run import ModelConfig
+
+MOST_THREADS = 8
+"""Parameters that are drawn at the same time, at most: so many stand in memory besides the one that is used."""
 
 
 def generator(seed: int, name: str) -> torch.Generator:
@@ -38,6 +45,20 @@ def initial_value(config: ModelConfig, seed: int, name: str, shape: tuple[int, .
         ]
         return torch.stack(experts)
     return torch.empty(shape).normal_(0, std, generator=generator(seed, name))
+
+
+def initial_values(config: ModelConfig, seed: int, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> Iterator[Tensor]:
+    """The values of several parameters, given by name and shape, one after the other. The next ones are drawn meanwhile, a core
+    each: the generators are apart, but each draws on one core alone."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ThreadPoolExecutor(min(cores, MOST_THREADS)) as pool:
+        ahead = deque[Future[Tensor]]()
+        for name, shape in wanted:
+            ahead.append(pool.submit(initial_value, config, seed, name, shape))
+            if len(ahead) > MOST_THREADS:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
 
 
 @torch.no_grad()

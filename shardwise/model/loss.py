@@ -50,7 +50,8 @@ class _Chunked(torch.autograd.Function):
         loss = torch.zeros((), dtype=wide, device=x.device)
         learns = any(ctx.needs_input_grad)
         dx = torch.empty_like(x) if learns else None
-        dw = torch.zeros_like(matrix, dtype=wide) if learns else None
+        dw = torch.empty_like(matrix, dtype=wide) if learns else None
+        first = True
         for some, chosen, back in zip(
             x.split(rows), targets.split(rows), dx.split(rows) if dx is not None else [None] * len(x), strict=False
         ):
@@ -58,7 +59,8 @@ class _Chunked(torch.autograd.Function):
             loss += score_gradients(scores, chosen).sum()
             if back is not None and dw is not None:
                 torch.mm(scores, matrix, out=back)
-                _add_product(dw, scores, some)
+                _add_product(dw, scores, some, first)
+            first = False
             del scores  # or the next ones would be made beside them
         if dx is not None and dw is not None:
             ctx.save_for_backward(dx, dw)
@@ -72,12 +74,12 @@ class _Chunked(torch.autograd.Function):
         return dx.mul_(grads[0]), dw.mul_(grads[0]).to(ctx.width), None, None
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left` transposed times `right` to `total`, which may be wider than they are."""
+def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+    """Add `left` transposed times `right` to `total`, which may be wider than they are and at the first time holds nothing."""
     if total.is_cuda and left.dtype != total.dtype:
-        torch.addmm(total, left.mT, right, out_dtype=total.dtype, out=total)
+        torch.addmm(total, left.mT, right, beta=0.0 if first else 1.0, out_dtype=total.dtype, out=total)
     else:
-        total.addmm_(left.mT.to(total.dtype), right.to(total.dtype))
+        total.addmm_(left.mT.to(total.dtype), right.to(total.dtype), beta=0.0 if first else 1.0)
 
 
 def score_gradients(scores: Tensor, targets: Tensor) -> Tensor:

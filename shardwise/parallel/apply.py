@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.model.initialize import initial_value
+from shardwise.model.initialize import initial_values
 from shardwise.model.loss import ChunkedCrossEntropy
 from shardwise.model.transformer import Block, Transformer
 from shardwise.parallel.collectives import Group
@@ -97,16 +97,18 @@ def _materialize(module: nn.Module, prefix: str, run: Run, mesh: Mesh, device: t
     """Give a module's meta parameters this rank's part of their initial values, and its buffers zeros."""
     wide = torch.float64 if run.train.dtype == "float64" else torch.float32
     place = {axis: (mesh.size(axis), mesh.index(axis)) for axis in ("tensor", "expert")}
-    for owner_name, owner in module.named_modules():
-        base = f"{prefix}{owner_name}." if owner_name else prefix
-        for leaf, parameter in list(owner.named_parameters(recurse=False)):
-            if not parameter.is_meta:
-                continue
-            name = f"{base}{leaf}"
-            value = initial_value(run.model, run.train.seed, name, tuple(parameter.shape))
-            mine = part(value, splits(run.model, run.layout, name), place)
-            # A copy, so that the whole value can be let go.
-            owner.register_parameter(leaf, nn.Parameter(mine.to(device, wide, copy=True).contiguous()))
+    empty = [
+        (owner, leaf, f"{prefix}{owner_name}.{leaf}" if owner_name else f"{prefix}{leaf}", tuple(parameter.shape))
+        for owner_name, owner in module.named_modules()
+        for leaf, parameter in owner.named_parameters(recurse=False)
+        if parameter.is_meta
+    ]
+    values = initial_values(run.model, run.train.seed, [(name, shape) for _, _, name, shape in empty])
+    for (owner, leaf, name, _), value in zip(empty, values, strict=True):
+        mine = part(value, splits(run.model, run.layout, name), place)
+        # A copy, so that the whole value can be let go.
+        owner.register_parameter(leaf, nn.Parameter(mine.to(device, wide, copy=True).contiguous()))
+    for owner in module.modules():
         for leaf, buffer in list(owner.named_buffers(recurse=False)):
             if buffer.is_meta:
                 owner.register_buffer(

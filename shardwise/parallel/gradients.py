@@ -93,8 +93,8 @@ def squares(held: Iterable[Held], mesh: Mesh, device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def multiply(held: Iterable[Held], factor: Tensor) -> None:
+def multiply(gradients: Iterable[Tensor | None], factor: Tensor) -> None:
     """All gradients times one number."""
-    gradients = [g for h in held if (g := h.grad) is not None and g.numel()]
-    if gradients:
-        torch._foreach_mul_(gradients, factor.to(gradients[0]))
+    some = [g for g in gradients if g is not None and g.numel()]
+    if some:
+        torch._foreach_mul_(some, factor.to(some[0]))

@@ -7,7 +7,8 @@ what the unbroken one would have seen. Whether all goes well is the business of 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +25,7 @@ from shardwise.train import saves
 from shardwise.train.display import PlainDisplay, Progress, clock, make_display
 from shardwise.train.metrics import Metrics
 from shardwise.train.speed import peak_flops, peak_memory
-from shardwise.train.step import Trainee, choose_device
+from shardwise.train.step import StepResult, Trainee, choose_device
 from shardwise.train.watch.guard import History
 from shardwise.train.watch.stop import Preempted
 from shardwise.train.watch.watch import RollBack, Watch
@@ -106,59 +107,37 @@ def _steps(
     peak, peak_source = peak_flops(trainee.device, trainee.dtype)
     flops = training_flops(trainee.run.model, train.seq_len) * trainee.run.batch_tokens
     display.say(f"MFU: {CONVENTION}; of {peak_source}")
-    pace = 0.0
-    began = last = time.perf_counter()
-    tokens = trainee.run.batch_tokens
+    began = time.perf_counter()
 
-    def note(**values: Any) -> None:
+    def note(step: int, **values: Any) -> None:
         if metrics is not None:
-            metrics.record(step=trainee.step, **values)
+            metrics.record(step=step, **values)
 
+    report = _Report(trainee, peak, flops, note, display, watch)
+    stop = False
     for batch in batches(data.train, trainee, train.steps):
-        result = watch.step(batch)
-        loss, grad_norm, stop = result.read()
-        now = time.perf_counter()
-        seconds, last = now - last, now
-        skipped = watch.judge(loss, grad_norm, result, display.say)
-        note(
-            loss=loss,
-            grad_norm=grad_norm,
-            lr=result.learning_rate,
-            tokens=trainee.tokens,
-            tokens_per_s=tokens / seconds,
-            seconds=seconds,
-            **({"skipped": True} if skipped else {}),
-        )
-        # The first steps are slow; a moving mean forgets them soon.
-        pace = seconds if trainee.step <= 2 or not pace else 0.95 * pace + 0.05 * seconds
-        display.show(
-            Progress(
-                step=trainee.step,
-                steps=train.steps,
-                loss=loss,
-                grad_norm=grad_norm,
-                learning_rate=result.learning_rate,
-                tokens_per_s=tokens / pace,
-                utilization=flops / pace / (peak * trainee.run.layout.world),
-                memory=peak_memory(trainee.device),
-                seconds_left=pace * (train.steps - trainee.step),
-            )
-        )
-        compared = watch.stragglers.compare(trainee.step)
+        report.take(watch.step(batch))
+        step, ending = trainee.step, trainee.step == train.steps
+        compares = watch.stragglers.due(step)
+        evaluates = bool(train.eval_every) and (ending or step % train.eval_every == 0)
+        saves_now = ending or (bool(train.checkpoint_every) and step % train.checkpoint_every == 0)
+        stop = report.read(all_of_them=compares or evaluates or saves_now)
+        if stop:
+            report.read(all_of_them=True)
+        compared = watch.stragglers.compare(step)
         if compared is not None:
-            note(compute_seconds=compared.seconds, slowest=compared.slowest, slowest_ratio=compared.ratio)
-        ending = trainee.step == train.steps
-        if train.eval_every and (ending or trainee.step % train.eval_every == 0) and not stop:
+            note(step, compute_seconds=compared.seconds, slowest=compared.slowest, slowest_ratio=compared.ratio)
+        if evaluates and not stop:
             with watch.phase("evaluation", done="evaluated"):
                 eval_loss = trainee.evaluate(data.validation.take, _spread(data.validation.count, train.eval_sequences))
-            note(eval_loss=eval_loss)
-            display.say(f"step {trainee.step}: validation loss {eval_loss:.4f}")
-        if ending or stop or (train.checkpoint_every and trainee.step % train.checkpoint_every == 0):
+            note(step, eval_loss=eval_loss)
+            display.say(f"step {step}: validation loss {eval_loss:.4f}")
+        if saves_now or stop:
             with watch.phase("saving", done="saved"):
                 saver.save(trainee, asdict(trainee.history))
         if stop and not ending:
             break
-        last = time.perf_counter()
+        report.go_on()
     with watch.phase("saving", done="saved"):
         problem = saver.finish()
     if trainee.step < train.steps:
@@ -170,12 +149,82 @@ def _steps(
         raise OSError(f"the end of the run is not saved: {problem}")
     if metrics is not None:
         account = watch.goodput()
-        note(**account.record())
+        note(trainee.step, **account.record())
         display.say(account.sentence())
     slow = watch.stragglers.summary()
     if slow:
         display.say(slow)
     display.say(f"trained {trainee.tokens:,} tokens in {clock(time.perf_counter() - began)}; everything is in {out}")
+
+
+class _Report:
+    """What steps measured, read once it is there. A GPU's host reads a step only when it has begun the next: it would otherwise
+    wait for the last kernel, and the GPU then for the first. Steps are read at once before anything that rests on them."""
+
+    def __init__(
+        self,
+        trainee: Trainee,
+        peak: float,
+        flops: float,
+        note: Callable[..., None],
+        display: PlainDisplay,
+        watch: Watch,
+    ) -> None:
+        self.trainee, self.note, self.display, self.watch = trainee, note, display, watch
+        self.peak, self.flops = peak * trainee.run.layout.world, flops
+        self.behind = 1 if trainee.device.type == "cuda" else 0
+        self.unread: deque[tuple[StepResult, int]] = deque()
+        self.pace = 0.0
+        self.last = time.perf_counter()
+
+    def take(self, result: StepResult) -> None:
+        """A step that was begun."""
+        self.unread.append((result, self.trainee.tokens))
+
+    def go_on(self) -> None:
+        """What came since the last step, an evaluation or a checkpoint, is not part of the next."""
+        if not self.unread:
+            self.last = time.perf_counter()
+
+    def read(self, all_of_them: bool) -> bool:
+        """Read the steps that are due; gives whether a rank was told to stop."""
+        stop = False
+        while len(self.unread) > (0 if all_of_them else self.behind):
+            stop = self._read(*self.unread.popleft()) or stop
+        return stop
+
+    def _read(self, result: StepResult, tokens: int) -> bool:
+        run = self.trainee.run
+        loss, grad_norm, stop = result.read()
+        now = time.perf_counter()
+        seconds, self.last = now - self.last, now
+        skipped = self.watch.judge(loss, grad_norm, result, self.display.say)
+        self.note(
+            result.step,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=result.learning_rate,
+            tokens=tokens,
+            tokens_per_s=run.batch_tokens / seconds,
+            seconds=seconds,
+            **({"skipped": True} if skipped else {}),
+        )
+        # The first steps are slow; a moving mean forgets them soon.
+        self.pace = seconds if result.step <= 2 or not self.pace else 0.95 * self.pace + 0.05 * seconds
+        self.display.show(
+            Progress(
+                step=result.step,
+                steps=run.train.steps,
+                loss=loss,
+                grad_norm=grad_norm,
+                learning_rate=result.learning_rate,
+                tokens_per_s=run.batch_tokens / self.pace,
+                utilization=self.flops / self.pace / self.peak,
+                memory=peak_memory(self.trainee.device),
+                seconds_left=self.pace * (run.train.steps - result.step),
+            )
+        )
+        return stop
 
 
 def batches(samples: Samples, trainee: Trainee, last: int) -> Iterator[Batch]:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from shardwise.parallel.gather import part_of, whole_matrix
-from shardwise.parallel.gradients import Held, local
+from shardwise.parallel.gradients import Held, local, multiply
 from shardwise.parallel.mesh import Mesh
 from shardwise.run import TrainConfig
+from shardwise.train.adamw import OnePassAdamW, runs_in_one_pass
 from shardwise.train.schedule import learning_rate_factor
 
 # Quintic that pushes singular values towards 1 fastest, and how often it is applied (Jordan et al. 2024).
@@ -82,15 +83,12 @@ class Optimizer:
         ]
         self.parts: list[torch.optim.Optimizer] = []
         if rest:
-            self.parts.append(
-                torch.optim.AdamW(
-                    [g for g in groups if g["params"]],
-                    lr=train.lr,
-                    betas=(train.beta1, train.beta2),
-                    eps=train.eps,
-                    fused=True,
-                )
-            )
+            groups = [g for g in groups if g["params"]]
+            betas = (train.beta1, train.beta2)
+            if runs_in_one_pass([p for p, _ in rest]):
+                self.parts.append(OnePassAdamW(groups, train.lr, betas, train.eps))
+            else:
+                self.parts.append(torch.optim.AdamW(groups, lr=train.lr, betas=betas, eps=train.eps, fused=True))
         if muon:
             self.parts.append(Muon(muon, mesh, train))
         self.peaks = [part.defaults["lr"] for part in self.parts]
@@ -100,14 +98,18 @@ class Optimizer:
         return self.train.lr * learning_rate_factor(self.train, step)
 
     @torch.no_grad()
-    def step(self, step: int) -> None:
-        """Update the parameters from their gradients; `step` counts from 1."""
-        factor = learning_rate_factor(self.train, step)
+    def step(self, step: int, factor: Tensor | None = None) -> None:
+        """Update the parameters from their gradients, times `factor` if there is one; `step` counts from 1."""
+        share = learning_rate_factor(self.train, step)
         for p, h in zip(self.mine, self.held, strict=True):
             p.grad = h.grad
         for part, peak in zip(self.parts, self.peaks, strict=True):
             for group in part.param_groups:
-                group["lr"] = peak * factor
+                group["lr"] = peak * share
+            if isinstance(part, OnePassAdamW):
+                part.factor = torch.ones((), device=self.mine[0].device) if factor is None else factor.float()
+            elif factor is not None:
+                multiply([p.grad for group in part.param_groups for p in group["params"]], factor)
             part.step()
 
     def zero_grad(self) -> None:
@@ -125,8 +127,11 @@ class Optimizer:
         p = self.mine[index]
         for part in self.parts:
             if any(p is q for group in part.param_groups for q in group["params"]):
-                # AdamW counts steps in a scalar, on the parameter's device because it is fused.
-                part.state[p] = {what: value.to(p.device) for what, value in values.items()}
+                # AdamW counts steps in a scalar: PyTorch's on the parameter's device because it is fused, ours on the host.
+                host = isinstance(part, OnePassAdamW)
+                part.state[p] = {
+                    what: value.to("cpu" if host and what == "step" else p.device) for what, value in values.items()
+                }
 
 
 def _is_block_matrix(held: Held) -> bool:

@@ -3,7 +3,8 @@
 The loss is the sum over all tokens of the global batch divided by their number, so one batch of 8 and 8 accumulated
 batches of 1 give the same gradient. That number is added over the ranks while the passes run, and the gradients are corrected
 as they are clipped; loss and norm follow in one message. With the count travels whether any rank was told to stop, so that
-all of them end after the same step. Parameters, gradients and optimizer are float32 for 16-bit arithmetic.
+all of them end after the same step. Parameters, gradients and optimizer are float32 for 16-bit arithmetic. On a GPU nothing here
+waits for the device, unless a guard must see the loss first: the host is free to prepare what comes next.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from shardwise.data.batches import IGNORED, Batch
 from shardwise.model.experts import Router
 from shardwise.parallel.apply import apply
 from shardwise.parallel.context import zigzag_places
-from shardwise.parallel.gradients import add_partial, multiply, squares
+from shardwise.parallel.gradients import add_partial, squares
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import Microbatch
 from shardwise.parallel.shard import uses_copies_alone
@@ -46,6 +47,7 @@ def choose_device(wanted: str) -> torch.device:
 class StepResult:
     """What a step measured; tensors are left on the device until somebody reads them."""
 
+    step: int
     loss: Tensor
     grad_norm: Tensor
     learning_rate: float
@@ -113,7 +115,7 @@ class Trainee:
         self.optimizer.zero_grad()
         # What ranks hold in common is divided among them, so that a sum over all ranks counts it once.
         loss_tokens = batch.loss_tokens * layout.data_ranks / layout.world
-        counted = self._begin_sum(torch.tensor([loss_tokens, float(stop)], dtype=torch.float64, device=self.device))
+        counted = self._begin_sum(self._on_device(torch.tensor([loss_tokens, float(stop)], dtype=torch.float64)))
         loss = passes_twice(self, batch) if recheck else self.passes(batch)
         self.step += 1
         self.tokens += self.run.batch_tokens
@@ -122,17 +124,17 @@ class Trainee:
         # Copies need not hear from each other to know the norm: then the message travels while the optimizer works.
         square = square * layout.world if uses_copies_alone(self.mesh) else sums()[0]
         tokens = counted()[0].clamp(min=1)
-        grad_norm = self._scale_gradients(square, tokens)
+        grad_norm, factor = self._norm_and_factor(square, tokens)
         usable = self._usable(grad_norm)
         # What is decided on must be the same number everywhere, so the sum over ranks is waited for.
         accepted = not usable or accept is None or accept(*torch.stack((sums()[1] / tokens, grad_norm)).tolist())
         if usable and accepted:
-            self.optimizer.step(self.step)
+            self.optimizer.step(self.step, factor)
         self._add_loads()
         for router in self.routers:
             router.rebalance(train.balance_rate if accepted else 0.0)
         rate = self.optimizer.learning_rate(self.step)
-        return StepResult(sums()[1] / tokens, grad_norm, rate, counted()[1], usable, accepted)
+        return StepResult(self.step, sums()[1] / tokens, grad_norm, rate, counted()[1], usable, accepted)
 
     def passes(self, batch: Batch) -> Tensor:
         """All microbatches forward and backward, and the gradients brought together; gives this rank's part of the loss."""
@@ -174,10 +176,8 @@ class Trainee:
         places = zigzag_places(length, ranks, self.mesh.index("context"))
         positions = batch.positions if batch.positions is not None else np.arange(length)[None]
 
-        def on_device(array: np.ndarray | None) -> Tensor | None:
-            if array is None:
-                return None
-            return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+        def on_device(array: np.ndarray) -> Tensor:
+            return self._on_device(torch.from_numpy(np.ascontiguousarray(array)))
 
         pieces = []
         for start in range(0, len(batch.tokens), size):
@@ -193,6 +193,10 @@ class Trainee:
                 )
             )
         return pieces
+
+    def _on_device(self, value: Tensor) -> Tensor:
+        """A tensor of the host on the device. Out of pinned memory, or the host would wait for all that the GPU has to do."""
+        return value.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else value
 
     def _over_data(self, count: int) -> float:
         """A count of this rank's samples, added over all data ranks."""
@@ -233,15 +237,15 @@ class Trainee:
 
         return finish
 
-    def _scale_gradients(self, square: Tensor, tokens: Tensor) -> Tensor:
-        """Divide by the tokens that count, take the loss scale out, shorten to the allowed norm; gives the norm before."""
+    def _norm_and_factor(self, square: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of the gradients, and the factor that divides them by the tokens that count, takes the loss scale out and
+        shortens them to the norm that is allowed."""
         # The backward pass divided by all tokens of the batch, as if every one had a target that counts.
         factor = self.run.batch_tokens / (tokens * self.loss_scale.scale)
         norm = square.sqrt() * factor
         if self.run.train.clip:
             factor = factor * (self.run.train.clip / (norm + 1e-6)).clamp(max=1.0)
-        multiply(self.parallel.held, factor)
-        return norm
+        return norm, factor
 
     def _usable(self, grad_norm: Tensor) -> bool:
         """False for float16 gradients that overflowed; only float16 waits for the answer."""

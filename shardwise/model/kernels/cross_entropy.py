@@ -19,17 +19,17 @@ def _row(scores, targets, losses, stride, VOCABULARY: tl.constexpr, IGNORED: tl.
     start = scores + row * stride
     target = tl.load(targets + row)
     highest = float("-inf")
-    total = 0.0
-    picked = 0.0
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
     for first in range(0, VOCABULARY, BLOCK):
         at = first + tl.arange(0, BLOCK)
         x = tl.load(start + at, mask=at < VOCABULARY, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(highest, tl.max(x, 0))
-        total = total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher), 0)
-        picked += tl.sum(tl.where(at == target, x, 0.0), 0)
+        # A sum for each place of the block: only the highest score makes the threads wait for each other.
+        total = total * tl.exp(highest - higher) + tl.exp(x - higher)
         highest = higher
-    whole = highest + tl.log(total)
     counted = target != IGNORED
+    picked = tl.load(start + target, mask=counted, other=0.0).to(tl.float32)
+    whole = highest + tl.log(tl.sum(total, 0))
     tl.store(losses + row, tl.where(counted, whole - picked, 0.0))
     for first in range(0, VOCABULARY, BLOCK):
         at = first + tl.arange(0, BLOCK)

@@ -77,9 +77,13 @@ class Stragglers:
         self.last: tuple[int, float] | None = None
         self.comparisons: list[Comparison] = []
 
+    def due(self, step: int) -> bool:
+        """Whether it is time to compare."""
+        return bool(self.every) and step % self.every == 0
+
     def compare(self, step: int) -> Comparison | None:
         """The comparison of the steps since the last one, when it is time for it. Every rank must call it after every step."""
-        if not self.every or step % self.every:
+        if not self.due(step):
             return None
         if self.device.type == "cuda":
             own = probe_seconds(self.device, self.dtype)

@@ -106,7 +106,7 @@ class Watch:
         fault = self.guard.note(loss, norm, result.usable)
         if fault is None:
             return False
-        step, policy = self.trainee.step, self.run.train.guard
+        step, policy = result.step, self.run.train.guard
         batch = self.guard.history.batch_of(step)
         self.event("bad", step=step, batch=batch, fault=fault, policy=policy)
         if policy == "stop":

@@ -1,0 +1,51 @@
+"""AdamW in one pass: every number is read and written once.
+
+It takes the factor on the gradients (clipping, the count of tokens, the loss scale) from the device as it goes, so that scaling
+them is no pass of its own. A tensor is a launch; the arithmetic is float32 whatever the gradient is kept in.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+WARPS = 4
+
+
+@triton.jit
+def _adamw(p, g, m, v, factor, size, keep, rate, beta1, beta2, eps, root, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    gradient = tl.load(g + at, mask=inside, other=0.0).to(tl.float32) * tl.load(factor)
+    first = tl.load(m + at, mask=inside, other=0.0)
+    second = tl.load(v + at, mask=inside, other=0.0)
+    value = tl.load(p + at, mask=inside, other=0.0)
+    first = first + (1.0 - beta1) * (gradient - first)
+    second = beta2 * second + (1.0 - beta2) * gradient * gradient
+    value = keep * value - rate * first / (tl.sqrt(second) / root + eps)
+    tl.store(m + at, first, mask=inside)
+    tl.store(v + at, second, mask=inside)
+    tl.store(p + at, value, mask=inside)
+
+
+def adamw(
+    parameter: Tensor,
+    gradient: Tensor,
+    moments: tuple[Tensor, Tensor],
+    factor: Tensor,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    decay: float,
+) -> None:
+    """One AdamW update in place, of contiguous tensors, with the gradient times `factor` [1]; `step` counts from 1."""
+    size = parameter.numel()
+    if not size:
+        return
+    rate, root = lr / (1 - betas[0] ** step), (1 - betas[1] ** step) ** 0.5
+    _adamw[(triton.cdiv(size, BLOCK),)](
+        parameter, gradient, *moments, factor, size, 1 - lr * decay, rate, *betas, eps, root, BLOCK, num_warps=WARPS
+    )  # fmt: skip

@@ -1,0 +1,66 @@
+"""AdamW (Loshchilov & Hutter 2019) as one pass over parameters, gradients and moments, for float32 parameters on a GPU.
+
+`torch.optim.AdamW`, fused, is the same arithmetic and stands in everywhere else; it wants its gradients scaled beforehand,
+which on a GPU costs as much again as the norm. State has the names that PyTorch's has, so that checkpoints are alike; the
+count of steps is kept on the host, which computes the corrections of the moments from it without asking the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def runs_in_one_pass(parameters: list[Tensor]) -> bool:
+    """Whether these parameters can be updated by the kernel."""
+    return all(p.is_cuda and p.dtype == torch.float32 and p.is_contiguous() for p in parameters)
+
+
+class OnePassAdamW(torch.optim.Optimizer):
+    """Takes the factor on all gradients as it updates. `factor` is set before each step."""
+
+    factor: Tensor
+
+    def __init__(self, groups: list[dict[str, object]], lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        from shardwise.model.kernels.adamw import adamw
+
+        assert closure is None, "this optimizer does not evaluate the loss again"
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["step"] = torch.zeros(())
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+                state["step"] += 1
+                adamw(
+                    p, p.grad.contiguous(), (state["exp_avg"], state["exp_avg_sq"]), self.factor, int(state["step"]),
+                    group["lr"], group["betas"], group["eps"], group["weight_decay"],
+                )  # fmt: skip
+
+
+def update_plain(
+    parameter: Tensor,
+    gradient: Tensor,
+    moments: tuple[Tensor, Tensor],
+    factor: Tensor,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    decay: float,
+) -> None:
+    """What the kernel computes, one operation after the other."""
+    first, second = moments
+    gradient = gradient.to(parameter.dtype) * factor
+    first.lerp_(gradient, 1 - betas[0])
+    second.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
+    spread = second.sqrt() / (1 - betas[1] ** step) ** 0.5 + eps
+    parameter.mul_(1 - lr * decay).addcdiv_(first, spread, value=-lr / (1 - betas[0] ** step))
