@@ -216,7 +216,7 @@ class StepMemory:
         pipeline, numbers = self.trainee.parallel.pipeline, self.storages.numbers
         stages = pipeline.stages.values()
         waiting = (each for stage in stages for taken in stage.put_off.values() for each in taken)
-        put_off = numbers(x for each in waiting for x in (each.weight, each.x, each.grad))
+        put_off = numbers(x for each in waiting for x in (each.weight, *each.kept))
         put_off -= numbers((*parameters_of(self.trainee), *gathered_of(self.trainee)))
         ends = numbers(x for stage in stages for xs in (*stage.roots.values(), stage.inputs.values()) for x in xs)
         sent = numbers(x for x, _ in pipeline.mail.sending) - ends

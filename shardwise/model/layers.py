@@ -29,14 +29,43 @@ def narrowed(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight.mT.to(dtype, memory_format=torch.contiguous_format).mT
 
 
+class Product:
+    """How a matrix is multiplied, here in the dtype of its input: called, or in the three steps that training needs apart.
+
+    `forward` gives the result and what the backward pass needs of it; `for_input` the input's gradient and what the weight's
+    needs; `for_weight` that, in the dtype of the weight.
+    """
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, narrowed(weight, x.dtype), None if bias is None else bias.to(x.dtype))
+
+    def suited(self, x: Tensor, weight: Tensor) -> Product:
+        """The product that takes these shapes: this one, or the one it gives way to."""
+        return self
+
+    def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Rows of `x` times the matrix [out, in]."""
+        narrow = narrowed(weight, x.dtype)
+        return F.linear(x, narrow), (x, narrow)
+
+    def for_input(self, grad: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The gradient of `x`."""
+        x, weight = kept
+        return grad @ weight, (x, grad)
+
+    def for_weight(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        """The gradient of the matrix."""
+        x, grad = kept
+        return (grad.flatten(0, -2).mT @ x.flatten(0, -2)).to(dtype)
+
+
 class Linear(nn.Linear):
     """`nn.Linear` computed in the dtype of its input. `product` is what multiplies: another may be put in its place."""
 
-    product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = staticmethod(F.linear)
+    product: Product = Product()
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = self.bias.to(x.dtype) if self.bias is not None else None
-        return self.product(x, narrowed(self.weight, x.dtype), bias)
+        return self.product(x, self.weight, self.bias)
 
 
 class Norm(nn.Module):

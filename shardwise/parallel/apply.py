@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.model.fp8 import use_eight_bits
 from shardwise.model.initialize import initial_values
 from shardwise.model.loss import ChunkedCrossEntropy
 from shardwise.model.transformer import Block, Transformer
@@ -53,6 +54,8 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
         apply_tensor(model, mesh)
         apply_context(model, mesh, layout.context_method)
         apply_expert(model, mesh, layout.expert_tensor, run.train.seq_len)
+        if run.train.fp8 != "none":
+            use_eight_bits(model.layers, run.train.fp8)
         if run.train.compile:
             for block in model.layers.values():
                 block.forward = torch.compile(block.forward)

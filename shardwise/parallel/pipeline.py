@@ -12,18 +12,16 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.model.layers import Linear
+from shardwise.model.layers import Linear, Product
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.shard import reduce_now
 from shardwise.schedules import Action, Message, Schedule, message_of, transfers
@@ -32,12 +30,12 @@ Microbatch = dict[str, Tensor | None]
 
 
 class PutOff(NamedTuple):
-    """A weight's gradient to be computed later, of the matrix of that name in the stage."""
+    """A weight's gradient to be computed later, of the matrix of that name in the stage: how, and from what."""
 
     name: str
     weight: Tensor
-    x: Tensor
-    grad: Tensor
+    product: Product
+    kept: tuple[Tensor, ...]
 
 
 class WeightGradients:
@@ -56,33 +54,37 @@ class _InputFirst(torch.autograd.Function):
     """A product whose backward pass gives the input's gradient now and puts the weight's off."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, store: WeightGradients, name: str) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.store, ctx.matrix = weight, store, name
-        return F.linear(x, weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, product: Product, store: WeightGradients, name: str) -> Tensor:
+        out, kept = product.forward(x, weight)
+        ctx.save_for_backward(*kept)
+        ctx.weight, ctx.product, ctx.store, ctx.matrix = weight, product, store, name
+        return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        grad, kept = ctx.product.for_input(grads[0], ctx.saved_tensors)
         # Detached, since its history would keep the stage's input alive until the weights' turn.
-        ctx.store.put_off.append(PutOff(ctx.matrix, ctx.weight, x.detach(), grads[0]))
-        return grads[0] @ weight, None, None, None
+        ctx.store.put_off.append(PutOff(ctx.matrix, ctx.weight, ctx.product, tuple(t.detach() for t in kept)))
+        return grad, None, None, None, None
+
+
+class InputFirst(Product):
+    """Another product, but for its order: the weight's gradient is put off."""
+
+    def __init__(self, product: Product, store: WeightGradients, name: str) -> None:
+        self.product, self.store, self.name = product, store, name
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = _InputFirst.apply(x, weight, self.product.suited(x, weight), self.store, self.name)
+        return out if bias is None else out + bias.to(x.dtype)
 
 
 def put_off_weights(model: nn.Module) -> WeightGradients:
     """Make the matrices of a stage put their weights' gradients off."""
     store = WeightGradients()
-
-    def product_of(name: str) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-        def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            out = _InputFirst.apply(x, weight, store, name)
-            return out if bias is None else out + bias
-
-        return product
-
     for name, module in model.named_modules():
         if isinstance(module, Linear):
-            module.product = product_of(name)
+            module.product = InputFirst(module.product, store, name)
     return store
 
 
@@ -94,8 +96,7 @@ def compute_put_off(taken: list[PutOff]) -> None:
 
 def compute_weight(put_off: PutOff) -> None:
     """One weight's gradient."""
-    product = put_off.grad.flatten(0, -2).mT @ put_off.x.flatten(0, -2)
-    torch.autograd.backward(put_off.weight, product)
+    torch.autograd.backward(put_off.weight, put_off.product.for_weight(put_off.kept, put_off.weight.dtype))
 
 
 class Mail:

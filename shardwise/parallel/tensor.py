@@ -36,7 +36,7 @@ class RowLinear(Linear):
     group: Group = None
 
     def forward(self, x: Tensor) -> Tensor:
-        out = scatter_sum(self.product(x, self.weight.to(x.dtype), None), self.group)
+        out = scatter_sum(self.product(x, self.weight, None), self.group)
         return out if self.bias is None else out + self.bias.to(x.dtype)
 
 
@@ -54,8 +54,7 @@ class SomeHeads(Linear):
     rows: slice = slice(None)
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = self.bias[self.rows].to(x.dtype) if self.bias is not None else None
-        return self.product(x, self.weight[self.rows].to(x.dtype), bias)
+        return self.product(x, self.weight[self.rows], self.bias[self.rows] if self.bias is not None else None)
 
 
 class VocabularyEmbedding(nn.Embedding):

@@ -34,7 +34,19 @@ def broken_rules(run: Run) -> Iterator[Broken]:
     if run.train.warmup > run.train.steps:
         reason = f"{run.train.warmup} is more than train.steps = {run.train.steps}"
         yield Broken("train.warmup", ("train.steps",), reason)
+    yield from _fp8_rules(run)
     yield from _data_rules(run)
+
+
+def _fp8_rules(run: Run) -> Iterator[Broken]:
+    if run.train.fp8 == "none":
+        return
+    if run.train.dtype != "bfloat16":
+        reason = f'{run.train.dtype} arithmetic goes with "none" alone: products in 8 bits give bfloat16'
+        yield Broken("train.fp8", ("train.dtype",), reason)
+    if run.layout.async_tensor and not run.layout.auto:
+        reason = "multiplies pieces as they arrive, in 16 bits, while a scale needs the whole; use one of the two"
+        yield Broken("layout.async_tensor", ("train.fp8",), reason)
 
 
 def _search_rules(run: Run) -> Iterator[Broken]:

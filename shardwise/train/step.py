@@ -25,7 +25,7 @@ from shardwise.parallel.gradients import add_partial, squares
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import Microbatch
 from shardwise.parallel.shard import uses_copies_alone
-from shardwise.run import Problem, Run, UserError
+from shardwise.run import Run, UserError
 from shardwise.train.loss_scale import LossScale
 from shardwise.train.optimizer import Optimizer
 from shardwise.train.watch.guard import History
@@ -67,8 +67,6 @@ class Trainee:
     """A model being trained: this rank's part of it, its optimizer, the loss scale, how far it has come, and by what way."""
 
     def __init__(self, run: Run, mesh: Mesh | None = None) -> None:
-        if run.train.fp8 != "none":
-            raise UserError(Problem("training in 8 bits is not there yet; such a run can be planned", "train.fp8"))
         self.run = run
         self.device = choose_device(run.train.device)
         torch.manual_seed(run.train.seed)

@@ -1,0 +1,174 @@
+"""Matrix products in 8 bits, in the place of the 16-bit ones inside of blocks. Parameters stay float32 and are quantised from
+there; norms, attention, routers, experts, embedding and head stay as wide as they were, and so do shapes that are not
+multiples of 16, which the hardware does not take.
+
+Three products make a step: x Wᵀ, and backward dy W and dyᵀ x. Scales are those of the very numbers multiplied, found anew
+each time. `tensorwise`: one scale a tensor, all three in 8 bits; gradients in e5m2, whose range one scale for all tokens
+needs (Micikevicius et al. 2022). `rowwise`: a scale for each token and each row of the matrix, so that e4m3 has range enough
+for gradients too; the weight's gradient is a sum over all tokens, whose scales would have to be found along the other side of
+both operands, so it is left in 16 bits: more exact, and no slower than two more passes over both.
+The hardware takes both operands by rows along what is summed over. So dyᵀ x needs both turned, which the same pass that casts
+them does; the backward pass then keeps the turned 8-bit input in the place of the 16-bit one.
+Accumulation is at full width in the backward pass: its sums are long, over all tokens for the weight.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.model.layers import Linear, Product
+from shardwise.model.quantize import E4M3, E5M2, cast, cast_rows, cast_rows_plain, largest, largest_plain, turn
+
+MULTIPLE = 16
+"""What the sides of matrices must be multiples of."""
+
+
+def multiply(
+    left: Tensor, right: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool = False
+) -> Tensor:
+    """`left` [m, k] times `right` [n, k] turned, both in 8 bits and by rows; `fast` accumulates in fewer bits."""
+    return torch._scaled_mm(left, right.t(), *scales, out_dtype=dtype, use_fast_accum=fast)
+
+
+def multiply_plain(left: Tensor, right: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    """The same by plain operations, on the numbers that the 8 bits stand for."""
+    return ((left.float() @ right.float().t()) * scales[0] * scales[1]).to(dtype)
+
+
+class Recent:
+    """What the tensor seen last was quantised to, so that several matrices with one input quantise it once.
+
+    The compiler sees by itself that it would compute the same thing again, so this is for what is not compiled.
+    """
+
+    def __init__(self) -> None:
+        self.seen: weakref.ref[Tensor] | None = None
+        self.version = -1
+        self.made: tuple[Tensor, ...] | None = None
+
+    def of(self, x: Tensor, make: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """What `make` makes of it, which must be the same function each time."""
+        if torch.compiler.is_compiling():
+            return make(x)
+        if self.made is None or self.seen is None or self.seen() is not x or self.version != x._version:
+            self.made, self.version = make(x), x._version
+            self.seen = weakref.ref(x, self._forget)
+        return self.made
+
+    def _forget(self, seen: weakref.ref[Tensor]) -> None:
+        if seen is self.seen:
+            self.made = self.seen = None
+
+
+class EightBits(Product):
+    """A product in 8 bits as autograd takes it; how scales are found is left to the two below."""
+
+    def __init__(self) -> None:
+        self.learning, self.looking = Recent(), Recent()
+        self.wide = Product()
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        product = self.suited(x, weight)
+        if product is not self:
+            return product(x, weight, bias)
+        if torch.is_grad_enabled():
+            out = _EightBits.apply(x, weight, self)
+        else:
+            out, _ = self.forward(x, weight, learns=False)
+        return out if bias is None else out + bias.to(x.dtype)
+
+    def suited(self, x: Tensor, weight: Tensor) -> Product:
+        sides = (x.numel() // x.shape[-1], *weight.shape)
+        return self if all(side and side % MULTIPLE == 0 for side in sides) else self.wide
+
+    def forward(self, x: Tensor, weight: Tensor, learns: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Rows of `x` times the matrix; nothing is made for a backward pass unless it `learns`."""
+        raise NotImplementedError
+
+
+class _EightBits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, product: EightBits) -> Tensor:
+        out, kept = product.forward(x, weight, learns=True)
+        ctx.save_for_backward(*kept)
+        ctx.product, ctx.dtype = product, weight.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        grad, kept = ctx.product.for_input(grads[0], ctx.saved_tensors)
+        return grad, ctx.product.for_weight(kept, ctx.dtype), None
+
+
+def _size(x: Tensor) -> Tensor:
+    # The compiler finds the largest where it makes the tensor; else it is one more reading of it, by a kernel.
+    return largest_plain(x) if torch.compiler.is_compiling() else largest(x)
+
+
+def _quantize(x: Tensor, dtype: torch.dtype, turned: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    """A matrix in 8 bits, as it lies and turned, and its one scale."""
+    x = x.reshape(-1, x.shape[-1])
+    return cast(x, _size(x), dtype, True, turned)
+
+
+def _quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A matrix in 8 bits and the scales of its rows; compiled, together with what makes it."""
+    x = x.reshape(-1, x.shape[-1])
+    return cast_rows_plain(x, dtype) if torch.compiler.is_compiling() else cast_rows(x, dtype)
+
+
+class TensorWise(EightBits):
+    """One scale a tensor; all three products in 8 bits, gradients in e5m2."""
+
+    def forward(self, x: Tensor, weight: Tensor, learns: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
+        recent = self.learning if learns else self.looking
+        x8, x_turned, x_scale = recent.of(x, lambda x: _quantize(x, E4M3, learns))
+        w8, w_turned, w_scale = _quantize(weight, E4M3, learns)
+        out = multiply(x8, w8, (x_scale, w_scale), x.dtype, fast=True)
+        return out.view(*x.shape[:-1], -1), (x_turned, x_scale, w_turned, w_scale)
+
+    def for_input(self, grad: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        x_turned, x_scale, w_turned, w_scale = kept
+        g8, g_turned, g_scale = _quantize(grad, E5M2)
+        out = multiply(g8, w_turned, (g_scale, w_scale), grad.dtype)
+        return out.view(*grad.shape[:-1], -1), (x_turned, x_scale, g_turned, g_scale)
+
+    def for_weight(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        x_turned, x_scale, g_turned, g_scale = kept
+        return multiply(g_turned, x_turned, (g_scale, x_scale), dtype)
+
+
+class RowWise(EightBits):
+    """A scale a row of each operand, all in e4m3; the weight's gradient in 16 bits."""
+
+    def forward(self, x: Tensor, weight: Tensor, learns: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
+        x8, x_scale = self.learning.of(x, lambda x: _quantize_rows(x, E4M3))
+        w8, w_scale = _quantize_rows(weight, E4M3)
+        out = multiply(x8, w8, (x_scale, w_scale.t()), x.dtype, fast=True)
+        return out.view(*x.shape[:-1], -1), (x, *(turn(w8, w_scale) if learns else ()))
+
+    def for_input(self, grad: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        x, w_turned, w_scale = kept
+        g8, g_scale = _quantize_rows(grad, E4M3)
+        out = multiply(g8, w_turned, (g_scale, w_scale.t()), grad.dtype)
+        return out.view(*grad.shape[:-1], -1), (x, grad)
+
+    def for_weight(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        return self.wide.for_weight(kept, dtype)
+
+
+PRODUCTS: dict[str, type[EightBits]] = {"tensorwise": TensorWise, "rowwise": RowWise}
+"""By the words of `train.fp8`."""
+
+
+def use_eight_bits(blocks: nn.Module, scaling: str) -> None:
+    """Put products in 8 bits into the matrices of blocks."""
+    product = PRODUCTS[scaling]()
+    for module in blocks.modules():
+        if isinstance(module, Linear):
+            module.product = product

@@ -1,0 +1,184 @@
+"""Numbers to 8 bits in as few passes over memory as there can be: the largest of a tensor in one read; a tile read once, scaled
+and written as it lies, turned, or both, since 8-bit products take each operand by its rows only; a row's largest and its cast
+in one program. Nothing here waits for the device: scales are made where they are used, from the bits of the largest number.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shardwise.model.quantize import TOP
+
+SCAN = 4096
+"""Numbers a program looks at together, and how often it does, to find the largest."""
+SCANS = 8
+TILE = (64, 128)
+"""Rows and columns that a program casts."""
+TILE_WARPS = 4
+ROW = 8192
+"""Numbers of a row that are held at once."""
+COLUMNS = 64
+"""Columns that a program turns and scales anew."""
+
+
+@triton.jit
+def _bits(x):  # type: ignore[no-untyped-def]
+    """The size of numbers as integers: those order alike, and what is not a number is the largest."""
+    return tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _exponent(bits, TOP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The exponent, biased, of the power of two that `scale_of` gives."""
+    over = tl.where((bits & 0x7FFFFF) > 0x600000, 1, 0)
+    return tl.maximum((bits >> 23) - TOP + over, 27)
+
+
+@triton.jit
+def _scale(bits, exponent):  # type: ignore[no-untyped-def]
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    return tl.where(bits >= 0x7F800000, bits.to(tl.float32, bitcast=True), scale)
+
+
+@triton.jit
+def _factor(exponent):  # type: ignore[no-untyped-def]
+    return ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _largest(x, out, numel, SCAN: tl.constexpr, SCANS: tl.constexpr):  # type: ignore[no-untyped-def]
+    start = tl.program_id(0).to(tl.int64) * (SCAN * SCANS)
+    highest = tl.zeros((SCAN,), tl.int32)
+    for n in range(SCANS):
+        at = start + n * SCAN + tl.arange(0, SCAN)
+        highest = tl.maximum(highest, _bits(tl.load(x + at, mask=at < numel, other=0.0)))
+    tl.atomic_max(out, tl.max(highest, 0))
+
+
+@triton.jit
+def _cast(  # type: ignore[no-untyped-def]
+    x,
+    largest,
+    plain,
+    turned,
+    scale,
+    rows,
+    columns,
+    TOP: tl.constexpr,
+    PLAIN: tl.constexpr,
+    TURNED: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    across = tl.cdiv(columns, WIDTH)
+    tile = tl.program_id(0)
+    bits = tl.load(largest)
+    exponent = _exponent(bits, TOP)
+    if tile == 0:
+        tl.store(scale, _scale(bits, exponent))
+    row = ((tile // across) * HEIGHT + tl.arange(0, HEIGHT)).to(tl.int64)
+    column = ((tile % across) * WIDTH + tl.arange(0, WIDTH)).to(tl.int64)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    at = row[:, None] * columns + column[None, :]
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * _factor(exponent)
+    if PLAIN:
+        tl.store(plain + at, value.to(plain.dtype.element_ty), mask=inside)
+    if TURNED:
+        there = column[:, None] * rows + row[None, :]
+        tl.store(turned + there, tl.trans(value.to(turned.dtype.element_ty)), mask=tl.trans(inside))
+
+
+@triton.jit
+def _cast_row(x, out, scale, COLUMNS: tl.constexpr, TOP: tl.constexpr, ROW: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    highest = tl.zeros((ROW,), tl.int32)
+    for first in range(0, COLUMNS, ROW):
+        at = first + tl.arange(0, ROW)
+        highest = tl.maximum(highest, _bits(tl.load(x + row * COLUMNS + at, mask=at < COLUMNS, other=0.0)))
+    bits = tl.max(highest, 0)
+    exponent = _exponent(bits, TOP)
+    tl.store(scale + row, _scale(bits, exponent))
+    for first in range(0, COLUMNS, ROW):
+        at = first + tl.arange(0, ROW)
+        value = tl.load(x + row * COLUMNS + at, mask=at < COLUMNS, other=0.0).to(tl.float32) * _factor(exponent)
+        tl.store(out + row * COLUMNS + at, value.to(out.dtype.element_ty), mask=at < COLUMNS)
+
+
+@triton.jit
+def _turn(  # type: ignore[no-untyped-def]
+    x,
+    scale,
+    out,
+    out_scale,
+    columns,
+    ROWS: tl.constexpr,
+    TOP: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    column = (tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)).to(tl.int64)
+    highest = tl.zeros((WIDTH,), tl.int32)
+    for first in range(0, ROWS, HEIGHT):
+        row = (first + tl.arange(0, HEIGHT)).to(tl.int64)
+        inside = (row < ROWS)[:, None] & (column < columns)[None, :]
+        value = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        value *= tl.load(scale + row, mask=row < ROWS, other=0.0)[:, None]
+        highest = tl.maximum(highest, tl.max(_bits(value), 0))
+    exponent = _exponent(highest, TOP)
+    tl.store(out_scale + column, _scale(highest, exponent), mask=column < columns)
+    for first in range(0, ROWS, HEIGHT):
+        row = (first + tl.arange(0, HEIGHT)).to(tl.int64)
+        inside = (row < ROWS)[:, None] & (column < columns)[None, :]
+        value = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        value *= tl.load(scale + row, mask=row < ROWS, other=0.0)[:, None]
+        cast = (value * _factor(exponent)[None, :]).to(out.dtype.element_ty)
+        tl.store(out + column[:, None] * ROWS + row[None, :], tl.trans(cast), mask=tl.trans(inside))
+
+
+def largest_fused(x: Tensor) -> Tensor:
+    """The largest size of the numbers of a contiguous tensor, in float32."""
+    out = torch.zeros((), dtype=torch.int32, device=x.device)
+    programs = triton.cdiv(x.numel(), SCAN * SCANS)
+    if programs:
+        _largest[(programs,)](x, out, x.numel(), SCAN, SCANS)
+    return out.view(torch.float32)
+
+
+def cast_fused(
+    x: Tensor, largest: Tensor, dtype: torch.dtype, plain: bool, turned: bool, tile: tuple[int, int] = TILE
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`quantize.cast_plain` in one pass."""
+    rows, columns = x.shape
+    as_it_lies = torch.empty((rows, columns) if plain else (0,), dtype=dtype, device=x.device)
+    by_column = torch.empty((columns, rows) if turned else (0,), dtype=dtype, device=x.device)
+    scale = torch.empty((), dtype=torch.float32, device=x.device)
+    programs = triton.cdiv(rows, tile[0]) * triton.cdiv(columns, tile[1])
+    _cast[(programs,)](
+        x, largest.view(torch.int32), as_it_lies, by_column, scale, rows, columns, TOP[dtype], plain, turned, *tile,
+        num_warps=TILE_WARPS,
+    )  # fmt: skip
+    return as_it_lies, by_column, scale
+
+
+def cast_rows_fused(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`quantize.cast_rows_plain` in one pass."""
+    rows, columns = x.shape
+    out = torch.empty_like(x, dtype=dtype)
+    scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    if rows:
+        _cast_row[(rows,)](x, out, scale, columns, TOP[dtype], min(ROW, triton.next_power_of_2(columns)))
+    return out, scale
+
+
+def turn_fused(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantize.turn_plain` in two readings of 8 bits, the second from the cache."""
+    rows, columns = x.shape
+    out = torch.empty(columns, rows, dtype=x.dtype, device=x.device)
+    out_scale = torch.empty(columns, 1, dtype=torch.float32, device=x.device)
+    _turn[(triton.cdiv(columns, COLUMNS),)](
+        x, scale, out, out_scale, columns, rows, TOP[x.dtype], min(COLUMNS, triton.next_power_of_2(rows)), COLUMNS
+    )
+    return out, out_scale

@@ -1,0 +1,124 @@
+"""Numbers in 8 bits with a scale: what is kept is `x / scale`, rounded to the format.
+
+Scales are powers of two, the smallest that bring the largest number into the format's range. A number times such a scale is
+exact, so it is rounded once, wherever and in whatever order it is done: eagerly, compiled, or on a shard of it. A format's
+precision is relative, so nothing is lost by it but up to one power of two of range at the low end (Micikevicius et al. 2022
+describe the formats: e4m3 with three bits of fraction up to 448, e5m2 with two up to 57344).
+Operators are opaque to the compiler, which so computes the same thing of the same tensor only once. Each is a kernel on GPUs
+and plain operations elsewhere; what is not finite stays so.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
+TOP = {E4M3: 8, E5M2: 15}
+"""The exponent of each format's largest number, 1.75 times two to that power."""
+LOWEST = 27
+"""The exponent of the smallest scale, biased as float32 does: two to the power of -100, so that one over it is finite."""
+
+
+def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """The scale for float32 numbers whose largest are these; the largest itself where it is not finite."""
+    bits = largest.view(torch.int32)
+    exponent = ((bits >> 23) - TOP[dtype] + ((bits & 0x7FFFFF) > 0x600000)).clamp(min=LOWEST)
+    return torch.where(bits >= 0x7F800000, largest, (exponent << 23).view(torch.float32))
+
+
+def inverse(scale: Tensor) -> Tensor:
+    """One over a scale, exactly; some power of two where it is not finite."""
+    return ((254 << 23) - (scale.view(torch.int32) & 0x7F800000)).clamp(min=1 << 23).view(torch.float32)
+
+
+def largest_plain(x: Tensor) -> Tensor:
+    """The largest size of a matrix's numbers, by rows first: so it can be found where the matrix is made."""
+    return x.abs().amax(dim=-1).amax().float()
+
+
+def cast_plain(x: Tensor, largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A matrix in 8 bits with one scale, and the scale."""
+    scale = scale_of(largest, dtype)
+    return (x.float() * inverse(scale)).to(dtype), scale
+
+
+def cast_rows_plain(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A matrix in 8 bits with a scale a row, and the scales [rows, 1]."""
+    scale = scale_of(x.abs().amax(dim=-1, keepdim=True).float(), dtype)
+    return (x.float() * inverse(scale)).to(dtype), scale
+
+
+def turn_plain(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix that has a scale a row, turned, with a scale for each row that it then has.
+
+    Scales being powers of two, a number changes only where the new one makes it too small for the format.
+    """
+    return cast_rows_plain((x.float() * scale).mT.contiguous(), x.dtype)
+
+
+@torch.library.custom_op("shardwise::largest", mutates_args=())
+def largest(x: Tensor) -> Tensor:
+    """The largest size of a matrix's numbers, in float32; what is not a number is the largest."""
+    if not x.is_cuda:
+        return largest_plain(x)
+    from shardwise.model.kernels.quantize import largest_fused
+
+    return largest_fused(x)
+
+
+@torch.library.custom_op("shardwise::cast", mutates_args=())
+def cast(x: Tensor, largest: Tensor, dtype: torch.dtype, plain: bool, turned: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """A matrix in 8 bits as it lies and turned, each where wanted and otherwise empty, and their one scale."""
+    if not x.is_cuda:
+        values, scale = cast_plain(x, largest, dtype)
+        nothing = values.new_empty(0)
+        return values if plain else nothing, values.mT.contiguous() if turned else nothing.clone(), scale
+    from shardwise.model.kernels.quantize import cast_fused
+
+    return cast_fused(x, largest, dtype, plain, turned)
+
+
+@torch.library.custom_op("shardwise::cast_rows", mutates_args=())
+def cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A matrix in 8 bits with a scale a row, and the scales [rows, 1]."""
+    if not x.is_cuda:
+        return cast_rows_plain(x, dtype)
+    from shardwise.model.kernels.quantize import cast_rows_fused
+
+    return cast_rows_fused(x, dtype)
+
+
+@torch.library.custom_op("shardwise::turn", mutates_args=())
+def turn(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix of 8 bits that has a scale a row, turned and scaled anew."""
+    if not x.is_cuda:
+        return turn_plain(x, scale)
+    from shardwise.model.kernels.quantize import turn_fused
+
+    return turn_fused(x, scale)
+
+
+@largest.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty((), dtype=torch.float32)
+
+
+@cast.register_fake
+def _(x: Tensor, largest: Tensor, dtype: torch.dtype, plain: bool, turned: bool) -> tuple[Tensor, Tensor, Tensor]:
+    rows, columns = x.shape
+    as_it_lies = x.new_empty((rows, columns) if plain else (0,), dtype=dtype)
+    by_column = x.new_empty((columns, rows) if turned else (0,), dtype=dtype)
+    return as_it_lies, by_column, x.new_empty((), dtype=torch.float32)
+
+
+@cast_rows.register_fake
+def _(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x, dtype=dtype), x.new_empty((x.shape[0], 1), dtype=torch.float32)
+
+
+@turn.register_fake
+def _(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    rows, columns = x.shape
+    return x.new_empty(columns, rows), scale.new_empty(columns, 1)
