@@ -21,10 +21,10 @@ from shardwise.run import Run
 from shardwise.train.step import Trainee
 
 
-def _even(counts: Tensor, total: int) -> list[int]:
+def _even(counts: Tensor, total: int) -> list[list[int]]:
     """What the host would read of an even load."""
-    pieces = counts.numel()
-    return [total // pieces + (n < total % pieces) for n in range(pieces)]
+    rows, pieces = counts.shape
+    return [[total // pieces + (n < total % pieces) for n in range(pieces)] for _ in range(rows)]
 
 
 @contextlib.contextmanager

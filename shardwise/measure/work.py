@@ -50,6 +50,9 @@ PRODUCTS: dict[Any, tuple[int, int]] = {  # operator to the places of its two op
     aten.addmm.dtype_out: (1, 2),
     aten._grouped_mm.default: (0, 1),
     aten._scaled_mm.default: (0, 1),
+    torch.ops.shardwise.router_product.default: (0, 1),
+    torch.ops.shardwise.router_to_input.default: (0, 1),
+    torch.ops.shardwise.router_to_weight.default: (0, 1),
 }
 UNKNOWN = "unknown"
 
@@ -161,7 +164,7 @@ class WorkCounter(TorchDispatchMode):
         if operator in PRODUCTS:
             first, second = (args[place] for place in PRODUCTS[operator])
             self._product(first, second, 2.0 * first.numel() * second.shape[-1])
-        elif operator.namespace == "aten" and not operator.is_view:
+        elif operator.namespace in ("aten", "shardwise") and not operator.is_view:
             if (
                 operator is aten._to_copy.default
                 and self.inside

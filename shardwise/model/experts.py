@@ -2,7 +2,8 @@
 set; then a choice that finds its expert full counts nothing.
 
 Tokens are laid in the order of their experts, each expert works on one contiguous piece, and the results return by the
-inverse order: permutations only, so that the sums, and with them two runs, are identical to the bit.
+inverse order: permutations only, so that the sums, and with them two runs, are identical to the bit. On a GPU kernels do the
+laying (`expert_rows.py`) and all experts' products are one, so that the host never waits to learn who chose whom.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.model.expert_rows import fuses, order_by_expert, spread, weigh
 from shardwise.model.layers import FeedForward, at_least_float32
+from shardwise.model.router_product import multiplies, router_product
 from shardwise.run import ModelConfig
 
 
@@ -44,8 +47,11 @@ class Router(nn.Module):
         squared log-partition of the logits (Zoph et al. 2022, eq. 5).
         """
         c = self.config
-        wide = at_least_float32(x)
-        logits = F.linear(wide, self.weight.to(wide.dtype))
+        if multiplies(x):
+            logits = router_product(x.flatten(0, 1), self.weight.mT).unflatten(0, x.shape[:2])
+        else:
+            wide = at_least_float32(x)
+            logits = F.linear(wide, self.weight.to(wide.dtype))
         if c.router == "sigmoid":
             scores = logits.sigmoid()
             choice = scores + self.bias.to(scores.dtype)
@@ -97,17 +103,30 @@ class Router(nn.Module):
         self.load.zero_()
 
 
-def on_host(counts: Tensor, total: int) -> list[int]:
-    """Counts that add up to `total`, as numbers the host can cut tensors and messages by; it waits for the device."""
+def on_host(counts: Tensor, total: int) -> list[list[int]]:
+    """Rows of counts that each add up to `total`, as numbers the host can cut tensors and messages by; it waits for the device."""
     return counts.tolist()
+
+
+def groups(x: Tensor, weight: Tensor) -> bool:
+    """Whether one kernel multiplies the rows of all experts; it wants matrices whose rows are multiples of 16 bytes."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
+
+
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows of `x`, each expert's up to its end (int32), times that expert's matrix [out, in]. What is beyond the last end is
+    not computed. Neither the product nor its gradients copy the matrices: all of them take either order of storage."""
+    return F.grouped_mm(x, weight.to(x.dtype).transpose(-2, -1), offs=ends)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Rows of `x`, `counts[e]` of them for each expert in turn, times that expert's matrix [out, in]."""
-    weight = weight.to(x.dtype)
-    if x.is_cuda and x.dtype == torch.bfloat16:
-        return F.grouped_mm(x, weight.transpose(-2, -1), offs=counts.cumsum(0, dtype=torch.int32))
-    pieces = zip(x.split(on_host(counts, len(x))), weight.unbind(), strict=True)
+    if groups(x, weight):
+        return grouped_product(x, weight, counts.cumsum(0, dtype=torch.int32))
+    sizes = on_host(counts[None], len(x))[0]
+    if sum(sizes) < len(x):  # the rest is nobody's
+        x = x[: sum(sizes)]
+    pieces = zip(x.split(sizes), weight.to(x.dtype).unbind(), strict=True)
     return torch.cat([F.linear(piece, w) for piece, w in pieces])
 
 
@@ -122,8 +141,20 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(config.experts, config.hidden, config.expert_ffn))
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """Rows in the order of their experts, `counts` of them for each."""
+        if groups(x, self.gate):
+            return self._grouped(x, counts.cumsum(0, dtype=torch.int32))
         inner = F.silu(grouped_linear(x, self.gate, counts)) * grouped_linear(x, self.up, counts)
         return grouped_linear(inner, self.down, counts)
+
+    def _grouped(self, x: Tensor, ends: Tensor) -> Tensor:
+        if self.gate.dtype == x.dtype:
+            gate, up = grouped_product(x, self.gate, ends), grouped_product(x, self.up, ends)
+        else:
+            # Cast side by side, gate and up are one product, and so is the gradient of `x`, which else were a sum of two.
+            both = torch.cat((self.gate.to(x.dtype), self.up.to(x.dtype)), dim=1)
+            gate, up = grouped_product(x, both, ends).chunk(2, dim=-1)
+        return grouped_product(F.silu(gate) * up, self.down, ends)
 
 
 class Mixture(nn.Module):
@@ -145,6 +176,16 @@ class Mixture(nn.Module):
 
     def dispatch(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Each token [tokens, hidden] through its k experts, added up by weight."""
+        if not fuses(x):
+            return self.dispatch_plain(x, weights, chosen)
+        experts = self.router.config.experts
+        if self.router.config.expert_capacity:  # choices without weight are not sent: to an expert that does not exist
+            chosen = chosen.masked_fill(weights.detach() == 0, experts)
+        places, counts = order_by_expert(chosen, experts)
+        return weigh(self.run_experts(spread(x, places, chosen.numel()), counts), places, weights)
+
+    def dispatch_plain(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """The same, one operation after the other."""
         (tokens, k), experts = chosen.shape, self.router.config.experts
         flat = chosen.flatten()
         if self.router.config.expert_capacity:
@@ -170,5 +211,5 @@ class Mixture(nn.Module):
         return (done * weights[..., None].to(x.dtype)).sum(dim=1)
 
     def run_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Rows in the order of their experts, `counts` of them for each, through those experts."""
+        """Rows in the order of their experts, `counts` of them for each, through those experts; rows beyond are nobody's."""
         return self.experts(rows, counts)

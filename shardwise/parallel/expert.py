@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.model import experts
+from shardwise.model.expert_rows import collect, fuses, order_by_expert, spread
 from shardwise.model.experts import Mixture, Router
 from shardwise.model.transformer import Block, Transformer
 from shardwise.parallel.collectives import Group, all_gather, exchange, gather_sequence, scatter_sum, sum_whole
@@ -75,17 +76,26 @@ class SplitMixture(Mixture):
         ranks = dist.get_world_size(self.group)
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts, group=self.group)
-        # Sizes of messages must be known to the host.
-        sent = experts.on_host(counts.view(ranks, -1).sum(dim=1), len(rows))
-        received = experts.on_host(theirs.view(ranks, -1).sum(dim=1), len(rows))
+        # Sizes of messages must be known to the host, which waits for them once.
+        sent, received = experts.on_host(torch.stack((counts, theirs)).view(2, ranks, -1).sum(dim=2), len(rows))
+        if sum(sent) < len(rows):  # the rest is nobody's
+            rows = rows[: sum(sent)]
         arrived = exchange(rows, self.group, received, sent)
         # They arrive by rank and then expert; the experts want them by expert.
         owner = torch.arange(theirs.numel() // ranks, device=rows.device).repeat(ranks)
         owner = owner.repeat_interleave(theirs, output_size=len(arrived))
+        done = self._by_expert(arrived, owner, theirs.view(ranks, -1).sum(dim=0))
+        return exchange(done, self.group, sent, received)
+
+    def _by_expert(self, rows: Tensor, owner: Tensor, counts: Tensor) -> Tensor:
+        """Rows through the expert that each belongs to, `counts` for each; results in the order of the rows."""
+        if fuses(rows):
+            places, counts = order_by_expert(owner[:, None], len(counts))
+            return collect(self.experts(spread(rows, places, len(rows)), counts), places)
         order = owner.argsort(stable=True)
-        done = self.experts(arrived.index_select(0, order), theirs.view(ranks, -1).sum(dim=0))
+        done = self.experts(rows.index_select(0, order), counts)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=rows.device))
-        return exchange(done.index_select(0, back), self.group, sent, received)
+        return done.index_select(0, back)
 
 
 def apply_expert(model: Transformer, mesh: Mesh, expert_tensor: bool, seq_len: int) -> None:
