@@ -8,6 +8,7 @@ the dtype of the parameters without an autocast context.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +23,24 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def narrowed(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A matrix in the dtype of its products. On a GPU one that is wider than tall is written transposed as it is cast: products
-    that read it row by row are slower there (on an H200 by 8% forward and 15% back, 8192 to 2048 numbers)."""
+    """A matrix in the dtype of its products. On a GPU one that is wider than tall is written turned as it is cast: what is
+    multiplied with it is faster then, forward and back (on an H200, 16 layers of 2048 and 8192: 3 ms of 266)."""
     if weight.dtype == dtype or not weight.is_cuda or weight.shape[-1] <= weight.shape[-2]:
         return weight.to(dtype)
-    return weight.mT.to(dtype, memory_format=torch.contiguous_format).mT
+    return _Turned.apply(weight, dtype)
+
+
+class _Turned(torch.autograd.Function):
+    """A cast to columns after columns. The gradient lies as the matrix does, or it would be copied once more to do so."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = weight.dtype
+        return weight.mT.to(dtype, memory_format=torch.contiguous_format).mT
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].to(ctx.dtype, memory_format=torch.contiguous_format), None
 
 
 class Product:

@@ -71,7 +71,8 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         dx, dw = ctx.saved_tensors
         # In place: nothing else holds them, and the matrix's is one of the largest tensors there are.
-        return dx.mul_(grads[0]), dw.mul_(grads[0]).to(ctx.width), None, None
+        torch._foreach_mul_([dw], grads[0].to(dw.dtype))  # several times as fast as `mul_` with a number of the device
+        return dx.mul_(grads[0]), dw.to(ctx.width), None, None
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:

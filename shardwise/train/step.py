@@ -45,7 +45,8 @@ def choose_device(wanted: str) -> torch.device:
 
 @dataclass
 class StepResult:
-    """What a step measured; tensors are left on the device until somebody reads them."""
+    """What a step measured. On a GPU it is on its way to the host from the moment that it is there: who reads it later does not
+    wait for the steps that were begun meanwhile."""
 
     step: int
     loss: Tensor
@@ -57,9 +58,20 @@ class StepResult:
     accepted: bool = True
     """False when the step was refused, and changed nothing but its own number."""
 
+    def __post_init__(self) -> None:
+        self._numbers = torch.stack((self.loss, self.grad_norm, self.stop))
+        self._arrived: torch.cuda.Event | None = None
+        if self._numbers.is_cuda:
+            here = torch.empty(self._numbers.shape, dtype=self._numbers.dtype, pin_memory=True)
+            self._numbers = here.copy_(self._numbers, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
     def read(self) -> tuple[float, float, bool]:
-        """Loss, gradient norm, and whether any rank was told to stop; the host waits for them together."""
-        loss, norm, stop = torch.stack((self.loss, self.grad_norm, self.stop)).tolist()
+        """Loss, gradient norm, and whether any rank was told to stop; the host waits until the step is done."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        loss, norm, stop = self._numbers.tolist()
         return loss, norm, stop > 0
 
 
