@@ -104,7 +104,7 @@ def figures(best: Plan) -> list[tuple[str, str, str]]:
     extra = [f"ZeRO-{lay.zero}"] if lay.shard * lay.context > 1 else []
     if lay.pipeline > 1:
         extra.append(lay.schedule + (f" × {lay.stages_per_rank}" if lay.stages_per_rank > 1 else ""))
-    extra.append(f"recompute {lay.recompute}")
+    extra.append(f"recompute {lay.recompute}" + (f" of {lay.recompute_budget:g} GiB" if lay.recompute_budget else ""))
     extra.append(f"microbatch {run.train.microbatch} × {run.accumulation}")
     memory = account.memory
     fits = "fits" if best.fits else "DOES NOT FIT"

@@ -59,7 +59,7 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
         if run.train.compile:
             for block in model.layers.values():
                 block.forward = torch.compile(block.forward)
-        apply_recompute(model, run)
+        apply_recompute(model, run, mesh.rank)
         whole = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         for name, block in model.layers.items():
             _materialize(block, f"layers.{name}.", run, mesh, device)

@@ -2,7 +2,7 @@
 
 `full` keeps a block's input alone, at the price of a third more work; `attention` repeats only the part whose memory grows with
 the square of the sequence (Korthikanti et al. 2022); `operations` repeats the named parts; `budget` repeats as few whole blocks
-as the budget needs, by measuring what a block keeps on tensors without data. The first three may be limited to every n-th layer.
+as the budget needs, by the planner's count of what a block keeps. The first three may be limited to every n-th layer.
 Traffic inside a repeated part is repeated too, but for what comes after the last tensor that its backward pass needs. Routers
 do not count a repeated token twice.
 """
@@ -12,20 +12,18 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.model.attention import GroupedAttention, LatentAttention
-from shardwise.model.experts import Mixture, Router
+from shardwise.model.experts import Router
 from shardwise.model.layers import Norm
-from shardwise.model.rotary import rotation
 from shardwise.model.transformer import Block, Transformer
-from shardwise.run import ModelConfig, Run
+from shardwise.plan.place import Place
+from shardwise.run import Run
 
 
 @contextlib.contextmanager
@@ -68,13 +66,15 @@ def parts(block: Block, kind: str) -> Iterator[nn.Module]:
         yield block.ffn
 
 
-def apply_recompute(model: Transformer, run: Run) -> None:
+def apply_recompute(model: Transformer, run: Run, rank: int) -> None:
     """Mark what the backward pass repeats."""
     layout = run.layout
     blocks = [block for block in model.layers.values() if isinstance(block, Block)]
     if layout.recompute == "budget":
-        for block in over_budget(blocks, run):
-            repeat(block)
+        again = {str(layer) for layer, parts_again in Place(run, rank).layers() if parts_again}
+        for name, block in model.layers.items():
+            if name in again:
+                repeat(block)
         return
     for block in blocks[:: layout.recompute_every]:
         if layout.recompute == "full":
@@ -83,47 +83,3 @@ def apply_recompute(model: Transformer, run: Run) -> None:
         for kind in kinds:
             for module in parts(block, kind):
                 repeat(module)
-
-
-def saved_bytes(config: ModelConfig, routed: bool, batch: int, length: int, dtype: torch.dtype) -> int:
-    """Bytes one block keeps for the backward pass of a microbatch, measured on tensors without data.
-
-    Experts are counted as one dense layer of the width a token meets.
-    """
-    width = config.expert_ffn * (config.experts_per_token + config.shared_experts) if routed else config.ffn
-    dense = replace(config, experts=0, experts_per_token=0, shared_experts=0, dense_layers=0, ffn=width)
-    kept: dict[int, int] = {}
-
-    def note(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        kept[storage._cdata] = storage.nbytes()
-        return x
-
-    with FakeTensorMode():
-        block = Block(dense, 0)
-        parameters = {p.untyped_storage()._cdata for p in block.parameters()}
-        x = torch.empty(batch, length, config.hidden, dtype=dtype, requires_grad=True)
-        turn = rotation(dense, torch.arange(length)[None], dtype) if config.position == "rotary" else None
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            block(x, turn, None)
-    return sum(size for storage, size in kept.items() if storage not in parameters)
-
-
-def over_budget(blocks: list[Block], run: Run) -> list[Block]:
-    """As few blocks as must be repeated for a microbatch to keep at most the budget; those that keep most go first."""
-    train, layout = run.train, run.layout
-    dtype = getattr(torch, train.dtype)
-    length = train.seq_len // layout.context
-    sizes = {
-        routed: saved_bytes(run.model, routed, train.microbatch, length, dtype) // layout.tensor
-        for routed in {isinstance(block.ffn, Mixture) for block in blocks}
-    }
-    entering = train.microbatch * length * run.model.hidden * dtype.itemsize // layout.tensor
-    total = sum(sizes[isinstance(block.ffn, Mixture)] for block in blocks)
-    repeated = []
-    for block in sorted(blocks, key=lambda b: -sizes[isinstance(b.ffn, Mixture)]):
-        if total <= layout.recompute_budget * 2**30:
-            break
-        total += entering - sizes[isinstance(block.ffn, Mixture)]
-        repeated.append(block)
-    return repeated

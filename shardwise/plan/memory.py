@@ -16,7 +16,7 @@ import numpy as np
 from shardwise.ledger import Memory
 from shardwise.plan.job import Job
 from shardwise.plan.operations import chunked_share, embedding, layer, pieces
-from shardwise.plan.parameters import Held, layer_parameters, stage_parameters, zero_groups
+from shardwise.plan.parameters import Held, cast_copies, layer_parameters, stage_parameters, zero_groups
 from shardwise.plan.passes import repeated, repeated_layers
 from shardwise.plan.rounds import cached_schedule
 from shardwise.plan.step import layers_by_stage, played
@@ -46,6 +46,12 @@ def layer_activations(job: Job, *, routed: bool) -> tuple[Number, Number]:
         again = whole - kept
     share = repeated_layers(job, tally)
     return share * kept + (1 - share) * whole, again
+
+
+def layer_kept(job: Job, *, routed: bool) -> float:
+    """Bytes one layer that is not recomputed keeps of a microbatch, with the copies of its weights that were cast for it."""
+    cast = cast_copies(job, layer_parameters(job, routed=routed))
+    return float(layer_activations(job, routed=routed)[0]) + float(cast)
 
 
 def _embedding_activations(job: Job) -> Number:
@@ -78,10 +84,13 @@ def states(job: Job, held: Held) -> dict[str, Number]:
 
 
 def _whole_copies(job: Job, whole: Number, zero: Number) -> Number:
-    """Parameters whole in the dtype of the products: below ZeRO-3 gathered ones; where nothing is shared, copies that were
-    cast for the products and are kept for the backward pass."""
-    gathered = (zero > 1) * (job.layout.zero < 3)
-    return whole * job.stack.gather_bytes * (gathered + (zero == 1) * job.stack.casts_weights)
+    """Parameters whole in the dtype of the products, which stay gathered below ZeRO-3."""
+    return whole * job.stack.gather_bytes * (zero > 1) * (job.layout.zero < 3)
+
+
+def casts_kept(job: Job, recompute: str) -> float:
+    """Which share of those stands at a time: all are kept for the backward pass, unless each layer is computed again."""
+    return 1.0 / job.model.layers if recompute == "full" and job.layout.recompute_every == 1 else 1.0
 
 
 def gathered_layers(job: Job, *, routed: bool) -> Number:
@@ -138,6 +147,7 @@ def memory(job: Job) -> Memory:
         mine = [n for n, home in enumerate(placement) if home == rank]
         own = Held(sum(held[n].dense for n in mine), sum(held[n].experts for n in mine))
         owners = {name: float(value) for name, value in states(job, own).items()}
+        owners["gathered"] += float(cast_copies(job, own)) * casts_kept(job, lay.recompute)
         owners["activations"] = peaks[rank] + again
         owners["logits"] = 0.0
         if last in mine:

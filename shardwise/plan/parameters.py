@@ -72,5 +72,11 @@ def zero_groups(job: Job) -> tuple[Number, Number]:
     return spread, _floor_one(over / lay.expert)
 
 
+def cast_copies(job: Job, held: Held) -> Number:
+    """Where nothing is shared: parameters that were cast for the products, all of them at a time."""
+    alone = (zero_groups(job)[0] == 1) * job.stack.casts_weights * (job.stack.parameter_bytes > job.stack.gather_bytes)
+    return (held.dense + held.experts) * job.stack.gather_bytes * alone
+
+
 def _floor_one(x: Number) -> Number:
     return x * (x > 1) + 1.0 * (x <= 1)

@@ -17,6 +17,7 @@ from shardwise.plan.constants import Constants
 from shardwise.plan.job import Job
 from shardwise.plan.operations import embedding, head, layer
 from shardwise.plan.operations import pieces as stream_tokens
+from shardwise.plan.parameters import cast_copies, layer_parameters
 from shardwise.plan.tally import FORWARD, INPUT, WEIGHT, Entry, Tally
 
 Number = Any
@@ -50,6 +51,7 @@ def repeated_layers(job: Job, tally: Tally) -> Number:
     if lay.recompute != "budget":
         return 1.0 / lay.recompute_every
     whole = sum(entry.saved for entry in tally.entries)
+    whole = whole + cast_copies(job, layer_parameters(job, routed=bool(job.model.experts)))
     spared = whole - stream_tokens(job) * job.model.hidden * job.width
     layers = job.model.layers / lay.pipeline
     return np.clip((layers * whole - lay.recompute_budget * 2.0**30) / (layers * spared), 0.0, 1.0)

@@ -204,16 +204,14 @@ class Place:
         return dict.fromkeys(stage.layers[:: lay.recompute_every], parts)
 
     def _over_budget(self, stage: Stage) -> list[int]:
-        """Layers repeated to keep within the budget. The trainer measures what a layer keeps, here it is estimated."""
+        """Layers repeated to keep within the budget, by the plan's count of what a layer keeps; the trainer asks here too."""
         # Imported where it is used: memory stands above the accounts, and only this mode asks for it.
         from shardwise.plan.job import job_of
-        from shardwise.plan.memory import layer_activations
+        from shardwise.plan.memory import layer_kept
 
         run = self.run
         job = job_of(replace(run, layout=replace(run.layout, recompute="none")))
-        kept = {
-            routed: float(layer_activations(job, routed=routed)[0]) for routed in {self.routed(n) for n in stage.layers}
-        }
+        kept = {routed: layer_kept(job, routed=routed) for routed in {self.routed(n) for n in stage.layers}}
         entering = self.tokens * run.model.hidden * self.width / run.layout.tensor
         total = sum(kept[self.routed(n)] for n in stage.layers)
         repeated = []

@@ -22,7 +22,18 @@ from shardwise.plan.traffic import first_ranks, traffic
 from shardwise.plan.work import CONVENTION, parameters, training_flops
 from shardwise.run import AXES, LayoutConfig, Run
 
-SHOWN = (*AXES, "zero", "schedule", "chunks", "recompute", "context_method", "async_tensor", "expert_tensor", "offload")
+SHOWN = (
+    *AXES,
+    "zero",
+    "schedule",
+    "chunks",
+    "recompute",
+    "recompute_budget",
+    "context_method",
+    "async_tensor",
+    "expert_tensor",
+    "offload",
+)
 """The keys of a layout that a ranking shows, where they are not the usual."""
 
 

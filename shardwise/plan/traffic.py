@@ -9,8 +9,8 @@ Every formula is the one in the heading of the file of `shardwise/parallel` that
     send             of n bytes              n
 
 These are the bytes that the definition makes a rank send, whatever algorithm a library uses. They are exact, and held against
-a count of the trainer's own messages; but for two things that the run does not say. How tokens are routed is known only
-then: an even load is assumed, unless the rows moved are given. And `recompute = "budget"` measures what here is estimated.
+a count of the trainer's own messages; but for what the run does not say: how tokens are routed is known only then, and an
+even load is assumed, unless the rows moved are given.
 Messages are exact too, except for the buckets of DistributedDataParallel, which follow the order in which gradients come.
 """
 

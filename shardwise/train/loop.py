@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from shardwise.data.batches import Batch, Samples
 from shardwise.data.open import Data, open_data
@@ -157,6 +158,11 @@ def _steps(
     display.say(f"trained {trainee.tokens:,} tokens in {clock(time.perf_counter() - began)}; everything is in {out}")
 
 
+def steps_behind(device: torch.device) -> int:
+    """How many steps the host may have begun beyond the one whose loss it reads."""
+    return 1 if device.type == "cuda" else 0
+
+
 class _Report:
     """What steps measured, read once it is there. A GPU's host reads a step only when it has begun the next: it would otherwise
     wait for the last kernel, and the GPU then for the first. Steps are read at once before anything that rests on them."""
@@ -172,7 +178,7 @@ class _Report:
     ) -> None:
         self.trainee, self.note, self.display, self.watch = trainee, note, display, watch
         self.peak, self.flops = peak * trainee.run.layout.world, flops
-        self.behind = 1 if trainee.device.type == "cuda" else 0
+        self.behind = steps_behind(trainee.device)
         self.unread: deque[tuple[StepResult, int]] = deque()
         self.pace = 0.0
         self.last = time.perf_counter()

@@ -126,3 +126,68 @@ def test_a_checkpoint_from_the_gpu_goes_on_from_there(ranks: RankPool, tmp_path:
     want, got = ranks.run(1, saved_and_resumed, tmp_path, offload)[0]
     np.testing.assert_allclose(got["losses"], want["losses"], rtol=1e-5)
     np.testing.assert_allclose(got["norms"], want["norms"], rtol=1e-4)
+
+
+def small_run(**keys: Any) -> Any:
+    from shardwise.run import run_from_dict
+
+    model = dict(layers=2, hidden=256, heads=4, kv_heads=2, ffn=768, vocab=1000)
+    train = dict(global_batch=4, seq_len=128, dtype="bfloat16", device="cuda", lr=1e-3) | keys
+    return run_from_dict(dict(model=model, train=train))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_step_waits_for_nothing_on_the_device(compiled: bool) -> None:
+    from shardwise.measure.verify import random_batch
+    from shardwise.train.step import Trainee
+
+    run = small_run(compile=compiled)
+    trainee = Trainee(run)
+    for number in range(3):
+        trainee.train_step(random_batch(run, number)).read()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        result = trainee.train_step(random_batch(run, 3))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(np.isfinite(result.read()[:2]))
+
+
+def test_adamw_in_one_pass_is_pytorchs() -> None:
+    from shardwise.measure.verify import random_batch
+    from shardwise.train import optimizer
+    from shardwise.train.step import Trainee
+
+    run = small_run(dtype="float32", loss="plain", clip=0.05)
+    ends = []
+    for one_pass in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if not one_pass:
+                patch.setattr(optimizer, "runs_in_one_pass", lambda parameters: False)
+            trainee = Trainee(run)
+        kinds = [type(part).__name__ for part in trainee.optimizer.parts]
+        assert kinds == (["OnePassAdamW"] if one_pass else ["AdamW"])
+        for number in range(4):
+            trainee.train_step(random_batch(run, number))
+        ends.append([p.detach() for p in trainee.model.parameters()])
+        state = trainee.optimizer.state_of(0)
+        assert float(state["step"]) == 4
+    for mine, theirs in zip(*ends, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_a_turned_matrix_multiplies_as_one_that_is_not() -> None:
+    import torch.nn.functional as F
+
+    from shardwise.model.layers import narrowed
+
+    weight = torch.randn(96, 256, device="cuda", requires_grad=True)
+    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
+    turned, plain = narrowed(weight, torch.bfloat16), weight.to(torch.bfloat16)
+    assert turned.stride() == (1, 96)
+    assert torch.equal(turned, plain)
+    given = torch.randn(64, 96, device="cuda", dtype=torch.bfloat16)
+    (mine,), (theirs,) = (torch.autograd.grad(F.linear(x, w), weight, given) for w in (turned, plain))
+    assert mine.is_contiguous()
+    torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-2)

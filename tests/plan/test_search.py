@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from shardwise.plan.job import job_of
 from shardwise.plan.memory import memory
+from shardwise.plan.place import Place as Rank
 from shardwise.plan.plan import plan
 from shardwise.plan.search import resolve, search
 from shardwise.plan.search.bubbles import Pace, in_flight, makespan
@@ -219,3 +220,28 @@ def test_nonsense_is_refused_with_all_reasons() -> None:
     assert "no layout of run is legal on 88 devices" in str(told.value)
     with pytest.raises(UserError, match="with tensor, pipeline fixed"):
         search(auto("llama3-8b", layout=dict(auto=True, tensor=3, pipeline=5), nodes=1))
+
+
+def test_memory_that_is_free_is_spent_on_activations_that_are_kept() -> None:
+    """All layers would be recomputed, though there is room for most: as many are kept as fit, and one more would not."""
+    run = run_from_dict(
+        dict(
+            model=dict(preset="llama3-8b"),
+            layout="auto",
+            train=dict(seq_len=8192, global_batch=1, dtype="bfloat16", compile=True),
+            cluster=dict(chip="h200", devices_per_node=1),
+        )
+    )
+    found = search(run)
+    best, full = found.ranking[:2]
+    assert (best.run.layout.recompute, full.run.layout.recompute) == ("budget", "full")
+    assert best.fits
+    assert best.account.step_seconds < 0.9 * full.account.step_seconds
+    assert "none" in found.next_changes[0]
+    again = [parts for _, parts in Rank(best.run, 0).layers() if parts]
+    assert 0 < len(again) < 16
+    more = replace(best.run.layout, recompute_budget=best.run.layout.recompute_budget + 2.0)
+    assert len([parts for _, parts in Rank(replace(best.run, layout=more), 0).layers() if parts]) < len(again)
+    assert not plan(replace(best.run, layout=more)).fits
+    fixed = replace(run, layout=replace(run.layout, recompute="full", fixed=("recompute",)))
+    assert [p.run.layout.recompute for p in search(fixed).ranking] == ["full"]

@@ -12,9 +12,11 @@ import torch
 
 from shardwise.model.saved_reader import SavedReader
 from shardwise.run import Run, UserError, read_run, run_from_dict
+from shardwise.train import loop
 from shardwise.train.display import clock, sparkline
 from shardwise.train.loop import train
 from shardwise.train.metrics import read_metrics
+from shardwise.train.step import StepResult, Trainee
 
 
 def make_run(**keys: Any) -> Run:
@@ -72,6 +74,50 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, keys: di
     a, b = (SavedReader(tmp_path / which / "checkpoints" / "step-00000006", kind="") for which in ("whole", "part"))
     assert a.names == b.names
     assert all(torch.equal(a.get(name), b.get(name)) for name in a.names)
+
+
+def test_a_host_that_reads_a_step_late_writes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: a step is read when the next one was begun, but before an evaluation or a checkpoint that rests on it."""
+    order: list[tuple[str, int]] = []
+    step, read, evaluate = Trainee.train_step, StepResult.read, Trainee.evaluate
+    monkeypatch.setattr(
+        Trainee, "train_step", lambda t, *a, **k: order.append(("begin", t.step + 1)) or step(t, *a, **k)
+    )
+    monkeypatch.setattr(
+        Trainee, "evaluate", lambda t, *a, **k: order.append(("evaluate", t.step)) or evaluate(t, *a, **k)
+    )
+    monkeypatch.setattr(StepResult, "read", lambda r: order.append(("read", r.step)) or read(r))
+    run = make_run(checkpoint_every=0, eval_every=4)
+    train(run, tmp_path / "once")
+    assert order[:4] == [("begin", 1), ("read", 1), ("begin", 2), ("read", 2)]
+    order.clear()
+    monkeypatch.setattr(loop, "steps_behind", lambda device: 1)
+    train(run, tmp_path / "late")
+    assert order == [
+        ("begin", 1), ("begin", 2), ("read", 1), ("begin", 3), ("read", 2), ("begin", 4), ("read", 3), ("read", 4),
+        ("evaluate", 4), ("begin", 5), ("begin", 6), ("read", 5), ("read", 6), ("evaluate", 6),
+    ]  # fmt: skip
+    once, late = (
+        [{k: v for k, v in r.items() if k not in ("seconds", "tokens_per_s")} for r in read_metrics(tmp_path / which)][
+            :-1
+        ]
+        for which in ("once", "late")
+    )
+    assert late == once
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_bad_step_is_named_by_its_own_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behind: int) -> None:
+    monkeypatch.setattr(loop, "steps_behind", lambda device: behind)
+    step = Trainee.train_step
+
+    def spoiled(trainee: Trainee, *args: Any, **keys: Any) -> StepResult:
+        result = step(trainee, *args, **keys)
+        return replace(result, loss=result.loss * float("nan")) if trainee.step == 3 else result
+
+    monkeypatch.setattr(Trainee, "train_step", spoiled)
+    with pytest.raises(UserError, match="step 3: the loss is nan"):
+        train(make_run(checkpoint_every=0, eval_every=0), tmp_path)
 
 
 def test_metrics_are_cut_back_to_the_step_that_is_resumed(tmp_path: Path) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
 import torch
 
 from shardwise.run import TrainConfig, run_from_dict
+from shardwise.train.adamw import update_plain
 from shardwise.train.optimizer import orthogonalize
 from shardwise.train.schedule import learning_rate_factor
 from shardwise.train.step import Trainee
@@ -78,3 +82,45 @@ def test_learning_rate_follows_each_schedule() -> None:
     assert course(schedule="linear")[5] == pytest.approx(0.55)
     assert course(schedule="wsd", decay=0.4)[:6] == [0.5, 1, 1, 1, 1, 1]
     assert course(schedule="wsd", decay=0.4)[7] == pytest.approx(0.55)
+
+
+KERNEL = """
+import torch
+from shardwise.model.kernels.adamw import adamw
+from shardwise.train.adamw import update_plain
+torch.manual_seed(3)
+for size, wide in ((1, True), (1000, True), (5000, True), (2048, False)):
+    start = torch.randn(size), torch.rand(size), torch.rand(size)
+    gradient = torch.randn(size) if wide else torch.randn(size).bfloat16()
+    kernel, plain = [t.clone() for t in start], [t.clone() for t in start]
+    for step in (1, 2, 50):
+        settings = torch.tensor([0.3]), step, 0.01, (0.9, 0.95), 1e-8, 0.1
+        adamw(kernel[0], gradient, tuple(kernel[1:]), *settings)
+        update_plain(plain[0], gradient, tuple(plain[1:]), *settings)
+    for mine, reference, before in zip(kernel, plain, start, strict=True):
+        torch.testing.assert_close(mine, reference, rtol=2e-6, atol=1e-7)
+        assert not torch.equal(mine, before)
+"""
+
+
+def test_the_kernel_of_adamw_does_what_plain_operations_do() -> None:
+    """By Triton's interpreter, in a process of its own, since it is chosen as Triton is imported."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", KERNEL], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_plain_update_is_that_of_pytorch() -> None:
+    torch.manual_seed(0)
+    start = torch.randn(40, dtype=torch.float64)
+    theirs = torch.nn.Parameter(start.clone())
+    optimizer = torch.optim.AdamW([theirs], lr=0.02, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)
+    mine, moments = start.clone(), (torch.zeros_like(start), torch.zeros_like(start))
+    for step in (1, 2, 3):
+        gradient = torch.randn(40, dtype=torch.float64)
+        theirs.grad = 0.25 * gradient
+        optimizer.step()
+        factor = torch.tensor(0.25, dtype=torch.float64)
+        update_plain(mine, gradient, moments, factor, step, 0.02, (0.8, 0.9), 1e-6, 0.3)
+    torch.testing.assert_close(mine, theirs.detach(), rtol=1e-12, atol=1e-12)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwise.plan.job import overlapped
+from shardwise.plan.memory import casts_kept
 from shardwise.plan.passes import Passes
 from shardwise.plan.search.bubbles import Pace, in_flight, makespan
 from shardwise.plan.search.space import V_SHAPED, network_legal, with_choices
@@ -182,10 +183,11 @@ class Group:
     def _held(self, one: Cut, at: _Rows) -> tuple[Array, Array]:
         """What each kind of rank holds besides activations, and what one microbatch keeps on it: [kind of rank, row]."""
         fixed, share = self.space.workspace
-        states, gathered = self.shares.memory(one, at.share)
+        states, gathered, cast = self.shares.memory(one, at.share)
+        stays = np.array([casts_kept(self.space.job, mode) for mode in self.space.choices.recompute])[at.recompute]
         kept, again = self.layers.kept
         has_head = (one.ranks @ one.parts[:, 3]) > 0
-        moving = gathered + (self.buffers[at.column] + again[at.layer])
+        moving = gathered + cast * stays + (self.buffers[at.column] + again[at.layer])
         moving[has_head] += self.logits[at.column]
         parts = one.parts * (1.0, 1.0, 1.0, 0.0)  # the head's own tensors are the logits
         return states + fixed + (1.0 + share) * moving, (1.0 + share) * (one.ranks @ parts) @ kept[:, at.layer]

@@ -21,6 +21,7 @@ from shardwise.plan.memory import memory
 from shardwise.plan.plan import Plan, plan_job
 from shardwise.plan.search.advice import counts_of, next_changes, nothing_fits, nothing_legal
 from shardwise.plan.search.layouts import Space
+from shardwise.plan.search.room import keeping
 from shardwise.plan.search.screen import Group, Place, Screened
 from shardwise.plan.step import prepare, step_times
 from shardwise.run import Run
@@ -112,6 +113,9 @@ def search(
         raise nothing_fits(run, [s for s in empty if s.count] or [Space(run, counts[-1], per_node, max_microbatch)])
     pairs = zip(chosen, ranking, strict=True)
     changes = next_changes([(c.group, c.place, plan.account.step_seconds) for c, plan in pairs])
+    kept = keeping(ranking[0]) if "recompute" not in run.layout.fixed else None
+    if kept is not None:
+        ranking, changes = [kept[0], *ranking][:keep], [kept[1], *changes][:keep]
     took = time.perf_counter() - start
     return SearchResult(ranking, changes, searched, len(timed), took, _front(timed)[: FRONT * len(counts)])
 

@@ -19,7 +19,7 @@ from shardwise.plan.constants import constants_of
 from shardwise.plan.job import Job, overlapped
 from shardwise.plan.memory import GIB, buffers, gathered_layers, layer_activations, loss_bytes, states
 from shardwise.plan.operations import embedding, head, layer
-from shardwise.plan.parameters import Held, ends_parameters, layer_parameters
+from shardwise.plan.parameters import Held, cast_copies, ends_parameters, layer_parameters
 from shardwise.plan.passes import Piece, Pieces, passes
 from shardwise.plan.search.space import LOOPED, V_SHAPED, Choices, Sizes
 from shardwise.plan.step import DataSeconds, data_seconds, layers_by_stage
@@ -176,7 +176,7 @@ class Shares:
         self.kinds = {kind: n for n, kind in enumerate({k: None for one in cuts for k in one.kinds})}
         self.held = self._held(list(self.kinds))
         self.size = len(t)
-        self._states: dict[int, tuple[Array, Array]] = {}
+        self._states: dict[int, tuple[Array, Array, Array]] = {}
 
     @cached_property
     def data(self) -> Array:
@@ -209,18 +209,18 @@ class Shares:
         """Of the stages of a cut: [kind, row]."""
         return DataSeconds(*np.take(self.data[:, self.index(one)], rows, axis=-1))
 
-    def memory(self, one: Cut, rows: Array) -> tuple[Array, Array]:
-        """Bytes of parameters, gradients and optimizer, and of gathered parameters: [kind of rank, row]."""
+    def memory(self, one: Cut, rows: Array) -> tuple[Array, Array, Array]:
+        """Bytes of parameters, gradients and optimizer, of gathered parameters, and of cast ones: [kind of rank, row]."""
         key = id(one)
         if key not in self._states:
             self._states[key] = self._all_states(one)
-        fixed, moving = self._states[key]
-        return np.take(fixed, rows, axis=-1), np.take(moving, rows, axis=-1)
+        fixed, moving, cast = (np.take(part, rows, axis=-1) for part in self._states[key])
+        return fixed, moving, cast
 
-    def _all_states(self, one: Cut) -> tuple[Array, Array]:
+    def _all_states(self, one: Cut) -> tuple[Array, Array, Array]:
         index = self.index(one)
         held = Held(one.ranks @ self.held.dense[index], one.ranks @ self.held.experts[index])
-        fixed, moving = [], []
+        fixed, moving, cast = [], [], []
         for zero in self.zero:
             job = self.under(zero)
             owners = states(job, held)
@@ -229,7 +229,8 @@ class Shares:
                 gathered = gathered + gathered_layers(job, routed=bool(job.model.experts))
             fixed.append(_wide(sum(owners.values()), held.dense.shape))
             moving.append(_wide(gathered, held.dense.shape))
-        return np.concatenate(fixed, axis=1), np.concatenate(moving, axis=1)
+            cast.append(_wide(cast_copies(job, held), held.dense.shape))
+        return np.concatenate(fixed, axis=1), np.concatenate(moving, axis=1), np.concatenate(cast, axis=1)
 
     def data_at(self, one: Cut, row: int, zero: int) -> tuple[list[Held], list[DataSeconds]]:
         """Of every kind of stage of a cut, as plain numbers."""
