@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import cases
 import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.measure.verify import verify_rank
 from shardwise.model import experts
 from shardwise.model.expert_rows import order_by_expert, spread, weigh
 from shardwise.model.experts import Experts, Mixture, grouped_product
@@ -179,3 +181,11 @@ def test_rows_that_are_nobodys_change_nothing() -> None:
         results.append((out[:83], *torch.autograd.grad(out[:83].float().square().sum(), tuple(mine.parameters()))))
     for with_rest, alone in zip(*results, strict=True):
         assert torch.equal(with_rest, alone)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("model", ["mixture", "softmax", "capacity"])
+def test_a_step_does_and_keeps_what_the_plan_says(model: str, dtype: str) -> None:
+    run = cases.make_run(model, {}, layers=2, device="cuda", dtype=dtype, loss="plain")
+    verdict = verify_rank(run, steps=1)
+    assert not [d for d in verdict.differences() if d.account in ("work", "memory") and abs(d.relative) > 1e-9]
