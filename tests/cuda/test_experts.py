@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwise.measure.verify import verify_rank
 from shardwise.model import experts
-from shardwise.model.expert_rows import order_by_expert, spread, weigh
+from shardwise.model.expert_rows import best_experts, order_by_expert, spread, weigh
 from shardwise.model.experts import Experts, Mixture, grouped_product
 from shardwise.model.router_product import router_product
 from shardwise.model.transformer import Block
@@ -63,7 +63,9 @@ def unheard() -> Iterator[Callable[[bool], None]]:
 def test_rows_go_where_a_stable_sort_puts_them(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     count, k, kinds, width = shape
     torch.manual_seed(count)
-    chosen = torch.rand(count, kinds, device="cuda").topk(k).indices
+    scores = torch.rand(count, kinds, device="cuda")
+    chosen = best_experts(scores, k)
+    assert torch.equal(scores.gather(1, chosen), scores.topk(k).values)
     places, counts = order_by_expert(chosen, kinds)
     order = chosen.flatten().argsort(stable=True)
     assert torch.equal(places.flatten().long(), order.argsort())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise.model import experts
-from shardwise.model.expert_rows import collect, order_by_expert, spread, weigh
+from shardwise.model.expert_rows import best_experts, collect, order_by_expert, spread, weigh
 from shardwise.model.experts import Mixture
 from shardwise.run import run_from_dict
 
@@ -42,6 +42,16 @@ def choices_of_nobody_have_no_place() -> None:
     places, counts = order_by_expert(chosen, 3)
     assert places.tolist() == [[0, -1], [-1, -1], [2, 1]]
     assert counts.tolist() == [2, 0, 1]
+
+
+@SLOW
+@given(st.integers(1, 70), st.integers(1, 40), st.integers(1, 4))
+def the_best_experts_have_the_highest_scores(tokens: int, kinds: int, k: int) -> None:
+    k = min(k, kinds)
+    scores = torch.rand(1, tokens, kinds, generator=torch.Generator().manual_seed(tokens))
+    scores[:, :, : kinds - k] = scores[:, :, : kinds - k].masked_fill(scores[:, :, : kinds - k] > 0.9, float("-inf"))
+    assert torch.equal(best_experts(scores, k), scores.topk(k).indices)
+    assert best_experts(torch.zeros(tokens, kinds), k).tolist() == [list(range(k))] * tokens
 
 
 def many_blocks_are_one_sort() -> None:
@@ -104,5 +114,6 @@ if __name__ == "__main__":
     places_are_those_of_a_stable_sort()
     choices_of_nobody_have_no_place()
     many_blocks_are_one_sort()
+    the_best_experts_have_the_highest_scores()
     rows_and_gradients_are_those_of_plain_operations()
     a_mixture_is_the_plain_one()
