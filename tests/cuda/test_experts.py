@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import cases
+import numpy as np
 import pytest
 import torch
+from parallel_pool import RankPool
 from torch import Tensor, nn
 
 from shardwise.measure.verify import verify_rank
@@ -200,3 +202,12 @@ def test_a_step_does_and_keeps_what_the_plan_says(model: str, dtype: str) -> Non
     differences = verify_rank(run, steps=1).differences()
     assert not [d for d in differences if d.account == "work" and abs(d.relative) > 1e-9]
     assert not [d for d in differences if d.account == "memory" and abs(d.relative) > 1e-2]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", ["mixture", "capacity"])
+def test_experts_on_ranks_that_share_a_gpu_follow_the_cpu(ranks: RankPool, model: str, dtype: str) -> None:
+    want = cases.train(0, cases.make_run(model, {}, lr=1e-3))
+    run = cases.make_run(model, dict(shard=2, expert=2), device="cuda", dtype=dtype, lr=1e-3)
+    for got in ranks.run(2, cases.train, run):
+        np.testing.assert_allclose(got["losses"], want["losses"], rtol=1e-4 if dtype == "float32" else 1e-2)
