@@ -68,6 +68,7 @@ def test_rows_go_where_a_stable_sort_puts_them(shape: tuple[int, int, int, int],
     scores = torch.rand(count, kinds, device="cuda")
     chosen = best_experts(scores, k)
     assert torch.equal(scores.gather(1, chosen), scores.topk(k).values)
+    assert best_experts(torch.full_like(scores, float("nan")), k).max() < kinds
     places, counts = order_by_expert(chosen, kinds)
     order = chosen.flatten().argsort(stable=True)
     assert torch.equal(places.flatten().long(), order.argsort())

@@ -52,6 +52,7 @@ def the_best_experts_have_the_highest_scores(tokens: int, kinds: int, k: int) ->
     scores[:, :, : kinds - k] = scores[:, :, : kinds - k].masked_fill(scores[:, :, : kinds - k] > 0.9, float("-inf"))
     assert torch.equal(best_experts(scores, k), scores.topk(k).indices)
     assert best_experts(torch.zeros(tokens, kinds), k).tolist() == [list(range(k))] * tokens
+    assert best_experts(torch.full((tokens, kinds), float("nan")), k).max() < kinds
 
 
 def many_blocks_are_one_sort() -> None:

@@ -19,6 +19,8 @@ def _best(scores, chosen, tokens, experts_known, K: tl.constexpr, EXPERTS: tl.co
     experts = tl.arange(0, EXPERTS)
     there = (token[:, None] < tokens) & (experts[None, :] < experts_known)
     left = tl.load(scores + token[:, None] * experts_known + experts[None, :], mask=there, other=float("-inf"))
+    # What is no number is nobody's best, or the highest could be an expert that does not exist.
+    left = tl.where(left == left, left, float("-inf"))
     for choice in tl.static_range(K):
         best = tl.argmax(left, 1)
         tl.store(chosen + token * K + choice, best.to(tl.int64), mask=token < tokens)
