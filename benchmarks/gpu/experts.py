@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from shardwise.measure.bench_kernels import Stopwatch
 from shardwise.measure.verify import random_batch
 from shardwise.model import experts
-from shardwise.model.expert_rows import collect, order_by_expert, spread, weigh, weigh_back
+from shardwise.model.expert_rows import best_experts, collect, order_by_expert, spread, weigh, weigh_back
 from shardwise.model.layers import FeedForward
 from shardwise.parallel import expert
 from shardwise.plan.work import CONVENTION, parameters, training_flops
@@ -180,7 +180,10 @@ class Pieces:
         self.layer("router", router, lambda out: out[0].sum() + out[2].sum(), floors, "bytes")
         with without_kernels():
             self.layer("router plain", router, lambda out: out[0].sum() + out[2].sum(), floors, "bytes")
-        chosen = torch.rand(self.tokens, EXPERTS, device=self.device).topk(k).indices
+        scores = torch.rand(self.tokens, EXPERTS, device=self.device)
+        self.moved("choices", lambda: best_experts(scores, k), 2 * scores.numel() + 4 * self.rows)
+        self.moved("choices plain (topk)", lambda: scores.topk(k, sorted=False), 2 * scores.numel() + 4 * self.rows)
+        chosen = best_experts(scores, k)
         self.moved("order", lambda: order_by_expert(chosen, EXPERTS), 6 * self.rows)
         flat = chosen.flatten()
         self.moved("order plain (argsort)", lambda: flat.argsort(stable=True), 6 * self.rows)

@@ -163,7 +163,8 @@ class WorkCounter(TorchDispatchMode):
         out = operator(*args, **(kwargs or {}))
         if operator in PRODUCTS:
             first, second = (args[place] for place in PRODUCTS[operator])
-            self._product(first, second, 2.0 * first.numel() * second.shape[-1])
+            share = _rows_taken(*args) if operator is aten._grouped_mm.default else 1.0
+            self._product(first, second, 2.0 * first.numel() * second.shape[-1] * share)
         elif operator.namespace in ("aten", "shardwise") and not operator.is_view:
             if (
                 operator is aten._to_copy.default
@@ -264,6 +265,12 @@ class WorkCounter(TorchDispatchMode):
             return inner(grad, delta, q, k, v, *rest)
 
         return counted
+
+
+def _rows_taken(first: Tensor, second: Tensor, ends: Tensor, *_: Any) -> float:
+    """The share of the rows that are some expert's; without data, all."""
+    rows = first.shape[0] if second.dim() == 3 else second.shape[0]
+    return 1.0 if _is_fake(ends) or not rows else ends[-1].item() / rows
 
 
 def piece_flops(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> float:

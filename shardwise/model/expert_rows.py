@@ -1,8 +1,8 @@
-"""Tokens in the order of their experts and back, as operators that a compiler takes whole: what runs is `kernels/`, what is
-here says shapes and gradients. Each choice of each token has a place among the rows; everything else follows from the places,
-so that they alone are kept for the backward pass. How many rows an expert has only the device knows.
+"""The experts that tokens choose, tokens in the order of their experts and back, as operators that a compiler takes whole: what
+runs is `kernels/`, what is here says shapes and gradients. Each choice of each token has a place among the rows; everything else
+follows from the places, so that they alone are kept for the backward pass. How many rows an expert has only the device knows.
 
-The plain implementation of all this is `Mixture.dispatch_plain`.
+The plain implementation of all this is PyTorch's `topk` and `Mixture.dispatch_plain`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,19 @@ from torch import Tensor
 def fuses(x: Tensor) -> bool:
     """Whether rows like these are moved by the kernels: on a GPU, in what float32 is wide enough to add up."""
     return x.is_cuda and x.dtype != torch.float64
+
+
+@torch.library.custom_op("shardwise::best_experts", mutates_args=(), schema="(Tensor scores, int k) -> Tensor")
+def best_experts(scores: Tensor, k: int) -> Tensor:
+    """The experts of the k highest scores, [..., experts] to [..., k]; of equal ones the first."""
+    from shardwise.model.kernels.best_experts import best_experts_fused
+
+    return best_experts_fused(scores, k)
+
+
+@best_experts.register_fake
+def _(scores: Tensor, k: int) -> Tensor:
+    return scores.new_empty((*scores.shape[:-1], k), dtype=torch.int64)
 
 
 @torch.library.custom_op(

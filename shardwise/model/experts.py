@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.model.expert_rows import fuses, order_by_expert, spread, weigh
+from shardwise.model.expert_rows import best_experts, fuses, order_by_expert, spread, weigh
 from shardwise.model.layers import FeedForward, at_least_float32
 from shardwise.model.router_product import multiplies, router_product
 from shardwise.run import ModelConfig
@@ -60,7 +60,10 @@ class Router(nn.Module):
             scores = choice = probabilities = logits.softmax(dim=-1)
         if c.router_groups > 1:
             choice = self._within_best_groups(choice)
-        chosen = choice.topk(c.experts_per_token, dim=-1, sorted=False).indices
+        if fuses(choice):
+            chosen = best_experts(choice.detach(), c.experts_per_token)
+        else:
+            chosen = choice.topk(c.experts_per_token, dim=-1, sorted=False).indices
         weights = scores.gather(-1, chosen)
         if c.router_normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)

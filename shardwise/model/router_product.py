@@ -2,8 +2,8 @@
 
 A float32 number is the sum of three numbers of bfloat16, to the last bit. Products of two bfloat16 numbers are exact in float32,
 which is what the tensor cores add them up in. So the three parts of the few weights are laid side by side, one product of
-bfloat16 reads the tokens once, as they are, and three columns are added up for each expert. The plain implementation widens
-the tokens and multiplies in float32, at a twentieth of the rate, and keeps the wide copy.
+bfloat16 reads the tokens once, as they are, and three columns are added up for each expert. The plain implementation, in `Router`,
+widens the tokens, keeps the wide copy, and multiplies in float32 without the tensor cores.
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ n rows of d numbers; w is the width of the arithmetic, W that of what 16 bits wo
       ulysses    the same of a part of the heads over the whole sequence, the order of tokens, and the output dealt back
       gather     keys and values of the whole sequence, in order, and a mask
     gate, up     silu and gelu keep their input, their product with `up` both factors; relu keeps its result
-    router       its input widened, scores, choices, weights
-    experts      rows in the order of their experts, what gate and up keep of them, and the results of each token, to be weighed
+    router       its input widened, or as it is where it multiplies in parts (CUDA, bfloat16); scores, choices, weights
+    experts      rows in the order of their experts, what gate and up keep of them, and the results of each token, to be weighed;
+                 the order and the way back, or the place of each choice alone where kernels move the rows (CUDA)
     loss         probabilities of the vocabulary, widened; over tensor ranks also which targets are mine. In chunks: the
                  gradients of its input and, widened, of the head's matrix
 
@@ -36,8 +37,8 @@ from fractions import Fraction
 from shardwise.plan.place import Place, Stage
 from shardwise.plan.traffic import INTEGER, kept_rows
 
-ENDS = 4
-"""Bytes of the place in a batch of rows where an expert's end."""
+PLACE = 4
+"""Bytes of a place in a batch of rows: where an expert's end, where a choice lies."""
 
 Rows = Mapping[int, tuple[int, int]]
 """By mixture layer: rows that a rank has for the experts in a microbatch, and rows that reach the experts it holds."""
@@ -66,6 +67,16 @@ class Tape:
     def casts(self) -> bool:
         """Whether weights are cast where they are used."""
         return self.narrow and not self.place.shared
+
+    @property
+    def moves_rows(self) -> bool:
+        """Whether kernels lay rows in the order of their experts (`model/expert_rows.py`)."""
+        return self.place.fused and self.place.width < 8
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether routers multiply in parts, and experts all at once (`model/router_product.py`, `model/experts.py`)."""
+        return self.place.fused and self.place.run.train.dtype == "bfloat16"
 
     @property
     def overlaps(self) -> bool:
@@ -308,23 +319,36 @@ def mixture(tape: Tape, x: str, rows: tuple[int, int] | None) -> None:
     # With expert tensor parallelism each rank has the tokens of all of them.
     tokens *= lay.tensor if lay.expert_tensor else 1
     chosen = tokens * m.experts_per_token
-    tape.own("weights", chosen, place.width if tape.narrow else wide)
+    tape.own("weights", chosen, place.width if tape.narrow and not tape.moves_rows else wide)
     sent, arrived = rows or (kept_rows(place), kept_rows(place))
-    experts(tape, sent, arrived)
+    if tape.moves_rows:
+        if lay.expert == 1:  # as many as there could be: how many an expert's capacity leaves, only the device knows
+            sent = arrived = chosen
+        experts(tape, sent, arrived)
+        tape.own("places", chosen, PLACE)
+        tape.own("results", sent * m.hidden)
+    else:
+        experts(tape, sent, arrived)
+        _results(tape, sent, chosen)
+    if m.shared_experts:
+        feed_forward(tape, gathered(tape, x, "shared input"), "shared", m.shared_experts * m.expert_ffn)
+
+
+def _results(tape: Tape, sent: int | Fraction, chosen: int) -> None:
+    """What came from the experts, as plain operations bring it back."""
+    m = tape.place.run.model
     if m.expert_capacity:  # PyTorch keeps what is laid among zeros, of which it needs the shape alone
         tape.own("done", sent * m.hidden)
     else:
         tape.own("way back", chosen, INTEGER)
     tape.own("results", chosen * m.hidden)
-    if m.shared_experts:
-        feed_forward(tape, gathered(tape, x, "shared input"), "shared", m.shared_experts * m.expert_ffn)
 
 
 def router(tape: Tape, x: str, tokens: int) -> None:
     """Scores, choices and the two losses beside."""
     place, m, wide = tape.place, tape.place.run.model, tape.place.wide
     micro, k = place.run.train.microbatch, m.experts_per_token
-    if tape.narrow:
+    if tape.narrow and not tape.in_parts:
         tape.own("router input", tokens * m.hidden, wide)
         if place.shared:  # gathered in 16 bits, and widened again
             tape.own("router weight", m.experts * m.hidden, wide)
@@ -347,18 +371,17 @@ def router(tape: Tape, x: str, tokens: int) -> None:
 def experts(tape: Tape, sent: int | Fraction, arrived: int | Fraction) -> None:
     """Rows to the experts and through them."""
     place, m, lay = tape.place, tape.place.run.model, tape.place.run.layout
-    tape.own("expert order", sent, INTEGER)
+    if not tape.moves_rows:
+        tape.own("expert order", sent, INTEGER)
     if lay.expert > 1:
-        tape.own("arrived order", 2 * arrived, INTEGER)
+        tape.own("arrived order", arrived if tape.moves_rows else 2 * arrived, PLACE if tape.moves_rows else INTEGER)
     width = m.expert_ffn // (lay.tensor if lay.expert_tensor else 1)
     # Experts that no other rank holds a part of are not gathered, so not cast by it either.
     alone = place.sizes["expert_shard"] == place.sizes["replicate"] == 1 and not lay.offload
     if tape.casts or (tape.narrow and alone):
         tape.own("expert weights", 3 * m.experts // lay.expert * width * m.hidden)
-    if (
-        tape.place.fused and place.run.train.dtype == "bfloat16"
-    ):  # one kernel for all experts, which reads where each begins
-        tape.own("expert ends", 3 * m.experts // lay.expert, ENDS)
+    if tape.in_parts and m.hidden % 8 == width % 8 == 0:  # one kernel, which reads where each expert's rows end
+        tape.own("expert ends", m.experts // lay.expert, PLACE)
     tape.own("expert rows", arrived * m.hidden)
     tape.own("expert gate, up, function and inner", 4 * arrived * width)
 

