@@ -23,15 +23,16 @@ from torch import Tensor, nn
 
 from shardwise.model.layers import Linear, Product
 from shardwise.model.quantize import E4M3, E5M2, cast, cast_rows, cast_rows_plain, largest, largest_plain, turn
-
-MULTIPLE = 16
-"""What the sides of matrices must be multiples of."""
+from shardwise.model.quantized_matrix import QuantizedMatrix
+from shardwise.run.derive import EIGHT_BIT_SIDE
 
 
 def multiply(
     left: Tensor, right: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool = False
 ) -> Tensor:
     """`left` [m, k] times `right` [n, k] turned, both in 8 bits and by rows; `fast` accumulates in fewer bits."""
+    if not left.is_cuda:  # PyTorch has it for CPUs, a thousand times slower than plain operations
+        return multiply_plain(left, right, scales, dtype)
     return torch._scaled_mm(left, right.t(), *scales, out_dtype=dtype, use_fast_accum=fast)
 
 
@@ -84,7 +85,7 @@ class EightBits(Product):
 
     def suited(self, x: Tensor, weight: Tensor) -> Product:
         sides = (x.numel() // x.shape[-1], *weight.shape)
-        return self if all(side and side % MULTIPLE == 0 for side in sides) else self.wide
+        return self if all(side and side % EIGHT_BIT_SIDE == 0 for side in sides) else self.wide
 
     def forward(self, x: Tensor, weight: Tensor, learns: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Rows of `x` times the matrix; nothing is made for a backward pass unless it `learns`."""
@@ -122,18 +123,34 @@ def _quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return cast_rows_plain(x, dtype) if torch.compiler.is_compiling() else cast_rows(x, dtype)
 
 
+def _turned(kept: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """A matrix turned, and its scale: as it was made in the forward pass, or now of one that was gathered in 8 bits."""
+    if len(kept) == 2:
+        return kept[0], kept[1]
+    matrix = kept[0]
+    assert isinstance(matrix, QuantizedMatrix)
+    if matrix.scale.dim():
+        return turn(matrix.eight, matrix.scale)
+    return matrix.eight.t().contiguous(), matrix.scale
+
+
 class TensorWise(EightBits):
     """One scale a tensor; all three products in 8 bits, gradients in e5m2."""
 
     def forward(self, x: Tensor, weight: Tensor, learns: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
         recent = self.learning if learns else self.looking
         x8, x_turned, x_scale = recent.of(x, lambda x: _quantize(x, E4M3, learns))
-        w8, w_turned, w_scale = _quantize(weight, E4M3, learns)
+        if isinstance(weight, QuantizedMatrix):  # kept as it came, since who gathered it may let it go in between
+            w8, w_scale, w_kept = weight.eight, weight.scale, (weight,)
+        else:
+            w8, w_turned, w_scale = _quantize(weight, E4M3, learns)
+            w_kept = (w_turned, w_scale)
         out = multiply(x8, w8, (x_scale, w_scale), x.dtype, fast=True)
-        return out.view(*x.shape[:-1], -1), (x_turned, x_scale, w_turned, w_scale)
+        return out.view(*x.shape[:-1], -1), (x_turned, x_scale, *w_kept)
 
     def for_input(self, grad: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        x_turned, x_scale, w_turned, w_scale = kept
+        x_turned, x_scale, *w_kept = kept
+        w_turned, w_scale = _turned(w_kept)
         g8, g_turned, g_scale = _quantize(grad, E5M2)
         out = multiply(g8, w_turned, (g_scale, w_scale), grad.dtype)
         return out.view(*grad.shape[:-1], -1), (x_turned, x_scale, g_turned, g_scale)
@@ -148,12 +165,18 @@ class RowWise(EightBits):
 
     def forward(self, x: Tensor, weight: Tensor, learns: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
         x8, x_scale = self.learning.of(x, lambda x: _quantize_rows(x, E4M3))
-        w8, w_scale = _quantize_rows(weight, E4M3)
+        if isinstance(weight, QuantizedMatrix):
+            w8, w_scale = weight.eight, weight.scale
+        else:
+            w8, w_scale = _quantize_rows(weight, E4M3)
         out = multiply(x8, w8, (x_scale, w_scale.t()), x.dtype, fast=True)
-        return out.view(*x.shape[:-1], -1), (x, *(turn(w8, w_scale) if learns else ()))
+        if isinstance(weight, QuantizedMatrix) or not learns:
+            return out.view(*x.shape[:-1], -1), (x, weight)
+        return out.view(*x.shape[:-1], -1), (x, *turn(w8, w_scale))
 
     def for_input(self, grad: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        x, w_turned, w_scale = kept
+        x, *w_kept = kept
+        w_turned, w_scale = _turned(w_kept)
         g8, g_scale = _quantize_rows(grad, E4M3)
         out = multiply(g8, w_turned, (g_scale, w_scale.t()), grad.dtype)
         return out.view(*grad.shape[:-1], -1), (x, grad)

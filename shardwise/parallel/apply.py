@@ -75,7 +75,7 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
             cut = splits(run.model, layout, name)
             copy = copied and name == "embed.weight"
             held.append(Held(name, parameter, whole[name], cut, _sharded_over(name, parameter), copy))
-    pipeline = Pipeline(stages, schedule, mesh, zero=layout.zero)
+    pipeline = Pipeline(stages, schedule, mesh, zero=layout.zero, scales=sharder.scales)
     models = [stage.model for stage in stages.values()]
     return Parallel(mesh, models, pipeline, held, _tied_group(run, mesh, schedule.placement))  # type: ignore[arg-type]
 

@@ -138,7 +138,7 @@ def gathered(run: Run, rank: int) -> int:
         if weight.routed and ranks == place.sizes["replicate"] == 1 and not run.layout.offload:
             continue  # experts that no other rank holds a part of
         if run.layout.zero < 3 or not (in_layer or run.layout.pipeline > 1):
-            total += count * weight.shard(ranks) * ranks * place.width
+            total += count * place.gathered_shard(weight, ranks) * ranks
     return total
 
 
