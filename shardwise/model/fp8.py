@@ -22,7 +22,17 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.model.layers import Linear, Product
-from shardwise.model.quantize import E4M3, E5M2, cast, cast_rows, cast_rows_plain, largest, largest_plain, turn
+from shardwise.model.quantize import (
+    E4M3,
+    E5M2,
+    cast,
+    cast_rows,
+    cast_rows_plain,
+    largest,
+    largest_plain,
+    multiply_plain,
+    turn,
+)
 from shardwise.model.quantized_matrix import QuantizedMatrix
 from shardwise.run.derive import EIGHT_BIT_SIDE
 
@@ -32,13 +42,8 @@ def multiply(
 ) -> Tensor:
     """`left` [m, k] times `right` [n, k] turned, both in 8 bits and by rows; `fast` accumulates in fewer bits."""
     if not left.is_cuda:  # PyTorch has it for CPUs, a thousand times slower than plain operations
-        return multiply_plain(left, right, scales, dtype)
+        return multiply_plain(left, right.t(), *scales, dtype)
     return torch._scaled_mm(left, right.t(), *scales, out_dtype=dtype, use_fast_accum=fast)
-
-
-def multiply_plain(left: Tensor, right: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-    """The same by plain operations, on the numbers that the 8 bits stand for."""
-    return ((left.float() @ right.float().t()) * scales[0] * scales[1]).to(dtype)
 
 
 class Recent:
@@ -61,9 +66,13 @@ class Recent:
             self.seen = weakref.ref(x, self._forget)
         return self.made
 
+    def forget(self) -> None:
+        """Let go of it."""
+        self.made = self.seen = None
+
     def _forget(self, seen: weakref.ref[Tensor]) -> None:
         if seen is self.seen:
-            self.made = self.seen = None
+            self.forget()
 
 
 class EightBits(Product):
@@ -82,6 +91,11 @@ class EightBits(Product):
         else:
             out, _ = self.forward(x, weight, learns=False)
         return out if bias is None else out + bias.to(x.dtype)
+
+    def forget(self) -> None:
+        """Let go of what the last input was quantised to."""
+        self.learning.forget()
+        self.looking.forget()
 
     def suited(self, x: Tensor, weight: Tensor) -> Product:
         sides = (x.numel() // x.shape[-1], *weight.shape)
@@ -129,9 +143,7 @@ def _turned(kept: list[Tensor]) -> tuple[Tensor, Tensor]:
         return kept[0], kept[1]
     matrix = kept[0]
     assert isinstance(matrix, QuantizedMatrix)
-    if matrix.scale.dim():
-        return turn(matrix.eight, matrix.scale)
-    return matrix.eight.t().contiguous(), matrix.scale
+    return turn(matrix.eight, matrix.scale)
 
 
 class TensorWise(EightBits):
@@ -192,6 +204,13 @@ PRODUCTS: dict[str, type[EightBits]] = {"tensorwise": TensorWise, "rowwise": Row
 def use_eight_bits(blocks: nn.Module, scaling: str) -> None:
     """Put products in 8 bits into the matrices of blocks."""
     product = PRODUCTS[scaling]()
+
+    def forget(*_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            product.forget()
+
     for module in blocks.modules():
         if isinstance(module, Linear):
             module.product = product
+        elif any(isinstance(child, Linear) for child in module.children()):
+            module.register_forward_hook(forget)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.model.fp8 import PRODUCTS, multiply, multiply_plain, use_eight_bits
+from shardwise.model.fp8 import PRODUCTS, multiply, use_eight_bits
 from shardwise.model.quantize import (
     E4M3,
     E5M2,
@@ -19,6 +19,7 @@ from shardwise.model.quantize import (
     cast_rows_plain,
     largest,
     largest_plain,
+    multiply_plain,
     turn,
     turn_plain,
 )
@@ -84,11 +85,11 @@ def test_products_are_those_of_the_numbers_that_8_bits_stand_for(fast: bool) -> 
         a8, _, a_scale = cast(a, largest(a), left, True, False)
         b8, _, b_scale = cast(b, largest(b), E4M3, True, False)
         got = multiply(a8, b8, (a_scale, b_scale), torch.bfloat16, fast=fast)
-        want = multiply_plain(a8, b8, (a_scale, b_scale), torch.float32)
+        want = multiply_plain(a8, b8.t(), a_scale, b_scale, torch.float32)
         assert (got.float() - want).norm() / want.norm() < 1e-2
     (a8, a_scale), (b8, b_scale) = cast_rows(a, E4M3), cast_rows(b, E4M3)
     got = multiply(a8, b8, (a_scale, b_scale.t()), torch.bfloat16, fast=fast)
-    want = multiply_plain(a8, b8, (a_scale, b_scale.t()), torch.float32)
+    want = multiply_plain(a8, b8.t(), a_scale, b_scale.t(), torch.float32)
     assert (got.float() - want).norm() / want.norm() < 1e-2
 
 
