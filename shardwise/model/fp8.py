@@ -34,6 +34,7 @@ from shardwise.model.quantize import (
     turn,
 )
 from shardwise.model.quantized_matrix import QuantizedMatrix
+from shardwise.run import Problem, UserError
 from shardwise.run.derive import EIGHT_BIT_SIDE
 
 
@@ -127,13 +128,13 @@ def _size(x: Tensor) -> Tensor:
 
 def _quantize(x: Tensor, dtype: torch.dtype, turned: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """A matrix in 8 bits, as it lies and turned, and its one scale."""
-    x = x.reshape(-1, x.shape[-1])
+    x = x.reshape(-1, x.shape[-1]).contiguous()
     return cast(x, _size(x), dtype, True, turned)
 
 
 def _quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A matrix in 8 bits and the scales of its rows; compiled, together with what makes it."""
-    x = x.reshape(-1, x.shape[-1])
+    x = x.reshape(-1, x.shape[-1]).contiguous()
     return cast_rows_plain(x, dtype) if torch.compiler.is_compiling() else cast_rows(x, dtype)
 
 
@@ -199,6 +200,13 @@ class RowWise(EightBits):
 
 PRODUCTS: dict[str, type[EightBits]] = {"tensorwise": TensorWise, "rowwise": RowWise}
 """By the words of `train.fp8`."""
+
+
+def check_eight_bits(scaling: str, device: torch.device) -> None:
+    """Raise a sentence where 8 bits are asked of a GPU that has none. CPUs compute the same, without being faster."""
+    if scaling != "none" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        raise UserError(Problem(f"{name} multiplies nothing in 8 bits: Ada, Hopper and later do", "train.fp8"))
 
 
 def use_eight_bits(blocks: nn.Module, scaling: str) -> None:

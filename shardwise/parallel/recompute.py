@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.model.attention import GroupedAttention, LatentAttention
 from shardwise.model.experts import Mixture, Router
+from shardwise.model.fp8 import use_eight_bits
 from shardwise.model.layers import Norm
 from shardwise.model.rotary import rotation
 from shardwise.model.transformer import Block, Transformer
@@ -85,7 +86,9 @@ def apply_recompute(model: Transformer, run: Run) -> None:
                 repeat(module)
 
 
-def saved_bytes(config: ModelConfig, routed: bool, batch: int, length: int, dtype: torch.dtype) -> int:
+def saved_bytes(
+    config: ModelConfig, routed: bool, batch: int, length: int, dtype: torch.dtype, fp8: str = "none"
+) -> int:
     """Bytes one block keeps for the backward pass of a microbatch, measured on tensors without data.
 
     Experts are counted as one dense layer of the width a token meets.
@@ -101,6 +104,8 @@ def saved_bytes(config: ModelConfig, routed: bool, batch: int, length: int, dtyp
 
     with FakeTensorMode():
         block = Block(dense, 0)
+        if fp8 != "none":
+            use_eight_bits(block, fp8)
         parameters = {p.untyped_storage()._cdata for p in block.parameters()}
         x = torch.empty(batch, length, config.hidden, dtype=dtype, requires_grad=True)
         turn = rotation(dense, torch.arange(length)[None], dtype) if config.position == "rotary" else None
@@ -115,7 +120,7 @@ def over_budget(blocks: list[Block], run: Run) -> list[Block]:
     dtype = getattr(torch, train.dtype)
     length = train.seq_len // layout.context
     sizes = {
-        routed: saved_bytes(run.model, routed, train.microbatch, length, dtype) // layout.tensor
+        routed: saved_bytes(run.model, routed, train.microbatch, length, dtype, train.fp8) // layout.tensor
         for routed in {isinstance(block.ffn, Mixture) for block in blocks}
     }
     entering = train.microbatch * length * run.model.hidden * dtype.itemsize // layout.tensor
