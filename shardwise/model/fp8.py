@@ -154,7 +154,8 @@ class TensorWise(EightBits):
         recent = self.learning if learns else self.looking
         x8, x_turned, x_scale = recent.of(x, lambda x: _quantize(x, E4M3, learns))
         if isinstance(weight, QuantizedMatrix):  # kept as it came, since who gathered it may let it go in between
-            w8, w_scale, w_kept = weight.eight, weight.scale, (weight,)
+            w8, w_scale = weight.eight, weight.scale
+            w_kept: tuple[Tensor, ...] = (weight,)
         else:
             w8, w_turned, w_scale = _quantize(weight, E4M3, learns)
             w_kept = (w_turned, w_scale)

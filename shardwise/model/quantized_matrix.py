@@ -22,11 +22,11 @@ class QuantizedMatrix(torch.Tensor):
     eight: Tensor
     scale: Tensor
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, eight: Tensor, scale: Tensor, dtype: torch.dtype) -> QuantizedMatrix:
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
+        return torch.Tensor._make_wrapper_subclass(
             cls, eight.shape, strides=eight.stride(), dtype=dtype, device=eight.device
         )
 
@@ -48,7 +48,9 @@ class QuantizedMatrix(torch.Tensor):
         return (self.eight.float() * self.scale).to(self.dtype)
 
     @classmethod
-    def __torch_dispatch__(cls, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if operator in _SEEN:
             return cls(operator(args[0].eight, *args[1:]), args[0].scale, args[0].dtype)
         args, kwargs = tree_map_only(cls, lambda matrix: matrix.wide(), (args, kwargs or {}))

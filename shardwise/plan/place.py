@@ -126,7 +126,7 @@ class Place:
 
     def gathers_eight_bits(self, weight: Weight, ranks: int) -> bool:
         """Whether a parameter is gathered in 8 bits from its shards over so many ranks."""
-        return weight.product and gathers_eight_bits(self.run, *weight.shape, ranks)
+        return weight.product and gathers_eight_bits(self.run, weight.shape[0], weight.shape[1], ranks)
 
     def gathered_shard(self, weight: Weight, ranks: int) -> int:
         """Bytes of a parameter's shard as it is gathered: with a scale a row, where it has those."""
