@@ -178,7 +178,7 @@ def same(got, want):
 
 # Numbers that the formats hold exactly, since the interpreter does not round as the hardware does.
 torch.manual_seed(1)
-for rows, columns, power, dtype in ((16, 16, 0, torch.float32), (20, 200, -80, torch.bfloat16), (3, 9000, 60, torch.bfloat16)):
+for rows, columns, power, dtype in ((16, 16, 0, torch.float32), (18, 200, -80, torch.bfloat16), (2, 9000, 60, torch.bfloat16)):
     x = torch.randint(-7, 8, (rows, columns)) * 2.0 ** torch.randint(-2, 4, (rows, columns)) * 2.0**power
     x = x.to(dtype)
     top = largest_fused(x)
