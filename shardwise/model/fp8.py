@@ -6,7 +6,8 @@ Three products make a step: x Wᵀ, and backward dy W and dyᵀ x. Scales are th
 each time. `tensorwise`: one scale a tensor, all three in 8 bits; gradients in e5m2, whose range one scale for all tokens
 needs (Micikevicius et al. 2022). `rowwise`: a scale for each token and each row of the matrix, so that e4m3 has range enough
 for gradients too; the weight's gradient is a sum over all tokens, whose scales would have to be found along the other side of
-both operands, so it is left in 16 bits: more exact, and no slower than two more passes over both.
+both operands, by two more passes over them. So it is left in 16 bits, as in torchao's recipe of that kind: more exact, and a
+third of the products slower, which is the price of this scaling.
 The hardware takes both operands by rows along what is summed over. So dyᵀ x needs both turned, which the same pass that casts
 them does; the backward pass then keeps the turned 8-bit input in the place of the 16-bit one.
 Accumulation is at full width in the backward pass: its sums are long, over all tokens for the weight.
@@ -181,12 +182,12 @@ class RowWise(EightBits):
         x8, x_scale = self.learning.of(x, lambda x: _quantize_rows(x, E4M3))
         if isinstance(weight, QuantizedMatrix):
             w8, w_scale = weight.eight, weight.scale
+            w_kept: tuple[Tensor, ...] = (weight,)
         else:
             w8, w_scale = _quantize_rows(weight, E4M3)
+            w_kept = turn(w8, w_scale) if learns else ()
         out = multiply(x8, w8, (x_scale, w_scale.t()), x.dtype, fast=True)
-        if isinstance(weight, QuantizedMatrix) or not learns:
-            return out.view(*x.shape[:-1], -1), (x, weight)
-        return out.view(*x.shape[:-1], -1), (x, *turn(w8, w_scale))
+        return out.view(*x.shape[:-1], -1), (x, *w_kept)
 
     def for_input(self, grad: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         x, *w_kept = kept
