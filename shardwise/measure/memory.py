@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.data.batches import Batch
+from shardwise.model.quantized_matrix import QuantizedMatrix
 from shardwise.parallel import pipeline as pipeline_module
 from shardwise.parallel.pipeline import Pipeline
 from shardwise.parallel.shard import sharded_modules
@@ -37,6 +38,8 @@ from shardwise.train.step import Trainee
 
 def storage_of(x: Tensor) -> UntypedStorage:
     """The memory behind a tensor, behind this rank's part of it where it is spread over ranks."""
+    if isinstance(x, QuantizedMatrix):
+        return x.eight.untyped_storage()
     return (x._local_tensor if isinstance(x, DTensor) else x).untyped_storage()
 
 

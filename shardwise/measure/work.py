@@ -29,6 +29,7 @@ from shardwise.ledger import Work
 from shardwise.model.attention import GroupedAttention, LatentAttention
 from shardwise.model.experts import Experts, Router
 from shardwise.model.layers import FeedForward, Linear, Norm
+from shardwise.model.quantize import multiply_plain
 from shardwise.model.transformer import Transformer
 from shardwise.parallel import context
 from shardwise.plan.account import CONVENTION
@@ -53,6 +54,7 @@ PRODUCTS: dict[Any, tuple[int, int]] = {  # operator to the places of its two op
     torch.ops.shardwise.router_product.default: (0, 1),
     torch.ops.shardwise.router_to_input.default: (0, 1),
     torch.ops.shardwise.router_to_weight.default: (0, 1),
+    multiply_plain._opoverload: (0, 1),
 }
 UNKNOWN = "unknown"
 
@@ -166,6 +168,8 @@ class WorkCounter(TorchDispatchMode):
             share = _rows_taken(*args) if operator is aten._grouped_mm.default else 1.0
             self._product(first, second, 2.0 * first.numel() * second.shape[-1] * share)
         elif operator.namespace in ("aten", "shardwise") and not operator.is_view:
+            if operator.namespace == "shardwise":
+                self._quantized(args[0], [x for x in tree_leaves(out) if x.element_size() == 1])
             if (
                 operator is aten._to_copy.default
                 and self.inside
@@ -218,6 +222,19 @@ class WorkCounter(TorchDispatchMode):
         else:  # put off until after the backward pass
             part = self._part_of(self.inputs, first) or self._part_of(self.inputs, second)
             self._add(part or UNKNOWN, "backward_weight", flops)
+
+    def _quantized(self, x: Tensor, forms: list[Tensor]) -> None:
+        """What a weight or an input was quantised or turned to stands for it."""
+        part = self._part_of(self.weights, x)
+        if part is None and self.inside:
+            part = self.inside[-1]
+            if self._part_of(self.parameters, x) is None:
+                for each in (x, *forms):
+                    self._remember(self.inputs, each, part)
+                return
+        if part is not None:
+            for each in forms:
+                self._remember(self.weights, each, part)
 
     def _remember(self, known: dict[int, tuple[StorageWeakRef, str]], x: Tensor, part: str) -> None:
         storage = StorageWeakRef(x.untyped_storage())

@@ -6,7 +6,8 @@ Three products make a step: x Wᵀ, and backward dy W and dyᵀ x. Scales are th
 each time. `tensorwise`: one scale a tensor, all three in 8 bits; gradients in e5m2, whose range one scale for all tokens
 needs (Micikevicius et al. 2022). `rowwise`: a scale for each token and each row of the matrix, so that e4m3 has range enough
 for gradients too; the weight's gradient is a sum over all tokens, whose scales would have to be found along the other side of
-both operands, so it is left in 16 bits: more exact, and no slower than two more passes over both.
+both operands, by two more passes over them. So it is left in 16 bits, as in torchao's recipe of that kind: more exact, and a
+third of the products slower, which is the price of this scaling.
 The hardware takes both operands by rows along what is summed over. So dyᵀ x needs both turned, which the same pass that casts
 them does; the backward pass then keeps the turned 8-bit input in the place of the 16-bit one.
 Accumulation is at full width in the backward pass: its sums are long, over all tokens for the weight.
@@ -22,22 +23,29 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.model.layers import Linear, Product
-from shardwise.model.quantize import E4M3, E5M2, cast, cast_rows, cast_rows_plain, largest, largest_plain, turn
-
-MULTIPLE = 16
-"""What the sides of matrices must be multiples of."""
+from shardwise.model.quantize import (
+    E4M3,
+    E5M2,
+    cast,
+    cast_rows,
+    cast_rows_plain,
+    largest,
+    largest_plain,
+    multiply_plain,
+    turn,
+)
+from shardwise.model.quantized_matrix import QuantizedMatrix
+from shardwise.run import Problem, UserError
+from shardwise.run.derive import EIGHT_BIT_SIDE
 
 
 def multiply(
     left: Tensor, right: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool = False
 ) -> Tensor:
     """`left` [m, k] times `right` [n, k] turned, both in 8 bits and by rows; `fast` accumulates in fewer bits."""
+    if not left.is_cuda:  # PyTorch has it for CPUs, a thousand times slower than plain operations
+        return multiply_plain(left, right.t(), *scales, dtype)
     return torch._scaled_mm(left, right.t(), *scales, out_dtype=dtype, use_fast_accum=fast)
-
-
-def multiply_plain(left: Tensor, right: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-    """The same by plain operations, on the numbers that the 8 bits stand for."""
-    return ((left.float() @ right.float().t()) * scales[0] * scales[1]).to(dtype)
 
 
 class Recent:
@@ -60,9 +68,13 @@ class Recent:
             self.seen = weakref.ref(x, self._forget)
         return self.made
 
+    def forget(self) -> None:
+        """Let go of it."""
+        self.made = self.seen = None
+
     def _forget(self, seen: weakref.ref[Tensor]) -> None:
         if seen is self.seen:
-            self.made = self.seen = None
+            self.forget()
 
 
 class EightBits(Product):
@@ -82,9 +94,14 @@ class EightBits(Product):
             out, _ = self.forward(x, weight, learns=False)
         return out if bias is None else out + bias.to(x.dtype)
 
+    def forget(self) -> None:
+        """Let go of what the last input was quantised to."""
+        self.learning.forget()
+        self.looking.forget()
+
     def suited(self, x: Tensor, weight: Tensor) -> Product:
         sides = (x.numel() // x.shape[-1], *weight.shape)
-        return self if all(side and side % MULTIPLE == 0 for side in sides) else self.wide
+        return self if all(side and side % EIGHT_BIT_SIDE == 0 for side in sides) else self.wide
 
     def forward(self, x: Tensor, weight: Tensor, learns: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Rows of `x` times the matrix; nothing is made for a backward pass unless it `learns`."""
@@ -112,14 +129,23 @@ def _size(x: Tensor) -> Tensor:
 
 def _quantize(x: Tensor, dtype: torch.dtype, turned: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """A matrix in 8 bits, as it lies and turned, and its one scale."""
-    x = x.reshape(-1, x.shape[-1])
+    x = x.reshape(-1, x.shape[-1]).contiguous()
     return cast(x, _size(x), dtype, True, turned)
 
 
 def _quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A matrix in 8 bits and the scales of its rows; compiled, together with what makes it."""
-    x = x.reshape(-1, x.shape[-1])
+    x = x.reshape(-1, x.shape[-1]).contiguous()
     return cast_rows_plain(x, dtype) if torch.compiler.is_compiling() else cast_rows(x, dtype)
+
+
+def _turned(kept: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """A matrix turned, and its scale: as it was made in the forward pass, or now of one that was gathered in 8 bits."""
+    if len(kept) == 2:
+        return kept[0], kept[1]
+    matrix = kept[0]
+    assert isinstance(matrix, QuantizedMatrix)
+    return turn(matrix.eight, matrix.scale)
 
 
 class TensorWise(EightBits):
@@ -128,12 +154,18 @@ class TensorWise(EightBits):
     def forward(self, x: Tensor, weight: Tensor, learns: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
         recent = self.learning if learns else self.looking
         x8, x_turned, x_scale = recent.of(x, lambda x: _quantize(x, E4M3, learns))
-        w8, w_turned, w_scale = _quantize(weight, E4M3, learns)
+        if isinstance(weight, QuantizedMatrix):  # kept as it came, since who gathered it may let it go in between
+            w8, w_scale = weight.eight, weight.scale
+            w_kept: tuple[Tensor, ...] = (weight,)
+        else:
+            w8, w_turned, w_scale = _quantize(weight, E4M3, learns)
+            w_kept = (w_turned, w_scale)
         out = multiply(x8, w8, (x_scale, w_scale), x.dtype, fast=True)
-        return out.view(*x.shape[:-1], -1), (x_turned, x_scale, w_turned, w_scale)
+        return out.view(*x.shape[:-1], -1), (x_turned, x_scale, *w_kept)
 
     def for_input(self, grad: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        x_turned, x_scale, w_turned, w_scale = kept
+        x_turned, x_scale, *w_kept = kept
+        w_turned, w_scale = _turned(w_kept)
         g8, g_turned, g_scale = _quantize(grad, E5M2)
         out = multiply(g8, w_turned, (g_scale, w_scale), grad.dtype)
         return out.view(*grad.shape[:-1], -1), (x_turned, x_scale, g_turned, g_scale)
@@ -148,12 +180,18 @@ class RowWise(EightBits):
 
     def forward(self, x: Tensor, weight: Tensor, learns: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
         x8, x_scale = self.learning.of(x, lambda x: _quantize_rows(x, E4M3))
-        w8, w_scale = _quantize_rows(weight, E4M3)
+        if isinstance(weight, QuantizedMatrix):
+            w8, w_scale = weight.eight, weight.scale
+            w_kept: tuple[Tensor, ...] = (weight,)
+        else:
+            w8, w_scale = _quantize_rows(weight, E4M3)
+            w_kept = turn(w8, w_scale) if learns else ()
         out = multiply(x8, w8, (x_scale, w_scale.t()), x.dtype, fast=True)
-        return out.view(*x.shape[:-1], -1), (x, *(turn(w8, w_scale) if learns else ()))
+        return out.view(*x.shape[:-1], -1), (x, *w_kept)
 
     def for_input(self, grad: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        x, w_turned, w_scale = kept
+        x, *w_kept = kept
+        w_turned, w_scale = _turned(w_kept)
         g8, g_scale = _quantize_rows(grad, E4M3)
         out = multiply(g8, w_turned, (g_scale, w_scale.t()), grad.dtype)
         return out.view(*grad.shape[:-1], -1), (x, grad)
@@ -166,9 +204,23 @@ PRODUCTS: dict[str, type[EightBits]] = {"tensorwise": TensorWise, "rowwise": Row
 """By the words of `train.fp8`."""
 
 
+def check_eight_bits(scaling: str, device: torch.device) -> None:
+    """Raise a sentence where 8 bits are asked of a GPU that has none. CPUs compute the same, without being faster."""
+    if scaling != "none" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        raise UserError(Problem(f"{name} multiplies nothing in 8 bits: Ada, Hopper and later do", "train.fp8"))
+
+
 def use_eight_bits(blocks: nn.Module, scaling: str) -> None:
     """Put products in 8 bits into the matrices of blocks."""
     product = PRODUCTS[scaling]()
+
+    def forget(*_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            product.forget()
+
     for module in blocks.modules():
         if isinstance(module, Linear):
             module.product = product
+        elif any(isinstance(child, Linear) for child in module.children()):
+            module.register_forward_hook(forget)

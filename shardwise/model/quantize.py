@@ -53,8 +53,11 @@ def cast_rows_plain(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def turn_plain(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """A matrix that has a scale a row, turned, with a scale for each row that it then has.
 
-    Scales being powers of two, a number changes only where the new one makes it too small for the format.
+    Scales being powers of two, a number changes only where the new one makes it too small for the format. One scale for all
+    of it stays what it is.
     """
+    if not scale.dim():
+        return x.t().contiguous(), scale.clone()
     return cast_rows_plain((x.float() * scale).mT.contiguous(), x.dtype)
 
 
@@ -92,8 +95,8 @@ def cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("shardwise::turn", mutates_args=())
 def turn(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix of 8 bits that has a scale a row, turned and scaled anew."""
-    if not x.is_cuda:
+    """A matrix of 8 bits turned, and scaled anew where it has a scale a row."""
+    if not x.is_cuda or not scale.dim():
         return turn_plain(x, scale)
     from shardwise.model.kernels.quantize import turn_fused
 
@@ -121,4 +124,16 @@ def _(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 @turn.register_fake
 def _(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = x.shape
-    return x.new_empty(columns, rows), scale.new_empty(columns, 1)
+    return x.new_empty(columns, rows), scale.new_empty((columns, 1) if scale.dim() else ())
+
+
+@torch.library.custom_op("shardwise::multiply", mutates_args=())
+def multiply_plain(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`left` [m, k] times `right` [k, n], in the place of `torch._scaled_mm`: the product of the numbers that the 8 bits stand
+    for, summed in float32."""
+    return ((left.float() @ right.float()) * left_scale * right_scale).to(dtype)
+
+
+@multiply_plain.register_fake
+def _(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return left.new_empty((left.shape[0], right.shape[1]), dtype=dtype)

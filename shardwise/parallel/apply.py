@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.model.fp8 import use_eight_bits
+from shardwise.model.fp8 import check_eight_bits, use_eight_bits
 from shardwise.model.initialize import initial_values
 from shardwise.model.loss import ChunkedCrossEntropy
 from shardwise.model.transformer import Block, Transformer
@@ -41,6 +41,7 @@ class Parallel:
 
 def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
     """Build this rank's part of the run's model, with initial weights that depend on seed and name alone."""
+    check_eight_bits(run.train.fp8, device)
     layout = run.layout
     schedule = make_schedule(layout.schedule, layout.pipeline, run.accumulation, layout.stages_per_rank)
     ranges = layers_of_stages(run)
@@ -75,7 +76,7 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
             cut = splits(run.model, layout, name)
             copy = copied and name == "embed.weight"
             held.append(Held(name, parameter, whole[name], cut, _sharded_over(name, parameter), copy))
-    pipeline = Pipeline(stages, schedule, mesh, zero=layout.zero)
+    pipeline = Pipeline(stages, schedule, mesh, zero=layout.zero, scales=sharder.scales)
     models = [stage.model for stage in stages.values()]
     return Parallel(mesh, models, pipeline, held, _tied_group(run, mesh, schedule.placement))  # type: ignore[arg-type]
 

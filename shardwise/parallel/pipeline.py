@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.model.layers import Linear, Product
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.narrow import Scales
 from shardwise.parallel.shard import reduce_now
 from shardwise.schedules import Action, Message, Schedule, message_of, transfers
 
@@ -158,8 +159,9 @@ class Stage:
 class Pipeline:
     """Runs this rank's part of a schedule."""
 
-    def __init__(self, stages: dict[int, Stage], schedule: Schedule, mesh: Mesh, zero: int) -> None:
+    def __init__(self, stages: dict[int, Stage], schedule: Schedule, mesh: Mesh, zero: int, scales: Scales) -> None:
         self.stages = stages
+        self.scales = scales
         self.schedule = schedule
         forward = tuple(tuple(action for action in actions if action.kind == "F") for actions in schedule.ranks)
         self.forward_only = replace(schedule, ranks=forward)
@@ -181,6 +183,7 @@ class Pipeline:
             (), dtype=torch.float64 if like.dtype == torch.float64 else torch.float32, device=like.device
         )
         self.microbatches, self.weights = microbatches, weights
+        self.scales.update()
         schedule = self.schedule if weights is not None else self.forward_only
         self.mail = Mail(schedule, self.mesh, like)
         self.local: dict[Message, Tensor] = {}

@@ -9,6 +9,7 @@ rank's parameters in the dtype they are gathered in, G in that they are reduced 
   the blocks stays gathered between the two where one follows the other at once, that is without a pipeline.
 Parameters are gathered block by block. With copies as well, each rank's shard of the gradients is all-reduced over them
 once a step: 2(r-1)/r of G/z. Routed experts likewise, with z / e ranks (`expert_shard`) in the place of z.
+What is multiplied in 8 bits is gathered in 8 bits too (`narrow.py`).
 Gradients are added, not averaged: the loss is already divided by the tokens of the whole batch.
 """
 
@@ -25,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.model.experts import Mixture
 from shardwise.model.transformer import Block, Transformer
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.narrow import Scales, gather_in_eight_bits
 from shardwise.run import Run
 
 
@@ -53,6 +55,7 @@ class Sharder:
             cast_forward_inputs=False,
         )
         self.offload = CPUOffloadPolicy() if run.layout.offload else OffloadPolicy()
+        self.scales = Scales(mesh.group("zero"))
 
     def block(self, block: Block) -> None:
         """Share one block's parameters, its experts over their own ranks."""
@@ -63,6 +66,7 @@ class Sharder:
                 self._shard(block.ffn.experts, "expert_shard")
         if _needed(self.mesh, "zero"):
             self._shard(block, "zero", experts)
+            gather_in_eight_bits(block, self.run, self.scales, self.mesh.size("zero"))
 
     def root(self, model: Transformer) -> None:
         """Share what stands outside of the blocks, and settle what is gathered ahead."""

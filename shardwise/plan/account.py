@@ -21,6 +21,7 @@ from shardwise.ledger import Work
 from shardwise.plan.place import Place, piece
 from shardwise.plan.traffic import first_ranks, kept_rows
 from shardwise.run import Run
+from shardwise.run.derive import multiplies_in_eight_bits
 
 CONVENTION = (
     "hardware FLOPs: causal attention (backward twice the forward), head in, embedding lookup out, recomputation in"
@@ -141,8 +142,9 @@ def _feed_forward(place: Place, width: int, inside: frozenset[str]) -> Iterator[
     one = 2.0 * place.tokens * m.hidden * (width // lay.tensor)
     yield Product("ffn", one * (2 if m.gated else 1), inside)
     # A repeated pass ends before a layer's last product: backward needs what enters it, not what leaves it. A product
-    # that is sent while it is made is repeated whole, as is one whose weights' gradient is put off.
-    whole = (lay.tensor > 1 and lay.async_tensor) or place.splits_backward
+    # that is sent while it is made is repeated whole, as is one whose weights' gradient is put off, and one in 8 bits.
+    eight = multiplies_in_eight_bits(place.run, m.hidden, width // lay.tensor)
+    whole = (lay.tensor > 1 and lay.async_tensor) or place.splits_backward or eight
     yield Product("ffn", one, inside if whole else NEVER)
 
 

@@ -51,9 +51,9 @@ def _sharing(place: Place, weight: Weight) -> tuple[int, int]:
 
 
 def known(run: Run) -> bool:
-    """Whether these formulas hold for a run: not for what a compiler chooses to keep, nor for 8 bits, which are not trained
-    yet, nor for what is held in the host's memory."""
-    return not run.train.compile and run.train.fp8 == "none" and not run.layout.offload
+    """Whether these formulas hold for a run: not for what a compiler chooses to keep, nor for what is held in the host's
+    memory."""
+    return not run.train.compile and not run.layout.offload
 
 
 def owners(run: Run, rank: int) -> dict[str, float]:
@@ -138,7 +138,7 @@ def gathered(run: Run, rank: int) -> int:
         if weight.routed and ranks == place.sizes["replicate"] == 1 and not run.layout.offload:
             continue  # experts that no other rank holds a part of
         if run.layout.zero < 3 or not (in_layer or run.layout.pipeline > 1):
-            total += count * weight.shard(ranks) * ranks * place.width
+            total += count * place.gathered_shard(weight, ranks) * ranks
     return total
 
 

@@ -30,6 +30,9 @@ class Job:
     cluster: Cluster
     dtype: str = "bfloat16"
     fp8: bool = False
+    """Whether matrices are multiplied in 8 bits."""
+    fp8_gradients: bool = True
+    """Then whether the gradients of weights are too, which keeps inputs in 8 bits alone."""
     headroom: float = 0.05
     imbalance: float = 1.0
     """Load of the busiest expert rank over the mean."""
@@ -105,6 +108,7 @@ def job_of(run: Run) -> Job:
         cluster=cluster_of(run),
         dtype=train.dtype,
         fp8=train.fp8 != "none",
+        fp8_gradients=train.fp8 == "tensorwise",
         headroom=run.cluster.headroom,
         imbalance=train.expert_imbalance if run.model.experts else 1.0,
     )

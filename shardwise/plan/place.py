@@ -15,11 +15,13 @@ from functools import cached_property
 from shardwise.plan.rounds import cached_schedule, fewer_rounds
 from shardwise.plan.stages import layers_of_stages
 from shardwise.run import ModelConfig, Run
-from shardwise.run.derive import chunks_loss, planned_on_gpu
+from shardwise.run.derive import chunks_loss, gathers_eight_bits, planned_on_gpu
 from shardwise.schedules import SPLIT_BACKWARD, Schedule
 
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number."""
+SCALE = 4
+"""Bytes of a scale of numbers in 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Weight:
     """The dimension that is cut over the tensor ranks."""
     routed: bool = False
     """Belongs to the routed experts."""
+    product: bool = False
+    """A matrix of a layer whose whole part on a rank is multiplied at once."""
 
     @property
     def numbers(self) -> int:
@@ -119,6 +123,17 @@ class Place:
     def wide(self) -> int:
         """Bytes of a parameter or gradient as it is held, and of what 16 bits would spoil."""
         return max(4, self.width)
+
+    def gathers_eight_bits(self, weight: Weight, ranks: int) -> bool:
+        """Whether a parameter is gathered in 8 bits from its shards over so many ranks."""
+        return weight.product and gathers_eight_bits(self.run, weight.shape[0], weight.shape[1], ranks)
+
+    def gathered_shard(self, weight: Weight, ranks: int) -> int:
+        """Bytes of a parameter's shard as it is gathered: with a scale a row, where it has those."""
+        if not self.gathers_eight_bits(weight, ranks):
+            return weight.shard(ranks) * self.width
+        scales = SCALE * weight.shape[0] // ranks if self.run.train.fp8 == "rowwise" else 0
+        return weight.shard(ranks) + scales
 
     @property
     def copies_alone(self) -> bool:
@@ -258,15 +273,18 @@ def _norm(model: ModelConfig) -> tuple[Weight, ...]:
     return (Weight((model.hidden,)),) * (2 if model.norm == "layernorm" else 1)
 
 
-def _linear(place: Place, rows: int, columns: int, *, by: str = "", bias: bool = False) -> Iterator[Weight]:
-    """A matrix from `columns` to `rows` numbers, cut `by` rows or columns of its stored form, and its bias."""
+def _linear(
+    place: Place, rows: int, columns: int, *, by: str = "", bias: bool = False, some: bool = False
+) -> Iterator[Weight]:
+    """A matrix from `columns` to `rows` numbers, cut `by` rows or columns of its stored form, and its bias; a rank may use
+    `some` of its rows only."""
     t = place.run.layout.tensor
     if by == "rows":
-        yield Weight((rows // t, columns), cut=0)
+        yield Weight((rows // t, columns), cut=0, product=True)
     elif by == "columns":
-        yield Weight((rows, columns // t), cut=1)
+        yield Weight((rows, columns // t), cut=1, product=True)
     else:
-        yield Weight((rows, columns))
+        yield Weight((rows, columns), product=not some)
     if bias:
         yield Weight((rows // t,), cut=0) if by == "rows" else Weight((rows,))
 
@@ -278,7 +296,7 @@ def _grouped(place: Place) -> Iterator[Weight]:
     dealt = "rows" if m.kv_heads >= place.run.layout.tensor else ""
     yield from _linear(place, q, m.hidden, by="rows", bias=m.bias != "none")
     for _ in "kv":
-        yield from _linear(place, kv, m.hidden, by=dealt, bias=m.bias != "none")
+        yield from _linear(place, kv, m.hidden, by=dealt, bias=m.bias != "none", some=not dealt)
     yield from _linear(place, m.hidden, q, by="columns", bias=m.bias == "all")
     if m.qk_norm:
         yield from (Weight((m.head_dim,)), Weight((m.head_dim,)))

@@ -5,7 +5,9 @@ operations keep count once, and a part that is computed again keeps its inputs i
 n rows of d numbers; w is the width of the arithmetic, W that of what 16 bits would spoil (w, or 4 bytes):
 
     linear       its input, gathered over the tensor ranks where it is; and, where parameters are held wider than the
-                 arithmetic and `fully_shard` has not cast them as it gathered them, the copy of its weight that was cast
+                 arithmetic and `fully_shard` has not cast them as it gathered them, the copy of its weight that was cast.
+                 In 8 bits its weight turned, unless it was gathered so; with one scale a tensor the turned 8-bit input in
+                 the place of the input; and the scales
     rms norm     fused (CUDA): input and n W. Composed of small operations (CPU): the input and the input divided by its
                  length, both widened, and n W
     layer norm   input, means and deviations: 2 n w
@@ -34,8 +36,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from shardwise.plan.place import Place, Stage
+from shardwise.plan.place import SCALE, Place, Stage
 from shardwise.plan.traffic import INTEGER, kept_rows
+from shardwise.run.derive import gathers_eight_bits, multiplies_in_eight_bits
 
 PLACE = 4
 """Bytes of a place in a batch of rows: where an expert's end, where a choice lies."""
@@ -52,7 +55,7 @@ class Tape:
     sizes: dict[str, int | Fraction] = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)
     products: dict[str, int] = field(default_factory=dict)
-    """Inputs of the products whose weights' gradients can be put off, with bytes of the results and of the weights."""
+    """Inputs of the products whose weights' gradients can be put off, with bytes of the results."""
     again: frozenset[str] = frozenset()
     """Parts of the present layer that the backward pass computes again."""
     prefix: str = ""
@@ -115,14 +118,36 @@ class Tape:
         return sum(self.sizes[name] for name in self.kept)
 
 
-def linear(tape: Tape, x: str, name: str, rows: int, columns: int, inner: int, *, edge: bool = False) -> str:
-    """A product with a weight of columns x inner numbers; at the `edge` of a part, it may overlap with tensor traffic."""
+def linear(
+    tape: Tape, x: str, name: str, rows: int, columns: int, inner: int, *, edge: bool = False, whole: bool = True
+) -> str:
+    """A product with a weight of columns x inner numbers, or with that part of it where it is not the `whole`; at the `edge`
+    of a part, it may overlap with tensor traffic."""
+    place = tape.place
+    if tape.prefix and multiplies_in_eight_bits(place.run, columns, inner):
+        return _eight_bits(tape, x, name, rows, columns, inner, whole=whole)
     tape.keep(x)
     if tape.prefix and not (edge and tape.overlaps):
-        numbers = rows * columns + (columns * inner if tape.casts else 0)
-        tape.products[x] = tape.products.get(x, 0) + numbers * tape.place.width
+        tape.products[x] = tape.products.get(x, 0) + rows * columns * place.width
     if tape.casts:
         tape.own(f"{name} weight", columns * inner)
+    return tape.make(name, rows * columns)
+
+
+def _eight_bits(tape: Tape, x: str, name: str, rows: int, columns: int, inner: int, *, whole: bool) -> str:
+    """The same in 8 bits (`model/fp8.py`)."""
+    place, by_tensor = tape.place, tape.place.run.train.fp8 == "tensorwise"
+    ranks = place.sizes["zero"]
+    if by_tensor:
+        source = f"{x} turned"
+        tape.sizes[source] = rows * inner + SCALE
+        result = rows * columns + SCALE
+    else:
+        source, result = x, rows * columns * place.width
+    tape.keep(source)
+    tape.products[source] = tape.products.get(source, 0) + result
+    if not (place.shared and whole and gathers_eight_bits(place.run, columns, inner, ranks)):
+        tape.own(f"{name} weight turned", columns * inner + SCALE * (1 if by_tensor else inner), 1)
     return tape.make(name, rows * columns)
 
 
@@ -197,15 +222,18 @@ def attention(tape: Tape, x: str) -> None:
 def _grouped(tape: Tape, x: str) -> Heads:
     m, t, tokens = tape.place.run.model, tape.place.sizes["tensor"], tape.place.tokens
     queries, keys = m.heads // t, max(1, m.kv_heads // t)
+    some = m.kv_heads < t
     turned = []
     for name, count in (("q", queries), ("k", keys)):
-        made = linear(tape, x, name, tokens, count * m.head_dim, m.hidden, edge=name == "q")
+        made = linear(
+            tape, x, name, tokens, count * m.head_dim, m.hidden, edge=name == "q", whole=name == "q" or not some
+        )
         if m.qk_norm:
             made = norm(tape, made, f"{name} norm", tokens * count, m.head_dim)
         if m.position == "rotary":
             made = tape.make(f"{name} turned", tokens * count * m.head_dim)
         turned.append(made)
-    v = linear(tape, x, "v", tokens, keys * m.head_dim, m.hidden)
+    v = linear(tape, x, "v", tokens, keys * m.head_dim, m.hidden, whole=not some)
     return Heads(queries, keys, m.head_dim, m.head_dim, turned[0], turned[1], v)
 
 

@@ -59,9 +59,9 @@ class Tally:
         seconds = (
             gemm_seconds(chip, rows, columns, inner, dtype),
             gemm_seconds(chip, rows, inner, columns, dtype),
-            gemm_seconds(chip, inner, columns, rows, dtype),
+            gemm_seconds(chip, inner, columns, rows, dtype if job.fp8_gradients else job.dtype),
         )
-        kept = rows * inner * (1.0 if eight else job.width) if saved is None else saved
+        kept = rows * inner * (1.0 if eight and job.fp8_gradients else job.width) if saved is None else saved
         self.entries.append(
             Entry(name, part, "matmul", seconds, (flops,) * 3, saved=kept, launches=(1.0, 1.0, 1.0), ends=ends)
         )
@@ -105,7 +105,8 @@ class Tally:
     def grouped(self, name: str, rows: Number, columns: Number, inner: Number, experts: Number) -> None:
         """The same product for each of a rank's experts, rows dealt out evenly."""
         chip, job = self.job.cluster.chip, self.job
-        dtype = "fp8" if job.fp8 else job.dtype
+        eight = job.fp8 and job.stack.family != "shardwise"  # this trainer leaves experts in 16 bits
+        dtype = "fp8" if eight else job.dtype
         flops = 2.0 * rows * columns * inner
         each = rows / experts
         seconds = (
@@ -113,13 +114,13 @@ class Tally:
             grouped_gemm_seconds(chip, rows, inner, columns, experts, dtype),
             gemm_seconds(chip, inner, columns, each, dtype, count=experts),
         )
-        kept = rows * inner * (1.0 if job.fp8 else job.width)
+        kept = rows * inner * (1.0 if eight else job.width)
         self.entries.append(
             Entry(name, "experts", "matmul", seconds, (flops,) * 3, saved=kept, launches=(1.0, 1.0, 1.0))
         )
         self._accumulate(name, "experts", columns * inner * experts)
         self._cast(name, "experts", columns * inner * experts)
-        if job.fp8:
+        if eight:
             self.stream(
                 f"{name} to 8 bits", "experts", rows * inner * (job.width + 2), rows * columns * (job.width + 2)
             )

@@ -16,14 +16,14 @@ Messages are exact too, except for the buckets of DistributedDataParallel, which
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
 from shardwise.ledger import AXIS_OF as AXIS_OF
 from shardwise.ledger import Traffic
-from shardwise.plan.place import WIDTHS, Place, Stage, Weight
+from shardwise.plan.place import SCALE, WIDTHS, Place, Stage, Weight
 from shardwise.run import Run
 
 INTEGER = 8
@@ -165,9 +165,14 @@ def data(wire: Wire) -> None:
         # Without a pipeline the backward pass follows at once, and what stands outside of the layers stays gathered.
         _share(wire, "zero", place.outer_weights(stage), 1, 1 if whole else n if lay.pipeline == 1 else 2 * n)
         _gathered_in_vain(wire, stage)
+    if place.run.train.fp8 == "tensorwise":
+        # `narrow.py`: the largest number of every matrix.
+        ranks = place.sizes["zero"]
+        matrices = sum(count for count, weight in place.weights() if place.gathers_eight_bits(weight, ranks))
+        wire.all_reduce("zero", matrices * SCALE, messages=1 if matrices else 0)
 
 
-def _share(wire: Wire, group: str, weights: Iterable[Weight], units: int, gathers: int) -> None:
+def _share(wire: Wire, group: str, weights: Sequence[Weight], units: int, gathers: int) -> None:
     """Units alike, each with these weights, gathered so often in a step."""
     place, run = wire.place, wire.place.run
     numbers = sum(weight.shard(place.sizes[group]) for weight in weights)
@@ -176,7 +181,8 @@ def _share(wire: Wire, group: str, weights: Iterable[Weight], units: int, gather
     reduced = WIDTHS[run.train.reduce_dtype] if place.width < 4 else place.wide
     # Backward passes in two parts leave the gradients whole until the end of a step.
     once = run.layout.zero == 1 or place.splits_backward
-    wire.all_gather(group, numbers * place.width, units * gathers)
+    gathered = sum(place.gathered_shard(weight, place.sizes[group]) for weight in weights)
+    wire.all_gather(group, gathered, units * gathers)
     wire.reduce_scatter(group, numbers * reduced, units * (1 if once else run.accumulation))
     wire.all_reduce("replicate", numbers * reduced, units)
 
@@ -193,7 +199,7 @@ def _gathered_in_vain(wire: Wire, stage: Stage) -> None:
     if stage.first or stage.last or kept or len(stage.layers) < 2 or not place.runs_dry(stage):
         return
     weights = [weight for weight in place.layer_weights(place.routed(stage.layers[-1])) if not weight.routed]
-    wire.all_gather("zero", sum(weight.shard(place.sizes["zero"]) for weight in weights) * place.width)
+    wire.all_gather("zero", sum(place.gathered_shard(weight, place.sizes["zero"]) for weight in weights))
 
 
 def _in_order(place: Place, stage: Stage) -> Iterator[Weight]:

@@ -44,7 +44,7 @@ def _fp8_rules(run: Run) -> Iterator[Broken]:
     if run.train.dtype != "bfloat16":
         reason = f'{run.train.dtype} arithmetic goes with "none" alone: products in 8 bits give bfloat16'
         yield Broken("train.fp8", ("train.dtype",), reason)
-    if run.layout.async_tensor and not run.layout.auto:
+    if run.layout.async_tensor:
         reason = "multiplies pieces as they arrive, in 16 bits, while a scale needs the whole; use one of the two"
         yield Broken("layout.async_tensor", ("train.fp8",), reason)
 

@@ -47,6 +47,22 @@ def chunks_loss(run: Run, *, gpu: bool) -> bool:
     return gpu and narrow and run.layout.tensor == 1
 
 
+EIGHT_BIT_SIDE = 16
+"""What the sides of a product in 8 bits must be multiples of."""
+
+
+def multiplies_in_eight_bits(run: Run, rows: int, columns: int) -> bool:
+    """Whether a matrix of a layer, as a rank holds it, is multiplied in 8 bits."""
+    tokens = run.train.microbatch * run.train.seq_len // run.layout.context
+    return run.train.fp8 != "none" and all(side and side % EIGHT_BIT_SIDE == 0 for side in (tokens, rows, columns))
+
+
+def gathers_eight_bits(run: Run, rows: int, columns: int, ranks: int) -> bool:
+    """Whether the shards of such a matrix over so many ranks are gathered in 8 bits."""
+    even = run.train.fp8 == "tensorwise" or rows % ranks == 0
+    return multiplies_in_eight_bits(run, rows, columns) and even and not run.layout.offload
+
+
 def derive(run: Run) -> Run:
     """The run with every derived key filled in."""
     train, cluster = run.train, run.cluster

@@ -1,15 +1,19 @@
 """Training in 8 bits on a GPU: kernels to the bit against plain operations, products against the numbers their operands stand for,
-a compiled block against the plain one, and not one wait of the host."""
+a compiled block against the plain one, whole steps against the CPU's, alone and sharded, and not one wait of the host."""
 
 from __future__ import annotations
 
 import copy
+from typing import Any
 
+import cases
+import numpy as np
 import pytest
 import torch
+from parallel_pool import RankPool
 from torch import Tensor, nn
 
-from shardwise.model.fp8 import PRODUCTS, multiply, multiply_plain, use_eight_bits
+from shardwise.model.fp8 import PRODUCTS, multiply, use_eight_bits
 from shardwise.model.quantize import (
     E4M3,
     E5M2,
@@ -19,6 +23,7 @@ from shardwise.model.quantize import (
     cast_rows_plain,
     largest,
     largest_plain,
+    multiply_plain,
     turn,
     turn_plain,
 )
@@ -84,11 +89,11 @@ def test_products_are_those_of_the_numbers_that_8_bits_stand_for(fast: bool) -> 
         a8, _, a_scale = cast(a, largest(a), left, True, False)
         b8, _, b_scale = cast(b, largest(b), E4M3, True, False)
         got = multiply(a8, b8, (a_scale, b_scale), torch.bfloat16, fast=fast)
-        want = multiply_plain(a8, b8, (a_scale, b_scale), torch.float32)
+        want = multiply_plain(a8, b8.t(), a_scale, b_scale, torch.float32)
         assert (got.float() - want).norm() / want.norm() < 1e-2
     (a8, a_scale), (b8, b_scale) = cast_rows(a, E4M3), cast_rows(b, E4M3)
     got = multiply(a8, b8, (a_scale, b_scale.t()), torch.bfloat16, fast=fast)
-    want = multiply_plain(a8, b8, (a_scale, b_scale.t()), torch.float32)
+    want = multiply_plain(a8, b8.t(), a_scale, b_scale.t(), torch.float32)
     assert (got.float() - want).norm() / want.norm() < 1e-2
 
 
@@ -162,3 +167,26 @@ def test_less_is_kept_for_the_backward_pass(scaling: str) -> None:
         kept[kind] = torch.cuda.memory_allocated() - before
         del out
     assert kept[scaling] < kept["none"]
+
+
+def steps(rank: int, layout: dict[str, Any], train: dict[str, Any]) -> dict[str, Any]:
+    base = dict(dtype="bfloat16", steps=4, lr=1e-3, microbatch=2, layers=2)
+    return cases.train(rank, cases.make_run("dense", layout, **base | train), documents=False)
+
+
+@pytest.mark.parametrize("scaling", PRODUCTS)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_steps_follow_the_cpu(scaling: str, compiled: bool) -> None:
+    want = steps(0, {}, dict(fp8=scaling))
+    got = steps(0, {}, dict(fp8=scaling, device="cuda", compile=compiled))
+    np.testing.assert_allclose(got["losses"], want["losses"], rtol=2e-3)
+    np.testing.assert_allclose(got["norms"], want["norms"], rtol=5e-2)
+
+
+@pytest.mark.parametrize("scaling", PRODUCTS)
+@pytest.mark.parametrize("layout", [dict(shard=2), dict(shard=2, zero=1), dict(tensor=2)], ids=str)
+def test_ranks_that_share_a_gpu_follow_one(ranks: RankPool, scaling: str, layout: dict[str, Any]) -> None:
+    want = steps(0, {}, dict(fp8=scaling, device="cuda"))
+    for got in ranks.run(2, steps, layout, dict(fp8=scaling, device="cuda")):
+        np.testing.assert_allclose(got["losses"], want["losses"], rtol=2e-3)
+        np.testing.assert_allclose(got["norms"], want["norms"], rtol=5e-2)

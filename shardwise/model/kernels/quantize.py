@@ -168,8 +168,9 @@ def cast_rows_fused(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     rows, columns = x.shape
     out = torch.empty_like(x, dtype=dtype)
     scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    held = min(ROW, triton.next_power_of_2(columns))
     if rows:
-        _cast_row[(rows,)](x, out, scale, columns, TOP[dtype], min(ROW, triton.next_power_of_2(columns)))
+        _cast_row[(rows,)](x, out, scale, columns, TOP[dtype], held, num_warps=8 if held > 2048 else 4)
     return out, scale
 
 

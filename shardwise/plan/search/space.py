@@ -122,7 +122,7 @@ def choices(run: Run) -> Choices:
         zero=free("zero", (3, 2, 1)),
         recompute=tuple(r for r in free("recompute", RECOMPUTE) if _words_legal(run, replace(lay, recompute=r))),
         context_method=free("context_method", METHODS),
-        async_tensor=free("async_tensor", (False, True)),
+        async_tensor=free("async_tensor", (False, True) if run.train.fp8 == "none" else (False,)),
         expert_tensor=free("expert_tensor", experts),
     )
 

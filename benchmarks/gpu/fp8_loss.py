@@ -1,0 +1,105 @@
+"""Does training in 8 bits learn what 16 bits learn? The same model, seed and batches by this trainer in bf16 and in fp8, the
+validation loss every so many steps, and how far apart the two end.
+
+Trains on the built-in corpus, as bytes, or on sets made by `shardwise data build`. The file holds every curve finished so far.
+Exit code 1 when the validation loss of an 8-bit curve ends more than 0.5% above or below bf16's.
+
+    python benchmarks/gpu/fp8_loss.py --output fp8_loss.json [--model 1.5B] [--steps 500] [--batch 2] [--seq-len 4096]
+        [--scalings tensorwise rowwise] [--sets FOLDER …] [--no-compile] [--seed 0]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.data.open import Data, open_data
+from shardwise.run import Run, run_from_dict
+from shardwise.train.loop import batches
+from shardwise.train.step import Trainee
+
+MODELS: dict[str, dict[str, int]] = {
+    "tiny": dict(layers=4, hidden=128, heads=4, kv_heads=2, ffn=256, vocab=257),
+    "0.1B": dict(layers=12, hidden=768, heads=12, kv_heads=4, ffn=2048, vocab=32000),
+    "0.4B": dict(layers=16, hidden=1024, heads=16, kv_heads=8, ffn=4096, vocab=128256),
+    "1.5B": dict(layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256),
+}
+ALLOWED = 0.005
+
+
+def make_run(args: argparse.Namespace, scaling: str) -> Run:
+    """The run of one curve; they differ in nothing but the scaling."""
+    train = dict(
+        steps=args.steps, seq_len=args.seq_len, global_batch=args.batch, dtype="bfloat16", fp8=scaling, seed=args.seed,
+        compile=args.compile, lr=args.lr, warmup=min(100, args.steps // 5), device=args.device,
+    )  # fmt: skip
+    return run_from_dict(dict(model=MODELS[args.model], train=train, data=dict(sets=args.sets)))
+
+
+def curve(run: Run, data: Data, every: int, sequences: int) -> dict[str, Any]:
+    """Train; losses of all steps, and the validation loss every so many."""
+    trainee = Trainee(run)
+    count = data.validation.count
+    chosen = np.arange(min(sequences, count)) * count // min(sequences, count)
+    began = time.perf_counter()
+    losses, validation = [], []
+    for batch in batches(data.train, trainee, run.train.steps):
+        losses.append(trainee.train_step(batch).loss)
+        if trainee.step % every == 0 or trainee.step == run.train.steps:
+            validation.append((trainee.step, trainee.evaluate(data.validation.take, chosen)))
+            seconds = time.perf_counter() - began
+            print(
+                f"{run.train.fp8}: step {trainee.step}, loss {losses[-1].item():.4f}, "
+                f"validation {validation[-1][1]:.4f}, {seconds:.0f} s",
+                flush=True,
+            )
+    return dict(
+        losses=[loss.item() for loss in losses], validation=validation, seconds=time.perf_counter() - began
+    )  # fmt: skip
+
+
+def main() -> int:
+    """All curves, each written as it ends."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("fp8_loss.json"))
+    parser.add_argument("--model", choices=MODELS, default="1.5B")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--seq-len", type=int, default=4096)
+    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--every", type=int, default=50, help="steps between evaluations")
+    parser.add_argument("--sequences", type=int, default=64, help="validation sequences of an evaluation")
+    parser.add_argument("--scalings", nargs="+", default=["tensorwise"], choices=["tensorwise", "rowwise"])
+    parser.add_argument("--sets", nargs="*", default=[])
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    args = parser.parse_args()
+    curves: dict[str, Any] = {}
+    differences: dict[str, float] = {}
+    for scaling in ("none", *args.scalings):
+        run = make_run(args, scaling)
+        curves[scaling] = curve(run, open_data(run), args.every, args.sequences)
+        ends = {kind: each["validation"][-1][1] for kind, each in curves.items()}
+        differences = {kind: end / ends["none"] - 1 for kind, end in ends.items() if kind != "none"}
+        settings = {key: str(value) if key == "output" else value for key, value in vars(args).items()}
+        result = dict(settings=settings, torch=torch.__version__, curves=curves, differences=differences)
+        args.output.write_text(json.dumps(result) + "\n")
+        gc.collect()
+        torch._dynamo.reset()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    print("validation loss beside bf16's at the end:", {kind: f"{d:+.3%}" for kind, d in differences.items()})
+    return 1 if any(abs(d) > ALLOWED for d in differences.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

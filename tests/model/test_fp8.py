@@ -1,0 +1,335 @@
+"""Products in 8 bits: numbers come back within the format's error, kernels do what plain operations do, gradients are those of the
+wide product to that error, one input is quantised once, and a model learns what it learns in 16 bits."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.data.batches import Batch
+from shardwise.model.fp8 import PRODUCTS, EightBits, use_eight_bits
+from shardwise.model.layers import Linear
+from shardwise.model.quantize import (
+    E4M3,
+    E5M2,
+    TOP,
+    cast,
+    cast_plain,
+    cast_rows,
+    inverse,
+    largest,
+    multiply_plain,
+    scale_of,
+    turn,
+    turn_plain,
+)
+from shardwise.model.transformer import Transformer
+from shardwise.run import Run, UserError, run_from_dict
+from shardwise.train.step import Trainee
+
+HALF_STEP = {E4M3: 2.0**-4, E5M2: 2.0**-3}
+"""The most that rounding to nearest is off, as a share of the number: half of the last bit of the fraction."""
+SMALLEST = {E4M3: 2.0**-9, E5M2: 2.0**-16}
+"""The smallest number above zero; below it the error is at most half of it."""
+
+
+def numbers(rows: int, columns: int, power: float = 0.0, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.exp(2 * torch.randn(rows, columns, generator=generator))
+    return torch.randn(rows, columns, generator=generator) * spread * 2.0**power
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([E4M3, E5M2]), st.floats(-110, 110), st.integers(1, 40), st.integers(1, 40), st.integers(0, 10**6)
+)
+def test_numbers_come_back_within_the_error_of_the_format(
+    kind: torch.dtype, power: float, rows: int, columns: int, seed: int
+) -> None:
+    x = numbers(rows, columns, power, seed)
+    eight, _, scale = cast(x, largest(x), kind, True, False)
+    by_row, scales = cast_rows(x, kind)
+    for got, by in ((eight, scale), (by_row, scales)):
+        back = got.double() * by.double()
+        allowed = HALF_STEP[kind] * x.double().abs() + SMALLEST[kind] / 2 * by.double()
+        assert ((back - x.double()).abs() <= allowed).all()
+        assert (torch.frexp(by).mantissa == 0.5).all(), "a scale is a power of two"
+
+
+@pytest.mark.parametrize("kind", [E4M3, E5M2])
+def test_scales_are_the_smallest_powers_of_two_that_bring_the_largest_into_range(kind: torch.dtype) -> None:
+    top = torch.finfo(kind).max
+    assert top == 1.75 * 2.0 ** TOP[kind]
+    sizes = torch.cat(
+        [numbers(1, 500, power).abs()[0] for power in (-60, 0, 80)] + [top * 2.0 ** torch.arange(-9.0, 9)]
+    )
+    scale = scale_of(sizes, kind)
+    assert (sizes / scale <= top).all()
+    assert (sizes / (scale / 2) > top).all()
+    assert torch.equal(inverse(scale) * scale, torch.ones_like(scale))
+
+
+def test_nothing_and_what_is_not_finite() -> None:
+    zero = cast(torch.zeros(16, 16), largest(torch.zeros(16, 16)), E4M3, True, True)
+    assert not zero[0].float().any()
+    assert not zero[1].float().any()
+    assert 0 < zero[2] < 1
+    for product in (kind() for kind in PRODUCTS.values()):
+        weight = numbers(32, 16)
+        assert not product(torch.zeros(16, 16), weight, None).any()
+        for bad in (float("inf"), float("-inf"), float("nan")):
+            x = numbers(16, 16)
+            x[3, 5] = bad
+            assert not product(x, weight, None)[3].isfinite().any()
+            weight_bad = weight.clone()
+            weight_bad[7, 2] = bad
+            assert not product(numbers(16, 16), weight_bad, None)[:, 7].isfinite().any()
+
+
+def test_turning_rows_changes_nothing_but_what_gets_too_small() -> None:
+    x, scale = cast_rows(numbers(48, 80), E4M3)
+    turned, scales = turn(x, scale)
+    before, after = (x.double() * scale).mT, turned.double() * scales
+    assert ((before - after).abs() <= SMALLEST[E4M3] / 2 * scales).all()
+    assert torch.equal(turned.view(torch.uint8), turn_plain(x, scale)[0].view(torch.uint8))
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+# Errors of rounding are spread evenly up to half a step, which is between half of HALF_STEP and all of it: 0.72 of it on the
+# way, over sqrt(3). A product's terms carry the errors of both operands, and the errors of its sum fall as the sum does.
+def error(*kinds: torch.dtype) -> float:
+    return 0.72 / 3**0.5 * sum(HALF_STEP[kind] ** 2 for kind in kinds) ** 0.5
+
+
+@pytest.mark.parametrize("scaling", PRODUCTS)
+@pytest.mark.parametrize("power", [-60, 0, 40])
+def test_gradients_are_those_of_the_wide_product(scaling: str, power: int) -> None:
+    torch.manual_seed(1)
+    x = (torch.randn(4, 64, 128) * 2.0**power).to(torch.bfloat16).requires_grad_()
+    weight = torch.randn(96, 128, requires_grad=True)
+    grad = torch.randn(4, 64, 96).to(torch.bfloat16) * 2.0**-20
+    results = []
+    for product in (PRODUCTS[scaling](), None):
+        a, b = (t.detach().double() if product is None else t.detach() for t in (x, weight))
+        a.requires_grad_(), b.requires_grad_()
+        out = nn.functional.linear(a, b) if product is None else product(a, b, None)
+        out.backward(grad.to(out.dtype))
+        results.append((out.detach(), a.grad, b.grad))
+    (out, dx, dw), wants = results
+    assert (out.dtype, dx.dtype, dw.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    sixteen = 2.0**-9
+    gradient = E5M2 if scaling == "tensorwise" else E4M3
+    assert relative(out, wants[0]) < 1.2 * error(E4M3, E4M3) + sixteen
+    assert relative(dx, wants[1]) < 1.2 * error(gradient, E4M3) + sixteen
+    assert relative(dw, wants[2]) < (1.2 * error(E5M2, E4M3) if scaling == "tensorwise" else 0.0) + sixteen
+
+
+@pytest.mark.parametrize("scaling", PRODUCTS)
+def test_rows_of_very_different_size_need_a_scale_each(scaling: str) -> None:
+    x = torch.randn(64, 64) * 2.0 ** torch.linspace(0, -30, 64)[:, None]
+    out = PRODUCTS[scaling]()(x.to(torch.bfloat16), torch.eye(64), None)
+    last = relative(out[-1], x[-1])
+    assert last < 0.05 if scaling == "rowwise" else last == 1
+
+
+def test_the_product_is_that_of_the_numbers_that_8_bits_stand_for() -> None:
+    x, weight = numbers(32, 64, -3).to(torch.bfloat16), numbers(48, 64, 5)
+    (a, a_scale), (b, b_scale) = cast_plain(x, largest(x), E4M3), cast_plain(weight, largest(weight), E4M3)
+    want = (a.double() * a_scale) @ (b.double() * b_scale).t()
+    torch.testing.assert_close(
+        multiply_plain(a, b.t(), a_scale, b_scale, torch.float32).double(), want, rtol=1e-5, atol=1e-4
+    )
+    out = PRODUCTS["tensorwise"]()(x, weight, None)
+    torch.testing.assert_close(out.double(), want, rtol=2.0**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "outer", "inner"), [(17, 32, 32), (16, 24, 32), (16, 32, 40)])
+@pytest.mark.parametrize("scaling", PRODUCTS)
+def test_sides_that_are_no_multiples_of_16_stay_in_16_bits(scaling: str, rows: int, outer: int, inner: int) -> None:
+    x, weight, bias = torch.randn(rows, inner).to(torch.bfloat16), torch.randn(outer, inner), torch.randn(outer)
+    wide = Linear.product(x, weight, bias)
+    assert torch.equal(PRODUCTS[scaling]()(x, weight, bias), wide)
+
+
+KERNELS = """
+import torch
+from shardwise.model.kernels.quantize import cast_fused, cast_rows_fused, largest_fused, turn_fused
+from shardwise.model.quantize import E4M3, E5M2, cast_plain, cast_rows_plain, largest_plain, turn_plain
+
+def same(got, want):
+    assert got.dtype == want.dtype and got.shape == want.shape
+    got, want = (t.view(torch.uint8) if t.element_size() == 1 else t for t in (got, want))
+    assert torch.equal(got, want)
+
+# Numbers that the formats hold exactly, since the interpreter does not round as the hardware does.
+torch.manual_seed(1)
+for rows, columns, power, dtype in ((16, 16, 0, torch.float32), (18, 200, -80, torch.bfloat16), (2, 9000, 60, torch.bfloat16)):
+    x = torch.randint(-7, 8, (rows, columns)) * 2.0 ** torch.randint(-2, 4, (rows, columns)) * 2.0**power
+    x = x.to(dtype)
+    top = largest_fused(x)
+    same(top, largest_plain(x))
+    for kind in (E4M3, E5M2):
+        want, scale = cast_plain(x, top, kind)
+        plain, turned, got = cast_fused(x, top, kind, True, True)
+        same(got, scale), same(plain, want), same(turned, want.mT.contiguous())
+        assert cast_fused(x, top, kind, False, True)[0].numel() == cast_fused(x, top, kind, True, False)[1].numel() == 0
+        by_row = cast_rows_plain(x, kind)
+        for got, want in zip(cast_rows_fused(x, kind), by_row): same(got, want)
+        if columns < 9000:
+            for got, want in zip(turn_fused(*by_row), turn_plain(*by_row)): same(got, want)
+for bad in (float("inf"), float("nan")):
+    x[1, 3] = bad
+    assert not largest_fused(x).isfinite() and not cast_rows_fused(x, E4M3)[1][1].isfinite()
+    assert not cast_fused(x, largest_fused(x), E4M3, True, False)[2].isfinite()
+"""
+
+
+def test_the_kernels_do_what_plain_operations_do() -> None:
+    """By Triton's interpreter, in a process of its own, since it is chosen as Triton is imported."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", KERNELS], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def make_run(**train: Any) -> Run:
+    base = dict(seq_len=32, global_batch=4, dtype="bfloat16", device="cpu")
+    return run_from_dict(
+        dict(model=dict(layers=2, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=64), train=base | train)
+    )
+
+
+def make_model(scaling: str) -> Transformer:
+    torch.manual_seed(0)
+    model = Transformer(make_run().model, torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        nn.init.ones_(parameter) if "norm" in name else nn.init.normal_(parameter, std=0.05)
+    use_eight_bits(model.layers, scaling)
+    return model
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operations of this project."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "shardwise":
+            self.calls[function._schema.name.split("::")[1]] += 1
+        return function(*args, **(kwargs or {}))
+
+
+# In each of two layers: what enters q, k and v, what enters out, what enters gate and up, what enters down; seven matrices; and
+# the gradients of seven results.
+WANTED = {
+    "tensorwise": ({"largest": 36, "cast": 36, "multiply": 42}, {"cast": 22}, {"cast": 14}),
+    "rowwise": ({"cast_rows": 36, "turn": 14, "multiply": 28}, {}, {}),
+}
+
+
+@pytest.mark.parametrize("scaling", PRODUCTS)
+def test_one_input_of_several_matrices_is_quantised_once(scaling: str) -> None:
+    model, tokens = make_model(scaling), torch.randint(0, 64, (4, 33))
+    with Calls() as counted:
+        model(tokens[:, :-1], tokens[:, 1:]).result.backward()
+    assert counted.calls == WANTED[scaling][0]
+    assert isinstance(model.layers["0"].attention.q.product, EightBits)
+    assert type(model.head.product) is type(Linear.product)
+
+
+@pytest.mark.parametrize("scaling", PRODUCTS)
+def test_compiled_it_is_one_graph_that_gives_the_same_and_quantises_once(scaling: str) -> None:
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    graphs: list[Counter[str]] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        graphs.append(Counter(name.split(".")[1] for name in names if name.startswith("shardwise")))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    model, tokens = make_model(scaling), torch.randint(0, 64, (4, 33))
+    compiled = copy.deepcopy(model)
+    torch._dynamo.reset()
+    for block in compiled.layers.values():
+        block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
+    losses = []
+    for each in (model, compiled):
+        losses.append(each(tokens[:, :-1], tokens[:, 1:]).result)
+        losses[-1].backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+    for one, other in zip(model.parameters(), compiled.parameters(), strict=True):
+        assert relative(other.grad, one.grad) < 1e-2
+    forward, backward = graphs[0], graphs[1]
+    assert forward["cast"] == WANTED[scaling][1].get("cast", 0) // 2
+    assert backward["cast"] == WANTED[scaling][2].get("cast", 0) // 2
+
+
+@pytest.mark.parametrize("scaling", PRODUCTS)
+def test_less_is_kept_for_the_backward_pass(scaling: str) -> None:
+    kept: dict[str, int] = {}
+    for kind in ("none", scaling):
+        model = make_model(scaling)
+        if kind == "none":
+            for module in model.modules():
+                if isinstance(module, Linear):
+                    module.product = Linear.product
+        storages: dict[int, int] = {}
+
+        def note(x: Tensor, storages: dict[int, int] = storages) -> Tensor:
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            out = model.layers["0"](torch.randn(4, 32, 64, dtype=torch.bfloat16), None, None)
+        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        kept[kind] = sum(size for at, size in storages.items() if at not in own)
+        del out
+    assert kept[scaling] < kept["none"]
+
+
+def losses(**train: Any) -> list[float]:
+    trainee = Trainee(make_run(steps=40, lr=1e-2, **train))
+    rng = np.random.default_rng(0)
+    chain = rng.permutation(64)  # each token foretells the next, nine times of ten
+    found = []
+    for _ in range(40):
+        tokens = np.empty((4, 33), np.int64)
+        tokens[:, 0] = rng.integers(0, 64, 4)
+        for n in range(32):
+            tokens[:, n + 1] = np.where(rng.random(4) < 0.9, chain[tokens[:, n]], rng.integers(0, 64, 4))
+        found.append(trainee.train_step(Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy())).loss.item())
+    return found
+
+
+def test_a_model_learns_what_it_learns_in_16_bits() -> None:
+    wide = losses()
+    assert np.mean(wide[-5:]) < 0.75 * wide[0]
+    for scaling in PRODUCTS:
+        assert np.mean(losses(fp8=scaling)[-5:]) == pytest.approx(np.mean(wide[-5:]), rel=0.03)
+
+
+def test_a_run_that_cannot_be_is_refused_in_a_sentence() -> None:
+    with pytest.raises(UserError, match="products in 8 bits give bfloat16"):
+        make_run(fp8="rowwise", dtype="float16")
+    with pytest.raises(UserError, match="a scale needs the whole"):
+        run_from_dict(dict(layout=dict(tensor=2, async_tensor=True), train=dict(fp8="rowwise", dtype="bfloat16")))
