@@ -1,4 +1,4 @@
-"""A router's product on a GPU: tokens of 16 bits times float32 weights, as exact as float32 and as fast as 16 bits.
+"""A router's product on a GPU: tokens of 16 bits times float32 weights, nearly as exact as float32 and as fast as 16 bits.
 
 A float32 number is the sum of three numbers of bfloat16, to the last bit. Products of two bfloat16 numbers are exact in float32,
 which is what the tensor cores add them up in. So the three parts of the few weights are laid side by side, one product of
