@@ -9,6 +9,7 @@ waits for the device, unless a guard must see the loss first: the host is free t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -40,6 +41,8 @@ def choose_device(wanted: str) -> torch.device:
         )
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
+    # Blocks that can grow: or what the first steps leave between others is lost to the large ones, several GiB of a full GPU.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     return torch.device("cuda", torch.cuda.current_device())
 
 
