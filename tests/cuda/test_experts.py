@@ -99,12 +99,13 @@ def test_a_routers_product_is_nearly_as_exact_as_in_float32(wide: torch.dtype) -
     truth = x.double() @ weight.double().mT
     to_x, to_weight = given.double() @ weight.double(), given.double().mT @ x.double()
     mine, plain = router_product(x, weight.mT), x.float() @ weight.float().mT
-    # Tensor cores drop a few bits as they add: 7 times float32's rounding on an H200, some thousandths of bfloat16's.
-    assert (mine - truth).norm() < 16 * (plain - truth).norm()
+    # Tensor cores drop a few bits as they add: some ten times float32's rounding on an H200, a thousandth of bfloat16's.
+    assert (mine - truth).norm() < 1e-5 * truth.norm()
+    assert (plain - truth).norm() < 1e-5 * truth.norm()
     got = torch.autograd.grad(mine, (x, weight), given)
     assert (got[0].double() - to_x).norm() < 1.02 * (to_x.bfloat16().double() - to_x).norm()
     if wide == torch.float32:
-        assert (got[1].double() - to_weight).norm() < 16 * (given.mT @ x.float() - to_weight).norm()
+        assert (got[1].double() - to_weight).norm() < 1e-5 * to_weight.norm()
 
 
 @pytest.mark.parametrize("more", [{}, SIGMOID, dict(expert_capacity=0.6)], ids=str)
