@@ -138,8 +138,10 @@ def test_a_block_follows_16_bits_and_its_compiled_self(scaling: str) -> None:
         results.append(gradients(each, *inputs))
     # Rounding to a fraction of two bits is off by at most an eighth, evenly spread: 7%; a few such add up in a block.
     assert max(off(results[1], results[0]).values()) < 0.2
-    # The compiler keeps in float32 what is rounded to 16 bits in between otherwise.
-    assert max(off(results[2], results[1]).values()) < 0.1
+    # The compiler keeps in float32 what is rounded to 16 bits in between otherwise: so some numbers come to lie on the other
+    # side of the middle between two 8-bit ones, and move by a whole step.
+    assert max(off(results[2], results[0]).values()) < 0.2
+    assert max(off(results[2], results[1]).values()) < 0.2
 
 
 @pytest.mark.parametrize("scaling", PRODUCTS)
