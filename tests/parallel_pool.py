@@ -1,8 +1,8 @@
 """Ranks for tests, started once and used by every distributed test: importing torch for each case would cost minutes.
 
 A pool holds processes that wait for work. A case names a function and its arguments; the first `world` processes form a fresh
-process group, call it, and send back what it returns. There are as many as the largest case so far has needed. On Linux they are
-forked from one process that has imported torch, so that this is paid once for all ranks.
+process group, call it, and send back what it returns. There are as many as the largest case so far has needed. Where a fork is
+safe they come from one process that has imported torch, so that this is paid once for all ranks.
 """
 
 from __future__ import annotations
@@ -47,8 +47,12 @@ class RankPool:
     """Processes that run distributed cases one after another."""
 
     def __init__(self) -> None:
-        self.context: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-        if sys.platform == "linux":
+        import torch
+
+        # A GPU's driver does not survive a fork once anything has asked for it, nor do the system libraries of a Mac.
+        forks = sys.platform == "linux" and not torch.cuda.is_available()
+        self.context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
+        if forks:
             self.context.set_forkserver_preload(NEEDED)
         self.folder = tempfile.TemporaryDirectory()
         self.number = 0
