@@ -16,8 +16,8 @@ lint: $(VENV)/.dev            ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-unit: $(VENV)/.dev
-	$(BIN)/pytest
+unit: $(VENV)/.dev            ## a worker for each core; a file stays with one, so that what its tests share is made once
+	$(BIN)/pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 chaos: $(VENV)/.dev           ## 210 faults injected into runs of 2 and 4 ranks, which must end as if nothing had been
 	$(BIN)/python tests/chaos/campaign.py

@@ -14,6 +14,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--pairs", type=int, default=6, help="how many random pairs of layouts to save on and resume on")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take minutes come first, so that no worker is left alone with one at the end."""
+    items.sort(key=lambda item: item.path.parent.name not in ("parallel", "measure", "chaos"))
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Processes for distributed tests, started once."""
