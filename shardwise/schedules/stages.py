@@ -40,7 +40,9 @@ def split_layers(costs: Sequence[float], stages: int, first: float = 0, last: fl
     best: dict[int, tuple[int, int]] = {layers: (0, 0)}
     choices = []
     for starts in reversed(_starts(longest, stages)):
-        options = {at: [(best[at + n][0] + n**2, n) for n in range(1, longest[at] + 1) if at + n in best] for at in starts}
+        options = {
+            at: [(best[at + n][0] + n**2, n) for n in range(1, longest[at] + 1) if at + n in best] for at in starts
+        }
         best = {at: min(some) for at, some in options.items() if some}
         choices.append(best)
     counts: list[int] = []
