@@ -8,6 +8,7 @@ safe they come from one process that has imported torch, so that this is paid on
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import sys
@@ -27,6 +28,7 @@ def _serve(rank: int, pipe: Connection, store: str) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported stays, and need not be looked through whenever a case collects what it left
     while True:
         task = pipe.recv()
         if task is None:
