@@ -1,34 +1,34 @@
 """Ranks for tests, started once and used by every distributed test: importing torch for each case would cost minutes.
 
 A pool holds processes that wait for work. A case names a function and its arguments; the first `world` processes form a fresh
-process group, call it, and send back what it returns.
+process group, call it, and send back what it returns. There are as many as the largest case so far has needed. Where a fork is
+safe they come from one process that has imported torch, so that this is paid once for all ranks.
 """
 
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-SIZE = 8
 PATIENCE = 180.0  # seconds; a healthy case takes a few, but a loaded machine may import slowly
+NEEDED = ["torch._dynamo", "torch.distributed.fsdp", "shardwise.train.loop"]
+"""What cases need, imported where the ranks are forked from."""
 
 
 def _serve(rank: int, pipe: Connection, store: str) -> None:
     import torch
     import torch.distributed as dist
 
-    # What cases need, imported while the tests before them run.
-    import torch.distributed.fsdp
-
-    import shardwise.train.step  # noqa: F401
-
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported stays, and need not be looked through whenever a case collects what it left
     while True:
         task = pipe.recv()
         if task is None:
@@ -48,25 +48,36 @@ def _serve(rank: int, pipe: Connection, store: str) -> None:
 class RankPool:
     """Processes that run distributed cases one after another."""
 
-    def __init__(self, size: int = SIZE) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self) -> None:
+        import torch
+
+        # A GPU's driver does not survive a fork once anything has asked for it, nor do the system libraries of a Mac.
+        forks = sys.platform == "linux" and not torch.cuda.is_available()
+        self.context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
+        if forks:
+            self.context.set_forkserver_preload(NEEDED)
         self.folder = tempfile.TemporaryDirectory()
         self.number = 0
-        self.pipes, self.processes = [], []
+        self.pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        atexit.register(self.close)
+
+    def grow(self, size: int) -> None:
+        """Start ranks until there are so many."""
         environment = dict(os.environ)
         os.environ["OMP_NUM_THREADS"] = "1"
-        for rank in range(size):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, there, f"{self.folder.name}/store"), daemon=True)
+        for rank in range(len(self.processes), size):
+            here, there = self.context.Pipe()
+            process = self.context.Process(target=_serve, args=(rank, there, f"{self.folder.name}/store"), daemon=True)
             process.start()
             self.pipes.append(here)
             self.processes.append(process)
         os.environ.clear()
         os.environ.update(environment)
-        atexit.register(self.close)
 
     def run(self, world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call `function(rank, *arguments)` on each rank of a world; gives what each returned."""
+        self.grow(world)
         self.number += 1
         for pipe in self.pipes[:world]:
             pipe.send((self.number, world, function, arguments))
@@ -79,17 +90,14 @@ class RankPool:
             good, value = pipe.recv()
             (results if good else failures).append(value)
         if failures:
-            self.restart()
+            self.close()  # some of them may hang
             raise AssertionError("\n".join(failures))
         return results
 
-    def restart(self) -> None:
-        """Begin again with fresh processes, after a case that left some of them hanging."""
-        self.close()
-        self.__init__(len(self.processes))  # type: ignore[misc]
-
     def close(self) -> None:
-        """End the processes."""
+        """End the processes; the next case finds fresh ones."""
         for process in self.processes:
             process.kill()
             process.join()
+        self.pipes.clear()
+        self.processes.clear()

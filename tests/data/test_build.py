@@ -268,7 +268,7 @@ def test_killed_it_goes_on_and_leaves_no_workers(tmp_path: Path, write_jsonl: Ca
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
     # Workers hold the pipe too, so this waits until they have left.
-    result = subprocess.run([sys.executable, script, path, tmp_path / "out"], capture_output=True, timeout=50)
+    result = subprocess.run([sys.executable, script, path, tmp_path / "out"], capture_output=True, timeout=180)
     assert result.returncode == -signal.SIGKILL, result.stderr
     build([path], tmp_path / "whole", workers=1, shard_tokens=1000)
     summary = build([path], tmp_path / "out", workers=1, shard_tokens=1000)

@@ -95,9 +95,8 @@ def test_a_rank_that_dies_takes_the_others_down_with_one_message(tmp_path: Path)
     until_steps(process)
     ranks = [beat.process for beat in beats(tmp_path / "out", 3)]
     os.kill(ranks[1], signal.SIGKILL)
-    began = time.monotonic()
+    # Its end is seen, and not that it does nothing, which would take `train.hang_seconds`, ten minutes.
     _, err = process.communicate(timeout=60)
-    assert time.monotonic() - began < 20
     assert process.returncode == 1
     assert "error: rank 1 was killed by SIGKILL" in err
     assert "Traceback" not in err

@@ -58,8 +58,10 @@ def test_the_rank_that_waits_for_nobody_is_the_one_that_did_not_arrive() -> None
 def test_a_heart_beats_while_nothing_else_happens_and_tells_the_phase(tmp_path: Path) -> None:
     heart = Heart(tmp_path, rank=3, world=4, hang_seconds=0.4)  # a beat every 50 ms, blamed after a minute of start-up
     with heart:
-        heart.step, heart.phase = 5, "evaluation"
+        while read_beat(tmp_path, 3) is None:  # its pace is set by now
+            heart.join(0.01)
         heart.limit = 1e6
+        heart.step, heart.phase = 5, "evaluation"
         while (found := read_beat(tmp_path, 3)) is None or found.count < 3 or found.step != 5:
             heart.join(0.01)
     assert (found.rank, found.process, found.phase) == (3, os.getpid(), "evaluation")
