@@ -14,9 +14,6 @@ import pytest
 from parallel_pool import RankPool
 
 TOLERANCE = 1e-9
-STEPS = 3
-"""The third is computed with what two have made: parameters, both moments, the biases of routers, and the buckets in which
-`DistributedDataParallel` sends gradients from its second step on. More would repeat it."""
 Layout = dict[str, Any]
 
 
@@ -29,7 +26,7 @@ def assert_equal(
     ranks: RankPool, model: str, layout: Layout, documents: bool = True, **train: Any
 ) -> list[dict[str, Any]]:
     # Only a pipeline needs four layers to be cut; two, one of each kind, show the rest in half the messages.
-    train = dict(steps=STEPS, layers=4 if layout.get("pipeline", 1) > 1 else 2) | train
+    train = dict(layers=4 if layout.get("pipeline", 1) > 1 else 2) | train
     run = cases.make_run(model, layout, **train)
     # One process may cut the batch as it likes; the result is the same.
     alone = train | dict(microbatch=1)
