@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness import our_run
+from shapes import our_run
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.measure.verify import random_batch

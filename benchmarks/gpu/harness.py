@@ -26,12 +26,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from shapes import SHAPES, our_run
+
 BEGAN = time.time()
-SHAPES: dict[str, dict[str, int]] = {
-    "0.4B": dict(layers=16, hidden=1024, heads=16, kv_heads=8, ffn=4096, vocab=128256),
-    "1.5B": dict(layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256),
-    "8B": dict(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256),
-}
 WARM = 5
 """Steps before those that count."""
 Step = Callable[[int], Any]
@@ -145,26 +142,6 @@ def flops_per_token(shape: dict[str, int], seq: int) -> float:
     from shardwise.run import run_from_dict
 
     return training_flops(run_from_dict(dict(model=shape, train=dict(seq_len=seq))).model, seq)
-
-
-def value_of(text: str) -> Any:
-    """A number or truth value where it reads as one."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def our_run(shape: dict[str, int], batch: int, seq: int, options: dict[str, str]) -> Any:
-    """The run of a case; options are keys of `layout` or `train`."""
-    from shardwise.run import run_from_dict
-    from shardwise.run.config import LayoutConfig
-
-    values = {key: value_of(text) for key, text in options.items()}
-    layout = {key: value for key, value in values.items() if key in LayoutConfig.__dataclass_fields__}
-    train = {key: value for key, value in values.items() if key not in layout}
-    basis = dict(global_batch=batch, seq_len=seq, dtype="bfloat16", device="cuda", compile=True)
-    return run_from_dict(dict(model=shape, layout=layout, train=basis | train, cluster=dict(chip="h200")))
 
 
 def ours(shape: dict[str, int], batch: int, seq: int, options: dict[str, str]) -> Step:

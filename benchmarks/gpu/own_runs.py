@@ -20,16 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from shapes import SHAPES
 
 from shardwise.measure.verify import random_batch
 from shardwise.run import run_from_dict
 from shardwise.train.step import Trainee
 
-MODELS: dict[str, dict[str, int]] = {
-    "0.4B": dict(layers=16, hidden=1024, heads=16, kv_heads=8, ffn=4096, vocab=128256),
-    "1.5B": dict(layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256),
-    "3.6B": dict(layers=28, hidden=3072, heads=24, kv_heads=8, ffn=8192, vocab=128256),
-}
 RUNS: list[tuple[str, int, int, int, str, bool]] = [
     # model, sequence, microbatch, microbatches, recompute, compile
     ("0.4B", 2048, 8, 1, "none", False),
@@ -62,7 +58,7 @@ def measure(
     """One run, as a row."""
     run = run_from_dict(
         dict(
-            model=MODELS[model],
+            model=SHAPES[model],
             layout=dict(recompute=recompute),
             train=dict(
                 seq_len=seq_len,
@@ -88,7 +84,7 @@ def measure(
             taken.append(start.elapsed_time(end) / 1e3)
         if n == 1:  # the first steps also hold what compiling needed
             torch.cuda.reset_peak_memory_stats()
-    shape = MODELS[model]
+    shape = SHAPES[model]
     return {
         "id": name_of(model, seq_len, micro, times, recompute, compiled),
         "source": "this project's trainer, benchmarks/gpu/own_runs.py",

@@ -10,13 +10,15 @@ and plain operations elsewhere; what is not finite stays so.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
-TOP = {E4M3: 8, E5M2: 15}
-"""The exponent of each format's largest number, 1.75 times two to that power."""
+TOP = {dtype: math.frexp(torch.finfo(dtype).max)[1] - 1 for dtype in (E4M3, E5M2)}
+"""The exponent of each format's largest number, which is 1.75 times two to that power."""
 LOWEST = 27
 """The exponent of the smallest scale, biased as float32 does: two to the power of -100, so that one over it is finite."""
 

@@ -5,12 +5,12 @@ in one program. Nothing here waits for the device: scales are made where they ar
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from shardwise.model.quantize import TOP
 
 SCAN = 4096
 """Numbers a program looks at together, and how often it does, to find the largest."""
@@ -22,6 +22,11 @@ ROW = 8192
 """Numbers of a row that are held at once."""
 COLUMNS = 64
 """Columns that a program turns and scales anew."""
+
+
+def top(dtype: torch.dtype) -> int:
+    """The exponent of a format's largest number."""
+    return math.frexp(torch.finfo(dtype).max)[1] - 1
 
 
 @triton.jit
@@ -157,7 +162,7 @@ def cast_fused(
     scale = torch.empty((), dtype=torch.float32, device=x.device)
     programs = triton.cdiv(rows, tile[0]) * triton.cdiv(columns, tile[1])
     _cast[(programs,)](
-        x, largest.view(torch.int32), as_it_lies, by_column, scale, rows, columns, TOP[dtype], plain, turned, *tile,
+        x, largest.view(torch.int32), as_it_lies, by_column, scale, rows, columns, top(dtype), plain, turned, *tile,
         num_warps=TILE_WARPS,
     )  # fmt: skip
     return as_it_lies, by_column, scale
@@ -170,7 +175,7 @@ def cast_rows_fused(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     held = min(ROW, triton.next_power_of_2(columns))
     if rows:
-        _cast_row[(rows,)](x, out, scale, columns, TOP[dtype], held, num_warps=8 if held > 2048 else 4)
+        _cast_row[(rows,)](x, out, scale, columns, top(dtype), held, num_warps=8 if held > 2048 else 4)
     return out, scale
 
 
@@ -180,6 +185,6 @@ def turn_fused(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     out = torch.empty(columns, rows, dtype=x.dtype, device=x.device)
     out_scale = torch.empty(columns, 1, dtype=torch.float32, device=x.device)
     _turn[(triton.cdiv(columns, COLUMNS),)](
-        x, scale, out, out_scale, columns, rows, TOP[x.dtype], min(COLUMNS, triton.next_power_of_2(rows)), COLUMNS
+        x, scale, out, out_scale, columns, rows, top(x.dtype), min(COLUMNS, triton.next_power_of_2(rows)), COLUMNS
     )
     return out, out_scale
