@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from shardwise.model import Transformer, initialize
 from shardwise.model.attention import DotProduct, visible
 from shardwise.model.cache import Cache
 from shardwise.model.experts import Mixture, Router
-from shardwise.model.initialize import initial_value
+from shardwise.model.initialize import initial_value, initial_values
 from shardwise.run import ModelConfig
 from shardwise.run.derive import derive_model
 
@@ -210,6 +211,23 @@ def test_initial_weights_depend_on_seed_and_name_only() -> None:
     assert drawn.std().item() == pytest.approx(config.init_std, rel=0.02)
     narrow = initial_value(config, 0, "layers.0.attention.out.weight", (500, 500))
     assert narrow.std().item() == pytest.approx(config.init_std / 6**0.5, rel=0.02)
+
+
+def test_large_matrices_are_drawn_in_pieces_by_all_cores_as_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["shardwise.model.initialize"], "PIECE", 1000)
+    config = build("mixtral").config
+    wanted = [
+        ("embed.weight", (90, 40)),
+        ("norm.weight", (40,)),
+        ("layers.0.ffn.experts.up", (3, 50, 40)),
+        ("q.weight", (20, 40)),
+    ]
+    drawn = list(initial_values(config, 0, wanted))
+    for (name, shape), value in zip(wanted, drawn, strict=True):
+        assert torch.equal(value, initial_value(config, 0, name, shape)), name
+    pieces = drawn[0].flatten().split(1000)
+    assert not torch.equal(pieces[0], pieces[1])
+    assert torch.equal(initial_value(config, 0, "layers.0.ffn.experts.up", (1, 50, 40))[0], drawn[2][0])
 
 
 def test_sixteen_bit_arithmetic_leaves_parameters_and_gradients_wide() -> None:
