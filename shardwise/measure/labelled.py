@@ -29,6 +29,7 @@ from shardwise.parallel import pipeline as pipeline_module
 from shardwise.parallel.pipeline import PutOff
 from shardwise.parallel.shard import sharded_modules
 from shardwise.schedules import Action
+from shardwise.train import optimizer as optimizer_module
 from shardwise.train import step as step_module
 from shardwise.train.step import Trainee
 
@@ -133,7 +134,8 @@ def _phases(trainee: Trainee, stack: contextlib.ExitStack) -> None:
         (pipeline_module, "reduce_now", "gradients"),
         (step_module, "add_partial", "gradients"),
         (step_module, "squares", "clip"),
-        (trainee, "_scale_gradients", "clip"),
+        (trainee, "_norm_and_factor", "clip"),
+        (optimizer_module, "multiply", "clip"),
         (trainee.optimizer, "step", "optimizer"),
         (trainee, "_add_loads", "optimizer"),
     ):

@@ -21,7 +21,7 @@ def _spread(x, places, rows, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.con
         value = tl.load(x + token * WIDTH + at, mask=at < WIDTH)
         for choice in tl.static_range(K):
             place = tl.load(places + token * K + choice).to(tl.int64)
-            tl.store(rows + place * WIDTH + at, value, mask=(at < WIDTH) & (place >= 0))
+            tl.store(rows + place * WIDTH + at, value, mask=tl.where(place >= 0, at, WIDTH) < WIDTH)
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def _collect(  # type: ignore[no-untyped-def]
         total = tl.zeros((BLOCK,), tl.float32)
         for choice in tl.static_range(K):
             place = tl.load(places + token * K + choice).to(tl.int64)
-            row = tl.load(rows + place * WIDTH + at, mask=(at < WIDTH) & (place >= 0), other=0.0).to(tl.float32)
+            row = tl.load(rows + place * WIDTH + at, mask=tl.where(place >= 0, at, WIDTH) < WIDTH, other=0.0).to(tl.float32)
             if WEIGHED:
                 row = row * tl.load(weights + token * K + choice).to(tl.float32)
             total += row
@@ -52,7 +52,7 @@ def _weigh_back(  # type: ignore[no-untyped-def]
         total = tl.zeros((BLOCK,), tl.float32)
         for first in range(0, WIDTH, BLOCK):
             at = first + tl.arange(0, BLOCK)
-            there = (at < WIDTH) & (place >= 0)
+            there = tl.where(place >= 0, at, WIDTH) < WIDTH
             given = tl.load(gradient + token * WIDTH + at, mask=at < WIDTH, other=0.0).to(tl.float32)
             total += given * tl.load(rows + place * WIDTH + at, mask=there, other=0.0).to(tl.float32)
             tl.store(to_rows + place * WIDTH + at, given * weight, mask=there)
