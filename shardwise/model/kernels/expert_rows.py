@@ -34,7 +34,9 @@ def _collect(  # type: ignore[no-untyped-def]
         total = tl.zeros((BLOCK,), tl.float32)
         for choice in tl.static_range(K):
             place = tl.load(places + token * K + choice).to(tl.int64)
-            row = tl.load(rows + place * WIDTH + at, mask=tl.where(place >= 0, at, WIDTH) < WIDTH, other=0.0).to(tl.float32)
+            row = tl.load(rows + place * WIDTH + at, mask=tl.where(place >= 0, at, WIDTH) < WIDTH, other=0.0).to(
+                tl.float32
+            )
             if WEIGHED:
                 row = row * tl.load(weights + token * K + choice).to(tl.float32)
             total += row
