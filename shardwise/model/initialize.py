@@ -73,7 +73,9 @@ def initial_values(config: ModelConfig, seed: int, wanted: Sequence[tuple[str, t
         for n in range(len(wanted) + AHEAD):
             if n < len(wanted):
                 value, calls = _to_draw(config, seed, *wanted[n])
-                ahead.append((value, [pool.submit(call) for call in calls]))
+                # A tensor without numbers belongs to the thread that pretends; it has nothing to draw.
+                real = type(value) is torch.Tensor
+                ahead.append((value, [pool.submit(call) for call in calls] if real else []))
             if n >= AHEAD:
                 value, drawn = ahead.popleft()
                 for one in drawn:
