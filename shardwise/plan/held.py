@@ -1,5 +1,5 @@
 """What a rank of this project's trainer holds, to the byte: parameters, gradients and optimizer, which stay, and what the
-forward passes save for the backward passes, which comes and goes with the schedule (tensor by tensor in `saved.py`)."""
+forward passes save for the backward passes, which comes and goes with the schedule (tensor by tensor in `saved/`)."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from shardwise.cli.main import main
 from shardwise.measure.verify import TOLERANCE, Verdict, counted, planned, random_batch, verify_dry
 from shardwise.model import experts
 from shardwise.parallel import expert
-from shardwise.plan.saved import Tape
+from shardwise.plan.saved.tape import Tape
 from shardwise.run import Run, UserError
 from shardwise.train.step import Trainee
 
