@@ -4,8 +4,8 @@ A case is a trainer with its options: `shardwise`, `shardwise:fp8=tensorwise`, `
 `torchtitan:checkpoint=full`, `liger`, `transformers:compile=1`. Each trains on random tokens in bfloat16 with float32 parameters,
 AdamW and clipping; every step has other tokens. The time is the median distance of CUDA events between steps, without waiting
 in between; memory is the most that the allocator had given out after the first steps; TFLOP/s are model FLOPs (see
-`shardwise/plan/work.py`): 6 for a parameter and token, attention causal, embedding not counted. `--start` counts seconds from
-the start of the process to the end of its first step.
+`shardwise/plan/work.py`): 6 for a parameter and token, attention causal, embedding not counted. Seconds to
+the first step count from the start of the process.
 
     pip download --no-deps -d wheels torchtitan==0.2.2 liger-kernel tyro docstring_parser typeguard
     for wheel in wheels/*.whl; do unzip -q -o $wheel -d peers; done

@@ -41,8 +41,9 @@ def choose_device(wanted: str) -> torch.device:
         )
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    # Blocks that can grow: or what the first steps leave between others is lost to the large ones, several GiB of a full GPU.
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    # Blocks that can grow, unless somebody chose otherwise: or what first steps leave between others is lost to large ones.
+    if "PYTORCH_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -24,6 +24,8 @@ def keeping(plan: Plan) -> tuple[Plan, str] | None:
         return None
     none = _with(plan.run, "none")
     everything = exact(memory(job_of(none)), none, job_of(none))
+    if everything.fits:  # the search, which estimates memory, had ruled it out
+        return plan_job(none, job_of(none)), ""
     low, high = 0.0, max(rank["activations"] for rank in everything.ranks) / GIB
     for _ in range(STEPS):
         middle = (low + high) / 2
