@@ -200,6 +200,10 @@ def notes_of(job: Job) -> list[str]:
     return notes
 
 
+TELLING = 0.8
+"""A step that computes for so much of its time is limited by arithmetic, whatever else there is."""
+
+
 def what_binds(account: Account, job: Job) -> str:
     """A sentence on what limits this layout most."""
     space = account.memory
@@ -214,8 +218,6 @@ def what_binds(account: Account, job: Job) -> str:
     computing = sum(account.breakdown.get(name, 0.0) for name in ("matmul", "attention", "memory"))
     waits = {k: v for k, v in account.breakdown.items() if k not in ("matmul", "attention", "memory")}
     worst = max(waits, key=lambda name: waits[name])
-    if waits[worst] < 0.08 * total:
-        return f"arithmetic: {computing / total:.0%} of the step computes, nothing else takes over 8%"
     what = {
         "bubble": "waiting for the pipeline",
         "host": "launching kernels from the host",
@@ -223,4 +225,7 @@ def what_binds(account: Account, job: Job) -> str:
         "optimizer": "the optimizer's memory traffic",
         "pipeline": "sending between stages",
     }.get(worst, f"traffic of the {worst} axis")
-    return f"{what}: {waits[worst] / total:.0%} of the step"
+    share = f"{waits[worst] / total:.0%} of the step"
+    if computing > TELLING * total:
+        return f"arithmetic: {computing / total:.0%} of the step computes, next is {what}, {share}"
+    return f"{what}: {share}"

@@ -238,6 +238,8 @@ def test_memory_that_is_free_is_spent_on_activations_that_are_kept() -> None:
     assert best.fits
     assert best.account.step_seconds < 0.9 * full.account.step_seconds
     assert "none" in found.next_changes[0]
+    assert best.binds.startswith("arithmetic: ")  # nine tenths of it compute, though the optimizer takes its share
+    assert "optimizer" in best.binds
     again = [parts for _, parts in Rank(best.run, 0).layers() if parts]
     assert 0 < len(again) < 16
     more = replace(best.run.layout, recompute_budget=best.run.layout.recompute_budget + 2.0)
