@@ -29,8 +29,6 @@ from typing import Any
 from shapes import SHAPES, our_run
 
 BEGAN = time.time()
-WARM = 5
-"""Steps before those that count."""
 Step = Callable[[int], Any]
 """Trains a step on the tokens of its number; what it gives back is not looked at."""
 
@@ -43,6 +41,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=8, help="sequences a step")
     parser.add_argument("--seq", type=int, default=4096, help="tokens in a sequence")
     parser.add_argument("--steps", type=int, default=20, help="steps that are timed")
+    parser.add_argument("--warm", type=int, default=10, help="steps before those: all that compiles, looks and settles")
     parser.add_argument("--split", action="store_true", help="take a step of this trainer apart")
     parser.add_argument("--output", type=Path, help="also write the results here, as JSON")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -67,7 +66,7 @@ def main() -> int:
 def in_child(case: str, args: argparse.Namespace) -> dict[str, Any]:
     """A case in a process of its own, so that no one's memory or compiled code is another's."""
     command = [sys.executable, __file__, case, "--child"]
-    for key in ("peers", "model", "batch", "seq", "steps"):
+    for key in ("peers", "model", "batch", "seq", "steps", "warm"):
         command += [f"--{key}", str(getattr(args, key))]
     done = subprocess.run(command, capture_output=True, text=True)
     try:
@@ -105,13 +104,13 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
     step(0)
     torch.cuda.synchronize()
     first = time.time() - BEGAN
-    for number in range(1, WARM):
+    for number in range(1, args.warm):
         step(number)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(args.steps + 1)]
     events[0].record()
-    for number, event in enumerate(events[1:], WARM):
+    for number, event in enumerate(events[1:], args.warm):
         step(number)
         event.record()
     torch.cuda.synchronize()
@@ -145,12 +144,14 @@ def flops_per_token(shape: dict[str, int], seq: int) -> float:
 
 
 def ours(shape: dict[str, int], batch: int, seq: int, options: dict[str, str]) -> Step:
-    """The step of `shardwise train`, read a step later as its loop does."""
+    """The step of `shardwise train`, read a step later and replayed where its loop does so."""
     from shardwise.measure.verify import random_batch
+    from shardwise.train.replay import attach
     from shardwise.train.step import Trainee
 
     run = our_run(shape, batch, seq, options)
     trainee = Trainee(run)
+    attach(trainee)
     unread = []
 
     def step(number: int) -> None:

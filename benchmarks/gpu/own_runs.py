@@ -1,8 +1,9 @@
 """This trainer on one GPU, measured in the format that `shardwise validate` predicts: seconds a step, peak memory.
 
 Llama-like models of three sizes, two sequence lengths, with and without compile, recomputation none, attention and full, in
-bfloat16 with float32 parameters and AdamW. A step is the trainer's own (`Trainee.train_step`) on random tokens; its time is
-the median of CUDA events after warm-up, its memory the allocator's peak. Writes rows to a JSON file.
+bfloat16 with float32 parameters and AdamW. A step is the trainer's own on random tokens, as its loop runs it (replayed where
+the host is slower, read when the next is begun); its time is the median distance of CUDA events after warm-up, its memory the
+allocator's peak. Writes rows to a JSON file.
 
     python benchmarks/gpu/own_runs.py --output rows.json [--steps 12] [--only NAME …]
     python benchmarks/gpu/own_runs.py --table rows.json      # measured beside planned, as in RESULTS.md; needs no GPU
@@ -16,6 +17,7 @@ import json
 import statistics
 import sys
 import traceback
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,15 @@ from shapes import SHAPES
 
 from shardwise.measure.verify import random_batch
 from shardwise.run import run_from_dict
+from shardwise.train.replay import attach
 from shardwise.train.step import Trainee
+
+WARM = 8
+"""Steps before those that count."""
 
 RUNS: list[tuple[str, int, int, int, str, bool]] = [
     # model, sequence, microbatch, microbatches, recompute, compile
+    ("0.4B", 2048, 1, 1, "none", True),
     ("0.4B", 2048, 8, 1, "none", False),
     ("0.4B", 2048, 8, 1, "none", True),
     ("0.4B", 8192, 4, 1, "none", False),
@@ -35,6 +42,7 @@ RUNS: list[tuple[str, int, int, int, str, bool]] = [
     ("1.5B", 4096, 4, 1, "none", False),
     ("1.5B", 4096, 4, 1, "none", True),
     ("1.5B", 4096, 4, 1, "attention", False),
+    ("1.5B", 4096, 8, 1, "none", True),
     ("1.5B", 4096, 8, 1, "full", False),
     ("1.5B", 4096, 8, 1, "full", True),
     ("1.5B", 8192, 2, 2, "none", True),
@@ -72,18 +80,19 @@ def measure(
     )
     torch.cuda.reset_peak_memory_stats()
     trainee = Trainee(run)
+    attach(trainee)
     batch = random_batch(run)
-    taken = []
-    for n in range(steps + 4):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        trainee.train_step(batch)
-        end.record()
-        end.synchronize()
-        if n >= 4:
-            taken.append(start.elapsed_time(end) / 1e3)
+    ends, result = [], None
+    for n in range(steps + WARM):
+        previous, result = result, trainee.train_step(batch)
+        ends.append(torch.cuda.Event(enable_timing=True))
+        ends[-1].record()
+        if previous is not None:
+            previous.read()  # as the loop does, when the next is begun
         if n == 1:  # the first steps also hold what compiling needed
             torch.cuda.reset_peak_memory_stats()
+    torch.cuda.synchronize()
+    taken = [a.elapsed_time(b) / 1e3 for a, b in pairwise(ends[WARM - 1 :])]
     shape = SHAPES[model]
     return {
         "id": name_of(model, seq_len, micro, times, recompute, compiled),

@@ -28,6 +28,7 @@ from shardwise.model.transformer import Transformer
 from shardwise.parallel import pipeline as pipeline_module
 from shardwise.parallel.pipeline import PutOff
 from shardwise.parallel.shard import sharded_modules
+from shardwise.run.derive import compiles
 from shardwise.schedules import Action
 from shardwise.train import optimizer as optimizer_module
 from shardwise.train import step as step_module
@@ -80,7 +81,7 @@ def labelled_messages(trainee: Trainee) -> Iterator[TrafficCounter]:
 def labelled_modules(trainee: Trainee) -> dict[nn.Module, str]:
     """Modules of a rank that get a label, and their names in the whole model."""
     names = module_names(trainee)
-    if trainee.run.train.compile:
+    if compiles(trainee.run, gpu=trainee.device.type == "cuda"):
         for model in trainee.parallel.models:
             for block in model.layers.values():
                 names = {m: name for m, name in names.items() if m is block or m not in set(block.modules())}
@@ -129,7 +130,7 @@ def _of_weight(put_off: PutOff) -> tuple[str, object]:
 def _phases(trainee: Trainee, stack: contextlib.ExitStack) -> None:
     for where, name, phase in (
         (trainee, "_begin_sum", "gradients"),
-        (trainee, "_microbatches", "data"),
+        (trainee, "microbatches", "data"),
         (trainee.optimizer, "zero_grad", "gradients"),
         (pipeline_module, "reduce_now", "gradients"),
         (step_module, "add_partial", "gradients"),

@@ -24,7 +24,7 @@ from shardwise.parallel.split import part, splits
 from shardwise.parallel.tensor import apply_tensor
 from shardwise.plan.stages import layers_of_stages
 from shardwise.run import Run
-from shardwise.run.derive import chunks_loss
+from shardwise.run.derive import chunks_loss, compiles
 from shardwise.schedules import make_schedule
 
 
@@ -57,7 +57,7 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
         apply_expert(model, mesh, layout.expert_tensor, run.train.seq_len)
         if run.train.fp8 != "none":
             use_eight_bits(model.layers, run.train.fp8)
-        if run.train.compile:
+        if compiles(run, gpu=device.type == "cuda"):
             for block in model.layers.values():
                 block.forward = torch.compile(block.forward)
         apply_recompute(model, run, mesh.rank)

@@ -9,7 +9,7 @@ from shardwise.plan.place import WIDTHS, Place, Stage, Weight, piece
 from shardwise.plan.rounds import cached_schedule, fewer_rounds
 from shardwise.plan.saved import Rows, Saved, repeated, saved
 from shardwise.run import Run
-from shardwise.run.derive import CHUNK_BYTES
+from shardwise.run.derive import CHUNK_BYTES, compiles, planned_on_gpu
 from shardwise.schedules import Schedule, high_water
 
 STEPS = 4
@@ -53,7 +53,7 @@ def _sharing(place: Place, weight: Weight) -> tuple[int, int]:
 def known(run: Run) -> bool:
     """Whether these formulas hold for a run: not for what a compiler chooses to keep, nor for what is held in the host's
     memory."""
-    return not run.train.compile and not run.layout.offload
+    return not compiles(run, gpu=planned_on_gpu(run)) and not run.layout.offload
 
 
 def owners(run: Run, rank: int) -> dict[str, float]:
@@ -146,7 +146,7 @@ def passing_gradients(run: Run, rank: int) -> int:
     """Bytes of the gradients that pass through the widest part of a layer while all that it saved is there: those of the
     product of gate and up, and of one of the two. A compiled layer makes them in place."""
     m, place = run.model, Place(run, rank)
-    if run.train.compile:
+    if compiles(run, gpu=planned_on_gpu(run)):
         return 0
     width = max(m.ffn, m.expert_ffn * m.experts_per_token) // run.layout.tensor
     return (2 if m.gated else 1) * place.tokens * width * place.width

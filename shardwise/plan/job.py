@@ -12,7 +12,7 @@ from typing import Any
 from shardwise.hardware import Cluster, load_profile, make_cluster
 from shardwise.plan.stacks import STACKS, Stack
 from shardwise.run import LayoutConfig, ModelConfig, Run
-from shardwise.run.derive import chunks_loss, planned_on_gpu
+from shardwise.run.derive import chunks_loss, compiles, planned_on_gpu, replays
 
 BYTES = {"float64": 8.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 
@@ -89,7 +89,8 @@ def overlapped(job: Job, overlap: bool) -> Job:
 def job_of(run: Run) -> Job:
     """The job of a run, as this project's trainer executes it."""
     train = run.train
-    stack = STACKS["shardwise-compiled" if train.compile else "shardwise"]
+    gpu = planned_on_gpu(run)
+    stack = STACKS["shardwise-compiled" if compiles(run, gpu=gpu) else "shardwise"]
     wide = BYTES[train.dtype] > 2
     if wide:
         stack = replace(stack, parameter_bytes=BYTES[train.dtype], gradient_bytes=BYTES[train.dtype],
@@ -97,7 +98,7 @@ def job_of(run: Run) -> Job:
                         reduce_bytes=BYTES[train.dtype])  # fmt: skip
     else:
         stack = replace(stack, reduce_bytes=BYTES[train.reduce_dtype])
-    stack = replace(stack, chunked_loss=chunks_loss(run, gpu=planned_on_gpu(run)))
+    stack = replace(stack, chunked_loss=chunks_loss(run, gpu=gpu), replays=replays(run, gpu=gpu))
     job = Job(
         model=run.model,
         layout=run.layout,

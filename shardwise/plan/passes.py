@@ -147,7 +147,10 @@ def passes(job: Job, piece: Piece, constants: Constants) -> Passes:
         own["expert"] = own["expert"] * (1.0 - stack.expert_overlap)
         device = sum(own.values())
         # The device waits where the host is slower, and a little where the two are near each other.
-        host = (device**power + (launches * constants["launch"]) ** power) ** (1 / power) - device
+        launch = launches * constants["launch"]
+        host = (device**power + launch**power) ** (1 / power) - device
+        if stack.replays:
+            host = np.where(launch < device, host, 0.0)
         for name, value in own.items():
             parts[name] = parts[name] + value
         parts["host"] = parts["host"] + host

@@ -21,6 +21,7 @@ from shardwise.plan.step import Step, layers_by_stage, prepare, step_time
 from shardwise.plan.traffic import first_ranks, traffic
 from shardwise.plan.work import CONVENTION, parameters, training_flops
 from shardwise.run import AXES, LayoutConfig, Run
+from shardwise.run.derive import compiles, planned_on_gpu
 
 SHOWN = (
     *AXES,
@@ -150,7 +151,7 @@ def exact(space: Memory, run: Run, job: Job) -> Memory:
     ranks = []
     for estimated, rank in zip(space.ranks, first_ranks(run), strict=True):
         owners = held.owners(eager, rank)
-        if run.train.compile:
+        if compiles(run, gpu=planned_on_gpu(run)):
             owners["activations"] *= 1.0 - held.compiled_away(eager, rank)
         if run.layout.zero == 3 and run.layout.shard * run.layout.context > 1:  # besides, the layers of the moment
             owners["gathered"] += estimated["gathered"]

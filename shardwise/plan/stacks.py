@@ -60,6 +60,8 @@ class Stack:
     logits_kept: float = 6.0
     """Held for each logit at the peak."""
     chunked_loss: bool = False
+    replays: bool = False
+    """Whether the passes are replayed as one where the host would launch them more slowly than they run."""
     """Whether, without tensor ranks, the loss is made of some tokens at a time, with its gradients in the forward pass."""
     stops_early: bool = True
     """Whether recomputation ends with the last tensor that the backward pass needs."""

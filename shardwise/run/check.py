@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from shardwise.run.config import LayoutConfig, Run
+from shardwise.run.derive import REPEATS_PARTS, replays
 from shardwise.run.problems import nearest
 
 
@@ -218,11 +219,18 @@ def _layout_rules(run: Run) -> Iterator[Broken]:
             'gathers the sequence outside of the feed-forward layer, which recompute_operations = "ffn" repeats alone; use '
             'recompute = "full", or leave "ffn" out',
         )
-    if train.compile and lay.recompute in ("attention", "operations"):
+    if train.compile is True and lay.recompute in REPEATS_PARTS:
         yield Broken(
             "train.compile",
             ("layout.recompute",),
             f'compiles whole layers, and layout.recompute = "{lay.recompute}" repeats a part of one; use "full" or "none"',
+        )
+    if train.cuda_graph is True and not replays(run, gpu=train.device != "cpu"):
+        yield Broken(
+            "train.cuda_graph",
+            ("train.dtype", "train.device", "layout.offload"),
+            "replays steps of one GPU in which nothing waits for the host: not of several ranks, offloaded, in float16, or of "
+            "experts with a capacity or in another dtype than bfloat16; use auto",
         )
     if (lay.recompute == "budget") != (lay.recompute_budget > 0):
         yield Broken(

@@ -192,7 +192,15 @@ class TrainConfig:
         "weights' gradients in 16 bits, the closest to 16 bits",
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "where to run; auto: the GPU where there is one")
-    compile: bool = key(False, "fuse each layer's small kernels with torch.compile; the first step takes longer")
+    compile: Literal["auto", True, False] = key(
+        "auto",
+        "fuse each layer's small kernels with torch.compile; the first step takes longer; auto: so on one GPU in 16 bits",
+    )
+    cuda_graph: Literal["auto", True, False] = key(
+        "auto",
+        "one GPU: record the passes of a step once and replay them, which keeps their memory; auto: where launching them "
+        "was seen to take the host longer than computing them takes the GPU",
+    )
     deterministic: bool = key(False, "GPUs: two runs identical to the bit, at some cost in speed; CPUs always are")
     optimizer: Literal["adamw", "muon"] = key("adamw", "muon: orthogonalised momentum on matrices, AdamW on the rest")
     lr: float = key(3e-4, "peak learning rate of AdamW", above=0)

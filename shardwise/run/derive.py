@@ -28,6 +28,9 @@ def derive_model(model: ModelConfig, seq_len: int) -> ModelConfig:
     )
 
 
+REPEATS_PARTS = ("attention", "operations")
+"""Ways to recompute that repeat a part of a layer; a compiled layer is repeated as a whole."""
+
 CHUNK_BYTES = 2**31
 """Scores that a chunked loss holds at a time. Of the sizes tried on an H200, matrix products lose least at this one: smaller
 ones add to the matrix's gradient more often, larger ones outgrow the cache."""
@@ -45,6 +48,22 @@ def chunks_loss(run: Run, *, gpu: bool) -> bool:
         return run.train.loss == "chunked"
     narrow = run.train.dtype in ("bfloat16", "float16")
     return gpu and narrow and run.layout.tensor == 1
+
+
+def compiles(run: Run, *, gpu: bool) -> bool:
+    """Whether layers are compiled."""
+    if run.train.compile != "auto":
+        return run.train.compile
+    narrow = run.train.dtype in ("bfloat16", "float16")
+    return gpu and narrow and run.layout.world == 1 and run.layout.recompute not in REPEATS_PARTS
+
+
+def replays(run: Run, *, gpu: bool) -> bool:
+    """Whether the passes of a step may be recorded and replayed: on one GPU, where nothing in them waits for the host."""
+    model, train, layout = run.model, run.train, run.layout
+    experts_wait = bool(model.experts) and (train.dtype != "bfloat16" or model.expert_capacity > 0)
+    alone = layout.world == 1 and not layout.offload
+    return gpu and bool(train.cuda_graph) and alone and train.dtype != "float16" and not experts_wait
 
 
 EIGHT_BIT_SIDE = 16

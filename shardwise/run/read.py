@@ -162,7 +162,8 @@ def type_name(kind: Any) -> str:
 
 def _parse_text(text: str, kind: Any) -> Any:
     """A command-line value: text where text is wanted, otherwise as TOML would read it."""
-    if kind is str or (get_origin(kind) is Literal and isinstance(get_args(kind)[0], str)):
+    words = get_args(kind) if get_origin(kind) is Literal else ()
+    if kind is str or (words and all(isinstance(word, str) for word in words)):
         return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "\"'" else text
     if get_origin(kind) is tuple and not text.lstrip().startswith("["):
         return [_parse_text(part.strip(), get_args(kind)[0]) for part in text.split(",")] if text else []
@@ -189,8 +190,8 @@ def _convert(raw: Any, key: Key, *, from_text: bool) -> Any:
 def _typed(value: Any, kind: Any) -> Any:
     if get_origin(kind) is Literal:
         choices = get_args(kind)
-        if value not in choices:
-            words = [str(choice) for choice in choices]
+        if not any(value == choice and type(value) is type(choice) for choice in choices):
+            words = [choice if isinstance(choice, str) else json.dumps(choice) for choice in choices]
             raise ValueError(f'"{value}" is not one of {", ".join(words)}{nearest(str(value), words)}')
         return value
     if get_origin(kind) is tuple:

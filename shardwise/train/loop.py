@@ -22,7 +22,7 @@ from shardwise.data.open import Data, open_data
 from shardwise.parallel.mesh import Mesh
 from shardwise.plan.work import CONVENTION, parameters, training_flops
 from shardwise.run import AXES, Run, to_toml
-from shardwise.train import saves
+from shardwise.train import replay, saves
 from shardwise.train.display import PlainDisplay, Progress, clock, make_display
 from shardwise.train.metrics import Metrics
 from shardwise.train.speed import peak_flops, peak_memory
@@ -82,6 +82,7 @@ def _attempt(
         watch.event("repeat", steps=metrics.dropped_steps, seconds=metrics.dropped_seconds)
     saver = saves.Saver(out, mesh, data.tokenizer, data.fingerprint, display.say)
     watch.begin(trainee)
+    replay.attach(trainee, display.say)
     try:
         _steps(trainee, data, out, metrics, saver, display, watch)
     except RollBack:

@@ -99,6 +99,7 @@ class Trainee:
         self.step = 0
         self.tokens = 0
         self.history = History()
+        self.replay: Callable[[Batch], Tensor] | None = None  # what runs the passes in their place (see `replay.py`)
         check_repeatable(self)
 
     @property
@@ -130,7 +131,7 @@ class Trainee:
         # What ranks hold in common is divided among them, so that a sum over all ranks counts it once.
         loss_tokens = batch.loss_tokens * layout.data_ranks / layout.world
         counted = self._begin_sum(self._on_device(torch.tensor([loss_tokens, float(stop)], dtype=torch.float64)))
-        loss = passes_twice(self, batch) if recheck else self.passes(batch)
+        loss = passes_twice(self, batch) if recheck else (self.replay or self.passes)(batch)
         self.step += 1
         self.tokens += self.run.batch_tokens
         square = squares(held, self.mesh, self.device)
@@ -152,10 +153,14 @@ class Trainee:
 
     def passes(self, batch: Batch) -> Tensor:
         """All microbatches forward and backward, and the gradients brought together; gives this rank's part of the loss."""
+        return self.passes_of(self.microbatches(batch))
+
+    def passes_of(self, microbatches: list[Microbatch]) -> Tensor:
+        """The same, of a batch that is on the device."""
         # DistributedDataParallel averages where everything else adds.
         copies = self.mesh.size("replicate") if uses_copies_alone(self.mesh) else 1
         factor = self.loss_scale.scale * copies / self.run.batch_tokens
-        loss = self.parallel.pipeline.run(self._microbatches(batch), self._stream(), (factor, self.auxiliary_weights))
+        loss = self.parallel.pipeline.run(microbatches, self._stream(), (factor, self.auxiliary_weights))
         add_partial(self.parallel.held, self.mesh, self.parallel.tied)
         return loss
 
@@ -173,7 +178,7 @@ class Trainee:
             # All ranks run whole schedules; rows beyond a rank's share are computed but have nothing to learn.
             batch = samples(np.concatenate((own, np.full(at_once - len(own), numbers[0]))))
             batch.targets[len(own) :] = IGNORED
-            loss += self.parallel.pipeline.run(self._microbatches(batch), self._stream(), None)
+            loss += self.parallel.pipeline.run(self.microbatches(batch), self._stream(), None)
             counted += batch.loss_tokens
         return (self._whole_loss(loss) / self._over_data(counted)).item()
 
@@ -183,7 +188,7 @@ class Trainee:
         length = train.seq_len // (layout.context * layout.tensor)
         return torch.empty(train.microbatch, length, self.run.model.hidden, dtype=self.dtype, device=self.device)
 
-    def _microbatches(self, batch: Batch) -> list[Microbatch]:
+    def microbatches(self, batch: Batch) -> list[Microbatch]:
         """The batch in microbatches on the device, of every sequence the part this context rank holds."""
         size, ranks = self.run.train.microbatch, self.run.layout.context
         length = batch.tokens.shape[1]

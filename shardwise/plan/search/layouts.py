@@ -16,7 +16,8 @@ from shardwise.plan.search.screen import Group, Place
 from shardwise.plan.search.space import LOOPED, Sizes, choices, plain, schedules, sizes
 from shardwise.plan.search.tables import Cut, Layers, Shares, cut, cut_key, moved, workspace
 from shardwise.plan.step import slowdown
-from shardwise.run import Run
+from shardwise.run import LayoutConfig, Run
+from shardwise.run.derive import compiles, planned_on_gpu
 
 Array = Any
 
@@ -25,7 +26,11 @@ class Space:
     """All layouts of a run on so many devices, in groups, with the tables they share."""
 
     def __init__(self, run: Run, devices: int, per_node: int, most_microbatch: int = 0) -> None:
-        self.run, self.devices, self.per_node = run, devices, per_node
+        self.devices, self.per_node = devices, per_node
+        alone = replace(run, layout=LayoutConfig(replicate=devices, recompute=run.layout.recompute))
+        # What may depend on the layout is settled before layouts are compared.
+        compiled = compiles(alone, gpu=planned_on_gpu(run))
+        self.run = run = replace(run, train=replace(run.train, compile=compiled))
         self.choices, self.plain = choices(run), plain(run.layout)
         found = sizes(run, devices, most_microbatch)
         self.schedules = {p: schedules(run, p) for p in np.unique(found.pipeline).tolist()}

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwise.run import LayoutConfig, Run
+from shardwise.run.derive import REPEATS_PARTS
 
 Array = Any  # of whole numbers, one entry a layout
 
@@ -107,7 +108,8 @@ def _words_legal(run: Run, lay: LayoutConfig) -> bool:
     known = all(word in ("attention", "norm", "ffn") for word in lay.recompute_operations)
     parts = (lay.recompute == "operations") == bool(lay.recompute_operations)
     budget = (lay.recompute == "budget") == (lay.recompute_budget > 0)
-    return known and parts and budget and not (lay.offload and run.train.device == "cpu")
+    whole = run.train.compile is not True or lay.recompute not in REPEATS_PARTS
+    return known and parts and budget and whole and not (lay.offload and run.train.device == "cpu")
 
 
 def choices(run: Run) -> Choices:

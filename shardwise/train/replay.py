@@ -1,0 +1,117 @@
+"""The passes of a step recorded once and replayed (a CUDA graph), where one GPU works faster than its host can tell it what to do.
+
+A step of a small model is thousands of kernels of some microseconds, and launching one takes the host longer than that. Recorded,
+they are a single launch: the same kernels on the same memory, in which the next batch takes the place of the last. It helps
+nothing where the device is the slower of the two, and keeps the memory of the activations to itself; so, unless it is asked for,
+it is decided after some steps by looking: a host that has launched everything and finds that the device is done as well was the
+one that was waited for. Steps computed twice, evaluations and whatever does not have the shape of the recorded batch are launched
+one by one, as are the steps of `shardwise profile`, which says what each kernel is for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.data.batches import Batch
+from shardwise.parallel.pipeline import Microbatch
+from shardwise.run.derive import replays
+from shardwise.train.step import Trainee
+
+WARM = 3
+"""Steps that are compiled, tuned and allocated for; they say nothing."""
+LOOKED_AT = 3
+BEHIND = (0.05, 0.005)
+"""A device that ends this share of a step, and these seconds, after its host at most has waited for it. A host that is ahead is so
+by a thousand launches, or by all there are."""
+
+
+def attach(trainee: Trainee, say: Callable[[str], None] = lambda _: None) -> None:
+    """Let the steps of a trainee be replayed, if its run can be."""
+    if replays(trainee.run, gpu=trainee.device.type == "cuda"):
+        trainee.replay = Replay(trainee, say)
+
+
+class Replay:
+    """Runs the passes of steps: launched at first, then, if that is worth it, replayed."""
+
+    def __init__(self, trainee: Trainee, say: Callable[[str], None]) -> None:
+        self.trainee, self.say = trainee, say
+        self.steps = 0
+        self.host_slower: list[bool] = []
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.off = False
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """The passes of a step, in the place of `Trainee.passes`."""
+        self.steps += 1
+        if self.graph is not None:
+            return self._replayed(batch)
+        if self.off or self.steps <= WARM:
+            return self.trainee.passes(batch)
+        if self.trainee.run.train.cuda_graph == "auto":
+            if len(self.host_slower) < LOOKED_AT:
+                return self._looked_at(batch)
+            if 2 * sum(self.host_slower) < LOOKED_AT:
+                self.off = True
+                return self.trainee.passes(batch)
+        return self._recorded(batch)
+
+    def _looked_at(self, batch: Batch) -> Tensor:
+        """Launched, and waited for, to see which of the two was slower."""
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        loss = self.trainee.passes(batch)
+        launched = time.perf_counter()
+        torch.cuda.synchronize()
+        ended = time.perf_counter()
+        self.host_slower.append(ended - launched < min(BEHIND[0] * (ended - began), BEHIND[1]))
+        return loss
+
+    def _recorded(self, batch: Batch) -> Tensor:
+        """Record the passes, and replay them for this batch; launch them if that can't be done."""
+        trainee = self.trainee
+        self.batch = trainee.microbatches(batch)
+        self.parameters = [held.parameter for held in trainee.parallel.held]
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                self.loss = trainee.passes_of(self.batch)
+        except RuntimeError as error:  # memory, or something that waits for the device
+            self.off = True
+            trainee.optimizer.zero_grad()
+            torch.cuda.synchronize()
+            self.say(f"steps are launched kernel by kernel, since they could not be recorded: {error}".splitlines()[0])
+            return trainee.passes(batch)
+        self.gradients = [parameter.grad for parameter in self.parameters]
+        self.graph = graph
+        self.say("steps are replayed from here on: the host was slower than the GPU")
+        return self._replayed(batch)
+
+    def _replayed(self, batch: Batch) -> Tensor:
+        microbatches = self.trainee.microbatches(batch)
+        if not alike(self.batch, microbatches):
+            return self.trainee.passes_of(microbatches)
+        for mine, new in zip(self.batch, microbatches, strict=True):
+            for name, value in new.items():
+                if value is not None:
+                    there = mine[name]
+                    assert there is not None
+                    there.copy_(value)
+        assert self.graph is not None
+        self.graph.replay()
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            parameter.grad = gradient
+        return self.loss.clone()
+
+
+def alike(these: Sequence[Microbatch], those: Sequence[Microbatch]) -> bool:
+    """Whether one batch can take the place of another in memory."""
+
+    def shapes(batch: Sequence[Microbatch]) -> list[dict[str, object]]:
+        return [{name: None if x is None else (x.shape, x.dtype) for name, x in one.items()} for one in batch]
+
+    return shapes(these) == shapes(those)

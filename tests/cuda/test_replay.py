@@ -1,0 +1,109 @@
+"""Steps that are recorded once and replayed: the same numbers as launched ones, and launched where they must be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.data.batches import Batch
+from shardwise.measure.verify import random_batch
+from shardwise.run import Run, run_from_dict
+from shardwise.train import replay
+from shardwise.train.step import Trainee
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+STEPS = 8
+
+
+@pytest.fixture(autouse=True)
+def free_again() -> Iterator[None]:
+    """A deterministic run makes the process so."""
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def small_run(model: dict[str, Any], layout: dict[str, Any], train: dict[str, Any]) -> Run:
+    shape = dict(layers=2, hidden=256, heads=4, kv_heads=2, ffn=768, vocab=1000) | model
+    basis = dict(global_batch=4, seq_len=128, dtype="bfloat16", device="cuda", lr=1e-3, deterministic=True)
+    return run_from_dict(dict(model=shape, layout=layout, train=basis | train))
+
+
+def trained(run: Run, replayed: bool, batches: list[Batch]) -> tuple[list[tuple[float, float]], Trainee, list[str]]:
+    trainee, said = Trainee(run), []
+    if replayed:
+        replay.attach(trainee, said.append)
+    return [trainee.train_step(batch).read()[:2] for batch in batches], trainee, said
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "train"),
+    [
+        ({}, {}, dict(compile=False)),
+        ({}, {}, dict(compile=True)),
+        ({}, {}, dict(microbatch=2)),
+        ({}, dict(recompute="full"), {}),
+        (dict(tied_embeddings=True), dict(recompute="attention"), {}),
+        (dict(experts=4, experts_per_token=2, expert_ffn=256), {}, {}),
+        ({}, {}, dict(fp8="tensorwise")),
+        ({}, {}, dict(dtype="float32")),
+    ],
+)
+def test_replayed_steps_are_launched_ones(model: dict[str, Any], layout: dict[str, Any], train: dict[str, Any]) -> None:
+    run = small_run(model, layout, dict(cuda_graph=True) | train)
+    batches = [random_batch(run, number) for number in range(STEPS)]
+    want, launched, _ = trained(run, False, batches)
+    got, replayed, said = trained(run, True, batches)
+    assert said == ["steps are replayed from here on: the host was slower than the GPU"]
+    assert got == want
+    for mine, theirs in zip(replayed.model.parameters(), launched.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert len({loss for loss, _ in got}) == STEPS  # every batch had its turn
+    replayed.evaluate(lambda numbers: random_batch(run, 0), torch.arange(4).numpy())
+    again = [trainee.train_step(batches[0]).read()[:2] for trainee in (launched, replayed)]
+    assert again[0] == again[1]
+
+
+def test_a_small_model_is_found_to_wait_for_its_host() -> None:
+    run = small_run({}, {}, dict(compile=False, deterministic=False))
+    _, trainee, said = trained(run, True, [random_batch(run, number) for number in range(STEPS)])
+    assert len(said) == 1
+    assert trainee.replay.graph is not None  # type: ignore[union-attr]
+
+
+def test_a_large_batch_is_not() -> None:
+    model = dict(hidden=2048, heads=16, kv_heads=8, ffn=8192, vocab=32000)
+    run = small_run(model, {}, dict(compile=False, deterministic=False, seq_len=4096, global_batch=8))
+    _, trainee, said = trained(run, True, [random_batch(run, number) for number in range(STEPS)])
+    assert not said
+    assert trainee.replay.graph is None  # type: ignore[union-attr]
+
+
+def test_another_shape_is_launched() -> None:
+    run = small_run({}, {}, dict(cuda_graph=True, compile=False))
+    batches = [random_batch(run, number) for number in range(STEPS)]
+    odd = random_batch(run, STEPS)
+    shorter = Batch(odd.tokens[:, :64], odd.targets[:, :64], None, None)
+    want, _, _ = trained(run, False, [*batches, shorter, batches[0]])
+    got, _, _ = trained(run, True, [*batches, shorter, batches[0]])
+    assert got == want
+
+
+def test_what_waits_for_the_device_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = small_run({}, {}, dict(cuda_graph=True, compile=False))
+    batches = [random_batch(run, number) for number in range(STEPS)]
+    want, _, _ = trained(run, False, batches)
+    inner = Trainee.passes_of
+
+    def waiting(self: Trainee, microbatches: Any) -> torch.Tensor:
+        loss = inner(self, microbatches)
+        loss.item()
+        return loss
+
+    monkeypatch.setattr(Trainee, "passes_of", waiting)
+    got, _, said = trained(run, True, batches)
+    assert got == want
+    assert "could not be recorded" in said[0]
