@@ -27,7 +27,7 @@ from shapes import SHAPES
 from shardwise.measure.verify import random_batch
 from shardwise.run import run_from_dict
 from shardwise.train.replay import attach
-from shardwise.train.step import Trainee
+from shardwise.train.step import StepResult, Trainee
 
 WARM = 8
 """Steps before those that count."""
@@ -82,7 +82,8 @@ def measure(
     trainee = Trainee(run)
     attach(trainee)
     batch = random_batch(run)
-    ends, result = [], None
+    ends: list[torch.cuda.Event] = []
+    result: StepResult | None = None
     for n in range(steps + WARM):
         previous, result = result, trainee.train_step(batch)
         ends.append(torch.cuda.Event(enable_timing=True))

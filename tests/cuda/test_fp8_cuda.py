@@ -53,7 +53,19 @@ def same(got: Tensor, want: Tensor) -> None:
     ("rows", "columns"), [(16, 16), (48, 208), (4096, 2048), (2048, 8192), (1000, 520), (16, 20000)]
 )
 @pytest.mark.parametrize("power", [-100, -30, 0, 100])
-def test_kernels_do_what_plain_operations_do(rows: int, columns: int, power: int, dtype: torch.dtype) -> None:
+def test_kernels_do_what_plain_operations_do(
+    rows: int, columns: int, power: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = torch.empty
+
+    def filled(*args: Any, **kwargs: Any) -> Tensor:
+        """Memory that held the right answer before must not make it right."""
+        memory = empty(*args, **kwargs)
+        if memory.dim():
+            memory.view(torch.uint8).fill_(0x55)
+        return memory
+
+    monkeypatch.setattr(torch, "empty", filled)
     x = numbers(rows, columns, power, dtype)
     top = largest(x)
     same(top, largest_plain(x))
@@ -71,6 +83,15 @@ def test_kernels_do_what_plain_operations_do(rows: int, columns: int, power: int
             same(got_part, want_part)
         for got_part, want_part in zip(turn(*by_rows), turn_plain(*by_rows), strict=True):
             same(got_part, want_part)
+
+
+def test_a_kernel_that_is_compiled_wrong_is_not_used_for_both_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = numbers(256, 512, 0, torch.float32)
+    want, _ = cast_plain(x, largest(x), E4M3)
+    monkeypatch.setattr("shardwise.model.kernels.quantize.one_pass_is_right", lambda *_: False)
+    plain, turned, _ = cast(x, largest(x), E4M3, True, True)
+    same(plain, want)
+    same(turned, want.mT.contiguous())
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])

@@ -167,7 +167,9 @@ def test_sides_that_are_no_multiples_of_16_stay_in_16_bits(scaling: str, rows: i
 
 
 KERNELS = """
+from unittest import mock
 import torch
+from shardwise.model.kernels import quantize
 from shardwise.model.kernels.quantize import cast_fused, cast_rows_fused, largest_fused, turn_fused
 from shardwise.model.quantize import E4M3, E5M2, cast_plain, cast_rows_plain, largest_plain, turn_plain
 
@@ -186,6 +188,9 @@ for rows, columns, power, dtype in ((16, 16, 0, torch.float32), (18, 200, -80, t
     for kind in (E4M3, E5M2):
         want, scale = cast_plain(x, top, kind)
         plain, turned, got = cast_fused(x, top, kind, True, True)
+        same(got, scale), same(plain, want), same(turned, want.mT.contiguous())
+        with mock.patch.object(quantize, "one_pass_is_right", lambda *_: False):  # as where the compiler is at fault
+            plain, turned, got = cast_fused(x, top, kind, True, True)
         same(got, scale), same(plain, want), same(turned, want.mT.contiguous())
         assert cast_fused(x, top, kind, False, True)[0].numel() == cast_fused(x, top, kind, True, False)[1].numel() == 0
         by_row = cast_rows_plain(x, kind)

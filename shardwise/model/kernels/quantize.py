@@ -1,12 +1,14 @@
 """Numbers to 8 bits in as few passes over memory as there can be: the largest of a tensor in one read; a tile read once, scaled
 and written as it lies, turned, or both, since 8-bit products take each operand by its rows only; a row's largest and its cast
 in one program. Nothing here waits for the device: scales are made where they are used, from the bits of the largest number.
-Tiles are turned in 16 or 32 bits and cast after: turned in 8, Triton 3.6 loses every fourth row of some of them.
+A tile stored both ways is wrong in every fourth turned row where NVIDIA's assembler 12.8 made it of 32-bit numbers (a known
+fault, triton-lang/triton#11111): whether one kernel may do both is tried out before it is first relied on.
 """
 
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 import triton
@@ -89,14 +91,12 @@ def _cast(  # type: ignore[no-untyped-def]
     column = ((tile % across) * WIDTH + tl.arange(0, WIDTH)).to(tl.int64)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     at = row[:, None] * columns + column[None, :]
-    value = tl.load(x + at, mask=inside, other=0.0)
-    factor = _factor(exponent)
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * _factor(exponent)
     if PLAIN:
-        tl.store(plain + at, (value.to(tl.float32) * factor).to(plain.dtype.element_ty), mask=inside)
+        tl.store(plain + at, value.to(plain.dtype.element_ty), mask=inside)
     if TURNED:
         there = column[:, None] * rows + row[None, :]
-        inside = (column < columns)[:, None] & (row < rows)[None, :]
-        tl.store(turned + there, (tl.trans(value).to(tl.float32) * factor).to(turned.dtype.element_ty), mask=inside)
+        tl.store(turned + there, tl.trans(value.to(turned.dtype.element_ty)), mask=tl.trans(inside))
 
 
 @triton.jit
@@ -160,17 +160,48 @@ def largest_fused(x: Tensor) -> Tensor:
 def cast_fused(
     x: Tensor, largest: Tensor, dtype: torch.dtype, plain: bool, turned: bool, tile: tuple[int, int] = TILE
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`quantize.cast_plain` in one pass."""
+    """`quantize.cast_plain` in one pass, or in two where one would be wrong."""
     rows, columns = x.shape
     as_it_lies = torch.empty((rows, columns) if plain else (0,), dtype=dtype, device=x.device)
     by_column = torch.empty((columns, rows) if turned else (0,), dtype=dtype, device=x.device)
     scale = torch.empty((), dtype=torch.float32, device=x.device)
+    if plain and turned and not one_pass_is_right(x.dtype, dtype, x.device, tile):
+        _launch_cast(x, largest, (as_it_lies, by_column, scale), True, False, tile)
+        _launch_cast(x, largest, (as_it_lies, by_column, scale), False, True, tile)
+    else:
+        _launch_cast(x, largest, (as_it_lies, by_column, scale), plain, turned, tile)
+    return as_it_lies, by_column, scale
+
+
+def _launch_cast(
+    x: Tensor, largest: Tensor, out: tuple[Tensor, Tensor, Tensor], plain: bool, turned: bool, tile: tuple[int, int]
+) -> None:
+    (rows, columns), dtype = x.shape, out[0].dtype
     programs = triton.cdiv(rows, tile[0]) * triton.cdiv(columns, tile[1])
     _cast[(programs,)](
-        x, largest.view(torch.int32), as_it_lies, by_column, scale, rows, columns, top(dtype), plain, turned, *tile,
-        num_warps=TILE_WARPS,
+        x, largest.view(torch.int32), *out, rows, columns, top(dtype), plain, turned, *tile, num_warps=TILE_WARPS
     )  # fmt: skip
-    return as_it_lies, by_column, scale
+
+
+@cache
+def one_pass_is_right(given: torch.dtype, dtype: torch.dtype, device: torch.device, tile: tuple[int, int]) -> bool:
+    """Whether, as it is compiled here, the kernel writes a matrix as it lies and turned together as it does one by one."""
+    rows, columns = (2 * side for side in tile)
+    x = torch.linspace(-1, 1, rows * columns, device=device).view(rows, columns).to(given)
+
+    def outputs() -> tuple[Tensor, Tensor, Tensor]:
+        plain, turned = (
+            torch.zeros(shape, dtype=torch.int8, device=device) for shape in ((rows, columns), (columns, rows))
+        )
+        return plain.view(dtype), turned.view(dtype), torch.zeros((), device=device)
+
+    together, one_by_one = outputs(), outputs()
+    _launch_cast(x, largest_fused(x), together, True, True, tile)
+    _launch_cast(x, largest_fused(x), one_by_one, True, False, tile)
+    _launch_cast(x, largest_fused(x), one_by_one, False, True, tile)
+    return all(
+        torch.equal(a.view(torch.int8), b.view(torch.int8)) for a, b in zip(together[:2], one_by_one[:2], strict=True)
+    )
 
 
 def cast_rows_fused(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
