@@ -16,9 +16,31 @@ from unittest.mock import MagicMock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from shardwise.run import ModelConfig, TrainConfig
 
 Train = Callable[[torch.Tensor, torch.Tensor], Any]
+TO_THE_STREAM = ("wo", "w2", "o_proj", "down_proj")
+"""What peers call the matrices that write to the residual stream."""
 NOT_NEEDED = ("datasets", "torchdata", "tensorboard", "einops", "wandb", "tomli", "torchft", "torchao")
+
+
+def same_start(model: torch.nn.Module, layers: int) -> torch.optim.Optimizer:
+    """Give a model initial weights like this project's, and an optimizer with its settings: how much power a matrix product draws,
+    and so how fast it is on a chip at its limit, depends on the numbers."""
+    train, std = TrainConfig(), ModelConfig().init_std
+    for name, parameter in model.named_parameters():
+        mine = parameter.detach()
+        mine = mine.to_local() if isinstance(mine, DTensor) else mine
+        if mine.dim() == 1:
+            mine.fill_(1.0)
+        else:
+            mine.normal_(0, std / (2 * layers) ** 0.5 if name.split(".")[-2] in TO_THE_STREAM else std)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    groups = [dict(params=decayed, weight_decay=train.weight_decay), dict(params=others, weight_decay=0.0)]
+    return torch.optim.AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps, fused=True)
 
 
 class _Anything(ModuleType):
@@ -85,7 +107,7 @@ def torchtitan(shape: dict[str, int], seq: int, options: dict[str, str]) -> Trai
         model.init_weights(buffer_device=torch.device("cuda"))
     model.train()
     loss_of = torch.compile(cross_entropy_loss)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = same_start(model, shape["layers"])
 
     def train(x: torch.Tensor, y: torch.Tensor) -> Any:
         loss = loss_of(model(x), y) / y.numel()
@@ -111,7 +133,7 @@ def transformers(shape: dict[str, int], seq: int, options: dict[str, str]) -> Tr
     if options.get("checkpointing"):
         model.gradient_checkpointing_enable()
     forward = torch.compile(model) if options.get("compile") else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = same_start(model, shape["layers"])
 
     def train(x: torch.Tensor, y: torch.Tensor) -> Any:
         with torch.autocast("cuda", torch.bfloat16):
