@@ -11,7 +11,7 @@ share and the loss.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,8 +88,23 @@ def squares(held: Iterable[Held], mesh: Mesh, device: torch.device) -> Tensor:
             by_copies.setdefault(mesh.layout.world // (mesh.layout.pipeline * pieces), []).append(gradient)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for copies, gradients in by_copies.items():
-        total += torch.stack(torch._foreach_norm(gradients)).double().square().sum() / copies
+        total += sum_of_squares(gradients) / copies
     return total
+
+
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Of all numbers of the tensors, in float64."""
+    dense = all(x.is_cuda and x.dtype != torch.float64 and x.is_contiguous() for x in tensors)
+    if not dense or len({x.device for x in tensors}) > 1:
+        return sum_of_squares_plain(tensors)
+    from shardwise.model.kernels.squares import squares_fused
+
+    return squares_fused(tensors)
+
+
+def sum_of_squares_plain(tensors: Sequence[Tensor]) -> Tensor:
+    """The same by PyTorch's operations."""
+    return torch.stack(torch._foreach_norm(tensors)).double().square().sum()
 
 
 @torch.no_grad()
