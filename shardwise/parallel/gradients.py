@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.model.layers import at_least_float32
 from shardwise.parallel.collectives import Group
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.split import Split
@@ -94,7 +95,7 @@ def squares(held: Iterable[Held], mesh: Mesh, device: torch.device) -> Tensor:
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """Of all numbers of the tensors, in float64."""
-    dense = all(x.is_cuda and x.dtype != torch.float64 and x.is_contiguous() for x in tensors)
+    dense = all(x.is_cuda and x.dtype != torch.float64 and _is_dense(x) for x in tensors)
     if not dense or len({x.device for x in tensors}) > 1:
         return sum_of_squares_plain(tensors)
     from shardwise.model.kernels.squares import squares_fused
@@ -102,9 +103,15 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     return squares_fused(tensors)
 
 
+def _is_dense(x: Tensor) -> bool:
+    """Whether it fills its memory, in this or the other order."""
+    return x.is_contiguous() or (x.dim() > 1 and x.mT.is_contiguous())
+
+
 def sum_of_squares_plain(tensors: Sequence[Tensor]) -> Tensor:
     """The same by PyTorch's operations."""
-    return torch.stack(torch._foreach_norm(tensors)).double().square().sum()
+    norms = torch._foreach_norm([at_least_float32(x) for x in tensors])
+    return torch.stack([norm.double() for norm in norms]).square().sum()
 
 
 @torch.no_grad()

@@ -31,6 +31,21 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize(("batch", "bound"), [(1, True), (64, False)])
+def test_a_replayed_step_does_not_wait_for_its_host(batch: int, bound: bool) -> None:
+    """Launching a small model's kernels takes the host longer than the GPU; replayed, there is nothing to launch."""
+
+    def host(**train: Any) -> float:
+        shape = dict(layers=16, hidden=1024, heads=16, vocab=32000)
+        settings = dict(dtype="bfloat16", seq_len=1024, global_batch=batch) | train
+        run = run_from_dict(dict(model=shape, train=settings, cluster=dict(chip="h200")))
+        return plan(run).account.breakdown["host"]
+
+    launched = host(cuda_graph=False)
+    assert launched > 2e-3 if bound else 0 <= launched < 1e-3
+    assert host() == (0 if bound else launched)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("model", [LLAMA, EXPERTS], ids=["llama", "experts"])
 def test_where_the_time_goes_adds_up(model: dict[str, Any], layout: dict[str, Any]) -> None:

@@ -222,6 +222,26 @@ def test_nonsense_is_refused_with_all_reasons() -> None:
         search(auto("llama3-8b", layout=dict(auto=True, tensor=3, pipeline=5), nodes=1))
 
 
+def test_what_a_layout_decides_is_settled_before_layouts_are_compared() -> None:
+    """One GPU compiles by itself, and a compiled layer is repeated whole or not at all; several do not."""
+
+    def found(devices: int, **layout: Any) -> set[tuple[object, str]]:
+        run = run_from_dict(
+            dict(
+                model=dict(layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256),
+                layout=dict(auto=True, **layout),
+                train=dict(seq_len=2048, global_batch=8, dtype="bfloat16"),
+                cluster=dict(chip="h200", devices_per_node=devices),
+            )
+        )
+        return {(p.run.train.compile, p.run.layout.recompute) for p in search(run).ranking}
+
+    assert {compiled for compiled, _ in found(1)} == {True}
+    assert not {recompute for _, recompute in found(1)} & {"attention", "operations"}
+    assert {compiled for compiled, _ in found(8)} == {False}
+    assert found(1, recompute="attention") == {(False, "attention")}
+
+
 def test_memory_that_is_free_is_spent_on_activations_that_are_kept() -> None:
     """All layers would be recomputed, though there is room for most: as many are kept as fit, and one more would not."""
     run = run_from_dict(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from shardwise.run import PRESETS, Run, TrainConfig, UserError, read_run, run_from_dict, to_dict, to_toml
 from shardwise.run.config import SECTIONS, all_keys
+from shardwise.run.derive import compiles, planned_on_gpu, replays
 from shardwise.run.write import schema
 
 
@@ -99,11 +100,52 @@ MIXTURE = ("model.experts=4", "model.experts_per_token=1")
         (["train.steps=1e30"], "train.steps", "not a whole number"),
         (["train.steps=99999999999999999999"], "train.steps", "too large"),
         (["data.holdout=0.9"], "data.holdout", "at most 0.5"),
+        (["train.cuda_graph=true", "layout.shard=2"], "train.cuda_graph", "not of several ranks"),
+        (["train.cuda_graph=true", "train.device=cpu"], "train.cuda_graph", "one GPU"),
+        (["train.cuda_graph=true", "train.dtype=float16"], "train.cuda_graph", "float16"),
     ],
 )  # fmt: skip
 def test_each_rule_refuses_with_its_reason(overrides: list[str], key: str, phrase: str) -> None:
     found = problems(None, *overrides)
     assert [m for _, k, m in found if k == key and phrase in m], found
+
+
+@pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("true", True), ("false", False), ('"auto"', "auto")])
+def test_a_switch_may_be_left_to_decide_for_itself(text: str, value: str | bool, tmp_path: Path) -> None:
+    run = read_run(None, [f"--train.compile={text}"])
+    assert run.train.compile is value or run.train.compile == value == "auto"
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(run))
+    assert read_run(file).train.compile == value
+    for wrong in ("1", "yes"):
+        ((_, key, message),) = problems(None, f"--train.compile={wrong}")
+        assert (key, "auto, true, false" in message) == ("train.compile", True)
+
+
+H200 = ("cluster.chip=h200", "train.dtype=bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "compiled", "replayed"),
+    [
+        (H200, True, True),
+        (["train.device=cuda", "train.dtype=bfloat16"], True, True),
+        (["train.dtype=bfloat16"], False, False),  # this machine, as far as it says a CPU
+        ([*H200, "layout.shard=2"], False, False),
+        ([*H200, "layout.shard=2", "train.compile=true"], True, False),
+        ([*H200, "train.compile=false", "train.cuda_graph=false"], False, False),
+        (["cluster.chip=h200"], False, True),
+        (["cluster.chip=h200", "train.dtype=float16"], True, False),
+        ([*H200, "layout.recompute=attention"], False, True),
+        ([*H200, "layout.recompute=full"], True, True),
+        ([*H200, *MIXTURE], True, True),
+        ([*H200, *MIXTURE, "model.expert_capacity=1.5"], True, False),
+    ],
+)
+def test_what_one_gpu_does_without_being_asked(overrides: list[str], compiled: bool, replayed: bool) -> None:
+    run = read_run(None, overrides)
+    gpu = planned_on_gpu(run)
+    assert (compiles(run, gpu=gpu), replays(run, gpu=gpu)) == (compiled, replayed)
 
 
 def test_a_rule_is_silent_while_its_keys_cannot_be_read() -> None:
