@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-import torch
-
 from shardwise.data.batches import Batch
 from shardwise.measure.balance import even_routing
 from shardwise.measure.module_work import ROOT, module_activations, module_flops
+from shardwise.measure.work import as_written
 from shardwise.train.step import Trainee
 
 PASSES = ("forward", "recompute", "backward_input", "backward_weight")
@@ -50,8 +49,7 @@ def own_costs(trainee: Trainee, batches: Iterable[Batch], seconds: dict[str, dic
     """By module, without what stands below it; counts in two more steps. `seconds` are those of a step by module."""
     found: dict[str, Cost] = {name: Cost() for name in _names(trainee)}
     coming = iter(batches)
-    # Counting looks into every module, which a compiled block does not let it.
-    with even_routing(trainee), torch.compiler.set_stance("force_eager"):
+    with even_routing(trainee), as_written(trainee):
         flops = module_flops(trainee, next(coming))
         activations = module_activations(trainee, next(coming))
     for name, passes in flops.items():

@@ -22,7 +22,7 @@ from shardwise.measure.balance import even_routing
 from shardwise.measure.dry import dry_rank
 from shardwise.measure.memory import measure_memory
 from shardwise.measure.traffic import TrafficCounter, axes_by_group
-from shardwise.measure.work import WorkCounter
+from shardwise.measure.work import WorkCounter, as_written
 from shardwise.plan.account import work
 from shardwise.plan.held import activations, held
 from shardwise.plan.plan import plan
@@ -76,16 +76,16 @@ def random_batch(run: Run, seed: int = 0) -> Batch:
 def counted(trainee: Trainee, batch: Batch, *, seconds: float = 0.0) -> tuple[Account, bool, int]:
     """The account of a step, whether its schedule was the listed one, and how many actions that has."""
     run = trainee.run
-    with even_routing(trainee), WorkCounter(trainee) as ops, TrafficCounter(axes_by_group(trainee)) as wire:
-        trainee.train_step(batch)
+    with even_routing(trainee), as_written(trainee):
+        with WorkCounter(trainee) as ops, TrafficCounter(axes_by_group(trainee)) as wire:
+            trainee.train_step(batch)
+        done = list(trainee.parallel.pipeline.executed)
+        owners = measure_memory(trainee, batch)
     lay = run.layout
     listed = make_schedule(
         lay.schedule if lay.pipeline > 1 else "1f1b", lay.pipeline, run.accumulation, lay.stages_per_rank
     )
     own = list(listed.ranks[trainee.mesh.index("pipeline")])
-    done = list(trainee.parallel.pipeline.executed)
-    with even_routing(trainee):
-        owners = measure_memory(trainee, batch)
     memory = Memory(({name: float(owners[name]) for name in OWNERS},))
     account = Account("run", seconds, run.batch_tokens, {}, ops.work, memory, _by_axis(wire))
     return account, done == own, len(own)

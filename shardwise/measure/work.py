@@ -33,6 +33,7 @@ from shardwise.model.quantize import multiply_plain
 from shardwise.model.transformer import Transformer
 from shardwise.parallel import context
 from shardwise.plan.account import CONVENTION
+from shardwise.run.derive import compiles
 from shardwise.train.step import Trainee
 
 PARTS: tuple[tuple[type | tuple[type, ...], str], ...] = (
@@ -57,6 +58,13 @@ PRODUCTS: dict[Any, tuple[int, int]] = {  # operator to the places of its two op
     multiply_plain._opoverload: (0, 1),
 }
 UNKNOWN = "unknown"
+
+
+def as_written(trainee: Trainee) -> contextlib.AbstractContextManager[Any]:
+    """While it is open, layers run as they are written: a compiled one does not let anybody count inside of it."""
+    if not compiles(trainee.run, gpu=trainee.device.type == "cuda"):
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 class WorkCounter(TorchDispatchMode):

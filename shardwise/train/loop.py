@@ -6,6 +6,7 @@ what the unbroken one would have seen. Whether all goes well is the business of 
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -60,6 +61,7 @@ def train(run: Run, out: Path, watched: bool = False) -> None:
                 watch.end()
                 excluded.append(bad.batch)
                 display.say(f"{bad}; going back to the last checkpoint, and on without batch {bad.batch}")
+            gc.collect()  # a trainee and what replays its steps hold each other, and the next one needs their memory
 
 
 def _attempt(

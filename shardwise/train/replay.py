@@ -78,7 +78,8 @@ class Replay:
         self.parameters = [held.parameter for held in trainee.parallel.held]
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            # What other threads do meanwhile, such as writing a checkpoint, is none of its business.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.loss = trainee.passes_of(self.batch)
         except RuntimeError as error:  # memory, or something that waits for the device
             self.off = True
