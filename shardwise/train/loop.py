@@ -20,6 +20,7 @@ import torch
 
 from shardwise.data.batches import Batch, Samples
 from shardwise.data.open import Data, open_data
+from shardwise.data.shards import write_atomically
 from shardwise.parallel.mesh import Mesh
 from shardwise.plan.work import CONVENTION, parameters, training_flops
 from shardwise.run import AXES, Run, to_toml
@@ -79,7 +80,7 @@ def _attempt(
         return
     metrics = None
     if mesh.rank == 0:
-        (out / "run.toml").write_text(to_toml(run))
+        write_atomically(out / "run.toml", to_toml(run).encode())
         metrics = Metrics(out, run, resumed_step=trainee.step)
         watch.event("repeat", steps=metrics.dropped_steps, seconds=metrics.dropped_seconds)
     saver = saves.Saver(out, mesh, data.tokenizer, data.fingerprint, display.say)
