@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +24,8 @@ Step = Callable[[int], Any]
 
 def main() -> int:
     """Make ready, then answer until there is no more to read."""
+    # Memory that is kept but not used would be missing to the case beside.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     import torch
 
     args = argparse.Namespace(**json.loads(sys.argv[1]))
