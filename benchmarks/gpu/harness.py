@@ -1,7 +1,7 @@
 """This trainer beside its peers on one GPU: the same model, batch, data and precision, each in a process of its own, in one run.
 
 A case is a trainer with its options: `shardwise`, `shardwise:fp8=tensorwise`, `shardwise:recompute=full`, `torchtitan`,
-`torchtitan:checkpoint=full`, `liger`, `transformers:compile=1`. Each trains on random tokens in bfloat16 with float32 parameters,
+`torchtitan:checkpoint=full`, `torchtitan:start=own`, `liger`, `transformers:compile=1`. Each trains on random tokens in bfloat16 with float32 parameters,
 AdamW and clipping, from weights of one distribution and with one learning rate; every step has other tokens. A chip at its limit of
 power grows slower as it grows warmer, so with `--in-turn` all cases are made ready first, stand in the GPU's memory together, and
 train in turns, some steps each. The time is the median distance of CUDA events between steps, without waiting in between; memory is

@@ -26,10 +26,12 @@ TO_THE_STREAM = ("wo", "w2", "o_proj", "down_proj")
 NOT_NEEDED = ("datasets", "torchdata", "tensorboard", "einops", "wandb", "tomli", "torchft", "torchao")
 
 
-def same_start(model: torch.nn.Module, layers: int) -> torch.optim.Optimizer:
+def same_start(model: torch.nn.Module, layers: int, options: dict[str, str]) -> torch.optim.Optimizer:
     """Give a model initial weights like this project's, and an optimizer with its settings: how much power a matrix product draws,
-    and so how fast it is on a chip at its limit, depends on the numbers."""
+    and so how fast it is on a chip at its limit, depends on the numbers. `start=own` leaves the weights as they are."""
     train, std = TrainConfig(), ModelConfig().init_std
+    if options.get("start") == "own":
+        return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     for name, parameter in model.named_parameters():
         mine = parameter.detach()
         mine = mine.to_local() if isinstance(mine, DTensor) else mine
@@ -107,7 +109,7 @@ def torchtitan(shape: dict[str, int], seq: int, options: dict[str, str]) -> Trai
         model.init_weights(buffer_device=torch.device("cuda"))
     model.train()
     loss_of = torch.compile(cross_entropy_loss)
-    optimizer = same_start(model, shape["layers"])
+    optimizer = same_start(model, shape["layers"], options)
 
     def train(x: torch.Tensor, y: torch.Tensor) -> Any:
         loss = loss_of(model(x), y) / y.numel()
@@ -133,7 +135,7 @@ def transformers(shape: dict[str, int], seq: int, options: dict[str, str]) -> Tr
     if options.get("checkpointing"):
         model.gradient_checkpointing_enable()
     forward = torch.compile(model) if options.get("compile") else model
-    optimizer = same_start(model, shape["layers"])
+    optimizer = same_start(model, shape["layers"], options)
 
     def train(x: torch.Tensor, y: torch.Tensor) -> Any:
         with torch.autocast("cuda", torch.bfloat16):
