@@ -3,9 +3,9 @@
 `LinearCrossEntropy` is the plain one: it holds the scores of all tokens, in float32, and twice again for their gradient.
 `ChunkedCrossEntropy` gives the same loss without ever holding them: it takes some thousand tokens at a time, turns their scores
 into the gradient in place, and at once into those of the input and of the matrix, so that the forward pass does the work of
-both and a chunk of 16-bit scores is all that stands. Which gradient the loss itself gets is one number: told beforehand, it is in
-all of them from the start; otherwise the backward pass multiplies by it. Dividing by a count of tokens is left to who knows the
-whole batch; targets not to be learned hold the number that PyTorch ignores.
+both and a chunk of 16-bit scores is all that stands. Which gradient the loss itself gets is not known then, but it is one
+number, by which the backward pass multiplies. Dividing by a count of tokens is left to who knows the whole batch; targets not
+to be learned hold the number that PyTorch ignores.
 """
 
 from __future__ import annotations
@@ -33,23 +33,18 @@ class LinearCrossEntropy(nn.Module):
 class ChunkedCrossEntropy(nn.Module):
     """Scores and loss of some tokens at a time, with the gradients made on the way."""
 
-    gradient: float | None = None
-    """What the gradient of the loss will be, where who calls the backward pass knows; it may then be nothing else."""
-
     def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
         super().__init__()
         self.chunk_bytes = chunk_bytes
 
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         rows = max(1, self.chunk_bytes // (weight.shape[0] * x.element_size()))
-        # Float16 has no room below for what a batch of many tokens divides by.
-        gradient = None if x.dtype == torch.float16 else self.gradient
-        return _Chunked.apply(x.flatten(0, 1), weight, targets.flatten(), rows, gradient)
+        return _Chunked.apply(x.flatten(0, 1), weight, targets.flatten(), rows)
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int, gradient: float | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
         matrix = weight.to(x.dtype)
         wide = at_least_float32(x[:0]).dtype
         loss = torch.zeros((), dtype=wide, device=x.device)
@@ -61,7 +56,7 @@ class _Chunked(torch.autograd.Function):
             x.split(rows), targets.split(rows), dx.split(rows) if dx is not None else [None] * len(x), strict=False
         ):
             scores = F.linear(some, matrix)
-            loss += score_gradients(scores, chosen, 1.0 if gradient is None else gradient).sum()
+            loss += score_gradients(scores, chosen).sum()
             if back is not None and dw is not None:
                 torch.mm(scores, matrix, out=back)
                 _add_product(dw, scores, some, first)
@@ -69,18 +64,15 @@ class _Chunked(torch.autograd.Function):
             del scores  # or the next ones would be made beside them
         if dx is not None and dw is not None:
             ctx.save_for_backward(dx, dw)
-            ctx.width, ctx.gradient = weight.dtype, gradient
+            ctx.width = weight.dtype
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         dx, dw = ctx.saved_tensors
-        if ctx.gradient is not None:
-            torch._assert_async(grads[0] == ctx.gradient)  # on a GPU the host does not wait to see it
-            return dx, dw.to(ctx.width), None, None, None
         # In place: nothing else holds them, and the matrix's is one of the largest tensors there are.
         torch._foreach_mul_([dw], grads[0].to(dw.dtype))  # several times as fast as `mul_` with a number of the device
-        return dx.mul_(grads[0]), dw.to(ctx.width), None, None, None
+        return dx.mul_(grads[0]), dw.to(ctx.width), None, None
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
@@ -91,16 +83,16 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> Non
         total.addmm_(left.mT.to(total.dtype), right.to(total.dtype), beta=0.0 if first else 1.0)
 
 
-def score_gradients(scores: Tensor, targets: Tensor, factor: float) -> Tensor:
-    """The cross-entropy of each row [rows, vocabulary]; its gradient, times `factor`, takes the place of the scores."""
+def score_gradients(scores: Tensor, targets: Tensor) -> Tensor:
+    """The cross-entropy of each row [rows, vocabulary]; its gradient takes the place of the scores."""
     if scores.is_cuda and scores.dtype != torch.float64:
         from shardwise.model.kernels.cross_entropy import score_gradients_fused
 
-        return score_gradients_fused(scores, targets, IGNORED, factor)
-    return score_gradients_plain(scores, targets, factor)
+        return score_gradients_fused(scores, targets, IGNORED)
+    return score_gradients_plain(scores, targets)
 
 
-def score_gradients_plain(scores: Tensor, targets: Tensor, factor: float = 1.0) -> Tensor:
+def score_gradients_plain(scores: Tensor, targets: Tensor) -> Tensor:
     """The same, one operation after the other."""
     wide = at_least_float32(scores)
     counted = targets != IGNORED
@@ -109,5 +101,5 @@ def score_gradients_plain(scores: Tensor, targets: Tensor, factor: float = 1.0) 
     loss = torch.where(counted, (total - wide.gather(-1, index))[:, 0], 0)
     gradient = (wide - total).exp_()
     gradient.scatter_add_(-1, index, -torch.ones_like(index, dtype=gradient.dtype))
-    scores.copy_(torch.where(counted[:, None], gradient.mul_(factor), 0))
+    scores.copy_(torch.where(counted[:, None], gradient, 0))
     return loss

@@ -11,7 +11,7 @@ share and the loss.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.model.layers import at_least_float32
 from shardwise.parallel.collectives import Group
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.split import Split
@@ -89,29 +88,8 @@ def squares(held: Iterable[Held], mesh: Mesh, device: torch.device) -> Tensor:
             by_copies.setdefault(mesh.layout.world // (mesh.layout.pipeline * pieces), []).append(gradient)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for copies, gradients in by_copies.items():
-        total += sum_of_squares(gradients) / copies
+        total += torch.stack(torch._foreach_norm(gradients)).double().square().sum() / copies
     return total
-
-
-def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Of all numbers of the tensors, in float64."""
-    dense = all(x.is_cuda and x.dtype != torch.float64 and _is_dense(x) for x in tensors)
-    if not dense or len({x.device for x in tensors}) > 1:
-        return sum_of_squares_plain(tensors)
-    from shardwise.model.kernels.squares import squares_fused
-
-    return squares_fused(tensors)
-
-
-def _is_dense(x: Tensor) -> bool:
-    """Whether it fills its memory, in this or the other order."""
-    return x.is_contiguous() or (x.dim() > 1 and x.mT.is_contiguous())
-
-
-def sum_of_squares_plain(tensors: Sequence[Tensor]) -> Tensor:
-    """The same by PyTorch's operations."""
-    norms = torch._foreach_norm([at_least_float32(x) for x in tensors])
-    return torch.stack([norm.double() for norm in norms]).square().sum()
 
 
 @torch.no_grad()

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from shardwise.data.batches import IGNORED, Batch
 from shardwise.model.experts import Router
-from shardwise.model.loss import ChunkedCrossEntropy
 from shardwise.parallel.apply import apply
 from shardwise.parallel.context import zigzag_places
 from shardwise.parallel.gradients import add_partial, squares
@@ -161,9 +160,6 @@ class Trainee:
         # DistributedDataParallel averages where everything else adds.
         copies = self.mesh.size("replicate") if uses_copies_alone(self.mesh) else 1
         factor = self.loss_scale.scale * copies / self.run.batch_tokens
-        for model in self.parallel.models:
-            if isinstance(model.loss, ChunkedCrossEntropy):
-                model.loss.gradient = factor
         loss = self.parallel.pipeline.run(microbatches, self._stream(), (factor, self.auxiliary_weights))
         add_partial(self.parallel.held, self.mesh, self.parallel.tied)
         return loss

@@ -103,25 +103,6 @@ for size, wide in ((1, True), (1000, True), (5000, True), (2048, False)):
 """
 
 
-SQUARES = """
-import torch
-from shardwise.model.kernels.squares import squares_fused
-from shardwise.parallel.gradients import sum_of_squares_plain
-torch.manual_seed(3)
-tensors = [torch.randn(size).to(dtype) for size, dtype in ((1, torch.float32), (0, torch.float32), (70000, torch.bfloat16))]
-tensors.append(torch.randn(300, 200).t())
-torch.testing.assert_close(squares_fused(tensors), sum_of_squares_plain(tensors), rtol=1e-5, atol=0)
-assert squares_fused(tensors).dtype == torch.float64
-"""
-
-
-def test_the_kernel_of_the_norm_does_what_plain_operations_do() -> None:
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", SQUARES], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 def test_the_kernel_of_adamw_does_what_plain_operations_do() -> None:
     """By Triton's interpreter, in a process of its own, since it is chosen as Triton is imported."""
     pytest.importorskip("triton")

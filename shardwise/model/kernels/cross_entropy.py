@@ -14,16 +14,7 @@ WARPS = 4
 
 
 @triton.jit
-def _row(  # type: ignore[no-untyped-def]
-    scores,
-    targets,
-    losses,
-    stride,
-    factor,
-    VOCABULARY: tl.constexpr,
-    IGNORED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _row(scores, targets, losses, stride, VOCABULARY: tl.constexpr, IGNORED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     start = scores + row * stride
     target = tl.load(targets + row)
@@ -44,14 +35,14 @@ def _row(  # type: ignore[no-untyped-def]
         at = first + tl.arange(0, BLOCK)
         x = tl.load(start + at, mask=at < VOCABULARY, other=float("-inf")).to(tl.float32)
         gradient = tl.exp(x - whole) - tl.where(at == target, 1.0, 0.0)
-        tl.store(start + at, tl.where(counted, gradient * factor, 0.0), mask=at < VOCABULARY)
+        tl.store(start + at, tl.where(counted, gradient, 0.0), mask=at < VOCABULARY)
 
 
-def score_gradients_fused(scores: Tensor, targets: Tensor, ignored: int, factor: float) -> Tensor:
-    """The cross-entropy of each row [rows, vocabulary], in float32; its gradient times `factor` takes the place of the scores."""
+def score_gradients_fused(scores: Tensor, targets: Tensor, ignored: int) -> Tensor:
+    """The cross-entropy of each row [rows, vocabulary], in float32; its gradient takes the place of the scores."""
     rows, vocabulary = scores.shape
     losses = torch.empty(rows, dtype=torch.float32, device=scores.device)
     if rows:
         block = min(BLOCK, triton.next_power_of_2(vocabulary))
-        _row[(rows,)](scores, targets, losses, scores.stride(0), factor, vocabulary, ignored, block, num_warps=WARPS)
+        _row[(rows,)](scores, targets, losses, scores.stride(0), vocabulary, ignored, block, num_warps=WARPS)
     return losses
