@@ -137,22 +137,23 @@ def passes(job: Job, piece: Piece, constants: Constants) -> Passes:
     """The passes of a stage, with exposed traffic and the host's share, but without ZeRO's and the pipeline's."""
     stack = job.stack
     parts: dict[str, Number] = dict.fromkeys((*CATEGORIES, "host"), 0.0)
-    results = []
+    devices, launches = [], [count * constants["launch"] for count in piece.launches]
     power = ONE_AFTER_THE_OTHER if job.cluster.chip.name == "cpu" else SHARPNESS
-    for row, launches in zip(piece.seconds, piece.launches, strict=True):
+    for row in piece.seconds:
         own = {name: value * constants[name] for name, value in zip(CATEGORIES, row, strict=True)}
         own["tensor"] = own["tensor"] - np.minimum(stack.tensor_overlap * own["tensor"], own["matmul"])
         if job.layout.context_method == "ring":
             own["context"] = _exposed(own["context"], own["attention"], constants)
         own["expert"] = own["expert"] * (1.0 - stack.expert_overlap)
-        device = sum(own.values())
-        # The device waits where the host is slower, and a little where the two are near each other.
-        launch = launches * constants["launch"]
-        host = (device**power + launch**power) ** (1 / power) - device
-        if stack.replays:
-            host = np.where(launch < device, host, 0.0)
         for name, value in own.items():
             parts[name] = parts[name] + value
+        devices.append(sum(own.values()))
+    # The device waits where the host is slower, and a little where the two are near each other; but one that would wait in all
+    # is given the passes as one, to replay.
+    launched = np.where(sum(launches) < sum(devices), 1.0, 0.0) if stack.replays else 1.0
+    results = []
+    for device, launch in zip(devices, launches, strict=True):
+        host = launched * ((device**power + launch**power) ** (1 / power) - device)
         parts["host"] = parts["host"] + host
         results.append(device + host)
     forward, again, inputs, weights = results
