@@ -89,7 +89,8 @@ class Replay:
             return trainee.passes(batch)
         self.gradients = [parameter.grad for parameter in self.parameters]
         self.graph = graph
-        self.say("steps are replayed from here on: the host was slower than the GPU")
+        why = ": the host was slower than the GPU" if self.host_slower else ""
+        self.say(f"steps are replayed from here on{why}")
         return self._replayed(batch)
 
     def _replayed(self, batch: Batch) -> Tensor:

@@ -57,7 +57,7 @@ def test_replayed_steps_are_launched_ones(model: dict[str, Any], layout: dict[st
     batches = [random_batch(run, number) for number in range(STEPS)]
     want, launched, _ = trained(run, False, batches)
     got, replayed, said = trained(run, True, batches)
-    assert said == ["steps are replayed from here on: the host was slower than the GPU"]
+    assert said == ["steps are replayed from here on"]
     assert got == want
     for mine, theirs in zip(replayed.model.parameters(), launched.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
@@ -70,7 +70,7 @@ def test_replayed_steps_are_launched_ones(model: dict[str, Any], layout: dict[st
 def test_a_small_model_is_found_to_wait_for_its_host() -> None:
     run = small_run({}, {}, dict(compile=False, deterministic=False))
     _, trainee, said = trained(run, True, [random_batch(run, number) for number in range(STEPS)])
-    assert len(said) == 1
+    assert said == ["steps are replayed from here on: the host was slower than the GPU"]
     assert trainee.replay.graph is not None  # type: ignore[union-attr]
 
 
