@@ -99,7 +99,8 @@ class Case:
                 return dict(json.loads(text))
         if not self.error:
             self.said.seek(0)
-            self.error = " ".join(self.said.read().split()[-60:]) or f"exit code {self.process.wait()}"
+            said = self.said.read().strip().splitlines()
+            self.error = said[-1] if said else f"exit code {self.process.wait()}"
         return {}
 
     def turn(self, steps: int) -> None:
@@ -146,7 +147,7 @@ def measure(names: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
 def line(one: dict[str, Any], first: dict[str, Any]) -> str:
     """A result for people, as a row of a table."""
     if "error" in one:
-        return f"| {one['case']} | failed: {one['error'][-400:]} |"
+        return f"| {one['case']} | failed: {one['error']} |"
     # In turns, each turn beside the first's turn before it.
     ratio = (
         statistics.median(a / b for a, b in zip(first["turns"], one["turns"], strict=False))
