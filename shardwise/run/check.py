@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from shardwise.run.config import LayoutConfig, Run
-from shardwise.run.derive import REPEATS_PARTS, replays
+from shardwise.run.derive import REPEATS_PARTS, must_launch
 from shardwise.run.problems import nearest
 
 
@@ -225,13 +225,10 @@ def _layout_rules(run: Run) -> Iterator[Broken]:
             ("layout.recompute",),
             f'compiles whole layers, and layout.recompute = "{lay.recompute}" repeats a part of one; use "full" or "none"',
         )
-    if train.cuda_graph is True and not replays(run, gpu=train.device != "cpu"):
-        yield Broken(
-            "train.cuda_graph",
-            ("train.dtype", "train.device", "layout.offload"),
-            "replays steps of one GPU in which nothing waits for the host: not of several ranks, offloaded, in float16, or of "
-            "experts with a capacity or in another dtype than bfloat16; use auto",
-        )
+    reason = must_launch(run, gpu=train.device != "cpu")
+    if train.cuda_graph is True and reason:
+        others = ("train.dtype", "train.device", "layout.offload")
+        yield Broken("train.cuda_graph", others, f"these steps can't be replayed: {reason}; use auto")
     if (lay.recompute == "budget") != (lay.recompute_budget > 0):
         yield Broken(
             "layout.recompute_budget",

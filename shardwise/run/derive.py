@@ -58,12 +58,25 @@ def compiles(run: Run, *, gpu: bool) -> bool:
     return gpu and narrow and run.layout.world == 1 and run.layout.recompute not in REPEATS_PARTS
 
 
-def replays(run: Run, *, gpu: bool) -> bool:
-    """Whether the passes of a step may be recorded and replayed: on one GPU, where nothing in them waits for the host."""
+def must_launch(run: Run, *, gpu: bool) -> str:
+    """Why the passes of a step can't be recorded and replayed; empty where they can."""
     model, train, layout = run.model, run.train, run.layout
-    experts_wait = bool(model.experts) and (train.dtype != "bfloat16" or model.expert_capacity > 0)
-    alone = layout.world == 1 and not layout.offload
-    return gpu and bool(train.cuda_graph) and alone and train.dtype != "float16" and not experts_wait
+    if not gpu:
+        return "only a GPU's kernels are recorded"
+    if layout.world > 1:
+        return f"only steps of one GPU are, and the layout has {layout.world} ranks"
+    if layout.offload:
+        return "not with layout.offload, which moves parameters while it computes"
+    if train.dtype == "float16":
+        return "not in float16, whose loss scale changes from step to step"
+    if model.experts and (train.dtype != "bfloat16" or model.expert_capacity > 0):
+        return "experts with a capacity, or in another dtype than bfloat16, wait for the host"
+    return ""
+
+
+def replays(run: Run, *, gpu: bool) -> bool:
+    """Whether the passes of a step may be recorded and replayed."""
+    return bool(run.train.cuda_graph) and not must_launch(run, gpu=gpu)
 
 
 EIGHT_BIT_SIDE = 16

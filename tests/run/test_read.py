@@ -100,8 +100,8 @@ MIXTURE = ("model.experts=4", "model.experts_per_token=1")
         (["train.steps=1e30"], "train.steps", "not a whole number"),
         (["train.steps=99999999999999999999"], "train.steps", "too large"),
         (["data.holdout=0.9"], "data.holdout", "at most 0.5"),
-        (["train.cuda_graph=true", "layout.shard=2"], "train.cuda_graph", "not of several ranks"),
-        (["train.cuda_graph=true", "train.device=cpu"], "train.cuda_graph", "one GPU"),
+        (["train.cuda_graph=true", "layout.shard=2"], "train.cuda_graph", "the layout has 2 ranks"),
+        (["train.cuda_graph=true", "train.device=cpu"], "train.cuda_graph", "only a GPU's"),
         (["train.cuda_graph=true", "train.dtype=float16"], "train.cuda_graph", "float16"),
     ],
 )  # fmt: skip
