@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.measure.verify import random_batch
 from shardwise.plan.work import parameters
-from shardwise.run.derive import CHUNK_BYTES
+from shardwise.run.derive import chunk_rows
 from shardwise.trace.spans.kinds import category_of
 from shardwise.train.step import Trainee
 
@@ -60,7 +60,7 @@ def products(shape: dict[str, int], tokens: int) -> float:
     """All matrix products of a step, forward and both of the backward pass."""
     hidden, ffn, layers = shape["hidden"], shape["ffn"], shape["layers"]
     keys = shape["kv_heads"] * (hidden // shape["heads"])
-    rows = min(tokens, CHUNK_BYTES // (2 * shape["vocab"]))
+    rows = chunk_rows(tokens, 2 * shape["vocab"])
     total = 0.0
     for m, n, k, count in (
         (tokens, hidden, hidden, 2 * layers),

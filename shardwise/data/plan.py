@@ -14,8 +14,9 @@ from typing import Any
 
 from shardwise.data.documents import TEXT_PART
 from shardwise.data.inputs import Input, unit_bytes
-from shardwise.data.shards import DOCUMENTS, INDEX, TokenSet, write_atomically
+from shardwise.data.shards import DOCUMENTS, INDEX, TokenSet
 from shardwise.data.tokenizer import FILE, MARKER, Tokenizer
+from shardwise.files import write_atomically
 from shardwise.run.problems import Problem, UserError
 
 PLAN = "plan.json"

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import bisect
 import json
-import os
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
+from shardwise.files import write_atomically
 from shardwise.run.problems import Problem, UserError
 
 INDEX = "index.json"
@@ -32,16 +32,6 @@ _MAPPED_AT_ONCE = 128
 def dtype_for(vocab: int) -> str:
     """The smaller of the two kinds of token number that holds a vocabulary."""
     return "uint16" if vocab <= 2**16 else "uint32"
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Put a file in place so that it is seen whole or not at all, even when the power fails."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(draft, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,8 @@ PRODUCTS: dict[Any, tuple[int, int]] = {  # operator to the places of its two op
     torch.ops.shardwise.router_to_input.default: (0, 1),
     torch.ops.shardwise.router_to_weight.default: (0, 1),
     multiply_plain._opoverload: (0, 1),
+    torch.ops.shardwise.product.default: (0, 1),
+    torch.ops.shardwise.product_into.default: (0, 1),
 }
 UNKNOWN = "unknown"
 

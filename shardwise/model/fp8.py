@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.model.layers import Linear, Product
+from shardwise.model.layers import Linear, Product, Stepwise
 from shardwise.model.quantize import (
     E4M3,
     E5M2,
@@ -80,16 +80,16 @@ class Recent:
 class EightBits(Product):
     """A product in 8 bits as autograd takes it; how scales are found is left to the two below."""
 
-    def __init__(self) -> None:
+    def __init__(self, wide: Product | None = None) -> None:
         self.learning, self.looking = Recent(), Recent()
-        self.wide = Product()
+        self.wide = wide or Product()  # multiplies what is not in 8 bits
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         product = self.suited(x, weight)
         if product is not self:
             return product(x, weight, bias)
         if torch.is_grad_enabled():
-            out = _EightBits.apply(x, weight, self)
+            out = Stepwise.apply(x, weight, self)
         else:
             out, _ = self.forward(x, weight, learns=False)
         return out if bias is None else out + bias.to(x.dtype)
@@ -106,20 +106,6 @@ class EightBits(Product):
     def forward(self, x: Tensor, weight: Tensor, learns: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Rows of `x` times the matrix; nothing is made for a backward pass unless it `learns`."""
         raise NotImplementedError
-
-
-class _EightBits(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, product: EightBits) -> Tensor:
-        out, kept = product.forward(x, weight, learns=True)
-        ctx.save_for_backward(*kept)
-        ctx.product, ctx.dtype = product, weight.dtype
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        grad, kept = ctx.product.for_input(grads[0], ctx.saved_tensors)
-        return grad, ctx.product.for_weight(kept, ctx.dtype), None
 
 
 def _size(x: Tensor) -> Tensor:
@@ -211,9 +197,9 @@ def check_eight_bits(scaling: str, device: torch.device) -> None:
         raise UserError(Problem(f"{name} multiplies nothing in 8 bits: Ada, Hopper and later do", "train.fp8"))
 
 
-def use_eight_bits(blocks: nn.Module, scaling: str) -> None:
-    """Put products in 8 bits into the matrices of blocks."""
-    product = PRODUCTS[scaling]()
+def use_eight_bits(blocks: nn.Module, scaling: str, wide: Product | None = None) -> None:
+    """Put products in 8 bits into the matrices of blocks, and a wide one for what they give way to."""
+    product = PRODUCTS[scaling](wide)
 
     def forget(*_: Any) -> None:
         if not torch.compiler.is_compiling():

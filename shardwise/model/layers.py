@@ -44,11 +44,25 @@ class _Turned(torch.autograd.Function):
 
 
 class Product:
-    """How a matrix is multiplied, here in the dtype of its input: called, or in the three steps that training needs apart.
+    """How matrices are multiplied, here by PyTorch in the dtype of the input: `multiply` and `put` for any two, and for a layer's
+    called as a whole, or in the three steps that training needs apart.
 
     `forward` gives the result and what the backward pass needs of it; `for_input` the input's gradient and what the weight's
     needs; `for_weight` that, in the dtype of the weight.
     """
+
+    def multiply(self, left: Tensor, right: Tensor) -> Tensor:
+        """Two matrices multiplied."""
+        return left @ right
+
+    def put(self, left: Tensor, right: Tensor, out: Tensor, add: bool = False) -> None:
+        """Put the product of two matrices into one that may be wider than they are, or add it to what is there."""
+        if out.dtype == left.dtype and not add:
+            torch.mm(left, right, out=out)
+        elif out.is_cuda and out.dtype != left.dtype:
+            torch.addmm(out, left, right, beta=1.0 if add else 0.0, out_dtype=out.dtype, out=out)
+        else:
+            out.addmm_(left.to(out.dtype), right.to(out.dtype), beta=1.0 if add else 0.0)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, narrowed(weight, x.dtype), None if bias is None else bias.to(x.dtype))
@@ -60,17 +74,33 @@ class Product:
     def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Rows of `x` times the matrix [out, in]."""
         narrow = narrowed(weight, x.dtype)
-        return F.linear(x, narrow), (x, narrow)
+        return self.multiply(x.flatten(0, -2), narrow.mT).unflatten(0, x.shape[:-1]), (x, narrow)
 
     def for_input(self, grad: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The gradient of `x`."""
         x, weight = kept
-        return grad @ weight, (x, grad)
+        return self.multiply(grad.flatten(0, -2), weight).view_as(x), (x, grad)
 
     def for_weight(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """The gradient of the matrix."""
         x, grad = kept
-        return (grad.flatten(0, -2).mT @ x.flatten(0, -2)).to(dtype)
+        return self.multiply(grad.flatten(0, -2).mT, x.flatten(0, -2)).to(dtype)
+
+
+class Stepwise(torch.autograd.Function):
+    """A product as autograd takes it, in its three steps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, product: Product) -> Tensor:
+        out, kept = product.forward(x, weight)
+        ctx.save_for_backward(*kept)
+        ctx.product, ctx.dtype = product, weight.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        grad, kept = ctx.product.for_input(grads[0], ctx.saved_tensors)
+        return grad, ctx.product.for_weight(kept, ctx.dtype), None
 
 
 class Linear(nn.Linear):

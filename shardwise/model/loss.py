@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.model.layers import at_least_float32
-from shardwise.run.derive import CHUNK_BYTES
+from shardwise.model.layers import Product, at_least_float32
+from shardwise.run.derive import CHUNK_BYTES, chunk_rows
 
 IGNORED = -100
 
@@ -33,18 +33,19 @@ class LinearCrossEntropy(nn.Module):
 class ChunkedCrossEntropy(nn.Module):
     """Scores and loss of some tokens at a time, with the gradients made on the way."""
 
-    def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(self, chunk_bytes: int = CHUNK_BYTES, product: Product | None = None) -> None:
         super().__init__()
-        self.chunk_bytes = chunk_bytes
+        self.chunk_bytes, self.product = chunk_bytes, product or Product()
 
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        rows = max(1, self.chunk_bytes // (weight.shape[0] * x.element_size()))
-        return _Chunked.apply(x.flatten(0, 1), weight, targets.flatten(), rows)
+        tokens = x.flatten(0, 1)
+        rows = chunk_rows(len(tokens), weight.shape[0] * x.element_size(), self.chunk_bytes)
+        return _Chunked.apply(tokens, weight, targets.flatten(), rows, self.product)
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int, product: Product) -> Tensor:
         matrix = weight.to(x.dtype)
         wide = at_least_float32(x[:0]).dtype
         loss = torch.zeros((), dtype=wide, device=x.device)
@@ -55,11 +56,11 @@ class _Chunked(torch.autograd.Function):
         for some, chosen, back in zip(
             x.split(rows), targets.split(rows), dx.split(rows) if dx is not None else [None] * len(x), strict=False
         ):
-            scores = F.linear(some, matrix)
+            scores = product.multiply(some, matrix.mT)
             loss += score_gradients(scores, chosen).sum()
             if back is not None and dw is not None:
-                torch.mm(scores, matrix, out=back)
-                _add_product(dw, scores, some, first)
+                product.put(scores, matrix, back)
+                product.put(scores.mT, some, dw, add=not first)
             first = False
             del scores  # or the next ones would be made beside them
         if dx is not None and dw is not None:
@@ -68,19 +69,11 @@ class _Chunked(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         dx, dw = ctx.saved_tensors
         # In place: nothing else holds them, and the matrix's is one of the largest tensors there are.
         torch._foreach_mul_([dw], grads[0].to(dw.dtype))  # several times as fast as `mul_` with a number of the device
-        return dx.mul_(grads[0]), dw.to(ctx.width), None, None
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
-    """Add `left` transposed times `right` to `total`, which may be wider than they are and at the first time holds nothing."""
-    if total.is_cuda and left.dtype != total.dtype:
-        torch.addmm(total, left.mT, right, beta=0.0 if first else 1.0, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(left.mT.to(total.dtype), right.to(total.dtype), beta=0.0 if first else 1.0)
+        return dx.mul_(grads[0]), dw.to(ctx.width), None, None, None
 
 
 def score_gradients(scores: Tensor, targets: Tensor) -> Tensor:

@@ -10,7 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.model.fp8 import check_eight_bits, use_eight_bits
 from shardwise.model.initialize import initial_values
+from shardwise.model.layers import Product
 from shardwise.model.loss import ChunkedCrossEntropy
+from shardwise.model.products.chosen import use_chosen_products
 from shardwise.model.transformer import Block, Transformer
 from shardwise.parallel.collectives import Group
 from shardwise.parallel.context import apply_context
@@ -24,7 +26,7 @@ from shardwise.parallel.split import part, splits
 from shardwise.parallel.tensor import apply_tensor
 from shardwise.plan.stages import layers_of_stages
 from shardwise.run import Run
-from shardwise.run.derive import chunks_loss, compiles
+from shardwise.run.derive import chunks_loss, compiles, tunes_products
 from shardwise.schedules import make_schedule
 
 
@@ -50,14 +52,16 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
     held: list[Held] = []
     for number in schedule.stages_of(mesh.index("pipeline")):
         model = _stage(run, ranges[number], first=number == 0, last=number == schedule.stages - 1)
-        if chunks_loss(run, gpu=device.type == "cuda"):
-            model.loss = ChunkedCrossEntropy()
+        gpu = device.type == "cuda"
+        product = use_chosen_products(model.layers) if tunes_products(run, gpu=gpu) else Product()
+        if chunks_loss(run, gpu=gpu):
+            model.loss = ChunkedCrossEntropy(product=product)
         apply_tensor(model, mesh)
         apply_context(model, mesh, layout.context_method)
         apply_expert(model, mesh, layout.expert_tensor, run.train.seq_len)
         if run.train.fp8 != "none":
-            use_eight_bits(model.layers, run.train.fp8)
-        if compiles(run, gpu=device.type == "cuda"):
+            use_eight_bits(model.layers, run.train.fp8, product)
+        if compiles(run, gpu=gpu):
             for block in model.layers.values():
                 block.forward = torch.compile(block.forward)
         apply_recompute(model, run, mesh.rank)

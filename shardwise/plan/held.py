@@ -9,7 +9,7 @@ from shardwise.plan.place import WIDTHS, Place, Stage, Weight, piece
 from shardwise.plan.rounds import cached_schedule, fewer_rounds
 from shardwise.plan.saved import Rows, Saved, repeated, saved
 from shardwise.run import Run
-from shardwise.run.derive import CHUNK_BYTES, compiles, planned_on_gpu
+from shardwise.run.derive import chunk_rows, compiles, planned_on_gpu
 from shardwise.schedules import Schedule, high_water
 
 STEPS = 4
@@ -74,7 +74,7 @@ def _scores(place: Place) -> int:
     """Bytes of the loss's own tensors beside those that it saves."""
     rows = piece(place.run.model.vocab, place.run.layout.tensor, place.index("tensor"))
     if place.chunked:  # some scores, which become their gradient, and the matrix where it was cast
-        some = min(place.tokens, max(1, CHUNK_BYTES // (rows * place.width)))
+        some = chunk_rows(place.tokens, rows * place.width)
         return (some + (0 if place.shared else place.run.model.hidden)) * rows * place.width
     # The probabilities are saved; beside them stand twice as many numbers, their gradient and that of the scores.
     return 2 * place.tokens * rows * place.wide

@@ -114,7 +114,8 @@ def loss_bytes(job: Job) -> Number:
     columns = job.model.vocab / job.layout.tensor
     whole = job.rows * columns * job.stack.logits_kept
     gradients = columns * job.model.hidden * 4.0 + job.rows * job.model.hidden * job.width
-    some = np.minimum(job.rows * columns * job.width, float(CHUNK_BYTES)) + gradients
+    scores = job.rows * columns * job.width
+    some = scores / np.ceil(scores / CHUNK_BYTES) + gradients
     return np.where(chunked_share(job), some, whole)
 
 

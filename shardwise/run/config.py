@@ -201,6 +201,11 @@ class TrainConfig:
         "one GPU: record the passes of a step once and replay them, which keeps their memory; auto: where launching them "
         "was seen to take the host longer than computing them takes the GPU",
     )
+    tune_products: Literal["auto", True, False] = key(
+        "auto",
+        "GPUs in 16 bits: time the library's algorithms for each large matrix product when it is first made, and take the "
+        "fastest; results stay the same to the bit; auto: so on one GPU",
+    )
     deterministic: bool = key(False, "GPUs: two runs identical to the bit, at some cost in speed; CPUs always are")
     optimizer: Literal["adamw", "muon"] = key("adamw", "muon: orthogonalised momentum on matrices, AdamW on the rest")
     lr: float = key(3e-4, "peak learning rate of AdamW", above=0)

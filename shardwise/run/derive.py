@@ -36,6 +36,12 @@ CHUNK_BYTES = 2**31
 ones add to the matrix's gradient more often, larger ones outgrow the cache."""
 
 
+def chunk_rows(tokens: int, row_bytes: int, most: int = CHUNK_BYTES) -> int:
+    """Tokens whose scores a chunked loss holds at a time: all chunks alike, so that their products have one shape."""
+    chunks = -(-tokens // max(1, most // row_bytes))
+    return -(-tokens // max(1, chunks))
+
+
 def planned_on_gpu(run: Run) -> bool:
     """Whether a run is meant for GPUs, as far as it says: by its device, or by its cluster's chip."""
     device, chip = run.train.device, run.cluster.chip
@@ -56,6 +62,13 @@ def compiles(run: Run, *, gpu: bool) -> bool:
         return run.train.compile
     narrow = run.train.dtype in ("bfloat16", "float16")
     return gpu and narrow and run.layout.world == 1 and run.layout.recompute not in REPEATS_PARTS
+
+
+def tunes_products(run: Run, *, gpu: bool) -> bool:
+    """Whether large matrix products are made by the algorithm that was fastest when it was tried."""
+    narrow = run.train.dtype in ("bfloat16", "float16")
+    alone = run.layout.world == 1 or run.train.tune_products is True
+    return gpu and narrow and bool(run.train.tune_products) and alone
 
 
 def must_launch(run: Run, *, gpu: bool) -> str:

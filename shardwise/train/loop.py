@@ -20,7 +20,7 @@ import torch
 
 from shardwise.data.batches import Batch, Samples
 from shardwise.data.open import Data, open_data
-from shardwise.data.shards import write_atomically
+from shardwise.files import write_atomically
 from shardwise.parallel.mesh import Mesh
 from shardwise.plan.work import CONVENTION, parameters, training_flops
 from shardwise.run import AXES, Run, to_toml
@@ -85,6 +85,7 @@ def _attempt(
         watch.event("repeat", steps=metrics.dropped_steps, seconds=metrics.dropped_seconds)
     saver = saves.Saver(out, mesh, data.tokenizer, data.fingerprint, display.say)
     watch.begin(trainee)
+    trainee.say = display.say
     replay.attach(trainee, display.say)
     try:
         _steps(trainee, data, out, metrics, saver, display, watch)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shardwise.data.batches import IGNORED, Batch
 from shardwise.model.experts import Router
+from shardwise.model.products.chosen import settle_products
 from shardwise.parallel.apply import apply
 from shardwise.parallel.context import zigzag_places
 from shardwise.parallel.gradients import add_partial, squares
@@ -99,6 +100,7 @@ class Trainee:
         self.step = 0
         self.tokens = 0
         self.history = History()
+        self.say: Callable[[str], None] = lambda _: None  # tells the user of work that takes a while
         self.replay: Callable[[Batch], Tensor] | None = None  # what runs the passes in their place (see `replay.py`)
         check_repeatable(self)
 
@@ -128,6 +130,7 @@ class Trainee:
             model.train()
         layout, held = self.run.layout, self.parallel.held
         self.optimizer.zero_grad()
+        settle_products(self.device, self.say)
         # What ranks hold in common is divided among them, so that a sum over all ranks counts it once.
         loss_tokens = batch.loss_tokens * layout.data_ranks / layout.world
         counted = self._begin_sum(self._on_device(torch.tensor([loss_tokens, float(stop)], dtype=torch.float64)))

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from shardwise.data import shards
-from shardwise.data.shards import TokenSet, dtype_for, write_atomically
+from shardwise.data.shards import TokenSet, dtype_for
 from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.data.writer import ShardWriter
+from shardwise.files import write_atomically
 from shardwise.run import UserError
 
 DOCUMENTS = [[1, 2, 3, 256], [4, 256], [*range(10, 30), 256], [5, 6, 256]]

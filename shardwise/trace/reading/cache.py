@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from shardwise.files import cache_folder
 from shardwise.trace.reading.events import Allocations, Device, Events, Group, Lane, Messages, Profile, Shapes
 
 FORMAT = 1
@@ -50,8 +51,7 @@ class _Rest(msgspec.Struct):
 
 def default_folder() -> Path:
     """Where caches go: the user's folder for such things."""
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(home) if home.startswith("/") else Path.home() / ".cache") / "shardwise" / "traces"
+    return cache_folder("traces")
 
 
 def _place(folder: Path, path: Path) -> Path:

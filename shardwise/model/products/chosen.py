@@ -1,0 +1,165 @@
+"""A product by the algorithm that is fastest for its shape. Shapes are noted as products are made, tried between two steps, when
+memory is free, and what was chosen is kept for the next run on such a machine.
+
+`Product` is the plain counterpart, and gives the same numbers to the last bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.files import cache_folder, write_atomically
+from shardwise.model.layers import Linear, Product, Stepwise
+from shardwise.model.products.cublaslt import Algorithm, LibraryError, Multiplication, Shape, library, version
+from shardwise.model.products.trial import Trial
+
+Chosen = tuple[Multiplication, Algorithm]
+
+LEAST = 2**34
+"""Operations below which a product is left to PyTorch: on an H200 some 25 microseconds, about what launching it costs."""
+MOST = 64
+"""Shapes of a run that are tried. A network has some fifteen."""
+
+
+class Choices:
+    """The algorithms chosen on a device, by shape; in a file for the next process, whose loss is no harm."""
+
+    def __init__(self, device: int, path: Path) -> None:
+        self.device, self.path = device, path
+        self.known = self._read()
+        self.made: dict[Shape, Chosen | None] = {}
+        self.waiting: dict[Shape, None] = {}  # in the order seen
+
+    def _read(self) -> dict[str, Algorithm | None]:
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, IndexError):
+            content = json.loads(self.path.read_bytes())
+            return {name: Algorithm(bytes.fromhex(one[0]), one[1]) if one else None for name, one in content.items()}
+        return {}
+
+    def keep(self, choices: dict[str, Algorithm | None]) -> None:
+        """Remember choices, beside those that other processes have written since."""
+        self.known = self._read() | self.known | choices
+        content = {name: [one.code.hex(), one.workspace] if one else None for name, one in sorted(self.known.items())}
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.path, (json.dumps(content, indent=1) + "\n").encode())
+
+    def of(self, shape: Shape) -> Chosen | None:
+        """How to multiply such matrices; nothing where it is left to PyTorch, for good or until it has been tried."""
+        if shape not in self.made:
+            if shape.name not in self.known:
+                self.waiting[shape] = None
+                return None
+            self.made[shape] = None  # and so it stays where the library fails
+            algorithm = self.known[shape.name]
+            if algorithm is not None:
+                multiplication = Multiplication(shape, self.device)
+                self.made[shape] = (multiplication, algorithm) if multiplication.takes(algorithm) else None
+        return self.made[shape]
+
+    def settle(self, say: Callable[[str], None]) -> None:
+        """Try what waits for it."""
+        shapes, self.waiting = list(self.waiting), {}
+        if len(self.made) + len(shapes) > MOST:  # ever new ones: not worth the time
+            self.made |= dict.fromkeys(shapes)
+            return
+        say(
+            f"timing algorithms for {len(shapes)} shapes of matrix products, some {len(shapes)} s; choices are kept in {self.path}"
+        )
+        found: dict[str, Algorithm | None] = {}
+        for number, shape in enumerate(shapes):
+            try:
+                trial = Trial(shape, self.device)
+                if number == 0:
+                    trial.keep_busy()
+                found[shape.name] = trial.fastest()
+            except (LibraryError, torch.cuda.OutOfMemoryError):
+                self.made[shape] = None
+        self.keep(found)
+
+
+@cache
+def choices(device: int) -> Choices:
+    """Those of a device of this process."""
+    name = torch.cuda.get_device_name(device).replace(" ", "-")
+    return Choices(device, cache_folder("products") / f"{name}-{version()}.json")
+
+
+def settle_products(device: torch.device, say: Callable[[str], None]) -> None:
+    """Between two steps: choose algorithms for the products seen since."""
+    if device.type == "cuda" and library() is not None and choices(device.index).waiting:
+        choices(device.index).settle(say)
+
+
+def _multiply(left: Tensor, right: Tensor, out: Tensor, add: bool) -> bool:
+    """Multiply by the algorithm chosen; false where there is none."""
+    shape = Shape.of(left, right, out.dtype) if library() is not None and out.is_contiguous() else None
+    if shape is None:
+        return False
+    try:
+        if (chosen := choices(out.device.index).of(shape)) is not None:
+            multiplication, algorithm = chosen
+            multiplication.run(left, right, out, algorithm, add)
+    except LibraryError:
+        return False
+    return chosen is not None
+
+
+def worth_choosing(left: Tensor, right: Tensor) -> bool:
+    """Whether a product is large enough for its algorithm to matter, on a device that has any."""
+    return left.is_cuda and 2 * left.shape[0] * left.shape[1] * right.shape[1] >= LEAST
+
+
+@torch.library.custom_op("shardwise::product", mutates_args=(), schema="(Tensor left, Tensor right) -> Tensor")
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """`left @ right` of two matrices."""
+    out = left.new_empty((left.shape[0], right.shape[1]))
+    return out if _multiply(left, right, out, add=False) else torch.mm(left, right, out=out)
+
+
+@product.register_fake
+def _(left: Tensor, right: Tensor) -> Tensor:
+    return left.new_empty((left.shape[0], right.shape[1]))
+
+
+@torch.library.custom_op(
+    "shardwise::product_into",
+    mutates_args=("out",),
+    schema="(Tensor left, Tensor right, Tensor(a!) out, bool add) -> ()",
+)
+def product_into(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
+    """Put `left @ right` into a matrix that may be wider than they are, or add it to what is there."""
+    if not _multiply(left, right, out, add):
+        Product().put(left, right, out, add)
+
+
+class ChosenProduct(Product):
+    """Products by the algorithms chosen; with a bias, which PyTorch adds before it rounds, by PyTorch's."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return Stepwise.apply(x, weight, self) if bias is None else super().__call__(x, weight, bias)
+
+    def multiply(self, left: Tensor, right: Tensor) -> Tensor:
+        return product(left, right) if worth_choosing(left, right) else super().multiply(left, right)
+
+    def put(self, left: Tensor, right: Tensor, out: Tensor, add: bool = False) -> None:
+        if worth_choosing(left, right):
+            product_into(left, right, out, add)
+        else:
+            super().put(left, right, out, add)
+
+
+def use_chosen_products(blocks: nn.Module) -> Product:
+    """Put such products into the matrices of blocks."""
+    chosen = ChosenProduct()
+    for module in blocks.modules():
+        if isinstance(module, Linear):
+            module.product = chosen
+    return chosen

@@ -1,0 +1,166 @@
+"""Products by a chosen algorithm, against PyTorch's: the same bits, for every way operands lie."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.model.layers import Linear, Product
+from shardwise.model.products import chosen
+from shardwise.model.products.chosen import settle_products
+from shardwise.model.products.cublaslt import Multiplication, Shape
+from shardwise.model.products.trial import Trial
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(autouse=True)
+def own_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Choices of a test are kept in its own folder, and made for small products too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(chosen, "LEAST", 1)
+    chosen.choices.cache_clear()
+    yield
+    chosen.choices.cache_clear()
+
+
+def matrix(rows: int, columns: int, turned: bool, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    x = torch.randn(columns, rows, device="cuda") if turned else torch.randn(rows, columns, device="cuda")
+    return (x.mT if turned else x).to(dtype)
+
+
+@pytest.mark.parametrize("left_turned", [False, True])
+@pytest.mark.parametrize("right_turned", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_algorithm_multiplies(left_turned: bool, right_turned: bool, dtype: torch.dtype) -> None:
+    left, right = matrix(512, 256, left_turned, dtype), matrix(256, 1024, right_turned, dtype)
+    shape = Shape.of(left, right, dtype)
+    assert shape is not None
+    assert (shape.left_turned, shape.right_turned) == (left_turned, right_turned)
+    multiplication = Multiplication(shape, 0)
+    proposed = multiplication.proposed()
+    assert len(proposed) > 1
+    wanted = left.double() @ right.double()
+    for algorithm in proposed:
+        out = torch.full((512, 1024), torch.nan, dtype=dtype, device="cuda")
+        multiplication.run(left, right, out, algorithm)
+        assert (out.double() - wanted).abs().max() < 0.01 * wanted.abs().max()
+        assert multiplication.takes(algorithm)
+
+
+def test_operands_may_be_parts_of_larger_ones() -> None:
+    whole = matrix(512, 512, False)
+    left, right = whole[:, :256], matrix(256, 512, False)
+    shape = Shape.of(left, right, torch.bfloat16)
+    assert shape is not None
+    assert shape.left_step == 512
+    out = torch.empty(512, 512, dtype=torch.bfloat16, device="cuda")
+    for algorithm in Multiplication(shape, 0).proposed():
+        Multiplication(shape, 0).run(left, right, out, algorithm)
+        assert torch.allclose(out.float(), left.float() @ right.float(), atol=0.3, rtol=0.02)
+    assert (
+        Shape.of(whole[:, 1:257], right, torch.bfloat16) is None
+    )  # begins between two places that kernels can load from
+    assert Shape.of(whole[:, ::2], right, torch.bfloat16) is None
+
+
+def settle() -> None:
+    settle_products(torch.device("cuda", 0), print)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_winner_gives_the_same_bits(turned: bool) -> None:
+    left, right = matrix(4096, 1024, False), matrix(1024, 4096, turned)
+    shape = Shape.of(left, right, torch.bfloat16)
+    assert shape is not None
+    trial = Trial(shape, 0)
+    assert Shape.of(trial.left, trial.right, torch.bfloat16) == shape
+    algorithm = trial.fastest()
+    if algorithm is not None:
+        out = torch.full((4096, 4096), torch.nan, dtype=torch.bfloat16, device="cuda")
+        trial.multiplication.run(left, right, out, algorithm)
+        assert torch.equal(out, left @ right)
+
+
+def test_choices_are_kept_and_read_again(tmp_path: Path) -> None:
+    left, right = matrix(2048, 1024, False), matrix(1024, 2048, False)
+    product, wanted = chosen.ChosenProduct(), left @ right
+    assert torch.equal(product.multiply(left, right), wanted)
+    assert len(chosen.choices(0).waiting) == 1
+    settle()
+    (path,) = (tmp_path / "shardwise" / "products").iterdir()
+    (name,) = json.loads(path.read_text())
+    assert torch.equal(product.multiply(left, right), wanted)
+    best = Multiplication(next(iter(chosen.choices(0).made)), 0).proposed()[-1]
+    path.write_text(json.dumps({name: [best.code.hex(), best.workspace]}))
+    chosen.choices.cache_clear()
+    assert torch.equal(product.multiply(left, right), wanted)
+    (made,) = chosen.choices(0).made.values()
+    assert made is not None
+    assert made[1] == best
+    for bad in (["00" * 64, 0], ["00", 0], ["no", 0], 3):  # what the library does not know is not used
+        path.write_text(json.dumps({name: bad}))
+        chosen.choices.cache_clear()
+        assert torch.equal(product.multiply(left, right), wanted)
+        assert not any(chosen.choices(0).made.values())
+
+
+def test_into_a_wider_matrix_and_added() -> None:
+    left, right = matrix(2048, 1024, True), matrix(1024, 512, False)
+    mine, plain = (torch.full((2048, 512), torch.nan, device="cuda") for _ in range(2))
+    chosen.ChosenProduct().put(left, right, mine)
+    settle()
+    for add in (False, True, True):
+        chosen.ChosenProduct().put(left, right, mine, add)
+        Product().put(left, right, plain, add)
+        assert torch.equal(mine, plain)
+    narrow, other = (torch.full((2048, 512), torch.nan, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    chosen.ChosenProduct().put(left, right, narrow)
+    Product().put(left, right, other)
+    assert torch.equal(narrow, other)
+
+
+def test_chosen_products_can_be_recorded() -> None:
+    left, right = matrix(1024, 1024, False), matrix(1024, 1024, False)
+    wanted = left @ right
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chosen.ChosenProduct().multiply(left, right)
+    graph.replay()
+    assert torch.equal(out, wanted)
+    settle()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chosen.ChosenProduct().multiply(left, right)
+    graph.replay()
+    assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("wide", [512, 4096])
+def test_a_layer_learns_the_same(compiled: bool, wide: int) -> None:
+    results: list[tuple[Tensor, ...]] = []
+    for product in (Product(), chosen.ChosenProduct()):
+        torch.manual_seed(0)
+        layer = Linear(1024, wide, bias=False, device="cuda")
+        layer.product = product
+        x = torch.randn(2, 1024, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        forward = torch.compile(layer.forward) if compiled else layer.forward
+        forward(x)
+        forward(x).square().sum().backward()
+        settle()
+        x.grad = layer.weight.grad = None
+        out = forward(x)
+        out.square().sum().backward()
+        assert layer.weight.grad is not None
+        assert layer.weight.grad.dtype == torch.float32
+        assert x.grad is not None
+        results.append((out, x.grad, layer.weight.grad))
+    for mine, plain in zip(*results, strict=True):
+        assert torch.equal(mine, plain)
+    assert len(chosen.choices(0).made) == 3

@@ -1,0 +1,205 @@
+"""Products by chosen algorithms, as far as that goes without a GPU: what is asked of the library, how one is chosen and kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.model.layers import Linear, Product
+from shardwise.model.products import chosen, trial
+from shardwise.model.products.cublaslt import Algorithm, LibraryError, Shape
+from shardwise.run import run_from_dict
+from shardwise.run.derive import tunes_products
+
+BF16 = torch.bfloat16
+
+
+def shape(rows: int = 64, columns: int = 32, depth: int = 16) -> Shape:
+    found = Shape.of(torch.zeros(rows, depth, dtype=BF16), torch.zeros(depth, columns, dtype=BF16), BF16)
+    assert found is not None
+    return found
+
+
+def test_a_shape_says_how_operands_lie() -> None:
+    by_rows, by_columns = torch.zeros(64, 16, dtype=BF16), torch.zeros(32, 16, dtype=BF16).mT
+    found = Shape.of(by_rows, by_columns, torch.float32)
+    assert found == Shape(64, 32, 16, False, True, 16, 16, BF16, torch.float32)
+    assert found.name == "64x32x16 rc 16 16 bfloat16 float32"
+    part = torch.zeros(64, 48, dtype=BF16)[:, 16:32]
+    assert Shape.of(part, by_columns, BF16) == Shape(64, 32, 16, False, True, 48, 16, BF16, BF16)
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        torch.zeros(64, 48, dtype=BF16)[:, 1:17],  # begins between places that kernels load from
+        torch.zeros(64, 12, dtype=BF16)[:, :8],  # its second row does
+        torch.zeros(64, 32, dtype=BF16)[:, ::2],  # neither rows nor columns without gaps
+        torch.zeros(1, 16, dtype=BF16).expand(64, 16),  # one row for all
+        torch.zeros(64, 16, dtype=torch.float64),
+        torch.zeros(64, 16, dtype=torch.float16),  # not of the other's kind
+    ],
+)
+def test_what_the_library_does_not_take_is_left_alone(left: torch.Tensor) -> None:
+    assert Shape.of(left, torch.zeros(left.shape[1], 32, dtype=BF16), BF16) is None
+
+
+def test_choices_are_kept_beside_those_of_others(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "choices.json"
+    mine, theirs = chosen.Choices(0, path), chosen.Choices(0, path)
+    mine.keep({"a": Algorithm(b"\1" * 64, 4)})
+    theirs.keep({"b": None})
+    assert chosen.Choices(0, path).known == {"a": Algorithm(b"\1" * 64, 4), "b": None}
+
+
+@pytest.mark.parametrize("content", ["", "[", "[1]", '{"a": 3}', '{"a": ["zz", 1]}', '{"a": ["00"]}', "\0"])
+def test_a_spoiled_file_is_no_file(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "choices.json"
+    path.write_text(content)
+    choices = chosen.Choices(0, path)
+    assert choices.known == {}
+    choices.keep({"b": None})
+    assert json.loads(path.read_text()) == {"b": None}
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    choices = chosen.Choices(0, tmp_path / "file" / "choices.json")
+    choices.keep({"b": None})
+    assert choices.known == {"b": None}
+
+
+class FakeMultiplication:
+    """Takes only what begins with a one."""
+
+    def __init__(self, shape: Shape, device: int) -> None:
+        if shape.rows == 666:
+            raise LibraryError("no")
+
+    def takes(self, algorithm: Algorithm) -> bool:
+        return algorithm.code.startswith(b"\1")
+
+
+def test_shapes_wait_and_are_settled_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chosen, "Multiplication", FakeMultiplication)
+    good, bad = Algorithm(b"\1" * 64, 0), Algorithm(b"\2" * 64, 0)
+    winners = {16: good, 32: None, 48: bad}
+    busy = []
+
+    class FakeTrial:
+        def __init__(self, shape: Shape, device: int) -> None:
+            self.shape = shape
+            if shape.rows == 80:
+                raise torch.cuda.OutOfMemoryError
+
+        def keep_busy(self) -> None:
+            busy.append(self.shape.rows)
+
+        def fastest(self) -> Algorithm | None:
+            return winners[self.shape.rows]
+
+    monkeypatch.setattr(chosen, "Trial", FakeTrial)
+    choices = chosen.Choices(0, tmp_path / "choices.json")
+    said: list[str] = []
+    for rows in (16, 32, 48, 80, 16):
+        assert choices.of(shape(rows)) is None
+    assert list(choices.waiting) == [shape(rows) for rows in (16, 32, 48, 80)]
+    choices.settle(said.append)
+    assert not choices.waiting
+    assert busy == [16]
+    assert "4 shapes" in said[0]
+    found = choices.of(shape(16))
+    assert found is not None
+    assert found[1] == good
+    assert [choices.of(shape(rows)) for rows in (32, 48, 80)] == [
+        None
+    ] * 3  # PyTorch's own; not known; no memory to try
+    assert not choices.waiting
+    assert set(chosen.Choices(0, choices.path).known) == {shape(rows).name for rows in (16, 32, 48)}
+
+
+def test_a_run_with_ever_new_shapes_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chosen, "MOST", 3)
+    choices = chosen.Choices(0, tmp_path / "choices.json")
+    said: list[str] = []
+    for rows in range(8, 48, 8):
+        choices.of(shape(rows))
+    choices.settle(said.append)
+    assert not said
+    assert choices.of(shape(8)) is None
+    assert not choices.waiting
+
+
+def test_a_library_that_fails_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chosen, "Multiplication", FakeMultiplication)
+    choices = chosen.Choices(0, tmp_path / "choices.json")
+    choices.known = {shape(666).name: Algorithm(b"\1" * 64, 0)}
+    with pytest.raises(LibraryError):
+        choices.of(shape(666))
+    assert choices.of(shape(666)) is None
+
+
+@pytest.mark.parametrize(
+    ("speeds", "winner"),
+    [
+        ({1: 0.9, 2: 0.8, 3: 0.95}, 2),
+        ({1: 1.0, 2: 1.01}, None),
+        ({1: 0.995, 2: 1.2}, None),  # not worth it
+        ({}, None),
+        (dict.fromkeys(range(1, 8), 1.1) | {8: 0.97}, 8),
+    ],
+)
+def test_the_fastest_wins_though_clocks_drift(
+    speeds: dict[int, float], winner: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(slow=1.0)
+
+    def timed(launch: Any, milliseconds: float) -> float:
+        clock.slow *= 1.003  # from turn to turn the chip grows slower
+        return float(launch() * clock.slow)
+
+    monkeypatch.setattr(trial, "timed", timed)
+    algorithms = {number: Algorithm(bytes([number] * 64), 0) for number in speeds}
+    one = trial.Trial.__new__(trial.Trial)
+    monkeypatch.setattr(one, "_right", lambda: list(algorithms.values()), raising=False)
+    monkeypatch.setattr(one, "usual", lambda: 1.0, raising=False)
+    monkeypatch.setattr(one, "by", lambda algorithm: lambda: speeds[algorithm.code[0]], raising=False)
+    assert one.fastest() == (None if winner is None else algorithms[winner])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, BF16])
+def test_on_a_cpu_it_is_the_plain_product(dtype: torch.dtype) -> None:
+    results: list[tuple[torch.Tensor, ...]] = []
+    for product in (Product(), chosen.ChosenProduct()):
+        torch.manual_seed(0)
+        layer, x = Linear(24, 16, bias=False), torch.randn(2, 3, 24, dtype=dtype, requires_grad=True)
+        layer.product = product
+        out = layer(x)
+        out.square().sum().backward()
+        into = torch.ones(16, 24)
+        product.put(out.detach().flatten(0, 1).mT, x.detach().flatten(0, 1), into, add=True)
+        assert x.grad is not None
+        assert layer.weight.grad is not None
+        results.append((out, x.grad, layer.weight.grad, into))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("train", "layout", "wanted"),
+    [
+        (dict(dtype="bfloat16"), {}, True),
+        (dict(dtype="float32"), {}, False),
+        (dict(dtype="bfloat16"), dict(shard=2), False),
+        (dict(dtype="bfloat16", tune_products=True), dict(shard=2), True),
+        (dict(dtype="bfloat16", tune_products=False), {}, False),
+    ],
+)
+def test_when_products_are_tuned(train: dict[str, Any], layout: dict[str, Any], wanted: bool) -> None:
+    run = run_from_dict(dict(train=train, layout=layout))
+    assert tunes_products(run, gpu=True) is wanted
+    assert not tunes_products(run, gpu=False)
