@@ -122,12 +122,13 @@ class Storages(TorchDispatchMode):
 
 def parameters_of(trainee: Trainee) -> list[Tensor]:
     """Parameters as this rank holds them for good."""
-    return [held.parameter.detach() for held in trainee.parallel.held]
+    copies = [held.working.tensor.detach() for held in trainee.parallel.held if held.working is not None]
+    return [held.parameter.detach() for held in trainee.parallel.held] + copies
 
 
 def gradients_of(trainee: Trainee) -> list[Tensor | None]:
     """Gradients of those."""
-    return [held.parameter.grad for held in trainee.parallel.held]
+    return [held.leaf.grad for held in trainee.parallel.held]
 
 
 def optimizer_of(trainee: Trainee) -> list[Tensor]:

@@ -131,6 +131,9 @@ class WorkCounter(TorchDispatchMode):
         for name, parameter in model.named_parameters():
             if not isinstance(parameter, DTensor):
                 self._remember(self.parameters, parameter, name)
+        for held in self.trainee.parallel.held:
+            if held.working is not None:
+                self._remember(self.parameters, held.working.tensor, held.name)
 
     def _optimizer_step(self) -> Callable[..., Any]:
         inner = self.trainee.optimizer.step

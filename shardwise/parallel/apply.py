@@ -14,6 +14,7 @@ from shardwise.model.layers import Product
 from shardwise.model.loss import ChunkedCrossEntropy
 from shardwise.model.products.chosen import use_chosen_products
 from shardwise.model.transformer import Block, Transformer
+from shardwise.model.working import Working, keep_working_copies
 from shardwise.parallel.collectives import Group
 from shardwise.parallel.context import apply_context
 from shardwise.parallel.expert import apply_expert
@@ -26,7 +27,7 @@ from shardwise.parallel.split import part, splits
 from shardwise.parallel.tensor import apply_tensor
 from shardwise.plan.stages import layers_of_stages
 from shardwise.run import Run
-from shardwise.run.derive import chunks_loss, compiles, tunes_products
+from shardwise.run.derive import chunks_loss, compiles, keeps_casts, tunes_products
 from shardwise.schedules import make_schedule
 
 
@@ -73,13 +74,17 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
         _materialize(model, "", run, mesh, device)
         sharder.root(model)
         module: nn.Module = wrap_copies(model, mesh) if uses_copies_alone(mesh) else model
+        working: dict[nn.Parameter, Working] = {}
+        if keeps_casts(run, gpu=device.type == "cuda"):
+            working = keep_working_copies(model.layers, getattr(torch, run.train.dtype))
         split = put_off_weights(model) if any(a.kind == "I" for a in schedule.ranks[0]) else None
         stages[number] = Stage(module, model, split)
         copied = run.model.tied_embeddings and not model.first and schedule.stages > 1
         for name, parameter in model.named_parameters():
             cut = splits(run.model, layout, name)
             copy = copied and name == "embed.weight"
-            held.append(Held(name, parameter, whole[name], cut, _sharded_over(name, parameter), copy))
+            sharded = _sharded_over(name, parameter)
+            held.append(Held(name, parameter, whole[name], cut, sharded, copy, working.get(parameter)))
     pipeline = Pipeline(stages, schedule, mesh, zero=layout.zero, scales=sharder.scales)
     models = [stage.model for stage in stages.values()]
     return Parallel(mesh, models, pipeline, held, _tied_group(run, mesh, schedule.placement))  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.model.working import Working
 from shardwise.parallel.collectives import Group
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.split import Split
@@ -39,11 +40,17 @@ class Held:
     cut: tuple[Split, ...]
     sharded_over: str  # "zero", "expert_shard", or "" when every rank holds all of it
     copy_of_other_stage: bool = False
+    working: Working | None = None  # what the products use in its place
+
+    @property
+    def leaf(self) -> Tensor:
+        """Where the gradient arrives."""
+        return self.parameter if self.working is None else self.working.tensor
 
     @property
     def grad(self) -> Tensor | None:
         """This rank's part of the gradient."""
-        return None if self.parameter.grad is None else local(self.parameter.grad)
+        return None if self.leaf.grad is None else local(self.leaf.grad)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -51,12 +58,17 @@ class Held:
         return (*(split.axis for split in self.cut), *([self.sharded_over] if self.sharded_over else []))
 
 
+def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Those of one dtype together."""
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for t in tensors:
+        found.setdefault(t.dtype, []).append(t)
+    return list(found.values())
+
+
 def _all_reduce_together(tensors: list[Tensor], group: Group) -> None:
     """One message for many small tensors."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for t in tensors:
-        by_dtype.setdefault(t.dtype, []).append(t)
-    for same in by_dtype.values():
+    for same in _by_dtype(tensors):
         flat = torch.cat([t.flatten() for t in same])
         dist.all_reduce(flat, group=group)
         for t, piece in zip(same, flat.split([t.numel() for t in same]), strict=True):
@@ -88,7 +100,9 @@ def squares(held: Iterable[Held], mesh: Mesh, device: torch.device) -> Tensor:
             by_copies.setdefault(mesh.layout.world // (mesh.layout.pipeline * pieces), []).append(gradient)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for copies, gradients in by_copies.items():
-        total += torch.stack(torch._foreach_norm(gradients)).double().square().sum() / copies
+        for same in _by_dtype(gradients):
+            wide = torch.promote_types(same[0].dtype, torch.float32)
+            total += torch.stack(torch._foreach_norm(same, dtype=wide)).double().square().sum() / copies
     return total
 
 

@@ -19,19 +19,23 @@ STEPS = 4
 def held(run: Run, rank: int) -> dict[str, int]:
     """Bytes of a rank's parameters, gradients after the backward passes, and optimizer.
 
-    Parameters and gradients are float32, or float64 where the arithmetic is. `fully_shard` deals rows out in equal pieces and
+    Parameters and gradients are float32, or float64 where the arithmetic is; but matrices of which copies in the dtype of their
+    products are kept count with those, and their gradients are of that dtype. `fully_shard` deals rows out in equal pieces and
     pads the last ones, of parameters and of gradients; what the optimizer remembers has no padding. DistributedDataParallel's
     gradients are views of its buckets, which hold nothing else.
     """
     place = Place(run, rank)
-    parameters = optimizer = 0
+    parameters = gradients = optimizer = 0
     for count, weight, in_layer in _weights(place):
         ranks, index = _sharing(place, weight)
         parameters += count * weight.shard(ranks) * place.wide
+        copied = place.keeps_casts and weight.product and in_layer
+        parameters += count * weight.numbers * place.width * copied
+        gradients += count * weight.shard(ranks) * (place.width if copied else place.wide)
         own = weight.own(ranks, index) * place.wide
         muon = run.train.optimizer == "muon" and in_layer and len(weight.shape) > 1
         optimizer += count * (own if muon else 2 * own + STEPS)
-    return dict(parameters=parameters, gradients=parameters, optimizer=optimizer)
+    return dict(parameters=parameters, gradients=gradients, optimizer=optimizer)
 
 
 def _weights(place: Place) -> list[tuple[int, Weight, bool]]:

@@ -15,7 +15,7 @@ from functools import cached_property
 from shardwise.plan.rounds import cached_schedule, fewer_rounds
 from shardwise.plan.stages import layers_of_stages
 from shardwise.run import ModelConfig, Run
-from shardwise.run.derive import chunks_loss, gathers_eight_bits, planned_on_gpu
+from shardwise.run.derive import chunks_loss, gathers_eight_bits, keeps_casts, planned_on_gpu
 from shardwise.schedules import SPLIT_BACKWARD, Schedule
 
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -118,6 +118,11 @@ class Place:
     def chunked(self) -> bool:
         """Whether the loss is made of some tokens at a time."""
         return chunks_loss(self.run, gpu=self.fused)
+
+    @cached_property
+    def keeps_casts(self) -> bool:
+        """Whether the layers' matrices have copies in the dtype of their products, kept from step to step."""
+        return keeps_casts(self.run, gpu=self.fused)
 
     @cached_property
     def wide(self) -> int:

@@ -88,6 +88,8 @@ class Tally:
         job = self.job
         if not job.stack.casts_weights or job.width >= job.stack.parameter_bytes:
             return
+        if job.stack.keeps_casts and part != "head":
+            return
         # Sharded ones are cast before they are gathered, and then copied out of the message: about as much.
         size = numbers * (job.width + job.stack.parameter_bytes)
         seconds = memory_seconds(job.cluster.chip, size)

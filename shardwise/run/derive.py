@@ -64,6 +64,16 @@ def compiles(run: Run, *, gpu: bool) -> bool:
     return gpu and narrow and run.layout.world == 1 and run.layout.recompute not in REPEATS_PARTS
 
 
+def keeps_casts(run: Run, *, gpu: bool) -> bool:
+    """Whether 16-bit copies of the layers' matrices are kept from step to step: on one GPU, where they would all stand until the
+    backward pass in any case, and no gradient is added to another or looked at by itself."""
+    train, layout = run.train, run.layout
+    alone = layout.world == 1 and not layout.offload and layout.recompute == "none"
+    plain = train.dtype == "bfloat16" and train.fp8 == "none" and train.optimizer == "adamw" and not train.recheck_every
+    once = train.microbatch > 0 and run.accumulation == 1  # a search has not settled it yet
+    return gpu and alone and plain and once
+
+
 def tunes_products(run: Run, *, gpu: bool) -> bool:
     """Whether large matrix products are made by the algorithm that was fastest when it was tried."""
     narrow = run.train.dtype in ("bfloat16", "float16")

@@ -2,15 +2,18 @@
 
 `torch.optim.AdamW`, fused, is the same arithmetic and stands in everywhere else; it wants its gradients scaled beforehand,
 which on a GPU costs as much again as the norm. State has the names that PyTorch's has, so that checkpoints are alike; the
-count of steps is kept on the host, which computes the corrections of the moments from it without asking the device.
+count of steps is kept on the host, which computes the corrections of the moments from it without asking the device. Gradients
+are taken from where they arrived, which for a parameter with a working copy is that copy; it is written in the same pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+
+from shardwise.parallel.gradients import Held
 
 
 def runs_in_one_pass(parameters: list[Tensor]) -> bool:
@@ -23,8 +26,16 @@ class OnePassAdamW(torch.optim.Optimizer):
 
     factor: Tensor
 
-    def __init__(self, groups: list[dict[str, object]], lr: float, betas: tuple[float, float], eps: float) -> None:
+    def __init__(
+        self,
+        groups: list[dict[str, object]],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        held: Mapping[Tensor, Held],
+    ) -> None:
         super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0))
+        self.held = held
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -33,7 +44,8 @@ class OnePassAdamW(torch.optim.Optimizer):
         assert closure is None, "this optimizer does not evaluate the loss again"
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is None:
+                held = self.held[p]
+                if held.grad is None:
                     continue
                 state = self.state[p]
                 if not state:
@@ -41,8 +53,9 @@ class OnePassAdamW(torch.optim.Optimizer):
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
                 state["step"] += 1
                 adamw(
-                    p, p.grad.contiguous(), (state["exp_avg"], state["exp_avg_sq"]), self.factor, int(state["step"]),
+                    p, held.grad.contiguous(), (state["exp_avg"], state["exp_avg_sq"]), self.factor, int(state["step"]),
                     group["lr"], group["betas"], group["eps"], group["weight_decay"],
+                    None if held.working is None else held.working.tensor.detach(),
                 )  # fmt: skip
 
 

@@ -86,11 +86,12 @@ class Optimizer:
             groups = [g for g in groups if g["params"]]
             betas = (train.beta1, train.beta2)
             if runs_in_one_pass([p for p, _ in rest]):
-                self.parts.append(OnePassAdamW(groups, train.lr, betas, train.eps))
+                self.parts.append(OnePassAdamW(groups, train.lr, betas, train.eps, dict(rest)))
             else:
                 self.parts.append(torch.optim.AdamW(groups, lr=train.lr, betas=betas, eps=train.eps, fused=True))
         if muon:
             self.parts.append(Muon(muon, mesh, train))
+        self.in_one_pass = {p for part in self.parts if isinstance(part, OnePassAdamW) for p in part.held}
         self.peaks = [part.defaults["lr"] for part in self.parts]
 
     def learning_rate(self, step: int) -> float:
@@ -102,7 +103,8 @@ class Optimizer:
         """Update the parameters from their gradients, times `factor` if there is one; `step` counts from 1."""
         share = learning_rate_factor(self.train, step)
         for p, h in zip(self.mine, self.held, strict=True):
-            p.grad = h.grad
+            if p not in self.in_one_pass:
+                p.grad = None if h.grad is None else h.grad.to(p.dtype)
         for part, peak in zip(self.parts, self.peaks, strict=True):
             for group in part.param_groups:
                 group["lr"] = peak * share
@@ -111,11 +113,14 @@ class Optimizer:
             elif factor is not None:
                 multiply([p.grad for group in part.param_groups for p in group["params"]], factor)
             part.step()
+        for p, h in zip(self.mine, self.held, strict=True):
+            if h.working is not None and p not in self.in_one_pass:
+                h.working.copy()
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
         for p, h in zip(self.mine, self.held, strict=True):
-            p.grad = h.parameter.grad = None
+            p.grad = h.leaf.grad = None
 
     def state_of(self, index: int) -> dict[str, Tensor]:
         """The state of the parameter `held[index]`, this rank's part."""

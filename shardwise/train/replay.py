@@ -75,7 +75,7 @@ class Replay:
         """Record the passes, and replay them for this batch; launch them if that can't be done."""
         trainee = self.trainee
         self.batch = trainee.microbatches(batch)
-        self.parameters = [held.parameter for held in trainee.parallel.held]
+        self.leaves = [held.leaf for held in trainee.parallel.held]
         graph = torch.cuda.CUDAGraph()
         try:
             # What other threads do meanwhile, such as writing a checkpoint, is none of its business.
@@ -87,7 +87,7 @@ class Replay:
             torch.cuda.synchronize()
             self.say(f"steps are launched kernel by kernel, since they could not be recorded: {error}".splitlines()[0])
             return trainee.passes(batch)
-        self.gradients = [parameter.grad for parameter in self.parameters]
+        self.gradients = [leaf.grad for leaf in self.leaves]
         self.graph = graph
         why = ": the host was slower than the GPU" if self.host_slower else ""
         self.say(f"steps are replayed from here on{why}")
@@ -105,8 +105,8 @@ class Replay:
                     there.copy_(value)
         assert self.graph is not None
         self.graph.replay()
-        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
-            parameter.grad = gradient
+        for leaf, gradient in zip(self.leaves, self.gradients, strict=True):
+            leaf.grad = gradient
         return self.loss.clone()
 
 

@@ -160,6 +160,7 @@ class Trainee:
 
     def passes_of(self, microbatches: list[Microbatch]) -> Tensor:
         """The same, of a batch that is on the device."""
+        self._refresh()
         # DistributedDataParallel averages where everything else adds.
         copies = self.mesh.size("replicate") if uses_copies_alone(self.mesh) else 1
         factor = self.loss_scale.scale * copies / self.run.batch_tokens
@@ -170,6 +171,7 @@ class Trainee:
     @torch.no_grad()
     def evaluate(self, samples: Callable[[np.ndarray], Batch], numbers: np.ndarray) -> float:
         """Mean loss over the tokens of the samples of these numbers, dealt out over the data ranks."""
+        self._refresh()
         for model in self.parallel.models:
             model.eval()
         ranks, at_once = self.run.layout.data_ranks, self.run.train.microbatch * self.run.accumulation
@@ -184,6 +186,12 @@ class Trainee:
             loss += self.parallel.pipeline.run(self.microbatches(batch), self._stream(), None)
             counted += batch.loss_tokens
         return (self._whole_loss(loss) / self._over_data(counted)).item()
+
+    def _refresh(self) -> None:
+        """Bring copies of parameters up to date."""
+        for held in self.parallel.held:
+            if held.working is not None:
+                held.working.refresh()
 
     def _stream(self) -> Tensor:
         """Shape and dtype of what travels between stages for one microbatch."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise.model.layers import Linear, Product
-from shardwise.model.products import chosen
+from shardwise.model.products import chosen, trial
 from shardwise.model.products.chosen import settle_products
 from shardwise.model.products.cublaslt import Multiplication, Shape
 from shardwise.model.products.trial import Trial
@@ -21,9 +21,11 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 @pytest.fixture(autouse=True)
 def own_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Choices of a test are kept in its own folder, and made for small products too."""
+    """Choices of a test are kept in its own folder, made for small products too, and quickly."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(chosen, "LEAST", 1)
+    monkeypatch.setattr(trial, "BUSY", 1.0)
+    monkeypatch.setattr(trial, "TURN", 1.0)
     chosen.choices.cache_clear()
     yield
     chosen.choices.cache_clear()
@@ -78,12 +80,12 @@ def test_the_winner_gives_the_same_bits(turned: bool) -> None:
     left, right = matrix(4096, 1024, False), matrix(1024, 4096, turned)
     shape = Shape.of(left, right, torch.bfloat16)
     assert shape is not None
-    trial = Trial(shape, 0)
-    assert Shape.of(trial.left, trial.right, torch.bfloat16) == shape
-    algorithm = trial.fastest()
+    tried = Trial(shape, 0)
+    assert Shape.of(tried.left, tried.right, torch.bfloat16) == shape
+    algorithm = tried.fastest()
     if algorithm is not None:
         out = torch.full((4096, 4096), torch.nan, dtype=torch.bfloat16, device="cuda")
-        trial.multiplication.run(left, right, out, algorithm)
+        tried.multiplication.run(left, right, out, algorithm)
         assert torch.equal(out, left @ right)
 
 

@@ -17,10 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardwise.measure.memory import Storages, measure_memory
 from shardwise.model.experts import Mixture
 from shardwise.model.transformer import Block
+from shardwise.parallel import apply as apply_module
+from shardwise.plan import place as place_module
 from shardwise.plan.held import activations, gathered, held, saved_activations, waiting_gradients
 from shardwise.plan.place import Place
 from shardwise.plan.plan import plan
 from shardwise.run import Run
+from shardwise.run.derive import keeps_casts
 from shardwise.train.step import Trainee
 
 Routed = dict[
@@ -122,6 +125,25 @@ def test_a_rank_holds_what_the_plan_says(
             # Between the two parts of a split backward pass gradients may be views of larger ones.
             near = 0.05 if Place(run, rank).splits_backward else 0.01
             assert activations(run, rank) == pytest.approx(counted["activations"], rel=near), f"rank {rank}"
+
+
+@pytest.mark.parametrize("model", ["dense", "tied", "latent", "mixture"])
+def test_copies_that_are_kept_count_where_they_stand(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: copies with the parameters, gradients in 16 bits, and nothing of a cast among what is saved."""
+    for where in (apply_module, place_module):
+        monkeypatch.setattr(where, "keeps_casts", lambda run, gpu: keeps_casts(run, gpu=True))
+    run = cases.make_run(model, {}, **NARROW, microbatch=0)
+    assert Place(run, 0).keeps_casts
+    counted, routed = measured_step(0, run)
+    planned = held(run, 0)
+    assert {owner: counted[owner] for owner in planned} == planned
+    monkeypatch.undo()
+    before = held(run, 0)
+    assert planned["parameters"] > before["parameters"]
+    assert planned["parameters"] + planned["gradients"] == before["parameters"] + before["gradients"]
+    rows = {layer: calls[0] for layer, calls in routed.items()}
+    casts = planned["parameters"] - before["parameters"]
+    assert saved_activations(run, 0, rows)[0] - casts == pytest.approx(counted["saved"][0][0], rel=0.01)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])

@@ -1,7 +1,8 @@
 """AdamW in one pass: every number is read and written once.
 
 It takes the factor on the gradients (clipping, the count of tokens, the loss scale) from the device as it goes, so that scaling
-them is no pass of its own. A tensor is a launch; the arithmetic is float32 whatever the gradient is kept in.
+them is no pass of its own. A tensor is a launch; the arithmetic is float32 whatever the gradient is kept in. Where the parameter
+has a copy in 16 bits that products use, it is written along.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ WARPS = 4
 
 
 @triton.jit
-def _adamw(p, g, m, v, factor, size, keep, rate, beta1, beta2, eps, root, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _adamw(  # type: ignore[no-untyped-def]
+    p, g, m, v, copy, factor, size, keep, rate, beta1, beta2, eps, root, COPY: tl.constexpr, BLOCK: tl.constexpr
+):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     gradient = tl.load(g + at, mask=inside, other=0.0).to(tl.float32) * tl.load(factor)
@@ -28,6 +31,8 @@ def _adamw(p, g, m, v, factor, size, keep, rate, beta1, beta2, eps, root, BLOCK:
     tl.store(m + at, first, mask=inside)
     tl.store(v + at, second, mask=inside)
     tl.store(p + at, value, mask=inside)
+    if COPY:
+        tl.store(copy + at, value.to(copy.dtype.element_ty), mask=inside)
 
 
 def adamw(
@@ -40,12 +45,16 @@ def adamw(
     betas: tuple[float, float],
     eps: float,
     decay: float,
+    copy: Tensor | None = None,
 ) -> None:
-    """One AdamW update in place, of contiguous tensors, with the gradient times `factor` [1]; `step` counts from 1."""
+    """One AdamW update in place, of contiguous tensors, with the gradient times `factor` [1]; `step` counts from 1. The values
+    go into `copy` as well."""
     size = parameter.numel()
     if not size:
         return
     rate, root = lr / (1 - betas[0] ** step), (1 - betas[1] ** step) ** 0.5
+    target = parameter if copy is None else copy
     _adamw[(triton.cdiv(size, BLOCK),)](
-        parameter, gradient, *moments, factor, size, 1 - lr * decay, rate, *betas, eps, root, BLOCK, num_warps=WARPS
+        parameter, gradient, *moments, target, factor, size, 1 - lr * decay, rate, *betas, eps, root,
+        copy is not None, BLOCK, num_warps=WARPS,
     )  # fmt: skip

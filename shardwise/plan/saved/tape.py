@@ -96,7 +96,7 @@ def linear(
     tape.keep(x)
     if tape.prefix and not (edge and tape.overlaps):
         tape.products[x] = tape.products.get(x, 0) + rows * columns * place.width
-    if tape.casts:
+    if tape.casts and not (tape.prefix and place.keeps_casts):
         tape.own(f"{name} weight", columns * inner)
     return tape.make(name, rows * columns)
 

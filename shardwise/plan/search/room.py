@@ -26,7 +26,9 @@ def keeping(plan: Plan) -> tuple[Plan, str] | None:
     everything = exact(memory(job_of(none)), none, job_of(none))
     if everything.fits:  # the search, which estimates memory, had ruled it out
         return plan_job(none, job_of(none)), ""
-    low, high = 0.0, max(rank["activations"] for rank in everything.ranks) / GIB
+    unlimited = _with(plan.run, "budget", 1e6)
+    kept = exact(memory(job_of(unlimited)), unlimited, job_of(unlimited))
+    low, high = 0.0, max(rank["activations"] for rank in kept.ranks) / GIB
     for _ in range(STEPS):
         middle = (low + high) / 2
         run = _with(plan.run, "budget", middle)

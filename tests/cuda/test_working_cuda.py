@@ -1,0 +1,64 @@
+"""16-bit copies that the optimizer writes along: steps are those of casts to the bit, and nothing lies in memory twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.measure.verify import random_batch
+from shardwise.model.kernels.adamw import adamw
+from shardwise.parallel import apply as apply_module
+from shardwise.run import Run, run_from_dict
+from shardwise.train.step import Trainee
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Any:
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def small_run(**train: Any) -> Run:
+    model = dict(layers=2, hidden=256, heads=4, kv_heads=2, ffn=768, vocab=1000)
+    basis = dict(global_batch=4, seq_len=128, dtype="bfloat16", device="cuda", lr=1e-3, deterministic=True)
+    return run_from_dict(dict(model=model, train=basis | train))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_steps_are_those_of_casts_to_the_bit(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = small_run(compile=compiled)
+    results, ends, sizes = [], [], []
+    for kept in (True, False):
+        if not kept:
+            monkeypatch.setattr(apply_module, "keeps_casts", lambda run, gpu: False)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        trainee = Trainee(run)
+        assert sum(held.working is not None for held in trainee.parallel.held) == (14 if kept else 0)
+        results.append([trainee.train_step(random_batch(run, number)).read() for number in range(5)])
+        ends.append([parameter.detach().clone() for parameter in trainee.model.parameters()])
+        for held in trainee.parallel.held:
+            if held.working is not None:
+                assert torch.equal(held.working.tensor, held.parameter.bfloat16())
+        sizes.append(torch.cuda.max_memory_allocated() - before)
+        del trainee
+    assert results[0] == results[1]
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
+    assert sizes[0] < 1.02 * sizes[1]
+
+
+@pytest.mark.parametrize("size", [2**20, 13601])
+def test_the_copy_is_the_parameter_rounded(size: int) -> None:
+    start = [torch.randn(size, device="cuda"), torch.randn(size, device="cuda"), torch.rand(size, device="cuda")]
+    gradient = torch.randn(size, device="cuda").bfloat16()
+    copy = torch.full_like(gradient, torch.nan)
+    kept, alone = [x.clone() for x in start], [x.clone() for x in start]
+    settings = torch.tensor([0.3], device="cuda"), 3, 0.01, (0.9, 0.95), 1e-8, 0.1
+    adamw(kept[0], gradient, (kept[1], kept[2]), *settings, copy=copy)
+    adamw(alone[0], gradient, (alone[1], alone[2]), *settings)
+    assert all(torch.equal(a, b) for a, b in zip(kept, alone, strict=True))
+    assert torch.equal(copy, kept[0].bfloat16())
