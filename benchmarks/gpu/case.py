@@ -103,12 +103,13 @@ def make(args: argparse.Namespace) -> Step:
 def ours(shape: dict[str, int], batch: int, seq: int, options: dict[str, str]) -> Step:
     """The step of `shardwise train`, read a step later and replayed where its loop does so."""
     from shardwise.measure.verify import random_batch
-    from shardwise.train.replay import attach
+    from shardwise.train import replay, tune
     from shardwise.train.step import Trainee
 
     run = our_run(shape, batch, seq, options)
     trainee = Trainee(run)
-    attach(trainee)
+    tune.attach(trainee, lambda text: print(text, file=sys.stderr))
+    replay.attach(trainee)
     unread = []
 
     def step(number: int) -> None:

@@ -203,8 +203,8 @@ class TrainConfig:
     )
     tune_products: Literal["auto", True, False] = key(
         "auto",
-        "GPUs in 16 bits: time the library's algorithms for each large matrix product when it is first made, and take the "
-        "fastest; results stay the same to the bit; auto: so on one GPU",
+        "GPUs in 16 bits: try the library's algorithms for large matrix products in the first steps, and take the fastest; "
+        "results stay the same to the bit; auto: so on one GPU",
     )
     deterministic: bool = key(False, "GPUs: two runs identical to the bit, at some cost in speed; CPUs always are")
     optimizer: Literal["adamw", "muon"] = key("adamw", "muon: orthogonalised momentum on matrices, AdamW on the rest")

@@ -24,7 +24,7 @@ from shardwise.files import write_atomically
 from shardwise.parallel.mesh import Mesh
 from shardwise.plan.work import CONVENTION, parameters, training_flops
 from shardwise.run import AXES, Run, to_toml
-from shardwise.train import replay, saves
+from shardwise.train import replay, saves, tune
 from shardwise.train.display import PlainDisplay, Progress, clock, make_display
 from shardwise.train.metrics import Metrics
 from shardwise.train.speed import peak_flops, peak_memory
@@ -85,7 +85,7 @@ def _attempt(
         watch.event("repeat", steps=metrics.dropped_steps, seconds=metrics.dropped_seconds)
     saver = saves.Saver(out, mesh, data.tokenizer, data.fingerprint, display.say)
     watch.begin(trainee)
-    trainee.say = display.say
+    tune.attach(trainee, display.say)
     replay.attach(trainee, display.say)
     try:
         _steps(trainee, data, out, metrics, saver, display, watch)

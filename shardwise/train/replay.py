@@ -74,6 +74,8 @@ class Replay:
     def _recorded(self, batch: Batch) -> Tensor:
         """Record the passes, and replay them for this batch; launch them if that can't be done."""
         trainee = self.trainee
+        if trainee.tuner is not None:
+            trainee.tuner.stop()
         self.batch = trainee.microbatches(batch)
         self.leaves = [held.leaf for held in trainee.parallel.held]
         graph = torch.cuda.CUDAGraph()

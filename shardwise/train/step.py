@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from shardwise.data.batches import IGNORED, Batch
 from shardwise.model.experts import Router
-from shardwise.model.products.chosen import settle_products
 from shardwise.parallel.apply import apply
 from shardwise.parallel.context import zigzag_places
 from shardwise.parallel.gradients import add_partial, squares
@@ -46,6 +46,15 @@ def choose_device(wanted: str) -> torch.device:
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+class Tuning(Protocol):
+    """What is called before every step, to find out how steps are fastest."""
+
+    def __call__(self) -> None: ...
+
+    def stop(self) -> None:
+        """Steps will not change any more."""
 
 
 @dataclass
@@ -100,7 +109,7 @@ class Trainee:
         self.step = 0
         self.tokens = 0
         self.history = History()
-        self.say: Callable[[str], None] = lambda _: None  # tells the user of work that takes a while
+        self.tuner: Tuning | None = None  # what chooses between algorithms before a step (see `tune.py`)
         self.replay: Callable[[Batch], Tensor] | None = None  # what runs the passes in their place (see `replay.py`)
         check_repeatable(self)
 
@@ -130,7 +139,8 @@ class Trainee:
             model.train()
         layout, held = self.run.layout, self.parallel.held
         self.optimizer.zero_grad()
-        settle_products(self.device, self.say)
+        if self.tuner is not None:
+            self.tuner()
         # What ranks hold in common is divided among them, so that a sum over all ranks counts it once.
         loss_tokens = batch.loss_tokens * layout.data_ranks / layout.world
         counted = self._begin_sum(self._on_device(torch.tensor([loss_tokens, float(stop)], dtype=torch.float64)))

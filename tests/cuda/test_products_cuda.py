@@ -10,22 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwise.measure.verify import random_batch
 from shardwise.model.layers import Linear, Product
-from shardwise.model.products import chosen, trial
-from shardwise.model.products.chosen import settle_products
+from shardwise.model.products import chosen
+from shardwise.model.products.candidates import Candidates
 from shardwise.model.products.cublaslt import Multiplication, Shape
-from shardwise.model.products.trial import Trial
+from shardwise.run import run_from_dict
+from shardwise.train import tune
+from shardwise.train.step import Trainee
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.fixture(autouse=True)
 def own_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Choices of a test are kept in its own folder, made for small products too, and quickly."""
+    """Choices of a test are kept in its own folder, and made for small products too."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(chosen, "LEAST", 1)
-    monkeypatch.setattr(trial, "BUSY", 1.0)
-    monkeypatch.setattr(trial, "TURN", 1.0)
     chosen.choices.cache_clear()
     yield
     chosen.choices.cache_clear()
@@ -71,21 +72,26 @@ def test_operands_may_be_parts_of_larger_ones() -> None:
     assert Shape.of(whole[:, ::2], right, torch.bfloat16) is None
 
 
-def settle() -> None:
-    settle_products(torch.device("cuda", 0), print)
+def decide() -> None:
+    """Take the last candidate for each shape that is not known."""
+    choices = chosen.choices(0)
+    for shape in list(choices.unknown):
+        found = Candidates(shape, 0).found()
+        assert found
+        choices.keep({shape.name: found[-1]})
+    choices.unknown.clear()
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_the_winner_gives_the_same_bits(turned: bool) -> None:
+def test_candidates_give_the_same_bits(turned: bool) -> None:
     left, right = matrix(4096, 1024, False), matrix(1024, 4096, turned)
     shape = Shape.of(left, right, torch.bfloat16)
     assert shape is not None
-    tried = Trial(shape, 0)
-    assert Shape.of(tried.left, tried.right, torch.bfloat16) == shape
-    algorithm = tried.fastest()
-    if algorithm is not None:
+    candidates = Candidates(shape, 0)
+    assert Shape.of(candidates.left, candidates.right, torch.bfloat16) == shape
+    for algorithm in candidates.found():
         out = torch.full((4096, 4096), torch.nan, dtype=torch.bfloat16, device="cuda")
-        tried.multiplication.run(left, right, out, algorithm)
+        candidates.multiplication.run(left, right, out, algorithm)
         assert torch.equal(out, left @ right)
 
 
@@ -93,8 +99,8 @@ def test_choices_are_kept_and_read_again(tmp_path: Path) -> None:
     left, right = matrix(2048, 1024, False), matrix(1024, 2048, False)
     product, wanted = chosen.ChosenProduct(), left @ right
     assert torch.equal(product.multiply(left, right), wanted)
-    assert len(chosen.choices(0).waiting) == 1
-    settle()
+    assert len(chosen.choices(0).unknown) == 1
+    decide()
     (path,) = (tmp_path / "shardwise" / "products").iterdir()
     (name,) = json.loads(path.read_text())
     assert torch.equal(product.multiply(left, right), wanted)
@@ -116,7 +122,7 @@ def test_into_a_wider_matrix_and_added() -> None:
     left, right = matrix(2048, 1024, True), matrix(1024, 512, False)
     mine, plain = (torch.full((2048, 512), torch.nan, device="cuda") for _ in range(2))
     chosen.ChosenProduct().put(left, right, mine)
-    settle()
+    decide()
     for add in (False, True, True):
         chosen.ChosenProduct().put(left, right, mine, add)
         Product().put(left, right, plain, add)
@@ -135,7 +141,7 @@ def test_chosen_products_can_be_recorded() -> None:
         out = chosen.ChosenProduct().multiply(left, right)
     graph.replay()
     assert torch.equal(out, wanted)
-    settle()
+    decide()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = chosen.ChosenProduct().multiply(left, right)
@@ -155,7 +161,7 @@ def test_a_layer_learns_the_same(compiled: bool, wide: int) -> None:
         forward = torch.compile(layer.forward) if compiled else layer.forward
         forward(x)
         forward(x).square().sum().backward()
-        settle()
+        decide()
         x.grad = layer.weight.grad = None
         out = forward(x)
         out.square().sum().backward()
@@ -166,3 +172,19 @@ def test_a_layer_learns_the_same(compiled: bool, wide: int) -> None:
     for mine, plain in zip(*results, strict=True):
         assert torch.equal(mine, plain)
     assert len(chosen.choices(0).made) == 3
+
+
+def test_a_run_finds_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "STEPS", 16)
+    model = dict(layers=2, hidden=512, heads=4, kv_heads=2, ffn=1024, vocab=1000)
+    train = dict(global_batch=4, seq_len=512, dtype="bfloat16", device="cuda", deterministic=True, compile=False)
+    results = []
+    for tuned in (False, True):
+        run = run_from_dict(dict(model=model, train=dict(train, tune_products=tuned)))
+        trainee, said = Trainee(run), []
+        tune.attach(trainee, said.append)
+        results.append([trainee.train_step(random_batch(run, number)).read() for number in range(24)])
+        assert len(said) == (2 if tuned else 0)
+    torch.use_deterministic_algorithms(False)
+    assert results[0] == results[1]
+    assert len(chosen.choices(0).known) >= 10

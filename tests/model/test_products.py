@@ -1,18 +1,20 @@
-"""Products by chosen algorithms, as far as that goes without a GPU: what is asked of the library, how one is chosen and kept."""
+"""Products by chosen algorithms, as far as that goes without a GPU: what is asked of the library, how they are told apart and
+kept."""
 
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from shardwise.model.layers import Linear, Product
-from shardwise.model.products import chosen, trial
+from shardwise.model.products import chosen
 from shardwise.model.products.cublaslt import Algorithm, LibraryError, Shape
+from shardwise.model.products.experiment import Experiment
 from shardwise.run import run_from_dict
 from shardwise.run.derive import tunes_products
 
@@ -85,54 +87,24 @@ class FakeMultiplication:
         return algorithm.code.startswith(b"\1")
 
 
-def test_shapes_wait_and_are_settled_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_that_are_not_known_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chosen, "Multiplication", FakeMultiplication)
     good, bad = Algorithm(b"\1" * 64, 0), Algorithm(b"\2" * 64, 0)
-    winners = {16: good, 32: None, 48: bad}
-    busy = []
-
-    class FakeTrial:
-        def __init__(self, shape: Shape, device: int) -> None:
-            self.shape = shape
-            if shape.rows == 80:
-                raise torch.cuda.OutOfMemoryError
-
-        def keep_busy(self) -> None:
-            busy.append(self.shape.rows)
-
-        def fastest(self) -> Algorithm | None:
-            return winners[self.shape.rows]
-
-    monkeypatch.setattr(chosen, "Trial", FakeTrial)
     choices = chosen.Choices(0, tmp_path / "choices.json")
-    said: list[str] = []
-    for rows in (16, 32, 48, 80, 16):
-        assert choices.of(shape(rows)) is None
-    assert list(choices.waiting) == [shape(rows) for rows in (16, 32, 48, 80)]
-    choices.settle(said.append)
-    assert not choices.waiting
-    assert busy == [16]
-    assert "4 shapes" in said[0]
+    choices.keep({shape(16).name: good, shape(24).name: bad, shape(32).name: None})
+    assert [choices.of(shape(rows)) for rows in (48, 24, 32, 40, 48)] == [
+        None
+    ] * 5  # the library does not know the second's
+    assert list(choices.unknown) == [shape(48), shape(40)]
     found = choices.of(shape(16))
     assert found is not None
     assert found[1] == good
-    assert [choices.of(shape(rows)) for rows in (32, 48, 80)] == [
-        None
-    ] * 3  # PyTorch's own; not known; no memory to try
-    assert not choices.waiting
-    assert set(chosen.Choices(0, choices.path).known) == {shape(rows).name for rows in (16, 32, 48)}
-
-
-def test_a_run_with_ever_new_shapes_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chosen, "MOST", 3)
-    choices = chosen.Choices(0, tmp_path / "choices.json")
-    said: list[str] = []
-    for rows in range(8, 48, 8):
-        choices.of(shape(rows))
-    choices.settle(said.append)
-    assert not said
-    assert choices.of(shape(8)) is None
-    assert not choices.waiting
+    choices.use(shape(48), good)
+    choices.use(shape(16), None)
+    again = choices.of(shape(48))
+    assert again is not None
+    assert again[1] == good
+    assert choices.of(shape(16)) is None
 
 
 def test_a_library_that_fails_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,32 +116,46 @@ def test_a_library_that_fails_is_not_asked_again(tmp_path: Path, monkeypatch: py
     assert choices.of(shape(666)) is None
 
 
-@pytest.mark.parametrize(
-    ("speeds", "winner"),
-    [
-        ({1: 0.9, 2: 0.8, 3: 0.95}, 2),
-        ({1: 1.0, 2: 1.01}, None),
-        ({1: 0.995, 2: 1.2}, None),  # not worth it
-        ({}, None),
-        (dict.fromkeys(range(1, 8), 1.1) | {8: 0.97}, 8),
-    ],
-)
-def test_the_fastest_wins_though_clocks_drift(
-    speeds: dict[int, float], winner: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = SimpleNamespace(slow=1.0)
+def test_options_come_equally_often_and_in_all_company() -> None:
+    experiment = Experiment([4, 3, 1])
+    drawn = [experiment.draw() for _ in range(120)]
+    for choice, count in enumerate((4, 3, 1)):
+        assert sorted({one[choice] for one in drawn}) == list(range(count))
+        assert {sum(one[choice] == option for one in drawn) for option in range(count)} == {120 // count}
+    assert len({one[:2] for one in drawn}) == 12
 
-    def timed(launch: Any, milliseconds: float) -> float:
-        clock.slow *= 1.003  # from turn to turn the chip grows slower
-        return float(launch() * clock.slow)
 
-    monkeypatch.setattr(trial, "timed", timed)
-    algorithms = {number: Algorithm(bytes([number] * 64), 0) for number in speeds}
-    one = trial.Trial.__new__(trial.Trial)
-    monkeypatch.setattr(one, "_right", lambda: list(algorithms.values()), raising=False)
-    monkeypatch.setattr(one, "usual", lambda: 1.0, raising=False)
-    monkeypatch.setattr(one, "by", lambda algorithm: lambda: speeds[algorithm.code[0]], raising=False)
-    assert one.fastest() == (None if winner is None else algorithms[winner])
+EFFECTS = ((0, -3, -2), (0, 1, 2, 3), (0, -1, 2), (0,), (0, 0, 0))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_best_are_told_apart_in_noise_and_drift(seed: int) -> None:
+    noise, experiment, times = random.Random(seed), Experiment([len(one) for one in EFFECTS], seed), []
+    for step in range(256):
+        drawn = experiment.draw()
+        strange = 400 if noise.random() < 0.03 else 0  # an evaluation in between
+        steady = 490 + 0.01 * step + sum(one[option] for one, option in zip(EFFECTS, drawn, strict=True))
+        times.append(steady + noise.gauss(0, 2) + strange)
+    outcome = experiment.outcome(times)
+    assert outcome.options[:2] == (1, 0)
+    assert outcome.options[3] == 0
+    assert 2 < outcome.saves < 6
+
+
+def test_without_noise_it_is_exact() -> None:
+    experiment = Experiment([len(one) for one in EFFECTS])
+    drawn = [experiment.draw() for _ in range(64)]
+    times = [100 + sum(one[option] for one, option in zip(EFFECTS, each, strict=True)) for each in drawn]
+    outcome = experiment.outcome(times)
+    assert outcome.options[:4] == (1, 0, 1, 0)
+    assert outcome.saves == pytest.approx(4)
+
+
+def test_too_few_steps_decide_nothing() -> None:
+    experiment = Experiment([4, 4])
+    for _ in range(6):
+        experiment.draw()
+    assert experiment.outcome([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]).options == (0, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, BF16])

@@ -1,5 +1,5 @@
-"""A product by the algorithm that is fastest for its shape. Shapes are noted as products are made, tried between two steps, when
-memory is free, and what was chosen is kept for the next run on such a machine.
+"""A product by the algorithm that is known to be fastest for its shape on such a machine; shapes of which it is not known are noted
+for who wants to find out (`train/tune.py`).
 
 `Product` is the plain counterpart, and gives the same numbers to the last bit.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -18,24 +17,22 @@ from torch import Tensor, nn
 from shardwise.files import cache_folder, write_atomically
 from shardwise.model.layers import Linear, Product, Stepwise
 from shardwise.model.products.cublaslt import Algorithm, LibraryError, Multiplication, Shape, library, version
-from shardwise.model.products.trial import Trial
 
 Chosen = tuple[Multiplication, Algorithm]
 
 LEAST = 2**34
 """Operations below which a product is left to PyTorch: on an H200 some 25 microseconds, about what launching it costs."""
-MOST = 64
-"""Shapes of a run that are tried. A network has some fifteen."""
 
 
 class Choices:
-    """The algorithms chosen on a device, by shape; in a file for the next process, whose loss is no harm."""
+    """The algorithms to take on a device, by shape; in a file for the next process, whose loss is no harm."""
 
     def __init__(self, device: int, path: Path) -> None:
         self.device, self.path = device, path
         self.known = self._read()
         self.made: dict[Shape, Chosen | None] = {}
-        self.waiting: dict[Shape, None] = {}  # in the order seen
+        self._multiplication = cache(lambda shape: Multiplication(shape, device))
+        self.unknown: dict[Shape, None] = {}  # in the order seen
 
     def _read(self) -> dict[str, Algorithm | None]:
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, IndexError):
@@ -52,37 +49,20 @@ class Choices:
             write_atomically(self.path, (json.dumps(content, indent=1) + "\n").encode())
 
     def of(self, shape: Shape) -> Chosen | None:
-        """How to multiply such matrices; nothing where it is left to PyTorch, for good or until it has been tried."""
+        """How to multiply such matrices; nothing where it is left to PyTorch."""
         if shape not in self.made:
             if shape.name not in self.known:
-                self.waiting[shape] = None
+                self.unknown[shape] = None
                 return None
-            self.made[shape] = None  # and so it stays where the library fails
-            algorithm = self.known[shape.name]
-            if algorithm is not None:
-                multiplication = Multiplication(shape, self.device)
-                self.made[shape] = (multiplication, algorithm) if multiplication.takes(algorithm) else None
+            self.use(shape, self.known[shape.name])
         return self.made[shape]
 
-    def settle(self, say: Callable[[str], None]) -> None:
-        """Try what waits for it."""
-        shapes, self.waiting = list(self.waiting), {}
-        if len(self.made) + len(shapes) > MOST:  # ever new ones: not worth the time
-            self.made |= dict.fromkeys(shapes)
-            return
-        say(
-            f"timing algorithms for {len(shapes)} shapes of matrix products, some {len(shapes)} s; choices are kept in {self.path}"
-        )
-        found: dict[str, Algorithm | None] = {}
-        for number, shape in enumerate(shapes):
-            try:
-                trial = Trial(shape, self.device)
-                if number == 0:
-                    trial.keep_busy()
-                found[shape.name] = trial.fastest()
-            except (LibraryError, torch.cuda.OutOfMemoryError):
-                self.made[shape] = None
-        self.keep(found)
+    def use(self, shape: Shape, algorithm: Algorithm | None) -> None:
+        """Multiply so from here on."""
+        self.made[shape] = None  # and so it stays where the library fails
+        if algorithm is not None:
+            multiplication = self._multiplication(shape)
+            self.made[shape] = (multiplication, algorithm) if multiplication.takes(algorithm) else None
 
 
 @cache
@@ -90,12 +70,6 @@ def choices(device: int) -> Choices:
     """Those of a device of this process."""
     name = torch.cuda.get_device_name(device).replace(" ", "-")
     return Choices(device, cache_folder("products") / f"{name}-{version()}.json")
-
-
-def settle_products(device: torch.device, say: Callable[[str], None]) -> None:
-    """Between two steps: choose algorithms for the products seen since."""
-    if device.type == "cuda" and library() is not None and choices(device.index).waiting:
-        choices(device.index).settle(say)
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor, add: bool) -> bool:

@@ -1,0 +1,113 @@
+"""Algorithms drawn for the steps of a run, without a GPU: when that begins, what is used in each step, what is kept of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.model.products import chosen
+from shardwise.model.products.cublaslt import Algorithm, LibraryError, Shape
+from shardwise.run import run_from_dict
+from shardwise.train import tune
+from shardwise.train.tune import Tuner, attach
+
+BF16 = torch.bfloat16
+SHAPES = [Shape(rows, 32, 16, False, False, 16, 32, BF16, BF16) for rows in (16, 32, 48, 64)]
+FAST, SLOW = Algorithm(b"\1" * 64, 0), Algorithm(b"\2" * 64, 0)
+
+
+class Machine:
+    """A clock on which a step takes as long as its algorithms say, with events, candidates and multiplications that know it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+        self.now = 0.0
+        machine = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at = machine.now
+
+            def synchronize(self) -> None: ...
+
+            def elapsed_time(self, other: Event) -> float:
+                return other.at - self.at
+
+        class Candidates:
+            def __init__(self, shape: Shape, device: int) -> None:
+                if shape == SHAPES[2]:
+                    raise LibraryError("none for this one")
+                if shape == SHAPES[3]:
+                    raise torch.cuda.OutOfMemoryError
+
+            def found(self) -> list[Algorithm]:
+                return [SLOW, FAST]
+
+        fake: Any = SimpleNamespace(takes=lambda algorithm: True)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(tune, "Candidates", Candidates)
+        monkeypatch.setattr(chosen, "Multiplication", lambda shape, device: fake)
+        self.choices = chosen.Choices(0, path / "choices.json")
+        self.used: list[list[Algorithm | None]] = []
+
+    def step(self) -> None:
+        made = [self.choices.of(shape) for shape in SHAPES]
+        self.used.append([one[1] if one is not None else None for one in made])
+        effects = {None: 0.0, FAST: -4.0, SLOW: 3.0}
+        self.now += 100.0 + effects[self.used[-1][0]] - effects[self.used[-1][1]] / 2  # the second gains by being slow
+
+    def run(self, tuner: Tuner, steps: int) -> None:
+        for _ in range(steps):
+            tuner()
+            self.step()
+
+
+def test_steps_find_out_and_the_next_run_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, said = Machine(monkeypatch, tmp_path), []
+    tuner = Tuner(machine.choices, said.append)
+    machine.run(tuner, tune.STEPS + 10)
+    assert machine.used[:2] == [[None] * 4] * 2  # the first step notes shapes, the second comes after the search
+    drawn = machine.used[2 : tune.STEPS + 2]
+    assert {one[0] for one in drawn} == {None, FAST, SLOW}
+    assert machine.used[-1] == [FAST, SLOW, None, None]
+    assert [one[0] for one in machine.used[-7:]] == [FAST] * 7
+    assert len(said) == 2
+    assert "2 of 2 matrix products" in said[1]
+    assert "5.5%" in said[1]
+    next_time = Machine(monkeypatch, tmp_path)
+    told: list[str] = []
+    next_time.run(Tuner(next_time.choices, told.append), 5)
+    # What could not be tried is looked at again, and there is nothing to find.
+    assert next_time.used == [[FAST, SLOW, None, None]] * 5
+    assert not told
+
+
+def test_a_stopped_search_leaves_everything_to_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, tmp_path)
+    tuner = Tuner(machine.choices, lambda _: None)
+    machine.run(tuner, 20)
+    assert any(one[0] is not None for one in machine.used)
+    tuner.stop()
+    machine.run(tuner, tune.STEPS)
+    assert machine.used[20:] == [[None] * 4] * tune.STEPS
+    assert not machine.choices.known
+
+
+def test_too_many_shapes_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "SHAPES", 3)
+    machine, said = Machine(monkeypatch, tmp_path), []
+    machine.run(Tuner(machine.choices, said.append), 20)
+    assert machine.used == [[None] * 4] * 20
+    assert not said
+
+
+def test_a_cpu_finds_nothing_out() -> None:
+    trainee: Any = SimpleNamespace(run=run_from_dict({}), device=torch.device("cpu"), tuner=None)
+    attach(trainee)
+    assert trainee.tuner is None
