@@ -18,8 +18,8 @@ from shapes import SHAPES, our_run
 
 SETTLE = 2
 """Steps after a pause that do not count."""
-Step = Callable[[int], Any]
-"""Trains a step on the tokens of its number; what it gives back is not looked at."""
+Step = Callable[[int], bool]
+"""Trains a step on the tokens of its number, and says whether later ones will be like it: nothing is being tried out any more."""
 
 
 def main() -> int:
@@ -33,12 +33,13 @@ def main() -> int:
     step(0)
     torch.cuda.synchronize()
     first = time.time() - args.began
-    for number in range(1, args.warm):
-        step(number)
+    done, settled = 1, False
+    while done < args.warm or not settled:
+        settled = step(done)
+        done += 1
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    say(first_step_seconds=first, gpu=torch.cuda.get_device_name(), torch=torch.__version__)
-    done = args.warm
+    say(first_step_seconds=first, steps_to_settle=done, gpu=torch.cuda.get_device_name(), torch=torch.__version__)
     for line in sys.stdin:
         say(**measured(step, done, int(line)))
         done += SETTLE + int(line)
@@ -112,10 +113,11 @@ def ours(shape: dict[str, int], batch: int, seq: int, options: dict[str, str]) -
     replay.attach(trainee)
     unread = []
 
-    def step(number: int) -> None:
+    def step(number: int) -> bool:
         unread.append(trainee.train_step(random_batch(run, number)))
         if len(unread) > 1:
             unread.pop(0).read()
+        return trainee.tuner is None or (number > 1 and trainee.tuner.done)
 
     return step
 
@@ -124,9 +126,10 @@ def with_tokens(train: Callable[[Any, Any], Any], vocab: int, batch: int, seq: i
     """A peer's step on random tokens of the device."""
     import torch
 
-    def step(number: int) -> None:
+    def step(number: int) -> bool:
         tokens = torch.randint(0, vocab, (batch, seq + 1), device="cuda")
         train(tokens[:, :-1], tokens[:, 1:])
+        return True
 
     return step
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -72,8 +74,11 @@ class _StandIns(MetaPathFinder, Loader):
 def torchtitan(shape: dict[str, int], seq: int, options: dict[str, str]) -> Train:
     """torchtitan's Llama 3. `checkpoint` is "full", "op" or a number: every so many layers."""
     sys.meta_path.append(_StandIns())
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29517", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    dist.init_process_group("nccl", device_id=torch.device("cuda:0"))
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    meeting = Path(tempfile.mkdtemp()) / "ranks"  # and not a port, which two cases could not both have
+    dist.init_process_group(
+        "nccl", init_method=f"file://{meeting}", rank=0, world_size=1, device_id=torch.device("cuda:0")
+    )
     from torch.distributed.device_mesh import init_device_mesh
     from torchtitan.components.loss import cross_entropy_loss  # type: ignore[import-not-found]
     from torchtitan.config.job_config import ActivationCheckpoint  # type: ignore[import-not-found]

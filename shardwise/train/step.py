@@ -51,6 +51,9 @@ def choose_device(wanted: str) -> torch.device:
 class Tuning(Protocol):
     """What is called before every step, to find out how steps are fastest."""
 
+    done: bool
+    """Whether it has found out."""
+
     def __call__(self) -> None: ...
 
     def stop(self) -> None:
