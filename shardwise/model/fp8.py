@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.model.layers import Linear, Product, Stepwise
+from shardwise.model.layers import Linear, Product
 from shardwise.model.quantize import (
     E4M3,
     E5M2,
@@ -89,7 +89,7 @@ class EightBits(Product):
         if product is not self:
             return product(x, weight, bias)
         if torch.is_grad_enabled():
-            out = Stepwise.apply(x, weight, self)
+            out = _EightBits.apply(x, weight, self)
         else:
             out, _ = self.forward(x, weight, learns=False)
         return out if bias is None else out + bias.to(x.dtype)
@@ -106,6 +106,20 @@ class EightBits(Product):
     def forward(self, x: Tensor, weight: Tensor, learns: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Rows of `x` times the matrix; nothing is made for a backward pass unless it `learns`."""
         raise NotImplementedError
+
+
+class _EightBits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, product: EightBits) -> Tensor:
+        out, kept = product.forward(x, weight, learns=True)
+        ctx.save_for_backward(*kept)
+        ctx.product, ctx.dtype = product, weight.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        grad, kept = ctx.product.for_input(grads[0], ctx.saved_tensors)
+        return grad, ctx.product.for_weight(kept, ctx.dtype), None
 
 
 def _size(x: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ the dtype of the parameters without an autocast context.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,22 +63,6 @@ class Product:
         """The gradient of the matrix."""
         x, grad = kept
         return self.multiply(grad.flatten(0, -2).mT, x.flatten(0, -2)).to(dtype)
-
-
-class Stepwise(torch.autograd.Function):
-    """A product as autograd takes it, in its three steps."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, product: Product) -> Tensor:
-        out, kept = product.forward(x, weight)
-        ctx.save_for_backward(*kept)
-        ctx.product, ctx.dtype = product, weight.dtype
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        grad, kept = ctx.product.for_input(grads[0], ctx.saved_tensors)
-        return grad, ctx.product.for_weight(kept, ctx.dtype), None
 
 
 class Linear(nn.Linear):

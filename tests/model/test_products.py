@@ -189,3 +189,35 @@ def test_when_products_are_tuned(train: dict[str, Any], layout: dict[str, Any], 
     run = run_from_dict(dict(train=train, layout=layout))
     assert tunes_products(run, gpu=True) is wanted
     assert not tunes_products(run, gpu=False)
+
+
+def test_the_operator_learns_as_a_product_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chosen, "worth_choosing", lambda left, right: True)
+    results: list[tuple[torch.Tensor, ...]] = []
+    for product in (Product(), chosen.ChosenProduct()):
+        torch.manual_seed(0)
+        layer, x = Linear(24, 16, bias=False), torch.randn(2, 3, 24, dtype=BF16, requires_grad=True)
+        layer.product = product
+        out = layer(x)
+        out.square().sum().backward()
+        assert x.grad is not None
+        assert layer.weight.grad is not None
+        assert layer.weight.grad.is_contiguous()
+        results.append((out, x.grad, layer.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    torch.library.opcheck(
+        chosen.product._opoverload, (torch.randn(4, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True).mT)
+    )
+    out = torch.zeros(4, 6)
+    torch.library.opcheck(chosen.product_into._opoverload, (torch.randn(4, 8), torch.randn(8, 6), out, False))
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_the_operator_puts_and_adds(add: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chosen, "worth_choosing", lambda left, right: True)
+    left, right = torch.randn(4, 8), torch.randn(8, 6)
+    mine, plain = torch.ones(4, 6), torch.ones(4, 6)
+    chosen.ChosenProduct().put(left, right, mine, add)
+    Product().put(left, right, plain, add)
+    assert torch.equal(mine, plain)
+    torch.testing.assert_close(mine, left @ right + add)

@@ -10,12 +10,13 @@ import contextlib
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.files import cache_folder, write_atomically
-from shardwise.model.layers import Linear, Product, Stepwise
+from shardwise.model.layers import Linear, Product
 from shardwise.model.products.cublaslt import Algorithm, LibraryError, Multiplication, Shape, library, version
 
 Chosen = tuple[Multiplication, Algorithm]
@@ -103,6 +104,21 @@ def _(left: Tensor, right: Tensor) -> Tensor:
     return left.new_empty((left.shape[0], right.shape[1]))
 
 
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    left, right = ctx.saved_tensors
+    for_left, for_right = ctx.needs_input_grad
+    # On the right stands a matrix [out, in] turned: its gradient is made as the matrix lies.
+    return product(grad, right.mT) if for_left else None, product(grad.mT, left).mT if for_right else None
+
+
+# Told to autograd so, and not by an autograd function: compiled layers with one of those are not found in PyTorch's cache.
+product.register_autograd(_backward, setup_context=_keep)
+
+
 @torch.library.custom_op(
     "shardwise::product_into",
     mutates_args=("out",),
@@ -118,7 +134,10 @@ class ChosenProduct(Product):
     """Products by the algorithms chosen; with a bias, which PyTorch adds before it rounds, by PyTorch's."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return Stepwise.apply(x, weight, self) if bias is None else super().__call__(x, weight, bias)
+        rows, turned = x.flatten(0, -2), weight.mT
+        if bias is not None or not worth_choosing(rows, turned):
+            return super().__call__(x, weight, bias)
+        return product(rows, weight.to(x.dtype).mT).unflatten(0, x.shape[:-1])
 
     def multiply(self, left: Tensor, right: Tensor) -> Tensor:
         return product(left, right) if worth_choosing(left, right) else super().multiply(left, right)
