@@ -158,21 +158,32 @@ def test_too_few_steps_decide_nothing() -> None:
     assert experiment.outcome([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]).options == (0, 0)
 
 
+def learned(product: Product, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """What a layer makes of something, and the gradients."""
+    torch.manual_seed(0)
+    layer, x = Linear(24, 16, bias=False), torch.randn(2, 3, 24, dtype=dtype, requires_grad=True)
+    layer.product = product
+    out = layer(x)
+    out.square().sum().backward()
+    assert x.grad is not None
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.is_contiguous()
+    return out, x.grad, layer.weight.grad
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, BF16])
-def test_on_a_cpu_it_is_the_plain_product(dtype: torch.dtype) -> None:
-    results: list[tuple[torch.Tensor, ...]] = []
-    for product in (Product(), chosen.ChosenProduct()):
-        torch.manual_seed(0)
-        layer, x = Linear(24, 16, bias=False), torch.randn(2, 3, 24, dtype=dtype, requires_grad=True)
-        layer.product = product
-        out = layer(x)
-        out.square().sum().backward()
-        into = torch.ones(16, 24)
-        product.put(out.detach().flatten(0, 1).mT, x.detach().flatten(0, 1), into, add=True)
-        assert x.grad is not None
-        assert layer.weight.grad is not None
-        results.append((out, x.grad, layer.weight.grad, into))
+@pytest.mark.parametrize("large", [False, True])
+def test_on_a_cpu_it_is_the_plain_product(dtype: torch.dtype, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chosen, "worth_choosing", lambda left, right: large)
+    results = learned(Product(), dtype), learned(chosen.ChosenProduct(), dtype)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_operators_are_what_pytorch_expects() -> None:
+    left, turned = torch.randn(4, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
+    torch.library.opcheck(chosen.product._opoverload, (left, turned.mT))
+    operands = torch.randn(4, 8), torch.randn(8, 6), torch.zeros(4, 6)
+    torch.library.opcheck(chosen.product_into._opoverload, (*operands, False))
 
 
 @pytest.mark.parametrize(
@@ -189,27 +200,6 @@ def test_when_products_are_tuned(train: dict[str, Any], layout: dict[str, Any], 
     run = run_from_dict(dict(train=train, layout=layout))
     assert tunes_products(run, gpu=True) is wanted
     assert not tunes_products(run, gpu=False)
-
-
-def test_the_operator_learns_as_a_product_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chosen, "worth_choosing", lambda left, right: True)
-    results: list[tuple[torch.Tensor, ...]] = []
-    for product in (Product(), chosen.ChosenProduct()):
-        torch.manual_seed(0)
-        layer, x = Linear(24, 16, bias=False), torch.randn(2, 3, 24, dtype=BF16, requires_grad=True)
-        layer.product = product
-        out = layer(x)
-        out.square().sum().backward()
-        assert x.grad is not None
-        assert layer.weight.grad is not None
-        assert layer.weight.grad.is_contiguous()
-        results.append((out, x.grad, layer.weight.grad))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    torch.library.opcheck(
-        chosen.product._opoverload, (torch.randn(4, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True).mT)
-    )
-    out = torch.zeros(4, 6)
-    torch.library.opcheck(chosen.product_into._opoverload, (torch.randn(4, 8), torch.randn(8, 6), out, False))
 
 
 @pytest.mark.parametrize("add", [False, True])
