@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 
@@ -19,4 +20,8 @@ def write_atomically(path: Path, content: bytes) -> None:
 def cache_folder(kind: str) -> Path:
     """Where things of a kind are kept that can be made again: in the user's folder for such."""
     home = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(home) if home.startswith("/") else Path.home() / ".cache") / "shardwise" / kind
+    try:
+        folder = Path(home) if home.startswith("/") else Path.home() / ".cache"
+    except RuntimeError:  # a user without a home, as in some containers
+        folder = Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
+    return folder / "shardwise" / kind

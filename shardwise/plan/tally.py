@@ -88,7 +88,7 @@ class Tally:
         job = self.job
         if not job.stack.casts_weights or job.width >= job.stack.parameter_bytes:
             return
-        if job.stack.keeps_casts and part != "head":
+        if job.stack.keeps_casts and part in ("attention", "ffn"):
             return
         # Sharded ones are cast before they are gathered, and then copied out of the message: about as much.
         size = numbers * (job.width + job.stack.parameter_bytes)

@@ -106,6 +106,7 @@ class Replay:
                     assert there is not None
                     there.copy_(value)
         assert self.graph is not None
+        self.trainee.refresh()  # the recorded passes do not see whether somebody has changed a parameter
         self.graph.replay()
         for leaf, gradient in zip(self.leaves, self.gradients, strict=True):
             leaf.grad = gradient

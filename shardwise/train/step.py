@@ -173,7 +173,7 @@ class Trainee:
 
     def passes_of(self, microbatches: list[Microbatch]) -> Tensor:
         """The same, of a batch that is on the device."""
-        self._refresh()
+        self.refresh()
         # DistributedDataParallel averages where everything else adds.
         copies = self.mesh.size("replicate") if uses_copies_alone(self.mesh) else 1
         factor = self.loss_scale.scale * copies / self.run.batch_tokens
@@ -184,7 +184,7 @@ class Trainee:
     @torch.no_grad()
     def evaluate(self, samples: Callable[[np.ndarray], Batch], numbers: np.ndarray) -> float:
         """Mean loss over the tokens of the samples of these numbers, dealt out over the data ranks."""
-        self._refresh()
+        self.refresh()
         for model in self.parallel.models:
             model.eval()
         ranks, at_once = self.run.layout.data_ranks, self.run.train.microbatch * self.run.accumulation
@@ -200,7 +200,7 @@ class Trainee:
             counted += batch.loss_tokens
         return (self._whole_loss(loss) / self._over_data(counted)).item()
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
         """Bring copies of parameters up to date."""
         for held in self.parallel.held:
             if held.working is not None:

@@ -4,12 +4,13 @@ PyTorch multiplies with cuBLASLt and takes the first of the algorithms that it p
 clock. A chip that multiplies large matrices all day draws all the power it may have and slows down until that is enough. A step
 is then as fast as it is thrifty, and no product that is timed alone for some milliseconds shows that. So for some hundred steps of
 training, which count like any others, the algorithms of all large products are drawn anew for each step, and the times of these
-steps tell which are best together (`products/experiment.py`). All give the same numbers to the last bit. What was found is kept for
-the next run on such a machine.
+steps tell which are best together (`products/experiment.py`); some more, made with those or without, tell whether that is true. All
+give the same numbers to the last bit. What was found is kept for the next run on such a machine.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -24,6 +25,8 @@ from shardwise.train.step import Trainee
 
 STEPS = 256
 """Steps in which algorithms are drawn. Where steps vary by half a percent, an effect is then known to about a thousandth."""
+COMPARED = 64
+"""Steps after those, made by what seemed best or by PyTorch's algorithms: the best of many is in part the luckiest."""
 SHAPES = 32
 """Shapes that are looked at; a network has some fifteen."""
 
@@ -36,12 +39,13 @@ def attach(trainee: Trainee, say: Callable[[str], None] = lambda _: None) -> Non
 
 
 class Tuner:
-    """Called before every step: looks for candidates after the first, draws among them, and decides."""
+    """Called before every step: looks for candidates after the first, draws among them, compares, and decides."""
 
     def __init__(self, known: Choices, say: Callable[[str], None]) -> None:
         self.choices, self.say = known, say
         self.options: dict[Shape, list[Algorithm | None]] = {}
         self.experiment: Experiment | None = None
+        self.best: tuple[int, ...] | None = None  # once it is to be compared
         self.starts: list[torch.cuda.Event] = []
         self.steps = 0
         self.done = False
@@ -56,16 +60,21 @@ class Tuner:
             return
         self.starts.append(torch.cuda.Event(enable_timing=True))
         self.starts[-1].record()
-        if len(self.starts) > STEPS:
-            self._end()
-        else:
-            self._use(self.experiment.draw())
+        if len(self.starts) > (STEPS if self.best is None else COMPARED):
+            self._look()
+        if not self.done:
+            drawn = self.experiment.draw()
+            self._use(drawn if self.best is None else self.best if drawn[0] else self._usual)
 
     def stop(self) -> None:
         """Leave what is not known to PyTorch, as where steps are recorded and can't change any more."""
         if not self.done:
-            self._use((0,) * len(self.options))
+            self._use(self._usual)
             self.done = True
+
+    @property
+    def _usual(self) -> tuple[int, ...]:
+        return (0,) * len(self.options)
 
     def _use(self, drawn: tuple[int, ...]) -> None:
         for (shape, algorithms), option in zip(self.options.items(), drawn, strict=True):
@@ -78,27 +87,37 @@ class Tuner:
                 found = Candidates(shape, self.choices.device).found()
             except (LibraryError, torch.cuda.OutOfMemoryError):
                 continue
-            self.options[shape] = [None, *found]
+            if found:
+                self.options[shape] = [None, *found]
         self.experiment = Experiment([len(algorithms) for algorithms in self.options.values()])
         self.done = not self.options
         if self.options:
-            self.say(f"the next {STEPS} steps also find the fastest algorithms for {len(self.options)} matrix products")
+            count = len(self.options)
+            self.say(f"the next {STEPS + COMPARED} steps also find the fastest algorithms for {count} matrix products")
 
-    def _end(self) -> None:
+    def _look(self) -> None:
+        """What the steps so far say: what to compare, or what to take."""
         assert self.experiment is not None
         self.starts[-1].synchronize()
         times = [a.elapsed_time(b) for a, b in pairwise(self.starts)]
         outcome = self.experiment.outcome(times)
-        self._use(outcome.options)
+        if self.best is None and any(outcome.options):
+            self.best, self.experiment, self.starts = outcome.options, Experiment([2]), self.starts[-1:]
+        else:
+            self._take(
+                self.best if self.best is not None and any(outcome.options) else self._usual, outcome.saves, times
+            )
+
+    def _take(self, options: tuple[int, ...], saves: float, times: list[float]) -> None:
+        self._use(options)
         self.done = True
-        found = [
-            (shape.name, algorithms[option])
-            for (shape, algorithms), option in zip(self.options.items(), outcome.options, strict=True)
-        ]
-        self.choices.keep(dict(found))
-        better = sum(algorithm is not None for _, algorithm in found)
-        share = outcome.saves / sorted(times)[len(times) // 2]
+        pairs = zip(self.options.items(), options, strict=True)
+        found = {shape: algorithms[option] for (shape, algorithms), option in pairs}
+        self.choices.keep(found)
+        others = sum(algorithm is not None for algorithm in found.values())
         self.say(
-            f"{better} of {len(found)} matrix products are made by other algorithms than PyTorch's from here on, which should save "
-            f"{share:.1%} of a step; kept in {self.choices.path}"
+            f"{others} of {len(found)} matrix products are made by other algorithms than PyTorch proposes, which saves "
+            f"{saves / (statistics.median(times) + saves / 2):.1%} of a step; kept in {self.choices.path}"
+            if others
+            else f"PyTorch's algorithms for {len(found)} matrix products are the fastest; kept in {self.choices.path}"
         )

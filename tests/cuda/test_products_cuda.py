@@ -78,8 +78,8 @@ def decide() -> None:
     for shape in list(choices.unknown):
         found = Candidates(shape, 0).found()
         assert found
-        choices.keep({shape.name: found[-1]})
-    choices.unknown.clear()
+        choices.keep({shape: found[-1]})
+    assert not choices.unknown
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -175,7 +175,8 @@ def test_a_layer_learns_the_same(compiled: bool, wide: int) -> None:
 
 
 def test_a_run_finds_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "STEPS", 16)
+    monkeypatch.setattr(tune, "STEPS", 64)
+    monkeypatch.setattr(tune, "COMPARED", 8)
     model = dict(layers=2, hidden=512, heads=4, kv_heads=2, ffn=1024, vocab=1000)
     train = dict(global_batch=4, seq_len=512, dtype="bfloat16", device="cuda", deterministic=True, compile=False)
     results = []
@@ -183,7 +184,7 @@ def test_a_run_finds_out(monkeypatch: pytest.MonkeyPatch) -> None:
         run = run_from_dict(dict(model=model, train=dict(train, tune_products=tuned)))
         trainee, said = Trainee(run), []
         tune.attach(trainee, said.append)
-        results.append([trainee.train_step(random_batch(run, number)).read() for number in range(24)])
+        results.append([trainee.train_step(random_batch(run, number)).read() for number in range(80)])
         assert len(said) == (2 if tuned else 0)
     torch.use_deterministic_algorithms(False)
     assert results[0] == results[1]

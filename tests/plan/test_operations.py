@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import EXPERTS, GPT, LLAMA, make_job
 
+from shardwise.plan.job import job_of
 from shardwise.plan.memory import layer_activations
 from shardwise.plan.operations import embedding, head, layer
 from shardwise.plan.tally import FORWARD
 from shardwise.plan.work import forward_flops
+from shardwise.run import run_from_dict
 
 LATENT = LLAMA | dict(attention="latent", q_rank=384, kv_rank=256, nope_dim=64, rope_dim=32, v_dim=64, kv_heads=0)
 
@@ -88,3 +90,19 @@ def test_recomputation_repeats_the_forward_pass() -> None:
 
     assert repeated("megatron") == pytest.approx(1.0)
     assert 0.6 < repeated("shardwise") < 0.9  # ends before the last product, whose result nothing needs
+
+
+def test_casts_are_left_out_of_matrices_that_are_kept() -> None:
+    """Those of attention and dense layers; experts lie together in one tensor, which is cast every time."""
+    model = dict(layers=2, hidden=256, heads=4, ffn=512, vocab=1000, experts=4, experts_per_token=2, dense_layers=1)
+    train = dict(dtype="bfloat16", global_batch=4, seq_len=128)
+    job = job_of(run_from_dict(dict(model=model, train=train, cluster=dict(chip="h200"))))
+    assert job.stack.keeps_casts
+    cast = {e.name for routed in (False, True) for e in layer(job, routed=routed).entries if e.name.endswith(" cast")}
+    every = replace(job, stack=replace(job.stack, keeps_casts=False))
+    before = {
+        e.name for routed in (False, True) for e in layer(every, routed=routed).entries if e.name.endswith(" cast")
+    }
+    assert cast
+    assert all("expert" in name or "router" in name for name in cast)
+    assert {name for name in before if "expert" in name or "router" in name} == cast

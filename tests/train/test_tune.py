@@ -47,7 +47,7 @@ class Machine:
                     raise torch.cuda.OutOfMemoryError
 
             def found(self) -> list[Algorithm]:
-                return [SLOW, FAST]
+                return machine.found
 
         fake: Any = SimpleNamespace(takes=lambda algorithm: True)
         monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -55,12 +55,14 @@ class Machine:
         monkeypatch.setattr(chosen, "Multiplication", lambda shape, device: fake)
         self.choices = chosen.Choices(0, path / "choices.json")
         self.used: list[list[Algorithm | None]] = []
+        self.found = [SLOW, FAST]
+        self.effects = {None: 0.0, FAST: -4.0, SLOW: 3.0}
 
     def step(self) -> None:
         made = [self.choices.of(shape) for shape in SHAPES]
         self.used.append([one[1] if one is not None else None for one in made])
-        effects = {None: 0.0, FAST: -4.0, SLOW: 3.0}
-        self.now += 100.0 + effects[self.used[-1][0]] - effects[self.used[-1][1]] / 2  # the second gains by being slow
+        one, two, *_ = self.used[-1]
+        self.now += 100.0 + self.effects[one] - self.effects[two] / 2  # the second gains by being slow
 
     def run(self, tuner: Tuner, steps: int) -> None:
         for _ in range(steps):
@@ -71,12 +73,13 @@ class Machine:
 def test_steps_find_out_and_the_next_run_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine, said = Machine(monkeypatch, tmp_path), []
     tuner = Tuner(machine.choices, said.append)
-    machine.run(tuner, tune.STEPS + 10)
+    machine.run(tuner, tune.STEPS + tune.COMPARED + 10)
     assert machine.used[:2] == [[None] * 4] * 2  # the first step notes shapes, the second comes after the search
     drawn = machine.used[2 : tune.STEPS + 2]
     assert {one[0] for one in drawn} == {None, FAST, SLOW}
-    assert machine.used[-1] == [FAST, SLOW, None, None]
-    assert [one[0] for one in machine.used[-7:]] == [FAST] * 7
+    compared = machine.used[tune.STEPS + 2 : tune.STEPS + 2 + tune.COMPARED]
+    assert sorted(compared, key=str) == sorted([[FAST, SLOW, None, None], [None] * 4] * (tune.COMPARED // 2), key=str)
+    assert machine.used[-7:] == [[FAST, SLOW, None, None]] * 7
     assert len(said) == 2
     assert "2 of 2 matrix products" in said[1]
     assert "5.5%" in said[1]
@@ -86,6 +89,38 @@ def test_steps_find_out_and_the_next_run_knows(tmp_path: Path, monkeypatch: pyte
     # What could not be tried is looked at again, and there is nothing to find.
     assert next_time.used == [[FAST, SLOW, None, None]] * 5
     assert not told
+
+
+def test_what_only_seemed_better_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, said = Machine(monkeypatch, tmp_path), []
+    tuner = Tuner(machine.choices, said.append)
+    machine.run(tuner, tune.STEPS + 2)
+    monkeypatch.setattr(machine, "effects", {None: 0.0, FAST: 1.0, SLOW: -1.0})  # from here on it is otherwise
+    machine.run(tuner, tune.COMPARED + 2)
+    assert machine.used[-1] == [None] * 4
+    assert "are the fastest" in said[1]
+    assert machine.choices.known == {SHAPES[0].name: None, SHAPES[1].name: None}
+
+
+def test_a_second_run_in_one_process_leaves_known_ones_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, said = Machine(monkeypatch, tmp_path), []
+    machine.run(Tuner(machine.choices, said.append), tune.STEPS + tune.COMPARED + 5)
+    again = Tuner(machine.choices, said.append)
+    machine.run(again, 10)
+    again.stop()
+    machine.run(again, 2)
+    assert machine.used[-12:] == [[FAST, SLOW, None, None]] * 12
+    assert len(said) == 2
+
+
+def test_products_without_candidates_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, said = Machine(monkeypatch, tmp_path), []
+    machine.found = []
+    tuner = Tuner(machine.choices, said.append)
+    machine.run(tuner, tune.STEPS + tune.COMPARED + 5)
+    assert machine.used == [[None] * 4] * (tune.STEPS + tune.COMPARED + 5)
+    assert not said
+    assert tuner.done
 
 
 def test_a_stopped_search_leaves_everything_to_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,9 +41,10 @@ class Choices:
             return {name: Algorithm(bytes.fromhex(one[0]), one[1]) if one else None for name, one in content.items()}
         return {}
 
-    def keep(self, choices: dict[str, Algorithm | None]) -> None:
+    def keep(self, found: dict[Shape, Algorithm | None]) -> None:
         """Remember choices, beside those that other processes have written since."""
-        self.known = self._read() | self.known | choices
+        self.known = self._read() | self.known | {shape.name: algorithm for shape, algorithm in found.items()}
+        self.unknown = {shape: None for shape in self.unknown if shape not in found}
         content = {name: [one.code.hex(), one.workspace] if one else None for name, one in sorted(self.known.items())}
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -162,7 +162,10 @@ class Multiplication:
             ctypes.byref(count),
         )
         _call("cublasLtMatmulPreferenceDestroy", wanted)
-        return [Algorithm(bytes(one.algorithm), one.workspace) for one in found[: count.value] if one.status == 0]
+        proposed = [Algorithm(bytes(one.algorithm), one.workspace) for one in found[: count.value] if one.status == 0]
+        if not proposed:
+            raise LibraryError("no algorithm is proposed")
+        return proposed
 
     def takes(self, algorithm: Algorithm) -> bool:
         """Whether the library knows such an algorithm for this product."""

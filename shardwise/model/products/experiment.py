@@ -15,13 +15,16 @@ import numpy as np
 
 DRIFT = 32
 """Steps in which nothing else is thought to change."""
+SURE = 1.5
+"""Standard errors by which an option must seem better than the usual one to replace it."""
 STRANGE = 5.0
 """Median deviations from the median of its neighbours beyond which a step is left out."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The option to take of each choice, and what that saves: the sum of their effects, in the unit of the times."""
+    """The option to take of each choice, and what that saves, in the unit of the times: the sum of their effects, which flatters
+    itself where the best of several was taken."""
 
     options: tuple[int, ...]
     saves: float
@@ -45,9 +48,11 @@ class Experiment:
         return self.drawn[-1]
 
     def outcome(self, times: Sequence[float]) -> Outcome:
-        """What the times of the steps drawn so far say. An option replaces the usual one if it seems better by more than it is
-        uncertain."""
+        """What the times of the steps drawn so far say."""
         columns = [(choice, option) for choice, count in enumerate(self.options) for option in range(1, count)]
+        nothing = Outcome((0,) * len(self.options), 0.0)
+        if not columns or not len(times):
+            return nothing
         y, drawn = np.array(times, dtype=float), np.array(self.drawn)
         stretch = np.arange(len(y)) // DRIFT
         middles = np.array([np.median(y[stretch == one]) for one in range(stretch[-1] + 1)])[stretch]
@@ -58,7 +63,7 @@ class Experiment:
         chosen = np.stack([drawn[:, choice] == option for choice, option in columns], axis=1).astype(float)
         x = np.concatenate([drift, chosen], axis=1)
         if len(y) <= x.shape[1]:
-            return Outcome((0,) * len(self.options), 0.0)
+            return nothing
         solution, *_ = np.linalg.lstsq(x, y, rcond=None)
         noise = float(((y - x @ solution) ** 2).sum()) / (len(y) - x.shape[1])
         errors = np.sqrt(noise * np.diag(np.linalg.pinv(x.T @ x)))
@@ -67,7 +72,7 @@ class Experiment:
         for choice in range(len(self.options)):
             mine = [n for n, (owner, _) in enumerate(columns) if owner == choice]
             n = min(mine, key=lambda n: float(effects[n]), default=-1)
-            if n >= 0 and effects[n] < -errors[n]:
+            if n >= 0 and effects[n] < -SURE * errors[n]:
                 best[choice] = columns[n][1]
                 saves -= float(effects[n])
         return Outcome(tuple(best), saves)
