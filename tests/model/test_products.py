@@ -13,7 +13,7 @@ import torch
 
 from shardwise.model.layers import Linear, Product
 from shardwise.model.products import chosen
-from shardwise.model.products.cublaslt import Algorithm, LibraryError, Shape
+from shardwise.model.products.cublaslt import Algorithm, LibraryError, Shape, lies_well
 from shardwise.model.products.experiment import Experiment
 from shardwise.run import run_from_dict
 from shardwise.run.derive import tunes_products
@@ -49,6 +49,13 @@ def test_a_shape_says_how_operands_lie() -> None:
 )
 def test_what_the_library_does_not_take_is_left_alone(left: torch.Tensor) -> None:
     assert Shape.of(left, torch.zeros(left.shape[1], 32, dtype=BF16), BF16) is None
+
+
+def test_where_a_product_may_be_written() -> None:
+    assert lies_well(torch.zeros(3, 8, dtype=BF16))
+    assert not lies_well(torch.zeros(3, 9, dtype=BF16))  # such is a vocabulary of 50257
+    assert not lies_well(torch.zeros(8, 8, dtype=BF16).mT)
+    assert not lies_well(torch.zeros(33, dtype=BF16)[1:].view(4, 8))
 
 
 def test_choices_are_kept_beside_those_of_others(tmp_path: Path) -> None:

@@ -17,7 +17,15 @@ from torch import Tensor, nn
 
 from shardwise.files import cache_folder, write_atomically
 from shardwise.model.layers import Linear, Product
-from shardwise.model.products.cublaslt import Algorithm, LibraryError, Multiplication, Shape, library, version
+from shardwise.model.products.cublaslt import (
+    Algorithm,
+    LibraryError,
+    Multiplication,
+    Shape,
+    library,
+    lies_well,
+    version,
+)
 
 Chosen = tuple[Multiplication, Algorithm]
 
@@ -76,7 +84,7 @@ def choices(device: int) -> Choices:
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor, add: bool) -> bool:
     """Multiply by the algorithm chosen; false where there is none."""
-    shape = Shape.of(left, right, out.dtype) if library() is not None and out.is_contiguous() else None
+    shape = Shape.of(left, right, out.dtype) if library() is not None and lies_well(out) else None
     if shape is None:
         return False
     try:

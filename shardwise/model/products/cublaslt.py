@@ -71,6 +71,11 @@ def _lies(x: Tensor) -> tuple[bool, int] | None:
     return (turned, step) if inner == 1 and long and aligned else None
 
 
+def lies_well(out: Tensor) -> bool:
+    """Whether a matrix may be written: rows one after the other, from where kernels can begin."""
+    return out.is_contiguous() and out.data_ptr() % ALIGNED == 0 and out.shape[1] * out.element_size() % ALIGNED == 0
+
+
 class _Proposal(ctypes.Structure):
     _fields_ = (
         ("algorithm", ctypes.c_uint64 * 8),
