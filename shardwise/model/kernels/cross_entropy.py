@@ -1,5 +1,5 @@
-"""Scores to cross-entropy and its gradient in place, a row of the vocabulary a program: read once for the sum of exponentials,
-once more, from the cache, for the gradient. Memory traffic is that of reading and writing the scores once.
+"""Scores to cross-entropy and its gradient in place, a row of the vocabulary a program: read once for the sum of exponentials, and
+once more for the gradient.
 """
 
 from __future__ import annotations
