@@ -60,11 +60,11 @@ class Stack:
     logits_kept: float = 6.0
     """Held for each logit at the peak."""
     chunked_loss: bool = False
+    """Whether, without tensor ranks, the loss is made of some tokens at a time, with its gradients in the forward pass."""
     keeps_casts: bool = False
     """Whether the casts of the layers' matrices are kept from step to step, and their gradients never cast."""
     replays: bool = False
     """Whether the passes are replayed as one where the host would launch them more slowly than they run."""
-    """Whether, without tensor ranks, the loss is made of some tokens at a time, with its gradients in the forward pass."""
     stops_early: bool = True
     """Whether recomputation ends with the last tensor that the backward pass needs."""
     recompute_selective: tuple[str, ...] = ("attention",)
