@@ -27,6 +27,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from shapes import need_gpu
 from torch import Tensor, nn
 
 from shardwise.measure.bench_kernels import Stopwatch
@@ -276,6 +277,8 @@ def main() -> int:
     for name, size in dict(layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, vocab=128256, seq_len=4096).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=size)
     args = parser.parse_args()
+    if args.device == "cuda":
+        need_gpu()
     if not args.parts:
         return compare(args)
     for micro in args.microbatch:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from shapes import need_gpu
 
 from shardwise.model.fp8 import multiply, use_eight_bits
 from shardwise.model.quantize import E4M3, E5M2, cast, cast_rows, largest, turn
@@ -144,6 +145,7 @@ def main() -> int:
     parser.add_argument("--tiles", action="store_true", help="try other tiles of the casting kernel too")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    need_gpu()
     rows = args.batch * args.seq_len
     lines: list[Line] = []
     for measured in (

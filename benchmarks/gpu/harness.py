@@ -5,7 +5,7 @@ A case is a trainer with its options: `shardwise`, `shardwise:fp8=tensorwise`, `
 with float32 parameters, AdamW and clipping, from weights of one distribution and with one learning rate; every step has other
 tokens. A chip at its limit of power grows slower as it grows warmer, so with `--in-turn` all cases are made ready first, stand in
 the GPU's memory together, and train in turns, some steps each. The time is the median distance of CUDA events between steps,
-without waiting in between, once a trainer has settled (this one tries out algorithms in its first 256 steps on a machine); memory
+without waiting in between, once a trainer has settled (with `tune_products=true` this one tries out algorithms at first); memory
 is the most that the allocator had given out after the first steps; TFLOP/s are model FLOPs (see `shardwise/plan/work.py`): 6 for a
 parameter and token, attention causal, embedding not counted; joules are the GPU's own count. Seconds to the first step count from
 the start of the process.
@@ -29,7 +29,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shapes import SHAPES
+from shapes import SHAPES, need_gpu, our_run
+
+from shardwise.run import UserError
+
+TRAINERS = ("shardwise", "torchtitan", "liger", "transformers")
+HEADER = """\
+| trainer | step | speed in tokens | model FLOPs | peak memory | energy of a step | beside the first | first step |
+|---|---|---|---|---|---|---|---|"""
 
 
 def main() -> int:
@@ -49,8 +56,13 @@ def main() -> int:
     parser.add_argument("--split", action="store_true", help="take a step of this trainer apart")
     parser.add_argument("--output", type=Path, help="also write the results here, as JSON")
     args = parser.parse_args()
+    for case in args.cases:
+        check(case, args, parser)
+    need_gpu()
     cases = args.cases or ([] if args.split else ["shardwise"])
     results: list[dict[str, Any]] = []
+    if cases:
+        print(HEADER, flush=True)
     for group in [cases] if args.in_turn else [[case] for case in cases]:
         for result in measure(group, args):
             results.append(result)
@@ -61,10 +73,30 @@ def main() -> int:
         from floors import split
 
         results.append(split(SHAPES[args.model], args.batch, args.seq))
-        print(json.dumps(results[-1], indent=1))
+        print(parts(results[-1]))
     if args.output:
         args.output.write_text(json.dumps(results, indent=1) + "\n")
     return 1 if any("error" in one for one in results) else 0
+
+
+def check(case: str, args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """End with a sentence where a case is none."""
+    name, _, text = case.partition(":")
+    pairs = [pair.partition("=") for pair in text.split(",") if pair]
+    if name not in TRAINERS:
+        parser.error(f"{name}: no such trainer; there are {', '.join(TRAINERS)}")
+    if any(not value for _, _, value in pairs):
+        parser.error(f"{case}: an option has the form name=value")
+    if name == "shardwise":
+        try:
+            our_run(SHAPES[args.model], args.batch, args.seq, {key: value for key, _, value in pairs})
+        except UserError as error:
+            parser.error(f"{case}: {error}")
+
+
+def tell(text: str) -> None:
+    """Progress, for who waits; not for who reads the table."""
+    print(text, file=sys.stderr, flush=True)
 
 
 class Case:
@@ -138,8 +170,12 @@ class Case:
 
 def measure(names: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
     """These cases, in turns."""
-    cases = [Case(name, args) for name in names]
-    for _ in range(args.rounds):
+    cases = []
+    for name in names:
+        tell(f"{name}: compiles and settles")
+        cases.append(Case(name, args))
+    for number in range(args.rounds):
+        tell(f"turn {number + 1} of {args.rounds}")
         for case in cases:
             case.turn(args.steps)
     return [case.end() for case in cases]
@@ -158,6 +194,28 @@ def line(one: dict[str, Any], first: dict[str, Any]) -> str:
     return (
         f"| {one['case']} | {one['milliseconds']:.1f} ms | {one['tokens_per_second']:,.0f} tokens/s | {one['tflops']:.0f} TFLOP/s "
         f"| {one['memory_gib']:.1f} GiB | {one['joules']:.0f} J | {ratio:.3f} | {one['first_step_seconds']:.0f} s |"
+    )
+
+
+def parts(one: dict[str, Any]) -> str:
+    """The parts of a step for people, as a table."""
+    names = {
+        "matmul": "matrix products",
+        "attention": "attention",
+        "memory": "everything else",
+        "idle": "no kernel runs",
+    }
+    rows = ["| part | in the step | floor | |", "|---|---|---|---|"]
+    for key, name in names.items():
+        mine, floor = one["measured"][key], one["floor"][key]
+        rows.append(
+            f"| {name} | {mine:.1f} ms | {floor:.1f} ms | {mine / floor - 1:+.0%} |"
+            if floor
+            else f"| {name} | {mine:.1f} ms | | |"
+        )
+    backends = ", ".join(f"{name} {took:.1f} ms" for name, took in one["attention_by_backend"].items())
+    return "\n".join(
+        [*rows, "", f"Attention alone: {backends}. A large copy moves {one['bandwidth_gbs'] / 1e3:.2f} TB/s."]
     )
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shapes import SHAPES
+from shapes import SHAPES, need_gpu
 
 from shardwise.measure.verify import random_batch
 from shardwise.run import run_from_dict
@@ -147,6 +147,7 @@ def main() -> int:
     if args.table:
         table(args.table)
         return 0
+    need_gpu()
     rows = []
     for run in RUNS:
         if args.only and name_of(*run) not in args.only:

@@ -17,6 +17,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from shapes import need_gpu
+
 from shardwise.plan.traffic import traffic
 from shardwise.run import read_run
 
@@ -88,6 +90,8 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=list(RUNS), default=list(RUNS))
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
+    if args.device == "cuda":
+        need_gpu()
     good = True
     for name in args.only:
         folder = args.output / name

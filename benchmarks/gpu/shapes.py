@@ -1,8 +1,9 @@
-"""The models that are measured on a GPU, and the runs of this trainer that train them."""
+"""The models that are measured on a GPU, the runs of this trainer that train them, and whether there is a GPU."""
 
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 from shardwise.run import Run, run_from_dict
@@ -31,3 +32,12 @@ def our_run(shape: dict[str, int], batch: int, seq: int, options: dict[str, str]
     train = {key: value for key, value in values.items() if key not in layout}
     basis = dict(global_batch=batch, seq_len=seq, dtype="bfloat16", device="cuda", compile=True)
     return run_from_dict(dict(model=shape, layout=layout, train=basis | train, cluster=dict(chip="h200")))
+
+
+def need_gpu() -> None:
+    """End with a sentence where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        print("this measures a GPU, and PyTorch sees none on this machine", file=sys.stderr)
+        raise SystemExit(2)
