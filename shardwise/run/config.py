@@ -202,7 +202,7 @@ class TrainConfig:
         "was seen to take the host longer than computing them takes the GPU",
     )
     tune_products: bool = key(
-        True,
+        False,
         "one GPU in 16 bits: try the library's algorithms for large matrix products in the first steps, and take the fastest; "
         "results stay the same to the bit",
     )

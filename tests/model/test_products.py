@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -211,19 +210,12 @@ def test_operators_are_what_pytorch_expects() -> None:
     torch.library.opcheck(chosen.product_into._opoverload, (*operands, False))
 
 
-@pytest.mark.parametrize(
-    ("train", "layout", "wanted"),
-    [
-        (dict(dtype="bfloat16"), {}, True),
-        (dict(dtype="float32"), {}, False),
-        (dict(dtype="bfloat16"), dict(shard=2), False),
-        (dict(dtype="bfloat16", tune_products=False), {}, False),
-    ],
-)
-def test_when_products_are_tuned(train: dict[str, Any], layout: dict[str, Any], wanted: bool) -> None:
-    run = run_from_dict(dict(train=train, layout=layout))
-    assert tunes_products(run, gpu=True) is wanted
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_when_products_are_tuned(dtype: str) -> None:
+    run = run_from_dict(dict(train=dict(dtype=dtype, tune_products=True)))
+    assert tunes_products(run, gpu=True)
     assert not tunes_products(run, gpu=False)
+    assert not tunes_products(run_from_dict(dict(train=dict(dtype=dtype))), gpu=True)
 
 
 @pytest.mark.parametrize("add", [False, True])

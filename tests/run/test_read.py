@@ -103,6 +103,9 @@ MIXTURE = ("model.experts=4", "model.experts_per_token=1")
         (["train.cuda_graph=true", "layout.shard=2"], "train.cuda_graph", "the layout has 2 ranks"),
         (["train.cuda_graph=true", "train.device=cpu"], "train.cuda_graph", "only a GPU's"),
         (["train.cuda_graph=true", "train.dtype=float16"], "train.cuda_graph", "float16"),
+        (["train.tune_products=true", "train.dtype=bfloat16", "layout.shard=2"], "train.tune_products", "for one GPU"),
+        (["train.tune_products=true", "train.dtype=bfloat16", "train.device=cpu"], "train.tune_products", "for one GPU"),
+        (["train.tune_products=true"], "train.tune_products", "16 bits"),
     ],
 )  # fmt: skip
 def test_each_rule_refuses_with_its_reason(overrides: list[str], key: str, phrase: str) -> None:
