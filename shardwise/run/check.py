@@ -230,10 +230,8 @@ def _layout_rules(run: Run) -> Iterator[Broken]:
         others = ("train.dtype", "train.device", "layout.offload")
         yield Broken("train.cuda_graph", others, f"these steps can't be replayed: {reason}; use auto")
     if train.tune_products and not tunes_products(run, gpu=train.device != "cpu"):
-        others = ("train.dtype", "train.device")
-        yield Broken(
-            "train.tune_products", others, "finds algorithms for one GPU that computes in 16 bits; leave it out"
-        )
+        why = "finds algorithms for one GPU that computes in 16 bits; leave it out"
+        yield Broken("train.tune_products", ("train.dtype", "train.device"), why)
     if (lay.recompute == "budget") != (lay.recompute_budget > 0):
         yield Broken(
             "layout.recompute_budget",
