@@ -58,6 +58,7 @@ PRODUCTS: dict[Any, tuple[int, int]] = {  # operator to the places of its two op
     multiply_plain._opoverload: (0, 1),
     torch.ops.shardwise.product.default: (0, 1),
     torch.ops.shardwise.product_into.default: (0, 1),
+    torch.ops.shardwise.product_onto.default: (0, 1),
 }
 UNKNOWN = "unknown"
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +66,7 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
             use_eight_bits(model.layers, run.train.fp8, product)
         if compiles(run, gpu=gpu):
             for block in model.layers.values():
-                block.forward = torch.compile(block.forward)
+                block.forward = compiled(block.forward, accumulates=tunes_products(run, gpu=gpu))
         apply_recompute(model, run, mesh.rank)
         whole = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         for name, block in model.layers.items():
@@ -103,6 +105,15 @@ def _stage(run: Run, layers: range, first: bool, last: bool) -> Transformer:
     if not first and not (last and run.model.tied_embeddings):
         model.embed = None
     return model
+
+
+def compiled(forward: Callable[..., Any], accumulates: bool) -> Callable[..., Any]:
+    """A layer compiled; sums made by products where those are this project's own."""
+    if not accumulates:
+        return torch.compile(forward)
+    from shardwise.model.products.accumulate import ACCUMULATE  # which loads the compiler
+
+    return torch.compile(forward, options={"joint_custom_post_pass": ACCUMULATE})
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from shardwise.model.layers import Linear, Product
 from shardwise.model.products import chosen
 from shardwise.model.products.candidates import Candidates
 from shardwise.model.products.cublaslt import Multiplication, Shape
+from shardwise.parallel import apply
 from shardwise.run import run_from_dict
 from shardwise.train import tune
 from shardwise.train.step import Trainee
@@ -147,6 +148,39 @@ def test_chosen_products_can_be_recorded() -> None:
         out = chosen.ChosenProduct().multiply(left, right)
     graph.replay()
     assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_onto_another_matrix(turned: bool) -> None:
+    left, right, base = matrix(2048, 1024, False), matrix(1024, 512, turned), matrix(2048, 512, False)
+    before = base.clone()
+    wanted = base.double() + left.double() @ right.double()
+    for _ in range(2):  # by the library's first proposal, then by the one chosen
+        out = chosen.product_onto(left, right, base)
+        assert (out.double() - wanted).abs().max() < 0.005 * wanted.abs().max()  # rounded once
+        assert torch.equal(base, before)
+        decide()
+    (shape,) = chosen.choices(0).made
+    assert shape.adds
+    assert torch.allclose(
+        chosen.product_onto(left[:, ::2], right[::2], base), torch.addmm(base, left[:, ::2], right[::2])
+    )
+
+
+def test_compiled_layers_add_as_they_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = dict(layers=2, hidden=512, heads=4, kv_heads=2, ffn=1024, vocab=1000)
+    train = dict(global_batch=4, seq_len=512, dtype="bfloat16", device="cuda", compile=True, lr=1e-3)
+    run = run_from_dict(dict(model=model, train=train))
+    results = []
+    for adds in (True, False):
+        if not adds:
+            monkeypatch.setattr(apply, "compiled", lambda forward, accumulates: torch.compile(forward))
+        trainee = Trainee(run)
+        results.append([trainee.train_step(random_batch(run, number)).read()[:2] for number in range(5)])
+        assert any(shape.adds for shape in chosen.choices(0).made) == adds
+        chosen.choices.cache_clear()
+    for mine, plain in zip(*results, strict=True):
+        assert mine == pytest.approx(plain, rel=0.01)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -30,6 +30,9 @@ class Candidates:
         self.left = _operand(shape.rows, shape.depth, shape.left_turned, shape.left_step, shape.dtype, device)
         self.right = _operand(shape.depth, shape.columns, shape.right_turned, shape.right_step, shape.dtype, device)
         self.out = torch.empty(shape.rows, shape.columns, dtype=shape.out_dtype, device=self.left.device)
+        self.base: Tensor | None = None
+        if shape.adds:
+            self.base = _operand(shape.rows, shape.columns, False, shape.columns, shape.out_dtype, device)
 
     def found(self) -> list[Algorithm]:
         """Those worth a closer look, the fastest at a glance first."""
@@ -38,14 +41,17 @@ class Candidates:
         return [one for time, one in seen[:MOST] if time < SLOWER * seen[0][0]]
 
     def _right(self) -> list[Algorithm]:
-        """Proposals that give PyTorch's bits."""
-        if self.out.dtype == self.left.dtype:
+        """Proposals that give PyTorch's bits, or the first's where PyTorch has no such product."""
+        proposed = self.multiplication.proposed()
+        if self.base is not None:
+            self._by(proposed[0])()
+        elif self.out.dtype == self.left.dtype:
             torch.mm(self.left, self.right, out=self.out)
         else:
             torch.mm(self.left, self.right, out_dtype=self.out.dtype, out=self.out)
         wanted = _sums(self.out)
         right: list[Algorithm] = []
-        for algorithm in self.multiplication.proposed():
+        for algorithm in proposed:
             try:
                 self._by(algorithm)()
             except LibraryError:
@@ -55,7 +61,7 @@ class Candidates:
         return right
 
     def _by(self, algorithm: Algorithm) -> Callable[[], Any]:
-        return lambda: self.multiplication.run(self.left, self.right, self.out, algorithm)
+        return lambda: self.multiplication.run(self.left, self.right, self.out, algorithm, self.base)
 
 
 def _operand(rows: int, columns: int, turned: bool, step: int, dtype: torch.dtype, device: int) -> Tensor:

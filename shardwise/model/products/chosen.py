@@ -63,15 +63,15 @@ class Choices:
         if shape not in self.made:
             if shape.name not in self.known:
                 self.unknown[shape] = None
-                return None
-            self.use(shape, self.known[shape.name])
+            self.use(shape, self.known.get(shape.name))
         return self.made[shape]
 
     def use(self, shape: Shape, algorithm: Algorithm | None) -> None:
         """Multiply so from here on."""
         self.made[shape] = None  # and so it stays where the library fails
-        if algorithm is not None:
+        if algorithm is not None or shape.adds:  # PyTorch would copy what is added to first
             multiplication = self._multiplication(shape)
+            algorithm = algorithm or multiplication.proposed()[0]
             self.made[shape] = (multiplication, algorithm) if multiplication.takes(algorithm) else None
 
 
@@ -82,15 +82,17 @@ def choices(device: int) -> Choices:
     return Choices(device, cache_folder("products") / f"{name}-{version()}.json")
 
 
-def _multiply(left: Tensor, right: Tensor, out: Tensor, add: bool) -> bool:
-    """Multiply by the algorithm chosen; false where there is none."""
-    shape = Shape.of(left, right, out.dtype) if library() is not None and lies_well(out) else None
+def _multiply(left: Tensor, right: Tensor, out: Tensor, base: Tensor | None = None) -> bool:
+    """Multiply by the algorithm chosen, and add to `base`; false where there is none."""
+    if library() is None or not all(lies_well(x) for x in (out, base) if x is not None):
+        return False
+    shape = Shape.of(left, right, out.dtype, adds=base is not None and base is not out)
     if shape is None:
         return False
     try:
         if (chosen := choices(out.device.index).of(shape)) is not None:
             multiplication, algorithm = chosen
-            multiplication.run(left, right, out, algorithm, add)
+            multiplication.run(left, right, out, algorithm, base)
     except LibraryError:
         return False
     return chosen is not None
@@ -105,7 +107,7 @@ def worth_choosing(left: Tensor, right: Tensor) -> bool:
 def product(left: Tensor, right: Tensor) -> Tensor:
     """`left @ right` of two matrices."""
     out = left.new_empty((left.shape[0], right.shape[1]))
-    return out if _multiply(left, right, out, add=False) else torch.mm(left, right, out=out)
+    return out if _multiply(left, right, out) else torch.mm(left, right, out=out)
 
 
 @product.register_fake
@@ -135,8 +137,22 @@ product.register_autograd(_backward, setup_context=_keep)
 )
 def product_into(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
     """Put `left @ right` into a matrix that may be wider than they are, or add it to what is there."""
-    if not _multiply(left, right, out, add):
+    if not _multiply(left, right, out, out if add else None):
         Product().put(left, right, out, add)
+
+
+@torch.library.custom_op(
+    "shardwise::product_onto", mutates_args=(), schema="(Tensor left, Tensor right, Tensor base) -> Tensor"
+)
+def product_onto(left: Tensor, right: Tensor, base: Tensor) -> Tensor:
+    """`base + left @ right`, rounded once."""
+    out = torch.empty_like(base)
+    return out if _multiply(left, right, out, base) else torch.addmm(base, left, right)
+
+
+@product_onto.register_fake
+def _(left: Tensor, right: Tensor, base: Tensor) -> Tensor:
+    return torch.empty_like(base)
 
 
 class ChosenProduct(Product):

@@ -44,22 +44,24 @@ class Shape:
     right_step: int
     dtype: torch.dtype
     out_dtype: torch.dtype
+    adds: bool = False  # whether another matrix is added that stays as it is
 
     @staticmethod
-    def of(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Shape | None:
+    def of(left: Tensor, right: Tensor, out_dtype: torch.dtype, adds: bool = False) -> Shape | None:
         """That of two matrices, or nothing where the library would not take them."""
         lies, other = _lies(left), _lies(right)
         if lies is None or other is None or left.dtype != right.dtype or not {left.dtype, out_dtype} <= set(TYPES):
             return None
         sizes = (left.shape[0], right.shape[1], left.shape[1])
-        return Shape(*sizes, lies[0], other[0], lies[1], other[1], left.dtype, out_dtype)
+        return Shape(*sizes, lies[0], other[0], lies[1], other[1], left.dtype, out_dtype, adds)
 
     @property
     def name(self) -> str:
         """All of it in a word."""
         lies = "".join("rc"[turned] for turned in (self.left_turned, self.right_turned))
         types = f"{self.dtype} {self.out_dtype}".replace("torch.", "")
-        return f"{self.rows}x{self.columns}x{self.depth} {lies} {self.left_step} {self.right_step} {types}"
+        name = f"{self.rows}x{self.columns}x{self.depth} {lies} {self.left_step} {self.right_step} {types}"
+        return name + " adds" if self.adds else name
 
 
 def _lies(x: Tensor) -> tuple[bool, int] | None:
@@ -181,14 +183,15 @@ class Multiplication:
         status = check(self.handle, self.how, *layouts, algorithm.code, ctypes.byref(found))
         return status == 0 and found.workspace <= algorithm.workspace
 
-    def run(self, left: Tensor, right: Tensor, out: Tensor, algorithm: Algorithm, add: bool = False) -> None:
-        """Put the product into `out`, or add it to what is there."""
+    def run(self, left: Tensor, right: Tensor, out: Tensor, algorithm: Algorithm, base: Tensor | None = None) -> None:
+        """Put the product into `out`, added to `base` where there is one, which may be `out` itself."""
         space = torch.empty(algorithm.workspace, dtype=torch.uint8, device=out.device) if algorithm.workspace else None
         target = ctypes.c_void_p(out.data_ptr())
         _call(
             "cublasLtMatmul", self.handle, self.how,
             ctypes.byref(_ONE), ctypes.c_void_p(right.data_ptr()), self.first, ctypes.c_void_p(left.data_ptr()), self.second,
-            ctypes.byref(_ONE if add else _ZERO), target, self.out, target, self.out,
+            ctypes.byref(_ZERO if base is None else _ONE),
+            target if base is None else ctypes.c_void_p(base.data_ptr()), self.out, target, self.out,
             algorithm.code, ctypes.c_void_p(space.data_ptr() if space is not None else None),
             ctypes.c_size_t(algorithm.workspace), ctypes.c_void_p(torch.cuda.current_stream(out.device).cuda_stream),
         )  # fmt: skip

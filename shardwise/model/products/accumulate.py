@@ -1,0 +1,83 @@
+"""Sums that a product goes into, made by the product: it adds to what is there as it writes, in the place of a kernel that reads
+both and writes their sum.
+
+Such are the residual stream, where attention and feed-forward layers end, and the gradient of an input that several matrices
+read. The sum is rounded once instead of twice. It is a pass over a compiled layer's graph, forward and backward together, which
+leaves the layer as it is written; without it the compiler adds as it is told.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, Node
+
+aten = torch.ops.aten
+VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+
+
+class Accumulate(CustomGraphPass):
+    """Lets products add."""
+
+    def __call__(self, graph: Graph) -> None:
+        order = {node: number for number, node in enumerate(graph.nodes)}
+        for node in list(graph.nodes):
+            if node.target is not aten.add.Tensor or node.kwargs:
+                continue
+            # Where both are products the later one adds: what it adds to is there by then.
+            behind = [(product, other) for mine, other in _sides(node) if (product := _product_of(mine)) is not None]
+            behind = [(product, other) for product, other in behind if _alike(other, node) and _of_kind(product, node)]
+            if behind:
+                product, other = max(behind, key=lambda one: order[one[0]])
+                _add_in(graph, node, product, other)
+        graph.eliminate_dead_code()
+
+    def uuid(self) -> object:
+        """What it does, for the compiler's cache."""
+        return get_hash_for_files((__file__,))
+
+
+ACCUMULATE = Accumulate()
+"""One for all layers, or each would be compiled for itself."""
+
+
+def _sides(node: Node) -> list[tuple[object, object]]:
+    one, two = node.args
+    return [(one, two), (two, one)] if one is not two else []
+
+
+def _product_of(node: object) -> Node | None:
+    """The product that a value is, seen in another shape, if nobody else wants it."""
+    while isinstance(node, Node) and len(node.users) == 1:
+        if node.target is torch.ops.shardwise.product.default:
+            return node
+        if node.target not in VIEWS:
+            return None
+        node = node.args[0]
+    return None
+
+
+def _alike(other: object, node: Node) -> bool:
+    """Whether one side of a sum lies as the sum does."""
+    if not isinstance(other, Node):
+        return False
+    mine, whole = other.meta["val"], node.meta["val"]
+    return bool(mine.shape == whole.shape and mine.is_contiguous()) and _of_kind(other, node)
+
+
+def _of_kind(one: Node, other: Node) -> bool:
+    return bool(one.meta["val"].dtype == other.meta["val"].dtype)
+
+
+def _add_in(graph: Graph, node: Node, product: Node, other: object) -> None:
+    assert isinstance(other, Node)
+    flat = product.meta["val"]
+    with graph.inserting_before(node):
+        base = graph.call_function(aten.view.default, (other, list(flat.shape)))
+        out = graph.call_function(torch.ops.shardwise.product_onto.default, (*product.args, base))
+        whole = graph.call_function(aten.view.default, (out, list(node.meta["val"].shape)))
+    for new, value in ((base, other.meta["val"].view(flat.shape)), (out, flat), (whole, node.meta["val"])):
+        new.meta = {**node.meta, "val": value}
+        new.meta.pop("tensor_meta", None)
+    node.replace_all_uses_with(whole)
+    graph.erase_node(node)

@@ -1,0 +1,90 @@
+"""Sums that products make: found in a graph where they may be, left alone elsewhere, and the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from shardwise.model.products.accumulate import ACCUMULATE
+from shardwise.model.products.chosen import product
+
+
+def residual(x: Tensor, h: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return x + product(h.flatten(0, 1), w.mT).view(x.shape)
+
+
+def both_are_products(x: Tensor, h: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    rows = h.flatten(0, 1)
+    return product(rows, w.mT).view(x.shape) + product(rows, v.mT).view(x.shape)
+
+
+def three(x: Tensor, h: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    rows = h.flatten(0, 1)
+    return (product(rows, w.mT) + product(rows, v.mT)) + product(rows, w.mT + v.mT)
+
+
+def wanted_elsewhere(x: Tensor, h: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    out = product(h.flatten(0, 1), w.mT).view(x.shape)
+    return (x + out) * out
+
+
+def to_itself(x: Tensor, h: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    out = product(h.flatten(0, 1), w.mT)
+    return out + out
+
+
+def of_one_row(x: Tensor, h: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return x[:1, :1] + product(h.flatten(0, 1), w.mT).view(x.shape)
+
+
+def a_number(x: Tensor, h: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return product(h.flatten(0, 1), w.mT) + 1
+
+
+def a_part(x: Tensor, h: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return torch.add(x, product(h.flatten(0, 1), w.mT).view(x.shape), alpha=0.5)
+
+
+def turned(x: Tensor, h: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return x.mT + product(h.flatten(0, 1), w.mT).view(x.shape).mT
+
+
+def wider(x: Tensor, h: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return x.double() + product(h.flatten(0, 1), w.mT).view(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("function", "sums", "left"),
+    [
+        (residual, 1, 0),
+        (both_are_products, 1, 1),
+        (three, 2, 1),
+        (wanted_elsewhere, 0, 1),
+        (to_itself, 0, 1),
+        (of_one_row, 0, 1),
+        (a_number, 0, 1),
+        (a_part, 0, 1),
+        (turned, 0, 1),
+        (wider, 0, 1),
+    ],
+)
+def test_sums_are_made_by_products(function: Callable[..., Tensor], sums: int, left: int) -> None:
+    torch.manual_seed(0)
+    x, h, w, v = torch.randn(2, 3, 8), torch.randn(2, 3, 4), torch.randn(8, 4), torch.randn(8, 4)
+    wanted = function(x, h, w, v)
+    traced: Any = make_fx(function, tracing_mode="fake")(x, h, w, v)
+    ACCUMULATE(traced.graph)
+    traced.recompile()
+    targets = [node.target for node in traced.graph.nodes]
+    assert targets.count(torch.ops.shardwise.product_onto.default) == sums
+    assert targets.count(torch.ops.shardwise.product.default) == left
+    torch.testing.assert_close(traced(x, h, w, v), wanted)
+
+
+def test_it_is_known_by_what_it_does() -> None:
+    assert ACCUMULATE.uuid() == type(ACCUMULATE)().uuid()
