@@ -203,8 +203,8 @@ class TrainConfig:
     )
     tune_products: bool = key(
         False,
-        "one GPU in 16 bits: try the library's algorithms for large matrix products in the first steps, and take the fastest; "
-        "results stay the same to the bit",
+        "one GPU in 16 bits: try the library's algorithms for large matrix products in the first steps, and take the fastest, "
+        "which all give the same; compiled layers also let products add to what they are added to, which is rounded once less",
     )
     deterministic: bool = key(False, "GPUs: two runs identical to the bit, at some cost in speed; CPUs always are")
     optimizer: Literal["adamw", "muon"] = key("adamw", "muon: orthogonalised momentum on matrices, AdamW on the rest")

@@ -208,6 +208,7 @@ def test_operators_are_what_pytorch_expects() -> None:
     torch.library.opcheck(chosen.product._opoverload, (left, turned.mT))
     operands = torch.randn(4, 8), torch.randn(8, 6), torch.zeros(4, 6)
     torch.library.opcheck(chosen.product_into._opoverload, (*operands, False))
+    torch.library.opcheck(chosen.product_onto._opoverload, (*operands[:2], torch.randn(6, 4).mT))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

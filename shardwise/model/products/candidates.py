@@ -41,10 +41,10 @@ class Candidates:
         return [one for time, one in seen[:MOST] if time < SLOWER * seen[0][0]]
 
     def _right(self) -> list[Algorithm]:
-        """Proposals that give PyTorch's bits, or the first's where PyTorch has no such product."""
+        """Proposals that give PyTorch's bits, or the first's where PyTorch has no such product; other than that first one."""
         proposed = self.multiplication.proposed()
         if self.base is not None:
-            self._by(proposed[0])()
+            self._by(proposed.pop(0))()
         elif self.out.dtype == self.left.dtype:
             torch.mm(self.left, self.right, out=self.out)
         else:

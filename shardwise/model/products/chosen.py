@@ -146,13 +146,13 @@ def product_into(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
 )
 def product_onto(left: Tensor, right: Tensor, base: Tensor) -> Tensor:
     """`base + left @ right`, rounded once."""
-    out = torch.empty_like(base)
-    return out if _multiply(left, right, out, base) else torch.addmm(base, left, right)
+    base, out = base.contiguous(), left.new_empty((left.shape[0], right.shape[1]))
+    return out if _multiply(left, right, out, base) else torch.addmm(base, left, right, out=out)
 
 
 @product_onto.register_fake
 def _(left: Tensor, right: Tensor, base: Tensor) -> Tensor:
-    return torch.empty_like(base)
+    return left.new_empty((left.shape[0], right.shape[1]))
 
 
 class ChosenProduct(Product):

@@ -74,7 +74,7 @@ def _lies(x: Tensor) -> tuple[bool, int] | None:
 
 
 def lies_well(out: Tensor) -> bool:
-    """Whether a matrix may be written: rows one after the other, from where kernels can begin."""
+    """Whether a matrix may be written, or added to: rows one after the other, from where kernels can begin."""
     return out.is_contiguous() and out.data_ptr() % ALIGNED == 0 and out.shape[1] * out.element_size() % ALIGNED == 0
 
 
