@@ -229,8 +229,8 @@ def _layout_rules(run: Run) -> Iterator[Broken]:
     if train.cuda_graph is True and reason:
         others = ("train.dtype", "train.device", "layout.offload")
         yield Broken("train.cuda_graph", others, f"these steps can't be replayed: {reason}; use auto")
-    if train.tune_products and not tunes_products(run, gpu=train.device != "cpu"):
-        why = "finds algorithms for one GPU that computes in 16 bits; leave it out"
+    if train.tune_products is True and not tunes_products(run, gpu=train.device != "cpu"):
+        why = "finds algorithms for one GPU that computes in 16 bits; use auto"
         yield Broken("train.tune_products", ("train.dtype", "train.device"), why)
     if (lay.recompute == "budget") != (lay.recompute_budget > 0):
         yield Broken(

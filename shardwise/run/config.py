@@ -201,10 +201,10 @@ class TrainConfig:
         "one GPU: record the passes of a step once and replay them, which keeps their memory; auto: where launching them "
         "was seen to take the host longer than computing them takes the GPU",
     )
-    tune_products: bool = key(
-        False,
-        "one GPU in 16 bits: try the library's algorithms for large matrix products in the first steps, and take the fastest, "
-        "which all give the same; compiled layers also let products add to what they are added to, which is rounded once less",
+    tune_products: Literal["auto", True, False] = key(
+        "auto",
+        "one GPU in 16 bits: draw the library's algorithms for large matrix products in the first steps, and take the fastest, "
+        "which all give the same; compiled layers also let products add to what they are added to, which rounds once less",
     )
     deterministic: bool = key(False, "GPUs: two runs identical to the bit, at some cost in speed; CPUs always are")
     optimizer: Literal["adamw", "muon"] = key("adamw", "muon: orthogonalised momentum on matrices, AdamW on the rest")

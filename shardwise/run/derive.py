@@ -77,7 +77,7 @@ def keeps_casts(run: Run, *, gpu: bool) -> bool:
 def tunes_products(run: Run, *, gpu: bool) -> bool:
     """Whether large matrix products are made by the algorithm that was fastest when it was tried."""
     narrow = run.train.dtype in ("bfloat16", "float16")
-    return gpu and narrow and run.train.tune_products and run.layout.world == 1
+    return gpu and narrow and run.train.tune_products is not False and run.layout.world == 1
 
 
 def must_launch(run: Run, *, gpu: bool) -> str:

@@ -38,6 +38,7 @@ def test_steps_are_those_of_casts(compiled: bool, monkeypatch: pytest.MonkeyPatc
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         trainee = Trainee(run)
+        starts = [parameter.detach().clone() for parameter in trainee.model.parameters()]
         assert sum(held.working is not None for held in trainee.parallel.held) == (14 if kept else 0)
         results.append([trainee.train_step(random_batch(run, number)).read() for number in range(5)])
         ends.append([parameter.detach().clone() for parameter in trainee.model.parameters()])
@@ -46,11 +47,14 @@ def test_steps_are_those_of_casts(compiled: bool, monkeypatch: pytest.MonkeyPatc
                 assert torch.equal(held.working.tensor, held.parameter.bfloat16())
         sizes.append(torch.cuda.max_memory_allocated() - before)
         del trainee
-    # The norm is added up in another order, which shows in its last digits, and may in those of what it clips.
-    assert results[0] == [
-        (pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-6), stop) for loss, norm, stop in results[1]
-    ]
-    assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in zip(*ends, strict=True))
+    (mine, *later), (plain, *plain_later) = results
+    assert mine[0] == plain[0]
+    assert mine[1] == pytest.approx(plain[1], rel=1e-6)
+    # The norm is added up in another order. Its last digit is in what it clips, and in time in what is rounded to 16 bits.
+    for one, other in zip(later, plain_later, strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+    for one, other, start in zip(*ends, starts, strict=True):
+        assert (one - other).norm() < 0.01 * (other - start).norm()
     assert sizes[0] < 1.02 * sizes[1]
 
 

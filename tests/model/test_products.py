@@ -213,10 +213,11 @@ def test_operators_are_what_pytorch_expects() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_when_products_are_tuned(dtype: str) -> None:
-    run = run_from_dict(dict(train=dict(dtype=dtype, tune_products=True)))
+    run = run_from_dict(dict(train=dict(dtype=dtype)))
     assert tunes_products(run, gpu=True)
     assert not tunes_products(run, gpu=False)
-    assert not tunes_products(run_from_dict(dict(train=dict(dtype=dtype))), gpu=True)
+    assert not tunes_products(run_from_dict(dict(train=dict(dtype=dtype, tune_products=False))), gpu=True)
+    assert not tunes_products(run_from_dict(dict(train=dict(dtype=dtype), layout=dict(shard=2))), gpu=True)
 
 
 @pytest.mark.parametrize("add", [False, True])

@@ -18,7 +18,7 @@ GLANCE = 4.0
 """Milliseconds for which each is looked at, twice."""
 SLOWER = 1.1
 """How much slower than the best an algorithm may seem and still come into question."""
-MOST = 3
+MOST = 6
 """How many are wanted; each makes all of them harder to tell apart."""
 
 
