@@ -5,10 +5,10 @@ A case is a trainer with its options: `shardwise`, `shardwise:fp8=tensorwise`, `
 with float32 parameters, AdamW and clipping, from weights of one distribution and with one learning rate; every step has other
 tokens. A chip at its limit of power grows slower as it grows warmer, so with `--in-turn` all cases are made ready first, stand in
 the GPU's memory together, and train in turns, some steps each. The time is the median distance of CUDA events between steps,
-without waiting in between, once a trainer has settled (with `tune_products=true` this one tries out algorithms at first); memory
-is the most that the allocator had given out after the first steps; TFLOP/s are model FLOPs (see `shardwise/plan/work.py`): 6 for a
-parameter and token, attention causal, embedding not counted; joules are the GPU's own count. Seconds to the first step count from
-the start of the process.
+without waiting in between, once a trainer has settled (this one tries out algorithms for 320 steps where none are known for its
+shapes, unless `tune_products=false`); memory is the most that the allocator had given out after the first steps; TFLOP/s are model
+FLOPs (see `shardwise/plan/work.py`): 6 for a parameter and token, attention causal, embedding not counted; joules are the GPU's
+own count. Seconds to the first step count from the start of the process.
 
     pip download --no-deps -d wheels torchtitan==0.2.2 liger-kernel tyro docstring_parser typeguard
     for wheel in wheels/*.whl; do unzip -q -o $wheel -d peers; done

@@ -2,9 +2,9 @@
 
 Products take 16 bits, so every step casts every matrix, and its gradient back. Where one GPU trains with one microbatch a step,
 both can be left out: the optimizer, which has each number in hand, writes the copy as well, and the gradient stays as the product
-gave it, since nothing is added to it. Numbers are the same, but for the last digits of a norm that is added up in another order. So
-is the most memory: the casts would all stand until the backward pass, and gradients of 16 bits leave the room that the copies
-then take.
+gave it, since nothing is added to it. Numbers are the same but for last digits: a norm is added up in another order, and the
+optimizer's kernel compiled for other gradients. So is the most memory: the casts would all stand until the backward pass, and
+gradients of 16 bits leave the room that the copies then take.
 """
 
 from __future__ import annotations
