@@ -1,8 +1,9 @@
 """Operations of the matrix products, convolutions and attention of a profile, from the shapes that were recorded.
 
-Only operators that do the work themselves are counted, not those that call them. A multiply-add is two. Attention is counted
-in full, also where a causal kernel skips half, since a shape does not say it; its backward pass repeats the scores, so it is 2.5
-times the forward pass (FlashAttention, Dao et al. 2022). What is recomputed is counted again, as hardware FLOPs are.
+Only operators that do the work themselves are counted, not those that call them; of counted ones inside of each other, the outer
+one. A multiply-add is two. Attention is counted in full, also where a causal kernel skips half, since a shape does not say it; its
+backward pass repeats the scores, so it is 2.5 times the forward pass (FlashAttention, Dao et al. 2022). What is recomputed is
+counted again, as hardware FLOPs are.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.trace.reading.events import Integers, Profile
+from shardwise.trace.spans.nesting import nest
 
 CONVENTION = "hardware FLOPs of matrix products, convolutions and attention: full attention, recomputation in"
 
@@ -23,6 +25,8 @@ _ATTENTION = (
     "aten::_scaled_dot_product_fused_attention_overrideable",
 )  # fmt: skip
 _BACKWARD_OF_ATTENTION = 2.5
+_OWN_PRODUCTS = "shardwise::product"
+"""How this project's products by chosen algorithms begin (`model/products`)."""
 
 
 def flops_of(name: str, shapes: list[Any], values: list[Any]) -> float:
@@ -35,9 +39,8 @@ def flops_of(name: str, shapes: list[Any], values: list[Any]) -> float:
 
 def _flops(name: str, shapes: list[Any], values: list[Any]) -> float:
     match name:
-        case "aten::mm" | "aten::_scaled_mm" | "aten::_int_mm":
-            (m, k), (_, n) = shapes[0], shapes[1]
-            return 2.0 * m * n * k
+        case "aten::mm" | "aten::_scaled_mm" | "aten::_int_mm" | "aten::_grouped_mm":
+            return _product(shapes)
         case "aten::addmm" | "aten::_addmm_activation":
             (m, k), (_, n) = shapes[1], shapes[2]
             return 2.0 * m * n * k
@@ -59,6 +62,8 @@ def _flops(name: str, shapes: list[Any], values: list[Any]) -> float:
             # Once for the input's gradient and once for the weight's, where they are wanted; each as much as forward.
             wanted = values[-1].strip("[]").split(",")[:2] if values and "[" in str(values[-1]) else ["True", "True"]
             return sum(word.strip() == "True" for word in wanted) * _convolution(shapes[2], shapes[0])
+        case _ if name.startswith(_OWN_PRODUCTS):
+            return _product(shapes)
         case _ if name in _ATTENTION:
             return _attention(*shapes[:3])
         case _ if name.endswith("_backward") and name.removesuffix("_backward") in _ATTENTION:
@@ -67,6 +72,12 @@ def _flops(name: str, shapes: list[Any], values: list[Any]) -> float:
             return _BACKWARD_OF_ATTENTION * _attention(*shapes[1:4])
         case _:
             return 0.0
+
+
+def _product(shapes: list[Any]) -> float:
+    """Rows times a matrix, or each row times one of several."""
+    (m, k), n = shapes[0], shapes[1][-1]
+    return 2.0 * m * n * k if len(shapes[1]) > 1 else 0.0
 
 
 def _convolution(weight: list[int], output: list[int]) -> float:
@@ -101,11 +112,14 @@ def event_flops(profile: Profile) -> tuple[Integers, NDArray[np.float64]]:
     distinct, which = np.unique(lines, axis=0, return_inverse=True)
     each = np.array([flops_of(events.names[n], shapes.decode(d), shapes.decode(v)) for n, d, v in distinct.tolist()])
     found = each[which.reshape(-1)] if len(event) else np.zeros(0)
-    return event[found > 0], found[found > 0]
+    event, found = event[found > 0], found[found > 0]
+    outer = nest(events.lane[event], events.start[event], events.end[event]).parent < 0
+    return event[outer], found[outer]
 
 
 def flops_counted(name: str) -> bool:
     """Whether operators of this name may be counted; spares looking at the shapes of all others."""
-    return name.startswith(("aten::", "mkldnn::")) and any(
-        word in name for word in ("mm", "mv", "dot", "linear", "conv", "attention")
+    return name.startswith(_OWN_PRODUCTS) or (
+        name.startswith(("aten::", "mkldnn::"))
+        and any(word in name for word in ("mm", "mv", "dot", "linear", "conv", "attention"))
     )

@@ -95,11 +95,12 @@ def test_ranges_of_the_user(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_operations_by_module(tmp_path: Path) -> None:
+@pytest.mark.parametrize("outer", ["aten::linear", "shardwise::product"])  # not counted; counted, and may call what is
+def test_operations_by_module(tmp_path: Path, outer: str) -> None:
     host = Host()
     shapes = {"Input Dims": [[8, 16], [16, 32]], "Input type": ["float", "float"]}
     host.span("cpu_op", "shardwise:module a", 0, 100)
-    host.span("cpu_op", "aten::linear", 5, 50, **shapes)
+    host.span("cpu_op", outer, 5, 50, **shapes)
     host.span("cpu_op", "aten::mm", 10, 30, **shapes)
     host.launch("gemm", 20, 200, 800)
     answers = explained(tmp_path, {0: ("", host.events)}, peak=1e13)
