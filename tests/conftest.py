@@ -1,4 +1,5 @@
-"""Shared by all tests: one thread, so that numbers repeat and test processes do not fight for cores."""
+"""Shared by all tests: one thread, so that numbers repeat and test processes do not fight for cores; property tests draw the same
+examples every time (`--hypothesis-profile=default` draws others)."""
 
 from __future__ import annotations
 
@@ -7,7 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from parallel_pool import RankPool
+
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
