@@ -82,6 +82,16 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     assert choices.known == {shape().name: None}
 
 
+def test_what_is_kept_is_used_from_then_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chosen, "Multiplication", FakeMultiplication)
+    choices = chosen.Choices(0, tmp_path / "choices.json")
+    assert choices.of(shape()) is None
+    choices.keep({shape(): Algorithm(b"\1" * 64, 0)})
+    found = choices.of(shape())
+    assert found is not None
+    assert found[1] == Algorithm(b"\1" * 64, 0)
+
+
 class FakeMultiplication:
     """Takes only what begins with a one."""
 

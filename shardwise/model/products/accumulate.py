@@ -12,6 +12,8 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
+from shardwise.model.products import chosen
+
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
@@ -33,8 +35,8 @@ class Accumulate(CustomGraphPass):
         graph.eliminate_dead_code()
 
     def uuid(self) -> object:
-        """What it does, for the compiler's cache."""
-        return get_hash_for_files((__file__,))
+        """What it does, and what it puts into graphs, for the compiler's cache."""
+        return get_hash_for_files((__file__, chosen.__file__))
 
 
 ACCUMULATE = Accumulate()
@@ -58,15 +60,18 @@ def _product_of(node: object) -> Node | None:
 
 
 def _alike(other: object, node: Node) -> bool:
-    """Whether one side of a sum lies as the sum does."""
+    """Whether one side of a sum lies as the sum does, which is of a size that is known."""
     if not isinstance(other, Node):
         return False
     mine, whole = other.meta["val"], node.meta["val"]
-    return bool(mine.shape == whole.shape and mine.is_contiguous()) and _of_kind(other, node)
+    known = all(isinstance(size, int) for size in whole.shape)
+    return known and bool(mine.shape == whole.shape and mine.is_contiguous()) and _of_kind(other, node)
 
 
 def _of_kind(one: Node, other: Node) -> bool:
-    return bool(one.meta["val"].dtype == other.meta["val"].dtype)
+    """Whether two hold as many numbers of one dtype."""
+    mine, theirs = one.meta["val"], other.meta["val"]
+    return bool(mine.dtype == theirs.dtype and mine.numel() == theirs.numel())
 
 
 def _add_in(graph: Graph, node: Node, product: Node, other: object) -> None:

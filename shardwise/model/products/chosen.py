@@ -50,9 +50,10 @@ class Choices:
         return {}
 
     def keep(self, found: dict[Shape, Algorithm | None]) -> None:
-        """Remember choices, beside those that other processes have written since."""
+        """Multiply so from here on, and remember it beside what other processes have written since."""
         self.known = self._read() | self.known | {shape.name: algorithm for shape, algorithm in found.items()}
         self.unknown = {shape: None for shape in self.unknown if shape not in found}
+        self.made = {shape: made for shape, made in self.made.items() if shape not in found}
         content = {name: [one.code.hex(), one.workspace] if one else None for name, one in sorted(self.known.items())}
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +72,7 @@ class Choices:
         self.made[shape] = None  # and so it stays where the library fails
         if algorithm is not None or shape.adds:  # PyTorch would copy what is added to first
             multiplication = self._multiplication(shape)
-            algorithm = algorithm or multiplication.proposed()[0]
+            algorithm = algorithm or multiplication.usual
             self.made[shape] = (multiplication, algorithm) if multiplication.takes(algorithm) else None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -105,7 +105,7 @@ def library() -> Any:
     """The library that PyTorch has loaded, or nothing."""
     if torch.version.cuda is None:
         return None
-    try:  # holding the interpreter's lock: calls only launch, and take a few microseconds
+    try:  # holding the interpreter's lock: a launch takes a few microseconds, unless a thousand others wait to begin
         return ctypes.PyDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
     except OSError:
         return None
@@ -173,6 +173,11 @@ class Multiplication:
         if not proposed:
             raise LibraryError("no algorithm is proposed")
         return proposed
+
+    @cached_property
+    def usual(self) -> Algorithm:
+        """The one that it thinks best."""
+        return self.proposed()[0]
 
     def takes(self, algorithm: Algorithm) -> bool:
         """Whether the library knows such an algorithm for this product."""
