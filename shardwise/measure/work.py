@@ -59,6 +59,8 @@ PRODUCTS: dict[Any, tuple[int, int]] = {  # operator to the places of its two op
     torch.ops.shardwise.product.default: (0, 1),
     torch.ops.shardwise.product_into.default: (0, 1),
     torch.ops.shardwise.product_onto.default: (0, 1),
+    torch.ops.shardwise.product8.default: (0, 1),
+    torch.ops.shardwise.product8_onto.default: (0, 1),
 }
 UNKNOWN = "unknown"
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,14 @@ def multiply(
     if not left.is_cuda:  # PyTorch has it for CPUs, a thousand times slower than plain operations
         return multiply_plain(left, right.t(), *scales, dtype)
     return torch._scaled_mm(left, right.t(), *scales, out_dtype=dtype, use_fast_accum=fast)
+
+
+class Multiply(Protocol):
+    """What multiplies two matrices of 8 bits, as the function above does."""
+
+    def __call__(
+        self, left: Tensor, right: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool = False
+    ) -> Tensor: ...
 
 
 class Recent:
@@ -80,9 +88,10 @@ class Recent:
 class EightBits(Product):
     """A product in 8 bits as autograd takes it; how scales are found is left to the two below."""
 
-    def __init__(self, wide: Product | None = None) -> None:
+    def __init__(self, wide: Product | None = None, narrow: Multiply = multiply) -> None:
         self.learning, self.looking = Recent(), Recent()
         self.wide = wide or Product()  # multiplies what is not in 8 bits
+        self.narrow = narrow  # and what is
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         product = self.suited(x, weight)
@@ -160,19 +169,19 @@ class TensorWise(EightBits):
         else:
             w8, w_turned, w_scale = _quantize(weight, E4M3, learns)
             w_kept = (w_turned, w_scale)
-        out = multiply(x8, w8, (x_scale, w_scale), x.dtype, fast=True)
+        out = self.narrow(x8, w8, (x_scale, w_scale), x.dtype, fast=True)
         return out.view(*x.shape[:-1], -1), (x_turned, x_scale, *w_kept)
 
     def for_input(self, grad: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         x_turned, x_scale, *w_kept = kept
         w_turned, w_scale = _turned(w_kept)
         g8, g_turned, g_scale = _quantize(grad, E5M2)
-        out = multiply(g8, w_turned, (g_scale, w_scale), grad.dtype)
+        out = self.narrow(g8, w_turned, (g_scale, w_scale), grad.dtype)
         return out.view(*grad.shape[:-1], -1), (x_turned, x_scale, g_turned, g_scale)
 
     def for_weight(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         x_turned, x_scale, g_turned, g_scale = kept
-        return multiply(g_turned, x_turned, (g_scale, x_scale), dtype)
+        return self.narrow(g_turned, x_turned, (g_scale, x_scale), dtype)
 
 
 class RowWise(EightBits):
@@ -186,14 +195,14 @@ class RowWise(EightBits):
         else:
             w8, w_scale = _quantize_rows(weight, E4M3)
             w_kept = turn(w8, w_scale) if learns else ()
-        out = multiply(x8, w8, (x_scale, w_scale.t()), x.dtype, fast=True)
+        out = self.narrow(x8, w8, (x_scale, w_scale.t()), x.dtype, fast=True)
         return out.view(*x.shape[:-1], -1), (x, *w_kept)
 
     def for_input(self, grad: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         x, *w_kept = kept
         w_turned, w_scale = _turned(w_kept)
         g8, g_scale = _quantize_rows(grad, E4M3)
-        out = multiply(g8, w_turned, (g_scale, w_scale.t()), grad.dtype)
+        out = self.narrow(g8, w_turned, (g_scale, w_scale.t()), grad.dtype)
         return out.view(*grad.shape[:-1], -1), (x, grad)
 
     def for_weight(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
@@ -211,9 +220,9 @@ def check_eight_bits(scaling: str, device: torch.device) -> None:
         raise UserError(Problem(f"{name} multiplies nothing in 8 bits: Ada, Hopper and later do", "train.fp8"))
 
 
-def use_eight_bits(blocks: nn.Module, scaling: str, wide: Product | None = None) -> None:
-    """Put products in 8 bits into the matrices of blocks, and a wide one for what they give way to."""
-    product = PRODUCTS[scaling](wide)
+def use_eight_bits(blocks: nn.Module, scaling: str, wide: Product | None = None, narrow: Multiply = multiply) -> None:
+    """Put products in 8 bits into the matrices of blocks, made by `narrow`, and a wide one for what they give way to."""
+    product = PRODUCTS[scaling](wide, narrow)
 
     def forget(*_: Any) -> None:
         if not torch.compiler.is_compiling():

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.model.fp8 import check_eight_bits, use_eight_bits
+from shardwise.model.fp8 import check_eight_bits, multiply, use_eight_bits
 from shardwise.model.initialize import initial_values
 from shardwise.model.layers import Product
 from shardwise.model.loss import ChunkedCrossEntropy
 from shardwise.model.products.chosen import use_chosen_products
+from shardwise.model.products.eight import multiply_chosen
 from shardwise.model.transformer import Block, Transformer
 from shardwise.model.working import Working, keep_working_copies
 from shardwise.parallel.collectives import Group
@@ -63,7 +64,8 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
         apply_context(model, mesh, layout.context_method)
         apply_expert(model, mesh, layout.expert_tensor, run.train.seq_len)
         if run.train.fp8 != "none":
-            use_eight_bits(model.layers, run.train.fp8, product)
+            narrow = multiply_chosen if tunes_products(run, gpu=gpu) else multiply
+            use_eight_bits(model.layers, run.train.fp8, product, narrow)
         if compiles(run, gpu=gpu):
             for block in model.layers.values():
                 block.forward = compiled(block.forward, accumulates=tunes_products(run, gpu=gpu))

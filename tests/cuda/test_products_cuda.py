@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from shardwise.measure.verify import random_batch
+from shardwise.model.fp8 import multiply
 from shardwise.model.layers import Linear, Product
 from shardwise.model.products import chosen
 from shardwise.model.products.candidates import Candidates
 from shardwise.model.products.cublaslt import Multiplication, Shape
+from shardwise.model.products.eight import multiply_chosen, product8_onto
+from shardwise.model.quantize import E4M3, E5M2
 from shardwise.parallel import apply
 from shardwise.run import run_from_dict
 from shardwise.train import tune
@@ -167,9 +170,35 @@ def test_onto_another_matrix(turned: bool) -> None:
     )
 
 
-def test_compiled_layers_add_as_they_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [E4M3, E5M2])
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_in_8_bits(kind: torch.dtype, fast: bool, dtype: torch.dtype) -> None:
+    left, right = matrix(2048, 1024, False).to(kind), matrix(512, 1024, False).to(E4M3)
+    scales = torch.tensor(0.5, device="cuda"), torch.tensor(8.0, device="cuda")
+    wanted = multiply(left, right, scales, dtype, fast=fast)
+    exact = 4 * (left.double() @ right.double().t())
+    base = matrix(2048, 512, False).to(dtype)
+    for _ in range(2):  # by PyTorch, then by the one chosen
+        assert torch.equal(multiply_chosen(left, right, scales, dtype, fast=fast), wanted)
+        summed = product8_onto(left, right.t(), *scales, dtype, fast, base)
+        assert (summed.double() - base.double() - exact).abs().max() < 0.01 * exact.abs().max()
+        for shape in list(chosen.choices(0).unknown):
+            found = Candidates(shape, 0).found()
+            chosen.choices(0).keep({shape: found[-1] if found else None})
+    assert {shape.adds for shape in chosen.choices(0).made} == {False, True}
+    (algorithm,) = {one[1] for shape, one in chosen.choices(0).made.items() if shape.adds and one is not None}
+    assert algorithm.code  # which PyTorch has none for
+    other = torch.tensor(2.0, device="cuda"), scales[1]  # not the scales of the last time
+    assert torch.equal(
+        multiply_chosen(left, right, other, dtype, fast=fast), multiply(left, right, other, dtype, fast=fast)
+    )
+
+
+@pytest.mark.parametrize("fp8", ["none", "tensorwise"])
+def test_compiled_layers_add_as_they_multiply(fp8: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = dict(layers=2, hidden=512, heads=4, kv_heads=2, ffn=1024, vocab=1000)
-    train = dict(global_batch=4, seq_len=512, dtype="bfloat16", device="cuda", compile=True, lr=1e-3)
+    train = dict(global_batch=4, seq_len=512, dtype="bfloat16", device="cuda", compile=True, lr=1e-3, fp8=fp8)
     run = run_from_dict(dict(model=model, train=train))
     results = []
     for adds in (True, False):
@@ -177,7 +206,7 @@ def test_compiled_layers_add_as_they_multiply(monkeypatch: pytest.MonkeyPatch) -
             monkeypatch.setattr(apply, "compiled", lambda forward, accumulates: torch.compile(forward))
         trainee = Trainee(run)
         results.append([trainee.train_step(random_batch(run, number)).read()[:2] for number in range(5)])
-        assert any(shape.adds for shape in chosen.choices(0).made) == adds
+        assert any(shape.adds and shape.eight == (fp8 != "none") for shape in chosen.choices(0).made) == adds
         chosen.choices.cache_clear()
     for mine, plain in zip(*results, strict=True):
         assert mine == pytest.approx(plain, rel=0.01)

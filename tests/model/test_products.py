@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwise.model.fp8 import multiply
 from shardwise.model.layers import Linear, Product
-from shardwise.model.products import chosen
+from shardwise.model.products import chosen, eight
 from shardwise.model.products.cublaslt import Algorithm, LibraryError, Shape, lies_well
 from shardwise.model.products.experiment import Experiment
+from shardwise.model.quantize import E4M3, E5M2
 from shardwise.run import run_from_dict
 from shardwise.run.derive import tunes_products
 
@@ -29,10 +31,21 @@ def shape(rows: int = 64, columns: int = 32, depth: int = 16) -> Shape:
 def test_a_shape_says_how_operands_lie() -> None:
     by_rows, by_columns = torch.zeros(64, 16, dtype=BF16), torch.zeros(32, 16, dtype=BF16).mT
     found = Shape.of(by_rows, by_columns, torch.float32)
-    assert found == Shape(64, 32, 16, False, True, 16, 16, BF16, torch.float32)
+    assert found == Shape(64, 32, 16, False, True, 16, 16, BF16, BF16, torch.float32)
     assert found.name == "64x32x16 rc 16 16 bfloat16 float32"
     part = torch.zeros(64, 48, dtype=BF16)[:, 16:32]
-    assert Shape.of(part, by_columns, BF16) == Shape(64, 32, 16, False, True, 48, 16, BF16, BF16)
+    assert Shape.of(part, by_columns, BF16) == Shape(64, 32, 16, False, True, 48, 16, BF16, BF16, BF16)
+
+
+def test_in_8_bits_operands_lie_by_what_is_summed_over() -> None:
+    left, right = torch.zeros(64, 16, dtype=E5M2), torch.zeros(32, 16, dtype=E4M3)
+    found = Shape.of(left, right.t(), BF16, adds=True, fast=True)
+    assert found is not None
+    assert found.name == "64x32x16 rc 16 16 float8_e5m2 float8_e4m3fn bfloat16 adds fast"
+    assert Shape.of(left, right.t().contiguous(), BF16) is None
+    assert Shape.of(left.t().contiguous().t(), right.t(), BF16) is None
+    assert Shape.of(left, right.t().to(BF16), BF16) is None
+    assert Shape.of(left.to(BF16), right.t(), BF16) is None
 
 
 @pytest.mark.parametrize(
@@ -219,6 +232,26 @@ def test_operators_are_what_pytorch_expects() -> None:
     operands = torch.randn(4, 8), torch.randn(8, 6), torch.zeros(4, 6)
     torch.library.opcheck(chosen.product_into._opoverload, (*operands, False))
     torch.library.opcheck(chosen.product_onto._opoverload, (*operands[:2], torch.randn(6, 4).mT))
+
+
+def test_products_in_8_bits_are_what_pytorch_expects() -> None:
+    left, right = torch.randn(32, 16).to(E5M2), torch.randn(48, 16).to(E4M3)
+    scales = torch.tensor(0.5), torch.tensor(4.0)
+    checks = ("test_faketensor", "test_aot_dispatch_dynamic")  # the schema's would multiply the operands by a number
+    torch.library.opcheck(eight.product8._opoverload, (left, right.t(), *scales, BF16, True), test_utils=checks)
+    args = (left, right.t(), *scales, BF16, False, torch.randn(48, 32, dtype=BF16).mT)
+    torch.library.opcheck(eight.product8_onto._opoverload, args, test_utils=checks)
+
+
+def test_products_in_8_bits_are_the_plain_ones_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eight, "worth_choosing", lambda left, right: True)
+    left, right = torch.randn(32, 16).to(E4M3), torch.randn(48, 16).to(E4M3)
+    for scales in ((torch.tensor(0.5), torch.tensor(4.0)), (torch.rand(32, 1), torch.rand(1, 48))):
+        wanted = multiply(left, right, scales, BF16)
+        assert torch.equal(eight.multiply_chosen(left, right, scales, BF16), wanted)
+    base = torch.randn(32, 48, dtype=BF16)
+    summed = eight.product8_onto(left, right.t(), torch.tensor(0.5), torch.tensor(4.0), BF16, False, base)
+    torch.testing.assert_close(summed, base + 2 * (left.float() @ right.t().float()).to(BF16))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -16,7 +16,7 @@ from shardwise.train import tune
 from shardwise.train.tune import Tuner, attach
 
 BF16 = torch.bfloat16
-SHAPES = [Shape(rows, 32, 16, False, False, 16, 32, BF16, BF16) for rows in (16, 32, 48, 64)]
+SHAPES = [Shape(rows, 32, 16, False, False, 16, 32, BF16, BF16, BF16) for rows in (16, 32, 48, 64)]
 FAST, SLOW = Algorithm(b"\1" * 64, 0), Algorithm(b"\2" * 64, 0)
 
 

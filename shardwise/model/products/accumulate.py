@@ -8,13 +8,20 @@ leaves the layer as it is written; without it the compiler adds as it is told.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
-from shardwise.model.products import chosen
+from shardwise.model.products import chosen, eight
 
 aten = torch.ops.aten
+SUMS: dict[Any, Any] = {
+    chosen.product._opoverload: chosen.product_onto._opoverload,
+    eight.product8._opoverload: eight.product8_onto._opoverload,
+}
+"""A product to the one that adds."""
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
@@ -36,7 +43,7 @@ class Accumulate(CustomGraphPass):
 
     def uuid(self) -> object:
         """What it does, and what it puts into graphs, for the compiler's cache."""
-        return get_hash_for_files((__file__, chosen.__file__))
+        return get_hash_for_files((__file__, chosen.__file__, eight.__file__))
 
 
 ACCUMULATE = Accumulate()
@@ -51,7 +58,7 @@ def _sides(node: Node) -> list[tuple[object, object]]:
 def _product_of(node: object) -> Node | None:
     """The product that a value is, seen in another shape, if nobody else wants it."""
     while isinstance(node, Node) and len(node.users) == 1:
-        if node.target is torch.ops.shardwise.product.default:
+        if node.target in SUMS:
             return node
         if node.target not in VIEWS:
             return None
@@ -79,7 +86,7 @@ def _add_in(graph: Graph, node: Node, product: Node, other: object) -> None:
     flat = product.meta["val"]
     with graph.inserting_before(node):
         base = graph.call_function(aten.view.default, (other, list(flat.shape)))
-        out = graph.call_function(torch.ops.shardwise.product_onto.default, (*product.args, base))
+        out = graph.call_function(SUMS[product.target], (*product.args, base))
         whole = graph.call_function(aten.view.default, (out, list(node.meta["val"].shape)))
     for new, value in ((base, other.meta["val"].view(flat.shape)), (out, flat), (whole, node.meta["val"])):
         new.meta = {**node.meta, "val": value}

@@ -27,8 +27,11 @@ class Candidates:
 
     def __init__(self, shape: Shape, device: int) -> None:
         self.multiplication = Multiplication(shape, device)
-        self.left = _operand(shape.rows, shape.depth, shape.left_turned, shape.left_step, shape.dtype, device)
-        self.right = _operand(shape.depth, shape.columns, shape.right_turned, shape.right_step, shape.dtype, device)
+        self.fast = shape.fast
+        self.left = _operand(shape.rows, shape.depth, shape.left_turned, shape.left_step, shape.left_dtype, device)
+        self.right = _operand(
+            shape.depth, shape.columns, shape.right_turned, shape.right_step, shape.right_dtype, device
+        )
         self.out = torch.empty(shape.rows, shape.columns, dtype=shape.out_dtype, device=self.left.device)
         self.base: Tensor | None = None
         if shape.adds:
@@ -45,6 +48,11 @@ class Candidates:
         proposed = self.multiplication.proposed()
         if self.base is not None:
             self._by(proposed.pop(0))()
+        elif self.left.element_size() == 1:
+            one = self.multiplication.one
+            self.out = torch._scaled_mm(
+                self.left, self.right, one, one, out_dtype=self.out.dtype, use_fast_accum=self.fast
+            )
         elif self.out.dtype == self.left.dtype:
             torch.mm(self.left, self.right, out=self.out)
         else:
@@ -69,8 +77,9 @@ def _operand(rows: int, columns: int, turned: bool, step: int, dtype: torch.dtyp
     if turned:
         return _operand(columns, rows, False, step, dtype, device).mT
     generator = torch.Generator(torch.device("cuda", device)).manual_seed(rows + columns)
-    whole = torch.empty(rows, step, dtype=dtype, device=generator.device)
-    return whole.normal_(generator=generator)[:, :columns]
+    drawn = torch.bfloat16 if dtype.itemsize == 1 else dtype
+    whole = torch.empty(rows, step, dtype=drawn, device=generator.device)
+    return whole.normal_(generator=generator).to(dtype)[:, :columns]
 
 
 def _sums(x: Tensor) -> tuple[Tensor, Tensor]:

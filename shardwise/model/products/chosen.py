@@ -83,17 +83,24 @@ def choices(device: int) -> Choices:
     return Choices(device, cache_folder("products") / f"{name}-{version()}.json")
 
 
-def _multiply(left: Tensor, right: Tensor, out: Tensor, base: Tensor | None = None) -> bool:
-    """Multiply by the algorithm chosen, and add to `base`; false where there is none."""
+def multiply_into(
+    left: Tensor,
+    right: Tensor,
+    out: Tensor,
+    base: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
+    fast: bool = False,
+) -> bool:
+    """Multiply by the algorithm chosen, and add to `base`; false where there is none. `scales` and `fast` are those of 8 bits."""
     if library() is None or not all(lies_well(x) for x in (out, base) if x is not None):
         return False
-    shape = Shape.of(left, right, out.dtype, adds=base is not None and base is not out)
+    shape = Shape.of(left, right, out.dtype, adds=base is not None and base is not out, fast=fast)
     if shape is None:
         return False
     try:
         if (chosen := choices(out.device.index).of(shape)) is not None:
             multiplication, algorithm = chosen
-            multiplication.run(left, right, out, algorithm, base)
+            multiplication.run(left, right, out, algorithm, base, scales)
     except LibraryError:
         return False
     return chosen is not None
@@ -108,7 +115,7 @@ def worth_choosing(left: Tensor, right: Tensor) -> bool:
 def product(left: Tensor, right: Tensor) -> Tensor:
     """`left @ right` of two matrices."""
     out = left.new_empty((left.shape[0], right.shape[1]))
-    return out if _multiply(left, right, out) else torch.mm(left, right, out=out)
+    return out if multiply_into(left, right, out) else torch.mm(left, right, out=out)
 
 
 @product.register_fake
@@ -138,7 +145,7 @@ product.register_autograd(_backward, setup_context=_keep)
 )
 def product_into(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
     """Put `left @ right` into a matrix that may be wider than they are, or add it to what is there."""
-    if not _multiply(left, right, out, out if add else None):
+    if not multiply_into(left, right, out, out if add else None):
         Product().put(left, right, out, add)
 
 
@@ -148,7 +155,7 @@ def product_into(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
 def product_onto(left: Tensor, right: Tensor, base: Tensor) -> Tensor:
     """`base + left @ right`, rounded once."""
     base, out = base.contiguous(), left.new_empty((left.shape[0], right.shape[1]))
-    return out if _multiply(left, right, out, base) else torch.addmm(base, left, right, out=out)
+    return out if multiply_into(left, right, out, base) else torch.addmm(base, left, right, out=out)
 
 
 @product_onto.register_fake

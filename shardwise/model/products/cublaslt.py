@@ -15,9 +15,16 @@ import torch
 from torch import Tensor
 
 # The library's numbers for its words (cublasLt.h, library_types.h).
-TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
+TYPES = {
+    torch.float32: 0,
+    torch.float16: 2,
+    torch.bfloat16: 14,
+    torch.float8_e4m3fn: 28,
+    torch.float8_e5m2: 29,
+}
 COMPUTE_FLOAT32 = 68
 TRANSPOSE_LEFT, TRANSPOSE_RIGHT = 3, 4
+SCALE_LEFT, SCALE_RIGHT, FAST_SUMS = 17, 18, 25
 MOST_WORKSPACE = 1
 ALIGNMENTS = (5, 6, 7, 8)
 
@@ -42,26 +49,38 @@ class Shape:
     right_turned: bool
     left_step: int  # numbers from a row to the next, or from a column where it lies by columns
     right_step: int
-    dtype: torch.dtype
+    left_dtype: torch.dtype
+    right_dtype: torch.dtype
     out_dtype: torch.dtype
     adds: bool = False  # whether another matrix is added that stays as it is
+    fast: bool = False  # in 8 bits: whether sums may be kept in fewer bits
 
     @staticmethod
-    def of(left: Tensor, right: Tensor, out_dtype: torch.dtype, adds: bool = False) -> Shape | None:
+    def of(left: Tensor, right: Tensor, out_dtype: torch.dtype, adds: bool = False, fast: bool = False) -> Shape | None:
         """That of two matrices, or nothing where the library would not take them."""
         lies, other = _lies(left), _lies(right)
-        if lies is None or other is None or left.dtype != right.dtype or not {left.dtype, out_dtype} <= set(TYPES):
+        if lies is None or other is None or not {left.dtype, right.dtype, out_dtype} <= set(TYPES):
+            return None
+        eight = {left.element_size(), right.element_size()} == {1}
+        # In 8 bits, of two formats even, the hardware takes both by what is summed over.
+        if (lies[0], other[0]) != (False, True) if eight else left.dtype != right.dtype:
             return None
         sizes = (left.shape[0], right.shape[1], left.shape[1])
-        return Shape(*sizes, lies[0], other[0], lies[1], other[1], left.dtype, out_dtype, adds)
+        return Shape(*sizes, lies[0], other[0], lies[1], other[1], left.dtype, right.dtype, out_dtype, adds, fast)
+
+    @property
+    def eight(self) -> bool:
+        """Whether operands have 8 bits, and scales."""
+        return self.left_dtype.itemsize == 1
 
     @property
     def name(self) -> str:
         """All of it in a word."""
         lies = "".join("rc"[turned] for turned in (self.left_turned, self.right_turned))
-        types = f"{self.dtype} {self.out_dtype}".replace("torch.", "")
+        dtypes = [self.left_dtype, *([self.right_dtype] if self.eight else []), self.out_dtype]
+        types = " ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         name = f"{self.rows}x{self.columns}x{self.depth} {lies} {self.left_step} {self.right_step} {types}"
-        return name + " adds" if self.adds else name
+        return name + " adds" * self.adds + " fast" * self.fast
 
 
 def _lies(x: Tensor) -> tuple[bool, int] | None:
@@ -138,13 +157,22 @@ class Multiplication:
         self.handle = _handle(device)
         self.how = ctypes.c_void_p()
         _call("cublasLtMatmulDescCreate", ctypes.byref(self.how), COMPUTE_FLOAT32, TYPES[torch.float32])
-        turned = ((TRANSPOSE_LEFT, shape.right_turned), (TRANSPOSE_RIGHT, shape.left_turned))
-        for attribute, value in turned:
-            number = ctypes.c_int32(value)
-            _call("cublasLtMatmulDescSetAttribute", self.how, attribute, ctypes.byref(number), ctypes.sizeof(number))
-        self.first = _layout(shape.dtype, shape.columns, shape.depth, shape.right_turned, shape.right_step)
-        self.second = _layout(shape.dtype, shape.depth, shape.rows, shape.left_turned, shape.left_step)
+        self._set(TRANSPOSE_LEFT, ctypes.c_int32(shape.right_turned))
+        self._set(TRANSPOSE_RIGHT, ctypes.c_int32(shape.left_turned))
+        if shape.eight:
+            self._set(FAST_SUMS, ctypes.c_int8(shape.fast))
+            self.one = torch.ones((), device=torch.device("cuda", device))
+            self._scale(self.one, self.one)  # proposals are for products with scales
+        self.first = _layout(shape.right_dtype, shape.columns, shape.depth, shape.right_turned, shape.right_step)
+        self.second = _layout(shape.left_dtype, shape.depth, shape.rows, shape.left_turned, shape.left_step)
         self.out = _layout(shape.out_dtype, shape.columns, shape.rows, False, shape.columns)
+
+    def _set(self, attribute: int, value: Any) -> None:
+        _call("cublasLtMatmulDescSetAttribute", self.how, attribute, ctypes.byref(value), ctypes.sizeof(value))
+
+    def _scale(self, left: Tensor, right: Tensor) -> None:
+        self._set(SCALE_LEFT, ctypes.c_void_p(right.data_ptr()))
+        self._set(SCALE_RIGHT, ctypes.c_void_p(left.data_ptr()))
 
     def proposed(self) -> list[Algorithm]:
         """What the library thinks best, the best first."""
@@ -188,8 +216,19 @@ class Multiplication:
         status = check(self.handle, self.how, *layouts, algorithm.code, ctypes.byref(found))
         return status == 0 and found.workspace <= algorithm.workspace
 
-    def run(self, left: Tensor, right: Tensor, out: Tensor, algorithm: Algorithm, base: Tensor | None = None) -> None:
-        """Put the product into `out`, added to `base` where there is one, which may be `out` itself."""
+    def run(
+        self,
+        left: Tensor,
+        right: Tensor,
+        out: Tensor,
+        algorithm: Algorithm,
+        base: Tensor | None = None,
+        scales: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """Put the product into `out`, added to `base` where there is one, which may be `out` itself; operands of 8 bits have a
+        scale each, in float32 on the device."""
+        if scales is not None:
+            self._scale(*scales)
         space = torch.empty(algorithm.workspace, dtype=torch.uint8, device=out.device) if algorithm.workspace else None
         target = ctypes.c_void_p(out.data_ptr())
         _call(
