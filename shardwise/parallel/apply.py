@@ -111,6 +111,12 @@ def _stage(run: Run, layers: range, first: bool, last: bool) -> Transformer:
 
 def compiled(forward: Callable[..., Any], accumulates: bool) -> Callable[..., Any]:
     """A layer compiled; sums made by products where those are this project's own."""
+    from torch._functorch import config
+
+    # Layers with an autograd function of this project's (8 bits) may be kept for the next start too: what a function does, both
+    # ways, is in the graph that they are found by.
+    if hasattr(config, "autograd_cache_allow_custom_autograd_functions"):
+        config.autograd_cache_allow_custom_autograd_functions = True
     if not accumulates:
         return torch.compile(forward)
     from shardwise.model.products.accumulate import ACCUMULATE  # which loads the compiler

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from shardwise.measure.verify import random_batch
 from shardwise.model.fp8 import multiply
@@ -210,6 +211,21 @@ def test_compiled_layers_add_as_they_multiply(fp8: str, monkeypatch: pytest.Monk
         chosen.choices.cache_clear()
     for mine, plain in zip(*results, strict=True):
         assert mine == pytest.approx(plain, rel=0.01)
+
+
+@pytest.mark.parametrize("fp8", ["none", "tensorwise", "rowwise"])
+def test_a_second_start_finds_what_was_compiled(fp8: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    model = dict(layers=2, hidden=512, heads=4, kv_heads=2, ffn=1024, vocab=1000)
+    train = dict(global_batch=4, seq_len=512, dtype="bfloat16", device="cuda", compile=True, fp8=fp8)
+    run, found = run_from_dict(dict(model=model, train=train)), []
+    for _ in range(2):
+        torch._dynamo.reset()
+        counters.clear()
+        Trainee(run).train_step(random_batch(run, 0)).read()
+        found.append(dict(counters["aot_autograd"]))
+    assert "autograd_cache_hit" not in found[0]
+    assert found[1] == dict(total=found[0]["total"], autograd_cache_hit=found[0]["total"], ok=found[0]["total"])
 
 
 @pytest.mark.parametrize("compiled", [False, True])
