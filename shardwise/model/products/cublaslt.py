@@ -227,10 +227,10 @@ class Multiplication:
     ) -> None:
         """Put the product into `out`, added to `base` where there is one, which may be `out` itself; operands of 8 bits have a
         scale each, in float32 on the device."""
-        if scales is not None:
-            self._scale(*scales)
         space = torch.empty(algorithm.workspace, dtype=torch.uint8, device=out.device) if algorithm.workspace else None
         target = ctypes.c_void_p(out.data_ptr())
+        if scales is not None:
+            self._scale(*scales)  # which stand in what all products of this shape share: nothing may come in between
         _call(
             "cublasLtMatmul", self.handle, self.how,
             ctypes.byref(_ONE), ctypes.c_void_p(right.data_ptr()), self.first, ctypes.c_void_p(left.data_ptr()), self.second,

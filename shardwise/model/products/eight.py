@@ -44,7 +44,8 @@ def product8_onto(
     if multiply_into(left, right, out, base, (left_scale, right_scale), fast):
         return out
     del out
-    return base + multiply(left, right.t(), (left_scale, right_scale), dtype, fast=fast)
+    wide = multiply(left, right.t(), (left_scale, right_scale), torch.float32, fast=fast)
+    return (base.float() + wide).to(dtype)
 
 
 @product8_onto.register_fake
