@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -26,11 +27,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.ledger import Work
+from shardwise.model import attention
 from shardwise.model.attention import GroupedAttention, LatentAttention
 from shardwise.model.experts import Experts, Router
 from shardwise.model.layers import FeedForward, Linear, Norm
 from shardwise.model.quantize import multiply_plain
 from shardwise.model.transformer import Transformer
+from shardwise.model.within import Within
 from shardwise.parallel import context
 from shardwise.plan.account import CONVENTION
 from shardwise.run.derive import compiles
@@ -88,6 +91,7 @@ class WorkCounter(TorchDispatchMode):
         self.parameters: dict[int, tuple[StorageWeakRef, str]] = {}
         self.node: tuple[Any, str] | None = None  # that made the gradient of an input last, and its part
         self.waiting: dict[Any, float] = {}  # gradients of weights, by nodes that have not made that of an input yet
+        self.plain = torch.nn.functional.scaled_dot_product_attention
         self.open = contextlib.ExitStack()
 
     def __enter__(self) -> WorkCounter:
@@ -96,6 +100,7 @@ class WorkCounter(TorchDispatchMode):
         self.open.enter_context(mock.patch.object(self.trainee.optimizer, "step", self._optimizer_step()))
         for where, name in (
             (torch.nn.functional, "scaled_dot_product_attention"),
+            (attention, "attend_within"),
             (context, "attend_piece"),
             (context, "attend_piece_backward"),
         ):
@@ -282,6 +287,21 @@ class WorkCounter(TorchDispatchMode):
 
         return counted
 
+    def _attend_within(self, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Attention inside of bounds, [rows, length, heads, width]."""
+
+        def counted(q: Tensor, k: Tensor, v: Tensor, within: Within, scale: float) -> Tensor:
+            flops = 2.0 * q.shape[2] * pairs_within(within, *q.shape[:2]) * (q.shape[3] + v.shape[3])
+            again, part = torch._C._current_graph_task_id() != -1, self._attending()
+            self._add(part, "recompute" if again else "forward", flops)
+            with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", self.plain):
+                out = inner(q, k, v, within, scale)
+            if out.requires_grad:
+                out.register_hook(lambda _: self._add(part, "backward_input", 2.0 * flops))
+            return out
+
+        return counted
+
     def _attend_piece(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """A piece of ring attention, [batch, heads, sequence, width]."""
 
@@ -311,6 +331,15 @@ def piece_flops(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> float:
     length, keys = q.shape[2], k.shape[2]
     pairs = length * keys if seen is None else pairs_seen(length, keys, seen)
     return 2.0 * q.shape[0] * q.shape[1] * pairs * (q.shape[3] + v.shape[3])
+
+
+def pairs_within(within: Within, rows: int, length: int) -> float:
+    """Pairs of a query and a key it sees, of all rows; without data, as if each row were one document."""
+    sizes = np.full(rows, length)
+    if within.begins is not None and not _is_fake(within.begins):
+        sizes = np.diff(within.begins.cpu().numpy())
+    narrow = np.minimum(sizes, within.window or length).astype(float)
+    return float((narrow * (narrow + 1) / 2 + narrow * (sizes - narrow)).sum())
 
 
 def pairs_seen(queries: int, keys: int, mask: Tensor | None) -> float:

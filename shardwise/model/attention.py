@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shardwise.model.cache import LayerCache
 from shardwise.model.layers import Linear, Norm
 from shardwise.model.rotary import Rotation, rotate, score_growth
+from shardwise.model.within import Within, attend_within
 from shardwise.run import ModelConfig
 
 
@@ -35,14 +36,23 @@ def visible(queries: int, documents: Tensor | None, keys: int, window: int, devi
     return seen
 
 
-class Visibility(nn.Module):
-    """Makes the mask that all layers of a forward pass share."""
+Mask = Tensor | Within | None
+"""What a query may see: a truth value for every pair, or the bounds of it; None: all before it."""
 
-    def __init__(self, window: int) -> None:
+
+class Visibility(nn.Module):
+    """Makes the mask that all layers of a forward pass share; `bounds`: by bounds, where documents are given so or are none."""
+
+    def __init__(self, window: int, bounds: bool = False) -> None:
         super().__init__()
         self.window = window
+        self.bounds = bounds
 
-    def forward(self, queries: int, documents: Tensor | None, keys: int, device: torch.device) -> Tensor | None:
+    def forward(self, queries: int, documents: Tensor | None, keys: int, device: torch.device) -> Mask:
+        begins = documents if documents is not None and documents.dim() == 1 else None
+        narrow = self.bounds and documents is None and queries == keys and 0 < self.window < keys
+        if begins is not None or narrow:
+            return Within(begins, self.window if self.window < keys else 0)
         return visible(queries, documents, keys, self.window, device)
 
 
@@ -53,7 +63,9 @@ class DotProduct(nn.Module):
         super().__init__()
         self.scale = scale
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        if isinstance(mask, Within):
+            return attend_within(q, k, v, mask, self.scale)
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -81,7 +93,7 @@ class GroupedAttention(nn.Module):
         self.k_norm = Norm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.core: nn.Module = DotProduct(config.head_dim**-0.5 * score_growth(config))
 
-    def forward(self, x: Tensor, turn: Rotation | None, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
+    def forward(self, x: Tensor, turn: Rotation | None, mask: Mask, cache: LayerCache | None) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = self.q(x).view(heads), self.k(x).view(heads), self.v(x).view(heads)
         if self.q_norm is not None and self.k_norm is not None:
@@ -115,7 +127,7 @@ class LatentAttention(nn.Module):
         self.compressed_queries = bool(c.q_rank)
         self.core: nn.Module = DotProduct(c.head_dim**-0.5 * score_growth(c))
 
-    def forward(self, x: Tensor, turn: Rotation | None, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
+    def forward(self, x: Tensor, turn: Rotation | None, mask: Mask, cache: LayerCache | None) -> Tensor:
         assert turn is not None, "latent attention has no positions but rotary ones"
         batch, length = x.shape[:2]
         q = self.q(self.q_norm(self.q_down(x)) if self.compressed_queries else x)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.model.attention import GroupedAttention, LatentAttention, Visibility
+from shardwise.model.attention import GroupedAttention, LatentAttention, Mask, Visibility
 from shardwise.model.cache import Cache, LayerCache
 from shardwise.model.experts import Mixture
 from shardwise.model.layers import FeedForward, Linear, make_norm
@@ -41,7 +41,7 @@ class Block(nn.Module):
         self.ffn = Mixture(config) if routed else FeedForward(config, config.ffn)
 
     def forward(
-        self, x: Tensor, turn: Rotation | None, mask: Tensor | None, cache: LayerCache | None = None
+        self, x: Tensor, turn: Rotation | None, mask: Mask, cache: LayerCache | None = None
     ) -> tuple[Tensor, Tensor | None]:
         x = x + self.attention(self.attention_norm(x), turn, mask, cache)
         out = self.ffn(self.ffn_norm(x))
@@ -85,7 +85,7 @@ class Transformer(nn.Module):
         """Tokens [batch, sequence] to logits, or, with targets, to the sum of their cross-entropies.
 
         `positions` count from 0 unless given; `documents` numbers the documents packed in a row, which then do not see
-        each other; with a `cache` the tokens continue what it holds.
+        each other, or says where they begin (`Within`); with a `cache` the tokens continue what it holds.
         """
         before = cache.used if cache is not None else 0
         if positions is None:

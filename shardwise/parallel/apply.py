@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.model.attention import Visibility
 from shardwise.model.fp8 import check_eight_bits, multiply, use_eight_bits
 from shardwise.model.initialize import initial_values
 from shardwise.model.layers import Product
@@ -30,7 +31,7 @@ from shardwise.parallel.split import part, splits
 from shardwise.parallel.tensor import apply_tensor
 from shardwise.plan.stages import layers_of_stages
 from shardwise.run import Run
-from shardwise.run.derive import chunks_loss, compiles, keeps_casts, tunes_products
+from shardwise.run.derive import attends_within, chunks_loss, compiles, keeps_casts, tunes_products
 from shardwise.schedules import make_schedule
 
 
@@ -60,6 +61,7 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
         product = use_chosen_products(model.layers) if tunes_products(run, gpu=gpu) else Product()
         if chunks_loss(run, gpu=gpu):
             model.loss = ChunkedCrossEntropy(product=product)
+        model.visibility = Visibility(run.model.sliding_window, attends_within(run, gpu=gpu))
         apply_tensor(model, mesh)
         apply_context(model, mesh, layout.context_method)
         apply_expert(model, mesh, layout.expert_tensor, run.train.seq_len)

@@ -64,6 +64,14 @@ def compiles(run: Run, *, gpu: bool) -> bool:
     return gpu and narrow and run.layout.world == 1 and run.layout.recompute not in REPEATS_PARTS
 
 
+def attends_within(run: Run, *, gpu: bool) -> bool:
+    """Whether attention is told where documents begin and how wide the window is, and needs no mask."""
+    model = run.model
+    narrow = run.train.dtype in ("bfloat16", "float16")
+    fits = model.attention != "latent" and model.head_dim % 8 == 0 and model.head_dim <= 256
+    return gpu and narrow and fits and run.layout.context == 1
+
+
 def keeps_casts(run: Run, *, gpu: bool) -> bool:
     """Whether 16-bit copies of the layers' matrices are kept from step to step: on one GPU, where they would all stand until the
     backward pass in any case, and no gradient is added to another or looked at by itself."""

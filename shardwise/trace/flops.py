@@ -66,6 +66,10 @@ def _flops(name: str, shapes: list[Any], values: list[Any]) -> float:
             return _product(shapes)
         case _ if name in _ATTENTION:
             return _attention(*shapes[:3])
+        case "aten::_flash_attention_forward":
+            return _packed_attention(shapes[0], shapes[2], values[6])
+        case "aten::_flash_attention_backward":
+            return _BACKWARD_OF_ATTENTION * _packed_attention(shapes[1], shapes[3], values[9])
         case _ if name.endswith("_backward") and name.removesuffix("_backward") in _ATTENTION:
             return _BACKWARD_OF_ATTENTION * _attention(*shapes[1:4])
         case _ if name.endswith("_attention_for_cpu_backward"):
@@ -98,6 +102,12 @@ def _attention(q: list[int], k: list[int], v: list[int]) -> float:
     """Scores and the weighted sum of values; batch, heads, sequence, width."""
     batch, heads, queries, width = q
     return 2.0 * batch * heads * queries * k[2] * (width + v[3])
+
+
+def _packed_attention(q: list[int], v: list[int], longest: Any) -> float:
+    """Documents one after the other, [positions, heads, width], as if all were as long as the longest may be."""
+    positions, heads, width = q
+    return 2.0 * positions * heads * int(longest) * (width + v[2])
 
 
 def event_flops(profile: Profile) -> tuple[Integers, NDArray[np.float64]]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shardwise.data.batches import IGNORED, Batch
 from shardwise.model.experts import Router
+from shardwise.model.within import begins_of
 from shardwise.parallel.apply import apply
 from shardwise.parallel.context import zigzag_places
 from shardwise.parallel.gradients import add_partial, squares
@@ -28,6 +29,7 @@ from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import Microbatch
 from shardwise.parallel.shard import uses_copies_alone
 from shardwise.run import Run, UserError
+from shardwise.run.derive import attends_within
 from shardwise.train.loss_scale import LossScale
 from shardwise.train.optimizer import Optimizer
 from shardwise.train.watch.guard import History
@@ -219,6 +221,9 @@ class Trainee:
         places = zigzag_places(length, ranks, self.mesh.index("context"))
         positions = batch.positions if batch.positions is not None else np.arange(length)[None]
 
+        bounds = attends_within(self.run, gpu=self.device.type == "cuda")
+        known = begins_of if bounds else np.asarray
+
         def on_device(array: np.ndarray) -> Tensor:
             return self._on_device(torch.from_numpy(np.ascontiguousarray(array)))
 
@@ -232,7 +237,7 @@ class Trainee:
                     targets=on_device(batch.targets[rows][:, places]),
                     positions=on_device(own[:, places]),
                     # Attention needs to know the documents of the whole row.
-                    documents=None if batch.documents is None else on_device(batch.documents[rows]),
+                    documents=None if batch.documents is None else on_device(known(batch.documents[rows])),
                 )
             )
         return pieces

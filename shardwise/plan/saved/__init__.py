@@ -13,7 +13,8 @@ n rows of d numbers; w is the width of the arithmetic, W that of what 16 bits wo
     layer norm   input, means and deviations: 2 n w
     rotary       cosines and sines, once for all layers
     attention    queries, keys, values, output and the log-sum-exp of each row; where PyTorch has no fused kernel queries,
-                 keys, values widened, and the whole matrix of scores; a mask of its own in each layer where there is a window
+                 keys, values widened, and the whole matrix of scores; a mask of its own in each layer where there is a window,
+                 unless attention is told how wide it is (CUDA, 16 bits)
       ring       the same; its output is copied for the product that follows
       ulysses    the same of a part of the heads over the whole sequence, the order of tokens, and the output dealt back
       gather     keys and values of the whole sequence, in order, and a mask

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.plan.saved.tape import Tape, linear, norm
 from shardwise.plan.traffic import INTEGER
+from shardwise.run.derive import attends_within
 
 
 @dataclass(frozen=True)
@@ -101,9 +102,13 @@ def fused_attention(tape: Tape, heads: Heads, out: str, queries: int, keys: int,
         return out
     tape.keep(heads.q, heads.k, heads.v, out)
     tape.own("log sums", batch * queries * heads.queries, wide)
+    narrow = 0 < m.sliding_window < keys
+    bounds = narrow and attends_within(tape.place.run, gpu=tape.place.fused)
     if tape.place.fused:
-        tape.own("random state", 2, INTEGER)
-    if masked or 0 < m.sliding_window < keys:
+        tape.own("random state", 3 if bounds else 2, INTEGER)
+    if bounds:
+        tape.own("begins", batch + 1, 4)
+    elif masked or narrow:
         tape.own("mask", queries * keys)
     return out
 

@@ -11,6 +11,7 @@ from shardwise.plan.saved.attention import attention
 from shardwise.plan.saved.feed_forward import feed_forward, mixture
 from shardwise.plan.saved.tape import Tape, gathered, linear, norm
 from shardwise.plan.traffic import INTEGER
+from shardwise.run.derive import attends_within
 
 Rows = Mapping[int, tuple[int, int]]
 """By mixture layer: rows that a rank has for the experts in a microbatch, and rows that reach the experts it holds."""
@@ -67,7 +68,8 @@ def saved(place: Place, stage: Stage, rows: Rows | None = None) -> Saved:
         if again:
             more = max(more, _made_again(tape, x, layer, rows))
         x = block(tape, x, layer, rows)
-        if again & {"block", "attention"} and run.layout.context == 1 and 0 < m.sliding_window < run.train.seq_len:
+        mask = 0 < m.sliding_window < run.train.seq_len and not attends_within(run, gpu=place.fused)
+        if again & {"block", "attention"} and run.layout.context == 1 and mask:
             tape.sizes["mask"] = run.train.seq_len**2
             tape.keep("mask")
     tape.prefix, tape.again = "", frozenset()

@@ -1,0 +1,112 @@
+"""Attention inside of documents and windows on a GPU, against masks in float64; steps and replayed steps with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from shardwise.data.batches import Batch
+from shardwise.measure.verify import random_batch
+from shardwise.model.within import Within, attend_plain, attend_within, begins_of
+from shardwise.parallel import apply
+from shardwise.run import Run, run_from_dict
+from shardwise.train import replay, step
+from shardwise.train.step import Trainee
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def numbers(rows: int, length: int, mean: int, seed: int) -> np.ndarray:
+    ends = np.random.default_rng(seed).random((rows, length)) < 1 / mean
+    return ends.cumsum(axis=1).astype(np.int32)
+
+
+@pytest.mark.parametrize("width", [16, 64, 128, 40])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
+@pytest.mark.parametrize(("window", "mean"), [(0, 50), (100, 0), (30, 200), (1, 50)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_and_its_gradients(
+    width: int, heads: tuple[int, int], window: int, mean: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    rows, length = 3, 513
+    begins = torch.from_numpy(begins_of(numbers(rows, length, mean, 0))).cuda() if mean else None
+    within, results = Within(begins, window), []
+    drawn = [torch.randn(rows, length, n, width, device="cuda").to(dtype) for n in (heads[0], heads[1], heads[1])]
+    for attend, wide in ((attend_within, dtype), (attend_plain, torch.float64)):
+        q, k, v = (x.to(wide).requires_grad_() for x in drawn)
+        out = attend(q, k, v, within, width**-0.5)
+        out.square().sum().backward()
+        results.append([x.double() for x in (out, q.grad, k.grad, v.grad) if x is not None])
+    assert len(results[0]) == 4
+    for mine, exact in zip(*results, strict=True):
+        assert (mine - exact).norm() < 0.01 * exact.norm()
+
+
+def run_of(**train: object) -> Run:
+    model = dict(layers=2, hidden=256, heads=4, kv_heads=2, ffn=768, vocab=1000, sliding_window=90)
+    basis = dict(global_batch=4, seq_len=256, dtype="bfloat16", device="cuda", lr=1e-3)
+    return run_from_dict(dict(model=model, train=basis | train))
+
+
+def batch_of(run: Run, number: int) -> Batch:
+    batch = random_batch(run, number)
+    return replace(batch, documents=numbers(*batch.tokens.shape, 60, number))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_steps_are_those_of_masks(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, results = run_of(compile=compiled), []
+    for bounds in (True, False):
+        for place in (apply, step):
+            monkeypatch.setattr(place, "attends_within", lambda run, gpu, bounds=bounds: bounds)
+        trainee = Trainee(run)
+        results.append([trainee.train_step(batch_of(run, number)).read()[:2] for number in range(5)])
+    for mine, plain in zip(*results, strict=True):
+        assert mine == pytest.approx(plain, rel=0.01)
+
+
+def test_documents_that_change_are_not_compiled_anew() -> None:
+    run = run_of(compile=True)
+    trainee = Trainee(run)
+    for number in range(3):
+        trainee.train_step(batch_of(run, number)).read()
+    counters.clear()
+    for number in range(3, 9):
+        trainee.train_step(batch_of(run, number)).read()
+    assert not counters["stats"].get("unique_graphs")
+
+
+def test_replayed_steps_are_launched_ones() -> None:
+    run, results = run_of(compile=False, deterministic=True, cuda_graph=True), []
+    try:
+        for replayed in (True, False):
+            trainee = Trainee(run)
+            if replayed:
+                replay.attach(trainee)
+            results.append([trainee.train_step(batch_of(run, number)).read()[:2] for number in range(8)])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert results[0] == results[1]
+
+
+def test_no_mask_is_held() -> None:
+    run = run_of(compile=False, seq_len=8192, global_batch=1)
+    trainee = Trainee(run)
+    for number in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        trainee.train_step(batch_of(run, number)).read()
+    most = torch.cuda.max_memory_allocated()
+    with pytest.MonkeyPatch.context() as patch:
+        for place in (apply, step):
+            patch.setattr(place, "attends_within", lambda run, gpu: False)
+        del trainee
+        trainee = Trainee(run)
+        for number in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            trainee.train_step(batch_of(run, number)).read()
+    assert torch.cuda.max_memory_allocated() - most > 8192**2
