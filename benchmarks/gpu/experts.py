@@ -16,9 +16,7 @@ import argparse
 import contextlib
 import gc
 import json
-import statistics
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -28,20 +26,17 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from shapes import need_gpu
+from steps import measure
 from torch import Tensor, nn
 
 from shardwise.measure.bench_kernels import Stopwatch
-from shardwise.measure.verify import random_batch
 from shardwise.model import experts
 from shardwise.model.expert_rows import best_experts, collect, order_by_expert, spread, weigh, weigh_back
 from shardwise.model.layers import FeedForward
 from shardwise.parallel import expert
-from shardwise.plan.work import CONVENTION, parameters, training_flops
 from shardwise.run import ModelConfig, Run, run_from_dict
-from shardwise.train.step import Trainee
 
 EXPERTS, TAKEN = 8, 2
-WARM_UP = 4
 
 
 def run_of(args: argparse.Namespace, mixture: bool, micro: int) -> Run:
@@ -68,49 +63,6 @@ def without_kernels() -> Iterator[None]:
         for module, name in ((experts, "fuses"), (experts, "multiplies"), (expert, "fuses")):
             stack.enter_context(mock.patch.object(module, name, _never))
         yield
-
-
-def seconds_of(work: Callable[[], object], cuda: bool) -> float:
-    """Of one call, on the device's clock."""
-    if not cuda:
-        began = time.perf_counter()
-        work()
-        return time.perf_counter() - began
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    work()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
-
-
-def measure(run: Run, steps: int, name: str) -> dict[str, Any]:
-    """One run: its step's time, memory and rate."""
-    cuda = run.train.device == "cuda"
-    began = time.perf_counter()
-    trainee, batch = Trainee(run), random_batch(run)
-    taken = []
-    for n in range(WARM_UP + steps):
-        taken.append(seconds_of(lambda: trainee.train_step(batch), cuda))
-        if n == 0:
-            first = time.perf_counter() - began
-        if n == 1 and cuda:  # the first steps also hold what compiling needed
-            torch.cuda.reset_peak_memory_stats()
-    seconds = statistics.median(taken[WARM_UP:])
-    count = parameters(run.model)
-    return {
-        "run": name,
-        "microbatch": run.train.microbatch,
-        "parameters": count.total,
-        "active": count.active,
-        "step_ms": seconds * 1e3,
-        "slowest_ms": max(taken[WARM_UP:]) * 1e3,
-        "tokens_per_s": run.batch_tokens / seconds,
-        "tflops": training_flops(run.model, run.train.seq_len) * run.batch_tokens / seconds / 1e12,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
-        "first_step_s": first,
-        "convention": CONVENTION,
-    }
 
 
 def compare(args: argparse.Namespace) -> int:

@@ -38,7 +38,7 @@ def test_attention_and_its_gradients(
     within, results = Within(begins, window), []
     drawn = [torch.randn(rows, length, n, width, device="cuda").to(dtype) for n in (heads[0], heads[1], heads[1])]
     for attend, wide in ((attend_within, dtype), (attend_plain, torch.float64)):
-        q, k, v = (x.to(wide).requires_grad_() for x in drawn)
+        q, k, v = (x.to(wide, copy=True).requires_grad_() for x in drawn)
         out = attend(q, k, v, within, width**-0.5)
         out.square().sum().backward()
         results.append([x.double() for x in (out, q.grad, k.grad, v.grad) if x is not None])
