@@ -78,13 +78,14 @@ class Replay:
             trainee.tuner.stop()
         self.batch = trainee.microbatches(batch)
         self.leaves = [held.leaf for held in trainee.parallel.held]
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             # What other threads do meanwhile, such as writing a checkpoint, is none of its business.
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.loss = trainee.passes_of(self.batch)
         except RuntimeError as error:  # memory, or something that waits for the device
             self.off = True
+            recover(stream)
             trainee.optimizer.zero_grad()
             torch.cuda.synchronize()
             self.say(f"steps are launched kernel by kernel, since they could not be recorded: {error}".splitlines()[0])
@@ -111,6 +112,14 @@ class Replay:
         for leaf, gradient in zip(self.leaves, self.gradients, strict=True):
             leaf.grad = gradient
         return self.loss.clone()
+
+
+def recover(stream: torch.cuda.Stream) -> None:
+    """After a recording that failed PyTorch stays on the stream it was made on, and its generator of random numbers believes that
+    it still goes on: both as they were before."""
+    torch.cuda.set_stream(stream)
+    generator = torch.cuda.default_generators[stream.device_index]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 def alike(these: Sequence[Microbatch], those: Sequence[Microbatch]) -> bool:

@@ -104,6 +104,10 @@ def test_what_waits_for_the_device_is_launched(monkeypatch: pytest.MonkeyPatch) 
         return loss
 
     monkeypatch.setattr(Trainee, "passes_of", waiting)
+    torch.manual_seed(run.train.seed)
+    drawn = torch.randn(8, device="cuda")
     got, _, said = trained(run, True, batches)
     assert got == want
     assert "could not be recorded" in said[0]
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert torch.equal(torch.randn(8, device="cuda"), drawn)  # as before: nothing has been drawn in the steps

@@ -44,7 +44,8 @@ def test_attention_and_its_gradients(
         results.append([x.double() for x in (out, q.grad, k.grad, v.grad) if x is not None])
     assert len(results[0]) == 4
     for mine, exact in zip(*results, strict=True):
-        assert (mine - exact).norm() < 0.01 * exact.norm()
+        # A query that sees itself alone has no gradient, nor has its key.
+        assert (mine - exact).norm() < 0.01 * exact.norm() + 1e-3 * mine.numel() ** 0.5
 
 
 def run_of(**train: object) -> Run:
