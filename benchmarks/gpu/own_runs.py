@@ -1,6 +1,6 @@
 """This trainer on one GPU, measured in the format that `shardwise validate` predicts: seconds a step, peak memory.
 
-Llama-like models of three sizes, two sequence lengths, with and without compile, recomputation none, attention and full, in
+Llama-like models of three sizes, sequences of 2048 to 131072 tokens, compiled or not, recomputation none, attention and full, in
 bfloat16 with float32 parameters and AdamW. A step is the trainer's own on random tokens, as its loop runs it (replayed where
 the host is slower, read when the next is begun); its time is the median distance of CUDA events after warm-up, its memory the
 allocator's peak. Writes rows to a JSON file.
@@ -47,6 +47,8 @@ RUNS: list[tuple[str, int, int, int, str, bool]] = [
     ("1.5B", 4096, 8, 1, "full", True),
     ("1.5B", 8192, 2, 2, "none", True),
     ("1.5B", 2048, 8, 2, "none", False),
+    ("1.5B", 32768, 1, 1, "none", True),
+    ("1.5B", 131072, 1, 1, "full", True),
     ("3.6B", 4096, 2, 1, "none", False),
     ("3.6B", 4096, 2, 1, "none", True),
     ("3.6B", 4096, 4, 1, "full", False),

@@ -3,7 +3,7 @@
 Every time is in seconds and every function takes numbers or arrays that broadcast. No torch.
 """
 
-from shardwise.hardware.attention import attention_flops, attention_seconds
+from shardwise.hardware.attention import attention_flops, attention_seconds, kernel_on
 from shardwise.hardware.bandwidth import memory_seconds
 from shardwise.hardware.chips import ALIASES, CHIPS, Chip, chip_of_driver_name, find_chip, unknown_chip
 from shardwise.hardware.cluster import Cluster, make_cluster
@@ -29,6 +29,7 @@ __all__ = [
     "find_chip",
     "gemm_seconds",
     "grouped_gemm_seconds",
+    "kernel_on",
     "load_profile",
     "make_cluster",
     "memory_seconds",

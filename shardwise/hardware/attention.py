@@ -62,10 +62,10 @@ def attention_seconds(
     """Device time of attention over `batch` sequences and `heads` query heads.
 
     `kv_heads` says how many heads the keys and values have (default: as many). "flash3" stands for FlashAttention-3 and
-    cuDNN; on chips before Hopper it is FlashAttention-2.
+    cuDNN.
     """
-    kernels = constants("attention", chip)
-    fitted = kernels.get(kernel, kernels["flash2"])[direction]["constants"]
+    kernel = kernel_on(chip, kernel)
+    fitted = constants("attention", chip)[kernel][direction]["constants"]
     v_dim = head_dim if v_dim is None else v_dim
     kv_heads = heads if kv_heads is None else kv_heads
     seconds = model_seconds(
@@ -76,6 +76,11 @@ def attention_seconds(
             chip, batch, heads, queries, keys, head_dim, causal, kernel, direction, dtype
         )
     return seconds
+
+
+def kernel_on(chip: Chip, kernel: Kernel) -> Kernel:
+    """What runs on a chip in the place of a kernel: FlashAttention-2 where that one does not."""
+    return kernel if kernel in constants("attention", chip) else "flash2"
 
 
 def model_seconds(

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.hardware import CHIPS, attention_flops
-from shardwise.plan.stacks import STACKS
+from shardwise.hardware.attention import Kernel
 
 Point = dict[str, Any]
 Work = Callable[[], object]
@@ -245,17 +245,15 @@ def attention_points(watch: Stopwatch, allowance: Allowance, dtypes: Iterable[st
                 flops = attention_flops(batch, heads, length, length, width, direction=direction)  # type: ignore[arg-type]
                 points.append(
                     dict(batch=batch, heads=heads, queries=length, keys=length, head_dim=width, causal=True,
-                         kernel=kernel_name(backend, backend == usual), direction=direction, dtype=dtype,
+                         kernel=kernel_name(backend), direction=direction, dtype=dtype,
                          backend=backend.name.lower(), seconds=seconds, tflops=float(flops) / seconds / 1e12)
                 )  # fmt: skip
     return points
 
 
-def kernel_name(backend: SDPBackend, usual: bool) -> str:
-    """What the planner calls it: what training takes has the name of the trainer's kernel in the planner."""
-    if usual:
-        return STACKS["shardwise"].attention
-    return "flash2" if backend == SDPBackend.FLASH_ATTENTION else "cudnn"
+def kernel_name(backend: SDPBackend) -> Kernel:
+    """What the planner calls it; without kernels of its own a device has PyTorch's in the place of FlashAttention-2."""
+    return "flash3" if backend == SDPBackend.CUDNN_ATTENTION else "flash2"
 
 
 def _attention_seconds(

@@ -14,12 +14,13 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+from shardwise.hardware import kernel_on
 from shardwise.plan.job import Job
 
 NAMES: dict[str, tuple[float, tuple[str, ...]]] = {
     # name: (value before fitting, what it may depend on)
     "matmul": (1.0, ("chip", "family", "fp8")),
-    "attention": (1.0, ("chip", "kernel")),
+    "attention": (1.0, ("chip", "kernel", "family")),
     "memory": (1.0, ("chip", "family")),
     "tensor": (1.0, ("chip", "family")),
     "context": (1.0, ("chip",)),
@@ -46,7 +47,7 @@ def groups_of(job: Job) -> dict[str, str]:
     return {
         "chip": chip.generation,
         "family": stack.family,
-        "kernel": stack.attention,
+        "kernel": "unfused" if stack.attention == "unfused" else kernel_on(chip, stack.attention),
         "kernels": stack.kernels,
         "fabric": f"{8 * job.cluster.inter / 1e9:.0f}",
         "fp8": f"{chip.generation}-fp8" if job.fp8 else "",

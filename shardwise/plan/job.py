@@ -12,7 +12,7 @@ from typing import Any
 from shardwise.hardware import Cluster, load_profile, make_cluster
 from shardwise.plan.stacks import STACKS, Stack
 from shardwise.run import LayoutConfig, ModelConfig, Run
-from shardwise.run.derive import chunks_loss, compiles, keeps_casts, planned_on_gpu, replays
+from shardwise.run.derive import attends_within, chunks_loss, compiles, keeps_casts, planned_on_gpu, replays
 
 BYTES = {"float64": 8.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 
@@ -100,6 +100,8 @@ def job_of(run: Run) -> Job:
         stack = replace(stack, reduce_bytes=BYTES[train.reduce_dtype])
     stack = replace(stack, chunked_loss=chunks_loss(run, gpu=gpu), replays=replays(run, gpu=gpu))
     stack = replace(stack, keeps_casts=keeps_casts(run, gpu=gpu))
+    if (run.data.separate_documents or 0 < run.model.sliding_window < train.seq_len) and attends_within(run, gpu=gpu):
+        stack = replace(stack, attention="flash2")
     job = Job(
         model=run.model,
         layout=run.layout,

@@ -21,7 +21,7 @@ from shardwise.plan.step import Step, layers_by_stage, prepare, step_time
 from shardwise.plan.traffic import first_ranks, traffic
 from shardwise.plan.work import CONVENTION, parameters, training_flops
 from shardwise.run import AXES, LayoutConfig, Run
-from shardwise.run.derive import compiles, planned_on_gpu
+from shardwise.run.derive import chunks_loss, compiles, planned_on_gpu
 
 SHOWN = (
     *AXES,
@@ -169,12 +169,15 @@ def _fullest_moment(owners: dict[str, float], run: Run, late: float) -> dict[str
     one microbatch are there only when what was saved for them is not; the one that is made last only then."""
     again = owners.pop("again")
     if run.accumulation == 1 and run.layout.pipeline == 1:
-        last = owners["activations"] / run.model.layers + again
-        at_loss = owners["activations"] + owners["logits"]
+        # Of a loss in chunks the gradient of the head stays; of a whole one the probabilities, half of its tensors, go.
+        kept = owners["activations"] - (0.0 if chunks_loss(run, gpu=planned_on_gpu(run)) else owners["logits"] / 2)
         made = max(owners["gradients"] - late, 0.0)
-        if at_loss >= made + last:
-            return owners | {"gradients": 0.0}
-        return owners | {"activations": last, "logits": 0.0, "gradients": made}
+        moments = [
+            owners | {"gradients": 0.0},  # at the loss
+            owners | {"activations": kept + again, "logits": 0.0, "gradients": 0.0},  # in the last layer
+            owners | {"activations": kept / run.model.layers + again, "logits": 0.0, "gradients": made},  # in the first
+        ]
+        return max(moments, key=lambda moment: sum(moment.values()))
     if owners["logits"] >= again:
         return owners
     return owners | {"activations": owners["activations"] + again, "logits": 0.0}

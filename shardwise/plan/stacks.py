@@ -84,6 +84,7 @@ class Stack:
 _OWN = Stack(
     "shardwise",
     "shardwise",
+    attention="flash3",  # what PyTorch prefers: cuDNN's, where there are such
     kernels="eager",
     keeps_gathered=True,
     rotary_bytes=52.0,  # seven kernels over float32 numbers
