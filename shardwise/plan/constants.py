@@ -68,6 +68,8 @@ def constants_of(job: Job, effects: Mapping[str, float] | None = None) -> dict[s
     for name, (start, kinds) in NAMES.items():
         total = effects.get(name, 0.0) + sum(effects.get(f"{name}/{kind}:{groups[kind]}", 0.0) for kind in kinds)
         result[name] = start * math.exp(total)
+    if job.stack.runs_ahead:
+        result["overhead"] = 0.0
     return result | measured(job)
 
 

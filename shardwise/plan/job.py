@@ -99,7 +99,7 @@ def job_of(run: Run) -> Job:
     else:
         stack = replace(stack, reduce_bytes=BYTES[train.reduce_dtype])
     stack = replace(stack, chunked_loss=chunks_loss(run, gpu=gpu), replays=replays(run, gpu=gpu))
-    stack = replace(stack, keeps_casts=keeps_casts(run, gpu=gpu))
+    stack = replace(stack, keeps_casts=keeps_casts(run, gpu=gpu), runs_ahead=gpu)
     if (run.data.separate_documents or 0 < run.model.sliding_window < train.seq_len) and attends_within(run, gpu=gpu):
         stack = replace(stack, attention="flash2")
     job = Job(

@@ -65,6 +65,8 @@ class Stack:
     """Whether the casts of the layers' matrices are kept from step to step, and their gradients never cast."""
     replays: bool = False
     """Whether the passes are replayed as one where the host would launch them more slowly than they run."""
+    runs_ahead: bool = False
+    """Whether a step is launched while the last still runs, so that what the host does between them takes no time."""
     stops_early: bool = True
     """Whether recomputation ends with the last tensor that the backward pass needs."""
     recompute_selective: tuple[str, ...] = ("attention",)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import statistics
 from pathlib import Path
 
 import pytest
@@ -101,9 +102,13 @@ def test_rows_with_holes_are_unsupported_not_errors() -> None:
         assert prediction.reason
 
 
-def test_this_trainer_on_one_gpu() -> None:
-    """Its own rows, which the constants have seen: time within 9%, memory within 3% of what the allocator counted."""
-    rows = validate(published("own"), leave_out=False)
-    assert len(rows) >= 8
-    assert all(row.error is not None and abs(row.error) <= 0.09 for row in rows)
+@pytest.mark.parametrize(("leave_out", "median", "most"), [(False, 0.025, 0.12), (True, 0.035, 0.26)])
+def test_this_trainer_on_one_gpu(leave_out: bool, median: float, most: float) -> None:
+    """Its own rows, which the constants have seen or not; memory has none."""
+    rows = validate(published("own"), leave_out=leave_out)
+    assert len(rows) >= 20
+    errors = [abs(row.error) for row in rows if row.error is not None]
+    assert len(errors) == len(rows)
+    assert statistics.median(errors) <= median
+    assert max(errors) <= most
     assert all(row.memory_error is not None and abs(row.memory_error) <= 0.03 for row in rows)
