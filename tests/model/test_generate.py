@@ -100,18 +100,22 @@ def test_more_than_the_learned_positions_is_refused() -> None:
 
 
 def test_the_command_continues_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "source.txt"  # not the built-in corpus, which is another with every Python
+    source.write_text("def one(): return 1\n" * 40)
+    assert main(["data", "build", str(source), "--out", str(tmp_path / "set")]) == 0
     run = run_from_dict(
         dict(
             name="g",
-            model=dict(layers=1, hidden=16, heads=2),
+            model=dict(layers=1, hidden=16, heads=2, vocab=257),
+            data=dict(sets=[str(tmp_path / "set")]),
             train=dict(steps=2, seq_len=32, global_batch=2, eval_every=0, device="cpu"),
         )
     )
-    train(run, tmp_path)
+    train(run, tmp_path / "run")
     capsys.readouterr()
     base = [
         "generate",
-        str(tmp_path),
+        str(tmp_path / "run"),
         "--prompt",
         "def",
         "--prompt",
