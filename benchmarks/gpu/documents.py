@@ -2,7 +2,7 @@
 that are one document each, on one GPU.
 
 A step is the trainer's own (`Trainee.train_step`), compiled, on random tokens; documents have random lengths. Prints JSON lines:
-milliseconds a step (median by CUDA events), peak memory. TFLOP/s count all pairs of a row, as if it were one document.
+milliseconds a step (median by CUDA events), peak memory. TFLOP/s count a row as one document.
 
     python benchmarks/gpu/documents.py [--batch 8] [--seq 4096] [--mean 512] [--window 1024] [--steps 10]
 """

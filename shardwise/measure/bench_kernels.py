@@ -252,7 +252,7 @@ def attention_points(watch: Stopwatch, allowance: Allowance, dtypes: Iterable[st
 
 
 def kernel_name(backend: SDPBackend) -> Kernel:
-    """What the planner calls it; without kernels of its own a device has PyTorch's in the place of FlashAttention-2."""
+    """What the planner calls it: cuDNN's is its "flash3", and any other that PyTorch takes stands for FlashAttention-2."""
     return "flash3" if backend == SDPBackend.CUDNN_ATTENTION else "flash2"
 
 

@@ -41,7 +41,8 @@ Mask = Tensor | Within | None
 
 
 class Visibility(nn.Module):
-    """Makes the mask that all layers of a forward pass share; `bounds`: by bounds, where documents are given so or are none."""
+    """Makes the mask that all layers of a forward pass share. With `bounds` a window needs none: layers are told how wide it is;
+    nor do documents that are given by where they begin."""
 
     def __init__(self, window: int, bounds: bool = False) -> None:
         super().__init__()

@@ -28,13 +28,18 @@ class Within(NamedTuple):
 
 def begins_of(documents: NDArray[np.int32]) -> NDArray[np.int32]:
     """Where documents begin that are numbered [rows, length]. As many numbers as a power of two and one, so that batches differ
-    seldom in shape: those left over say where all end."""
+    seldom in shape: those left over say where all end. (Of each, 128 rows of queries in float32 are held in a backward pass.)"""
     first = np.ones(documents.shape, bool)
     first[:, 1:] = documents[:, 1:] != documents[:, :-1]
     found = np.flatnonzero(first)
     begins = np.full((1 << (len(found) - 1).bit_length()) + 1, documents.size, np.int32)
     begins[: len(found)] = found
     return begins
+
+
+def has_flash(device: torch.device) -> bool:
+    """Whether this GPU has flash attention: it needs an Ampere or later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def attend_within(q: Tensor, k: Tensor, v: Tensor, within: Within, scale: float) -> Tensor:

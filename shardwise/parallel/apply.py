@@ -18,6 +18,7 @@ from shardwise.model.loss import ChunkedCrossEntropy
 from shardwise.model.products.chosen import use_chosen_products
 from shardwise.model.products.eight import multiply_chosen
 from shardwise.model.transformer import Block, Transformer
+from shardwise.model.within import has_flash
 from shardwise.model.working import Working, keep_working_copies
 from shardwise.parallel.collectives import Group
 from shardwise.parallel.context import apply_context
@@ -61,7 +62,7 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
         product = use_chosen_products(model.layers) if tunes_products(run, gpu=gpu) else Product()
         if chunks_loss(run, gpu=gpu):
             model.loss = ChunkedCrossEntropy(product=product)
-        model.visibility = Visibility(run.model.sliding_window, attends_within(run, gpu=gpu))
+        model.visibility = Visibility(run.model.sliding_window, attends_within(run, gpu=has_flash(device)))
         apply_tensor(model, mesh)
         apply_context(model, mesh, layout.context_method)
         apply_expert(model, mesh, layout.expert_tensor, run.train.seq_len)

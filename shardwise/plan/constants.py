@@ -68,9 +68,7 @@ def constants_of(job: Job, effects: Mapping[str, float] | None = None) -> dict[s
     for name, (start, kinds) in NAMES.items():
         total = effects.get(name, 0.0) + sum(effects.get(f"{name}/{kind}:{groups[kind]}", 0.0) for kind in kinds)
         result[name] = start * math.exp(total)
-    if job.stack.runs_ahead:
-        result["overhead"] = 0.0
-    return result | measured(job)
+    return result | measured(job) | ({"overhead": 0.0} if job.stack.runs_ahead else {})
 
 
 def measured(job: Job) -> dict[str, float]:

@@ -12,7 +12,7 @@ from typing import Any
 from shardwise.hardware import Cluster, load_profile, make_cluster
 from shardwise.plan.stacks import STACKS, Stack
 from shardwise.run import LayoutConfig, ModelConfig, Run
-from shardwise.run.derive import attends_within, chunks_loss, compiles, keeps_casts, planned_on_gpu, replays
+from shardwise.run.derive import chunks_loss, compiles, keeps_casts, planned_on_gpu, replays
 
 BYTES = {"float64": 8.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 
@@ -99,8 +99,9 @@ def job_of(run: Run) -> Job:
     else:
         stack = replace(stack, reduce_bytes=BYTES[train.reduce_dtype])
     stack = replace(stack, chunked_loss=chunks_loss(run, gpu=gpu), replays=replays(run, gpu=gpu))
-    stack = replace(stack, keeps_casts=keeps_casts(run, gpu=gpu), runs_ahead=gpu)
-    if (run.data.separate_documents or 0 < run.model.sliding_window < train.seq_len) and attends_within(run, gpu=gpu):
+    waits = train.dtype == "float16" or train.guard == "skip"  # for what a step has come to, before the next
+    stack = replace(stack, keeps_casts=keeps_casts(run, gpu=gpu), runs_ahead=gpu and not waits)
+    if 0 < run.model.sliding_window < train.seq_len:  # cuDNN's, as PyTorch calls them, know no windows
         stack = replace(stack, attention="flash2")
     job = Job(
         model=run.model,

@@ -14,10 +14,12 @@ Backward each product costs its forward twice: once for its input, once for its 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from shardwise.hardware import Operation, attention_seconds, collective_seconds, gemm_seconds
+from shardwise.hardware.attention import Direction, Kernel
 from shardwise.plan.job import Job
 from shardwise.plan.tally import Entry, Number, Tally, span
 from shardwise.plan.work import keys_seen
@@ -101,14 +103,22 @@ def _attention_core(tally: Tally, heads: Number, kv_heads: Number, head_dim: int
         return
     share = seen / length
     shape = dict(batch=batch, heads=heads, queries=queries, keys=2 * share * length, head_dim=head_dim, v_dim=v_dim)
-    shape |= dict(causal=True, kernel=stack.attention, dtype=job.dtype, kv_heads=kv_heads)
-    forward = attention_seconds(chip, **shape, direction="forward")
-    backward = attention_seconds(chip, **shape, direction="backward")
+    shape |= dict(causal=True, dtype=job.dtype, kv_heads=kv_heads)
+    forward, backward = (_fused_seconds(job, stack.attention, way, shape) for way in ("forward", "backward"))
     # The output is kept by the product that follows.
     tally.entries.append(
         Entry("attention", "attention", "attention", (forward, backward, 0.0), (flops, 2.5 * flops, 0.0),
               saved=inputs + 4 * batch * queries * heads, kept=inputs, launches=(2.0, 3.0, 0.0), core=True)
     )  # fmt: skip
+
+
+def _fused_seconds(job: Job, kernel: Kernel, direction: Direction, shape: dict[str, Any]) -> Number:
+    """Of attention in one kernel; of a sequence in pieces by the one for those."""
+    chip, lay, other = job.cluster.chip, job.layout, job.stack.context_attention
+    whole = attention_seconds(chip, **shape, kernel=kernel, direction=direction)
+    if other is None or lay.context_method == "ulysses":
+        return whole
+    return np.where(lay.context > 1, attention_seconds(chip, **shape, kernel=other, direction=direction), whole)
 
 
 def _context_traffic(tally: Tally, heads: Number, kv_heads: Number, head_dim: int, v_dim: int) -> None:

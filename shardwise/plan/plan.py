@@ -14,8 +14,9 @@ from shardwise.plan.account import work
 from shardwise.plan.constants import fitted, groups_of
 from shardwise.plan.goodput import JobCost, data_stall, job_cost
 from shardwise.plan.job import Job, job_of
-from shardwise.plan.memory import GIB, memory
+from shardwise.plan.memory import GIB, layer_activations, memory
 from shardwise.plan.operations import embedding, head, layer
+from shardwise.plan.place import Place
 from shardwise.plan.prediction import interval
 from shardwise.plan.step import Step, layers_by_stage, prepare, step_time
 from shardwise.plan.traffic import first_ranks, traffic
@@ -157,25 +158,40 @@ def exact(space: Memory, run: Run, job: Job) -> Memory:
             owners["gathered"] += estimated["gathered"]
         if owners["again"]:
             owners["again"] += held.passing_gradients(run, rank)
-        owners = _fullest_moment({**estimated, **owners}, run, held.last_gradient(run, rank))
+        gone = _kept_behind(run, rank)
+        owners = _fullest_moment({**estimated, **owners}, run, held.last_gradient(run, rank), gone)
         moving = sum(owners[name] for name in ("activations", "logits", "gathered", "buffers"))
         owners["workspace"] = job.stack.context_gib * GIB + job.stack.fragmentation * moving
         ranks.append(owners)
     return replace(space, ranks=tuple(ranks))
 
 
-def _fullest_moment(owners: dict[str, float], run: Run, late: float) -> dict[str, float]:
-    """What stands at the same time: the loss's tensors are gone when a layer is computed again, and the gradients of a step of
-    one microbatch are there only when what was saved for them is not; the one that is made last only then."""
+def _kept_behind(run: Run, rank: int) -> float:
+    """Bytes that layers behind the last one that is computed again have kept: gone when that one is."""
+    place = Place(run, rank)
+    layers = list(place.layers())
+    repeated = [number for number, (_, again) in enumerate(layers) if again]
+    behind = layers[repeated[-1] + 1 :] if repeated else []
+    if not behind:
+        return 0.0
+    job = job_of(replace(run, layout=replace(run.layout, recompute="none")))
+    return sum(float(layer_activations(job, routed=place.routed(number))[0]) for number, _ in behind)
+
+
+def _fullest_moment(owners: dict[str, float], run: Run, late: float, gone: float) -> dict[str, float]:
+    """What stands at the same time: the loss's tensors are gone when a layer is computed again, and so is what layers behind the
+    last such had kept (`gone`); the gradients of a step of one microbatch are there only when what was saved for them is not,
+    the one that is made last (`late`) only then. It is fullest at the loss, in the last layer that is computed again, or in the
+    first."""
     again = owners.pop("again")
     if run.accumulation == 1 and run.layout.pipeline == 1:
         # Of a loss in chunks the gradient of the head stays; of a whole one the probabilities, half of its tensors, go.
         kept = owners["activations"] - (0.0 if chunks_loss(run, gpu=planned_on_gpu(run)) else owners["logits"] / 2)
         made = max(owners["gradients"] - late, 0.0)
         moments = [
-            owners | {"gradients": 0.0},  # at the loss
-            owners | {"activations": kept + again, "logits": 0.0, "gradients": 0.0},  # in the last layer
-            owners | {"activations": kept / run.model.layers + again, "logits": 0.0, "gradients": made},  # in the first
+            owners | {"gradients": 0.0},
+            owners | {"activations": kept - gone + again, "logits": 0.0, "gradients": 0.0},
+            owners | {"activations": kept / run.model.layers + again, "logits": 0.0, "gradients": made},
         ]
         return max(moments, key=lambda moment: sum(moment.values()))
     if owners["logits"] >= again:

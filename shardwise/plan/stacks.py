@@ -19,6 +19,8 @@ class Stack:
     family: str
     """Stacks of a family share their fitted constants."""
     attention: Literal["unfused", "flash1", "flash2", "flash3"] = "flash2"
+    context_attention: Literal["flash2", "flash3"] | None = None
+    """Of the pieces of a sequence that is split over ranks (ring, gather), where it is another kernel."""
     kernels: Literal["eager", "jit", "compiled"] = "compiled"
     """How elementwise work is fused: one kernel an operation, a few fused by hand, or by a compiler."""
     sequence_parallel: bool = True
@@ -87,6 +89,7 @@ _OWN = Stack(
     "shardwise",
     "shardwise",
     attention="flash3",  # what PyTorch prefers: cuDNN's, where there are such
+    context_attention="flash2",
     kernels="eager",
     keeps_gathered=True,
     rotary_bytes=52.0,  # seven kernels over float32 numbers

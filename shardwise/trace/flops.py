@@ -67,9 +67,9 @@ def _flops(name: str, shapes: list[Any], values: list[Any]) -> float:
         case _ if name in _ATTENTION:
             return _attention(*shapes[:3])
         case "aten::_flash_attention_forward":
-            return _packed_attention(shapes[0], shapes[2], values[6])
+            return _packed_attention(shapes[0], shapes[2], values[6], values[11:12])
         case "aten::_flash_attention_backward":
-            return _BACKWARD_OF_ATTENTION * _packed_attention(shapes[1], shapes[3], values[9])
+            return _BACKWARD_OF_ATTENTION * _packed_attention(shapes[1], shapes[3], values[9], values[15:16])
         case _ if name.endswith("_backward") and name.removesuffix("_backward") in _ATTENTION:
             return _BACKWARD_OF_ATTENTION * _attention(*shapes[1:4])
         case _ if name.endswith("_attention_for_cpu_backward"):
@@ -104,10 +104,12 @@ def _attention(q: list[int], k: list[int], v: list[int]) -> float:
     return 2.0 * batch * heads * queries * k[2] * (width + v[3])
 
 
-def _packed_attention(q: list[int], v: list[int], longest: Any) -> float:
-    """Documents one after the other, [positions, heads, width], as if all were as long as the longest may be."""
+def _packed_attention(q: list[int], v: list[int], longest: Any, back: list[Any]) -> float:
+    """Documents one after the other, [positions, heads, width], as if all were as long as the longest may be; or as far as
+    they look back, if they do not look back to the beginning."""
     positions, heads, width = q
-    return 2.0 * positions * heads * int(longest) * (width + v[2])
+    keys = min([int(longest), *(int(steps) + 1 for steps in back if str(steps).isdigit())])
+    return 2.0 * positions * heads * keys * (width + v[2])
 
 
 def event_flops(profile: Profile) -> tuple[Integers, NDArray[np.float64]]:

@@ -10,6 +10,7 @@ one by one, as are the steps of `shardwise profile`, which says what each kernel
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -78,14 +79,14 @@ class Replay:
             trainee.tuner.stop()
         self.batch = trainee.microbatches(batch)
         self.leaves = [held.leaf for held in trainee.parallel.held]
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        graph, pool, stream = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
         try:
             # What other threads do meanwhile, such as writing a checkpoint, is none of its business.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 self.loss = trainee.passes_of(self.batch)
         except RuntimeError as error:  # memory, or something that waits for the device
             self.off = True
-            recover(stream)
+            recover(stream, pool)
             trainee.optimizer.zero_grad()
             torch.cuda.synchronize()
             self.say(f"steps are launched kernel by kernel, since they could not be recorded: {error}".splitlines()[0])
@@ -114,12 +115,16 @@ class Replay:
         return self.loss.clone()
 
 
-def recover(stream: torch.cuda.Stream) -> None:
-    """After a recording that failed PyTorch stays on the stream it was made on, and its generator of random numbers believes that
-    it still goes on: both as they were before."""
+def recover(stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
+    """After a recording that failed PyTorch stays on the stream it was made on, its generator of random numbers and its allocator
+    believe that it still goes on, and the memory set apart for it stays so: all as they were before."""
     torch.cuda.set_stream(stream)
-    generator = torch.cuda.default_generators[stream.device_index]
+    device = stream.device_index
+    generator = torch.cuda.default_generators[device]
     generator.graphsafe_set_state(generator.clone_state())
+    for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+        with contextlib.suppress(RuntimeError):  # where PyTorch has done so itself
+            undo(device, pool)
 
 
 def alike(these: Sequence[Microbatch], those: Sequence[Microbatch]) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwise.data.batches import IGNORED, Batch
 from shardwise.model.experts import Router
-from shardwise.model.within import begins_of
+from shardwise.model.within import begins_of, has_flash
 from shardwise.parallel.apply import apply
 from shardwise.parallel.context import zigzag_places
 from shardwise.parallel.gradients import add_partial, squares
@@ -221,8 +221,7 @@ class Trainee:
         places = zigzag_places(length, ranks, self.mesh.index("context"))
         positions = batch.positions if batch.positions is not None else np.arange(length)[None]
 
-        bounds = attends_within(self.run, gpu=self.device.type == "cuda")
-        known = begins_of if bounds else np.asarray
+        told = begins_of if attends_within(self.run, gpu=has_flash(self.device)) else np.asarray
 
         def on_device(array: np.ndarray) -> Tensor:
             return self._on_device(torch.from_numpy(np.ascontiguousarray(array)))
@@ -237,7 +236,7 @@ class Trainee:
                     targets=on_device(batch.targets[rows][:, places]),
                     positions=on_device(own[:, places]),
                     # Attention needs to know the documents of the whole row.
-                    documents=None if batch.documents is None else on_device(known(batch.documents[rows])),
+                    documents=None if batch.documents is None else on_device(told(batch.documents[rows])),
                 )
             )
         return pieces

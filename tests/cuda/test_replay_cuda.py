@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -104,10 +105,17 @@ def test_what_waits_for_the_device_is_launched(monkeypatch: pytest.MonkeyPatch) 
         return loss
 
     monkeypatch.setattr(Trainee, "passes_of", waiting)
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
     torch.manual_seed(run.train.seed)
     drawn = torch.randn(8, device="cuda")
-    got, _, said = trained(run, True, batches)
+    got, trainee, said = trained(run, True, batches)
     assert got == want
     assert "could not be recorded" in said[0]
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert torch.equal(torch.randn(8, device="cuda"), drawn)  # as before: nothing has been drawn in the steps
+    del trainee
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before + 2**25  # the memory of the recording is free again

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import numpy as np
@@ -74,11 +75,17 @@ def test_steps_are_those_of_masks(compiled: bool, monkeypatch: pytest.MonkeyPatc
 def test_documents_that_change_are_not_compiled_anew() -> None:
     run = run_of(compile=True)
     trainee = Trainee(run)
-    for number in range(3):
-        trainee.train_step(batch_of(run, number)).read()
+
+    def step(number: int, mean: int) -> int:
+        batch = random_batch(run, number)
+        documents = numbers(*batch.tokens.shape, mean, number)
+        trainee.train_step(replace(batch, documents=documents)).read()
+        return len(begins_of(documents))
+
+    met = {step(number, mean) for number, mean in enumerate((60, 20, 60))}
     counters.clear()
-    for number in range(3, 9):
-        trainee.train_step(batch_of(run, number)).read()
+    new = {step(number, mean) for number, mean in enumerate((3, 8, 120, 500))}
+    assert len(new - met) > 2
     assert not counters["stats"].get("unique_graphs")
 
 
@@ -90,6 +97,7 @@ def test_replayed_steps_are_launched_ones() -> None:
             if replayed:
                 replay.attach(trainee)
             results.append([trainee.train_step(batch_of(run, number)).read()[:2] for number in range(8)])
+            assert (trainee.replay is not None and trainee.replay.graph is not None) is replayed
     finally:
         torch.use_deterministic_algorithms(False)
     assert results[0] == results[1]
@@ -106,6 +114,7 @@ def test_no_mask_is_held() -> None:
         for place in (apply, step):
             patch.setattr(place, "attends_within", lambda run, gpu: False)
         del trainee
+        gc.collect()
         trainee = Trainee(run)
         for number in range(2):
             torch.cuda.reset_peak_memory_stats()

@@ -120,8 +120,8 @@ def test_a_profile_that_is_not_there(tmp_path: Path) -> None:
 
 def test_a_profile_of_another_version_is_refused(tmp_path: Path) -> None:
     assert load_profile(write(tmp_path, CONTENT | {"version": VERSION})).machine == "a test"
-    with pytest.raises(UserError, match=r"version: is 2, but .* reads 1"):
-        load_profile(write(tmp_path, CONTENT | {"version": 2}))
+    with pytest.raises(UserError, match=r"version: is 1, but .* reads 2"):
+        load_profile(write(tmp_path, CONTENT | {"version": 1}))
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
