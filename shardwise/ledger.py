@@ -126,6 +126,8 @@ class Timeline:
 
     spans: tuple[Span, ...] = ()
     seconds: float = 0.0
+    left_out: int = 0
+    """Microbatches of the step that are not among the spans, since they repeat those that are; nor are their seconds."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The predicted timeline of a step: what each pipeline rank computes and sends, and when.
 
 Compute spans are the schedule's own actions; the traffic of an axis lies on its own stream, under the action it belongs to.
-Steps of very many microbatches are cut to the rounds that were played, since the rest repeats them.
+Of a step of very many microbatches some can be left out, since they repeat those before.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ def timeline(job: Job, most_microbatches: int = 0) -> Timeline:
     """One step; at most so many microbatches of it (0: all)."""
     prepared = prepare(job)
     step = step_time(prepared)
-    count = max(1, round(float(job.accumulation)))
-    if most_microbatches:
-        count = min(count, most_microbatches)
+    whole = max(1, round(float(job.accumulation)))
+    count = min(whole, most_microbatches or whole)
     spans = list(_actions(prepared, step, count))
     end = max(span.start + span.seconds for span in spans)
     for rank in range(job.layout.pipeline):
@@ -40,7 +39,7 @@ def timeline(job: Job, most_microbatches: int = 0) -> Timeline:
                 stream = category if name == "gradients" else "compute"
                 spans.append(Span(rank, stream, name, category, start, seconds))
                 start += seconds
-    return Timeline(tuple(spans), max(span.start + span.seconds for span in spans))
+    return Timeline(tuple(spans), max(span.start + span.seconds for span in spans), whole - count)
 
 
 def _actions(prepared: Prepared, step: Step, count: int) -> Iterator[Span]:

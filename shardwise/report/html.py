@@ -122,6 +122,8 @@ def timeline(timeline: Timeline, title: str = "One step", remark: str = STEP) ->
     rows = html_timeline.timeline_rows(timeline)
     data = html_timeline.timeline_data(timeline, rows)
     ranks, shown = len({span.rank for span in timeline.spans}), sum(bool(row.label) for row in rows)
+    if timeline.left_out:
+        remark = remark.removesuffix(".") + pick.left_out(timeline) + "."
     if shown < ranks:
         remark += f" {shown} of {ranks} ranks are shown, evenly spread."
     if (

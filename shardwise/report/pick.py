@@ -8,7 +8,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shardwise.ledger import CATEGORIES, COLLECTIVES, OWNERS, PASSES, Account, Difference, Memory, Span, Traffic
+from shardwise.ledger import (
+    CATEGORIES,
+    COLLECTIVES,
+    OWNERS,
+    PASSES,
+    Account,
+    Difference,
+    Memory,
+    Span,
+    Timeline,
+    Traffic,
+)
 from shardwise.run.axes import AXES
 
 ALL_BARS = 8
@@ -150,6 +161,11 @@ def lanes(spans: Iterable[Span]) -> list[list[Span]]:
 def nanoseconds(span: Span) -> tuple[int, int]:
     """Start and end as whole nanoseconds. Both are rounded from the same clock, so spans that touch still touch."""
     return round(span.start * 1e9), round((span.start + span.seconds) * 1e9)
+
+
+def left_out(timeline: Timeline) -> str:
+    """What a picture of some of a step's microbatches says of the others, to go on a sentence with."""
+    return f"; {timeline.left_out} more, and their time, left out" if timeline.left_out else ""
 
 
 def tolerance_of(account: str, tolerance: float | Mapping[str, float]) -> float:

@@ -107,7 +107,8 @@ def timeline(timeline: Timeline, width: int | None = None) -> RenderableType:
     """One step: a row for each pipeline rank, coloured by pass, with the microbatch's number where there is room."""
     if not timeline.spans:
         return Group(title("One step"), Text("not known", style="dim"))
-    return Group(title("One step", "each row a pipeline rank, numbers are microbatches"), _Timeline(timeline, width))
+    remark = "each row a pipeline rank, numbers are microbatches" + pick.left_out(timeline)
+    return Group(title("One step", remark), _Timeline(timeline, width))
 
 
 def ranking_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[pick.Column]) -> RenderableType:

@@ -11,12 +11,15 @@ from hypothesis import strategies as st
 from jobs import EXPERTS, GPT, LLAMA, make_job
 
 from shardwise.plan import step as steps
+from shardwise.plan.constants import constants_of
 from shardwise.plan.goodput import job_cost
+from shardwise.plan.job import job_of
 from shardwise.plan.memory import memory
+from shardwise.plan.operations import layer
 from shardwise.plan.plan import Plan, plan
 from shardwise.plan.step import play_schedule, prepare, step_time
 from shardwise.plan.timeline import timeline
-from shardwise.run import run_from_dict
+from shardwise.run import Run, run_from_dict
 from shardwise.schedules import SCHEDULES, Cost, high_water, make_schedule, time
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -46,6 +49,41 @@ def test_a_replayed_step_does_not_wait_for_its_host(batch: int, bound: bool) -> 
     assert host() == (0 if bound else launched)
 
 
+def on_an_h200(model: dict[str, Any], layout: dict[str, Any], **train: Any) -> Run:
+    shape = dict(layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, vocab=32000) | model
+    settings = dict(dtype="bfloat16", seq_len=8192, global_batch=8) | train
+    return run_from_dict(dict(model=shape, layout=layout, train=settings, cluster=dict(chip="h200")))
+
+
+@pytest.mark.parametrize(
+    ("train", "waits"), [({}, False), (dict(dtype="float16"), True), (dict(guard="skip"), True)], ids=str
+)
+def test_a_host_that_runs_ahead_costs_nothing(train: dict[str, Any], waits: bool) -> None:
+    assert (constants_of(job_of(on_an_h200({}, {}, **train)))["overhead"] > 0) is waits
+
+
+def test_attention_takes_the_kernel_that_the_trainer_takes() -> None:
+    def seconds(context_method: str = "ring", chip: str = "h200", **model: Any) -> float:
+        run = on_an_h200(model, dict(context=2, context_method=context_method))
+        run = replace(run, cluster=replace(run.cluster, chip=chip))
+        return sum(float(sum(entry.seconds)) for entry in layer(job_of(run), routed=False).entries if entry.core)
+
+    assert seconds() > 1.2 * seconds("ulysses")  # pieces of a ring are not cuDNN's
+    assert seconds(chip="a100-sxm-80g") == pytest.approx(seconds("ulysses", chip="a100-sxm-80g"), rel=0.05)
+    # A window that hides one position costs what a causal mask does, but for the kernel.
+    assert seconds("ulysses", sliding_window=8191) > 1.2 * seconds("ulysses")
+
+
+@pytest.mark.parametrize("loss", ["chunked", "plain"])
+def test_keeping_fewer_layers_never_takes_more_memory(loss: str) -> None:
+    def peak(**layout: Any) -> float:
+        return plan(on_an_h200({}, layout, seq_len=65536, global_batch=1, loss=loss)).account.memory.peak
+
+    kept = peak(recompute="none")
+    for gib in (5, 20, 40, 60, 70):
+        assert peak(recompute="full") <= 1.01 * peak(recompute="budget", recompute_budget=float(gib)) <= 1.02 * kept
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("model", [LLAMA, EXPERTS], ids=["llama", "experts"])
 def test_where_the_time_goes_adds_up(model: dict[str, Any], layout: dict[str, Any]) -> None:
@@ -57,6 +95,10 @@ def test_where_the_time_goes_adds_up(model: dict[str, Any], layout: dict[str, An
     assert min(step.breakdown.values()) >= -1e-12
     drawn = timeline(job)
     assert drawn.seconds == pytest.approx(step.seconds, rel=0.02)
+    assert drawn.left_out == 0
+    some = timeline(job, 1)
+    assert some.left_out == job.accumulation - 1
+    assert (some.seconds < drawn.seconds) is (job.accumulation > 1)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

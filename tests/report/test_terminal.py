@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from records import GIB, accounts, memories, pipeline_memory, pipeline_step, tex
 from rich.console import Console, RenderableType
 
 from shardwise.ledger import Account, Difference, Memory, Span, Timeline, Traffic
-from shardwise.report import cells, pick, terminal, words
+from shardwise.report import cells, html, pick, terminal, words
 from shardwise.report.pick import Column
 
 quick = settings(max_examples=25, deadline=None)
@@ -86,6 +87,13 @@ def test_a_stacked_bar_has_the_length_of_its_sum(values: list[float], width: int
 def test_time_not_in_a_category_is_said() -> None:
     account = Account("run", 2.0, 1e6, {"matmul": 1.0, "bubble": 0.5})
     assert pick.breakdown(account) == [("matmul", 1.0), ("bubble", 0.5), ("not accounted for", 0.5)]
+
+
+def test_the_timeline_says_what_it_leaves_out() -> None:
+    drawn = pipeline_step(ranks=4, microbatches=4)
+    assert "left out" not in lines(terminal.timeline(drawn), 160)[0]
+    assert lines(terminal.timeline(replace(drawn, left_out=9)), 160)[0].endswith("; 9 more, and their time, left out")
+    assert "; 9 more, and their time, left out." in html.timeline(replace(drawn, left_out=9)).remark
 
 
 def test_the_timeline_shows_each_pass_and_the_waiting() -> None:
