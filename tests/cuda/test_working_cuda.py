@@ -33,7 +33,10 @@ def small_run(**train: Any) -> Run:
 def test_steps_are_those_of_casts(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     run = small_run(compile=compiled)
     results, ends, sizes = [], [], []
-    Trainee(run).train_step(random_batch(run, 0)).read()  # what libraries allocate once is no one's
+    trainee = Trainee(run)
+    starts = [parameter.detach().clone() for parameter in trainee.model.parameters()]
+    trainee.train_step(random_batch(run, 0)).read()  # what libraries allocate once is no one's
+    del trainee
     for kept in (True, False):
         if not kept:
             monkeypatch.setattr(apply_module, "keeps_casts", lambda run, gpu: False)
@@ -41,7 +44,6 @@ def test_steps_are_those_of_casts(compiled: bool, monkeypatch: pytest.MonkeyPatc
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         trainee = Trainee(run)
-        starts = [parameter.detach().clone() for parameter in trainee.model.parameters()]
         assert sum(held.working is not None for held in trainee.parallel.held) == (14 if kept else 0)
         results.append([trainee.train_step(random_batch(run, number)).read() for number in range(5)])
         ends.append([parameter.detach().clone() for parameter in trainee.model.parameters()])
