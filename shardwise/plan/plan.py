@@ -146,14 +146,13 @@ def bytes_moved(job: Job, step: Step) -> dict[str, dict[str, float]]:
 def exact(space: Memory, run: Run, job: Job) -> Memory:
     """The memory of this project's trainer, by the formulas that are held against its own count; what those do not know
     stays as it was estimated."""
-    eager = replace(run, train=replace(run.train, compile=False))
-    if job.stack.family != "shardwise" or not held.known(eager):
+    if job.stack.family != "shardwise" or not held.known(replace(run, train=replace(run.train, compile=False))):
         return space
     ranks = []
     for estimated, rank in zip(space.ranks, first_ranks(run), strict=True):
-        owners = held.owners(eager, rank)
+        owners = held.owners(run, rank)
         if compiles(run, gpu=planned_on_gpu(run)):
-            owners["activations"] *= 1.0 - held.compiled_away(eager, rank)
+            owners["activations"] *= 1.0 - held.compiled_away(run, rank)
         if run.layout.zero == 3 and run.layout.shard * run.layout.context > 1:  # besides, the layers of the moment
             owners["gathered"] += estimated["gathered"]
         if owners["again"]:

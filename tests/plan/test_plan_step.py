@@ -16,6 +16,7 @@ from shardwise.plan.goodput import job_cost
 from shardwise.plan.job import job_of
 from shardwise.plan.memory import memory
 from shardwise.plan.operations import layer
+from shardwise.plan.place import Place
 from shardwise.plan.plan import Plan, plan
 from shardwise.plan.step import play_schedule, prepare, step_time
 from shardwise.plan.timeline import timeline
@@ -86,6 +87,20 @@ def test_layers_kept_behind_are_gone_when_one_before_them_is_computed_again() ->
     for gib in (20.0, 40.0, 60.0):
         assert moving(recompute="full") < moving(recompute="budget", recompute_budget=gib) < gib + 4
         assert moving(recompute="budget", recompute_budget=gib) < at_loss
+
+
+def test_a_budget_keeps_as_much_compiled_as_not() -> None:
+    """Compiled layers keep less, so more of them are within the budget: the plan counts the layers that the trainer keeps."""
+
+    def kept(compile: bool) -> tuple[float, int]:
+        layout = dict(recompute="budget", recompute_budget=8.0)
+        run = on_an_h200({}, layout, seq_len=8192, global_batch=1, compile=compile)
+        repeated = sum(bool(again) for _, again in Place(run, 0).layers())
+        return plan(run).account.memory.ranks[0]["activations"] / 2**30, repeated
+
+    (compiled, fewer), (eager, more) = kept(True), kept(False)
+    assert fewer < more
+    assert compiled == pytest.approx(eager, rel=0.06)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
