@@ -172,8 +172,9 @@ def _finish(args: argparse.Namespace, profile: Profile) -> None:
 @contextmanager
 def _progress(quiet: bool = False) -> Iterator[Told]:
     """A bar for each thing measured, on stderr."""
-    from rich.console import Console
     from rich.progress import Progress
+
+    from shardwise.cli.console import Console
 
     bars: dict[str, Any] = {}
     with Progress(console=Console(stderr=True), transient=True, disable=quiet or not sys.stderr.isatty()) as progress:
@@ -187,8 +188,7 @@ def _progress(quiet: bool = False) -> Iterator[Told]:
 
 
 def _print(profile: Profile) -> None:
-    from rich.console import Console
-
+    from shardwise.cli.console import Console
     from shardwise.report import words
 
     console = Console()

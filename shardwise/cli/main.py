@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import re
 import sys
@@ -127,6 +128,9 @@ def main(arguments: Sequence[str]) -> int:
         # Whoever read our output has had enough. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except UnicodeEncodeError as e:
+        print(f"error: {e.object[e.start : e.end]!a} is no text that can be written as {e.encoding}", file=sys.stderr)
+        return 2
     except OSError as e:
         where = f"{e.filename}: " if e.filename else ""
         print(f"error: {where}{e.strerror or e}", file=sys.stderr)
@@ -138,6 +142,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def entry() -> NoReturn:
     """The console script."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a letter shows another in its place
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     code = main(sys.argv[1:])
     if sys.argv[1:2] == ["plan"]:
         # Letting go of a search's records one by one takes a seventh of its time, and a plan has nothing else to put away.

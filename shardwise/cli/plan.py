@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cli.options import new_file
 from shardwise.hardware.chips import unknown_chip
 from shardwise.run import AXES, Problem, UserError, read_run
 
@@ -27,8 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What follows the verb."""
     parser.add_argument("run", nargs="?", help="the run, a TOML file")
     parser.add_argument("--json", action="store_true", help="for programs")
-    parser.add_argument("--html", metavar="FILE", help="also write a page with pictures, which works offline")
-    parser.add_argument("--trace", metavar="FILE", help="also write the predicted timeline of a step, for Perfetto")
+    parser.add_argument(
+        "--html", type=new_file, metavar="FILE", help="also write a page with pictures, which works offline"
+    )
+    parser.add_argument(
+        "--trace", type=new_file, metavar="FILE", help="also write the predicted timeline of a step, for Perfetto"
+    )
     parser.add_argument("--devices", metavar="N,N,…", help="search: compare these numbers of devices")
     parser.add_argument("--keep", type=int, default=12, help="search: layouts to show (default 12)")
     parser.add_argument("--max-microbatch", type=int, default=0, help="search: largest microbatch to consider")
@@ -46,7 +51,7 @@ def execute(args: argparse.Namespace) -> int:
 
 def _execute(args: argparse.Namespace) -> int:
     if args.run is None and not args.overrides:
-        raise UserError("name a run (a TOML file), or give keys such as --model.preset=llama-3-8b")
+        raise UserError("name a run (a TOML file), or give keys such as --model.preset=llama3-8b")
     run = read_run(args.run, args.overrides, (unknown_chip,))
     devices = _devices(args.devices)
     if run.layout.auto:
@@ -66,7 +71,7 @@ def _execute(args: argparse.Namespace) -> int:
 
         write_chrome_trace({"plan: pipeline rank": timeline(best.job)}, args.trace)
     if args.html:
-        Path(args.html).write_text(_page(best, found), encoding="utf-8")
+        Path(args.html).write_bytes(_page(best, found).encode())
     if args.json:
         print(json.dumps((found or best).as_dict()))
     else:
@@ -91,6 +96,7 @@ def _devices(text: str | None) -> list[int] | None:
 def figures(best: Plan) -> list[tuple[str, str, str]]:
     """The few numbers that matter."""
     from shardwise.plan.memory import GIB
+    from shardwise.plan.plan import told_by
     from shardwise.plan.work import CONVENTION, parameters
     from shardwise.report import words
 
@@ -108,7 +114,11 @@ def figures(best: Plan) -> list[tuple[str, str, str]]:
     extra.append(f"microbatch {run.train.microbatch} × {run.accumulation}")
     memory = account.memory
     fits = "fits" if best.fits else "DOES NOT FIT"
-    chip = best.job.cluster.chip.name
+    chip, peak = best.job.cluster.chip.name, told_by(best.job)
+    saved = f"a checkpoint every {words.seconds(cost.checkpoint_every_s)}"
+    if not run.train.checkpoint_every:
+        steps = max(1, round(cost.checkpoint_every_s / account.step_seconds))
+        saved = f"with {saved} (train.checkpoint_every = {steps})"
     return [
         ("model", run.model.preset or "custom", size),
         ("devices", f"{lay.world} {chip}", f"{memory.capacity / GIB:.1f} GiB of each to use"),
@@ -116,12 +126,11 @@ def figures(best: Plan) -> list[tuple[str, str, str]]:
         ("memory", f"{memory.peak / GIB:.1f} GiB", f"on the fullest rank: {fits}"),
         ("step", words.seconds(account.step_seconds), f"8 in 10: {words.seconds(best.low)} to {words.seconds(best.high)}"),
         ("speed", words.rate(account.tokens_per_second, "tokens"), f"{words.count(account.tokens)} tokens a step"),
-        ("MFU", words.percent(best.mfu), CONVENTION),
+        ("MFU", words.percent(best.mfu), f"{CONVENTION}; of {peak[0]} of {peak[1] / 1e12:,.3g} TFLOP/s"),
         ("limit", best.binds.partition(":")[0], best.binds.partition(": ")[2]),
         ("job", f"{cost.days:.1f} days", f"{run.train.steps} steps, {words.count(cost.device_hours)} device-hours, "
          f"goodput {words.percent(cost.goodput)}, {cost.failures:.1f} failures expected"),
-        ("cost", words.money(cost.usd), f"{words.count(cost.kwh)} kWh; a checkpoint every "
-         f"{words.seconds(cost.checkpoint_every_s)}"),
+        ("cost", words.money(cost.usd), f"{words.count(cost.kwh)} kWh; {saved}"),
     ]  # fmt: skip
 
 
@@ -193,8 +202,7 @@ def _all_figures(best: Plan, found: SearchResult | None) -> list[tuple[str, str,
 
 
 def _print(best: Plan, found: SearchResult | None) -> None:
-    from rich.console import Console
-
+    from shardwise.cli.console import Console
     from shardwise.plan.timeline import timeline
     from shardwise.report import terminal
 

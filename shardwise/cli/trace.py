@@ -9,8 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cli.options import at_least, new_file
 from shardwise.cli.trace_read import Read, explained
+from shardwise.hardware.chips import ITEM_BYTES
 from shardwise.run import UserError
+from shardwise.run.problems import nearest
 
 if TYPE_CHECKING:
     from shardwise.cli.trace_against import Beside
@@ -43,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--within",
-        type=float,
+        type=at_least(0, float),
         default=10.0,
         metavar="PERCENT",
         help="mark what differs from --against by more (default 10)",
@@ -52,9 +55,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chip", metavar="NAME", help="the chip whose peak MFU is told by (default: by the device's name)"
     )
     parser.add_argument("--dtype", default="bfloat16", help="of the products, for the peak (default bfloat16)")
-    parser.add_argument("--html", metavar="FILE", help="also write a page with pictures, which works offline")
     parser.add_argument(
-        "--perfetto", "--export", dest="export", metavar="FILE", help="also write all ranks and the plan, for Perfetto"
+        "--html", type=new_file, metavar="FILE", help="also write a page with pictures, which works offline"
+    )
+    parser.add_argument(
+        "--perfetto",
+        "--export",
+        dest="export",
+        type=new_file,
+        metavar="FILE",
+        help="also write all ranks and the plan, for Perfetto",
     )
 
 
@@ -120,13 +130,15 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError("--all-events looks at the whole file; leave it out to choose steps")
     if first is not None and last is not None and last < first:
         raise UserError(f"--to-step {last} comes before --from-step {first}")
+    if args.dtype not in ITEM_BYTES:
+        known = nearest(args.dtype, ITEM_BYTES) or f"; known: {', '.join(ITEM_BYTES)}"
+        raise UserError(f'--dtype: there is no "{args.dtype}"{known}')
     if args.fail_above is not None and args.against is None:
         raise UserError("--fail-above needs --against, which says what the step is compared with")
 
 
 def _print(answers: Explanation, problems: tuple[str, ...]) -> None:
-    from rich.console import Console
-
+    from shardwise.cli.console import Console
     from shardwise.ledger import as_dict
     from shardwise.report import terminal_trace
 

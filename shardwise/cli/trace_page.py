@@ -32,7 +32,7 @@ def write_page(read: Read, found: Beside | None, path: str, within: float) -> No
     name = first.parent.parent.name if first.parent.name == "ranks" else first.parent.name or first.stem
     devices = sorted({device for device in answers.devices.values() if device})
     remark = f"{len(answers.seen)} of {answers.world} ranks" + (f" on {', '.join(devices)}" if devices else "")
-    Path(path).write_text(html.page(f"Profile of {name}", sections, remark), encoding="utf-8")
+    Path(path).write_bytes(html.page(f"Profile of {name}", sections, remark).encode())
 
 
 def close_up(read: Read) -> Timeline | None:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cli.options import at_least
 from shardwise.run import Problem, UserError
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seen", action="store_true", help="use the constants fitted to all sources, the row's own included"
     )
-    parser.add_argument("--worst", type=int, default=10, help="rows furthest off to list (default 10)")
+    parser.add_argument("--worst", type=at_least(0), default=10, help="rows furthest off to list (default 10)")
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -104,9 +105,9 @@ def _by_group(predictions: list[Prediction]) -> dict[str, list[Prediction]]:
 
 
 def _print(predictions: list[Prediction], worst: int, *, seen: bool) -> None:
-    from rich.console import Console
     from rich.table import Table
 
+    from shardwise.cli.console import Console
     from shardwise.plan.validate import summary
     from shardwise.report import words
 

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardwise.cli.options import at_least, new_file
 from shardwise.hardware.chips import unknown_chip
 from shardwise.run import Run, UserError, read_run
 
@@ -23,17 +24,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What follows the verb."""
     parser.add_argument("run", help="the run, a TOML file")
     parser.add_argument("--dry", action="store_true", help="one rank, with tensors and messages without data")
-    parser.add_argument("--rank", type=int, default=0, help="dry: which rank (default 0)")
-    parser.add_argument("--steps", type=int, default=3, help="steps to time (default 3)")
+    parser.add_argument("--rank", type=at_least(0), help="dry: which rank (default 0)")
+    parser.add_argument("--steps", type=at_least(1), default=3, help="steps to time (default 3)")
     parser.add_argument(
-        "--time", type=float, metavar="SHARE", help="also fail when the step's time is further off than this"
+        "--time",
+        type=at_least(0, float),
+        metavar="SHARE",
+        help="also fail when the step's time is further off than this",
     )
     parser.add_argument("--json", action="store_true", help="for programs")
-    parser.add_argument("--html", metavar="FILE", help="also write a page")
+    parser.add_argument("--html", type=new_file, metavar="FILE", help="also write a page")
 
 
 def execute(args: argparse.Namespace) -> int:
     """Count and compare."""
+    if args.rank is not None and not args.dry:
+        raise UserError("--rank chooses the one rank of --dry; without that all ranks run")
     run = read_run(args.run, args.overrides, (unknown_chip,))
     if run.layout.auto:
         from shardwise.plan.search import resolve
@@ -42,7 +48,7 @@ def execute(args: argparse.Namespace) -> int:
     if args.dry:
         from shardwise.measure.verify import verify_dry
 
-        return _show([verify_dry(run, args.rank)], args)
+        return _show([verify_dry(run, args.rank or 0)], args)
     from shardwise.train import launch
 
     where = launch.place(os.environ)
@@ -86,8 +92,6 @@ def _joined(run: Run, args: argparse.Namespace, where: object) -> int:
 def _tolerance(args: argparse.Namespace) -> dict[str, float]:
     from shardwise.measure.verify import TOLERANCE
 
-    if args.time is not None and args.time < 0:
-        raise UserError("--time: a share cannot be negative")
     return TOLERANCE | ({"time": args.time} if args.time is not None else {})
 
 
@@ -104,12 +108,11 @@ def _show(verdicts: list[Verdict], args: argparse.Namespace) -> int:
         from shardwise.report import html
 
         sections = [html.comparison_table(differences, shown), html.notes(_sentences(verdicts, worst))]
-        Path(args.html).write_text(html.page("Plan against run", sections), encoding="utf-8")
+        Path(args.html).write_bytes(html.page("Plan against run", sections).encode())
     if args.json:
         print(json.dumps(as_dict(verdicts, tolerance)))
         return 0 if agrees else 1
-    from rich.console import Console
-
+    from shardwise.cli.console import Console
     from shardwise.report import terminal
 
     console = Console()

@@ -205,6 +205,8 @@ def load_profile(path: str | Path) -> Profile:
     problems += [
         Problem("has to be a number, 0 or above", key, where) for key in NUMBERS if not _number(content.get(key, 0))
     ]
+    if not problems and not any(content.get(kind) for kind in SIZES):
+        problems.append(Problem("holds no measurements; `shardwise bench` makes them", where=where))
     if problems:
         raise UserError(*problems)
     values: dict[str, Any] = {key: tuple(value) if key in SIZES else value for key, value in content.items()}

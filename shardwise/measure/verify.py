@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from shardwise.plan.held import activations, held
 from shardwise.plan.plan import plan
 from shardwise.plan.traffic import AXIS_OF, traffic
 from shardwise.run import Problem, Run, UserError
+from shardwise.run.derive import chunks_loss, planned_on_gpu
 from shardwise.schedules import make_schedule
 from shardwise.train.step import Trainee
 
@@ -49,8 +50,9 @@ class Verdict:
     actions: int
 
     def differences(self) -> list[Difference]:
-        """Every quantity of both, the plan's first."""
-        return compare(self.planned, self.measured)
+        """Every quantity of both, the plan's first. Accounts are of one rank, and call it their first."""
+        found = compare(self.planned, self.measured)
+        return [replace(d, name=d.name.replace("rank 0 ", f"rank {self.rank} ", 1)) for d in found]
 
     def beyond(self, tolerance: Mapping[str, float]) -> list[Difference]:
         """Those further apart than allowed; what stays in memory has no tolerance."""
@@ -155,7 +157,9 @@ def verify_dry(run: Run, rank: int) -> Verdict:
                 "layout.replicate",
             )
         )
-    run = replace(run, train=replace(run.train, device="cpu"))
+    # Where the run is meant for GPUs their loss is made; their kernels are not, so activations are those of a CPU.
+    loss: Literal["chunked", "plain"] = "chunked" if chunks_loss(run, gpu=planned_on_gpu(run)) else "plain"
+    run = replace(run, train=replace(run.train, device="cpu", loss=loss))
     with dry_rank(run, rank) as trainee:
         account, same, actions = counted(trainee, random_batch(run))
     expected = replace(planned(run, rank), step_seconds=0.0)

@@ -1,10 +1,11 @@
 """Weeks, not steps: failures, checkpoints and restarts, and what the whole job costs in time, devices, energy and money.
 
 With devices that fail every `mtbf` hours on average, a checkpoint that stalls d seconds and a restart of r, the interval that
-loses least is sqrt(2 d M), M the time between failures of the whole cluster (Young 1974, Daly 2006). Lost is then d for each
-interval, and for each failure half an interval of work and the restart. Training waits only while the state is copied to the
-host's memory; it is written beside the training, which takes w, so the interval is no shorter than that, and a failure also
-loses the w since the last checkpoint that was whole.
+loses least is sqrt(2 d M), M the time between failures of the whole cluster (Young 1974, Daly 2006): that is assumed of a run
+that does not say how often it saves. An interval of T takes (M + r)(exp((T + d) / M) - 1) until it is done: d, and for each failure
+half of it and the restart, as long as failures are rare. Training waits only while the state is copied to the host's memory; it is
+written beside the training, which takes w, so the interval is no shorter than that, and a failure also loses the w since the last
+checkpoint that was whole.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from dataclasses import dataclass
 
 from shardwise.hardware import Cluster
 from shardwise.run import Run
+
+NEVER = 40.0
+"""Failures in an interval beyond which nobody counts: such a run does not end."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +55,12 @@ def job_cost(run: Run, cluster: Cluster, step_seconds: float, devices: int, chec
     stall = checkpoint_bytes / (c.host_gbs * 1e9 * devices)
     write = checkpoint_bytes / (c.storage_gbs * 1e9 * machines)
     useful = step_seconds * run.train.steps
-    interval = min(max(math.sqrt(2 * stall * between), write, step_seconds), max(useful, step_seconds))
-    lost = stall / interval + (interval / 2 + write + c.restart_seconds) / between
-    total = useful * (1 + lost)
+    wanted = run.train.checkpoint_every * step_seconds or math.sqrt(2 * stall * between)
+    interval = min(max(wanted, write, step_seconds), max(useful, step_seconds))
+    attempts = math.expm1(min((interval + stall) / between, NEVER)) * between / interval
+    total = useful * attempts * (1 + (write + c.restart_seconds) / between)
     hours = total / 3600 * devices
     price = c.price or cluster.chip.price
     # Chips draw close to their limit while training; hosts, network and cooling add about half as much again.
-    kwh = hours * (c.power_w or cluster.chip.power) / 1000 * 1.5
+    kwh = hours * min(c.power_w or math.inf, cluster.chip.power) / 1000 * 1.5
     return JobCost(total / 86400, hours, hours * price, kwh, useful / total, total / between, interval, stall, write)

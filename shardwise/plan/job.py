@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.hardware import Cluster, load_profile, make_cluster
+from shardwise.hardware import Cluster, find_chip, load_profile, make_cluster
 from shardwise.plan.stacks import STACKS, Stack
-from shardwise.run import LayoutConfig, ModelConfig, Run
+from shardwise.run import LayoutConfig, ModelConfig, Problem, Run, UserError
 from shardwise.run.derive import chunks_loss, compiles, keeps_casts, planned_on_gpu, replays
 
 BYTES = {"float64": 8.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
@@ -66,8 +66,14 @@ class Job:
 def cluster_of(run: Run) -> Cluster:
     """The machines a run names."""
     c = run.cluster
+    profile = load_profile(c.profile) if c.profile else None
+    chip = find_chip(c.chip or "cpu").name
+    if profile is not None and profile.chip not in ("", chip):
+        raise UserError(
+            Problem(f"was measured on {profile.chip}, and cluster.chip is {chip}", "cluster.profile", c.profile)
+        )
     return make_cluster(
-        c.chip or "cpu",
+        chip,
         c.nodes,
         c.devices_per_node,
         intra_gbs=c.intra_gbs,
@@ -77,7 +83,7 @@ def cluster_of(run: Run) -> Cluster:
         domain=c.domain,
         taper=c.taper,
         fabric=c.fabric,
-        profile=load_profile(c.profile) if c.profile else None,
+        profile=profile,
     )
 
 

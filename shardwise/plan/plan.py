@@ -73,6 +73,7 @@ class Plan:
             "step_seconds_high": self.high,
             "tokens_per_s": account.tokens_per_second,
             "mfu": self.mfu,
+            "peak_flops": told_by(self.job)[1],
             "flops": as_dict(account.work.flops),
             "bytes_moved": as_dict(account.work.bytes),
             "flops_convention": CONVENTION,
@@ -112,8 +113,7 @@ def plan_job(
     done = replace(work(run), bytes=bytes_moved(job, step))
     account = Account("plan", step.seconds, job.tokens, step.breakdown, done, space, wire)
     devices = run.layout.world
-    peak = job.cluster.chip.peak.get("fp8" if job.fp8 else job.dtype) or max(job.cluster.chip.peak.values())
-    mfu = job.tokens * training_flops(job.model, job.seq_len) / (step.seconds * devices * peak)
+    mfu = job.tokens * training_flops(job.model, job.seq_len) / (step.seconds * devices * told_by(job)[1])
     checkpoint = parameters(job.model).total * 12.0
     cost = job_cost(run, job.cluster, step.seconds, devices, checkpoint)
     notes = notes_of(job)
@@ -122,6 +122,14 @@ def plan_job(
         run, job, account, step.seconds * math.exp(-width), step.seconds * math.exp(width), mfu, cost,
         what_binds(account, job), tuple(notes), step,
     )  # fmt: skip
+
+
+def told_by(job: Job) -> tuple[str, float]:
+    """Whose peak the MFU is a share of, in FLOP/s of a device: that of the arithmetic's dtype, as in training, also where some
+    products are made in 8 bits."""
+    peaks = job.cluster.chip.peak
+    name = job.dtype if job.dtype in peaks else max(peaks, key=lambda dtype: peaks[dtype])
+    return f"{job.cluster.chip.name}'s {name} peak", peaks[name]
 
 
 def bytes_moved(job: Job, step: Step) -> dict[str, dict[str, float]]:
@@ -207,6 +215,13 @@ def known_chip(job: Job) -> bool:
 def notes_of(job: Job) -> list[str]:
     """Where the prediction stands on thin ice."""
     notes = []
+    cluster = job.cluster
+    if cluster.per_node > cluster.chip.devices_per_node and cluster.chip.name != "cpu":
+        machines = -(-cluster.per_node // cluster.chip.devices_per_node)
+        notes.append(
+            f"{cluster.per_node} devices in one machine, where machines of {cluster.chip.name} have "
+            f"{cluster.chip.devices_per_node}: of {machines} of them say cluster.nodes = {machines}"
+        )
     if not known_chip(job):
         notes.append(
             f"no published training run on {job.cluster.chip.name} was fitted: its kernel curves alone speak; "
@@ -243,6 +258,7 @@ def what_binds(account: Account, job: Job) -> str:
         "other": "what does not scale with the work",
         "optimizer": "the optimizer's memory traffic",
         "pipeline": "sending between stages",
+        "data": "reading the batches",
     }.get(worst, f"traffic of the {worst} axis")
     share = f"{waits[worst] / total:.0%} of the step"
     if computing > TELLING * total:

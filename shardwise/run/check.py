@@ -274,7 +274,11 @@ def _batch_rules(run: Run) -> Iterator[Broken]:
             f"{train.global_batch} is not a multiple of train.microbatch x layout.replicate x layout.shard = "
             f"{train.microbatch} x {lay.replicate} x {lay.shard} = {share}: every rank runs the same number of microbatches",
         )
-    if cluster.nodes * cluster.devices_per_node != lay.world:
+    if cluster.devices_per_node == -(-lay.world // cluster.nodes) and lay.world % cluster.nodes:
+        axes = tuple(f"layout.{axis}" for axis in ("replicate", "shard", "context", "tensor", "pipeline"))
+        reason = f"the {lay.world} ranks of the layout do not divide over {cluster.nodes} nodes"
+        yield Broken("cluster.nodes", ("cluster.devices_per_node", *axes), reason)
+    elif cluster.nodes * cluster.devices_per_node != lay.world:
         yield Broken(
             "cluster.devices_per_node",
             (

@@ -117,7 +117,7 @@ class LayoutConfig:
     pipeline: int = key(1, "stages the layers are cut into", least=1)
     expert: int = key(1, "ranks the experts are spread over; regroups shard x context, adds no ranks", least=1)
     zero: Literal[1, 2, 3] = key(3, "what shard x context ranks share: 1 optimizer, 2 and gradients, 3 and parameters")
-    prefetch: int = key(1, "ZeRO: layers whose parameters are gathered ahead of their use", least=0)
+    prefetch: int = key(1, "ZeRO: layers whose parameters are gathered ahead of their use", least=1)
     offload: bool = key(False, "ZeRO: keep parameters, gradients and optimizer in the CPU's memory; GPUs only")
     context_method: Literal["ring", "ulysses", "gather"] = key(
         "ring", "how attention sees the other ranks' part of a sequence"

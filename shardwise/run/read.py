@@ -110,7 +110,7 @@ def _unknown(name: str, keys: dict[str, Key]) -> str:
 
 def _from_file(path: Path, problems: list[Problem]) -> _Given:
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = path.read_bytes().decode("utf-8-sig")
         return _flatten(tomllib.loads(text), str(path), problems)
     except tomllib.TOMLDecodeError as e:
         raise UserError(Problem(f"is not valid TOML: {e}", where=str(path))) from None
@@ -146,6 +146,9 @@ def _from_overrides(overrides: Iterable[str], problems: list[Problem]) -> _Given
             problems.append(Problem("has no value; write --section.key=value", name, COMMAND_LINE))
         elif item.removeprefix("--") == FREE:
             given["layout.auto"] = ("true", COMMAND_LINE)
+        elif name in SECTIONS:
+            reason = f'is "{text}": a whole layout is "auto", or its keys are given one by one'
+            problems.append(Problem(reason if name == "layout" else "is a section, not a value", name, COMMAND_LINE))
         else:
             given[name] = (text, COMMAND_LINE)
     return given

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,17 @@ def test_without_torch_training_says_what_to_install(tmp_path: Path) -> None:
         (["convert", "from-hf", "absent", "out"], "absent"),
         (["data", "build", "absent.txt", "--out", "x"], "absent.txt"),
         (["data", "show", "absent", "--train.lr=3"], "takes no run"),
+        (["config", "--layout=autoo"], 'a whole layout is "auto"'),
+        (["config", "--train=3"], "--train"),
+        (["plan", "--model.preset=llama3-1b", "--html", ""], "not the name of a file"),
+        (["plan", "--model.preset=llama3-1b", "--html", "absent/plan.html"], 'no folder "absent"'),
+        (["plan", "--model.preset=llama3-1b", "--name=\udcff", "--html", "x.html"], "'\\udcff' is no text"),
+        (["verify", "absent.toml", "--steps", "-5"], "whole number of 1 or more"),
+        (["verify", "absent.toml", "--rank", "3"], "--dry"),
+        (["verify", "absent.toml", "--time", "nan"], "number of 0 or more"),
+        (["trace", "absent", "--dtype", "int3"], "did you mean int8"),
+        (["trace", "absent", "--within", "-1"], "number of 0 or more"),
+        (["validate", "--worst", "-1"], "whole number of 0 or more"),
     ],
 )
 def test_mistakes_get_a_sentence_and_exit_code_2(
@@ -88,6 +100,23 @@ def test_mistakes_get_a_sentence_and_exit_code_2(
     assert phrase in said
     assert all(line.startswith("error: ") for line in said.splitlines())
     assert not list(tmp_path.iterdir())
+
+
+def test_who_reads_no_further_has_seen_enough() -> None:
+    command = f"{sys.executable} -m shardwise plan --model.preset=llama3-1b --cluster.chip=h100 | head -1 > /dev/null"
+    done = subprocess.run(
+        ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_terminal_of_few_letters_shows_others() -> None:
+    command = [sys.executable, "-m", "shardwise", "plan", "--model.preset=llama3-1b", "--cluster.chip=h100"]
+    command += ["--train.global_batch=1", "--train.dtype=bfloat16"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "microbatch 1 ? 1" in done.stdout
 
 
 def test_config_prints_the_resolved_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

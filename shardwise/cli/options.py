@@ -1,0 +1,32 @@
+"""Kinds of arguments that several verbs take: refused with a sentence before anything is begun."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+
+def at_least(least: float, kind: type[int] | type[float] = int) -> Callable[[str], int | float]:
+    """A number that is not below `least`."""
+
+    def number(text: str) -> int | float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = kind(least) - 1
+        if not value >= least:  # nor not a number
+            raise argparse.ArgumentTypeError(f'"{text}" is not a {"whole " * (kind is int)}number of {least:g} or more')
+        return value
+
+    return number
+
+
+def new_file(text: str) -> str:
+    """A file that can be written, as far as its folder says."""
+    path = Path(text)
+    if not text or path.is_dir():
+        raise argparse.ArgumentTypeError(f'"{text}" is not the name of a file')
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f'there is no folder "{path.parent}" to write "{path.name}" to')
+    return text
