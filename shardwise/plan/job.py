@@ -6,6 +6,7 @@ its microbatch may be arrays: then every formula gives arrays, one entry a layou
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -121,6 +122,7 @@ def job_of(run: Run) -> Job:
         fp8=train.fp8 != "none",
         fp8_gradients=train.fp8 == "tensorwise",
         headroom=run.cluster.headroom,
-        imbalance=train.expert_imbalance if run.model.experts else 1.0,
+        # An expert takes no more than its room.
+        imbalance=min(train.expert_imbalance, run.model.expert_capacity or math.inf) if run.model.experts else 1.0,
     )
     return overlapped(job, run.layout.async_tensor)
