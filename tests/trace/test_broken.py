@@ -150,7 +150,7 @@ def test_duplicate_ids(tmp_path: Path) -> None:
         span("cuda_runtime", "l", 0, 1, correlation=5),
     ]
     broken(tmp_path, text_of(same), 3)
-    twice = b'{"ph": "X", "ph": "X", "name": "a", "name": "b", "ts": 1, "ts": 2, "dur": 1}'
+    twice = b'{"ph": "X", "ph": "X", "name": "a", "name": "b", "cat": "kernel", "ts": 1, "ts": 2, "dur": 1}'
     broken(tmp_path, b"[" + twice + b"]", 1)
 
 
@@ -216,6 +216,7 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
         (b'{"traceEvents": []}', "holds no events"),
         (b"[]", "holds no events"),
         (b"[1, 2]", "could not be read"),
+        (b'[{"ph": "X", "name": "forward", "cat": "matmul", "ts": 1, "dur": 1}]', "none that PyTorch's profiler writes"),
         (b"\x1f\x8b\x08", "gzip stream"),
         (b"\x1f\x8b not gzip at all", "gzip stream"),
     ],

@@ -88,6 +88,8 @@ def read_profile(
     events, messages, shapes, allocations = columns.finish()
     if not len(events):
         raise NoProfile(*(problems.sentences() or (f"{path}: holds no events",)))
+    if events.of_kind("other").all():  # a timeline, such as a plan's
+        raise NoProfile(*problems.sentences(), f"{path}: holds events, but none that PyTorch's profiler writes")
     return Profile(
         rank=rank,
         world=_whole(info.get("world_size")),
