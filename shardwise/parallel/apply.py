@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.model.attention import Visibility
 from shardwise.model.fp8 import check_eight_bits, multiply, use_eight_bits
@@ -28,7 +28,7 @@ from shardwise.parallel.mesh import Mesh, new_group
 from shardwise.parallel.pipeline import Pipeline, Stage, put_off_weights
 from shardwise.parallel.recompute import apply_recompute
 from shardwise.parallel.shard import Sharder, uses_copies_alone, wrap_copies
-from shardwise.parallel.split import part, splits
+from shardwise.parallel.split import Split, part, splits
 from shardwise.parallel.tensor import apply_tensor
 from shardwise.plan.stages import layers_of_stages
 from shardwise.run import Run
@@ -90,8 +90,7 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
         for name, parameter in model.named_parameters():
             cut = splits(run.model, layout, name)
             copy = copied and name == "embed.weight"
-            sharded = _sharded_over(name, parameter)
-            held.append(Held(name, parameter, whole[name], cut, sharded, copy, working.get(parameter)))
+            held.append(Held(name, parameter, whole[name], cut, _shard(name, parameter), copy, working.get(parameter)))
     pipeline = Pipeline(stages, schedule, mesh, zero=layout.zero, scales=sharder.scales)
     models = [stage.model for stage in stages.values()]
     return Parallel(mesh, models, pipeline, held, _tied_group(run, mesh, schedule.placement))  # type: ignore[arg-type]
@@ -151,10 +150,13 @@ def _materialize(module: nn.Module, prefix: str, run: Run, mesh: Mesh, device: t
                 )
 
 
-def _sharded_over(name: str, parameter: Tensor) -> str:
+def _shard(name: str, parameter: Tensor) -> Split | None:
+    """How `fully_shard` has cut a parameter; the last dimension of its mesh is the one that shares."""
     if not isinstance(parameter, DTensor):
-        return ""
-    return "expert_shard" if ".experts." in name else "zero"
+        return None
+    placement = parameter.placements[-1]
+    assert isinstance(placement, Shard)
+    return Split("expert_shard" if ".experts." in name else "zero", placement.dim)
 
 
 def _tied_group(run: Run, mesh: Mesh, placement: tuple[int, ...]) -> Group:

@@ -39,17 +39,19 @@ def cut_shape(held: Held, cut: tuple[Split, ...], mesh: Mesh) -> list[int]:
 
 def unsharded(x: Tensor, held: Held, mesh: Mesh) -> Tensor:
     """This rank's shard of something shaped like the parameter, with the other ranks' shards."""
-    if not held.sharded_over:
+    if held.shard is None:
         return x
-    return _join(x, cut_shape(held, held.cut, mesh)[0], 0, mesh, held.sharded_over)
+    dim = held.shard.dim
+    return _join(x, cut_shape(held, held.cut, mesh)[dim], dim, mesh, held.shard.axis)
 
 
 def resharded(x: Tensor, held: Held, mesh: Mesh) -> Tensor:
-    """This rank's shard, as `fully_shard` lays it out: along the first dimension."""
-    if not held.sharded_over:
+    """This rank's shard, as `fully_shard` lays it out."""
+    if held.shard is None:
         return x
-    start, stop = bounds(x.shape[0], mesh.size(held.sharded_over), mesh.index(held.sharded_over))
-    return x[start:stop]
+    dim, axis = held.shard.dim, held.shard.axis
+    start, stop = bounds(x.shape[dim], mesh.size(axis), mesh.index(axis))
+    return x.narrow(dim, start, stop - start)
 
 
 def whole_matrix(x: Tensor, held: Held, mesh: Mesh) -> Tensor:

@@ -38,7 +38,7 @@ class Held:
     parameter: nn.Parameter
     whole: tuple[int, ...]
     cut: tuple[Split, ...]
-    sharded_over: str  # "zero", "expert_shard", or "" when every rank holds all of it
+    shard: Split | None  # of what those leave, over "zero" or "expert_shard"; None when every rank holds all of it
     copy_of_other_stage: bool = False
     working: Working | None = None  # what the products use in its place
 
@@ -55,7 +55,12 @@ class Held:
     @property
     def axes(self) -> tuple[str, ...]:
         """The groups over which the pieces of this parameter lie."""
-        return (*(split.axis for split in self.cut), *([self.sharded_over] if self.sharded_over else []))
+        return tuple(split.axis for split in self.cuts)
+
+    @property
+    def cuts(self) -> tuple[Split, ...]:
+        """All cuts in their order."""
+        return self.cut if self.shard is None else (*self.cut, self.shard)
 
 
 def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -23,11 +23,9 @@ class Box:
 def box(held: Held, mesh: Mesh) -> Box:
     """The part of the parameter that this rank holds."""
     offset, size = [0] * len(held.whole), list(held.whole)
-    cuts = [(split.axis, split.dim) for split in held.cut]
-    # `fully_shard` cuts what the other axes leave, along the first dimension.
-    cuts += [(held.sharded_over, 0)] if held.sharded_over else []
-    for axis, dim in cuts:
-        start, stop = bounds(size[dim], mesh.size(axis), mesh.index(axis))
+    for split in held.cuts:
+        dim = split.dim
+        start, stop = bounds(size[dim], mesh.size(split.axis), mesh.index(split.axis))
         offset[dim], size[dim] = offset[dim] + start, stop - start
     return Box(tuple(offset), tuple(size))
 

@@ -8,7 +8,9 @@ rank's parameters in the dtype they are gathered in, G in that they are reduced 
 - zero = 3: parameters too: gathered for every microbatch's forward and again for its backward. Only what stands outside of
   the blocks stays gathered between the two where one follows the other at once, that is without a pipeline.
 Parameters are gathered block by block. With copies as well, each rank's shard of the gradients is all-reduced over them
-once a step: 2(r-1)/r of G/z. Routed experts likewise, with z / e ranks (`expert_shard`) in the place of z.
+once a step: 2(r-1)/r of G/z. Routed experts likewise, with z / e ranks (`expert_shard`) in the place of z, and nothing padded
+where one of their dimensions divides: they are cut along the first that does, since a rank may hold fewer experts than share
+them. Along another than the first they pass through one more copy as they are gathered, and their gradients before the sum.
 What is multiplied in 8 bits is gathered in 8 bits too (`narrow.py`).
 Gradients are added, not averaged: the loss is already divided by the tokens of the whole batch.
 """
@@ -21,6 +23,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.model.experts import Mixture
@@ -28,6 +31,7 @@ from shardwise.model.transformer import Block, Transformer
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.narrow import Scales, gather_in_eight_bits
 from shardwise.run import Run
+from shardwise.run.derive import shared_along
 
 
 def uses_copies_alone(mesh: Mesh) -> bool:
@@ -92,11 +96,16 @@ class Sharder:
             mp_policy=self.policy,
             offload_policy=self.offload,
             ignored_params=ignored or None,
+            shard_placement_fn=self._along if axis == "expert_shard" else None,
         )
         assert isinstance(module, FSDPModule)
         # Plain sums: by default a factor is given to the transport, and gloo takes none, not even 1.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+
+    def _along(self, experts: nn.Parameter) -> Shard:
+        """How the matrices of experts are cut."""
+        return Shard(shared_along(experts.shape, self.mesh.size("expert_shard")))
 
 
 def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:

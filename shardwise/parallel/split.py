@@ -1,6 +1,7 @@
 """Which part of each parameter a rank holds: the one table of what the tensor and expert axes cut, and along which dimension.
 
-Sharding (ZeRO) is laid over it by `fully_shard` and needs no table. Making initial weights, saving and counting all read this.
+Sharding (ZeRO) is laid over it by `fully_shard` and needs no table: rows, but of experts whichever dimension is even (`shard.py`).
+Making initial weights, saving and counting all read this.
 """
 
 from __future__ import annotations

@@ -21,8 +21,9 @@ def held(run: Run, rank: int) -> dict[str, int]:
 
     Parameters and gradients are float32, or float64 where the arithmetic is; but matrices of which copies in the dtype of their
     products are kept count with those, and their gradients are of that dtype. `fully_shard` deals rows out in equal pieces and
-    pads the last ones, of parameters and of gradients; what the optimizer remembers has no padding. DistributedDataParallel's
-    gradients are views of its buckets, which hold nothing else.
+    pads the last ones, of parameters and of gradients; what the optimizer remembers has no padding. Experts are dealt out along a
+    dimension that needs none, where they have one. DistributedDataParallel's gradients are views of its buckets, which hold
+    nothing else.
     """
     place = Place(run, rank)
     parameters = gradients = optimizer = 0
@@ -163,6 +164,14 @@ def last_gradient(run: Run, rank: int) -> int:
         return 0
     weight = place.outer_weights(place.stages[0])[0]
     return weight.shard(_sharing(place, weight)[0]) * place.wide
+
+
+def turned_gradient(run: Run, rank: int) -> int:
+    """Bytes of the second copy of a gradient that is dealt out along another dimension than the first: `fully_shard` lays the
+    pieces one behind the other before it scatters them, one matrix after the other."""
+    place = Place(run, rank)
+    turned = [weight for _, weight in place.weights() if weight.dealt_along(_sharing(place, weight)[0])]
+    return max((weight.numbers * place.width for weight in turned), default=0)
 
 
 def waiting_gradients(run: Run, rank: int) -> int:

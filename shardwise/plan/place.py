@@ -15,7 +15,7 @@ from functools import cached_property
 from shardwise.plan.rounds import cached_schedule, fewer_rounds
 from shardwise.plan.stages import layers_of_stages
 from shardwise.run import ModelConfig, Run
-from shardwise.run.derive import chunks_loss, gathers_eight_bits, keeps_casts, planned_on_gpu
+from shardwise.run.derive import chunks_loss, gathers_eight_bits, keeps_casts, planned_on_gpu, shared_along
 from shardwise.schedules import SPLIT_BACKWARD, Schedule
 
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -42,12 +42,23 @@ class Weight:
         return math.prod(self.shape)
 
     def shard(self, ranks: int) -> int:
-        """Numbers in a shard: rows are dealt out in equal pieces, the last ones padded."""
-        return -(-self.shape[0] // ranks) * math.prod(self.shape[1:])
+        """Numbers in a shard: rows are dealt out in equal pieces, the last ones padded; experts by whichever dimension is even."""
+        length, rest = self._dealt(ranks)
+        return -(-length // ranks) * rest
 
     def own(self, ranks: int, rank: int) -> int:
         """Numbers of a rank's shard without the padding."""
-        return piece(self.shape[0], ranks, rank) * math.prod(self.shape[1:])
+        length, rest = self._dealt(ranks)
+        return piece(length, ranks, rank) * rest
+
+    def dealt_along(self, ranks: int) -> int:
+        """The dimension that is dealt out."""
+        return shared_along(self.shape, ranks) if self.routed else 0
+
+    def _dealt(self, ranks: int) -> tuple[int, int]:
+        """The length of that dimension, and of all others together."""
+        dim = self.dealt_along(ranks)
+        return self.shape[dim], math.prod(self.shape[:dim] + self.shape[dim + 1 :])
 
 
 @dataclass(frozen=True)

@@ -163,6 +163,7 @@ def exact(space: Memory, run: Run, job: Job) -> Memory:
             owners["activations"] *= 1.0 - held.compiled_away(run, rank)
         if run.layout.zero == 3 and run.layout.shard * run.layout.context > 1:  # besides, the layers of the moment
             owners["gathered"] += estimated["gathered"]
+        owners["buffers"] = estimated["buffers"] + held.turned_gradient(run, rank)
         if owners["again"]:
             owners["again"] += held.passing_gradients(run, rank)
         gone = _kept_behind(run, rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwise.run.config import ModelConfig, Run
@@ -123,6 +124,15 @@ def gathers_eight_bits(run: Run, rows: int, columns: int, ranks: int) -> bool:
     """Whether the shards of such a matrix over so many ranks are gathered in 8 bits."""
     even = run.train.fp8 == "tensorwise" or rows % ranks == 0
     return multiplies_in_eight_bits(run, rows, columns) and even and not run.layout.offload
+
+
+def shared_along(experts: Sequence[int], ranks: int) -> int:
+    """The dimension along which so many ranks share matrices [experts, rows, columns]: the first that they divide.
+
+    Dealt out expert by expert, fewer experts than ranks would leave most ranks with nothing but padding. `fully_shard` pads the
+    first dimension alone, so that is the one where none divides.
+    """
+    return next((dim for dim, length in enumerate(experts) if length % ranks == 0), 0)
 
 
 def derive(run: Run) -> Run:

@@ -14,15 +14,18 @@ from parallel_pool import RankPool
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardwise.measure.dry import dry_rank
 from shardwise.measure.memory import Storages, measure_memory
+from shardwise.measure.verify import random_batch
 from shardwise.model.experts import Mixture
 from shardwise.model.transformer import Block
 from shardwise.parallel import apply as apply_module
+from shardwise.parallel import shard as shard_module
 from shardwise.plan import place as place_module
 from shardwise.plan.held import activations, gathered, held, saved_activations, waiting_gradients
 from shardwise.plan.place import Place
 from shardwise.plan.plan import plan
-from shardwise.run import Run
+from shardwise.run import Run, run_from_dict
 from shardwise.run.derive import keeps_casts
 from shardwise.train.step import Trainee
 
@@ -105,6 +108,9 @@ LAYOUTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     ("mixture", dict(pipeline=2, shard=2, expert=2, schedule="zb-h1"), {}),
     ("mixture", dict(context=2, tensor=2, expert=2, shard=2), NARROW),
+    *cases.FEWER_EXPERTS_THAN_RANKS,
+    ("few", dict(shard=4, expert=2), NARROW | dict(microbatch=1)),
+    ("few", dict(shard=4, expert=2), dict(optimizer="muon")),
 ]
 
 
@@ -175,6 +181,23 @@ def test_plan_gives_these_numbers() -> None:
         own = held(run, 2 * stage) | dict(activations=activations(run, 2 * stage), gathered=gathered(run, 2 * stage))
         own["gradients"] = waiting_gradients(run, 2 * stage)
         assert {owner: owners[owner] for owner in own} == own
+
+
+def test_gradients_cut_along_another_dimension_are_copied_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers dealt out expert by expert and in pieces of each: at its fullest a rank holds one matrix more."""
+    model = dict(layers=2, hidden=64, heads=4, ffn=64, vocab=61, experts=8, experts_per_token=1, expert_ffn=512)
+    train = dict(seq_len=32, global_batch=16, microbatch=1, dtype="bfloat16", device="cpu")
+    run = run_from_dict(dict(model=model, layout=dict(shard=8), train=train))
+    peaks, buffers = [], []
+    for dim in (0, 1):
+        for where in (shard_module, place_module):
+            monkeypatch.setattr(where, "shared_along", lambda shape, ranks, dim=dim: dim)
+        with dry_rank(run, 0) as trainee:
+            batch = random_batch(run, 0)
+            trainee.train_step(batch)
+            peaks.append(measure_memory(trainee, batch)["peak"])
+        buffers.append(plan(run).account.memory.ranks[0]["buffers"])
+    assert peaks[1] - peaks[0] == buffers[1] - buffers[0] == 8 * 512 * 64 * 2
 
 
 ON_GPU = [

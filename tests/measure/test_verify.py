@@ -38,6 +38,8 @@ REAL: list[tuple[str, Layout]] = [
     ("dense", dict(pipeline=2, tensor=2, schedule="interleaved")),
     ("mixture", dict(shard=2, tensor=2, expert=2, expert_tensor=True)),
     ("dense", dict(shard=2, recompute="full", recompute_every=2)),
+    ("few", dict(shard=4, expert=2)),
+    ("mixture", dict(shard=3)),
 ]
 DRY: list[tuple[str, Layout]] = [
     ("dense", {}),
@@ -56,6 +58,8 @@ DRY: list[tuple[str, Layout]] = [
     ("dense", dict(tensor=4, pipeline=2, async_tensor=True)),
     ("latent", dict(tensor=4, shard=2)),
     ("tied", dict(pipeline=4, tensor=2)),
+    *[("mixture", dict(shard=32, expert=4, zero=zero)) for zero in (1, 2, 3)],
+    ("mixture", dict(replicate=2, shard=12, expert=4, tensor=2, expert_tensor=True)),
 ]  # fmt: skip
 
 

@@ -29,7 +29,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "capacity": MIXTURE | dict(expert_capacity=0.8),
     "window": DENSE | dict(sliding_window=11),
     "softmax": MIXTURE | dict(router="softmax", shared_experts=0, dense_layers=0),
+    "few": MIXTURE | dict(experts=2, experts_per_token=1, dense_layers=0),
 }  # fmt: skip
+FEWER_EXPERTS_THAN_RANKS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    *[("few", dict(shard=4, expert=2, zero=zero), {}) for zero in (1, 2, 3)],
+    ("few", dict(shard=4), {}),
+    ("few", dict(shard=2, context=2, expert=2, recompute="full"), {}),
+    ("few", dict(replicate=2, shard=4, expert=2, zero=2), dict(global_batch=16)),
+    ("few", dict(shard=4, tensor=2, expert=2, expert_tensor=True), {}),
+    ("few", dict(pipeline=2, shard=4, expert=2, schedule="zb-h1"), dict(microbatch=1)),
+    # As many rows as three ranks divide in gate and up, as many columns in down.
+    ("mixture", dict(shard=3), dict(global_batch=6)),
+    # Nothing that five ranks divide.
+    ("few", dict(shard=5), dict(global_batch=10)),
+]
+"""Layouts in which the ranks that share experts are more than these, or do not divide them."""
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v", "dualpipe-v")
 LENGTH, BATCH = 32, 8
 

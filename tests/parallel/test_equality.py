@@ -115,6 +115,11 @@ def test_each_variant_of_an_axis(ranks: RankPool, model: str, layout: Layout) ->
     assert_equal(ranks, model, layout)
 
 
+@pytest.mark.parametrize(("model", "layout", "train"), cases.FEWER_EXPERTS_THAN_RANKS, ids=str)
+def test_fewer_experts_than_ranks_that_share_them(ranks: RankPool, model: str, layout: Layout, train: Layout) -> None:
+    assert_equal(ranks, model, layout, **train)
+
+
 @pytest.mark.parametrize("schedule", cases.SCHEDULES)
 @pytest.mark.parametrize(("model", "more"), [("tied", {}), ("mixture", dict(shard=2, expert=2, recompute="full"))])
 def test_each_schedule_runs_as_listed(ranks: RankPool, model: str, more: Layout, schedule: str) -> None:
@@ -142,6 +147,21 @@ def test_microbatches_that_do_not_divide(ranks: RankPool, schedule: str, batch: 
 @pytest.mark.parametrize("layout", [dict(shard=2), dict(tensor=2, shard=2), dict(pipeline=2, tensor=2)], ids=str)
 def test_muon_orthogonalises_whole_matrices(ranks: RankPool, layout: Layout) -> None:
     assert_equal(ranks, "mixture", layout, optimizer="muon")
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "train"),
+    [
+        ("few", dict(shard=4, expert=2), {}),
+        ("few", dict(shard=4, tensor=2, expert=2, expert_tensor=True), {}),
+        ("mixture", dict(shard=3), dict(global_batch=6)),
+    ],
+    ids=str,
+)
+def test_muon_orthogonalises_experts_that_ranks_hold_parts_of(
+    ranks: RankPool, model: str, layout: Layout, train: Layout
+) -> None:
+    assert_equal(ranks, model, layout, optimizer="muon", **train)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -206,6 +206,17 @@ def test_combinations(ranks: RankPool, model: str, layout: dict[str, Any], more:
     check(ranks, cases.make_run(model, layout, **more))
 
 
+@pytest.mark.parametrize(
+    ("model", "layout", "more"),
+    [*cases.FEWER_EXPERTS_THAN_RANKS, ("few", dict(shard=4, expert=2), dict(dtype="bfloat16", optimizer="muon"))],
+    ids=str,
+)
+def test_fewer_experts_than_ranks_that_share_them(
+    ranks: RankPool, model: str, layout: dict[str, Any], more: dict[str, Any]
+) -> None:
+    check(ranks, cases.make_run(model, layout, **dict(microbatch=1) | more))
+
+
 def known_calls(rank: int) -> Traffic:
     everyone, some = dist.group.WORLD, dist.new_group([0, 1])
     assert everyone is not None

@@ -15,6 +15,7 @@ import saved_cases
 from parallel_pool import RankPool
 
 from shardwise.model.saved_files import damage, read_manifest, read_pieces
+from shardwise.model.saved_reader import SavedReader
 from shardwise.train.saves.folder import complete
 
 TOLERANCE = 1e-9
@@ -75,6 +76,39 @@ def test_random_pairs_of_layouts(ranks: RankPool, tmp_path: Path, pair: int) -> 
 )
 def test_expert_ranks_and_pipeline_depths(ranks: RankPool, tmp_path: Path, before: Layout, after: Layout) -> None:
     assert_moves(ranks, tmp_path, "mixture", "muon", (before, {}), (after, {}))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    ("model", "before", "after"),
+    [
+        ("few", dict(shard=4, expert=2), dict(shard=2)),
+        ("few", dict(shard=2, expert=2), dict(shard=4, expert=2, zero=2)),
+        ("few", dict(shard=4, expert=2), dict(shard=4)),
+        ("few", dict(shard=4, zero=1), dict(shard=2, tensor=2, replicate=2, expert_tensor=True)),
+        ("mixture", dict(shard=8, expert=4), dict(shard=8)),
+    ],
+    ids=str,
+)
+def test_experts_cut_along_other_dimensions(
+    ranks: RankPool, tmp_path: Path, model: str, before: Layout, after: Layout, optimizer: str
+) -> None:
+    assert_moves(ranks, tmp_path, model, optimizer, (before, {}), (after, {}))
+
+
+def test_weights_of_experts_in_parts_are_read_whole(ranks: RankPool, tmp_path: Path) -> None:
+    """As for generating and for files of other programs."""
+    run = cases.make_run("mixture", dict(shard=3), global_batch=6, steps=STEPS)
+    ranks.run(3, saved_cases.train_and_save, run, tmp_path, STEPS)
+    (folder,) = complete(tmp_path)
+    reader = SavedReader(folder)
+    alone = cases.make_run("mixture", {}, global_batch=6, microbatch=1, steps=STEPS)
+    want = {name: value for name, (_, value) in cases.train(0, alone)["parameters"].items()}
+    for name, dim in (("gate", 1), ("up", 1), ("down", 2)):
+        name = f"layers.1.ffn.experts.{name}"
+        assert [piece.offset[dim] for piece in sorted(reader.pieces[name], key=lambda p: p.offset)] == [0, 8, 16]
+        np.testing.assert_allclose(reader.get(name), want[name], rtol=TOLERANCE, atol=TOLERANCE)
+        np.testing.assert_allclose(reader.part(name, 3), want[name][3], rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_each_number_is_written_once_and_ranks_share_the_work(ranks: RankPool, tmp_path: Path) -> None:

@@ -1,0 +1,75 @@
+"""How parameters are dealt out over the ranks that share them, in cases simple enough to write out by hand. Against the trainer
+itself they are held in `tests/measure/test_memory.py` and `tests/parallel/test_traffic.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.plan.held import held
+from shardwise.plan.place import Place, Weight
+from shardwise.plan.plan import plan
+from shardwise.plan.traffic import by_group
+from shardwise.run import Run, run_from_dict
+from shardwise.run.derive import shared_along
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "dim"),
+    [
+        ((4, 24, 32), 1, 0),
+        ((4, 24, 32), 4, 0),
+        ((1, 24, 32), 2, 1),
+        ((4, 24, 32), 8, 1),  # more ranks than experts
+        ((6, 24, 32), 4, 1),  # more experts than ranks, and two of eight would be padding
+        ((4, 24, 32), 16, 2),
+        ((4, 24, 32), 5, 0),  # nothing divides
+    ],
+)
+def test_experts_are_cut_along_the_first_dimension_that_divides(shape: tuple[int, ...], ranks: int, dim: int) -> None:
+    assert shared_along(shape, ranks) == dim
+    weight = Weight(shape, routed=True)
+    own = [weight.own(ranks, rank) for rank in range(ranks)]
+    assert sum(own) == weight.numbers
+    if shape[dim] % ranks == 0:
+        assert own == [weight.shard(ranks)] * ranks
+    else:
+        assert weight.shard(ranks) == 24 * 32
+
+
+def test_other_parameters_are_cut_by_rows() -> None:
+    weight = Weight((2, 32))
+    assert [weight.own(4, rank) for rank in range(4)] == [32, 32, 0, 0]
+    assert weight.shard(4) == 32
+
+
+@pytest.fixture(scope="module")
+def mixtral() -> Run:
+    """One expert on each rank, which eight share."""
+    train = dict(seq_len=4096, global_batch=256, microbatch=1, dtype="bfloat16")
+    layout, cluster = dict(shard=64, expert=8), dict(chip="h100", nodes=8)
+    return run_from_dict(dict(model=dict(preset="mixtral-8x7b"), layout=layout, train=train, cluster=cluster))
+
+
+EXPERTS = 32 * 8 * 3 * 14336 * 4096
+"""Parameters of all layers' experts."""
+
+
+def test_an_expert_of_a_rank_is_shared_evenly(mixtral: Run) -> None:
+    routed = [(count, weight) for count, weight in Place(mixtral, 0).weights() if weight.routed]
+    assert sum(count * weight.shard(8) for count, weight in routed) == EXPERTS // 64
+    first, last = held(mixtral, 0), held(mixtral, 63)
+    # Of the rest only routers, whose eight rows 64 ranks share, are padded: a row of 4096 numbers in each of 32 layers.
+    assert first["parameters"] == first["gradients"]
+    assert first["parameters"] <= 4 * (46_702_792_704 // 64 + 32 * 4096 + 64)
+    assert first["parameters"] == last["parameters"]
+    assert first["optimizer"] == pytest.approx(2 * first["parameters"], rel=1e-3)
+    owners = plan(mixtral).account.memory.ranks[0]
+    assert {name: round(owners[name] / 2**30, 1) for name in ("parameters", "gradients", "optimizer")} == dict(
+        parameters=2.7, gradients=2.7, optimizer=5.4
+    )
+
+
+def test_an_expert_of_a_rank_is_gathered_and_scattered_without_padding(mixtral: Run) -> None:
+    sent = by_group(mixtral, 0)
+    assert sent["expert_shard", "all_gather"].bytes == 2 * mixtral.accumulation * 7 * EXPERTS // 64 * 2
+    assert sent["expert_shard", "reduce_scatter"].bytes == mixtral.accumulation * 7 * EXPERTS // 64 * 4
