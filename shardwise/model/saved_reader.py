@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -71,6 +72,12 @@ class SavedReader:
 
     def read(self, piece: Piece, start: Sequence[int], size: Sequence[int], into: Tensor) -> None:
         """Copy a box of a piece into a tensor of that box's shape. Whole pieces are held against their checksum."""
+        if len(size) > 2 and size[1] < piece.size[1]:  # some rows of each matrix of a stack: one matrix after the other
+            each = piece.bytes // piece.size[0]
+            for n in range(size[0]):
+                matrix = replace(piece, size=piece.size[1:], begin=piece.begin + (start[0] + n) * each)
+                self.read(matrix, start[1:], size[1:], into[n])
+            return
         width = DTYPES[piece.dtype].itemsize
         rows = size[0] if size else 1
         row = piece.bytes // max(1, piece.size[0]) if piece.size else width

@@ -16,7 +16,9 @@ from parallel_pool import RankPool
 
 from shardwise.model.saved_files import damage, read_manifest, read_pieces
 from shardwise.model.saved_reader import SavedReader
+from shardwise.parallel.place import Box
 from shardwise.train.saves.folder import complete
+from shardwise.train.saves.resume import read_box
 
 TOLERANCE = 1e-9
 STEPS, LAST = 2, 4
@@ -109,6 +111,23 @@ def test_weights_of_experts_in_parts_are_read_whole(ranks: RankPool, tmp_path: P
         assert [piece.offset[dim] for piece in sorted(reader.pieces[name], key=lambda p: p.offset)] == [0, 8, 16]
         np.testing.assert_allclose(reader.get(name), want[name], rtol=TOLERANCE, atol=TOLERANCE)
         np.testing.assert_allclose(reader.part(name, 3), want[name][3], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_only_the_rows_of_a_matrix_that_are_asked_for_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved_cases.train_and_save(0, cases.make_run("mixture", {}, microbatch=1), tmp_path, 1)
+    (folder,) = complete(tmp_path)
+    reader, name = SavedReader(folder), "layers.1.ffn.experts.up"
+    whole, read = reader.get(name), []
+    fill = SavedReader._fill
+
+    def counted(self: SavedReader, handle: int, data: Any, where: int, file: str) -> None:
+        read.append(data.numel())
+        fill(self, handle, data, where, file)
+
+    monkeypatch.setattr(SavedReader, "_fill", counted)
+    part = read_box(reader, name, Box((1, 8, 4), (2, 6, 20)))
+    assert (part == whole[1:3, 8:14, 4:24]).all()
+    assert read == [6 * 32 * 8] * 2
 
 
 def test_each_number_is_written_once_and_ranks_share_the_work(ranks: RankPool, tmp_path: Path) -> None:
