@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from shardwise.plan.rounds import cached_schedule, fewer_rounds
 from shardwise.plan.stages import layers_of_stages
@@ -236,13 +236,9 @@ class Place:
 
     def _over_budget(self, stage: Stage) -> list[int]:
         """Layers repeated to keep within the budget, by the plan's count of what a layer keeps; the trainer asks here too."""
-        # Imported where it is used: memory stands above the accounts, and only this mode asks for it.
-        from shardwise.plan.job import job_of
-        from shardwise.plan.memory import layer_kept
-
         run = self.run
-        job = job_of(replace(run, layout=replace(run.layout, recompute="none")))
-        kept = {routed: layer_kept(job, routed=routed) for routed in {self.routed(n) for n in stage.layers}}
+        whole = replace(run, layout=replace(run.layout, recompute="none", recompute_budget=0.0))
+        kept = {routed: _layer_kept(whole, routed) for routed in {self.routed(n) for n in stage.layers}}
         entering = self.tokens * run.model.hidden * self.width / run.layout.tensor
         total = sum(kept[self.routed(n)] for n in stage.layers)
         repeated = []
@@ -283,6 +279,16 @@ class Place:
                 yield from ((count, weight) for weight in self.layer_weights(routed))
         for stage in self.stages:
             yield from ((1, weight) for weight in self.outer_weights(stage))
+
+
+@lru_cache(maxsize=64)
+def _layer_kept(run: Run, routed: bool) -> float:
+    """What the plan says that a layer of a run keeps, remembered: every stage of every rank asks, for every budget tried."""
+    # Imported where it is used: memory stands above the accounts, and only this mode asks for it.
+    from shardwise.plan.job import job_of
+    from shardwise.plan.memory import layer_kept
+
+    return layer_kept(job_of(run), routed=routed)
 
 
 def _norm(model: ModelConfig) -> tuple[Weight, ...]:
