@@ -34,9 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", type=new_file, metavar="FILE", help="also write the predicted timeline of a step, for Perfetto"
     )
-    parser.add_argument("--devices", metavar="N,N,…", help="search: compare these numbers of devices")
+    parser.add_argument(
+        "--devices", metavar="N,N,…", help="search: compare these numbers of devices, the best layout of each"
+    )
     parser.add_argument("--keep", type=int, default=12, help="search: layouts to show (default 12)")
-    parser.add_argument("--max-microbatch", type=int, default=0, help="search: largest microbatch to consider")
+    parser.add_argument(
+        "--max-microbatch",
+        type=int,
+        default=0,
+        help="search: largest microbatch to consider, of those that train.microbatch = 0 leaves to the search (default 0: any)",
+    )
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -59,8 +66,10 @@ def _execute(args: argparse.Namespace) -> int:
 
         found = search(run, devices=devices, keep=args.keep, max_microbatch=args.max_microbatch)
         best = found.best
-    elif devices:
-        raise UserError(Problem('compares layouts: set layout = "auto"', "--devices", "command line"))
+    elif devices or args.max_microbatch:
+        options = {"--devices": devices, "--max-microbatch": args.max_microbatch}
+        what = 'is for a search: set layout = "auto"'
+        raise UserError(*(Problem(what, option, "command line") for option, given in options.items() if given))
     else:
         from shardwise.plan.plan import plan
 
@@ -191,7 +200,7 @@ LETTERS = "r replicate, s shard, c context, t tensor, p pipeline, e expert, re- 
 
 
 def _several(found: SearchResult) -> bool:
-    return len({plan.run.layout.world for plan in found.ranking}) > 1
+    return len({plan.run.layout.world for plan in found.ranking}) + len(found.without) > 1
 
 
 def _all_figures(best: Plan, found: SearchResult | None) -> list[tuple[str, str, str]]:
@@ -211,6 +220,8 @@ def _print(best: Plan, found: SearchResult | None) -> None:
         console.print(f"{found.searched:,} layouts considered, {found.simulated:,} simulated\n", style="dim")
         columns = _columns(several=_several(found))
         console.print(terminal.ranking_table(_rows(found.ranking, found.next_changes), columns))
+        for reason in found.without.values():
+            console.print(f"\n{reason}", style="yellow")
         console.print(f"\n{LETTERS}; the best in full:\n", style="dim")
     console.print(terminal.key_figures(_all_figures(best, found)))
     for part in (
@@ -235,6 +246,8 @@ def _page(best: Plan, found: SearchResult | None) -> str:
         rows = _rows(found.ranking, found.next_changes)
         columns = _columns(several=_several(found))
         sections.append(html.ranking_table(rows, columns, "Layouts"))
+        if found.without:
+            sections.append(html.notes(list(found.without.values())))
         points = _rows(found.pareto)
         by = {column.key: column for column in _columns(several=True)}
         sections.append(html.scatter(points, by["memory"], by["step_seconds"], by["devices"], by["layout"]))

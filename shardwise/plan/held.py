@@ -61,13 +61,21 @@ def known(run: Run) -> bool:
     return not compiles(run, gpu=planned_on_gpu(run)) and not run.layout.offload
 
 
-def owners(run: Run, rank: int) -> dict[str, float]:
-    """The most bytes of a rank by owner, of those owners that these formulas know; and `again`, what the layer that is
-    computed again makes for a moment."""
-    place = Place(run, rank)
+def alike(place: Place) -> tuple[object, ...]:
+    """What the first ranks of two pipeline ranks have to share to hold the same, but for how many microbatches are in flight."""
+    layers = dict(place.layers())
+    kinds = (
+        (stage.first, stage.last, tuple((place.routed(n), layers[n]) for n in stage.layers)) for stage in place.stages
+    )
+    return tuple(kinds)
+
+
+def owners(place: Place) -> dict[str, float]:
+    """The most bytes of a rank by owner, of those owners that these formulas know, without the activations; and `again`, what
+    the layer that is computed again makes for a moment."""
+    run, rank = place.run, place.rank
     own = held(run, rank) | dict(
         gradients=waiting_gradients(run, rank),
-        activations=activations(run, rank),
         gathered=gathered(run, rank),
         logits=_scores(place) if any(stage.last for stage in place.stages) else 0,
         again=max(_keeps(place, stage).again for stage in place.stages),
@@ -107,7 +115,12 @@ def _keeps(place: Place, stage: Stage) -> Saved:
 
 def activations(run: Run, rank: int) -> int:
     """The most that all microbatches in flight keep on a rank, as its schedule plays."""
-    place = Place(run, rank)
+    return activations_at(Place(run, rank))
+
+
+def activations_at(place: Place) -> int:
+    """The same of a rank that was looked at already."""
+    run = place.run
     keeps = {stage.number: _keeps(place, stage) for stage in place.stages}
     if run.layout.pipeline == 1:
         return keeps[0].whole

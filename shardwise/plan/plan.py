@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -103,10 +103,9 @@ def plan(run: Run) -> Plan:
 def plan_job(
     run: Run, job: Job, step: Step | None = None, space: Memory | None = None, *, precise: bool = True
 ) -> Plan:
-    """The plan of a run as this job, whose step and estimated memory may be known already; `precise` looks at every pipeline
-    rank for the most traffic, and counts this trainer's memory to the byte, which takes a few times longer."""
-    step, space = step or step_time(prepare(job)), space or memory(job)
-    space = exact(space, run, job) if precise else space
+    """The plan of a run as this job, whose step and memory may be known already; `precise` looks at every pipeline rank for the
+    most traffic, which takes a few times longer."""
+    step, space = step or step_time(prepare(job)), space or memory_of(run, job)
     stall = data_stall(run, job.cluster, step.seconds)
     step = replace(step, seconds=step.seconds + stall, breakdown={**step.breakdown, "data": stall})
     wire = traffic(run, None if precise else 0)
@@ -151,32 +150,57 @@ def bytes_moved(job: Job, step: Step) -> dict[str, dict[str, float]]:
     return moved
 
 
+def memory_of(run: Run, job: Job) -> Memory:
+    """The memory that the plan of a run as this job speaks of."""
+    return exact(memory(job), run, job)
+
+
 def exact(space: Memory, run: Run, job: Job) -> Memory:
     """The memory of this project's trainer, by the formulas that are held against its own count; what those do not know
     stays as it was estimated."""
     if job.stack.family != "shardwise" or not held.known(replace(run, train=replace(run.train, compile=False))):
         return space
-    ranks = []
+    ranks, known = [], dict[tuple[object, ...], _Alike]()
     for estimated, rank in zip(space.ranks, first_ranks(run), strict=True):
-        owners = held.owners(run, rank)
-        if compiles(run, gpu=planned_on_gpu(run)):
-            owners["activations"] *= 1.0 - held.compiled_away(run, rank)
+        place = Place(run, rank)
+        kind = held.alike(place)
+        if kind not in known:  # of the many ranks of a long pipeline few differ in more than what is in flight
+            known[kind] = _alike(place)
+        same = known[kind]
+        owners = same.owners | {"activations": held.activations_at(place) * same.saved}
         if run.layout.zero == 3 and run.layout.shard * run.layout.context > 1:  # besides, the layers of the moment
             owners["gathered"] += estimated["gathered"]
-        owners["buffers"] = estimated["buffers"] + held.turned_gradient(run, rank)
-        if owners["again"]:
-            owners["again"] += held.passing_gradients(run, rank)
-        gone = _kept_behind(run, rank)
-        owners = _fullest_moment({**estimated, **owners}, run, held.last_gradient(run, rank), gone)
+        owners["buffers"] = estimated["buffers"] + same.turned
+        owners = _fullest_moment({**estimated, **owners}, run, same.late, same.gone)
         moving = sum(owners[name] for name in ("activations", "logits", "gathered", "buffers"))
         owners["workspace"] = job.stack.context_gib * GIB + job.stack.fragmentation * moving
         ranks.append(owners)
     return replace(space, ranks=tuple(ranks))
 
 
-def _kept_behind(run: Run, rank: int) -> float:
+class _Alike(NamedTuple):
+    """What ranks of one kind have in common."""
+
+    owners: dict[str, float]
+    saved: float
+    """Share of the saved activations that is really kept."""
+    late: float
+    gone: float
+    turned: float
+
+
+def _alike(place: Place) -> _Alike:
+    run, rank = place.run, place.rank
+    owners = held.owners(place)
+    saved = 1.0 - held.compiled_away(run, rank) if compiles(run, gpu=planned_on_gpu(run)) else 1.0
+    if owners["again"]:
+        owners["again"] += held.passing_gradients(run, rank)
+    return _Alike(owners, saved, held.last_gradient(run, rank), _kept_behind(place), held.turned_gradient(run, rank))
+
+
+def _kept_behind(place: Place) -> float:
     """Bytes that layers behind the last one that is computed again have kept: gone when that one is."""
-    place = Place(run, rank)
+    run = place.run
     layers = list(place.layers())
     repeated = [number for number, (_, again) in enumerate(layers) if again]
     behind = layers[repeated[-1] + 1 :] if repeated else []

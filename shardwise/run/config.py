@@ -179,7 +179,11 @@ class TrainConfig:
 
     steps: int = key(1000, "optimizer steps", least=1)
     global_batch: int = key(32, "sequences in a step, over all ranks", least=1)
-    microbatch: int = key(0, "sequences in one forward pass of a rank; 0: a rank's whole share of the batch", least=0)
+    microbatch: int = key(
+        0,
+        "sequences in one forward pass of a rank; 0: a rank's whole share of the batch, or what a search finds best",
+        least=0,
+    )
     seq_len: int = key(512, "tokens in a sequence", least=1)
     seed: int = key(0, "fixes the initial weights and the order of the data", least=0)
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = key(

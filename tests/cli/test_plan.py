@@ -146,3 +146,21 @@ def test_a_chip_without_published_runs_has_a_wider_interval(capsys: pytest.Captu
         return plan["step_seconds_high"] / plan["step_seconds"]
 
     assert width("--cluster.chip=tpu-v5p") > 1.1 * width("--cluster.chip=h100")
+
+
+def test_every_number_of_devices_is_shown_or_told(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    many = ["plan", str(run_file), "--layout=auto", "--model.preset=llama3-70b", "--devices", "8,64,128", "--keep", "1"]
+    assert main(many) == 0
+    shown = capsys.readouterr().out
+    rows = [line.split()[:2] for line in shown.splitlines() if line[:1].isdigit() and " mb1 " in line]
+    assert sorted(devices for _, devices in rows) == ["128", "64"]
+    assert "nothing fits on 8 devices" in shown
+
+
+@pytest.mark.parametrize("layout", [["--layout=auto"], []])
+def test_a_limit_that_limits_nothing_is_a_mistake(
+    layout: list[str], run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(run_file), *layout, "--max-microbatch", "4"]) == 2
+    told = capsys.readouterr().err
+    assert "train.microbatch is given (1)" in told if layout else "is for a search" in told

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from shardwise.hardware import find_chip
+from shardwise.ledger import Memory
 from shardwise.plan.job import job_of
-from shardwise.plan.memory import GIB, memory
+from shardwise.plan.memory import GIB
+from shardwise.plan.plan import memory_of
 from shardwise.plan.search.layouts import Space
 from shardwise.plan.search.screen import Group, Place
 from shardwise.plan.search.space import LOOPED, Sizes, divisors, with_choices
@@ -20,6 +22,8 @@ from shardwise.run import Problem, Run, UserError
 from shardwise.run.check import broken_rules
 
 MOST_DEVICES = 200_000
+LEANEST = 8
+"""Groups whose leanest layout is counted to the byte."""
 TRIES = 100
 """Numbers of devices looked at between one that is too small and one that is not."""
 
@@ -42,6 +46,9 @@ def counts_of(run: Run, devices: Sequence[int] | None, keep: int, max_microbatch
         problems.append(Problem(f"{keep} layouts to keep: it has to be at least 1", "keep"))
     if max_microbatch < 0:
         problems.append(Problem(f"is {max_microbatch}, but has to be at least 0 (no limit)", "max_microbatch"))
+    elif max_microbatch and run.train.microbatch:
+        what = f"limits what the search chooses, but train.microbatch is given ({run.train.microbatch}): set that to 0 to open it"
+        problems.append(Problem(what, "max_microbatch"))
     per_node = per_node or 1
     counts = [run.cluster.nodes * per_node] if devices is None else list(dict.fromkeys(devices))
     if not counts:
@@ -92,29 +99,50 @@ def _broken(run: Run, size: Sizes, count: int, per_node: int) -> list[Any]:
     return list(broken_rules(with_choices(run, size, words, count, per_node)))
 
 
-def nothing_fits(run: Run, spaces: Sequence[Space]) -> UserError:
-    """What fills the memory of the leanest layout, and how many devices would do."""
-    _, place, group = min(((*g.leanest(), g) for s in spaces for g in s.groups), key=lambda found: found[0])
+def leanest(space: Space) -> list[tuple[Group, Place]]:
+    """Of some groups of layouts the one that needs the least memory by the estimate, the leanest first."""
+    found = sorted(((*group.leanest(), group) for group in space.groups), key=lambda one: one[0])
+    return [(group, place) for need, place, group in found[:LEANEST] if np.isfinite(need)]
+
+
+def nothing_there(space: Space) -> str:
+    """Why no layout of a space is shown, in a sentence."""
+    if not space.count:
+        return f"no layout is legal on {space.devices} devices"
+    lean, need = _leanest(space)
+    return _too_large(lean, need, space.devices)
+
+
+def _leanest(space: Space) -> tuple[Run, Memory]:
+    group, place = leanest(space)[0]
     lean = group.run_at(place)
-    space = memory(job_of(lean))
-    owners = max(space.ranks, key=lambda rank: sum(rank.values()))
-    parts = sorted(owners.items(), key=lambda item: -item[1])
-    filled = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts if size >= 0.01 * space.peak)
+    return lean, memory_of(lean, job_of(lean))
+
+
+def _too_large(lean: Run, space: Memory, count: int) -> str:
     sizes = ", ".join(f"{axis} {getattr(lean.layout, axis)}" for axis in ("replicate", "shard", "context", "tensor", "pipeline")
                       if getattr(lean.layout, axis) > 1)  # fmt: skip
-    count = group.space.devices
-    first = (
+    return (
         f"nothing fits on {count} devices: the leanest layout ({sizes or 'one device'}, zero {lean.layout.zero}, recompute "
         f"{lean.layout.recompute}) needs {space.peak / GIB:.1f} GiB of the {space.capacity / GIB:.1f} that a device has to spare"
     )
-    enough = smallest_count(run, count, group.space.per_node)
+
+
+def nothing_fits(run: Run, spaces: Sequence[Space]) -> UserError:
+    """What fills the memory of the leanest layout, and how many devices would do."""
+    every = [(*_leanest(one), one) for one in spaces]
+    lean, space, where = min(every, key=lambda found: found[1].peak)
+    owners = max(space.ranks, key=lambda rank: sum(rank.values()))
+    parts = sorted(owners.items(), key=lambda item: -item[1])
+    filled = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts if size >= 0.01 * space.peak)
+    enough = smallest_count(run, where.devices, where.per_node)
     hint = (
-        f"{enough} devices ({enough // group.space.per_node} machines) would do"
+        f"{enough} devices ({enough // where.per_node} machines) would do"
         if enough
         else "no number of devices that was tried would do"
     )
     return UserError(
-        Problem(first, "cluster.nodes"),
+        Problem(_too_large(lean, space, where.devices), "cluster.nodes"),
         Problem(f"that is in GiB: {filled}", "cluster.nodes"),
         Problem(hint, "cluster.nodes"),
     )
@@ -128,8 +156,8 @@ def smallest_count(run: Run, above: int, per_node: int) -> int:
     run = replace(run, layout=layout, train=replace(run.train, microbatch=run.train.microbatch or 1))
 
     def fits(count: int) -> bool:
-        space = Space(run, count, per_node)
-        return any(group.leanest()[0] <= space.capacity for group in space.groups)
+        runs = (group.run_at(place) for group, place in leanest(Space(run, count, per_node)))
+        return any(memory_of(one, job_of(one)).fits for one in runs)
 
     low, high = above, 2 * max(above, per_node)
     while high <= MOST_DEVICES and not fits(high):
@@ -161,7 +189,8 @@ def next_changes(layouts: Sequence[tuple[Group, Place, float]]) -> list[str]:
 
 
 def _sentence(gain: float, group: Group, place: Place, what: str) -> str:
-    peak, capacity = memory(job_of(group.run_at(place))).peak, group.space.capacity
+    run = group.run_at(place)
+    peak, capacity = memory_of(run, job_of(run)).peak, group.space.capacity
     room = f"needs {peak / GIB:.1f} GiB" + (f", {(peak - capacity) / GIB:.1f} too many" if peak > capacity else "")
     return f"{what}: {100 * (gain - 1):+.1f} %, {room}"
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwise.plan.job import job_of
-from shardwise.plan.memory import GIB, memory
-from shardwise.plan.plan import Plan, exact, plan_job
+from shardwise.plan.memory import GIB
+from shardwise.plan.plan import Plan, memory_of, plan_job
 from shardwise.run import Run
 
 STEPS = 7
@@ -23,16 +23,16 @@ def keeping(plan: Plan) -> tuple[Plan, str] | None:
     if plan.run.layout.recompute != "full" or plan.run.layout.recompute_every != 1:
         return None
     none = _with(plan.run, "none")
-    everything = exact(memory(job_of(none)), none, job_of(none))
+    everything = memory_of(none, job_of(none))
     if everything.fits:  # the search, which estimates memory, had ruled it out
         return plan_job(none, job_of(none)), ""
     unlimited = _with(plan.run, "budget", 1e6)
-    kept = exact(memory(job_of(unlimited)), unlimited, job_of(unlimited))
+    kept = memory_of(unlimited, job_of(unlimited))
     low, high = 0.0, max(rank["activations"] for rank in kept.ranks) / GIB
     for _ in range(STEPS):
         middle = (low + high) / 2
         run = _with(plan.run, "budget", middle)
-        low, high = (middle, high) if exact(memory(job_of(run)), run, job_of(run)).fits else (low, middle)
+        low, high = (middle, high) if memory_of(run, job_of(run)).fits else (low, middle)
     if low == 0.0:
         return None
     run = _with(plan.run, "budget", low)

@@ -6,28 +6,29 @@ need a layout. Screened figures choose what is worth playing; everything in the 
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from shardwise.plan.job import job_of
-from shardwise.plan.memory import memory
-from shardwise.plan.plan import Plan, plan_job
-from shardwise.plan.search.advice import counts_of, next_changes, nothing_fits, nothing_legal
+from shardwise.plan.plan import Plan, memory_of, plan_job
+from shardwise.plan.search.advice import counts_of, leanest, next_changes, nothing_fits, nothing_legal, nothing_there
 from shardwise.plan.search.layouts import Space
 from shardwise.plan.search.room import keeping
 from shardwise.plan.search.screen import Group, Place, Screened
 from shardwise.plan.step import prepare, step_times
 from shardwise.run import Run
 
-BAND = 1.05
-"""Screened memory may be off by so much: what is nearer to the capacity is planned before it is ruled out."""
+ROOMS = (1.05, 0.9, 0.75, 0.6, 0.45)
+"""Screened memory may be off: what needs up to so many times the capacity is looked at, and where too little of that really fits,
+the fastest of what is leaner."""
 SLOWER = 1.6
 """Layouts that take this many times the best one's step are of no interest, however lean."""
 BINS = 48
@@ -41,12 +42,25 @@ FRONT = 8
 
 
 class Candidate(NamedTuple):
-    """A layout that may be among the best."""
+    """A layout that may be among the best, as it was screened."""
 
     seconds: float
     memory: float
     group: Group
     place: Place
+
+
+Timed = tuple[float, Candidate]
+"""With the seconds of a step by its schedule."""
+
+
+class Found(NamedTuple):
+    """A layout that fits."""
+
+    worth: float
+    """Device-seconds of a step by its schedule: what a ranking goes by."""
+    plan: Plan
+    candidate: Candidate
 
 
 @dataclass(frozen=True)
@@ -63,12 +77,15 @@ class SearchResult:
     """Of these, schedules played in full; the others were screened."""
     seconds: float
     """That the search took."""
-    front: list[Candidate] = field(repr=False)
+    without: dict[int, str]
+    """For each number of devices that no layout is shown of, why."""
+    timed: list[Timed] = field(repr=False)
 
     @cached_property
     def pareto(self) -> list[Plan]:
         """Layouts that none beats in step time, memory and devices at once; planned when asked for."""
-        return [plan for plan, _ in _plan(self.front)]
+        counts = {candidate.group.space.devices for _, candidate in self.timed}
+        return _pareto(self.timed)[: FRONT * len(counts)]
 
     @property
     def best(self) -> Plan:
@@ -79,7 +96,14 @@ class SearchResult:
         """For programs; names are stable."""
         ranking = [p.as_dict() | {"next_change": c} for p, c in zip(self.ranking, self.next_changes, strict=True)]
         front = [p.as_dict() for p in self.pareto]
-        return {"searched": self.searched, "simulated": self.simulated, "ranking": ranking, "pareto": front}
+        without = [{"devices": count, "reason": why} for count, why in self.without.items()]
+        return {
+            "searched": self.searched,
+            "simulated": self.simulated,
+            "ranking": ranking,
+            "pareto": front,
+            "without": without,
+        }
 
 
 def search(
@@ -90,39 +114,45 @@ def search(
     max_microbatch: int = 0,
     progress: Callable[[float], None] | None = None,
 ) -> SearchResult:
-    """The best layouts of a run whose layout is `auto`, on its cluster or on each of several numbers of devices.
+    """The best layouts of a run whose layout is `auto`, on its cluster or on each of several numbers of devices, of which every
+    one has its best layout in the ranking, or a sentence on why there is none.
 
     `progress` is called with the share that is done. Raises `UserError` with every reason where nothing is legal or fits.
     """
     start = time.perf_counter()
     counts, per_node = counts_of(run, devices, keep, max_microbatch)
-    timed: list[tuple[float, Candidate]] = []
-    searched = 0
-    empty: list[Space] = []
-    for n, count in enumerate(counts):
-        space = Space(run, count, per_node, max_microbatch)
-        searched += space.count
-        pool = screen_all(space, keep, _part(progress, n, len(counts)))
-        if not pool:
-            empty.append(space)
-        timed += _play(pool, keep)
-    if not any(space.count for space in empty) and len(empty) == len(counts):
+    timed: list[Timed] = []
+    spaces = [Space(run, count, per_node, max_microbatch) for count in counts]
+    streams = [_fitting(space, keep, timed, _part(progress, n, len(spaces))) for n, space in enumerate(spaces)]
+    firsts = [next(stream, None) for stream in streams]
+    found = [first for first in firsts if first is not None]
+    if not any(space.count for space in spaces):
         raise nothing_legal(run, counts, per_node, max_microbatch)
-    ranking, chosen = _plans(timed, keep)
-    if not ranking:
-        raise nothing_fits(run, [s for s in empty if s.count] or [Space(run, counts[-1], per_node, max_microbatch)])
-    pairs = zip(chosen, ranking, strict=True)
-    changes = next_changes([(c.group, c.place, plan.account.step_seconds) for c, plan in pairs])
+    if not found:
+        raise nothing_fits(run, [space for space in spaces if space.count])
+    found += islice(heapq.merge(*streams, key=lambda one: one.worth), max(0, keep - len(found)))
+    found.sort(key=lambda one: one.worth)
+    ranking = [one.plan for one in found]
+    changes = next_changes([(one.candidate.group, one.candidate.place, one.plan.account.step_seconds) for one in found])
     kept = keeping(ranking[0]) if "recompute" not in run.layout.fixed else None
     if kept is not None:
-        ranking, changes = [kept[0], *ranking][:keep], [kept[1], *changes][:keep]
+        ranking, changes = [kept[0], *ranking], [kept[1], *changes]
+        if len(ranking) > max(keep, len(counts)):
+            spare = _spare([plan.run.layout.world for plan in ranking])
+            del ranking[spare], changes[spare]
+    without = {space.devices: nothing_there(space) for space, one in zip(spaces, firsts, strict=True) if one is None}
     took = time.perf_counter() - start
-    return SearchResult(ranking, changes, searched, len(timed), took, _front(timed)[: FRONT * len(counts)])
+    return SearchResult(ranking, changes, sum(space.count for space in spaces), len(timed), took, without, timed)
 
 
 def resolve(run: Run) -> Run:
     """The run with the best layout filled in; one whose layout is given comes back as it is."""
     return search(run, keep=1).best.run if run.layout.auto else run
+
+
+def _spare(counts: list[int]) -> int:
+    """The last of some layouts on so many devices that is not the only one on its number of them."""
+    return max(n for n, count in enumerate(counts) if counts.count(count) > 1)
 
 
 def _part(progress: Callable[[float], None] | None, n: int, of: int) -> Callable[[float], None]:
@@ -180,9 +210,9 @@ class _Pool:
         return [Candidate(c[0], c[1], c[2], Place(*c[3:])) for c in self.found]
 
 
-def screen_all(space: Space, keep: int, progress: Callable[[float], None]) -> list[Candidate]:
-    """The layouts worth playing of all there are: the fastest, and the fastest for each amount of memory."""
-    pool, done = _Pool(BAND * space.capacity, keep), 0
+def screen_all(space: Space, keep: int, room: float, progress: Callable[[float], None]) -> list[Candidate]:
+    """The layouts worth playing of all that need no more room: the fastest, and the fastest for each amount of memory."""
+    pool, done = _Pool(room, keep), 0
     for group in space.groups:  # a sample, so that most of the rest is known to be too slow without a closer look
         for one in group.screen(group.schedules[:1], group.rows()[::SAMPLE], pool.room, pool.limit):
             pool.look(one)
@@ -194,9 +224,35 @@ def screen_all(space: Space, keep: int, progress: Callable[[float], None]) -> li
     return pool.candidates()
 
 
-def _play(pool: list[Candidate], keep: int) -> list[tuple[float, Candidate]]:
+def _fitting(space: Space, keep: int, timed: list[Timed], progress: Callable[[float], None]) -> Iterator[Found]:
+    """The layouts of a space that really fit, the best first; what is played on the way is added to `timed`."""
+    seen: set[tuple[Group, Place]] = set()
+    some = False
+    for share in ROOMS:
+        pool = screen_all(space, keep, share * space.capacity, progress)
+        played = _play([one for one in pool if one[2:] not in seen], keep)
+        seen |= {candidate[2:] for _, candidate in played}
+        timed += played
+        ordered = list(_chunks_apart(sorted(played, key=lambda one: one[0])))
+        fell = 0
+        for start in range(0, len(ordered), keep):
+            for found in _planned(ordered[start : start + keep], precise=not some):
+                fell += found is None
+                if found is not None:
+                    some = True
+                    yield found
+        if not fell:  # what is leaner than all of these was left out for being slow
+            break
+    if not some:
+        lean = [Candidate(math.inf, math.inf, *one) for one in leanest(space)]
+        played = _play(lean, keep)
+        timed += played
+        yield from filter(None, _planned(sorted(played, key=lambda one: one[0]), precise=True))
+
+
+def _play(pool: list[Candidate], keep: int) -> list[Timed]:
     """Step seconds by playing the schedules: of the front, and of the fastest."""
-    lean = _front([(c.seconds, c) for c in pool])[:FRONT]
+    lean = _front([(c.seconds, c.memory, c.group.space.devices, c) for c in pool])[:FRONT]
     fast = list(_different(pool)) if len(pool) > PLAYED else pool
     candidates = list(dict.fromkeys([*lean, *fast]))[: max(PLAYED, keep)]
     steps = step_times([candidate.group.prepared_at(candidate.place) for candidate in candidates])
@@ -217,48 +273,52 @@ def _different(pool: list[Candidate]) -> Iterator[Candidate]:
             yield candidate
 
 
-def _plans(timed: list[tuple[float, Candidate]], keep: int) -> tuple[list[Plan], list[Candidate]]:
-    """Plans of the best that really fit, and the candidates they come from."""
-    chosen: list[tuple[Plan, Candidate]] = []
-    best = list(_chunks_apart([c for _, c in sorted(timed, key=lambda one: one[0] * one[1].group.space.devices)]))
-    for start in range(0, len(best), keep):
-        some = best[start : start + keep]
-        chosen += islice(_plan(some, precise=not chosen), keep - len(chosen))
-        if len(chosen) == keep:
-            break
-    return [plan for plan, _ in chosen], [candidate for _, candidate in chosen]
-
-
-def _chunks_apart(best: list[Candidate]) -> Iterator[Candidate]:
+def _chunks_apart(best: list[Timed]) -> Iterator[Timed]:
     """Without those that differ from a better one in the number of chunks alone, which would crowd a ranking."""
     seen: set[tuple[Any, ...]] = set()
-    for candidate in best:
+    for seconds, candidate in best:
         group, (schedule, _, method, row) = candidate.group, candidate.place
         if (group, schedule, method, row) not in seen:
             seen.add((group, schedule, method, row))
-            yield candidate
+            yield seconds, candidate
 
 
-def _plan(candidates: Sequence[Candidate], *, precise: bool = False) -> Iterator[tuple[Plan, Candidate]]:
-    """Plans of those that fit; with `precise` the first of them to the byte, since it is the one that people will run."""
-    runs = [candidate.group.run_at(candidate.place) for candidate in candidates]
+def _planned(timed: Sequence[Timed], *, precise: bool = False) -> Iterator[Found | None]:
+    """Plans of those that fit, None for those that do not; with `precise` the first of them with the traffic of every pipeline
+    rank, since it is the one that people will run."""
+    runs = [candidate.group.run_at(candidate.place) for _, candidate in timed]
     jobs = [job_of(run) for run in runs]
     steps = step_times([prepare(job) for job in jobs])
-    for candidate, run, job, step in zip(candidates, runs, jobs, steps, strict=True):
-        space = memory(job)
-        if not precise and not space.fits:
-            continue
-        plan = plan_job(run, job, step, space, precise=precise)
-        if plan.fits:
+    for (seconds, candidate), run, job, step in zip(timed, runs, jobs, steps, strict=True):
+        space = memory_of(run, job)
+        if space.fits:
+            plan = plan_job(run, job, step, space, precise=precise)
+            yield Found(seconds * candidate.group.space.devices, plan, candidate)
             precise = False
-            yield plan, candidate
+        else:
+            yield None
 
 
-def _front(timed: list[tuple[float, Candidate]]) -> list[Candidate]:
-    """Those that none beats in time, memory and devices, with steps of memory that matter."""
-    front: list[tuple[float, float, int, Candidate]] = []
-    for seconds, candidate in sorted(timed, key=lambda one: one[0]):
-        devices, memory = candidate.group.space.devices, candidate.memory
-        if all(memory < 0.97 * other[1] or devices < other[2] for other in front):
-            front.append((seconds, memory, devices, candidate))
-    return [one[3] for one in front]
+T = TypeVar("T")
+
+
+def _front(points: list[tuple[float, float, int, T]]) -> list[T]:
+    """Of (seconds, bytes, devices, what): those that none beats in all three, with steps of memory that matter."""
+    front: list[tuple[float, float, int, T]] = []
+    for point in sorted(points, key=lambda one: one[0]):
+        if all(point[1] < 0.97 * other[1] or point[2] < other[2] for other in front):
+            front.append(point)
+    return [point[3] for point in front]
+
+
+def _pareto(timed: list[Timed]) -> list[Plan]:
+    """Plans of the front of those that fit. What is screened as no leaner than a faster one is not looked at."""
+    plans: list[Plan] = []
+    front: list[tuple[float, int]] = []
+    for one in sorted(timed, key=lambda one: one[0]):
+        need, devices = one[1].memory, one[1].group.space.devices
+        if all(need < 0.97 * other or devices < fewer for other, fewer in front):
+            for found in filter(None, _planned([one])):
+                plans.append(found.plan)
+                front.append((need, devices))
+    return _front([(p.account.step_seconds, p.account.memory.peak, p.run.layout.world, p) for p in plans])

@@ -21,8 +21,8 @@ def exposed_axis(answers: Explanation) -> Finding | None:
     rows = [row for row in answers.axes if row.axis == axis]
     whose = "communication of no named group" if axis == UNKNOWN else f"traffic of {axis}"
     evidence = [f"{milliseconds(by_axis[axis])} a step of {whose} is hidden behind no computing"]
-    waited = sum(min(m.exposed, m.wait) for row in rows for m in row.ranks.values())
-    waited /= max(len(answers.seen), 1) * steps_of(answers)
+    waits = sum(min(m.exposed, m.wait) for row in rows for m in row.ranks.values())
+    waited = waits / max(len(answers.seen), 1) / steps_of(answers)
     if waited > by_axis[axis] / 20:
         evidence[0] += f", beside {milliseconds(waited)} in which a rank waits there for the last one to come"
     for row in rows[:3]:
