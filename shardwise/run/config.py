@@ -31,7 +31,7 @@ class ModelConfig:
     """The network. Without a preset, a Llama-like decoder of the given shape."""
 
     preset: str = key("", "published model whose shape to start from; keys given beside it override it")
-    layers: int = key(4, "decoder layers", least=1)
+    layers: int = key(4, "decoder layers; the deepest published network has 1000", least=1, most=4096)
     hidden: int = key(256, "width of the residual stream", least=1)
     heads: int = key(4, "query heads", least=1)
     kv_heads: int = key(0, "key/value heads (grouped-query attention); 0: as many as heads", least=0)

@@ -117,3 +117,8 @@ def test_a_limit_of_a_microbatch_that_is_given_is_refused() -> None:
         for row in search(auto("llama3-8b", 1, microbatch=0), max_microbatch=2, keep=30).ranking
     }
     assert most == {1, 2}
+
+
+def test_more_layers_than_a_plan_is_made_for_are_refused() -> None:
+    with pytest.raises(UserError, match="100000 must be at most 4096"):
+        run_from_dict(dict(model=dict(layers=100_000)))
