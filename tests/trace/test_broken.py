@@ -216,7 +216,10 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
         (b'{"traceEvents": []}', "holds no events"),
         (b"[]", "holds no events"),
         (b"[1, 2]", "could not be read"),
-        (b'[{"ph": "X", "name": "forward", "cat": "matmul", "ts": 1, "dur": 1}]', "none that PyTorch's profiler writes"),
+        (
+            b'[{"ph": "X", "name": "forward", "cat": "matmul", "ts": 1, "dur": 1}]',
+            "none that PyTorch's profiler writes",
+        ),
         (b"\x1f\x8b\x08", "gzip stream"),
         (b"\x1f\x8b not gzip at all", "gzip stream"),
     ],
