@@ -74,14 +74,11 @@ class Tally:
             self.stream(f"{name} to 8 bits", part, cast[0], cast[1])
 
     def _accumulate(self, name: str, part: str, numbers: Number) -> None:
-        """Adding a weight's gradient to those of the microbatches before: of ZeRO-2 and 3 this rank's part, once it has arrived."""
+        """Adding a weight's gradient to those of the microbatches before."""
         job = self.job
         if not job.stack.accumulate_bytes:
             return
-        ranks = job.zero_ranks / (job.layout.expert if part == "experts" else 1)
-        scattered = job.stack.reduce_every_microbatch and np.greater_equal(job.layout.zero, 2)
-        mine = numbers / np.where(scattered, ranks, 1.0)
-        size = mine * job.stack.accumulate_bytes * (1.0 - 1.0 / np.maximum(job.accumulation, 1.0))
+        size = numbers * job.stack.accumulate_bytes * (1.0 - 1.0 / np.maximum(job.accumulation, 1.0))
         seconds = (0.0, 0.0, memory_seconds(job.cluster.chip, size))
         entry = Entry(f"{name} added", part, "memory", seconds, bytes=(0.0, 0.0, size), launches=(0.0, 0.0, 1.0))
         self.entries.append(entry)
