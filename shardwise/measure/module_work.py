@@ -33,6 +33,8 @@ from shardwise.parallel import recompute
 from shardwise.parallel.pipeline import PutOff
 from shardwise.train.step import Trainee
 
+OPTIMIZER = "(phase optimizer)"
+"""What is no module's, but the optimizer's; a trace calls it so."""
 ROOT = "model"
 """What the whole network of a stage is called: what stands between its parts."""
 
@@ -67,6 +69,7 @@ class ModuleWork(WorkCounter):
     def __init__(self, trainee: Trainee) -> None:
         super().__init__(trainee)
         self.names = module_names(trainee)
+        self.update = OPTIMIZER
 
     def __enter__(self) -> ModuleWork:
         self.open.enter_context(repeated_modules(self._inside))

@@ -17,7 +17,7 @@ from shardwise.measure.module_work import ROOT, module_activations, module_flops
 from shardwise.measure.work import as_written
 from shardwise.train.step import Trainee
 
-PASSES = ("forward", "recompute", "backward_input", "backward_weight")
+PASSES = ("forward", "recompute", "backward_input", "backward_weight", "optimizer")
 
 
 @dataclass

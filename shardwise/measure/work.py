@@ -65,6 +65,8 @@ PRODUCTS: dict[Any, tuple[int, int]] = {  # operator to the places of its two op
     torch.ops.shardwise.product8.default: (0, 1),
     torch.ops.shardwise.product8_onto.default: (0, 1),
 }
+STACKED: dict[Any, tuple[int, int]] = {aten.bmm.default: (0, 1), aten.baddbmm.default: (1, 2)}
+"""Those of many matrices at once, as Muon makes them of experts; in the network they are attention's, which is counted by pairs."""
 UNKNOWN = "unknown"
 
 
@@ -83,6 +85,7 @@ class WorkCounter(TorchDispatchMode):
         self.flops: dict[str, dict[str, float]] = {}
         self.bytes: dict[str, dict[str, float]] = {}
         self.updating = False
+        self.update = "parameters"  # what the optimizer's work is blamed on
         self.made: list[tuple[int, str]] = []  # from which of autograd's numbers on nodes belong to which part
         self.trainee = trainee
         self.inside: list[str] = []
@@ -184,8 +187,9 @@ class WorkCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = operator(*args, **(kwargs or {}))
-        if operator in PRODUCTS:
-            first, second = (args[place] for place in PRODUCTS[operator])
+        places = PRODUCTS.get(operator) or (STACKED.get(operator) if self.updating else None)
+        if places is not None:
+            first, second = (args[place] for place in places)
             share = _rows_taken(*args) if operator is aten._grouped_mm.default else 1.0
             self._product(first, second, 2.0 * first.numel() * second.shape[-1] * share)
         elif operator.namespace in ("aten", "shardwise") and not operator.is_view:
@@ -207,7 +211,7 @@ class WorkCounter(TorchDispatchMode):
         if self.inside:
             part, which = self.inside[-1], "recompute" if backward else "forward"
         elif self.updating:
-            part, which = "parameters", "optimizer"
+            part, which = self.update, "optimizer"
         else:
             part, which = (self._part_of_node(), "backward_input") if backward else ("network", "forward")
         passes = self.bytes.setdefault(part, {})
@@ -222,6 +226,9 @@ class WorkCounter(TorchDispatchMode):
         return self.made[at - 1][1] if at else "network"
 
     def _product(self, first: Tensor, second: Tensor, flops: float) -> None:
+        if self.updating:
+            self._add(self.update, "optimizer", flops)
+            return
         if self.inside:
             self._remember(self.weights, second, self.inside[-1])
             self._remember(self.inputs, first, self.inside[-1])

@@ -1,8 +1,9 @@
 """Operations of one rank in one step of this project's trainer, by part of the network and pass.
 
 Matrix products with the weights, and attention's two products under the causal mask and the window; a multiply-add is two.
-Norms, activations, the embedding's lookup and the optimizer are not counted. With T tokens of a microbatch on a context rank,
-t tensor ranks, widths as in `operations.py`, and pairs of a query and a key it sees:
+Norms, activations, the embedding's lookup and what the optimizer does number by number are not counted; the products that Muon
+makes are (`muon.py`). With T tokens of a microbatch on a context rank, t tensor ranks, widths as in `operations.py`, and pairs of
+a query and a key it sees:
 
     product     2 T x columns/t x inner     forward, again for its input, again for its weights
     attention   2 pairs x heads/t x (width of keys + width of values)     forward, and twice backward, to its inputs
@@ -18,13 +19,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardwise.ledger import Work
+from shardwise.plan import muon
 from shardwise.plan.place import Place, piece
 from shardwise.plan.traffic import first_ranks, kept_rows
 from shardwise.run import Run
 from shardwise.run.derive import multiplies_in_eight_bits
 
 CONVENTION = (
-    "hardware FLOPs: causal attention (backward twice the forward), head in, embedding lookup out, recomputation in"
+    "hardware FLOPs: causal attention (backward twice the forward), head in, embedding lookup out, recomputation in, "
+    "Muon's products in"
 )
 BLOCK, ATTENTION, FFN = frozenset({"block"}), frozenset({"block", "attention"}), frozenset({"block", "ffn"})
 NEVER: frozenset[str] = frozenset()
@@ -60,7 +63,7 @@ def work(run: Run, rank: int | None = None) -> Work:
         passes["recompute"] += total if again & product.repeated_by else 0.0
         passes["backward_input"] += total if product.weights else 2 * total
         passes["backward_weight"] += total if product.weights else 0.0
-    flops["parameters"] = {"optimizer": 0.0}
+    flops["parameters"] = {"optimizer": muon.flops(place) if run.train.optimizer == "muon" else 0.0}
     return Work(flops, convention=CONVENTION)
 
 

@@ -35,6 +35,8 @@ class Job:
     fp8_gradients: bool = True
     """Then whether the gradients of weights are too, which keeps inputs in 8 bits alone."""
     headroom: float = 0.05
+    muon: bool = False
+    """Whether the matrices of the layers are orthogonalised in every step."""
     imbalance: float = 1.0
     """Load of the busiest expert rank over the mean."""
 
@@ -122,6 +124,7 @@ def job_of(run: Run) -> Job:
         fp8=train.fp8 != "none",
         fp8_gradients=train.fp8 == "tensorwise",
         headroom=run.cluster.headroom,
+        muon=train.optimizer == "muon",
         # An expert takes no more than its room.
         imbalance=min(train.expert_imbalance, run.model.expert_capacity or math.inf) if run.model.experts else 1.0,
     )

@@ -138,7 +138,6 @@ def passes(job: Job, piece: Piece, constants: Constants) -> Passes:
     stack = job.stack
     parts: dict[str, Number] = dict.fromkeys((*CATEGORIES, "host"), 0.0)
     devices, launches = [], [count * constants["launch"] for count in piece.launches]
-    power = ONE_AFTER_THE_OTHER if job.cluster.chip.name == "cpu" else SHARPNESS
     for row in piece.seconds:
         own = {name: value * constants[name] for name, value in zip(CATEGORIES, row, strict=True)}
         own["tensor"] = own["tensor"] - np.minimum(stack.tensor_overlap * own["tensor"], own["matmul"])
@@ -153,11 +152,17 @@ def passes(job: Job, piece: Piece, constants: Constants) -> Passes:
     launched = np.where(sum(launches) < sum(devices), 1.0, 0.0) if stack.replays else 1.0
     results = []
     for device, launch in zip(devices, launches, strict=True):
-        host = launched * ((device**power + launch**power) ** (1 / power) - device)
+        host = launched * host_seconds(job, device, launch)
         parts["host"] = parts["host"] + host
         results.append(device + host)
     forward, again, inputs, weights = results
     return Passes(forward, again + inputs, weights, parts)
+
+
+def host_seconds(job: Job, device: Number, launch: Number) -> Number:
+    """How long work on the device waits for its launches."""
+    power = ONE_AFTER_THE_OTHER if job.cluster.chip.name == "cpu" else SHARPNESS
+    return (device**power + launch**power) ** (1 / power) - device
 
 
 def _exposed(traffic: Number, work: Number, constants: Constants) -> Number:

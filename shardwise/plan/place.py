@@ -271,13 +271,14 @@ class Place:
                 found.append(vocabulary)
         return tuple(found)
 
-    def weights(self) -> Iterator[tuple[int, Weight]]:
-        """Every parameter of this rank, alike ones together, and how many there are of each."""
+    def weights(self, *, outer: bool = True) -> Iterator[tuple[int, Weight]]:
+        """Every parameter of this rank, alike ones together, and how many there are of each; `outer` also those outside of the
+        layers."""
         for routed in (False, True):
             count = sum(self.routed(layer) == routed for stage in self.stages for layer in stage.layers)
             if count:
                 yield from ((count, weight) for weight in self.layer_weights(routed))
-        for stage in self.stages:
+        for stage in self.stages if outer else ():
             yield from ((1, weight) for weight in self.outer_weights(stage))
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwise.ledger import Account, Memory, as_dict
-from shardwise.plan import held
+from shardwise.plan import held, muon
 from shardwise.plan.account import work
 from shardwise.plan.constants import fitted, groups_of
 from shardwise.plan.goodput import JobCost, data_stall, job_cost
@@ -171,7 +171,9 @@ def exact(space: Memory, run: Run, job: Job) -> Memory:
         if run.layout.zero == 3 and run.layout.shard * run.layout.context > 1:  # besides, the layers of the moment
             owners["gathered"] += estimated["gathered"]
         owners["buffers"] = estimated["buffers"] + same.turned
+        updating = _updating({**estimated, **owners}, run, rank)
         owners = _fullest_moment({**estimated, **owners}, run, same.late, same.gone)
+        owners = max(owners, updating, key=lambda moment: sum(moment.values()))
         moving = sum(owners[name] for name in ("activations", "logits", "gathered", "buffers"))
         owners["workspace"] = job.stack.context_gib * GIB + job.stack.fragmentation * moving
         ranks.append(owners)
@@ -231,6 +233,14 @@ def _fullest_moment(owners: dict[str, float], run: Run, late: float, gone: float
     return owners | {"activations": owners["activations"] + again, "logits": 0.0}
 
 
+def _updating(owners: dict[str, float], run: Run, rank: int) -> dict[str, float]:
+    """The moment when the largest matrix is updated: what the passes held is gone. AdamW makes nothing then."""
+    made = muon.held(Place(run, rank)) if run.train.optimizer == "muon" else 0
+    gone = dict.fromkeys(("activations", "logits", "gathered"), 0.0)
+    stays = {"gradients": float(held.held(run, rank)["gradients"]), "optimizer": owners["optimizer"] + made}
+    return {name: value for name, value in (owners | gone | stays).items() if name != "again"}
+
+
 def known_chip(job: Job) -> bool:
     """Whether the fit has seen chips of this generation, or this very machine was measured."""
     seen = {name.split(":", 1)[1] for name in fitted()["effects"] if "/chip:" in name}
@@ -254,6 +264,8 @@ def notes_of(job: Job) -> list[str]:
         )
     if job.layout.offload:
         notes.append("moving parameters and gradients between host and device is not part of the predicted time")
+        if job.muon:
+            notes.append("Muon's products are planned as if the device made them; with layout.offload the host does")
     if job.fp8 and job.cluster.chip.peak.get("fp8", 0) == 0:
         notes.append(f"{job.cluster.chip.name} has no 8-bit arithmetic; planned at 16 bits")
     return notes
@@ -281,7 +293,7 @@ def what_binds(account: Account, job: Job) -> str:
         "bubble": "waiting for the pipeline",
         "host": "launching kernels from the host",
         "other": "what does not scale with the work",
-        "optimizer": "the optimizer's memory traffic",
+        "optimizer": "Muon's products" if job.muon else "the optimizer's memory traffic",
         "pipeline": "sending between stages",
         "data": "reading the batches",
     }.get(worst, f"traffic of the {worst} axis")

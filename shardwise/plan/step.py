@@ -18,8 +18,9 @@ import numpy as np
 from shardwise.hardware import Operation, collective_seconds, memory_seconds
 from shardwise.plan.constants import Constants, constants_of
 from shardwise.plan.job import Job
+from shardwise.plan.muon import seconds as muon_seconds
 from shardwise.plan.parameters import Held, stage_parameters, zero_groups
-from shardwise.plan.passes import Passes, Piece, Pieces, passes
+from shardwise.plan.passes import Passes, Piece, Pieces, host_seconds, passes
 from shardwise.plan.rounds import cached_schedule, fewer_rounds
 from shardwise.plan.stages import stage_counts
 from shardwise.plan.tally import span
@@ -33,7 +34,7 @@ gradients, their zeroing, and the parameter written in 16 bits."""
 
 
 class DataSeconds(NamedTuple):
-    """Traffic of data parallelism for the parameters of one stage, before the constants."""
+    """Traffic of data parallelism and the optimizer for the parameters of one stage, before the constants."""
 
     forward: Number
     """In every microbatch: ZeRO-3's gathers."""
@@ -44,6 +45,13 @@ class DataSeconds(NamedTuple):
     gather_once: Number
     """Once a step: updated parameters."""
     optimizer: Number
+    """Reading and writing what it holds."""
+    muon_products: Number = 0.0
+    muon_passes: Number = 0.0
+    muon_launches: Number = 0.0
+    muon_shards: Number = 0.0
+    muon_parts: Number = 0.0
+    """Of Muon, as `Orthogonalised` has them."""
 
 
 def layers_by_stage(job: Job) -> list[tuple[int, int]]:
@@ -57,8 +65,9 @@ def layers_by_stage(job: Job) -> list[tuple[int, int]]:
     return result
 
 
-def data_seconds(job: Job, held: Held) -> DataSeconds:
-    """What sharing and copying the parameters of a stage costs in traffic, before anything hides it."""
+def data_seconds(job: Job, held: Held, layers: tuple[Number, Number]) -> DataSeconds:
+    """What sharing and copying the parameters of a stage, of so many dense and routed layers, costs in traffic, before anything
+    hides it; and what updating them takes."""
     lay, stack, cluster = job.layout, job.stack, job.cluster
     zero, expert_zero = zero_groups(job)
     copies, copies_stride = span(job, "replicate")
@@ -74,12 +83,12 @@ def data_seconds(job: Job, held: Held) -> DataSeconds:
     own = held.dense / zero + held.experts / expert_zero
     among_copies = collective_seconds(cluster, "all_reduce", own * stack.reduce_bytes, copies, copies_stride)
     gather, scatter = over("all_gather", stack.gather_bytes), over("reduce_scatter", stack.reduce_bytes)
-    update = memory_seconds(cluster.chip, own * OPTIMIZER_BYTES)
+    update = memory_seconds(cluster.chip, own * OPTIMIZER_BYTES), *muon_seconds(job, *layers)
     often = stack.reduce_every_microbatch
     every = scatter if often and lay.zero >= 2 else 0.0 * scatter
     if lay.zero == 3:
-        return DataSeconds(gather, gather + every, among_copies + scatter - every, 0.0 * gather, update)
-    return DataSeconds(0.0 * gather, every, among_copies + scatter - every, gather, update)
+        return DataSeconds(gather, gather + every, among_copies + scatter - every, 0.0 * gather, *update)
+    return DataSeconds(0.0 * gather, every, among_copies + scatter - every, gather, *update)
 
 
 @dataclass(frozen=True)
@@ -111,7 +120,7 @@ def prepare(job: Job) -> Prepared:
         if key not in seen:
             seen[key] = len(pieces)
             pieces.append(network.stage(dense, routed, first=float(n == 0), last=float(n == last)))
-            data.append(data_seconds(job, held[n]))
+            data.append(data_seconds(job, held[n], (dense, routed)))
         kinds.append(seen[key])
     hop = 0.0
     if job.layout.pipeline > 1:
@@ -276,7 +285,7 @@ def put_together(one: Costed, result: Played) -> Step:
     forward, inputs, weights = cost.forward, cost.backward_input, cost.backward_weight
 
     busy = [0.0] * lay.pipeline
-    tails, updates = [0.0] * lay.pipeline, [0.0] * lay.pipeline
+    tails, parts, updates = [0.0] * lay.pipeline, [0.0] * lay.pipeline, [0.0] * lay.pipeline
     for rank in range(lay.pipeline):
         mine = [n for n, home in enumerate(placement) if home == rank]
         busy[rank] = microbatches * sum(forward[n] + inputs[n] + weights[n] for n in mine)
@@ -286,8 +295,10 @@ def put_together(one: Costed, result: Played) -> Step:
             sum(p.forward for p in ours), sum(p.backward_input for p in ours), sum(p.backward_weight for p in ours), {}
         )
         tails[rank] = float(tail_seconds(job, rank_passes, data, constants))
-        updates[rank] = constants["optimizer"] * float(data.optimizer)
+        parts[rank] = constants["tensor"] * float(data.muon_parts)
+        updates[rank] = float(update_seconds(job, data, constants))
     tail, optimizer = max(tails), max(updates)
+    joined = parts[int(np.argmax(tails))]
     whole = makespan + tail + optimizer + constants["overhead"]
     seconds = whole * float(slowdown(job, constants))
 
@@ -302,7 +313,8 @@ def put_together(one: Costed, result: Played) -> Step:
         breakdown["shard"] += microbatches * float(shared[kinds[n]].exposed)
     breakdown["pipeline"] = 2.0 * blocks * microbatches * len(mine)
     breakdown["bubble"] = makespan - busy[slowest]
-    breakdown["shard" if float(job.zero_ranks) > 1 else "replicate"] += tail
+    breakdown["shard" if float(job.zero_ranks) > 1 else "replicate"] += tail - joined
+    breakdown["tensor"] += joined
     breakdown["optimizer"] = optimizer
     breakdown["other"] = constants["overhead"] + seconds - whole
     return Step(seconds, breakdown, cost, placement, makespan, hop, slowest, tail, optimizer, timing)
@@ -333,4 +345,12 @@ def tail_seconds(job: Job, own: Passes, data: DataSeconds, constants: Constants)
         once = np.maximum(once - own.backward_input - own.backward_weight, share * once)
     if job.stack.gather_overlap:
         gather = np.maximum(gather - own.forward, share * gather)
-    return once + gather
+    # Muon's matrices are brought together one by one, and each is waited for.
+    return once + gather + constants["data"] * data.muon_shards + constants["tensor"] * data.muon_parts
+
+
+def update_seconds(job: Job, data: DataSeconds, constants: Constants) -> Number:
+    """The optimizer's own work on such a rank: what it reads and writes, and Muon's products."""
+    device = constants["matmul"] * data.muon_products + constants["memory"] * data.muon_passes
+    host = host_seconds(job, device, constants["launch"] * data.muon_launches)
+    return constants["optimizer"] * data.optimizer + device + host

@@ -390,15 +390,11 @@ def loads(wire: Wire) -> None:
 def muon(wire: Wire) -> None:
     """`train/optimizer.py`: every matrix inside of the layers brought together, first its shards, then its parts."""
     place = wire.place
-    counts = {
-        r: sum(place.routed(layer) == r for stage in place.stages for layer in stage.layers) for r in (False, True)
-    }
-    for routed, count in counts.items():
-        for weight in place.layer_weights(routed) if count else ():
-            if len(weight.shape) < 2:
-                continue
-            if place.shared:
-                group = "expert_shard" if weight.routed else "zero"
-                wire.all_gather(group, weight.shard(place.sizes[group]) * place.wide, count)
-            if weight.cut is not None:
-                wire.all_gather("tensor", weight.numbers * place.wide, count)
+    for count, weight in place.weights(outer=False):
+        if len(weight.shape) < 2:
+            continue
+        if place.shared:
+            group = "expert_shard" if weight.routed else "zero"
+            wire.all_gather(group, weight.shard(place.sizes[group]) * place.wide, count)
+        if weight.cut is not None:
+            wire.all_gather("tensor", weight.numbers * place.wide, count)

@@ -17,13 +17,13 @@ from torch import Tensor
 from shardwise.parallel.gather import part_of, whole_matrix
 from shardwise.parallel.gradients import Held, local, multiply
 from shardwise.parallel.mesh import Mesh
+from shardwise.plan.muon import ITERATIONS
 from shardwise.run import TrainConfig
 from shardwise.train.adamw import OnePassAdamW, runs_in_one_pass
 from shardwise.train.schedule import learning_rate_factor
 
-# Quintic that pushes singular values towards 1 fastest, and how often it is applied (Jordan et al. 2024).
+# Quintic that pushes singular values towards 1 fastest (Jordan et al. 2024).
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-_ITERATIONS = 5
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(_ITERATIONS):
+    for _ in range(ITERATIONS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return (x.mT if tall else x).to(matrix.dtype)

@@ -11,7 +11,7 @@ import pytest
 from shardwise.measure.balance import even_routing
 from shardwise.measure.dry import dry_rank
 from shardwise.measure.memory import measure_memory
-from shardwise.measure.module_work import module_activations, module_flops
+from shardwise.measure.module_work import OPTIMIZER, module_activations, module_flops
 from shardwise.measure.verify import random_batch
 from shardwise.plan.account import work
 from shardwise.run import Run
@@ -59,6 +59,15 @@ def test_modules_add_up_to_the_plan(model: str, layout: Layout) -> None:
     assert sum(by_part.values()) == planned.total
     assert sum(activations.values()) == sum(each[0] for each in memory["saved"].values())
     assert any(name.endswith("attention.core") for name in flops)
+
+
+def test_muon_is_a_phase_beside_the_modules() -> None:
+    run = cases.make_run("mixture", dict(shard=2), global_batch=4, microbatch=1, optimizer="muon")
+    flops, _, _ = counted(run)
+    planned = work(run, 1)
+    assert flops[OPTIMIZER] == planned.flops["parameters"]
+    assert flops[OPTIMIZER]["optimizer"] > 0
+    assert sum(sum(passes.values()) for passes in flops.values()) == planned.total
 
 
 def test_layers_alike_cost_alike() -> None:

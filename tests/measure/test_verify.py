@@ -123,6 +123,55 @@ def test_a_loss_in_chunks_is_as_planned(layout: Layout, dtype: str) -> None:
     )
 
 
+MUON: list[tuple[str, Layout]] = [
+    ("mixture", {}),
+    ("dense", dict(replicate=2)),
+    ("dense", dict(shard=2, zero=1)),
+    ("dense", dict(tensor=2)),
+    ("tied", dict(pipeline=2)),
+    ("mixture", dict(shard=2, expert=2)),
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), MUON, ids=str)
+def test_muon_is_as_planned(ranks: RankPool, model: str, layout: Layout) -> None:
+    """Its products are counted by the shapes of whole matrices, and blamed on the optimizer."""
+    data = layout.get("shard", 1) * layout.get("replicate", 1)
+    run = cases.make_run(model, layout, global_batch=2 * data, microbatch=1, optimizer="muon")
+    for verdict in ranks.run(run.layout.world, verified, run):
+        check(verdict, run)
+        assert verdict.measured.work.flops["parameters"]["optimizer"] > 0
+        assert "unknown" not in verdict.measured.work.flops
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("dense", dict(shard=8)),
+        ("dense", dict(tensor=4, pipeline=2, shard=2)),  # fewer heads of keys than tensor ranks
+        ("mixture", dict(tensor=2, shard=4, expert=2, expert_tensor=True)),
+        ("mixture", dict(pipeline=2, shard=4, expert=4, schedule="zb-v")),
+        ("softmax", dict(context=2, replicate=2, expert=2)),
+        ("latent", dict(tensor=4, shard=2)),
+    ],
+    ids=str,
+)
+def test_muon_on_dry_ranks_is_as_planned(model: str, layout: Layout) -> None:
+    data = layout.get("shard", 1) * layout.get("replicate", 1)
+    run = cases.make_run(model, layout, global_batch=4 * data, microbatch=1, optimizer="muon")
+    verdict = verify_dry(run, run.layout.world - 1)
+    check(verdict, run)
+    assert verdict.measured.work.flops["parameters"]["optimizer"] > 0
+
+
+def test_the_demo_is_as_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    demo = Path(__file__).parents[2] / "examples" / "demo.toml"
+    assert main(["verify", str(demo), "--dry", "--json"]) == 0
+    (rank,) = json.loads(capsys.readouterr().out)["ranks"]
+    update = next(d for d in rank["differences"] if d["name"] == "flops parameters optimizer")
+    assert update["plan"] == update["run"] == 2_768_240_640
+
+
 def test_bytes_moved_are_told_by_part_and_pass() -> None:
     moved = verify_dry(cases.make_run("mixture", dict(recompute="full")), 0).measured.work.bytes
     for part in ("norm", "ffn", "experts", "router", "attention"):

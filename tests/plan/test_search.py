@@ -116,8 +116,9 @@ def places(space: Space, count: int, seed: int) -> list[tuple[Any, Place, float,
         (auto("llama3-8b", nodes=8), 64),
         (auto("gpt3-175b", chip="a100-80g", nodes=64, global_batch=1536, seq_len=2048), 512),
         (auto("mixtral-8x7b", nodes=16, global_batch=256), 128),
+        (auto("mixtral-8x7b", nodes=16, global_batch=256, optimizer="muon"), 128),
     ],
-    ids=["llama3-8b", "gpt3-175b", "mixtral-8x7b"],
+    ids=["llama3-8b", "gpt3-175b", "mixtral-8x7b", "mixtral-8x7b-muon"],
 )
 def test_screening_is_near_the_plan(run: Run, devices: int) -> None:
     space = Space(run, devices, 8)

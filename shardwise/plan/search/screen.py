@@ -20,7 +20,7 @@ from shardwise.plan.passes import Passes
 from shardwise.plan.search.bubbles import Pace, in_flight, makespan
 from shardwise.plan.search.space import V_SHAPED, network_legal, with_choices
 from shardwise.plan.search.tables import Cut, cut_key
-from shardwise.plan.step import DataSeconds, Prepared, tail_seconds, with_sharing
+from shardwise.plan.step import DataSeconds, Prepared, tail_seconds, update_seconds, with_sharing
 from shardwise.run import Run
 
 Array = Any
@@ -178,7 +178,7 @@ class Group:
         work = _passes(ranks, own.forward, own.backward_input, own.backward_weight)
         sent = DataSeconds(*((ranks @ x)[:, None] for x in data))
         rest = tail_seconds(job, work, sent, constants).max(axis=0) + constants["overhead"]
-        return pace, rest + constants["optimizer"] * sent.optimizer.max(axis=0)
+        return pace, rest + update_seconds(job, sent, constants).max(axis=0)
 
     def _held(self, one: Cut, at: _Rows) -> tuple[Array, Array]:
         """What each kind of rank holds besides activations, and what one microbatch keeps on it: [kind of rank, row]."""

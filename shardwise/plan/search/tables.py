@@ -181,7 +181,8 @@ class Shares:
     @cached_property
     def data(self) -> Array:
         """Traffic and optimizer of each kind of stage: [field of DataSeconds, kind, ZeRO stage and row]."""
-        every = [data_seconds(self.under(zero), self.held) for zero in self.zero]
+        dense, routed = (np.array([[float(kind[n])] for kind in self.kinds]) for n in range(2))
+        every = [data_seconds(self.under(zero), self.held, (dense, routed)) for zero in self.zero]
         by_field = np.array([[_wide(x, self.held.dense.shape) for x in field] for field in zip(*every, strict=True)])
         return np.moveaxis(by_field, 1, 2).reshape(len(by_field), len(self.kinds), -1)
 
