@@ -33,9 +33,11 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    # Sums are made by the products that they end in, so that nothing is read or written for them alone.
+    add = torch.addmm if x.dim() == 2 else torch.baddbmm
     for _ in range(ITERATIONS):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        x = add(x, add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).to(matrix.dtype)
 
 

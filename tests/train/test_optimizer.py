@@ -32,6 +32,17 @@ def test_orthogonalising_brings_singular_values_near_one(shape: tuple[int, ...])
         torch.testing.assert_close(out[1], orthogonalize(g[1]))
 
 
+@pytest.mark.parametrize("shape", [(8, 32), (32, 8), (3, 8, 16)])
+def test_the_iteration_is_the_quintic(shape: tuple[int, ...]) -> None:
+    """On singular values it is f(v) = a v + b v^3 + c v^5, five times."""
+    g = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    u, values, vh = torch.linalg.svd(g, full_matrices=False)
+    values = values / (g.norm(dim=(-2, -1)).unsqueeze(-1) + 1e-7)
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    torch.testing.assert_close(orthogonalize(g), u * values.unsqueeze(-2) @ vh, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_decay_spares_norms_and_biases(optimizer: str) -> None:
     run = run_from_dict(
