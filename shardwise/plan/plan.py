@@ -171,8 +171,9 @@ def exact(space: Memory, run: Run, job: Job) -> Memory:
         if run.layout.zero == 3 and run.layout.shard * run.layout.context > 1:  # besides, the layers of the moment
             owners["gathered"] += estimated["gathered"]
         owners["buffers"] = estimated["buffers"] + same.turned
-        updating = _updating({**estimated, **owners}, run, rank)
-        owners = _fullest_moment({**estimated, **owners}, run, same.late, same.gone)
+        owners = {**estimated, **owners}
+        updating = {name: value for name, value in (owners | same.updating).items() if name != "again"}
+        owners = _fullest_moment(owners, run, same.late, same.gone)
         owners = max(owners, updating, key=lambda moment: sum(moment.values()))
         moving = sum(owners[name] for name in ("activations", "logits", "gathered", "buffers"))
         owners["workspace"] = job.stack.context_gib * GIB + job.stack.fragmentation * moving
@@ -189,6 +190,8 @@ class _Alike(NamedTuple):
     late: float
     gone: float
     turned: float
+    updating: dict[str, float]
+    """What is otherwise when the largest matrix is updated."""
 
 
 def _alike(place: Place) -> _Alike:
@@ -197,7 +200,8 @@ def _alike(place: Place) -> _Alike:
     saved = 1.0 - held.compiled_away(run, rank) if compiles(run, gpu=planned_on_gpu(run)) else 1.0
     if owners["again"]:
         owners["again"] += held.passing_gradients(run, rank)
-    return _Alike(owners, saved, held.last_gradient(run, rank), _kept_behind(place), held.turned_gradient(run, rank))
+    late, turned = held.last_gradient(run, rank), held.turned_gradient(run, rank)
+    return _Alike(owners, saved, late, _kept_behind(place), turned, _updating(owners, place))
 
 
 def _kept_behind(place: Place) -> float:
@@ -233,12 +237,12 @@ def _fullest_moment(owners: dict[str, float], run: Run, late: float, gone: float
     return owners | {"activations": owners["activations"] + again, "logits": 0.0}
 
 
-def _updating(owners: dict[str, float], run: Run, rank: int) -> dict[str, float]:
+def _updating(owners: dict[str, float], place: Place) -> dict[str, float]:
     """The moment when the largest matrix is updated: what the passes held is gone. AdamW makes nothing then."""
-    made = muon.held(Place(run, rank)) if run.train.optimizer == "muon" else 0
+    made = muon.held(place) if place.run.train.optimizer == "muon" else 0
     gone = dict.fromkeys(("activations", "logits", "gathered"), 0.0)
-    stays = {"gradients": float(held.held(run, rank)["gradients"]), "optimizer": owners["optimizer"] + made}
-    return {name: value for name, value in (owners | gone | stays).items() if name != "again"}
+    gradients = float(held.held(place.run, place.rank)["gradients"])
+    return gone | {"gradients": gradients, "optimizer": owners["optimizer"] + made}
 
 
 def known_chip(job: Job) -> bool:
