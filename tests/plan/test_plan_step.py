@@ -223,6 +223,18 @@ def test_checkpoints_are_no_denser_than_they_are_written() -> None:
     assert cost.checkpoint_every_s == cost.checkpoint_write_s > 10 * cost.checkpoint_stall_s
 
 
+def test_an_expert_takes_no_more_than_its_room() -> None:
+    def experts(imbalance: float, capacity: float) -> float:
+        model = dict(preset="mixtral-8x7b", expert_capacity=capacity)
+        train = dict(global_batch=64, seq_len=4096, dtype="bfloat16", expert_imbalance=imbalance)
+        cluster = dict(chip="h100", nodes=8)
+        run = run_from_dict(dict(model=model, layout=dict(shard=64, expert=8), train=train, cluster=cluster))
+        return plan(run).account.breakdown["matmul"]
+
+    assert experts(3.0, 0.0) > experts(1.5, 0.0) > experts(1.0, 0.0)
+    assert experts(3.0, 1.5) == experts(1.5, 1.5) < experts(3.0, 0.0)
+
+
 def test_a_slower_link_never_helps() -> None:
     fast = make_job(LLAMA, tensor=4, shard=8, pipeline=2)
     slow = replace(fast, cluster=replace(fast.cluster, intra=fast.cluster.intra / 4, inter=fast.cluster.inter / 4))
