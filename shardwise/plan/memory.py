@@ -15,9 +15,9 @@ import numpy as np
 
 from shardwise.ledger import Memory
 from shardwise.plan.job import Job
-from shardwise.plan.operations import chunked_share, embedding, layer, pieces
+from shardwise.plan.layer_memory import layer_activations
+from shardwise.plan.operations import chunked_share, embedding
 from shardwise.plan.parameters import Held, cast_copies, layer_parameters, stage_parameters, zero_groups
-from shardwise.plan.passes import repeated, repeated_layers
 from shardwise.plan.rounds import cached_schedule
 from shardwise.plan.step import layers_by_stage, played
 from shardwise.run.derive import CHUNK_BYTES
@@ -25,33 +25,6 @@ from shardwise.schedules import high_water
 
 Number = Any
 GIB = 2.0**30
-
-
-def layer_activations(job: Job, *, routed: bool) -> tuple[Number, Number]:
-    """Bytes one layer keeps for the backward pass of one microbatch; and what its recomputation holds for a moment."""
-    tally = layer(job, routed=routed)
-    stream = pieces(job) * job.model.hidden * job.width
-    whole = sum(entry.saved for entry in tally.entries)
-    if job.layout.recompute == "none":
-        return whole, 0.0
-    if job.layout.recompute in ("full", "budget"):
-        kept, again = stream, whole
-    elif job.layout.recompute == "attention" and job.stack.recompute_keeps:
-        m, units = job.model, job.stack.recompute_keeps
-        widths = units[0] * m.hidden + units[1] * m.kv_heads * m.head_dim + units[2] * m.ffn
-        kept = job.rows / job.layout.tensor * widths * job.width
-        again = whole - kept
-    else:
-        kept = sum(entry.saved - repeated(job, entry) * (entry.saved - entry.kept) for entry in tally.entries)
-        again = whole - kept
-    share = repeated_layers(job, tally)
-    return share * kept + (1 - share) * whole, again
-
-
-def layer_kept(job: Job, *, routed: bool) -> float:
-    """Bytes one layer that is not recomputed keeps of a microbatch, with the copies of its weights that were cast for it."""
-    cast = cast_copies(job, layer_parameters(job, routed=routed))
-    return float(layer_activations(job, routed=routed)[0]) + float(cast)
 
 
 def _embedding_activations(job: Job) -> Number:

@@ -287,7 +287,7 @@ def _layer_kept(run: Run, routed: bool) -> float:
     """What the plan says that a layer of a run keeps, remembered: every stage of every rank asks, for every budget tried."""
     # Imported where it is used: memory stands above the accounts, and only this mode asks for it.
     from shardwise.plan.job import job_of
-    from shardwise.plan.memory import layer_kept
+    from shardwise.plan.layer_memory import layer_kept
 
     return layer_kept(job_of(run), routed=routed)
 

@@ -14,7 +14,8 @@ from shardwise.plan.account import work
 from shardwise.plan.constants import fitted, groups_of
 from shardwise.plan.goodput import JobCost, data_stall, job_cost
 from shardwise.plan.job import Job, job_of
-from shardwise.plan.memory import GIB, layer_activations, memory
+from shardwise.plan.layer_memory import layer_activations
+from shardwise.plan.memory import GIB, memory
 from shardwise.plan.operations import embedding, head, layer
 from shardwise.plan.place import Place
 from shardwise.plan.prediction import interval

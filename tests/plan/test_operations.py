@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jobs import EXPERTS, GPT, LLAMA, make_job
 
 from shardwise.plan.job import job_of
-from shardwise.plan.memory import layer_activations
+from shardwise.plan.layer_memory import layer_activations
 from shardwise.plan.operations import embedding, head, layer
 from shardwise.plan.tally import FORWARD
 from shardwise.plan.work import forward_flops

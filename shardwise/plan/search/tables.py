@@ -17,7 +17,8 @@ import numpy as np
 from shardwise.hardware import collective_seconds
 from shardwise.plan.constants import constants_of
 from shardwise.plan.job import Job, overlapped
-from shardwise.plan.memory import GIB, buffers, gathered_layers, layer_activations, loss_bytes, states
+from shardwise.plan.layer_memory import layer_activations
+from shardwise.plan.memory import GIB, buffers, gathered_layers, loss_bytes, states
 from shardwise.plan.operations import embedding, head, layer
 from shardwise.plan.parameters import Held, cast_copies, ends_parameters, layer_parameters
 from shardwise.plan.passes import Piece, Pieces, passes
