@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from shardwise.plan.job import job_of
+from shardwise.plan.layer_memory import layer_kept
 from shardwise.plan.rounds import cached_schedule, fewer_rounds
 from shardwise.plan.stages import layers_of_stages
 from shardwise.run import ModelConfig, Run
@@ -285,10 +287,6 @@ class Place:
 @lru_cache(maxsize=64)
 def _layer_kept(run: Run, routed: bool) -> float:
     """What the plan says that a layer of a run keeps, remembered: every stage of every rank asks, for every budget tried."""
-    # Imported where it is used: memory stands above the accounts, and only this mode asks for it.
-    from shardwise.plan.job import job_of
-    from shardwise.plan.layer_memory import layer_kept
-
     return layer_kept(job_of(run), routed=routed)
 
 
