@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ class PlainDisplay:
 
     def __init__(self) -> None:
         self.last = float("-inf")
+        self.heard = True
 
     def __enter__(self) -> PlainDisplay:
         return self
@@ -81,8 +83,14 @@ class PlainDisplay:
         pass
 
     def say(self, text: str) -> None:
-        """A sentence that stays."""
-        print(text, flush=True)
+        """A sentence that stays. Where nobody reads any more, or a log is full, the run goes on in silence."""
+        if not self.heard:
+            return
+        try:
+            print(text, flush=True)
+        except OSError:
+            self.heard = False
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # also for what is flushed at the end
 
     def show(self, progress: Progress) -> None:
         """The state after a step."""

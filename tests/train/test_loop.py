@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import torch
 
 from shardwise.model.saved_reader import SavedReader
 from shardwise.run import Run, UserError, read_run, run_from_dict
+from shardwise.run.write import to_toml
 from shardwise.train import loop
 from shardwise.train.display import clock, sparkline
 from shardwise.train.loop import train
@@ -162,3 +166,21 @@ def test_durations_and_curves_read_well() -> None:
     assert sparkline([3, 2, 1, 0], 4) == "█▅▃▁"
     assert len(sparkline(list(map(float, range(100))), 10)) == 10
     assert sparkline([float("nan")], 5) == ""
+
+
+@pytest.mark.parametrize("where", ["| head -1", "> /dev/full"])
+def test_a_run_goes_on_where_nobody_reads(where: str, tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text(to_toml(make_run()))
+    command = f"{sys.executable} -m shardwise train r.toml --out out {where}; exit ${{PIPESTATUS[0]}}"
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": root},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [r["step"] for r in read_metrics(tmp_path / "out") if "loss" in r][-1] == 6
+    assert (tmp_path / "out" / "checkpoints" / "step-00000006").is_dir()
