@@ -35,6 +35,9 @@ def broken_rules(run: Run) -> Iterator[Broken]:
     if run.train.warmup > run.train.steps:
         reason = f"{run.train.warmup} is more than train.steps = {run.train.steps}"
         yield Broken("train.warmup", ("train.steps",), reason)
+    for name in ("beta1", "beta2", "muon_momentum"):
+        if getattr(run.train, name) >= 1:
+            yield Broken(f"train.{name}", (), "has to be below 1: at 1 nothing new is ever taken in")
     yield from _fp8_rules(run)
     yield from _data_rules(run)
 

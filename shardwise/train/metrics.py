@@ -17,17 +17,18 @@ FILE = "metrics.jsonl"
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The records of a run folder; a last line cut off by a crash is passed over."""
+    """The records of a run folder; a line cut off by a crash, or damaged, is passed over."""
     path = folder / FILE
-    if not path.exists():
-        return []
-    records = []
-    for line in path.read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            break
-    return records
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    return [record for line in lines if (record := _record(line)) is not None]
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
 class Metrics:
@@ -63,15 +64,13 @@ class Metrics:
 
 
 def _length_up_to(path: Path, step: int) -> int:
-    """Bytes of the file's first lines that are whole and of no later step."""
+    """Bytes of the file's first lines that are whole and of no later step; damaged ones among them stay as they are."""
     length = 0
-    for line in path.read_bytes().splitlines(keepends=True):
-        try:
-            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
-                break
-        except (ValueError, KeyError, TypeError):
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        record = _record(line)
+        if record is not None and record["step"] > step:
             break
-        length += len(line)
+        length += len(line) + 1
     return length
 
 

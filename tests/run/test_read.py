@@ -68,6 +68,8 @@ MIXTURE = ("model.experts=4", "model.experts_per_token=1")
         ([*MIXTURE, "model.dense_layers=9"], "model.dense_layers", "more than layers"),
         (["model.shared_experts=1"], "model.shared_experts", "no meaning"),
         (["model.position=learned", "model.max_positions=100"], "train.seq_len", "longer than the learned table"),
+        (["train.beta1=1"], "train.beta1", "below 1"),
+        (["train.muon_momentum=1"], "train.muon_momentum", "below 1"),
         (["layout.tensor=3"], "layout.tensor", "does not divide model.heads"),
         (["layout.shard=4", "train.global_batch=4", "cluster.nodes=3"], "cluster.nodes", "do not divide over 3 nodes"),
         (["model.heads=8", "model.kv_heads=4", "layout.tensor=8", "model.ffn=4"], "layout.tensor", "feed-forward"),

@@ -184,3 +184,14 @@ def test_a_run_goes_on_where_nobody_reads(where: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert [r["step"] for r in read_metrics(tmp_path / "out") if "loss" in r][-1] == 6
     assert (tmp_path / "out" / "checkpoints" / "step-00000006").is_dir()
+
+
+@pytest.mark.parametrize("damage", [b"garbage", b"\xff\r\xfe", b'{"step": null}', b"[1]"])
+def test_a_damaged_record_takes_no_others_with_it(damage: bytes, tmp_path: Path) -> None:
+    train(make_run(eval_every=0), tmp_path)
+    file = tmp_path / "metrics.jsonl"
+    lines = file.read_bytes().split(b"\n")
+    lines[2] = damage
+    file.write_bytes(b"\n".join(lines) + b'{"step": 7, "lo')
+    train(make_run(eval_every=0, steps=8), tmp_path)
+    assert [r["step"] for r in read_metrics(tmp_path) if "loss" in r] == [1, 2, 4, 5, 6, 7, 8]
