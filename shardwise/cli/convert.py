@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from shardwise.run.problems import UserError
 
@@ -41,14 +42,28 @@ def execute(args: argparse.Namespace) -> int:
             done = from_hf(args.source, args.out, progress)
         else:
             dtype = getattr(torch, args.dtype) if args.dtype else None
-            done = to_hf(args.source, args.out, dtype, progress)
+            done = to_hf(args.source, args.out, dtype, progress, end=_end_of_documents(args.source))
     seconds = time.perf_counter() - begin
     print(
         f"{args.out}: {done.architecture}, {done.parameters:,} parameters, {done.bytes / 1e9:.3g} GB in {seconds:.1f} s"
     )
     for note in done.notes:
         print(f"left out: {note}")
+    if args.way == "from-hf":
+        run = Path(args.out)
+        print(f"to train it on: shardwise train {run / 'run.toml'} --train.weights={run} --out runs/{run.name}")
     return 0
+
+
+def _end_of_documents(source: str) -> int | None:
+    """The token that a checkpoint's tokenizer ends documents with, if it has one."""
+    from shardwise.data.tokenizer import load_tokenizer
+    from shardwise.model.weights import checkpoint_folder
+
+    try:
+        return load_tokenizer(checkpoint_folder(source)).end
+    except UserError:
+        return None
 
 
 @contextmanager

@@ -174,6 +174,13 @@ class TokenSet:
             upto = min(stop, edge)
             out[at - start : upto - start] = self._shard(shard)[at - base : upto - base]
             at, shard = upto, shard + 1
+        vocab = self.index.tokenizer["vocab"]
+        if len(out) and int(out.max()) >= vocab:
+            wrong = start + int(np.argmax(out >= vocab))
+            reason = (
+                f"token {wrong:,} is {out.max()}, and the vocabulary has {vocab}: the set is damaged; build it again"
+            )
+            raise UserError(Problem(reason, where=str(self.folder)))
         return out
 
     def ends_between(self, start: int, stop: int) -> NDArray[np.int64]:

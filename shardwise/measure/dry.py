@@ -41,7 +41,7 @@ def dry_rank(run: Run, rank: int) -> Iterator[Trainee]:
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
             mock.patch.object(experts, "on_host", _even),
-            mock.patch.object(Trainee, "_usable", return_value=True),
+            mock.patch.object(Trainee, "_usable", return_value=(True, False)),
         ):
             yield Trainee(run, mesh)
     finally:

@@ -91,7 +91,13 @@ class WeightReader:
         stored = self._stored[name]
         if not 0 <= index < stored.shape[0]:
             raise IndexError(f"{name} has no part {index}; its shape is {stored.shape}")
-        return _read(stored, stored.offset + index * (stored.bytes // stored.shape[0]), stored.shape[1:])
+        return self.rows(name, index, index + 1)[0]
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """Some slices along the first dimension."""
+        stored = self._stored[name]
+        each = stored.bytes // max(stored.shape[0], 1)
+        return _read(stored, stored.offset + first * each, (last - first, *stored.shape[1:]))
 
     def _add(self, file: Path, header: dict[str, Stored]) -> None:
         twice = self._stored.keys() & header.keys()

@@ -25,6 +25,7 @@ __all__ = [
     "WeightReader",
     "checkpoint_folder",
     "compare_shapes",
+    "is_checkpoint",
     "load_model",
     "open_checkpoint",
     "state_shapes",
@@ -34,7 +35,8 @@ __all__ = [
 RUN_FILE = "run.toml"
 
 
-def _is_checkpoint(folder: Path) -> bool:
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder holds weights and the run that they belong to."""
     weights = ("model.safetensors", "model.safetensors.index.json", MANIFEST)
     return (folder / RUN_FILE).is_file() and any((folder / file).is_file() for file in weights)
 
@@ -42,12 +44,12 @@ def _is_checkpoint(folder: Path) -> bool:
 def checkpoint_folder(path: str | Path) -> Path:
     """The path itself when it is a checkpoint, or the newest complete checkpoint of a run folder."""
     path = Path(path)
-    if _is_checkpoint(path):
+    if is_checkpoint(path):
         return path
     steps = {
         int(folder.name.removeprefix("step-")): folder
         for folder in path.glob("checkpoints/step-*")
-        if folder.name.removeprefix("step-").isdecimal() and _is_checkpoint(folder)
+        if folder.name.removeprefix("step-").isdecimal() and is_checkpoint(folder)
     }
     if steps:
         return steps[max(steps)]

@@ -195,6 +195,10 @@ class TrainConfig:
         "matrix products inside of the layers in 8 bits: one scale a tensor and all products, the fastest; or one a row, the "
         "weights' gradients in 16 bits, the closest to 16 bits",
     )
+    weights: str = key(
+        "",
+        "checkpoint, run folder, or what `shardwise convert from-hf` made, whose weights training begins with; empty: random ones",
+    )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "where to run; auto: the GPU where there is one")
     compile: Literal["auto", True, False] = key(
         "auto",

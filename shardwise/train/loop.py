@@ -38,6 +38,7 @@ def check(run: Run, out: Path) -> None:
     """Raise what is wrong with a run's data or with its folder before any rank starts. A machine that comes later than others
     finds the folder in use, by the run that it joins."""
     open_data(run)
+    saves.check_weights(run)
     if run.cluster.nodes == 1:
         saves.check_folder(run, out)
 
@@ -71,7 +72,9 @@ def _attempt(
     """From the newest checkpoint to the last step, leaving out the batches that earlier attempts found bad."""
     trainee = Trainee(run, mesh)
     resumed = saves.resume(trainee, out, data.fingerprint, display.say)
-    if resumed is not None:
+    if resumed is None:
+        saves.begin(trainee, display.say)
+    else:
         trainee.history = History(**resumed.more)
     trainee.history.excluded = sorted({*trainee.history.excluded, *excluded})
     _introduce(trainee, data, display, resumed is not None)

@@ -19,11 +19,12 @@ class LossScale:
     scale: float
     good: int = 0
 
-    def update(self, finite: bool) -> None:
-        """Adapt after a step whose gradients were finite, or not."""
+    def update(self, finite: bool) -> bool:
+        """Adapt after a step whose gradients were finite, or not; gives whether a lower scale may mend the next one."""
         if not finite:
-            self.scale, self.good = max(1.0, self.scale / 2), 0
-            return
+            before, self.scale, self.good = self.scale, max(1.0, self.scale / 2), 0
+            return self.scale < before
         self.good += 1
         if self.good == GROWTH_INTERVAL:
             self.scale, self.good = self.scale * 2, 0
+        return False

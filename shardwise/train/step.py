@@ -73,7 +73,9 @@ class StepResult:
     learning_rate: float
     stop: Tensor
     usable: bool = True
-    """False when float16 gradients overflowed, which the loss scale deals with."""
+    """False when float16 gradients overflowed: nothing was updated."""
+    rescaled: bool = False
+    """True when they did and the loss scale could be lowered, which may be all that the next step needs."""
     accepted: bool = True
     """False when the step was refused, and changed nothing but its own number."""
 
@@ -158,7 +160,7 @@ class Trainee:
         square = square * layout.world if uses_copies_alone(self.mesh) else sums()[0]
         tokens = counted()[0].clamp(min=1)
         grad_norm, factor = self._norm_and_factor(square, tokens)
-        usable = self._usable(grad_norm)
+        usable, rescaled = self._usable(grad_norm)
         # What is decided on must be the same number everywhere, so the sum over ranks is waited for.
         accepted = not usable or accept is None or accept(*torch.stack((sums()[1] / tokens, grad_norm)).tolist())
         if usable and accepted:
@@ -167,7 +169,7 @@ class Trainee:
         for router in self.routers:
             router.rebalance(train.balance_rate if accepted else 0.0)
         rate = self.optimizer.learning_rate(self.step)
-        return StepResult(self.step, sums()[1] / tokens, grad_norm, rate, counted()[1], usable, accepted)
+        return StepResult(self.step, sums()[1] / tokens, grad_norm, rate, counted()[1], usable, rescaled, accepted)
 
     def passes(self, batch: Batch) -> Tensor:
         """All microbatches forward and backward, and the gradients brought together; gives this rank's part of the loss."""
@@ -294,10 +296,9 @@ class Trainee:
             factor = factor * (self.run.train.clip / (norm + 1e-6)).clamp(max=1.0)
         return norm, factor
 
-    def _usable(self, grad_norm: Tensor) -> bool:
-        """False for float16 gradients that overflowed; only float16 waits for the answer."""
+    def _usable(self, grad_norm: Tensor) -> tuple[bool, bool]:
+        """Not for float16 gradients that overflowed, and whether the loss scale was lowered; only float16 waits for the answer."""
         if self.dtype != torch.float16:
-            return True
+            return True, False
         finite = bool(grad_norm.isfinite())
-        self.loss_scale.update(finite)
-        return finite
+        return finite, self.loss_scale.update(finite)

@@ -148,3 +148,12 @@ def test_atomic_writing_leaves_nothing_behind(tmp_path: Path) -> None:
     write_atomically(tmp_path / "a", b"two")
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
     assert (tmp_path / "a").read_bytes() == b"two"
+
+
+def test_a_token_outside_of_the_vocabulary(tokens: TokenSet) -> None:
+    name, _ = tokens.index.shards[1]
+    (tokens.folder / name).write_bytes(np.full(tokens.index.shards[1][1], 300, "<u2").tobytes())
+    first = tokens.index.shards[0][1]
+    assert TokenSet.open(tokens.folder).read(0, first).tolist() == FLAT[:first]
+    with pytest.raises(UserError, match=rf"token {first} is 300, and the vocabulary has 257: the set is damaged"):
+        TokenSet.open(tokens.folder).read(2, first + 2)

@@ -113,9 +113,10 @@ def to_hf(
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
     shard_bytes: int = SHARD_BYTES,
+    end: int | None = None,
 ) -> Conversion:
     """Make a Hugging Face folder of a checkpoint, or of the newest one of a run; tensors keep their dtype
-    unless one is given."""
+    unless one is given. `end` is the token that ends a document, where the checkpoint names none."""
     source, out = checkpoint_folder(checkpoint), Path(out_dir)
     _check_free(out)
     config = read_run(source / RUN_FILE).model
@@ -138,6 +139,8 @@ def to_hf(
         _copy_companions(source, folder)
         generation = read_json(source / GENERATION) if (source / GENERATION).is_file() else {}
         values |= {key: generation.get(key) for key in TOKEN_IDS}
+        if values["eos_token_id"] is None:
+            values["eos_token_id"] = end
         write_text(folder / "config.json", json.dumps(values, indent=2) + "\n")
         total = _write(folder, entries, progress, shard_bytes)
     return Conversion(architecture, _parameters(shapes), total, ())

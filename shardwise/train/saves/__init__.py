@@ -5,7 +5,8 @@ A checkpoint is a folder `checkpoints/step-00000100` that appears at once and wh
 1. `contents` lists what this rank holds that must be kept, as pieces of whole tensors, each piece once over all ranks;
 2. `staging` copies it aside, and training goes on while `part` writes the copy, with checksums, into a draft folder;
 3. `commit` waits until every rank's part is there, verifies them, writes the manifest, and renames the draft;
-4. `resume` finds the newest checkpoint that verifies and reads of it what this rank needs, whatever layout wrote it.
+4. `resume` finds the newest checkpoint that verifies and reads of it what this rank needs, whatever layout wrote it;
+5. `begin` reads, where there is none yet, the weights that the run is to begin with.
 
 `saver` runs 1 to 3 beside the training, `folder` knows the names in a run folder, `lock` keeps others out of it. How the files
 look is in `model/saved_files`, where generating and converting read them too.
@@ -16,7 +17,8 @@ that dies leaves the others waiting, and it wants DTensors where tensor and expe
 (`parallel/split`). Here ranks agree by the layout alone, and by files.
 """
 
+from shardwise.train.saves.begin import begin, check_weights
 from shardwise.train.saves.resume import Resumed, check_folder, held, load, resume
 from shardwise.train.saves.saver import Saver
 
-__all__ = ["Resumed", "Saver", "check_folder", "held", "load", "resume"]
+__all__ = ["Resumed", "Saver", "begin", "check_folder", "check_weights", "held", "load", "resume"]

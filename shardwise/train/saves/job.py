@@ -18,9 +18,17 @@ _FIXED = {
 
 def differences(before: Run, now: Run) -> list[str]:
     """All keys that make them different jobs, as `section.key: before -> now`."""
+    fixed = [(section, key) for section, fixed in _FIXED.items() for key in fixed]
+    return model_differences(before, now) + _changed(before, now, fixed)
+
+
+def model_differences(before: Run, now: Run) -> list[str]:
+    """The same of the network alone."""
+    return _changed(before, now, [("model", key) for key in to_dict(now)["model"] if key != "preset"])
+
+
+def _changed(before: Run, now: Run, keys: list[tuple[str, str]]) -> list[str]:
     old, new = to_dict(before), to_dict(now)
-    keys = [("model", key) for key in new["model"] if key != "preset"]
-    keys += [(section, key) for section, fixed in _FIXED.items() for key in fixed]
     return [f"{s}.{k}: {old[s][k]!r} -> {new[s][k]!r}" for s, k in keys if old[s][k] != new[s][k]]
 
 

@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from shardwise.model.saved_files import NewerFormat, check_file, damage, read_manifest
 from shardwise.model.saved_reader import SavedReader
-from shardwise.model.weights import RUN_FILE
+from shardwise.model.weight_files import WeightReader
+from shardwise.model.weights import RUN_FILE, is_checkpoint
 from shardwise.parallel.gradients import local
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.place import Box, box
@@ -78,6 +79,11 @@ def _lock(run: Run, out: Path) -> FolderLock:
         if foreign:
             reason = f"holds {foreign[0]} but no {RUN_FILE}, so it is no run folder; give --out a new one"
             raise UserError(Problem(reason, where=str(out)))
+    if is_checkpoint(out):
+        reason = (
+            f'holds weights, and is no run folder; to begin with them, give --out a new one and train.weights = "{out}"'
+        )
+        raise UserError(Problem(reason, where=str(out)))
     lock = FolderLock(out)
     try:
         for folder in reversed(complete(out)):
@@ -184,10 +190,13 @@ def _load_tensors(trainee: Trainee, reader: SavedReader) -> None:
             set_random_state(trainee, device, reader.get(name))
 
 
-def read_box(reader: SavedReader, name: str, place: Box) -> Tensor:
-    """A box of a saved tensor, from the rows of all pieces that overlap it."""
+def read_box(reader: SavedReader | WeightReader, name: str, place: Box) -> Tensor:
+    """A box of a saved tensor, from the rows of all pieces that overlap it, or of the one piece that it is."""
     if name not in reader:
         raise UserError(Problem(f"does not hold {name}", where=str(reader.folder)))
+    if isinstance(reader, WeightReader):
+        first, *others = [slice(o, o + n) for o, n in zip(place.offset, place.size, strict=True)]
+        return reader.rows(name, first.start, first.stop)[(slice(None), *others)]
     pieces = reader.pieces[name]
     values = torch.empty(place.size, dtype=reader.dtype(name))
     saved = TensorStorageMetadata(

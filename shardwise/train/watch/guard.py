@@ -76,10 +76,10 @@ class Guard:
         """For `train_step`: whether the step may change anything."""
         return self.fault(loss, norm) is None
 
-    def note(self, loss: float, norm: float, usable: bool) -> str | None:
-        """Take a finished step into the history; gives what was bad about it. Steps that overflowed in float16 are the loss
-        scale's affair and leave no trace."""
-        if self.settings.guard == "none" or not usable:
+    def note(self, loss: float, norm: float, rescaled: bool = False) -> str | None:
+        """Take a finished step into the history; gives what was bad about it. Gradients that overflowed in float16 are the loss
+        scale's affair and leave no trace, as long as it can be lowered; a loss that is not finite never is, no scale is in it."""
+        if self.settings.guard == "none" or (rescaled and math.isfinite(loss)):
             return None
         fault = self.fault(loss, norm)
         if fault is None:

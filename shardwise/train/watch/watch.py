@@ -103,9 +103,11 @@ class Watch:
 
     def judge(self, loss: float, norm: float, result: StepResult, say: Callable[[str], None]) -> bool:
         """Act on a finished step by the run's policy; gives whether it was skipped."""
-        fault = self.guard.note(loss, norm, result.usable)
+        fault = self.guard.note(loss, norm, result.rescaled)
         if fault is None:
-            return False
+            if not result.usable:
+                say(f"step {result.step}: gradients overflowed in float16; skipped, and the loss scale is halved")
+            return not result.usable
         step, policy = result.step, self.run.train.guard
         batch = self.guard.history.batch_of(step)
         self.event("bad", step=step, batch=batch, fault=fault, policy=policy)

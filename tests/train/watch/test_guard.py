@@ -55,18 +55,23 @@ def test_spikes_are_seen_upwards_only_and_do_not_widen_the_measure() -> None:
     guard = Guard(make_run(guard="skip", guard_spike=6.0).train, History())
     rng = np.random.default_rng(1)
     for _ in range(40):
-        assert guard.note(3 + 0.1 * rng.standard_normal(), 1 + 0.05 * rng.standard_normal(), usable=True) is None
+        assert guard.note(3 + 0.1 * rng.standard_normal(), 1 + 0.05 * rng.standard_normal()) is None
     assert guard.fault(1.0, 1.0) is None
     for bad in (4.5, 4.5, 4.5):
-        fault = guard.note(bad, 1.0, usable=True)
+        fault = guard.note(bad, 1.0)
         assert fault is not None
         assert "the loss, 4.5, is" in fault
     assert "gradient norm" in (guard.fault(3.0, 9.0) or "")
     assert guard.fault(math.nan, 1.0) == "the loss is nan"
     assert guard.history.bad == 3
-    assert (
-        guard.note(math.inf, math.inf, usable=False) is None
-    )  # an overflow in float16, which the loss scale deals with
+
+
+def test_an_overflow_is_the_loss_scales_affair_while_it_can_mend_it() -> None:
+    guard = Guard(make_run(guard="stop").train, History())
+    assert guard.note(3.0, math.inf, rescaled=True) is None
+    assert guard.history.bad == 0
+    assert guard.note(3.0, math.inf) == "the gradient norm is inf"
+    assert guard.note(math.nan, math.nan, rescaled=True) == "the loss is nan"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -1,0 +1,122 @@
+"""Training that begins with weights of a checkpoint, or of a folder made of a Hugging Face one: every rank of any layout holds its
+part of them exactly, and the first loss is theirs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cases
+import numpy as np
+import pytest
+import saved_cases
+import torch
+from parallel_pool import RankPool
+from torch.nn.functional import cross_entropy
+
+from shardwise.data.open import open_data
+from shardwise.model.huggingface import from_hf, to_hf
+from shardwise.model.weights import load_model, open_checkpoint
+from shardwise.parallel.gradients import local
+from shardwise.parallel.place import box
+from shardwise.run import Run, UserError, run_from_dict
+from shardwise.train.loop import check, train
+from shardwise.train.metrics import read_metrics
+from shardwise.train.saves import begin
+from shardwise.train.saves.contents import buffers
+from shardwise.train.saves.folder import complete
+from shardwise.train.step import Trainee
+
+
+def parts(rank: int, run: Run) -> dict[str, Any]:
+    """What a rank holds once it has begun."""
+    trainee = Trainee(run)
+    begin(trainee, print)
+    held = {h.name: (cases.slices(box(h, trainee.mesh)), local(h.parameter.detach())) for h in trainee.parallel.held}
+    return held | {name: (..., buffer) for name, buffer in buffers(trainee)}
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "imported"),
+    [
+        ("dense", dict(shard=2, tensor=2), False),
+        ("dense", dict(shard=2, tensor=2), True),
+        ("dense", dict(pipeline=2, schedule="zb-v", replicate=2), True),
+        ("mixture", dict(shard=4, expert=2), False),
+        ("softmax", dict(shard=4, expert=2), True),
+        ("softmax", dict(shard=2, tensor=2, expert_tensor=True), True),
+        ("few", dict(shard=4), False),
+    ],
+    ids=str,
+)
+def test_each_rank_holds_its_part(
+    ranks: RankPool, tmp_path: Path, model: str, layout: dict[str, Any], imported: bool
+) -> None:
+    saved_cases.train_and_save(0, cases.make_run(model, {}, microbatch=1), tmp_path / "run", 1)
+    source = tmp_path / "run"
+    if imported:
+        to_hf(source, tmp_path / "hf")
+        source = tmp_path / "imported"
+        from_hf(tmp_path / "hf", source, shard_bytes=20_000)
+    reader = open_checkpoint(source if imported else complete(source)[0])
+    run = cases.make_run(model, layout, weights=str(source))
+    covered = {name: np.zeros(reader.shape(name), bool) for name in reader.names}
+    for got in ranks.run(run.layout.world, parts, run):
+        for name, (where, value) in got.items():
+            assert torch.equal(value, reader.get(name)[where])
+            covered[name][where] = True
+    assert all(each.all() for each in covered.values())
+
+
+def make_run(**keys: Any) -> Run:
+    settings = dict(steps=4, seq_len=32, global_batch=4, eval_every=0, checkpoint_every=2, device="cpu") | keys
+    return run_from_dict(dict(name="tiny", model=dict(layers=2, hidden=16, heads=2, ffn=32), train=settings))
+
+
+def losses(folder: Path) -> list[float]:
+    return [r["loss"] for r in read_metrics(folder) if "loss" in r]
+
+
+def test_the_first_loss_is_that_of_the_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(make_run(lr=1e-2), tmp_path / "first")
+    run = make_run(weights=str(tmp_path / "first"), seed=3, steps=6)
+    train(run, tmp_path / "second")
+    assert (
+        f"beginning with the weights of {tmp_path / 'first' / 'checkpoints' / 'step-00000004'}"
+        in capsys.readouterr().out
+    )
+    model, _ = load_model(tmp_path / "first")
+    batch = open_data(run).train.take(np.arange(4))
+    with torch.no_grad():
+        scores = model(torch.from_numpy(batch.tokens)).result.flatten(0, 1)
+    want = cross_entropy(scores, torch.from_numpy(batch.targets).flatten()).item()
+    got = losses(tmp_path / "second")
+    assert got[0] == pytest.approx(want, rel=1e-5)
+    # Stopped and taken up again, it goes on from its own checkpoint.
+    train(make_run(weights=str(tmp_path / "first"), seed=3, steps=4), tmp_path / "third")
+    assert losses(tmp_path / "third")[0] == got[0]
+    capsys.readouterr()
+    train(run, tmp_path / "third")
+    assert "beginning" not in capsys.readouterr().out
+    assert len(losses(tmp_path / "third")) == 6
+
+
+def test_what_cannot_be_begun_with_is_told_before_any_rank_starts(tmp_path: Path) -> None:
+    train(make_run(steps=2), tmp_path / "run")
+    to_hf(tmp_path / "run", tmp_path / "hf")
+    from_hf(tmp_path / "hf", tmp_path / "imported")
+    wider = run_from_dict(
+        dict(model=dict(layers=2, hidden=16, heads=2, ffn=48), train=dict(weights=str(tmp_path / "run"), device="cpu"))
+    )
+    for run, out, sentence in (
+        (wider, "new", r"shapes do not fit the network: .*ffn"),
+        (make_run(weights=str(tmp_path / "hf")), "new", "convert from-hf"),
+        (make_run(weights=str(tmp_path / "nowhere")), "new", "no such folder"),
+        (make_run(), "imported", r"holds weights, and is no run folder; .* train\.weights"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            check(run, tmp_path / out)
+    before = (tmp_path / "imported" / "run.toml").read_bytes()
+    with pytest.raises(UserError, match=r"train\.weights"):
+        train(make_run(), tmp_path / "imported")
+    assert (tmp_path / "imported" / "run.toml").read_bytes() == before
