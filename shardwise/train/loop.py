@@ -23,7 +23,7 @@ from shardwise.data.open import Data, open_data
 from shardwise.files import write_atomically
 from shardwise.parallel.mesh import Mesh
 from shardwise.plan.work import CONVENTION, parameters, training_flops
-from shardwise.run import AXES, Run, to_toml
+from shardwise.run import AXES, Run, UserError, to_toml
 from shardwise.train import replay, saves, tune
 from shardwise.train.display import PlainDisplay, Progress, clock, make_display
 from shardwise.train.metrics import Metrics
@@ -45,8 +45,7 @@ def check(run: Run, out: Path) -> None:
 
 def train(run: Run, out: Path, watched: bool = False) -> None:
     """Train the run into the folder `out`, going on from its newest checkpoint if there is one. Every rank calls this; `watched`
-    when the process that started it keeps the account of failures. Raises `Preempted` when told to stop, after saving, and
-    OSError when the end cannot be saved."""
+    when the process that started it keeps the account of failures. Raises `Preempted` when told to stop, after saving."""
     data = open_data(run)
     mesh = Mesh(run.layout, choose_device(run.train.device).type)
     with (
@@ -84,7 +83,7 @@ def _attempt(
     metrics = None
     if mesh.rank == 0:
         write_atomically(out / "run.toml", to_toml(run).encode())
-        metrics = Metrics(out, run, resumed_step=trainee.step)
+        metrics = Metrics(out, run, display.say, resumed_step=trainee.step)
         watch.event("repeat", steps=metrics.dropped_steps, seconds=metrics.dropped_seconds)
     saver = saves.Saver(out, mesh, data.tokenizer, data.fingerprint, display.say)
     watch.begin(trainee)
@@ -149,13 +148,21 @@ def _steps(
         report.go_on()
     with watch.phase("saving", done="saved"):
         problem = saver.finish()
+        for again in range(train.restarts if trainee.step == train.steps else 0):
+            if not problem:
+                break
+            wait = train.restart_wait * 2**again
+            display.say(f"the end of the run is not saved; trying again in {wait:g} s")
+            time.sleep(wait)
+            saver.save(trainee, asdict(trainee.history))
+            problem = saver.finish()
     if trainee.step < train.steps:
         what = (
             f"step {trainee.step} of {train.steps} is not saved: {problem}" if problem else f"saved step {trainee.step}"
         )
         raise Preempted(f"told to stop; {what}")
     if problem:
-        raise OSError(f"the end of the run is not saved: {problem}")
+        raise UserError(f"the end of the run is not saved: {problem}")
     if metrics is not None:
         account = watch.goodput()
         note(trainee.step, **account.record())

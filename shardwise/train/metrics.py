@@ -6,47 +6,48 @@ step stands there once; it is cut in place, so that a crash meanwhile loses none
 
 from __future__ import annotations
 
-import json
 import math
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from shardwise.run import Run, UserError, to_dict
+from shardwise.train import records
 
 FILE = "metrics.jsonl"
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The records of a run folder; a line cut off by a crash, or damaged, is passed over."""
-    path = folder / FILE
-    lines = path.read_bytes().split(b"\n") if path.exists() else []
-    return [record for line in lines if (record := _record(line)) is not None]
+    """The records of a run folder."""
+    return [record for line in records.lines_of(folder / FILE) if (record := _parse(line))]
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+def _parse(line: bytes) -> dict[str, Any]:
+    record = records.parse(line)
+    return record if isinstance(record.get("step"), int) else {}
 
 
 class Metrics:
     """Writes records, each at once, so that a crash loses none."""
 
-    def __init__(self, folder: Path, run: Run, resumed_step: int = 0) -> None:
+    def __init__(self, folder: Path, run: Run, say: Callable[[str], None], resumed_step: int = 0) -> None:
         dropped = [r["seconds"] for r in read_metrics(folder) if r["step"] > resumed_step and "seconds" in r]
         self.dropped_steps, self.dropped_seconds = len(dropped), sum(dropped)
-        self.file = (folder / FILE).open("a")
-        self.file.truncate(_length_up_to(folder / FILE, resumed_step))
+        self.path, self.say = folder / FILE, say
+        self.writable = True
+        if self.path.exists():
+            os.truncate(self.path, _length_up_to(self.path, resumed_step))
         self.board = _open_tensorboard(folder, resumed_step) if run.train.tensorboard else None
         self.wandb = _open_wandb(folder, run) if run.train.wandb else None
 
     def record(self, **values: Any) -> None:
         """Append one record. JSON has no NaN, so a number that is not finite is written as text."""
         clean = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        self.file.write(json.dumps(clean) + "\n")
-        self.file.flush()
+        problem = records.append(self.path, clean)
+        if problem is not None and self.writable:
+            self.say(f"warning: {self.path} cannot be written: {problem.strerror}; training goes on without")
+        self.writable = problem is None
         numbers = {k: v for k, v in values.items() if k != "step" and not isinstance(v, list)}
         if self.board is not None:
             for key, value in numbers.items():
@@ -56,7 +57,6 @@ class Metrics:
 
     def close(self) -> None:
         """Flush and close everything."""
-        self.file.close()
         if self.board is not None:
             self.board.close()
         if self.wandb is not None:
@@ -66,9 +66,8 @@ class Metrics:
 def _length_up_to(path: Path, step: int) -> int:
     """Bytes of the file's first lines that are whole and of no later step; damaged ones among them stay as they are."""
     length = 0
-    for line in path.read_bytes().split(b"\n")[:-1]:
-        record = _record(line)
-        if record is not None and record["step"] > step:
+    for line in records.lines_of(path)[:-1]:
+        if _parse(line).get("step", 0) > step:
             break
         length += len(line) + 1
     return length

@@ -186,6 +186,21 @@ def test_a_run_goes_on_where_nobody_reads(where: str, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "checkpoints" / "step-00000006").is_dir()
 
 
+def test_metrics_that_cannot_be_written_do_not_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = os.open
+
+    def full(path: Any, *how: Any) -> int:
+        return real("/dev/full" if str(path).endswith(".jsonl") else path, *how)
+
+    monkeypatch.setattr(os, "open", full)
+    train(make_run(eval_every=0), tmp_path)
+    said = capsys.readouterr().out
+    assert said.count("metrics.jsonl cannot be written: No space left on device; training goes on without") == 1
+    assert (tmp_path / "checkpoints" / "step-00000006").is_dir()
+
+
 @pytest.mark.parametrize("damage", [b"garbage", b"\xff\r\xfe", b'{"step": null}', b"[1]"])
 def test_a_damaged_record_takes_no_others_with_it(damage: bytes, tmp_path: Path) -> None:
     train(make_run(eval_every=0), tmp_path)

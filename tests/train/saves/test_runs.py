@@ -112,12 +112,23 @@ def test_without_room_a_save_is_left_out_and_said_and_the_last_one_is_an_error(
         return real(path)._replace(free=1000)
 
     monkeypatch.setattr(shutil, "disk_usage", nearly_full)
-    with pytest.raises((UserError, OSError), match=r"the end of the run is not saved: the disk of .* has 1000 B free"):
-        train(make_run(), tmp_path)
-    assert capsys.readouterr().out.count("is not saved: the disk of") == 3
+    with pytest.raises(UserError, match=r"the end of the run is not saved: the disk of .* has 1000 B free"):
+        train(make_run(restarts=2, restart_wait=0), tmp_path)
+    assert capsys.readouterr().out.count("is not saved: the disk of") == 3 + 2
     assert len(curve(tmp_path)) == 8  # it trained to the end all the same
-    monkeypatch.undo()
     assert complete(tmp_path) == []
+
+
+def test_the_last_save_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, asked = shutil.disk_usage, []
+
+    def full_for_a_while(path: Any) -> Any:
+        asked.append(path)
+        return real(path)._replace(free=1000 if len(asked) < 5 else 1 << 40)
+
+    monkeypatch.setattr(shutil, "disk_usage", full_for_a_while)
+    train(make_run(restarts=3, restart_wait=0), tmp_path)
+    assert [step_of(folder) for folder in complete(tmp_path)] == [6]
 
 
 def test_another_job_is_refused_with_all_that_differs_and_the_rest_may_change(tmp_path: Path) -> None:
