@@ -8,7 +8,8 @@ Trains on the built-in corpus, as bytes, or on sets made by `shardwise data buil
 Exit code 1 when the validation loss of 8 bits ends more than 0.5% above or below bf16's.
 
     python benchmarks/gpu/fp8_loss.py --output fp8_loss.json [--model 1.5B] [--steps 500] [--batch 2] [--seq-len 4096]
-        [--scalings tensorwise rowwise] [--seeds 0 1 2] [--again] [--lr 3e-4] [--sets FOLDER …] [--no-compile]
+        [--scalings tensorwise rowwise] [--seeds 0 1 2] [--again] [--lr 3e-4] [--sets FOLDER …] [--validation FOLDER …]
+        [--no-compile]
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def make_run(args: argparse.Namespace, scaling: str, seed: int) -> Run:
         steps=args.steps, seq_len=args.seq_len, global_batch=args.batch, dtype="bfloat16", fp8=scaling, seed=seed,
         compile=args.compile, lr=args.lr, warmup=min(args.warmup, args.steps // 5), device=args.device,
     )  # fmt: skip
-    return run_from_dict(dict(model=MODELS[args.model], train=train, data=dict(sets=args.sets)))
+    return run_from_dict(
+        dict(model=MODELS[args.model], train=train, data=dict(sets=args.sets, validation=args.validation))
+    )
 
 
 def curve(name: str, run: Run, data: Data, every: int, sequences: int) -> dict[str, Any]:
@@ -89,7 +92,10 @@ def main() -> int:
     parser.add_argument("--sequences", type=int, default=64, help="validation sequences of an evaluation")
     parser.add_argument("--scalings", nargs="+", default=["tensorwise"], choices=["tensorwise", "rowwise"])
     parser.add_argument("--again", action="store_true", help="bf16 a second time, as a measure of chance")
-    parser.add_argument("--sets", nargs="*", default=[])
+    parser.add_argument("--sets", nargs="*", default=[], help="token sets to learn; none: the built-in corpus")
+    parser.add_argument(
+        "--validation", nargs="*", default=[], help="sets to validate on; none: a part of those to learn"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
