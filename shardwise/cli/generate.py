@@ -43,6 +43,8 @@ def execute(args: argparse.Namespace) -> int:
         mistakes.append(f"--top-k: {args.top_k} must be at least 0")
     if not 0 < args.top_p <= 1:
         mistakes.append(f"--top-p: {args.top_p} must be above 0 and at most 1")
+    if "" in args.stop:
+        mistakes.append("--stop: an empty text is everywhere, and would end each sample before it begins")
     if mistakes:
         raise UserError(*mistakes)
 

@@ -110,6 +110,17 @@ def missing_part(error: ModuleNotFoundError) -> str | None:
     return f"this verb needs {name}, which is not installed: pip install 'shardwise[{extras[name]}]'"
 
 
+def _memory(error: Exception) -> str | None:
+    """What to say of an error that memory is too small; None of any other. PyTorch has a class of its own for GPUs, and none for
+    CPUs."""
+    full = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if not full and "can't allocate memory" not in str(error):
+        return None
+    found = re.search(r"(?:allocate|Unable to allocate) ([\d.]+ \w+)", str(error))
+    much = f" for another {found[1]}" if found else ""
+    return f"memory is full{much}; `shardwise plan` tells what a run takes, and which layouts would fit"
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run one command; prints mistakes as sentences and gives the exit code: 0 good, 2 the user's mistake."""
     try:
@@ -135,6 +146,13 @@ def main(arguments: Sequence[str]) -> int:
         where = f"{e.filename}: " if e.filename else ""
         print(f"error: {where}{e.strerror or e}", file=sys.stderr)
         return 2
+    except (MemoryError, RuntimeError) as e:
+        message = _memory(e)
+        if message is None:
+            raise
+        print(f"error: {message}", file=sys.stderr)
+        # A rank may have better luck when it is started anew: other programs come and go.
+        return 1 if "SHARDWISE_WATCHED" in os.environ else 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.hardware.chips import unknown_chip
 from shardwise.run import Problem, Run, UserError, read_run
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def execute(args: argparse.Namespace) -> int:
     """Record, or start the ranks that do."""
     from shardwise.train.watch.replan import settle
 
-    run = settle(read_run(args.run, args.overrides), args.overrides)
+    run = settle(read_run(args.run, args.overrides, (unknown_chip,)), args.overrides)
     for key in ("steps", "warmup"):
         if getattr(args, key) < 1:
             raise UserError(Problem("at least one step is needed", f"--{key}", "command line"))
@@ -46,7 +47,7 @@ def execute(args: argparse.Namespace) -> int:
     from shardwise.train import launch
 
     where = launch.place(os.environ)
-    launch.check_world(run, where)
+    launch.check_here(run, where)
     if where is None:
         open_data(run)  # what is wrong with the data is said once, not by every rank
         prepare_folder(folder)

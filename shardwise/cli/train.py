@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from shardwise.hardware.chips import unknown_chip
 from shardwise.run import read_run
 
 HELP = (
@@ -26,7 +27,9 @@ def execute(args: argparse.Namespace) -> int:
     """Train."""
     from shardwise.train.watch.replan import fit, settle
 
-    run = settle(read_run(args.run, args.overrides), args.overrides)  # before PyTorch is, which takes a while
+    run = settle(
+        read_run(args.run, args.overrides, (unknown_chip,)), args.overrides
+    )  # before PyTorch is, which takes a while
     from shardwise.train import launch
     from shardwise.train.loop import check, train
     from shardwise.train.watch.ranks import free_port
@@ -36,7 +39,7 @@ def execute(args: argparse.Namespace) -> int:
     where = launch.place(os.environ)
     if where is not None and run.train.elastic:
         run = fit(run, where.world, max(1, where.world // where.local_world), launch.chip_here(run))
-    launch.check_world(run, where)
+    launch.check_here(run, where)
     if (
         where is None and run.layout.world == 1 and run.layout.offload
     ):  # a kind of sharding, which wants a group, be it of one

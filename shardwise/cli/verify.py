@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,6 +42,9 @@ def execute(args: argparse.Namespace) -> int:
     if args.rank is not None and not args.dry:
         raise UserError("--rank chooses the one rank of --dry; without that all ranks run")
     run = read_run(args.run, args.overrides, (unknown_chip,))
+    if args.time is not None and (args.dry or not (run.cluster.chip or run.cluster.profile)):
+        reason = "a dry rank takes none" if args.dry else "set cluster.chip or cluster.profile to have one planned"
+        raise UserError(f"--time: there is no time to compare; {reason}")
     if run.layout.auto:
         from shardwise.plan.search import resolve
 
@@ -52,10 +56,13 @@ def execute(args: argparse.Namespace) -> int:
     from shardwise.train import launch
 
     where = launch.place(os.environ)
-    launch.check_world(run, where)
+    launch.check_here(run, where)
     if where is None and run.layout.world > 1:
-        with tempfile.TemporaryDirectory() as folder:
-            return launch.start_local(_again(args), run.layout.world, Path(folder))
+        logs = Path(tempfile.mkdtemp(prefix="shardwise-verify-"))
+        code = launch.start_local(_again(args), run.layout.world, logs)
+        if code != 1:  # after a failure they are told of
+            shutil.rmtree(logs, ignore_errors=True)
+        return 1 if code == launch.ANSWER else code
     return _joined(run, args, where)
 
 
@@ -98,6 +105,7 @@ def _tolerance(args: argparse.Namespace) -> dict[str, float]:
 def _show(verdicts: list[Verdict], args: argparse.Namespace) -> int:
     """Print what was found: the first rank that differs, or the first; exit code 1 when one differs."""
     from shardwise.measure.verify import as_dict
+    from shardwise.train.launch import answer
 
     tolerance = _tolerance(args)
     agrees = all(v.agrees(tolerance) for v in verdicts)
@@ -111,7 +119,7 @@ def _show(verdicts: list[Verdict], args: argparse.Namespace) -> int:
         Path(args.html).write_bytes(html.page("Plan against run", sections).encode())
     if args.json:
         print(json.dumps(as_dict(verdicts, tolerance)))
-        return 0 if agrees else 1
+        return answer(agrees)
     from shardwise.cli.console import Console
     from shardwise.report import terminal
 
@@ -119,7 +127,7 @@ def _show(verdicts: list[Verdict], args: argparse.Namespace) -> int:
     console.print(terminal.comparison_table(differences, shown))
     console.print()
     console.print(terminal.notes(_sentences(verdicts, worst)))
-    return 0 if agrees else 1
+    return answer(agrees)
 
 
 def _sentences(verdicts: list[Verdict], worst: Verdict) -> list[str]:

@@ -30,9 +30,15 @@ class Sampling:
 
 def pick(logits: Tensor, sampling: Sampling, source: torch.Generator) -> int:
     """The next token from one row of scores."""
+    if not logits.isfinite().any() or logits.isnan().any() or logits.isposinf().any():
+        raise UserError(
+            "the model's scores are not finite numbers, so no token can be drawn from them; are its weights?"
+        )
     if sampling.temperature == 0:
         return int(logits.argmax())
-    scores, tokens = (logits.double() / sampling.temperature).sort(descending=True, stable=True)
+    # Below the highest, so that a temperature near 0 leaves that one at 0 and drives the others away, not all to infinity.
+    scores = logits.double() - logits.max()
+    scores, tokens = (scores / sampling.temperature).sort(descending=True, stable=True)
     if sampling.top_k:
         scores, tokens = scores[: sampling.top_k], tokens[: sampling.top_k]
     probabilities = scores.softmax(dim=-1)

@@ -15,17 +15,21 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from shardwise.hardware.chips import chip_of_driver_name
 from shardwise.run import Problem, Run, UserError
+from shardwise.run.check import broken_rules
 from shardwise.train.watch.arrivals import remember_collectives
 from shardwise.train.watch.ranks import GRACE, MISTAKE, Ranks, environment_of, free_port
 from shardwise.train.watch.replan import fit, layout_overrides, layout_words
 
+ANSWER = 3
+"""Exit code of a rank that ended well, and whose answer is no."""
+_ANSWERS = "SHARDWISE_ANSWERS"
 JOIN_SECONDS = 600.0
 """How long a machine waits for the others of a run."""
 
@@ -77,8 +81,15 @@ def first_host(nodes: str) -> str:
     return found[1] + (found[2] or "")
 
 
-def check_world(run: Run, where: Place | None) -> None:
-    """The ranks there are must be the ranks the layout needs."""
+def check_here(run: Run, where: Place | None) -> None:
+    """What there is here must be what the run needs: its ranks, and a GPU for what CPUs do not do."""
+    on_cpu = replace(run, train=replace(run.train, device="cpu"))
+    broken = list(broken_rules(on_cpu)) if run.train.device == "auto" else []
+    if broken:
+        import torch
+
+        if not torch.cuda.device_count():
+            raise UserError(*(Problem(f"there is no GPU here: {rule.reason}", key=rule.key) for rule in broken))
     needed = run.layout.world
     if where is not None and where.world != needed:
         sizes = " x ".join(
@@ -130,17 +141,21 @@ def leave() -> None:
 
 
 def start_local(arguments: Sequence[str], world: int, logs: Path) -> int:
-    """Run `shardwise ARGUMENTS` once as `world` ranks on this machine; gives the exit code, 0 when all ended well. For verbs that
-    are soon done: the first failure ends it."""
+    """Run `shardwise ARGUMENTS` once as `world` ranks on this machine; gives the exit code: 0 when all ended well, ANSWER when
+    the first one's answer is no, 2 for a user's mistake, 1 for a failure. For verbs that are soon done: the first failure
+    ends it."""
     ranks = Ranks(logs)
     port = free_port()
-    ranks.start(arguments, {r: environment_of(r, r, world, world, "127.0.0.1", port) for r in range(world)})
+    environments = {r: environment_of(r, r, world, world, "127.0.0.1", port) for r in range(world)}
+    ranks.start(arguments, {r: environment | {_ANSWERS: "yes"} for r, environment in environments.items()})
     try:
         while (failed := ranks.failed()) is None and ranks.running():
             time.sleep(0.1)
         if failed is None:
             return 0
         ranks.end(GRACE)
+        if failed[1] == ANSWER:
+            return ANSWER
         message = ranks.story(*failed)
         if failed[1] != MISTAKE:
             message = f"error: {message}\nthe other ranks were stopped; all they said is in {logs}"
@@ -148,6 +163,11 @@ def start_local(arguments: Sequence[str], world: int, logs: Path) -> int:
         return MISTAKE if failed[1] == MISTAKE else 1
     finally:
         ranks.close()
+
+
+def answer(yes: bool) -> int:
+    """The exit code of a verb that asks something; a rank's tells a no from a failure."""
+    return 0 if yes else ANSWER if _ANSWERS in os.environ else 1
 
 
 def start_ranks(run: Run, out: Path, arguments: Sequence[str]) -> int:

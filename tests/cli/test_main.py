@@ -71,6 +71,7 @@ def test_without_torch_training_says_what_to_install(tmp_path: Path) -> None:
         (["config", "--train.lr"], "has no value"),
         (["generate", "absent", "--prompt", "x"], "absent"),
         (["generate", "absent", "--prompt", "x", "--top-p", "0", "--max-tokens", "0"], "--top-p"),
+        (["generate", "absent", "--prompt", "x", "--stop", ""], "--stop"),
         (["convert", "from-hf", "absent", "out"], "absent"),
         (["data", "build", "absent.txt", "--out", "x"], "absent.txt"),
         (["data", "show", "absent", "--train.lr=3"], "takes no run"),
@@ -100,6 +101,39 @@ def test_mistakes_get_a_sentence_and_exit_code_2(
     assert phrase in said
     assert all(line.startswith("error: ") for line in said.splitlines())
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 128 bytes."), " for another 128 bytes"),
+        (type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory. Tried to allocate 2.00 GiB"), " for another 2.00 GiB"),
+        (MemoryError("Unable to allocate 7.45 GiB for an array"), " for another 7.45 GiB"),
+        (MemoryError(), ""),
+    ],
+    ids=["cpu", "gpu", "array", "python"],
+)  # fmt: skip
+@pytest.mark.parametrize("watched", [False, True])
+def test_memory_that_is_full_gets_a_sentence(
+    error: Exception, said: str, watched: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: object) -> int:
+        raise error
+
+    monkeypatch.setattr("shardwise.cli.main.run_command", full)
+    if watched:
+        monkeypatch.setenv("SHARDWISE_WATCHED", "1")
+    assert main(["train", "run.toml"]) == (1 if watched else 2)
+    assert capsys.readouterr().err.startswith(f"error: memory is full{said}; ")
+
+
+def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(_: object) -> int:
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr("shardwise.cli.main.run_command", wrong)
+    with pytest.raises(RuntimeError, match="shapes"):
+        main(["train", "run.toml"])
 
 
 def test_who_reads_no_further_has_seen_enough() -> None:

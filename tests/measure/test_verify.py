@@ -4,6 +4,9 @@ hundredth, on every rank of real layouts, and on single ranks of dry ones."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +200,34 @@ def test_a_plan_that_is_wrong_is_told(tmp_path: Path, capsys: pytest.CaptureFixt
     monkeypatch.setattr(verify, "traffic", lambda run, rank: Traffic({"shard": {"all_gather": 1.0}}))
     assert main(["verify", str(path), "--dry", "--rank", "1"]) == 1
     assert "all gather" in capsys.readouterr().out
+
+
+def test_ranks_that_differ_from_the_plan_are_no_failure(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        "[model]\nlayers = 1\nhidden = 16\nheads = 2\n[layout]\nshard = 2\n[train]\nglobal_batch = 2\nseq_len = 16\n"
+    )
+    command = [sys.executable, "-m", "shardwise", "verify", str(path), "--train.device=cpu", "--steps", "1", "--json"]
+    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([*sys.path])}
+    done = subprocess.run(
+        [*command, "--cluster.chip=cpu", "--time", "0.000001"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    assert json.loads(done.stdout)["agrees"] is False
+    assert [each.name for each in tmp_path.iterdir()] == ["run.toml"]
+
+
+@pytest.mark.parametrize("more", [[], ["--dry"]])
+def test_a_time_that_nobody_plans_is_not_compared(
+    more: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "run.toml").write_text("")
+    assert main(["verify", str(tmp_path / "run.toml"), "--time", "0.1", *more]) == 2
+    assert "there is no time to compare" in capsys.readouterr().err
 
 
 ROUTED: list[tuple[str, dict[str, Any], str]] = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,10 @@ def test_draws_follow_the_distribution_that_temperature_and_cuts_leave() -> None
     # In order of likelihood 0.43, 0.26, 0.16, …: 0.6 is reached by two tokens, 0.75 by three.
     assert (share(Sampling(1.0, top_p=0.6)) > 0).tolist() == [False, True, False, False, True]
     assert (share(Sampling(1.0, top_p=0.75)) > 0).tolist() == [False, True, True, False, True]
+    assert share(Sampling(1e-320)).tolist() == [0, 1, 0, 0, 0]
+    for bad in ([math.nan, 1.0], [math.inf, 1.0], [-math.inf, -math.inf]):
+        with pytest.raises(UserError, match="not finite"):
+            pick(torch.tensor(bad), Sampling(1.0), source)
 
 
 def test_seeds_repeat_and_differ() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.run import UserError, read_run
-from shardwise.train.launch import Place, check_world, first_host, place
+from shardwise.train.launch import Place, check_here, first_host, place
 from shardwise.train.metrics import read_metrics
 from shardwise.train.watch.arrivals import Beat
 from shardwise.train.watch.heartbeat import read_beat
@@ -137,9 +137,18 @@ def test_other_launchers_are_recognised() -> None:
 
 def test_the_ranks_there_are_must_be_those_the_layout_needs() -> None:
     run = read_run(None, ["layout.shard=4"])
-    check_world(run, Place(0, 4, 0, "", 0))
-    check_world(run, None)
+    check_here(run, Place(0, 4, 0, "", 0))
+    check_here(run, None)
     with pytest.raises(UserError, match=r"needs 4 ranks .* but 3 were started"):
-        check_world(run, Place(0, 3, 0, "", 0))
+        check_here(run, Place(0, 3, 0, "", 0))
     with pytest.raises(UserError, match="torchrun or srun"):
-        check_world(read_run(None, ["layout.shard=4", "cluster.nodes=2"]), None)
+        check_here(read_run(None, ["layout.shard=4", "cluster.nodes=2"]), None)
+
+
+def test_what_needs_a_gpu_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = read_run(None, ["layout.offload=true", "train.cuda_graph=false"])
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(UserError, match=r"layout\.offload: there is no GPU here: moves things from a GPU"):
+        check_here(run, None)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    check_here(run, None)
