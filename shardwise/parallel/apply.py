@@ -80,7 +80,7 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
             sharder.block(block)
         _materialize(model, "", run, mesh, device)
         sharder.root(model)
-        module: nn.Module = wrap_copies(model, mesh) if uses_copies_alone(mesh) else model
+        module: nn.Module = wrap_copies(model, mesh, sharder.policy.reduce_dtype) if uses_copies_alone(mesh) else model
         working: dict[nn.Parameter, Working] = {}
         if keeps_casts(run, gpu=device.type == "cuda"):
             working = keep_working_copies(model.layers, getattr(torch, run.train.dtype))

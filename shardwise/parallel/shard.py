@@ -19,15 +19,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.model.experts import Mixture
 from shardwise.model.transformer import Block, Transformer
+from shardwise.parallel.collectives import Group
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.narrow import Scales, gather_in_eight_bits
 from shardwise.run import Run
@@ -113,14 +116,26 @@ def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
     return (m for m in model.modules() if isinstance(m, FSDPModule))
 
 
-def wrap_copies(model: nn.Module, mesh: Mesh) -> DistributedDataParallel:
-    """Plain data parallelism."""
+def wrap_copies(model: nn.Module, mesh: Mesh, reduce_dtype: torch.dtype | None) -> DistributedDataParallel:
+    """Plain data parallelism; gradients are added in their own dtype unless another is given."""
     with warnings.catch_warnings():
         # PyTorch 2.13 has a new name for `broadcast_buffers`, which older versions do not know.
         warnings.simplefilter("ignore", FutureWarning)
-        return DistributedDataParallel(
+        wrapped = DistributedDataParallel(
             model, process_group=mesh.group("replicate"), broadcast_buffers=False, gradient_as_bucket_view=True
         )
+    if reduce_dtype not in (None, next(model.parameters()).dtype):
+        # PyTorch wants a hook's annotations to be classes, or none.
+        wrapped.register_comm_hook(None, lambda _, bucket: _add_in(reduce_dtype, mesh.group("replicate"), bucket))
+    return wrapped
+
+
+def _add_in(dtype: torch.dtype, group: Group, bucket: Any) -> torch.futures.Future[Tensor]:
+    """Average a bucket of gradients over a group, in a dtype of its own on the way."""
+    added = bucket.buffer().to(dtype).div_(dist.get_world_size(group))
+    work = dist.all_reduce(added, group=group, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
 def reduce_now(model: nn.Module) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwise.plan.place import WIDTHS, Place, Stage, Weight, piece
+from shardwise.plan.place import Place, Stage, Weight, piece
 from shardwise.plan.rounds import cached_schedule, fewer_rounds
 from shardwise.plan.saved import Rows, Saved, repeated, saved
 from shardwise.run import Run
@@ -194,8 +194,7 @@ def waiting_gradients(run: Run, rank: int) -> int:
     once = run.layout.zero == 1 and run.accumulation > 1
     if not place.shared or not (once or place.splits_backward):
         return own
-    width = WIDTHS[run.train.reduce_dtype] if place.width < 4 else place.wide
-    return max(own, width * sum(count * weight.numbers for count, weight in place.weights()))
+    return max(own, place.reduced * sum(count * weight.numbers for count, weight in place.weights()))
 
 
 def compiled_away(run: Run, rank: int) -> float:

@@ -154,6 +154,11 @@ class Place:
         return weight.shard(ranks) + scales
 
     @property
+    def reduced(self) -> int:
+        """Bytes of a number of a gradient while it is added over ranks that share parameters, or hold copies of them."""
+        return WIDTHS[self.run.train.reduce_dtype] if self.width < 4 else self.wide
+
+    @property
     def copies_alone(self) -> bool:
         """Whether ranks differ in nothing but their samples: then the copies are DistributedDataParallel's."""
         return self.sizes["replicate"] == self.sizes["world"] > 1 and not self.run.layout.offload

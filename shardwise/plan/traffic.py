@@ -23,7 +23,7 @@ from math import ceil
 
 from shardwise.ledger import AXIS_OF as AXIS_OF
 from shardwise.ledger import Traffic
-from shardwise.plan.place import SCALE, WIDTHS, Place, Stage, Weight
+from shardwise.plan.place import SCALE, Place, Stage, Weight
 from shardwise.run import Run
 
 INTEGER = 8
@@ -149,8 +149,9 @@ def data(wire: Wire) -> None:
     place = wire.place
     if place.copies_alone:
         for stage in place.stages:
-            sizes = [weight.numbers * place.wide for weight in _in_order(place, stage)]
-            wire.all_reduce("replicate", sum(sizes), messages=buckets(reversed(sizes)))
+            numbers = [weight.numbers for weight in _in_order(place, stage)]
+            messages = buckets(n * place.wide for n in reversed(numbers))
+            wire.all_reduce("replicate", sum(numbers) * place.reduced, messages=messages)
     if not place.shared:
         return
     lay, n = place.run.layout, place.run.accumulation
@@ -178,13 +179,12 @@ def _share(wire: Wire, group: str, weights: Sequence[Weight], units: int, gather
     numbers = sum(weight.shard(place.sizes[group]) for weight in weights)
     if not units or not numbers:
         return
-    reduced = WIDTHS[run.train.reduce_dtype] if place.width < 4 else place.wide
     # Backward passes in two parts leave the gradients whole until the end of a step.
     once = run.layout.zero == 1 or place.splits_backward
     gathered = sum(place.gathered_shard(weight, place.sizes[group]) for weight in weights)
     wire.all_gather(group, gathered, units * gathers)
-    wire.reduce_scatter(group, numbers * reduced, units * (1 if once else run.accumulation))
-    wire.all_reduce("replicate", numbers * reduced, units)
+    wire.reduce_scatter(group, numbers * place.reduced, units * (1 if once else run.accumulation))
+    wire.all_reduce("replicate", numbers * place.reduced, units)
 
 
 def _gathered_in_vain(wire: Wire, stage: Stage) -> None:

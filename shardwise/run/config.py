@@ -231,7 +231,9 @@ class TrainConfig:
     decay: float = key(0.2, "wsd: share of the steps spent decaying at the end", least=0, most=1)
     final_lr: float = key(0.1, "learning rate at the end, as a share of the peak", least=0, most=1)
     reduce_dtype: Literal["float64", "float32", "bfloat16"] = key(
-        "float32", "dtype in which gradients are added over ranks; never narrower than float32 arithmetic needs"
+        "float32",
+        "16 bits: dtype in which gradients are added over ranks that share parameters or hold copies; wider arithmetic adds in "
+        "its own",
     )
     loss: Literal["auto", "plain", "chunked"] = key(
         "auto",

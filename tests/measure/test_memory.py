@@ -73,6 +73,7 @@ LAYOUTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     *[(model, dict(), more) for model in cases.MODELS for more in ({}, NARROW)],
     ("dense", dict(), dict(dtype="float32")),
     ("dense", dict(replicate=2), NARROW),
+    ("dense", dict(replicate=2), NARROW | dict(reduce_dtype="bfloat16")),
     # Rows that do not divide are padded.
     ("dense", dict(shard=3, zero=2), dict(global_batch=6)),
     ("dense", dict(shard=2, zero=1), NARROW | dict(reduce_dtype="bfloat16")),

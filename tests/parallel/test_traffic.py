@@ -194,6 +194,8 @@ COMBINATIONS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("tied", dict(tensor=2, pipeline=2, schedule="zb-v"), {}),
     ("tied", dict(replicate=2, shard=2, pipeline=2), dict(dtype="bfloat16")),
     ("dense", dict(tensor=2, context=2), dict(dtype="bfloat16", reduce_dtype="bfloat16")),
+    ("dense", dict(replicate=4), dict(dtype="bfloat16", reduce_dtype="bfloat16")),
+    ("dense", dict(replicate=2), dict(dtype="bfloat16", reduce_dtype="float64")),
     ("dense", dict(tensor=2, pipeline=2), dict(dtype="bfloat16")),
     ("mixture", dict(tensor=2, shard=2, expert=2, expert_tensor=True), dict(dtype="bfloat16")),
     ("dense", dict(replicate=2, tensor=2, shard=2, zero=2), dict(dtype="float32")),
