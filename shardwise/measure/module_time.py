@@ -16,7 +16,7 @@ from shardwise.labels import read_label
 NOBODY = "(unlabelled)"
 BACKWARD_SCOPE = 1
 """How PyTorch marks what autograd runs (`RecordScope::BACKWARD_FUNCTION`)."""
-COMMUNICATION = ("nccl", "c10d::", "gloo:", "rccl")
+COMMUNICATION = ("nccl", "c10d::", "_c10d_functional::", "gloo:", "rccl")
 
 Node = tuple[int, int]
 """One of autograd's: the thread whose forward pass made it, and its number there."""
@@ -44,7 +44,15 @@ def _own_seconds(event: Any) -> float:
         return 0.0
     if event.use_device:
         return sum(k.duration for k in event.kernels if not k.name.startswith(COMMUNICATION)) / 1e6
-    return 0.0 if read_label(event.name) is not None else max(0.0, event.self_cpu_time_total / 1e6)
+    if read_label(event.name) is not None or any(map(_sends, event.cpu_children)):  # the latter waits for what it sent
+        return 0.0
+    return max(0.0, event.self_cpu_time_total / 1e6)
+
+
+def _sends(event: Any) -> bool:
+    """Whether this is a message, or the label around one."""
+    label = read_label(event.name)
+    return event.name.startswith(COMMUNICATION) or (label is not None and label.kind == "message")
 
 
 def _of_node(event: Any) -> bool:
