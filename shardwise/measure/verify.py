@@ -104,11 +104,15 @@ def _by_axis(wire: TrafficCounter) -> Traffic:
 
 
 def planned(run: Run, rank: int) -> Account:
-    """What the plan says of one rank."""
+    """What the plan says of one rank, but for its time."""
     owners = held(run, rank) | {"activations": activations(run, rank)}
     memory = Memory(({name: float(owners[name]) for name in OWNERS},))
-    seconds = plan(run).account.step_seconds if run.cluster.chip or run.cluster.profile else 0.0
-    return Account("plan", seconds, run.batch_tokens, {}, work(run, rank), memory, traffic(run, rank))
+    return Account("plan", 0.0, run.batch_tokens, {}, work(run, rank), memory, traffic(run, rank))
+
+
+def planned_seconds(run: Run) -> float:
+    """How long a step is planned to take, where the run says on what; 0 otherwise."""
+    return plan(run).account.step_seconds if run.cluster.chip or run.cluster.profile else 0.0
 
 
 def verify_rank(run: Run, steps: int = 3) -> Verdict:
@@ -125,7 +129,14 @@ def verify_rank(run: Run, steps: int = 3) -> Verdict:
     done = executed(trainee)
     account, same, actions = counted(trainee, batch, seconds=statistics.median(taken))
     account = replace(account, timeline=done)
-    return Verdict(trainee.mesh.rank, planned(run, trainee.mesh.rank), account, same, actions)
+    # What is kept follows from where it ran, whatever chip the run names; only time is that chip's.
+    here = replace(run, train=replace(run.train, device=_kind(trainee.device)))
+    expected = replace(planned(here, trainee.mesh.rank), step_seconds=planned_seconds(run))
+    return Verdict(trainee.mesh.rank, expected, account, same, actions)
+
+
+def _kind(device: torch.device) -> Literal["cpu", "cuda"]:
+    return "cuda" if device.type == "cuda" else "cpu"
 
 
 def executed(trainee: Trainee) -> Timeline:
@@ -162,8 +173,7 @@ def verify_dry(run: Run, rank: int) -> Verdict:
     run = replace(run, train=replace(run.train, device="cpu", loss=loss))
     with dry_rank(run, rank) as trainee:
         account, same, actions = counted(trainee, random_batch(run))
-    expected = replace(planned(run, rank), step_seconds=0.0)
-    return Verdict(rank, expected, account, same, actions)
+    return Verdict(rank, planned(run, rank), account, same, actions)
 
 
 def as_dict(verdicts: list[Verdict], tolerance: Mapping[str, float]) -> dict[str, Any]:

@@ -230,6 +230,19 @@ def test_a_time_that_nobody_plans_is_not_compared(
     assert "there is no time to compare" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("more", [[], ["--train.dtype=bfloat16"]], ids=str)
+def test_a_run_meant_for_a_gpu_is_held_against_what_runs_here(
+    more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.toml").write_text(
+        "[model]\nlayers = 2\nhidden = 32\nheads = 2\n[train]\nglobal_batch = 2\nseq_len = 32\n"
+    )
+    arguments = ["verify", str(tmp_path / "run.toml"), "--cluster.chip=h100", "--steps", "1", "--json", *more]
+    assert main(arguments) == 0
+    (rank,) = json.loads(capsys.readouterr().out)["ranks"]
+    assert rank["rank"] == 0
+
+
 ROUTED: list[tuple[str, dict[str, Any], str]] = [
     ("mixture", dict(), "bfloat16"),
     ("capacity", dict(), "float32"),
