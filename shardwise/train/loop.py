@@ -38,7 +38,7 @@ def check(run: Run, out: Path) -> None:
     """Raise what is wrong with a run's data or with its folder before any rank starts. A machine that comes later than others
     finds the folder in use, by the run that it joins."""
     open_data(run)
-    saves.check_weights(run)
+    saves.check_weights(run, out)
     if run.cluster.nodes == 1:
         saves.check_folder(run, out)
 

@@ -5,26 +5,37 @@ convert from-hf` made. Only weights are taken; steps are counted anew, and the o
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
+from shardwise.model.saved_reader import SavedReader
+from shardwise.model.weight_files import WeightReader
 from shardwise.model.weights import RUN_FILE, checkpoint_folder, compare_shapes, open_checkpoint, state_shapes
 from shardwise.parallel.gradients import local
 from shardwise.parallel.place import Box, box
 from shardwise.run import Run, UserError, read_run
 from shardwise.train.saves.contents import buffers
+from shardwise.train.saves.folder import complete
 from shardwise.train.saves.job import model_differences
 from shardwise.train.saves.resume import read_box
 from shardwise.train.step import Trainee
 
 
-def check_weights(run: Run) -> None:
-    """Raise what is wrong with the weights that a run begins with, before any rank starts."""
-    if run.train.weights:
-        reader = open_checkpoint(checkpoint_folder(run.train.weights))
-        problems = compare_shapes(reader, state_shapes(run.model), reader.names)
-        if problems:
-            raise UserError(*problems)
+def check_weights(run: Run, out: Path) -> None:
+    """Raise what is wrong with the weights that a run begins with, before any rank starts. One that has checkpoints of its own
+    goes on from those, and the weights may be gone."""
+    if run.train.weights and not complete(out):
+        _open(run)
+
+
+def _open(run: Run) -> WeightReader | SavedReader:
+    """The weights that a run begins with, which fit its network."""
+    reader = open_checkpoint(checkpoint_folder(run.train.weights))
+    problems = compare_shapes(reader, state_shapes(run.model), reader.names)
+    if problems:
+        raise UserError(*problems)
+    return reader
 
 
 @torch.no_grad()
@@ -32,11 +43,10 @@ def begin(trainee: Trainee, say: Callable[[str], None]) -> None:
     """Give a freshly built trainee the weights that its run begins with. Every rank calls it, and reads what it holds."""
     if not trainee.run.train.weights:
         return
-    folder = checkpoint_folder(trainee.run.train.weights)
-    reader = open_checkpoint(folder)
+    reader = _open(trainee.run)
     for held in trainee.parallel.held:
         local(held.parameter).copy_(read_box(reader, held.name, box(held, trainee.mesh)))
     for name, buffer in buffers(trainee):
         buffer.copy_(read_box(reader, name, Box((0,) * buffer.ndim, tuple(buffer.shape))))
-    changed = model_differences(read_run(folder / RUN_FILE), trainee.run)
-    say(f"beginning with the weights of {folder}" + (f", with {'; '.join(changed)}" if changed else ""))
+    changed = model_differences(read_run(reader.folder / RUN_FILE), trainee.run)
+    say(f"beginning with the weights of {reader.folder}" + (f", with {'; '.join(changed)}" if changed else ""))

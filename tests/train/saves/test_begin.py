@@ -96,6 +96,8 @@ def test_the_first_loss_is_that_of_the_weights(tmp_path: Path, capsys: pytest.Ca
     train(make_run(weights=str(tmp_path / "first"), seed=3, steps=4), tmp_path / "third")
     assert losses(tmp_path / "third")[0] == got[0]
     capsys.readouterr()
+    (tmp_path / "first").rename(tmp_path / "elsewhere")
+    check(run, tmp_path / "third")
     train(run, tmp_path / "third")
     assert "beginning" not in capsys.readouterr().out
     assert len(losses(tmp_path / "third")) == 6
@@ -116,6 +118,8 @@ def test_what_cannot_be_begun_with_is_told_before_any_rank_starts(tmp_path: Path
     ):
         with pytest.raises(UserError, match=sentence):
             check(run, tmp_path / out)
+    with pytest.raises(UserError, match="shapes do not fit"):
+        train(wider, tmp_path / "new")
     before = (tmp_path / "imported" / "run.toml").read_bytes()
     with pytest.raises(UserError, match=r"train\.weights"):
         train(make_run(), tmp_path / "imported")
