@@ -23,6 +23,9 @@ TEXTS = [
 ]
 
 
+WIDE = 3000
+
+
 @pytest.fixture(scope="session")
 def texts() -> list[str]:
     return TEXTS
@@ -61,13 +64,16 @@ def json_tokenizer(trained: bytes) -> JsonTokenizer:
 
 @pytest.fixture
 def write_set(tmp_path: Path) -> Callable[..., TokenSet]:
-    """Write documents, given as lists of token numbers, as a set."""
+    """Write documents, given as lists of token numbers, as a set; of bytes, or where numbers are higher, below WIDE."""
 
     def write(name: str, documents: Sequence[Sequence[int]], shard_tokens: int = 7) -> TokenSet:
         folder = tmp_path / name
         folder.mkdir()
         ends = np.cumsum([len(d) for d in documents])
-        with ShardWriter(folder, ByteTokenizer(), shard_tokens) as writer:
+        tokenizer = ByteTokenizer()
+        if max(map(max, documents)) >= tokenizer.vocab:
+            tokenizer.vocab = WIDE
+        with ShardWriter(folder, tokenizer, shard_tokens) as writer:
             for document in documents:
                 writer.append(np.array(document))
             writer.finish([ends], source=[name])

@@ -15,8 +15,8 @@ from shardwise.data.shards import TokenSet
 from shardwise.run import Run, UserError, run_from_dict
 
 
-def run_of(data: dict[str, object], **train: object) -> Run:
-    return run_from_dict({"data": data, "train": {"seq_len": 10, **train}})
+def run_of(data: dict[str, object], vocab: int = 3000, **train: object) -> Run:
+    return run_from_dict({"model": {"vocab": vocab}, "data": data, "train": {"seq_len": 10, **train}})
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_everything_wrong_at_once(hundred: TokenSet, tmp_path: Path, tokenizer_f
     source.write_text("some text " * 20)
     build([source], tmp_path / "tiny", tokenizer=tokenizer_file, workers=1)
     with pytest.raises(UserError) as caught:
-        open_data(run_of({"sets": [str(hundred.folder), str(tmp_path / "tiny")]}, seq_len=500))
+        open_data(run_of({"sets": [str(hundred.folder), str(tmp_path / "tiny")]}, vocab=257, seq_len=500))
     text = str(caught.value)
     assert "was made with another tokenizer (json, 4" in text
     assert "model.vocab: 257 is too small for the data's tokenizer; set model.vocab = " in text
