@@ -27,9 +27,8 @@ def execute(args: argparse.Namespace) -> int:
     """Train."""
     from shardwise.train.watch.replan import fit, settle
 
-    run = settle(
-        read_run(args.run, args.overrides, (unknown_chip,)), args.overrides
-    )  # before PyTorch is, which takes a while
+    # Before PyTorch is imported, which takes a while.
+    run = settle(read_run(args.run, args.overrides, (unknown_chip,)), args.overrides)
     from shardwise.train import launch
     from shardwise.train.loop import check, train
     from shardwise.train.watch.ranks import free_port
