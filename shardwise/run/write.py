@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -17,9 +18,13 @@ def to_dict(run: Run) -> dict[str, Any]:
 
 def to_toml(run: Run) -> str:
     """The resolved run as a TOML file."""
-    values = to_dict(run)
+    return sections_to_toml(to_dict(run))
+
+
+def sections_to_toml(values: Mapping[str, Any]) -> str:
+    """A run as far as it is given: what is left out is for the reader to choose, or for a default."""
     lines = [f"name = {_toml(values['name'])}"]
-    for section in SECTIONS:
+    for section in (each for each in SECTIONS if each in values):
         lines += ["", f"[{section}]"]
         lines += [f"{key} = {_toml(value)}" for key, value in values[section].items()]
     return "\n".join(lines) + "\n"

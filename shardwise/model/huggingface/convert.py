@@ -36,7 +36,8 @@ from shardwise.model.weights import (
     state_shapes,
     write_weights,
 )
-from shardwise.run import ModelConfig, Problem, UserError, read_run, run_from_dict, to_toml
+from shardwise.run import ModelConfig, Problem, UserError, read_run, run_from_dict, to_dict
+from shardwise.run.write import sections_to_toml
 
 Shapes = dict[str, tuple[int, ...]]
 Progress = Callable[[int, int], None]  # bytes written, and in all
@@ -102,7 +103,10 @@ def from_hf(
         ids = {key: values[key] for key in TOKEN_IDS if values.get(key) is not None}
         if ids and not (folder / GENERATION).exists():
             write_text(folder / GENERATION, json.dumps(ids, indent=2) + "\n")
-        write_text(folder / RUN_FILE, to_toml(run))
+        # Batch, layout and the like are for who trains it, and follow from each other where they are not given.
+        write_text(
+            folder / RUN_FILE, sections_to_toml({"name": run.name, "model": to_dict(run)["model"], "train": train})
+        )
         total = _write(folder, entries, progress, shard_bytes)
     return Conversion(family_named(values, where).architecture, _parameters(shapes), total, tuple(notes))
 

@@ -19,7 +19,7 @@ from shardwise.model.huggingface import from_hf, to_hf
 from shardwise.model.weights import load_model, open_checkpoint
 from shardwise.parallel.gradients import local
 from shardwise.parallel.place import box
-from shardwise.run import Run, UserError, run_from_dict
+from shardwise.run import Run, UserError, read_run, run_from_dict
 from shardwise.train.loop import check, train
 from shardwise.train.metrics import read_metrics
 from shardwise.train.saves import begin
@@ -101,6 +101,16 @@ def test_the_first_loss_is_that_of_the_weights(tmp_path: Path, capsys: pytest.Ca
     train(run, tmp_path / "third")
     assert "beginning" not in capsys.readouterr().out
     assert len(losses(tmp_path / "third")) == 6
+
+
+def test_an_imported_run_takes_any_layout_and_batch(tmp_path: Path) -> None:
+    train(make_run(steps=1), tmp_path / "run")
+    to_hf(tmp_path / "run", tmp_path / "hf")
+    from_hf(tmp_path / "hf", tmp_path / "imported")
+    more = ["layout.tensor=2", "train.global_batch=6", "cluster.nodes=1", f"train.weights={tmp_path / 'imported'}"]
+    run = read_run(tmp_path / "imported" / "run.toml", more)
+    assert (run.layout.world, run.train.microbatch, run.model.hidden) == (2, 6, 16)
+    check(run, tmp_path / "new")
 
 
 def test_what_cannot_be_begun_with_is_told_before_any_rank_starts(tmp_path: Path) -> None:
