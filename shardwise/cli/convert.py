@@ -51,7 +51,8 @@ def execute(args: argparse.Namespace) -> int:
         print(f"left out: {note}")
     if args.way == "from-hf":
         run = Path(args.out)
-        print(f"to train it on: shardwise train {run / 'run.toml'} --train.weights={run} --out runs/{run.name}")
+        print(f"to train it further, on a set made by `shardwise data build --tokenizer {run}`:")
+        print(f"  shardwise train {run / 'run.toml'} --train.weights={run} --data.sets=SET --out runs/{run.name}")
     return 0
 
 

@@ -72,7 +72,7 @@ def _attempt(
     trainee = Trainee(run, mesh)
     resumed = saves.resume(trainee, out, data.fingerprint, display.say)
     if resumed is None:
-        saves.begin(trainee, display.say)
+        saves.begin(trainee, data.tokenizer, display.say)
     else:
         trainee.history = History(**resumed.more)
     trainee.history.excluded = sorted({*trainee.history.excluded, *excluded})

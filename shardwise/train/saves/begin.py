@@ -4,11 +4,13 @@ convert from-hf` made. Only weights are taken; steps are counted anew, and the o
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from shardwise.data.tokenizer import Tokenizer, load_tokenizer
 from shardwise.model.saved_reader import SavedReader
 from shardwise.model.weight_files import WeightReader
 from shardwise.model.weights import RUN_FILE, checkpoint_folder, compare_shapes, open_checkpoint, state_shapes
@@ -39,8 +41,9 @@ def _open(run: Run) -> WeightReader | SavedReader:
 
 
 @torch.no_grad()
-def begin(trainee: Trainee, say: Callable[[str], None]) -> None:
-    """Give a freshly built trainee the weights that its run begins with. Every rank calls it, and reads what it holds."""
+def begin(trainee: Trainee, tokenizer: Tokenizer, say: Callable[[str], None]) -> None:
+    """Give a freshly built trainee the weights that its run begins with. Every rank calls it, and reads what it holds. Where they
+    learned by another tokenizer than the data's, which is nearly always a mistake, that is said."""
     if not trainee.run.train.weights:
         return
     reader = _open(trainee.run)
@@ -50,3 +53,11 @@ def begin(trainee: Trainee, say: Callable[[str], None]) -> None:
         buffer.copy_(read_box(reader, name, Box((0,) * buffer.ndim, tuple(buffer.shape))))
     changed = model_differences(read_run(reader.folder / RUN_FILE), trainee.run)
     say(f"beginning with the weights of {reader.folder}" + (f", with {'; '.join(changed)}" if changed else ""))
+    with contextlib.suppress(UserError):  # not every folder has its tokenizer
+        before = load_tokenizer(reader.folder)
+        if before.digest != tokenizer.digest:
+            say(f"warning: those weights know other tokens ({_words(before)}) than the data's ({_words(tokenizer)})")
+
+
+def _words(tokenizer: Tokenizer) -> str:
+    return f"{tokenizer.kind}, {tokenizer.vocab:,}"

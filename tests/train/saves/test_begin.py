@@ -15,6 +15,7 @@ from parallel_pool import RankPool
 from torch.nn.functional import cross_entropy
 
 from shardwise.data.open import open_data
+from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.model.huggingface import from_hf, to_hf
 from shardwise.model.weights import load_model, open_checkpoint
 from shardwise.parallel.gradients import local
@@ -31,7 +32,7 @@ from shardwise.train.step import Trainee
 def parts(rank: int, run: Run) -> dict[str, Any]:
     """What a rank holds once it has begun."""
     trainee = Trainee(run)
-    begin(trainee, print)
+    begin(trainee, ByteTokenizer(), print)
     held = {h.name: (cases.slices(box(h, trainee.mesh)), local(h.parameter.detach())) for h in trainee.parallel.held}
     return held | {name: (..., buffer) for name, buffer in buffers(trainee)}
 
@@ -101,6 +102,20 @@ def test_the_first_loss_is_that_of_the_weights(tmp_path: Path, capsys: pytest.Ca
     train(run, tmp_path / "third")
     assert "beginning" not in capsys.readouterr().out
     assert len(losses(tmp_path / "third")) == 6
+
+
+class OtherTokenizer(ByteTokenizer):
+    digest = "another"
+
+
+def test_weights_that_know_other_tokens_are_told(tmp_path: Path) -> None:
+    train(make_run(steps=1), tmp_path / "run")
+    said: list[str] = []
+    trainee = Trainee(make_run(weights=str(tmp_path / "run")))
+    begin(trainee, ByteTokenizer(), said.append)
+    assert len(said) == 1
+    begin(trainee, OtherTokenizer(), said.append)
+    assert said[-1] == "warning: those weights know other tokens (byte, 257) than the data's (byte, 257)"
 
 
 def test_an_imported_run_takes_any_layout_and_batch(tmp_path: Path) -> None:
