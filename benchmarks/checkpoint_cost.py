@@ -29,25 +29,25 @@ from shardwise.model.saved_files import BLOCK
 from shardwise.run import run_from_dict
 from shardwise.train.saves import Saver
 from shardwise.train.saves.folder import folder_of_step
-from shardwise.train.step import Trainee
+from shardwise.train.step import TrainState
 
 BLOCKED, WRITTEN, MEMORY = 1.5, 0.7, 1.05  # most of a memcpy, least of the disk's speed, most copies in memory
 
 
-def make_trainee() -> Trainee:
+def make_trainee() -> TrainState:
     """A trainee of 1 GiB, after one step, so that the optimizer has its state."""
     model = dict(layers=7, hidden=1024, heads=8, kv_heads=8, ffn=2752, vocab=257)
     train = dict(seq_len=16, global_batch=1, device="cpu", keep=1000, eval_every=0)
-    trainee = Trainee(run_from_dict(dict(model=model, train=train)))
-    step(trainee)
-    return trainee
+    train_state = TrainState(run_from_dict(dict(model=model, train=train)))
+    step(train_state)
+    return train_state
 
 
-def step(trainee: Trainee) -> float:
+def step(train_state: TrainState) -> float:
     """Seconds of a step."""
     began = time.perf_counter()
-    tokens = np.random.default_rng(trainee.step).integers(0, 257, (1, 17))
-    trainee.train_step(Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), None, None)).loss.item()
+    tokens = np.random.default_rng(train_state.step).integers(0, 257, (1, 17))
+    train_state.train_step(Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), None, None)).loss.item()
     return time.perf_counter() - began
 
 
@@ -81,10 +81,10 @@ def main() -> int:
     )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    trainee = make_trainee()
+    train_state = make_trainee()
     out = Path(tempfile.mkdtemp(prefix="checkpoint-cost-", dir=args.folder))
     try:
-        figures = measure(trainee, out, args.rounds)
+        figures = measure(train_state, out, args.rounds)
     finally:
         shutil.rmtree(out)
     good = figures["blocked"] <= BLOCKED and figures["speed"] >= WRITTEN and figures["copies"] <= MEMORY
@@ -100,13 +100,13 @@ def main() -> int:
     return 0 if good else 1
 
 
-def measure(trainee: Trainee, out: Path, rounds: int) -> dict[str, float]:
+def measure(train_state: TrainState, out: Path, rounds: int) -> dict[str, float]:
     """The figures, by name."""
-    saver = Saver(out, trainee.mesh, ByteTokenizer(), "none", lambda _: None)
+    saver = Saver(out, train_state.mesh, ByteTokenizer(), "none", lambda _: None)
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of building the model
     before = resident("VmRSS")
     began = time.perf_counter()
-    saver.save(trainee)
+    saver.save(train_state)
     first = time.perf_counter() - began
     assert saver.finish() == ""
     copies = (resident("VmHWM") - before) / saver.staging.block.numel()
@@ -128,21 +128,21 @@ def measure(trainee: Trainee, out: Path, rounds: int) -> dict[str, float]:
         began = time.perf_counter()
         target.copy_(source)
         memcpy = time.perf_counter() - began
-        trainee.step += 1
+        train_state.step += 1
         began = time.perf_counter()
-        saver.save(trainee)
+        saver.save(train_state)
         waits.append(time.perf_counter() - began)
         assert saver.finish() == ""
         saves.append(time.perf_counter() - began)
-        shutil.rmtree(folder_of_step(out, trainee.step))
+        shutil.rmtree(folder_of_step(out, train_state.step))
         blocked.append(waits[-1] / memcpy)
         speed.append(plain / saves[-1])
     for _ in range(rounds):
-        peace.append(step(trainee))
-        saver.save(trainee)
-        during.append(step(trainee))
+        peace.append(step(train_state))
+        saver.save(train_state)
+        during.append(step(train_state))
         assert saver.finish() == ""
-        shutil.rmtree(folder_of_step(out, trainee.step - 1))
+        shutil.rmtree(folder_of_step(out, train_state.step - 1))
     return dict(
         bytes=size,
         wait_ms=statistics.median(waits) * 1e3,

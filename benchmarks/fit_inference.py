@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from fit_rows import solve, weights_of
 
-from shardwise.plan.prediction import published
-from shardwise.plan.rows import Unsupported
+from shardwise.plan.published.prediction import published
+from shardwise.plan.published.rows import Unsupported
 from shardwise.plan.serving.inference import (
     MEASURES,
     NAMES,

@@ -1,6 +1,6 @@
 """Fit the planner's constants to the published measurements, and leave each source out once.
 
-A constant belongs to a chip, a link or a family of programs, never to a row (`shardwise/plan/constants.py`). Their logarithms
+A constant belongs to a chip, a link or a family of programs, never to a row (`shardwise/plan/cost/constants.py`). Their logarithms
 are found by weighted least squares on the logarithm of predicted over measured seconds, with a prior that pulls each towards
 0, outliers weighed down (Huber) and large sources held back to the square root of their size. Then each source is left out
 and the rest fitted again; `shardwise validate` predicts a source with the constants that never saw it.
@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwise.plan.constants import NAMES, constants_of, groups_of
-from shardwise.plan.job import Job
-from shardwise.plan.prediction import published
-from shardwise.plan.rows import Unsupported, job_of_row, measured_seconds
-from shardwise.plan.step import Played, Prepared, play_schedule, prepare, step_time
-from shardwise.plan.validate import layer_seconds
+from shardwise.plan.cost.constants import NAMES, constants_of, groups_of
+from shardwise.plan.cost.job import Job
+from shardwise.plan.published.prediction import published
+from shardwise.plan.published.rows import Unsupported, job_of_row, measured_seconds
+from shardwise.plan.published.validate import layer_seconds
+from shardwise.plan.time.step import Played, Prepared, play_schedule, prepare, step_time
 from shardwise.schedules import Cost
 
 PRIOR = {"common": 0.3, "group": 0.15}

@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.data.batches import Batch
 from shardwise.run import run_from_dict
-from shardwise.train.step import Trainee
+from shardwise.train.step import TrainState
 
 RANKS, BATCH = 4, 2  # sequences a rank
 ALLOWED = 1.05
@@ -84,8 +84,8 @@ def shardwise_step(layout: str) -> Step:
             layout={layout: RANKS},
         )
     )
-    trainee = Trainee(run)
-    return lambda batch: trainee.train_step(batch).loss.item()
+    train_state = TrainState(run)
+    return lambda batch: train_state.train_step(batch).loss.item()
 
 
 def slowest(step: Step, batch: Batch) -> float:

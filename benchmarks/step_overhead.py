@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from shardwise.data.batches import Batch
 from shardwise.run import run_from_dict
-from shardwise.train.step import Trainee
+from shardwise.train.step import TrainState
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, FFN, VOCAB, BATCH, LENGTH = 4, 256, 8, 4, 704, 2048, 8, 256
 ALLOWED = 1.03
@@ -111,8 +111,8 @@ def shardwise_step() -> Callable[[Batch], float]:
             train=dict(seq_len=LENGTH, global_batch=BATCH, device="cpu"),
         )
     )
-    trainee = Trainee(run)
-    return lambda batch: trainee.train_step(batch).loss.item()
+    train_state = TrainState(run)
+    return lambda batch: train_state.train_step(batch).loss.item()
 
 
 def main() -> int:

@@ -39,18 +39,18 @@ def main() -> int:
         done += 1
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    say(first_step_seconds=first, steps_to_settle=done, gpu=torch.cuda.get_device_name(), torch=torch.__version__)
+    log(first_step_seconds=first, steps_to_settle=done, gpu=torch.cuda.get_device_name(), torch=torch.__version__)
     for line in sys.stdin:
-        say(**measured(step, done, int(line)))
+        log(**measured(step, done, int(line)))
         done += SETTLE + int(line)
-    say(
+    log(
         memory_gib=torch.cuda.max_memory_allocated() / 2**30,
         reserved_gib=torch.cuda.max_memory_reserved() / 2**30,
     )
     return 0
 
 
-def say(**values: Any) -> None:
+def log(**values: Any) -> None:
     """An answer."""
     print(json.dumps(values), flush=True)
 
@@ -104,20 +104,20 @@ def make(args: argparse.Namespace) -> Step:
 def ours(shape: dict[str, int], batch: int, seq: int, options: dict[str, str]) -> Step:
     """The step of `shardwise train`, read a step later and replayed where its loop does so."""
     from shardwise.measure.verify import random_batch
-    from shardwise.train import replay, tune
-    from shardwise.train.step import Trainee
+    from shardwise.train import cuda_graph, tune_gemms
+    from shardwise.train.step import TrainState
 
     run = our_run(shape, batch, seq, options)
-    trainee = Trainee(run)
-    tune.attach(trainee, lambda text: print(text, file=sys.stderr))
-    replay.attach(trainee)
+    train_state = TrainState(run)
+    tune_gemms.attach(train_state, lambda text: print(text, file=sys.stderr))
+    cuda_graph.attach(train_state)
     unread = []
 
     def step(number: int) -> bool:
-        unread.append(trainee.train_step(random_batch(run, number)))
+        unread.append(train_state.train_step(random_batch(run, number)))
         if len(unread) > 1:
             unread.pop(0).read()
-        return trainee.tuner is None or (number > 1 and trainee.tuner.done)
+        return train_state.tuner is None or (number > 1 and train_state.tuner.done)
 
     return step
 

@@ -1,7 +1,7 @@
 """Documents packed in rows, and sliding windows: told to flash attention by their bounds, beside the same by masks, and beside rows
 that are one document each, on one GPU.
 
-A step is the trainer's own (`Trainee.train_step`), compiled, on random tokens; documents have random lengths. Prints JSON lines:
+A step is the trainer's own (`TrainState.train_step`), compiled, on random tokens; documents have random lengths. Prints JSON lines:
 milliseconds a step (median by CUDA events), peak memory. TFLOP/s count a row as one document.
 
     python benchmarks/gpu/documents.py [--batch 8] [--seq 4096] [--mean 512] [--window 1024] [--steps 10]
@@ -53,7 +53,7 @@ def main() -> int:
             batch = replace(batch, documents=documents)
         with contextlib.ExitStack() as stack:
             for place in (apply, step) if name.endswith("masks") else ():
-                stack.enter_context(mock.patch.object(place, "attends_within", never))
+                stack.enter_context(mock.patch.object(place, "uses_varlen_attention", never))
             print(json.dumps(measure(run, args.steps, name, batch)), flush=True)
         gc.collect()
         torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
 """A mixture of 8 experts, 2 to a token, beside a dense model of the same active parameters, on one GPU.
 
 Both have the same layers and heads; an expert is half as wide as the dense feed-forward layer, so that two of them are one. A
-step is the trainer's own (`Trainee.train_step`), compiled, on random tokens, routed as the router pleases. Prints JSON lines:
+step is the trainer's own (`TrainState.train_step`), compiled, on random tokens, routed as the router pleases. Prints JSON lines:
 milliseconds a step (median by CUDA events), TFLOP/s of active parameters by the convention of `plan/work.py`, peak memory, and
 the mixture's TFLOP/s by the dense model's. `--plain` adds the mixture without its kernels: what they brought. `--parts` times the
 pieces of one layer alone instead, each beside the time of its bytes or operations at the rates of this GPU in the same run.
@@ -30,9 +30,16 @@ from steps import measure
 from torch import Tensor, nn
 
 from shardwise.measure.bench_kernels import Stopwatch
-from shardwise.model import experts
-from shardwise.model.expert_rows import best_experts, collect, order_by_expert, spread, weigh, weigh_back
+from shardwise.model import moe
 from shardwise.model.layers import FeedForward
+from shardwise.model.moe_ops import (
+    combine,
+    combine_weighted,
+    combine_weighted_backward,
+    dispatch,
+    sort_by_expert,
+    topk_experts,
+)
 from shardwise.parallel import expert
 from shardwise.run import ModelConfig, Run, run_from_dict
 
@@ -60,7 +67,7 @@ def _never(x: Tensor) -> bool:
 def without_kernels() -> Iterator[None]:
     """Mixtures one operation after the other, but for the grouped product."""
     with contextlib.ExitStack() as stack:
-        for module, name in ((experts, "fuses"), (experts, "multiplies"), (expert, "fuses")):
+        for module, name in ((moe, "has_fused_kernels"), (moe, "multiplies"), (expert, "has_fused_kernels")):
             stack.enter_context(mock.patch.object(module, name, _never))
         yield
 
@@ -126,7 +133,7 @@ class Pieces:
         """Router, the order of its choices, rows there and back."""
         hidden, k = self.config.hidden, TAKEN
         x = self.random(self.tokens, hidden)
-        router = experts.Router(self.config).to(self.device)
+        router = moe.Router(self.config).to(self.device)
         nn.init.normal_(router.weight, std=0.02)
         # Its input is read, and read again and its gradient written.
         floors = tuple(2 * times * x.numel() / self.bandwidth for times in (1, 3))
@@ -134,19 +141,19 @@ class Pieces:
         with without_kernels():
             self.layer("router plain", router, lambda out: out[0].sum() + out[2].sum(), floors, "bytes")
         scores = torch.rand(self.tokens, EXPERTS, device=self.device)
-        self.moved("choices", lambda: best_experts(scores, k), 2 * scores.numel() + 4 * self.rows)
+        self.moved("choices", lambda: topk_experts(scores, k), 2 * scores.numel() + 4 * self.rows)
         self.moved("choices plain (topk)", lambda: scores.topk(k, sorted=False), 2 * scores.numel() + 4 * self.rows)
-        chosen = best_experts(scores, k)
-        self.moved("order", lambda: order_by_expert(chosen, EXPERTS), 6 * self.rows)
+        chosen = topk_experts(scores, k)
+        self.moved("order", lambda: sort_by_expert(chosen, EXPERTS), 6 * self.rows)
         flat = chosen.flatten()
         self.moved("order plain (argsort)", lambda: flat.argsort(stable=True), 6 * self.rows)
-        places, _ = order_by_expert(chosen, EXPERTS)
+        places, _ = sort_by_expert(chosen, EXPERTS)
         rows, weights = self.random(self.rows, hidden), torch.rand(self.tokens, k, device=self.device)
         one = self.tokens * hidden
-        self.moved("spread", lambda: spread(x, places, self.rows), (1 + k) * one)
-        self.moved("spread's gradient (collect)", lambda: collect(rows, places), (1 + k) * one)
-        self.moved("weigh", lambda: weigh(rows, places, weights), (1 + k) * one)
-        self.moved("weigh's gradients", lambda: weigh_back(x, rows, places, weights), (1 + 2 * k) * one)
+        self.moved("spread", lambda: dispatch(x, places, self.rows), (1 + k) * one)
+        self.moved("spread's gradient (collect)", lambda: combine(rows, places), (1 + k) * one)
+        self.moved("weigh", lambda: combine_weighted(rows, places, weights), (1 + k) * one)
+        self.moved("weigh's gradients", lambda: combine_weighted_backward(x, rows, places, weights), (1 + 2 * k) * one)
         order = flat.argsort(stable=True)
 
         def copies() -> Tensor:
@@ -158,7 +165,7 @@ class Pieces:
         self.moved("spread plain", copies, (1 + k) * one)
         self.moved("weigh plain", back, (1 + k) * one)
 
-    def products(self) -> None:
+    def gemms(self) -> None:
         """Grouped products forward and backward beside one dense product of as many operations."""
         hidden, width = self.config.hidden, self.config.expert_ffn
         shares = torch.rand(EXPERTS, device=self.device).softmax(0)  # uneven, as routers are
@@ -205,14 +212,14 @@ class Pieces:
 
     def layers(self) -> None:
         """A whole mixture beside the dense layer of the same operations, and that beside its products."""
-        mixture = experts.Mixture(self.config).to(self.device)
+        mixture = moe.MoE(self.config).to(self.device)
         dense = FeedForward(self.dense, self.dense.ffn).to(self.device)
         for module in (mixture, dense):
             for parameter in module.parameters():
                 nn.init.normal_(parameter, std=0.02)
         x, weight = self.random(self.tokens, self.dense.hidden), self.random(self.dense.hidden, self.dense.ffn)
-        product = self.watch.seconds(lambda: x @ weight)
-        floors = self.layer("dense layer", dense, lambda out: out.sum(), (3 * product, 9 * product), "its products")
+        gemm = self.watch.seconds(lambda: x @ weight)
+        floors = self.layer("dense layer", dense, lambda out: out.sum(), (3 * gemm, 9 * gemm), "its products")
         self.layer("mixture", mixture, lambda out: out[0].sum(), floors, "the dense layer")
         with without_kernels():
             self.layer("mixture plain", mixture, lambda out: out[0].sum(), floors, "the dense layer")
@@ -236,7 +243,7 @@ def main() -> int:
     for micro in args.microbatch:
         pieces = Pieces(args, micro)
         pieces.layers()
-        pieces.products()
+        pieces.gemms()
         pieces.routing()
     return 0
 

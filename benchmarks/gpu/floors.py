@@ -17,10 +17,10 @@ from shapes import our_run
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.measure.verify import random_batch
-from shardwise.plan.work import parameters
+from shardwise.plan.cost.flops import parameters
 from shardwise.run.derive import chunk_rows
 from shardwise.trace.spans.kinds import category_of
-from shardwise.train.step import Trainee
+from shardwise.train.step import TrainState
 
 
 def milliseconds(work: Callable[[], Any], times: int = 7) -> float:
@@ -56,7 +56,7 @@ def linear(rows: int, out: int, inner: int) -> float:
     )
 
 
-def products(shape: dict[str, int], tokens: int) -> float:
+def gemms(shape: dict[str, int], tokens: int) -> float:
     """All matrix products of a step, forward and both of the backward pass."""
     hidden, ffn, layers = shape["hidden"], shape["ffn"], shape["layers"]
     keys = shape["kv_heads"] * (hidden // shape["heads"])
@@ -120,14 +120,14 @@ def bandwidth() -> float:
 def taken_apart(shape: dict[str, int], batch: int, seq: int) -> dict[str, float]:
     """Milliseconds of a step by kind of kernel, from a profile of three; and those in which no kernel ran."""
     run = our_run(shape, batch, seq, {})
-    trainee = Trainee(run)
+    train_state = TrainState(run)
     data = random_batch(run)
     for _ in range(4):
-        trainee.train_step(data)
+        train_state.train_step(data)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(3):
-            trainee.train_step(data)
+            train_state.train_step(data)
         torch.cuda.synchronize()
     kernels = [
         (event.time_range.start, event.time_range.end, event.name)
@@ -149,7 +149,7 @@ def split(shape: dict[str, int], batch: int, seq: int) -> dict[str, Any]:
     by_backend = attention(shape, batch, seq)
     speed = bandwidth()
     floor = {
-        "matmul": products(shape, batch * seq),
+        "matmul": gemms(shape, batch * seq),
         "attention": min(by_backend.values()),
         "memory": moved(shape, batch * seq) / speed * 1e3,
         "idle": 0.0,

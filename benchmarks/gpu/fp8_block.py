@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from shapes import need_gpu
 
-from shardwise.model.fp8 import multiply, use_eight_bits
-from shardwise.model.quantize import E4M3, E5M2, cast, cast_rows, largest, turn
-from shardwise.model.rotary import rotation
+from shardwise.model.fp8 import scaled_mm, use_fp8
+from shardwise.model.quantize import E4M3, E5M2, amax, cast, cast_rows, transpose
+from shardwise.model.rope import rope_cos_sin
 from shardwise.model.transformer import Block
 from shardwise.run import run_from_dict
 
@@ -56,16 +56,16 @@ def quantising(rows: int, repeats: int, tiles: bool) -> Iterator[Line]:
     ]
     for name, height, width, dtype in cases:
         x = torch.randn(height, width, device="cuda", dtype=dtype)
-        top, size = largest(x), x.element_size()
+        top, size = amax(x), x.element_size()
         passes: list[tuple[str, Callable[[], Any], int]] = [
-            ("largest", partial(largest, x), size),
+            ("largest", partial(amax, x), size),
             ("cast", partial(cast, x, top, E4M3, True, False), size + 1),
             ("cast, turned too", partial(cast, x, top, E4M3, True, True), size + 2),
             ("cast to e5m2, turned too", partial(cast, x, top, E5M2, True, True), size + 2),
             ("cast rows", partial(cast_rows, x, E4M3), size + 1),
         ]
         if dtype == torch.float32:
-            passes.append(("turn rows", partial(turn, *cast_rows(x, E4M3)), 2))
+            passes.append(("turn rows", partial(transpose, *cast_rows(x, E4M3)), 2))
         elif tiles:
             from shardwise.model.kernels.quantize import cast_fused
 
@@ -76,7 +76,7 @@ def quantising(rows: int, repeats: int, tiles: bool) -> Iterator[Line]:
             yield dict(part=part, of=name, ms=ms, terabytes_a_second=x.numel() * a_number / ms / 1e9)
 
 
-def products(rows: int, repeats: int) -> Iterator[Line]:
+def gemms(rows: int, repeats: int) -> Iterator[Line]:
     """The three products of each matrix of a block."""
     one = torch.ones((), device="cuda")
     for name, out, inner in (("q", 2048, 2048), ("k", 512, 2048), ("up", 8192, 2048), ("down", 2048, 8192)):
@@ -89,8 +89,8 @@ def products(rows: int, repeats: int) -> Iterator[Line]:
             scales = torch.ones(m, 1, device="cuda"), torch.ones(1, n, device="cuda")
             for fast in (True, False):
                 word = " fast" if fast else ""
-                work[f"fp8{word}"] = partial(multiply, *eight, (one, one), torch.bfloat16, fast=fast)
-                work[f"fp8 by rows{word}"] = partial(multiply, *by_rows, scales, torch.bfloat16, fast=fast)
+                work[f"fp8{word}"] = partial(scaled_mm, *eight, (one, one), torch.bfloat16, fast=fast)
+                work[f"fp8 by rows{word}"] = partial(scaled_mm, *by_rows, scales, torch.bfloat16, fast=fast)
             ms = {kind: milliseconds(each, repeats) for kind, each in work.items()}
             teraflops = {kind: 2 * m * n * k / each / 1e9 for kind, each in ms.items()}
             yield dict(part="product", of=name, step=step, ms=ms, teraflops=teraflops)
@@ -106,9 +106,9 @@ def block(scaling: str, compiled: bool, batch: int, length: int, repeats: int) -
         for name, parameter in block.named_parameters():
             torch.nn.init.ones_(parameter) if "norm" in name else torch.nn.init.normal_(parameter, std=0.02)
         x = torch.randn(batch, length, run.model.hidden, dtype=torch.bfloat16, requires_grad=True)
-        turn_by = rotation(run.model, torch.arange(length)[None], torch.bfloat16)
+        turn_by = rope_cos_sin(run.model, torch.arange(length)[None], torch.bfloat16)
     if scaling != "none":
-        use_eight_bits(block, scaling)
+        use_fp8(block, scaling)
     forward = torch.compile(block.forward) if compiled else block.forward
     grad = torch.randn_like(x)
     kept = 0
@@ -150,7 +150,7 @@ def main() -> int:
     lines: list[Line] = []
     for measured in (
         quantising(rows, args.repeats, args.tiles),
-        products(rows, args.repeats),
+        gemms(rows, args.repeats),
         blocks(args.batch, args.seq_len, args.repeats),
     ):
         for line in measured:

@@ -30,9 +30,9 @@ import torch
 
 from shardwise.data.open import Data, open_data
 from shardwise.run import Run, run_from_dict
-from shardwise.train import replay, tune
+from shardwise.train import cuda_graph, tune_gemms
 from shardwise.train.loop import batches
-from shardwise.train.step import Trainee
+from shardwise.train.step import TrainState
 
 MODELS: dict[str, dict[str, int]] = {
     "tiny": dict(layers=4, hidden=128, heads=4, kv_heads=2, ffn=256, vocab=257),
@@ -57,20 +57,20 @@ def make_run(args: argparse.Namespace, scaling: str, seed: int) -> Run:
 
 def curve(name: str, run: Run, data: Data, every: int, sequences: int) -> dict[str, Any]:
     """Train; losses of all steps, and the validation loss every so many."""
-    trainee = Trainee(run)
-    tune.attach(trainee)
-    replay.attach(trainee)
+    train_state = TrainState(run)
+    tune_gemms.attach(train_state)
+    cuda_graph.attach(train_state)
     count = data.validation.count
     chosen = np.arange(min(sequences, count)) * count // min(sequences, count)
     began = time.perf_counter()
     losses, validation = [], []
-    for batch in batches(data.train, trainee, run.train.steps):
-        losses.append(trainee.train_step(batch).loss)
-        if trainee.step % every == 0 or trainee.step == run.train.steps:
-            validation.append((trainee.step, trainee.evaluate(data.validation.take, chosen)))
+    for batch in batches(data.train, train_state, run.train.steps):
+        losses.append(train_state.train_step(batch).loss)
+        if train_state.step % every == 0 or train_state.step == run.train.steps:
+            validation.append((train_state.step, train_state.evaluate(data.validation.take, chosen)))
             seconds = time.perf_counter() - began
             print(
-                f"{name}: step {trainee.step}, loss {losses[-1].item():.4f}, "
+                f"{name}: step {train_state.step}, loss {losses[-1].item():.4f}, "
                 f"validation {validation[-1][1]:.4f}, {seconds:.0f} s",
                 flush=True,
             )

@@ -7,7 +7,7 @@ tokens. A chip at its limit of power grows slower as it grows warmer, so with `-
 the GPU's memory together, and train in turns, some steps each. The time is the median distance of CUDA events between steps,
 without waiting in between, once a trainer has settled (this one tries out algorithms for 320 steps where none are known for its
 shapes, unless `tune_products=false`); memory is the most that the allocator had given out after the first steps; TFLOP/s are model
-FLOPs (see `shardwise/plan/work.py`): 6 for a parameter and token, attention causal, embedding not counted; joules are the GPU's
+FLOPs (see `shardwise/plan/cost/flops.py`): 6 for a parameter and token, attention causal, embedding not counted; joules the GPU's
 own count. Seconds to the first step count from the start of the process.
 
     pip download --no-deps -d wheels torchtitan==0.2.2 liger-kernel tyro docstring_parser typeguard
@@ -221,7 +221,7 @@ def parts(one: dict[str, Any]) -> str:
 
 def flops_per_token(shape: dict[str, int], seq: int) -> float:
     """Model FLOPs, by this project's convention."""
-    from shardwise.plan.work import training_flops
+    from shardwise.plan.cost.flops import training_flops
     from shardwise.run import run_from_dict
 
     return training_flops(run_from_dict(dict(model=shape, train=dict(seq_len=seq))).model, seq)

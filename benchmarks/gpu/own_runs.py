@@ -26,8 +26,8 @@ from shapes import SHAPES, need_gpu
 
 from shardwise.measure.verify import random_batch
 from shardwise.run import run_from_dict
-from shardwise.train.replay import attach
-from shardwise.train.step import StepResult, Trainee
+from shardwise.train.cuda_graph import attach
+from shardwise.train.step import StepResult, TrainState
 
 WARM = 8
 """Steps before those that count."""
@@ -81,13 +81,13 @@ def measure(
         )
     )
     torch.cuda.reset_peak_memory_stats()
-    trainee = Trainee(run)
-    attach(trainee)
+    train_state = TrainState(run)
+    attach(train_state)
     batch = random_batch(run)
     ends: list[torch.cuda.Event] = []
     result: StepResult | None = None
     for n in range(steps + WARM):
-        previous, result = result, trainee.train_step(batch)
+        previous, result = result, train_state.train_step(batch)
         ends.append(torch.cuda.Event(enable_timing=True))
         ends[-1].record()
         if previous is not None:
@@ -124,7 +124,7 @@ def measure(
 def table(path: Path) -> None:
     """Measured beside planned. The plan's constants have seen these rows."""
     from shardwise.plan.plan import plan
-    from shardwise.plan.rows import own_run
+    from shardwise.plan.published.rows import own_run
 
     print("| run | step, measured | planned | | peak memory, measured | planned | |\n|---|---|---|---|---|---|---|")
     for row in json.loads(path.read_text()):

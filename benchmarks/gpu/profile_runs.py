@@ -19,7 +19,7 @@ from typing import Any
 
 from shapes import need_gpu
 
-from shardwise.plan.traffic import traffic
+from shardwise.plan.trainer.traffic import traffic
 from shardwise.run import read_run
 
 SMALL = dict(layers=2, hidden=1024, heads=16, kv_heads=8, ffn=2816, vocab=32000)

@@ -11,9 +11,9 @@ import torch
 
 from shardwise.data.batches import Batch
 from shardwise.measure.verify import random_batch
-from shardwise.plan.work import CONVENTION, parameters, training_flops
+from shardwise.plan.cost.flops import CONVENTION, parameters, training_flops
 from shardwise.run import Run
-from shardwise.train.step import Trainee
+from shardwise.train.step import TrainState
 
 WARM_UP = 4
 
@@ -36,10 +36,10 @@ def measure(run: Run, steps: int, name: str, batch: Batch | None = None) -> dict
     """One run on random tokens, or on a batch: its step's time, memory and rate."""
     cuda = run.train.device == "cuda"
     began = time.perf_counter()
-    trainee, batch = Trainee(run), batch or random_batch(run)
+    train_state, batch = TrainState(run), batch or random_batch(run)
     taken = []
     for n in range(WARM_UP + steps):
-        taken.append(seconds_of(lambda: trainee.train_step(batch), cuda))
+        taken.append(seconds_of(lambda: train_state.train_step(batch), cuda))
         if n == 0:
             first = time.perf_counter() - began
         if n == 1 and cuda:  # the first steps also hold what compiling needed

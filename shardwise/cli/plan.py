@@ -75,7 +75,7 @@ def _execute(args: argparse.Namespace) -> int:
 
         found, best = None, plan(run)
     if args.trace:
-        from shardwise.plan.timeline import timeline
+        from shardwise.plan.time.timeline import timeline
         from shardwise.report.perfetto import write_chrome_trace
 
         write_chrome_trace({"plan: pipeline rank": timeline(best.job)}, args.trace)
@@ -104,9 +104,9 @@ def _devices(text: str | None) -> list[int] | None:
 
 def figures(best: Plan) -> list[tuple[str, str, str]]:
     """The few numbers that matter."""
-    from shardwise.plan.memory import GIB
+    from shardwise.plan.cost.flops import CONVENTION, parameters
+    from shardwise.plan.cost.memory import GIB
     from shardwise.plan.plan import told_by
-    from shardwise.plan.work import CONVENTION, parameters
     from shardwise.report import words
 
     account, run, cost = best.account, best.run, best.cost
@@ -212,7 +212,7 @@ def _all_figures(best: Plan, found: SearchResult | None) -> list[tuple[str, str,
 
 def _print(best: Plan, found: SearchResult | None) -> None:
     from shardwise.cli.console import Console
-    from shardwise.plan.timeline import timeline
+    from shardwise.plan.time.timeline import timeline
     from shardwise.report import terminal
 
     console = Console()
@@ -238,7 +238,7 @@ def _print(best: Plan, found: SearchResult | None) -> None:
 
 
 def _page(best: Plan, found: SearchResult | None) -> str:
-    from shardwise.plan.timeline import timeline
+    from shardwise.plan.time.timeline import timeline
     from shardwise.report import html
 
     sections = [html.key_figures(_all_figures(best, found))]

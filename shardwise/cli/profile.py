@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Record, or start the ranks that do."""
-    from shardwise.train.watch.replan import settle
+    from shardwise.train.faults.replan import settle
 
     run = settle(read_run(args.run, args.overrides, (unknown_chip,)), args.overrides)
     for key in ("steps", "warmup"):

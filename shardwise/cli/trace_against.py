@@ -81,7 +81,7 @@ def _run_beside(paths: list[Path]) -> Run:
 def timeline_beside(paths: list[Path]) -> Timeline | None:
     """The predicted timeline of the run that was kept with the profiles; None where none was."""
     from shardwise.plan.plan import plan
-    from shardwise.plan.timeline import timeline
+    from shardwise.plan.time.timeline import timeline
 
     try:
         return timeline(plan(_run_beside(paths)).job)
@@ -91,8 +91,8 @@ def timeline_beside(paths: list[Path]) -> Timeline | None:
 
 def _plan_of_run(run: Run, answers: Explanation) -> Beside:
     from shardwise.plan.plan import plan
-    from shardwise.plan.timeline import timeline
-    from shardwise.plan.traffic import traffic
+    from shardwise.plan.time.timeline import timeline
+    from shardwise.plan.trainer.traffic import traffic
 
     found = plan(run)
     rank = _slowest(answers)

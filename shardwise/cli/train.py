@@ -25,14 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Train."""
-    from shardwise.train.watch.replan import fit, settle
+    from shardwise.train.faults.replan import fit, settle
 
     # Before PyTorch is imported, which takes a while.
     run = settle(read_run(args.run, args.overrides, (unknown_chip,)), args.overrides)
     from shardwise.train import launch
+    from shardwise.train.faults.ranks import free_port
+    from shardwise.train.faults.stop import PREEMPTED, Preempted
     from shardwise.train.loop import check, train
-    from shardwise.train.watch.ranks import free_port
-    from shardwise.train.watch.stop import PREEMPTED, Preempted
 
     out = args.out or Path("runs") / run.name
     where = launch.place(os.environ)

@@ -13,7 +13,7 @@ from shardwise.cli.options import at_least
 from shardwise.run import Problem, UserError
 
 if TYPE_CHECKING:
-    from shardwise.plan.prediction import Prediction
+    from shardwise.plan.published.prediction import Prediction
 
 HELP = """Predict rows of published measurements and print how far off the predictions are, by source and overall. Without
 ROWS, those that come with the package. Each source is predicted with constants fitted without it."""
@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Predict every row and show the errors."""
-    from shardwise.plan.prediction import published
-    from shardwise.plan.validate import validate
+    from shardwise.plan.published.prediction import published
+    from shardwise.plan.published.validate import validate
 
     rows = [row for path in args.rows for row in _read(Path(path))]
     if not args.rows:
@@ -74,7 +74,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 def _as_json(predictions: list[Prediction]) -> dict[str, Any]:
-    from shardwise.plan.validate import summary
+    from shardwise.plan.published.validate import summary
 
     groups = _by_group(predictions)
     return {
@@ -86,7 +86,7 @@ def _as_json(predictions: list[Prediction]) -> dict[str, Any]:
 
 def summaries(predictions: list[Prediction]) -> dict[str, Any]:
     """Errors over all rows, over the complete ones, and of each kind of row."""
-    from shardwise.plan.validate import summary
+    from shardwise.plan.published.validate import summary
 
     complete = [p for p in predictions if p.complete]
     result = summary(predictions) | {"complete": summary(complete)}
@@ -108,7 +108,7 @@ def _print(predictions: list[Prediction], worst: int, *, seen: bool) -> None:
     from rich.table import Table
 
     from shardwise.cli.console import Console
-    from shardwise.plan.validate import summary
+    from shardwise.plan.published.validate import summary
     from shardwise.report import words
 
     console = Console()

@@ -14,7 +14,7 @@ from shardwise.data.order import key_of, mixture, permute
 from shardwise.data.shards import TokenSet
 
 # Targets with this value are not learned; the value PyTorch's cross entropy leaves out by default.
-IGNORED = -100
+IGNORE_INDEX = -100
 
 # Tell the two uses of the seed apart.
 _ORDER, _MIXTURE = 1, 2
@@ -25,14 +25,14 @@ class Batch:
     """Rows of tokens and what should be predicted at each of them."""
 
     tokens: NDArray[np.int64]  # [rows, length]
-    targets: NDArray[np.int64]  # [rows, length], IGNORED where nothing is to be learned
+    targets: NDArray[np.int64]  # [rows, length], IGNORE_INDEX where nothing is to be learned
     positions: NDArray[np.int64] | None = None  # [rows, length], from 0 in each document
     documents: NDArray[np.int32] | None = None  # [rows, length], 0, 1, … in each row
 
     @property
     def loss_tokens(self) -> int:
         """Targets that count."""
-        return int(np.count_nonzero(self.targets != IGNORED))
+        return int(np.count_nonzero(self.targets != IGNORE_INDEX))
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Samples:
                 ends = part.tokens.ends_between(start, start + self.length) - start
                 positions[row], documents[row] = _inside_documents(ends, self.length)
                 # Behind the last token of a document comes another document, which nothing foretells.
-                targets[row, ends - 1] = IGNORED
+                targets[row, ends - 1] = IGNORE_INDEX
         return Batch(np.ascontiguousarray(rows[:, :-1]), targets, positions, documents)
 
     __call__ = take

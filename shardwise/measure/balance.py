@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.model.experts import Router
-from shardwise.train.step import Trainee
+from shardwise.model.moe import Router
+from shardwise.train.step import TrainState
 
 
 def _dealt_out(router: Router, forward: Any) -> Any:
@@ -23,9 +23,9 @@ def _dealt_out(router: Router, forward: Any) -> Any:
 
 
 @contextlib.contextmanager
-def even_routing(trainee: Trainee) -> Iterator[None]:
+def even_routing(train_state: TrainState) -> Iterator[None]:
     """While it is open, tokens are dealt out to the experts in turn."""
-    kept = [(router, router.forward) for router in trainee.routers]
+    kept = [(router, router.forward) for router in train_state.routers]
     for router, forward in kept:
         router.forward = _dealt_out(router, forward)  # type: ignore[method-assign]
     try:

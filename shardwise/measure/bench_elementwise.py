@@ -15,9 +15,9 @@ from torch import Tensor
 
 from shardwise.measure.bench_kernels import Allowance, Point, Stopwatch
 from shardwise.model.layers import Norm, at_least_float32
-from shardwise.model.rotary import rotate, rotation
-from shardwise.plan.job import job_of
-from shardwise.plan.operations import head, layer
+from shardwise.model.rope import apply_rope, rope_cos_sin
+from shardwise.plan.cost.job import job_of
+from shardwise.plan.cost.operations import head, layer
 from shardwise.run import Run, run_from_dict
 
 
@@ -39,12 +39,12 @@ def operations(run: Run, device: torch.device) -> dict[str, tuple[Callable[..., 
 
     norm = Norm(m.hidden, m.norm_eps).to(device)
     torch.nn.init.ones_(norm.weight)
-    turn = rotation(m, torch.arange(tokens, device=device)[None], dtype)
+    turn = rope_cos_sin(m, torch.arange(tokens, device=device)[None], dtype)
     targets = torch.randint(m.vocab, (tokens,), device=device)
     heads = m.heads + m.kv_heads
     return {
         "norm": (norm, (numbers(1, tokens, m.hidden),)),
-        "rotary": (lambda x: rotate(x, turn), (numbers(1, tokens, heads, m.head_dim),)),
+        "rotary": (lambda x: apply_rope(x, turn), (numbers(1, tokens, heads, m.head_dim),)),
         "activation": (lambda gate, up: F.silu(gate) * up, (numbers(tokens, m.ffn), numbers(tokens, m.ffn))),
         "loss": (
             lambda logits: F.cross_entropy(at_least_float32(logits), targets, reduction="sum"),

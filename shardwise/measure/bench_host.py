@@ -16,11 +16,11 @@ import torch
 
 from shardwise.data.batches import Batch
 from shardwise.hardware import Profile
-from shardwise.plan.constants import constants_of
-from shardwise.plan.job import Job, job_of
-from shardwise.plan.step import prepare, step_time
+from shardwise.plan.cost.constants import constants_of
+from shardwise.plan.cost.job import Job, job_of
+from shardwise.plan.time.step import prepare, step_time
 from shardwise.run import Run, run_from_dict
-from shardwise.train.step import Trainee
+from shardwise.train.step import TrainState
 
 LAYERS, LENGTH, MORE = 2, 16, 3
 
@@ -38,12 +38,12 @@ def step_seconds(run: Run, most: float, fewest: int = 5) -> float:
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, run.model.vocab, (run.train.global_batch, run.train.seq_len + 1))
     batch = Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy())
-    trainee = Trainee(run)
+    train_state = TrainState(run)
     timed: list[float] = []
     ends = time.perf_counter() + most
     while len(timed) < fewest + 2 or (time.perf_counter() < ends and len(timed) < 50):
         start = time.perf_counter()
-        trainee.train_step(batch).loss.item()
+        train_state.train_step(batch).loss.item()
         timed.append(time.perf_counter() - start)
     return statistics.median(timed[2:])  # the first steps make the optimizer's state
 

@@ -171,7 +171,7 @@ def gemm_points(watch: Stopwatch, allowance: Allowance, dtypes: Iterable[str], q
 
 def grouped_points(watch: Stopwatch, allowance: Allowance, dtypes: Iterable[str], quick: bool) -> list[Point]:
     """Rows dealt out evenly over experts with a matrix each, by the code that the model has for it."""
-    from shardwise.model.experts import grouped_linear
+    from shardwise.model.moe import grouped_linear
 
     cuda = watch.device.type == "cuda"
     widths = ((4096, 1536), (2048, 7168)) if cuda else ((128, 256), (512, 512))

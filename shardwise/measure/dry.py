@@ -15,10 +15,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardwise.model import experts
+from shardwise.model import moe
 from shardwise.parallel.mesh import Mesh
 from shardwise.run import Run
-from shardwise.train.step import Trainee
+from shardwise.train.step import TrainState
 
 
 def _even(counts: Tensor, total: int) -> list[list[int]]:
@@ -28,7 +28,7 @@ def _even(counts: Tensor, total: int) -> list[list[int]]:
 
 
 @contextlib.contextmanager
-def dry_rank(run: Run, rank: int) -> Iterator[Trainee]:
+def dry_rank(run: Run, rank: int) -> Iterator[TrainState]:
     """The trainee of one rank, without data."""
     world = run.layout.world
     if world > 1 or run.layout.offload:
@@ -40,10 +40,10 @@ def dry_rank(run: Run, rank: int) -> Iterator[Trainee]:
                 mesh.sharding(axis)
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
-            mock.patch.object(experts, "on_host", _even),
-            mock.patch.object(Trainee, "_usable", return_value=(True, False)),
+            mock.patch.object(moe, "on_host", _even),
+            mock.patch.object(TrainState, "_usable", return_value=(True, False)),
         ):
-            yield Trainee(run, mesh)
+            yield TrainState(run, mesh)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -26,13 +26,13 @@ from shardwise.measure.module_work import ROOT, module_names, repeated_modules
 from shardwise.measure.traffic import TrafficCounter, axes_by_group
 from shardwise.model.transformer import Transformer
 from shardwise.parallel import pipeline as pipeline_module
-from shardwise.parallel.pipeline import PutOff
+from shardwise.parallel.pipeline import DeferredGradient
 from shardwise.parallel.shard import sharded_modules
 from shardwise.run.derive import compiles
 from shardwise.schedules import Action
 from shardwise.train import optimizer as optimizer_module
 from shardwise.train import step as step_module
-from shardwise.train.step import Trainee
+from shardwise.train.step import TrainState
 
 SENDING = ("allreduce_", "_allgather_base_", "allgather_", "_reduce_scatter_base_", "alltoall_base_", "send",
            "allgather_coalesced_", "allreduce_coalesced_", "allgather_into_tensor_coalesced_", "alltoall_", "broadcast_",
@@ -47,13 +47,13 @@ def span(kind: str, *words: object) -> Any:
 
 
 @contextlib.contextmanager
-def labelled_messages(trainee: Trainee) -> Iterator[TrafficCounter]:
+def labelled_messages(train_state: TrainState) -> Iterator[TrafficCounter]:
     """While it is open, collectives carry labels and are counted.
 
     A dispatch mode, as in `TrafficCounter`, would slow every operator and so the step that is recorded. Here the collectives
     alone get a kernel above those of their devices, where autograd's would be if they had one.
     """
-    counter = TrafficCounter(axes_by_group(trainee))
+    counter = TrafficCounter(axes_by_group(train_state))
     library = torch.library.Library("c10d", "IMPL")
 
     def kernel(operator: Any) -> Callable[..., Any]:
@@ -78,30 +78,30 @@ def labelled_messages(trainee: Trainee) -> Iterator[TrafficCounter]:
         library._destroy()
 
 
-def labelled_modules(trainee: Trainee) -> dict[nn.Module, str]:
+def labelled_modules(train_state: TrainState) -> dict[nn.Module, str]:
     """Modules of a rank that get a label, and their names in the whole model."""
-    names = module_names(trainee)
-    if compiles(trainee.run, gpu=trainee.device.type == "cuda"):
-        for model in trainee.parallel.models:
+    names = module_names(train_state)
+    if compiles(train_state.run, gpu=train_state.device.type == "cuda"):
+        for model in train_state.parallel.models:
             for block in model.layers.values():
                 names = {m: name for m, name in names.items() if m is block or m not in set(block.modules())}
     return names
 
 
 @contextlib.contextmanager
-def labelled(trainee: Trainee) -> Iterator[TrafficCounter]:
+def labelled(train_state: TrainState) -> Iterator[TrafficCounter]:
     """While it is open, steps of a trainee carry labels; what is given counts what they send."""
     with contextlib.ExitStack() as stack:
-        names = labelled_modules(trainee)
-        _wrap(trainee.parallel.pipeline, "_execute", _of_action, stack)
-        _phases(trainee, stack)
+        names = labelled_modules(train_state)
+        _wrap(train_state.parallel.pipeline, "_execute", _of_action, stack)
+        _phases(train_state, stack)
         _modules(names, stack)
         stack.enter_context(repeated_modules(lambda module: span("module", names.get(module, ROOT))))
-        _wrap(pipeline_module, "compute_weight", _of_weight, stack)
-        for model in trainee.parallel.models:
+        _wrap(pipeline_module, "compute_weight_gradient", _of_weight, stack)
+        for model in train_state.parallel.models:
             _accumulated(model, stack)
             _sharded(model, names, stack)
-        yield stack.enter_context(labelled_messages(trainee))
+        yield stack.enter_context(labelled_messages(train_state))
 
 
 def _wrap(where: Any, name: str, words: Callable[..., tuple[str, object]], stack: contextlib.ExitStack) -> None:
@@ -123,25 +123,25 @@ def _of_action(action: Action, *_: Any) -> tuple[str, object]:
     return "action", action
 
 
-def _of_weight(put_off: PutOff) -> tuple[str, object]:
-    return "module", put_off.name
+def _of_weight(deferred: DeferredGradient) -> tuple[str, object]:
+    return "module", deferred.name
 
 
-def _phases(trainee: Trainee, stack: contextlib.ExitStack) -> None:
+def _phases(train_state: TrainState, stack: contextlib.ExitStack) -> None:
     for where, name, phase in (
-        (trainee, "_begin_sum", "gradients"),
-        (trainee, "microbatches", "data"),
-        (trainee.optimizer, "zero_grad", "gradients"),
-        (pipeline_module, "reduce_now", "gradients"),
-        (step_module, "add_partial", "gradients"),
-        (step_module, "squares", "clip"),
-        (trainee, "_norm_and_factor", "clip"),
-        (optimizer_module, "multiply", "clip"),
-        (trainee.optimizer, "step", "optimizer"),
-        (trainee, "_add_loads", "optimizer"),
+        (train_state, "_begin_sum", "gradients"),
+        (train_state, "microbatches", "data"),
+        (train_state.optimizer, "zero_grad", "gradients"),
+        (pipeline_module, "reduce_deferred_gradients", "gradients"),
+        (step_module, "reduce_partial_gradients", "gradients"),
+        (step_module, "squared_norm", "clip"),
+        (train_state, "_norm_and_factor", "clip"),
+        (optimizer_module, "scale_gradients", "clip"),
+        (train_state.optimizer, "step", "optimizer"),
+        (train_state, "_add_loads", "optimizer"),
     ):
         _wrap(where, name, _always("phase", phase), stack)
-    for router in trainee.routers:
+    for router in train_state.routers:
         _wrap(router, "rebalance", _always("phase", "optimizer"), stack)
 
 

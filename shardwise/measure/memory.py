@@ -28,18 +28,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.data.batches import Batch
-from shardwise.model.quantized_matrix import QuantizedMatrix
+from shardwise.model.fp8_matrix import Fp8Matrix
 from shardwise.parallel import pipeline as pipeline_module
 from shardwise.parallel.pipeline import Pipeline
 from shardwise.parallel.shard import sharded_modules
 from shardwise.schedules import Action
-from shardwise.train.step import Trainee
+from shardwise.train.step import TrainState
 
 
 def storage_of(x: Tensor) -> UntypedStorage:
     """The memory behind a tensor, behind this rank's part of it where it is spread over ranks."""
-    if isinstance(x, QuantizedMatrix):
-        return x.eight.untyped_storage()
+    if isinstance(x, Fp8Matrix):
+        return x.fp8_data.untyped_storage()
     return (x._local_tensor if isinstance(x, DTensor) else x).untyped_storage()
 
 
@@ -120,35 +120,37 @@ class Storages(TorchDispatchMode):
         return sum(self.alive.get(number, 0) for number in numbers)
 
 
-def parameters_of(trainee: Trainee) -> list[Tensor]:
+def parameters_of(train_state: TrainState) -> list[Tensor]:
     """Parameters as this rank holds them for good."""
-    copies = [held.working.tensor.detach() for held in trainee.parallel.held if held.working is not None]
-    return [held.parameter.detach() for held in trainee.parallel.held] + copies
+    copies = [
+        held.compute_copy.tensor.detach() for held in train_state.parallel.parameters if held.compute_copy is not None
+    ]
+    return [held.parameter.detach() for held in train_state.parallel.parameters] + copies
 
 
-def gradients_of(trainee: Trainee) -> list[Tensor | None]:
+def gradients_of(train_state: TrainState) -> list[Tensor | None]:
     """Gradients of those."""
-    return [held.leaf.grad for held in trainee.parallel.held]
+    return [held.leaf.grad for held in train_state.parallel.parameters]
 
 
-def optimizer_of(trainee: Trainee) -> list[Tensor]:
+def optimizer_of(train_state: TrainState) -> list[Tensor]:
     """What the optimizers remember from step to step."""
-    states = (state for part in trainee.optimizer.parts for state in part.state.values())
+    states = (state for part in train_state.optimizer.parts for state in part.state.values())
     return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
 
-def _groups(trainee: Trainee) -> Iterator[Any]:
+def _groups(train_state: TrainState) -> Iterator[Any]:
     """What `fully_shard` knows of the parameters that it gathers together."""
-    for model in trainee.parallel.models:
+    for model in train_state.parallel.models:
         for module in sharded_modules(model):
             group = module._get_fsdp_state()._fsdp_param_group
             if group is not None:
                 yield group
 
 
-def gathered_of(trainee: Trainee) -> Iterator[Tensor]:
+def gathered_of(train_state: TrainState) -> Iterator[Tensor]:
     """Whole parameters that `fully_shard` has gathered from their shards, and the messages they came in."""
-    for group in _groups(trainee):
+    for group in _groups(train_state):
         for parameter in group.fsdp_params:
             yield from parameter.all_gather_outputs
             if getattr(parameter, "_unsharded_param", None) is not None:
@@ -158,9 +160,9 @@ def gathered_of(trainee: Trainee) -> Iterator[Tensor]:
             yield from (x for x in tree_leaves(result and tuple(result)) if isinstance(x, Tensor))
 
 
-def unreduced_of(trainee: Trainee) -> Iterator[Tensor | None]:
+def unreduced_of(train_state: TrainState) -> Iterator[Tensor | None]:
     """Gradients that wait to be added over ranks: whole ones, and shards of those that copies have yet to add."""
-    for group in _groups(trainee):
+    for group in _groups(train_state):
         yield group._partial_reduce_output
         for parameter in group.fsdp_params:
             yield parameter.unsharded_accumulated_grad
@@ -172,7 +174,7 @@ def unreduced_of(trainee: Trainee) -> Iterator[Tensor | None]:
 class StepMemory:
     """Follows the actions of a step's schedule."""
 
-    trainee: Trainee
+    train_state: TrainState
     storages: Storages
     saved: dict[int, list[int]] = field(default_factory=dict)
     """What each microbatch saved, by stage of this rank."""
@@ -189,16 +191,16 @@ class StepMemory:
 
     def forward(self, action: Action, run: Callable[[], Any]) -> None:
         """Run a forward pass and see what it leaves."""
-        pipeline, before = self.trainee.parallel.pipeline, set(self.storages.alive)
+        pipeline, before = self.train_state.parallel.pipeline, set(self.storages.alive)
         run()
         self.storages.settle()
         made = set(self.storages.alive) - before
         if action.stage:
             made |= self.storages.numbers([pipeline.stages[action.stage].inputs[action.microbatch]])
         # What came for later passes, and the batch itself, are not this pass's.
-        others = [buffer for buffer, _ in pipeline.mail.arriving.values()]
+        others = [buffer for buffer, _ in pipeline.channel.arriving.values()]
         others += [x for microbatch in pipeline.microbatches for x in microbatch.values() if x is not None]
-        made -= self.storages.numbers((*gathered_of(self.trainee), *others))
+        made -= self.storages.numbers((*gathered_of(self.train_state), *others))
         self.saved.setdefault(action.stage, []).append(self.storages.bytes(made))
         sizes = {number: self.storages.bytes([number]) for number in made}
         self.left[action.stage, action.microbatch] = {number: size for number, size in sizes.items() if size}
@@ -217,30 +219,32 @@ class StepMemory:
         self._sample_gradients()
 
     def _sample(self) -> None:
-        pipeline, numbers = self.trainee.parallel.pipeline, self.storages.numbers
+        pipeline, numbers = self.train_state.parallel.pipeline, self.storages.numbers
         stages = pipeline.stages.values()
-        waiting = (each for stage in stages for taken in stage.put_off.values() for each in taken)
-        put_off = numbers(x for each in waiting for x in (each.weight, *each.kept))
-        put_off -= numbers((*parameters_of(self.trainee), *gathered_of(self.trainee)))
+        waiting = (each for stage in stages for taken in stage.deferred.values() for each in taken)
+        deferred = numbers(x for each in waiting for x in (each.weight, *each.kept))
+        deferred -= numbers((*parameters_of(self.train_state), *gathered_of(self.train_state)))
         ends = numbers(x for stage in stages for xs in (*stage.roots.values(), stage.inputs.values()) for x in xs)
-        sent = numbers(x for x, _ in pipeline.mail.sending) - ends
-        arrived = numbers(x for x, _ in pipeline.mail.arriving.values())
+        sent = numbers(x for x, _ in pipeline.channel.sending) - ends
+        arrived = numbers(x for x, _ in pipeline.channel.arriving.values())
         # A gradient that was made ahead of its backward pass is saved until then, and afterwards a gradient.
-        self.activations &= set(self.storages.alive) - numbers(g for g in gradients_of(self.trainee) if g is not None)
-        self.high_water = max(self.high_water, self.storages.bytes((self.activations | put_off) - sent))
+        self.activations &= set(self.storages.alive) - numbers(
+            g for g in gradients_of(self.train_state) if g is not None
+        )
+        self.high_water = max(self.high_water, self.storages.bytes((self.activations | deferred) - sent))
         self.buffers = max(self.buffers, self.storages.bytes(sent | arrived))
-        self.gathered = max(self.gathered, unique_bytes(gathered_of(self.trainee)))
+        self.gathered = max(self.gathered, unique_bytes(gathered_of(self.train_state)))
         self._sample_gradients()
 
     def _sample_gradients(self) -> None:
-        gradients = unique_bytes((*gradients_of(self.trainee), *unreduced_of(self.trainee)))
+        gradients = unique_bytes((*gradients_of(self.train_state), *unreduced_of(self.train_state)))
         self.gradients = max(self.gradients, gradients)
 
 
 @contextlib.contextmanager
 def following(pipeline: Pipeline, step: StepMemory) -> Iterator[None]:
     """Let every action of a pipeline pass through `step`."""
-    forward, backward, weights = pipeline._forward, pipeline._backward, pipeline_module.compute_put_off
+    forward, backward, weights = pipeline._forward, pipeline._backward, pipeline_module.compute_deferred
     gc.collect()
     gc.freeze()  # what was there before need not be looked through after every action
     with (
@@ -248,7 +252,7 @@ def following(pipeline: Pipeline, step: StepMemory) -> Iterator[None]:
         mock.patch.object(
             pipeline, "_backward", lambda action, last: step.backward(lambda: backward(action, last=last))
         ),
-        mock.patch.object(pipeline_module, "compute_put_off", lambda taken: step.weights(lambda: weights(taken))),
+        mock.patch.object(pipeline_module, "compute_deferred", lambda taken: step.weights(lambda: weights(taken))),
     ):
         try:
             yield
@@ -256,7 +260,7 @@ def following(pipeline: Pipeline, step: StepMemory) -> Iterator[None]:
             gc.unfreeze()
 
 
-def measure_memory(trainee: Trainee, batch: Batch) -> dict[str, Any]:
+def measure_memory(train_state: TrainState, batch: Batch) -> dict[str, Any]:
     """Bytes on this rank in one step over `batch`: by owner where an owner is known, and
 
     - `saved`: what each microbatch keeps for its backward pass, by stage,
@@ -266,29 +270,29 @@ def measure_memory(trainee: Trainee, batch: Batch) -> dict[str, Any]:
     - `buffers`: the most between two passes of what travels between stages and is no longer, or not yet, of use,
     - `peak`: the most of everything together at any moment.
     """
-    cuda = trainee.device.type == "cuda"
-    parameters = parameters_of(trainee)
+    cuda = train_state.device.type == "cuda"
+    parameters = parameters_of(train_state)
     storages = Storages()
-    step = StepMemory(trainee, storages)
-    trainee.optimizer.zero_grad()
+    step = StepMemory(train_state, storages)
+    train_state.optimizer.zero_grad()
     if cuda:
-        torch.cuda.reset_peak_memory_stats(trainee.device)
-    for x in (*parameters, *optimizer_of(trainee), *_buffers(trainee)):
+        torch.cuda.reset_peak_memory_stats(train_state.device)
+    for x in (*parameters, *optimizer_of(train_state), *_buffers(train_state)):
         storages.follow(storage_of(x))
-    with storages, following(trainee.parallel.pipeline, step):
-        trainee.train_step(batch)
+    with storages, following(train_state.parallel.pipeline, step):
+        train_state.train_step(batch)
     return dict(
         parameters=unique_bytes(parameters),
-        gradients=unique_bytes(gradients_of(trainee)),
-        optimizer=unique_bytes(optimizer_of(trainee)),
+        gradients=unique_bytes(gradients_of(train_state)),
+        optimizer=unique_bytes(optimizer_of(train_state)),
         activations=step.high_water,
         gathered=step.gathered,
         buffers=step.buffers,
         unreduced=step.gradients,
         saved=step.saved,
-        peak=torch.cuda.max_memory_allocated(trainee.device) if cuda else storages.peak,
+        peak=torch.cuda.max_memory_allocated(train_state.device) if cuda else storages.peak,
     )
 
 
-def _buffers(trainee: Trainee) -> Iterator[Tensor]:
-    return (buffer for model in trainee.parallel.models for buffer in model.buffers())
+def _buffers(train_state: TrainState) -> Iterator[Tensor]:
+    return (buffer for model in train_state.parallel.models for buffer in model.buffers())

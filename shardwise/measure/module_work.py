@@ -25,13 +25,13 @@ from shardwise.measure.memory import (
     storage_of,
 )
 from shardwise.measure.work import WorkCounter
-from shardwise.model.experts import Experts, Router
 from shardwise.model.layers import Linear, Norm
+from shardwise.model.moe import Experts, Router
 from shardwise.model.transformer import Transformer
 from shardwise.parallel import pipeline as pipeline_module
 from shardwise.parallel import recompute
-from shardwise.parallel.pipeline import PutOff
-from shardwise.train.step import Trainee
+from shardwise.parallel.pipeline import DeferredGradient
+from shardwise.train.step import TrainState
 
 OPTIMIZER = "(phase optimizer)"
 """What is no module's, but the optimizer's; a trace calls it so."""
@@ -39,10 +39,10 @@ ROOT = "model"
 """What the whole network of a stage is called: what stands between its parts."""
 
 
-def module_names(trainee: Trainee) -> dict[nn.Module, str]:
+def module_names(train_state: TrainState) -> dict[nn.Module, str]:
     """A rank's modules, and their names in the whole model. The loss is the head: it multiplies by it."""
     names: dict[nn.Module, str] = {}
-    for model in trainee.parallel.models:
+    for model in train_state.parallel.models:
         names |= {module: name or ROOT for name, module in model.named_modules()}
         names[model.loss] = "head"
     return names
@@ -66,20 +66,20 @@ def repeated_modules(within: Any) -> Iterator[None]:
 class ModuleWork(WorkCounter):
     """Adds up the operations of a trainee's steps by module."""
 
-    def __init__(self, trainee: Trainee) -> None:
-        super().__init__(trainee)
-        self.names = module_names(trainee)
+    def __init__(self, train_state: TrainState) -> None:
+        super().__init__(train_state)
+        self.names = module_names(train_state)
         self.update = OPTIMIZER
 
     def __enter__(self) -> ModuleWork:
         self.open.enter_context(repeated_modules(self._inside))
-        inner = pipeline_module.compute_weight
+        inner = pipeline_module.compute_weight_gradient
 
-        def put_off(each: PutOff) -> None:
+        def deferred(each: DeferredGradient) -> None:
             with mock.patch.object(self, "_product", lambda *args: self._add(each.name, "backward_weight", args[-1])):
                 inner(each)
 
-        self.open.enter_context(mock.patch.object(pipeline_module, "compute_weight", put_off))
+        self.open.enter_context(mock.patch.object(pipeline_module, "compute_weight_gradient", deferred))
         super().__enter__()
         return self
 
@@ -130,24 +130,24 @@ class NamedStorages(Storages):
             yield
 
 
-def module_flops(trainee: Trainee, batch: Batch) -> dict[str, dict[str, float]]:
+def module_flops(train_state: TrainState, batch: Batch) -> dict[str, dict[str, float]]:
     """Operations of one step by module and pass."""
-    with ModuleWork(trainee) as counter:
-        trainee.train_step(batch)
+    with ModuleWork(train_state) as counter:
+        train_state.train_step(batch)
     return {module: dict(passes) for module, passes in counter.work.flops.items() if sum(passes.values())}
 
 
-def module_activations(trainee: Trainee, batch: Batch) -> dict[str, int]:
+def module_activations(train_state: TrainState, batch: Batch) -> dict[str, int]:
     """Bytes that one microbatch leaves for its backward pass, by module; added over the stages of this rank."""
-    storages = NamedStorages(module_names(trainee))
-    step = StepMemory(trainee, storages)
-    trainee.optimizer.zero_grad()
-    kept: list[Tensor] = [*parameters_of(trainee), *optimizer_of(trainee)]
-    kept += [buffer for model in trainee.parallel.models for buffer in model.buffers()]
+    storages = NamedStorages(module_names(train_state))
+    step = StepMemory(train_state, storages)
+    train_state.optimizer.zero_grad()
+    kept: list[Tensor] = [*parameters_of(train_state), *optimizer_of(train_state)]
+    kept += [buffer for model in train_state.parallel.models for buffer in model.buffers()]
     for x in kept:
         storages.follow(storage_of(x))
-    with storages, storages.watching(), following(trainee.parallel.pipeline, step):
-        trainee.train_step(batch)
+    with storages, storages.watching(), following(train_state.parallel.pipeline, step):
+        train_state.train_step(batch)
     found: Counter[str] = Counter()
     for (_, microbatch), sizes in step.left.items():
         if microbatch == 0:

@@ -15,7 +15,7 @@ from shardwise.data.batches import Batch
 from shardwise.measure.balance import even_routing
 from shardwise.measure.module_work import ROOT, module_activations, module_flops
 from shardwise.measure.work import as_written
-from shardwise.train.step import Trainee
+from shardwise.train.step import TrainState
 
 PASSES = ("forward", "recompute", "backward_input", "backward_weight", "optimizer")
 
@@ -45,20 +45,22 @@ class Cost:
                 mine[key] = mine.get(key, 0.0) + value
 
 
-def own_costs(trainee: Trainee, batches: Iterable[Batch], seconds: dict[str, dict[str, float]]) -> dict[str, Cost]:
+def own_costs(
+    train_state: TrainState, batches: Iterable[Batch], seconds: dict[str, dict[str, float]]
+) -> dict[str, Cost]:
     """By module, without what stands below it; counts in two more steps. `seconds` are those of a step by module."""
-    found: dict[str, Cost] = {name: Cost() for name in _names(trainee)}
+    found: dict[str, Cost] = {name: Cost() for name in _names(train_state)}
     coming = iter(batches)
-    with even_routing(trainee), as_written(trainee):
-        flops = module_flops(trainee, next(coming))
-        activations = module_activations(trainee, next(coming))
+    with even_routing(train_state), as_written(train_state):
+        flops = module_flops(train_state, next(coming))
+        activations = module_activations(train_state, next(coming))
     for name, passes in flops.items():
         found.setdefault(name, Cost()).flops = {key: passes.get(key, 0.0) for key in PASSES}
     for name, size in activations.items():
         found.setdefault(name, Cost()).activations = size
     for name, times in seconds.items():
         found.setdefault(name, Cost()).seconds = times
-    for each in trainee.parallel.held:
+    for each in train_state.parallel.parameters:
         cost = found.setdefault(each.name.rpartition(".")[0] or ROOT, Cost())
         parameter = each.parameter
         cost.held += (parameter.to_local() if hasattr(parameter, "to_local") else parameter).numel()
@@ -66,8 +68,8 @@ def own_costs(trainee: Trainee, batches: Iterable[Batch], seconds: dict[str, dic
     return found
 
 
-def _names(trainee: Trainee) -> Iterable[str]:
-    return (name for model in trainee.parallel.models for name, _ in model.named_modules() if name)
+def _names(train_state: TrainState) -> Iterable[str]:
+    return (name for model in train_state.parallel.models for name, _ in model.named_modules() if name)
 
 
 def with_all_below(own: dict[str, Cost]) -> dict[str, Cost]:

@@ -38,13 +38,13 @@ from shardwise.measure.module_time import module_times
 from shardwise.measure.modules import as_rows, own_costs
 from shardwise.measure.snapshot import allocator_history
 from shardwise.measure.traffic import TrafficCounter, axes_by_group
-from shardwise.plan.account import CONVENTION as HARDWARE
+from shardwise.plan.cost.flops import CONVENTION, training_flops
 from shardwise.plan.plan import plan
-from shardwise.plan.work import CONVENTION, training_flops
+from shardwise.plan.trainer.work import CONVENTION as HARDWARE
 from shardwise.run import Problem, Run, UserError, to_dict, to_toml
 from shardwise.train.loop import batches
 from shardwise.train.speed import peak_flops
-from shardwise.train.step import Trainee
+from shardwise.train.step import TrainState
 
 VERSION = 1
 MEETINGS = 5
@@ -91,41 +91,41 @@ def prepare_folder(folder: Path) -> None:
     (folder / "profile.json").write_text(json.dumps({"version": VERSION, "complete": False}))
 
 
-def record(run: Run, folder: Path, recording: Recording, told: Told = lambda what: None) -> Trainee:
+def record(run: Run, folder: Path, recording: Recording, told: Told = lambda what: None) -> TrainState:
     """Record the run into a folder that `prepare_folder` has made. Every rank calls this."""
     data = open_data(run)
-    trainee = Trainee(run)
-    rank = trainee.mesh.rank
+    train_state = TrainState(run)
+    rank = train_state.mesh.rank
     first, last = recording.warmup + 1, recording.warmup + recording.steps
-    coming = batches(data.train, trainee, last + (3 if recording.modules else 1))
+    coming = batches(data.train, train_state, last + (3 if recording.modules else 1))
     told(f"{recording.warmup} steps to warm up")
     for _ in range(recording.warmup - 1):
-        _step(trainee, next(coming))
-    clocks = _meet(trainee)
+        _step(train_state, next(coming))
+    clocks = _meet(train_state)
     told(f"{recording.steps} steps under the profiler")
-    seen = _recorded(trainee, coming, folder, recording)
-    clocks += _meet(trainee)
+    seen = _recorded(train_state, coming, folder, recording)
+    clocks += _meet(train_state)
     told("one more step to count memory")
-    owners = measure_memory(trainee, next(coming))
+    owners = measure_memory(train_state, next(coming))
     if recording.has(rank):
         _write_memory(rank_file(folder, "memory", rank), dict(owners=owners, allocator=seen.allocator))
     mine = dict(
         nanoseconds=seen.nanoseconds,
         clocks=clocks,
-        device=device_name(trainee.device),
+        device=device_name(train_state.device),
         host=socket.gethostname(),
-        groups=_groups(trainee),
+        groups=_groups(train_state),
         traffic=seen.traffic,
         modules=None,
     )
     if recording.modules:
         told("two more to count operations and activations by module")
-        mine["modules"] = as_rows(own_costs(trainee, coming, seen.module_seconds))
-    every = _gathered(trainee, mine)
+        mine["modules"] = as_rows(own_costs(train_state, coming, seen.module_seconds))
+    every = _gathered(train_state, mine)
     if rank == 0:
         (folder / "run.toml").write_text(to_toml(run))
-        (folder / "plan.json").write_text(json.dumps(planned(run, trainee.device)))
-        described = manifest(trainee, recording, first, every)
+        (folder / "plan.json").write_text(json.dumps(planned(run, train_state.device)))
+        described = manifest(train_state, recording, first, every)
         if recording.modules:
             known = ("pipeline_ranks", "peak_flops", "peak_source", "model_flops", "step_nanoseconds")
             shared = {key: described[key] for key in known}
@@ -134,13 +134,13 @@ def record(run: Run, folder: Path, recording: Recording, told: Told = lambda wha
         (folder / "profile.json").write_text(json.dumps(described, indent=1))
     if run.layout.world > 1:
         dist.barrier()  # nobody reads before all is written
-    return trainee
+    return train_state
 
 
-def _step(trainee: Trainee, batch: Batch) -> int:
+def _step(train_state: TrainState, batch: Batch) -> int:
     """A step as the training loop does it, to the moment its loss is known; gives its nanoseconds."""
     start = time.perf_counter_ns()
-    result = trainee.train_step(batch)
+    result = train_state.train_step(batch)
     result.loss.item(), result.grad_norm.item()
     return time.perf_counter_ns() - start
 
@@ -157,20 +157,20 @@ class Seen:
     """Of a step, by module and direction."""
 
 
-def _recorded(trainee: Trainee, coming: Iterator[Batch], folder: Path, recording: Recording) -> Seen:
+def _recorded(train_state: TrainState, coming: Iterator[Batch], folder: Path, recording: Recording) -> Seen:
     """The last step to warm up, with labels and the profiler ready, and those that are recorded."""
-    seen, path = Seen(), rank_file(folder, "ranks", trainee.mesh.rank)
-    recorded = recording.has(trainee.mesh.rank)
+    seen, path = Seen(), rank_file(folder, "ranks", train_state.mesh.rank)
+    recorded = recording.has(train_state.mesh.rank)
     with contextlib.ExitStack() as stack:
         if recorded:
             path.parent.mkdir(parents=True, exist_ok=True)
-            profiler = stack.enter_context(_profiler(trainee.device, recording.steps))
-            counter = stack.enter_context(labelled(trainee))
-            seen.allocator = stack.enter_context(allocator_history(trainee.device))
+            profiler = stack.enter_context(_profiler(train_state.device, recording.steps))
+            counter = stack.enter_context(labelled(train_state))
+            seen.allocator = stack.enter_context(allocator_history(train_state.device))
         for number in range(recording.steps + 1):
             with span("phase", "data"):
                 batch = next(coming)
-            nanoseconds = _step(trainee, batch)
+            nanoseconds = _step(train_state, batch)
             if number:
                 seen.nanoseconds.append(nanoseconds)
             elif recorded:
@@ -198,28 +198,28 @@ def _profiler(device: torch.device, steps: int) -> profile:
     )
 
 
-def _meet(trainee: Trainee) -> list[int]:
+def _meet(train_state: TrainState) -> list[int]:
     """What this rank's clock says when all ranks have met, several times."""
     times = []
-    for _ in range(MEETINGS if trainee.run.layout.world > 1 else 0):
+    for _ in range(MEETINGS if train_state.run.layout.world > 1 else 0):
         dist.barrier()
         times.append(time.time_ns())
     return times
 
 
-def _gathered(trainee: Trainee, mine: dict[str, Any]) -> list[dict[str, Any]]:
+def _gathered(train_state: TrainState, mine: dict[str, Any]) -> list[dict[str, Any]]:
     every: list[Any] = [mine]
-    if trainee.run.layout.world > 1:
-        every = [None] * trainee.run.layout.world
+    if train_state.run.layout.world > 1:
+        every = [None] * train_state.run.layout.world
         dist.all_gather_object(every, mine)
     return every
 
 
-def _groups(trainee: Trainee) -> dict[str, dict[str, Any]]:
+def _groups(train_state: TrainState) -> dict[str, dict[str, Any]]:
     """This rank's process groups by name: their axis and their ranks."""
-    if trainee.run.layout.world == 1:
+    if train_state.run.layout.world == 1:
         return {}
-    names = {group_name: AXIS_OF.get(axis, axis) for group_name, axis in axes_by_group(trainee).items()}
+    names = {group_name: AXIS_OF.get(axis, axis) for group_name, axis in axes_by_group(train_state).items()}
     made = dist.distributed_c10d._world.pg_map
     ranks: dict[str, list[int]] = {group.group_name: dist.get_process_group_ranks(group) for group in made}
     return {name: dict(axis=axis, ranks=ranks[name]) for name, axis in names.items()}
@@ -257,10 +257,10 @@ def planned(run: Run, device: torch.device) -> dict[str, Any]:
     return plan(run).as_dict()
 
 
-def manifest(trainee: Trainee, recording: Recording, first: int, every: list[dict[str, Any]]) -> dict[str, Any]:
+def manifest(train_state: TrainState, recording: Recording, first: int, every: list[dict[str, Any]]) -> dict[str, Any]:
     """What was recorded; names are stable."""
-    run, pipeline = trainee.run, trainee.parallel.pipeline
-    peak, source = peak_flops(trainee.device, trainee.dtype)
+    run, pipeline = train_state.run, train_state.parallel.pipeline
+    peak, source = peak_flops(train_state.device, train_state.dtype)
     listed = pipeline.schedule
     return {
         "version": VERSION,
@@ -284,7 +284,7 @@ def manifest(trainee: Trainee, recording: Recording, first: int, every: list[dic
             "placement": list(listed.placement),
             "actions": [[str(action) for action in actions] for actions in listed.ranks],
         },
-        "pipeline_ranks": _pipeline_ranks(trainee),
+        "pipeline_ranks": _pipeline_ranks(train_state),
         "devices": [each["device"] for each in every],
         "hosts": [each["host"] for each in every],
         "groups": [each["groups"] for each in every],
@@ -294,7 +294,7 @@ def manifest(trainee: Trainee, recording: Recording, first: int, every: list[dic
     }
 
 
-def _pipeline_ranks(trainee: Trainee) -> list[int]:
+def _pipeline_ranks(train_state: TrainState) -> list[int]:
     """The place in its pipeline of every rank: the pipeline is the outermost axis."""
-    layout = trainee.run.layout
+    layout = train_state.run.layout
     return [rank * layout.pipeline // layout.world for rank in range(layout.world)]

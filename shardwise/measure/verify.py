@@ -23,14 +23,14 @@ from shardwise.measure.dry import dry_rank
 from shardwise.measure.memory import measure_memory
 from shardwise.measure.traffic import TrafficCounter, axes_by_group
 from shardwise.measure.work import WorkCounter, as_written
-from shardwise.plan.account import work
-from shardwise.plan.held import activations, held
 from shardwise.plan.plan import plan
-from shardwise.plan.traffic import AXIS_OF, traffic
+from shardwise.plan.trainer.state import activations, held
+from shardwise.plan.trainer.traffic import AXIS_OF, traffic
+from shardwise.plan.trainer.work import work
 from shardwise.run import Problem, Run, UserError
 from shardwise.run.derive import chunks_loss, planned_on_gpu
 from shardwise.schedules import make_schedule
-from shardwise.train.step import Trainee
+from shardwise.train.step import TrainState
 
 TOLERANCE: dict[str, float] = {"work": 0.0, "traffic": 0.0, "memory": 0.01}
 """How far apart plan and run may be; an account that is not named is shown and not judged."""
@@ -75,19 +75,19 @@ def random_batch(run: Run, seed: int = 0) -> Batch:
     return Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), None, None)
 
 
-def counted(trainee: Trainee, batch: Batch, *, seconds: float = 0.0) -> tuple[Account, bool, int]:
+def counted(train_state: TrainState, batch: Batch, *, seconds: float = 0.0) -> tuple[Account, bool, int]:
     """The account of a step, whether its schedule was the listed one, and how many actions that has."""
-    run = trainee.run
-    with even_routing(trainee), as_written(trainee):
-        with WorkCounter(trainee) as ops, TrafficCounter(axes_by_group(trainee)) as wire:
-            trainee.train_step(batch)
-        done = list(trainee.parallel.pipeline.executed)
-        owners = measure_memory(trainee, batch)
+    run = train_state.run
+    with even_routing(train_state), as_written(train_state):
+        with WorkCounter(train_state) as ops, TrafficCounter(axes_by_group(train_state)) as wire:
+            train_state.train_step(batch)
+        done = list(train_state.parallel.pipeline.executed)
+        owners = measure_memory(train_state, batch)
     lay = run.layout
     listed = make_schedule(
         lay.schedule if lay.pipeline > 1 else "1f1b", lay.pipeline, run.accumulation, lay.stages_per_rank
     )
-    own = list(listed.ranks[trainee.mesh.index("pipeline")])
+    own = list(listed.ranks[train_state.mesh.index("pipeline")])
     memory = Memory(({name: float(owners[name]) for name in OWNERS},))
     account = Account("run", seconds, run.batch_tokens, {}, ops.work, memory, _by_axis(wire))
     return account, done == own, len(own)
@@ -117,33 +117,33 @@ def planned_seconds(run: Run) -> float:
 
 def verify_rank(run: Run, steps: int = 3) -> Verdict:
     """Run a few steps of this rank (all ranks call this together), the first ones to settle, and compare."""
-    trainee = Trainee(run)
-    batch = random_batch(run, trainee.mesh.data_index)
+    train_state = TrainState(run)
+    batch = random_batch(run, train_state.mesh.data_index)
     for _ in range(2):  # DistributedDataParallel rebuilds its buckets after the first
-        trainee.train_step(batch)
+        train_state.train_step(batch)
     taken = []
     for _ in range(max(1, steps)):
-        start = _now(trainee.device)
-        trainee.train_step(batch).loss.item()
-        taken.append(_now(trainee.device) - start)
-    done = executed(trainee)
-    account, same, actions = counted(trainee, batch, seconds=statistics.median(taken))
+        start = _now(train_state.device)
+        train_state.train_step(batch).loss.item()
+        taken.append(_now(train_state.device) - start)
+    done = executed(train_state)
+    account, same, actions = counted(train_state, batch, seconds=statistics.median(taken))
     account = replace(account, timeline=done)
     # What is kept follows from where it ran, whatever chip the run names; only time is that chip's.
-    here = replace(run, train=replace(run.train, device=_kind(trainee.device)))
-    expected = replace(planned(here, trainee.mesh.rank), step_seconds=planned_seconds(run))
-    return Verdict(trainee.mesh.rank, expected, account, same, actions)
+    here = replace(run, train=replace(run.train, device=_kind(train_state.device)))
+    expected = replace(planned(here, train_state.mesh.rank), step_seconds=planned_seconds(run))
+    return Verdict(train_state.mesh.rank, expected, account, same, actions)
 
 
 def _kind(device: torch.device) -> Literal["cpu", "cuda"]:
     return "cuda" if device.type == "cuda" else "cpu"
 
 
-def executed(trainee: Trainee) -> Timeline:
+def executed(train_state: TrainState) -> Timeline:
     """What the pipeline did in the last step and when, as the host saw it."""
-    pipeline = trainee.parallel.pipeline
+    pipeline = train_state.parallel.pipeline
     begin = pipeline.times[0][0]
-    rank = trainee.mesh.index("pipeline")
+    rank = train_state.mesh.index("pipeline")
     spans = [
         Span(rank, "compute", str(action), "other", start - begin, end - start, action.microbatch, action.stage)
         for action, (start, end) in zip(pipeline.executed, pipeline.times, strict=True)
@@ -171,8 +171,8 @@ def verify_dry(run: Run, rank: int) -> Verdict:
     # Where the run is meant for GPUs their loss is made; their kernels are not, so activations are those of a CPU.
     loss: Literal["chunked", "plain"] = "chunked" if chunks_loss(run, gpu=planned_on_gpu(run)) else "plain"
     run = replace(run, train=replace(run.train, device="cpu", loss=loss))
-    with dry_rank(run, rank) as trainee:
-        account, same, actions = counted(trainee, random_batch(run))
+    with dry_rank(run, rank) as train_state:
+        account, same, actions = counted(train_state, random_batch(run))
     return Verdict(rank, planned(run, rank), account, same, actions)
 
 

@@ -29,15 +29,15 @@ from torch.utils._pytree import tree_leaves
 from shardwise.ledger import Work
 from shardwise.model import attention
 from shardwise.model.attention import GroupedAttention, LatentAttention
-from shardwise.model.experts import Experts, Router
 from shardwise.model.layers import FeedForward, Linear, Norm
-from shardwise.model.quantize import multiply_plain
+from shardwise.model.moe import Experts, Router
+from shardwise.model.quantize import scaled_mm_reference
 from shardwise.model.transformer import Transformer
-from shardwise.model.within import Within
+from shardwise.model.varlen import VarlenMask
 from shardwise.parallel import context
-from shardwise.plan.account import CONVENTION
+from shardwise.plan.trainer.work import CONVENTION
 from shardwise.run.derive import compiles
-from shardwise.train.step import Trainee
+from shardwise.train.step import TrainState
 
 PARTS: tuple[tuple[type | tuple[type, ...], str], ...] = (
     ((GroupedAttention, LatentAttention), "attention"),
@@ -55,24 +55,24 @@ PRODUCTS: dict[Any, tuple[int, int]] = {  # operator to the places of its two op
     aten.addmm.dtype_out: (1, 2),
     aten._grouped_mm.default: (0, 1),
     aten._scaled_mm.default: (0, 1),
-    torch.ops.shardwise.router_product.default: (0, 1),
-    torch.ops.shardwise.router_to_input.default: (0, 1),
-    torch.ops.shardwise.router_to_weight.default: (0, 1),
-    multiply_plain._opoverload: (0, 1),
-    torch.ops.shardwise.product.default: (0, 1),
-    torch.ops.shardwise.product_into.default: (0, 1),
-    torch.ops.shardwise.product_onto.default: (0, 1),
-    torch.ops.shardwise.product8.default: (0, 1),
-    torch.ops.shardwise.product8_onto.default: (0, 1),
+    torch.ops.shardwise.router_gemm.default: (0, 1),
+    torch.ops.shardwise.router_grad_input.default: (0, 1),
+    torch.ops.shardwise.router_grad_weight.default: (0, 1),
+    scaled_mm_reference._opoverload: (0, 1),
+    torch.ops.shardwise.gemm.default: (0, 1),
+    torch.ops.shardwise.gemm_into.default: (0, 1),
+    torch.ops.shardwise.gemm_onto.default: (0, 1),
+    torch.ops.shardwise.fp8_gemm.default: (0, 1),
+    torch.ops.shardwise.fp8_gemm_onto.default: (0, 1),
 }
 STACKED: dict[Any, tuple[int, int]] = {aten.bmm.default: (0, 1), aten.baddbmm.default: (1, 2)}
 """Those of many matrices at once, as Muon makes them of experts; in the network they are attention's, which is counted by pairs."""
 UNKNOWN = "unknown"
 
 
-def as_written(trainee: Trainee) -> contextlib.AbstractContextManager[Any]:
+def as_written(train_state: TrainState) -> contextlib.AbstractContextManager[Any]:
     """While it is open, layers run as they are written: a compiled one does not let anybody count inside of it."""
-    if not compiles(trainee.run, gpu=trainee.device.type == "cuda"):
+    if not compiles(train_state.run, gpu=train_state.device.type == "cuda"):
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")
 
@@ -80,14 +80,14 @@ def as_written(trainee: Trainee) -> contextlib.AbstractContextManager[Any]:
 class WorkCounter(TorchDispatchMode):
     """While it is open, adds up the operations of a trainee's steps."""
 
-    def __init__(self, trainee: Trainee) -> None:
+    def __init__(self, train_state: TrainState) -> None:
         super().__init__()
         self.flops: dict[str, dict[str, float]] = {}
         self.bytes: dict[str, dict[str, float]] = {}
         self.updating = False
         self.update = "parameters"  # what the optimizer's work is blamed on
         self.made: list[tuple[int, str]] = []  # from which of autograd's numbers on nodes belong to which part
-        self.trainee = trainee
+        self.train_state = train_state
         self.inside: list[str] = []
         self.weights: dict[int, tuple[StorageWeakRef, str]] = {}
         self.inputs: dict[int, tuple[StorageWeakRef, str]] = {}
@@ -98,14 +98,14 @@ class WorkCounter(TorchDispatchMode):
         self.open = contextlib.ExitStack()
 
     def __enter__(self) -> WorkCounter:
-        for model in self.trainee.parallel.models:
+        for model in self.train_state.parallel.models:
             self._watch(model)
-        self.open.enter_context(mock.patch.object(self.trainee.optimizer, "step", self._optimizer_step()))
+        self.open.enter_context(mock.patch.object(self.train_state.optimizer, "step", self._optimizer_step()))
         for where, name in (
             (torch.nn.functional, "scaled_dot_product_attention"),
-            (attention, "attend_within"),
-            (context, "attend_piece"),
-            (context, "attend_piece_backward"),
+            (attention, "varlen_attention"),
+            (context, "attend_block"),
+            (context, "attend_block_backward"),
         ):
             counted = getattr(self, f"_{name}")(getattr(where, name))
             self.open.enter_context(mock.patch.object(where, name, counted))
@@ -142,12 +142,12 @@ class WorkCounter(TorchDispatchMode):
         for name, parameter in model.named_parameters():
             if not isinstance(parameter, DTensor):
                 self._remember(self.parameters, parameter, name)
-        for held in self.trainee.parallel.held:
-            if held.working is not None:
-                self._remember(self.parameters, held.working.tensor, held.name)
+        for held in self.train_state.parallel.parameters:
+            if held.compute_copy is not None:
+                self._remember(self.parameters, held.compute_copy.tensor, held.name)
 
     def _optimizer_step(self) -> Callable[..., Any]:
-        inner = self.trainee.optimizer.step
+        inner = self.train_state.optimizer.step
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             self.updating = True
@@ -294,34 +294,34 @@ class WorkCounter(TorchDispatchMode):
 
         return counted
 
-    def _attend_within(self, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def _varlen_attention(self, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Attention inside of bounds, [rows, length, heads, width]."""
 
-        def counted(q: Tensor, k: Tensor, v: Tensor, within: Within, scale: float) -> Tensor:
-            flops = 2.0 * q.shape[2] * pairs_within(within, *q.shape[:2]) * (q.shape[3] + v.shape[3])
+        def counted(q: Tensor, k: Tensor, v: Tensor, varlen: VarlenMask, scale: float) -> Tensor:
+            flops = 2.0 * q.shape[2] * varlen_pairs(varlen, *q.shape[:2]) * (q.shape[3] + v.shape[3])
             again, part = torch._C._current_graph_task_id() != -1, self._attending()
             self._add(part, "recompute" if again else "forward", flops)
             with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", self.plain):
-                out = inner(q, k, v, within, scale)
+                out = inner(q, k, v, varlen, scale)
             if out.requires_grad:
                 out.register_hook(lambda _: self._add(part, "backward_input", 2.0 * flops))
             return out
 
         return counted
 
-    def _attend_piece(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def _attend_block(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """A piece of ring attention, [batch, heads, sequence, width]."""
 
         def counted(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> Any:
             again = torch._C._current_graph_task_id() != -1
-            self._add(self._attending(), "recompute" if again else "forward", piece_flops(q, k, v, seen))
+            self._add(self._attending(), "recompute" if again else "forward", block_flops(q, k, v, seen))
             return inner(q, k, v, scale, seen)
 
         return counted
 
-    def _attend_piece_backward(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def _attend_block_backward(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def counted(grad: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-            self._add(self._attending(backward=True), "backward_input", 2.0 * piece_flops(q, k, v, rest[-1]))
+            self._add(self._attending(backward=True), "backward_input", 2.0 * block_flops(q, k, v, rest[-1]))
             return inner(grad, delta, q, k, v, *rest)
 
         return counted
@@ -333,19 +333,19 @@ def _rows_taken(first: Tensor, second: Tensor, ends: Tensor, *_: Any) -> float:
     return 1.0 if _is_fake(ends) or not rows else ends[-1].item() / rows
 
 
-def piece_flops(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> float:
+def block_flops(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> float:
     """Operations of some queries on some keys, forward."""
     length, keys = q.shape[2], k.shape[2]
     pairs = length * keys if seen is None else pairs_seen(length, keys, seen)
     return 2.0 * q.shape[0] * q.shape[1] * pairs * (q.shape[3] + v.shape[3])
 
 
-def pairs_within(within: Within, rows: int, length: int) -> float:
+def varlen_pairs(varlen: VarlenMask, rows: int, length: int) -> float:
     """Pairs of a query and a key it sees, of all rows; without data, as if each row were one document."""
     sizes = np.full(rows, length)
-    if within.begins is not None and not _is_fake(within.begins):
-        sizes = np.diff(within.begins.cpu().numpy())
-    narrow = np.minimum(sizes, within.window or length).astype(float)
+    if varlen.cu_seqlens is not None and not _is_fake(varlen.cu_seqlens):
+        sizes = np.diff(varlen.cu_seqlens.cpu().numpy())
+    narrow = np.minimum(sizes, varlen.window or length).astype(float)
     return float((narrow * (narrow + 1) / 2 + narrow * (sizes - narrow)).sum())
 
 

@@ -1,6 +1,14 @@
 """The network on one device, its initial weights, generation, and weights to and from Hugging Face."""
 
+import platform
+
+import torch
+
 from shardwise.model.initialize import initialize
 from shardwise.model.transformer import Output, Transformer
 
 __all__ = ["Output", "Transformer", "initialize"]
+
+if platform.machine() in ("aarch64", "arm64") and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    # On an ARM core without bf16 instructions oneDNN refuses every bf16 matmul with a warning before PyTorch falls back.
+    torch.backends.mkldnn.set_flags(False)

@@ -1,6 +1,6 @@
 """Attention: multi-head and grouped-query (Ainslie et al. 2023), and DeepSeek's latent attention (DeepSeek-V2, 2024).
 
-Both end in `DotProduct`, a module without parameters that takes queries, keys and values of whole heads: the one place
+Both end in `DotProductAttention`, a module without parameters that takes queries, keys and values of whole heads: the one place
 where tokens look at each other, and so the one that splitting a sequence over devices replaces. The number of heads is
 read off the projections' width, so a device that holds a part of the heads runs the same code.
 """
@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from shardwise.model.cache import LayerCache
 from shardwise.model.layers import Linear, Norm
-from shardwise.model.rotary import Rotation, rotate, score_growth
-from shardwise.model.within import Within, attend_within
+from shardwise.model.rope import Rope, apply_rope, softmax_scale_factor
+from shardwise.model.varlen import VarlenMask, varlen_attention
 from shardwise.run import ModelConfig
 
 
-def visible(queries: int, documents: Tensor | None, keys: int, window: int, device: torch.device) -> Tensor | None:
+def attention_mask(
+    queries: int, documents: Tensor | None, keys: int, window: int, device: torch.device
+) -> Tensor | None:
     """Which keys each of the last `queries` positions may see, [batch or 1, 1, queries, keys], or None for plain causal.
 
     `documents` [batch, keys] numbers the document of each position; attention stays inside a document.
@@ -36,11 +38,11 @@ def visible(queries: int, documents: Tensor | None, keys: int, window: int, devi
     return seen
 
 
-Mask = Tensor | Within | None
+Mask = Tensor | VarlenMask | None
 """What a query may see: a truth value for every pair, or the bounds of it; None: all before it."""
 
 
-class Visibility(nn.Module):
+class MaskBuilder(nn.Module):
     """Makes the mask that all layers of a forward pass share. With `bounds` a window needs none: layers are told how wide it is;
     nor do documents that are given by where they begin."""
 
@@ -50,14 +52,14 @@ class Visibility(nn.Module):
         self.bounds = bounds
 
     def forward(self, queries: int, documents: Tensor | None, keys: int, device: torch.device) -> Mask:
-        begins = documents if documents is not None and documents.dim() == 1 else None
+        cu_seqlens = documents if documents is not None and documents.dim() == 1 else None
         narrow = self.bounds and documents is None and queries == keys and 0 < self.window < keys
-        if begins is not None or narrow:
-            return Within(begins, self.window if self.window < keys else 0)
-        return visible(queries, documents, keys, self.window, device)
+        if cu_seqlens is not None or narrow:
+            return VarlenMask(cu_seqlens, self.window if self.window < keys else 0)
+        return attention_mask(queries, documents, keys, self.window, device)
 
 
-class DotProduct(nn.Module):
+class DotProductAttention(nn.Module):
     """Softmax of scaled products, of heads laid out [batch, sequence, heads, width]; None as mask means causal."""
 
     def __init__(self, scale: float) -> None:
@@ -65,8 +67,8 @@ class DotProduct(nn.Module):
         self.scale = scale
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        if isinstance(mask, Within):
-            return attend_within(q, k, v, mask, self.scale)
+        if isinstance(mask, VarlenMask):
+            return varlen_attention(q, k, v, mask, self.scale)
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -92,15 +94,15 @@ class GroupedAttention(nn.Module):
         self.out = Linear(config.heads * config.head_dim, config.hidden, bias=config.bias == "all")
         self.q_norm = Norm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = Norm(config.head_dim, config.norm_eps) if config.qk_norm else None
-        self.core: nn.Module = DotProduct(config.head_dim**-0.5 * score_growth(config))
+        self.core: nn.Module = DotProductAttention(config.head_dim**-0.5 * softmax_scale_factor(config))
 
-    def forward(self, x: Tensor, turn: Rotation | None, mask: Mask, cache: LayerCache | None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None, mask: Mask, cache: LayerCache | None) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = self.q(x).view(heads), self.k(x).view(heads), self.v(x).view(heads)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if turn is not None:
-            q, k = rotate(q, turn), rotate(k, turn)
+        if rope is not None:
+            q, k = apply_rope(q, rope), apply_rope(k, rope)
         if cache is not None:
             k, v = cache.extend(k, v)
         return self.out(self.core(q, k, v, mask).flatten(2))
@@ -126,20 +128,20 @@ class LatentAttention(nn.Module):
         self.kv = Linear(c.kv_rank, c.heads * (c.nope_dim + c.v_dim), bias=False)
         self.out = Linear(c.heads * c.v_dim, c.hidden, bias=False)
         self.compressed_queries = bool(c.q_rank)
-        self.core: nn.Module = DotProduct(c.head_dim**-0.5 * score_growth(c))
+        self.core: nn.Module = DotProductAttention(c.head_dim**-0.5 * softmax_scale_factor(c))
 
-    def forward(self, x: Tensor, turn: Rotation | None, mask: Mask, cache: LayerCache | None) -> Tensor:
-        assert turn is not None, "latent attention has no positions but rotary ones"
+    def forward(self, x: Tensor, rope: Rope | None, mask: Mask, cache: LayerCache | None) -> Tensor:
+        assert rope is not None, "latent attention has no positions but rotary ones"
         batch, length = x.shape[:2]
         q = self.q(self.q_norm(self.q_down(x)) if self.compressed_queries else x)
         q = q.view(batch, length, -1, self.nope_dim + self.rope_dim)
         q_nope, q_rope = q.split((self.nope_dim, self.rope_dim), dim=-1)
         latent, k_rope = self.kv_down(x).split((self.kv_rank, self.rope_dim), dim=-1)
-        latent, k_rope = self.kv_norm(latent), rotate(k_rope[:, :, None], turn)
+        latent, k_rope = self.kv_norm(latent), apply_rope(k_rope[:, :, None], rope)
         if cache is not None:
             latent, k_rope = cache.extend(latent, k_rope)
         kv = self.kv(latent).view(batch, latent.shape[1], -1, self.nope_dim + self.v_dim)
         k_nope, v = kv.split((self.nope_dim, self.v_dim), dim=-1)
         k = torch.cat((k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)), dim=-1)
-        q = torch.cat((q_nope, rotate(q_rope, turn)), dim=-1)
+        q = torch.cat((q_nope, apply_rope(q_rope, rope)), dim=-1)
         return self.out(self.core(q, k, v, mask).flatten(2))

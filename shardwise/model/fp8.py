@@ -22,33 +22,33 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardwise.model.layers import Linear, Product
+from shardwise.model.fp8_matrix import Fp8Matrix
+from shardwise.model.layers import Gemm, Linear
 from shardwise.model.quantize import (
     E4M3,
     E5M2,
+    amax,
+    amax_reference,
     cast,
     cast_rows,
-    cast_rows_plain,
-    largest,
-    largest_plain,
-    multiply_plain,
-    turn,
+    cast_rows_reference,
+    scaled_mm_reference,
+    transpose,
 )
-from shardwise.model.quantized_matrix import QuantizedMatrix
 from shardwise.run import Problem, UserError
-from shardwise.run.derive import EIGHT_BIT_SIDE
+from shardwise.run.derive import FP8_ALIGNMENT
 
 
-def multiply(
+def scaled_mm(
     left: Tensor, right: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool = False
 ) -> Tensor:
     """`left` [m, k] times `right` [n, k] turned, both in 8 bits and by rows; `fast` accumulates in fewer bits."""
     if not left.is_cuda:  # PyTorch has it for CPUs, a thousand times slower than plain operations
-        return multiply_plain(left, right.t(), *scales, dtype)
+        return scaled_mm_reference(left, right.t(), *scales, dtype)
     return torch._scaled_mm(left, right.t(), *scales, out_dtype=dtype, use_fast_accum=fast)
 
 
-class Multiply(Protocol):
+class ScaledMM(Protocol):
     """What multiplies two matrices of 8 bits, as the function above does."""
 
     def __call__(
@@ -56,7 +56,7 @@ class Multiply(Protocol):
     ) -> Tensor: ...
 
 
-class Recent:
+class LastQuantized:
     """What the tensor seen last was quantised to, so that several matrices with one input quantise it once.
 
     The compiler sees by itself that it would compute the same thing again, so this is for what is not compiled.
@@ -85,20 +85,20 @@ class Recent:
             self.forget()
 
 
-class EightBits(Product):
+class Fp8Gemm(Gemm):
     """A product in 8 bits as autograd takes it; how scales are found is left to the two below."""
 
-    def __init__(self, wide: Product | None = None, narrow: Multiply = multiply) -> None:
-        self.learning, self.looking = Recent(), Recent()
-        self.wide = wide or Product()  # multiplies what is not in 8 bits
+    def __init__(self, wide: Gemm | None = None, narrow: ScaledMM = scaled_mm) -> None:
+        self.learning, self.looking = LastQuantized(), LastQuantized()
+        self.wide = wide or Gemm()  # multiplies what is not in 8 bits
         self.narrow = narrow  # and what is
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        product = self.suited(x, weight)
-        if product is not self:
-            return product(x, weight, bias)
+        gemm = self.select(x, weight)
+        if gemm is not self:
+            return gemm(x, weight, bias)
         if torch.is_grad_enabled():
-            out = _EightBits.apply(x, weight, self)
+            out = _Fp8GemmFunction.apply(x, weight, self)
         else:
             out, _ = self.forward(x, weight, learns=False)
         return out if bias is None else out + bias.to(x.dtype)
@@ -108,128 +108,128 @@ class EightBits(Product):
         self.learning.forget()
         self.looking.forget()
 
-    def suited(self, x: Tensor, weight: Tensor) -> Product:
+    def select(self, x: Tensor, weight: Tensor) -> Gemm:
         sides = (x.numel() // x.shape[-1], *weight.shape)
-        return self if all(side and side % EIGHT_BIT_SIDE == 0 for side in sides) else self.wide
+        return self if all(side and side % FP8_ALIGNMENT == 0 for side in sides) else self.wide
 
     def forward(self, x: Tensor, weight: Tensor, learns: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Rows of `x` times the matrix; nothing is made for a backward pass unless it `learns`."""
         raise NotImplementedError
 
 
-class _EightBits(torch.autograd.Function):
+class _Fp8GemmFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, product: EightBits) -> Tensor:
-        out, kept = product.forward(x, weight, learns=True)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, gemm: Fp8Gemm) -> Tensor:
+        out, kept = gemm.forward(x, weight, learns=True)
         ctx.save_for_backward(*kept)
-        ctx.product, ctx.dtype = product, weight.dtype
+        ctx.gemm, ctx.dtype = gemm, weight.dtype
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        grad, kept = ctx.product.for_input(grads[0], ctx.saved_tensors)
-        return grad, ctx.product.for_weight(kept, ctx.dtype), None
+        grad, kept = ctx.gemm.grad_input(grads[0], ctx.saved_tensors)
+        return grad, ctx.gemm.grad_weight(kept, ctx.dtype), None
 
 
 def _size(x: Tensor) -> Tensor:
     # The compiler finds the largest where it makes the tensor; else it is one more reading of it, by a kernel.
-    return largest_plain(x) if torch.compiler.is_compiling() else largest(x)
+    return amax_reference(x) if torch.compiler.is_compiling() else amax(x)
 
 
-def _quantize(x: Tensor, dtype: torch.dtype, turned: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+def _quantize(x: Tensor, dtype: torch.dtype, transposed: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """A matrix in 8 bits, as it lies and turned, and its one scale."""
     x = x.reshape(-1, x.shape[-1]).contiguous()
-    return cast(x, _size(x), dtype, True, turned)
+    return cast(x, _size(x), dtype, True, transposed)
 
 
 def _quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A matrix in 8 bits and the scales of its rows; compiled, together with what makes it."""
     x = x.reshape(-1, x.shape[-1]).contiguous()
-    return cast_rows_plain(x, dtype) if torch.compiler.is_compiling() else cast_rows(x, dtype)
+    return cast_rows_reference(x, dtype) if torch.compiler.is_compiling() else cast_rows(x, dtype)
 
 
-def _turned(kept: list[Tensor]) -> tuple[Tensor, Tensor]:
+def _transposed(kept: list[Tensor]) -> tuple[Tensor, Tensor]:
     """A matrix turned, and its scale: as it was made in the forward pass, or now of one that was gathered in 8 bits."""
     if len(kept) == 2:
         return kept[0], kept[1]
     matrix = kept[0]
-    assert isinstance(matrix, QuantizedMatrix)
-    return turn(matrix.eight, matrix.scale)
+    assert isinstance(matrix, Fp8Matrix)
+    return transpose(matrix.fp8_data, matrix.scale)
 
 
-class TensorWise(EightBits):
+class TensorwiseFp8Gemm(Fp8Gemm):
     """One scale a tensor; all three products in 8 bits, gradients in e5m2."""
 
     def forward(self, x: Tensor, weight: Tensor, learns: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
         recent = self.learning if learns else self.looking
-        x8, x_turned, x_scale = recent.of(x, lambda x: _quantize(x, E4M3, learns))
-        if isinstance(weight, QuantizedMatrix):  # kept as it came, since who gathered it may let it go in between
-            w8, w_scale = weight.eight, weight.scale
+        x8, x_t, x_scale = recent.of(x, lambda x: _quantize(x, E4M3, learns))
+        if isinstance(weight, Fp8Matrix):  # kept as it came, since who gathered it may let it go in between
+            w8, w_scale = weight.fp8_data, weight.scale
             w_kept: tuple[Tensor, ...] = (weight,)
         else:
-            w8, w_turned, w_scale = _quantize(weight, E4M3, learns)
-            w_kept = (w_turned, w_scale)
+            w8, w_t, w_scale = _quantize(weight, E4M3, learns)
+            w_kept = (w_t, w_scale)
         out = self.narrow(x8, w8, (x_scale, w_scale), x.dtype, fast=True)
-        return out.view(*x.shape[:-1], -1), (x_turned, x_scale, *w_kept)
+        return out.view(*x.shape[:-1], -1), (x_t, x_scale, *w_kept)
 
-    def for_input(self, grad: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        x_turned, x_scale, *w_kept = kept
-        w_turned, w_scale = _turned(w_kept)
-        g8, g_turned, g_scale = _quantize(grad, E5M2)
-        out = self.narrow(g8, w_turned, (g_scale, w_scale), grad.dtype)
-        return out.view(*grad.shape[:-1], -1), (x_turned, x_scale, g_turned, g_scale)
+    def grad_input(self, grad: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        x_t, x_scale, *w_kept = kept
+        w_t, w_scale = _transposed(w_kept)
+        g8, g_t, g_scale = _quantize(grad, E5M2)
+        out = self.narrow(g8, w_t, (g_scale, w_scale), grad.dtype)
+        return out.view(*grad.shape[:-1], -1), (x_t, x_scale, g_t, g_scale)
 
-    def for_weight(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-        x_turned, x_scale, g_turned, g_scale = kept
-        return self.narrow(g_turned, x_turned, (g_scale, x_scale), dtype)
+    def grad_weight(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        x_t, x_scale, g_t, g_scale = kept
+        return self.narrow(g_t, x_t, (g_scale, x_scale), dtype)
 
 
-class RowWise(EightBits):
+class RowwiseFp8Gemm(Fp8Gemm):
     """A scale a row of each operand, all in e4m3; the weight's gradient in 16 bits."""
 
     def forward(self, x: Tensor, weight: Tensor, learns: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
         x8, x_scale = self.learning.of(x, lambda x: _quantize_rows(x, E4M3))
-        if isinstance(weight, QuantizedMatrix):
-            w8, w_scale = weight.eight, weight.scale
+        if isinstance(weight, Fp8Matrix):
+            w8, w_scale = weight.fp8_data, weight.scale
             w_kept: tuple[Tensor, ...] = (weight,)
         else:
             w8, w_scale = _quantize_rows(weight, E4M3)
-            w_kept = turn(w8, w_scale) if learns else ()
+            w_kept = transpose(w8, w_scale) if learns else ()
         out = self.narrow(x8, w8, (x_scale, w_scale.t()), x.dtype, fast=True)
         return out.view(*x.shape[:-1], -1), (x, *w_kept)
 
-    def for_input(self, grad: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def grad_input(self, grad: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         x, *w_kept = kept
-        w_turned, w_scale = _turned(w_kept)
+        w_t, w_scale = _transposed(w_kept)
         g8, g_scale = _quantize_rows(grad, E4M3)
-        out = self.narrow(g8, w_turned, (g_scale, w_scale.t()), grad.dtype)
+        out = self.narrow(g8, w_t, (g_scale, w_scale.t()), grad.dtype)
         return out.view(*grad.shape[:-1], -1), (x, grad)
 
-    def for_weight(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-        return self.wide.for_weight(kept, dtype)
+    def grad_weight(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        return self.wide.grad_weight(kept, dtype)
 
 
-PRODUCTS: dict[str, type[EightBits]] = {"tensorwise": TensorWise, "rowwise": RowWise}
+GEMMS: dict[str, type[Fp8Gemm]] = {"tensorwise": TensorwiseFp8Gemm, "rowwise": RowwiseFp8Gemm}
 """By the words of `train.fp8`."""
 
 
-def check_eight_bits(scaling: str, device: torch.device) -> None:
+def check_fp8(scaling: str, device: torch.device) -> None:
     """Raise a sentence where 8 bits are asked of a GPU that has none. CPUs compute the same, without being faster."""
     if scaling != "none" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         name = torch.cuda.get_device_name(device)
         raise UserError(Problem(f"{name} multiplies nothing in 8 bits: Ada, Hopper and later do", "train.fp8"))
 
 
-def use_eight_bits(blocks: nn.Module, scaling: str, wide: Product | None = None, narrow: Multiply = multiply) -> None:
+def use_fp8(blocks: nn.Module, scaling: str, wide: Gemm | None = None, narrow: ScaledMM = scaled_mm) -> None:
     """Put products in 8 bits into the matrices of blocks, made by `narrow`, and a wide one for what they give way to."""
-    product = PRODUCTS[scaling](wide, narrow)
+    gemm = GEMMS[scaling](wide, narrow)
 
     def forget(*_: Any) -> None:
         if not torch.compiler.is_compiling():
-            product.forget()
+            gemm.forget()
 
     for module in blocks.modules():
         if isinstance(module, Linear):
-            module.product = product
+            module.gemm = gemm
         elif any(isinstance(child, Linear) for child in module.children()):
             module.register_forward_hook(forget)

@@ -21,12 +21,12 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
-class Product:
+class Gemm:
     """How matrices are multiplied, here by PyTorch in the dtype of the input: `multiply` and `put` for any two, and for a layer's
     called as a whole, or in the three steps that training needs apart.
 
-    `forward` gives the result and what the backward pass needs of it; `for_input` the input's gradient and what the weight's
-    needs; `for_weight` that, in the dtype of the weight.
+    `forward` gives the result and what the backward pass needs of it; `grad_input` the input's gradient and what the weight's
+    needs; `grad_weight` that, in the dtype of the weight.
     """
 
     def multiply(self, left: Tensor, right: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class Product:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
-    def suited(self, x: Tensor, weight: Tensor) -> Product:
+    def select(self, x: Tensor, weight: Tensor) -> Gemm:
         """The product that takes these shapes: this one, or the one it gives way to."""
         return self
 
@@ -54,26 +54,26 @@ class Product:
         narrow = weight.to(x.dtype)
         return self.multiply(x.flatten(0, -2), narrow.mT).unflatten(0, x.shape[:-1]), (x, narrow)
 
-    def for_input(self, grad: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def grad_input(self, grad: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The gradient of `x`."""
         x, weight = kept
         return self.multiply(grad.flatten(0, -2), weight).view_as(x), (x, grad)
 
-    def for_weight(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    def grad_weight(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """The gradient of the matrix."""
         x, grad = kept
         return self.multiply(grad.flatten(0, -2).mT, x.flatten(0, -2)).to(dtype)
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` computed in the dtype of its input. `product` is what multiplies: another may be put in its place, as may the
-    matrix, by a `working` copy of it."""
+    """`nn.Linear` computed in the dtype of its input. `gemm` is what multiplies: another may be put in its place, as may the
+    matrix, by a `compute_copy` copy of it."""
 
-    product: Product = Product()
-    working: Tensor | None = None
+    gemm: Gemm = Gemm()
+    compute_copy: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.product(x, self.weight if self.working is None else self.working, self.bias)
+        return self.gemm(x, self.weight if self.compute_copy is None else self.compute_copy, self.bias)
 
 
 class Norm(nn.Module):

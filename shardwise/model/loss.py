@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.model.layers import Product, at_least_float32
+from shardwise.model.layers import Gemm, at_least_float32
 from shardwise.run.derive import CHUNK_BYTES, chunk_rows
 
-IGNORED = -100
+IGNORE_INDEX = -100
 
 
 class LinearCrossEntropy(nn.Module):
@@ -33,19 +33,19 @@ class LinearCrossEntropy(nn.Module):
 class ChunkedCrossEntropy(nn.Module):
     """Scores and loss of some tokens at a time, with the gradients made on the way."""
 
-    def __init__(self, chunk_bytes: int = CHUNK_BYTES, product: Product | None = None) -> None:
+    def __init__(self, chunk_bytes: int = CHUNK_BYTES, gemm: Gemm | None = None) -> None:
         super().__init__()
-        self.chunk_bytes, self.product = chunk_bytes, product or Product()
+        self.chunk_bytes, self.gemm = chunk_bytes, gemm or Gemm()
 
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)
         rows = chunk_rows(len(tokens), weight.shape[0] * x.element_size(), self.chunk_bytes)
-        return _Chunked.apply(tokens, weight, targets.flatten(), rows, self.product)
+        return _Chunked.apply(tokens, weight, targets.flatten(), rows, self.gemm)
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int, product: Product) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int, gemm: Gemm) -> Tensor:
         matrix = weight.to(x.dtype)
         wide = at_least_float32(x[:0]).dtype
         loss = torch.zeros((), dtype=wide, device=x.device)
@@ -56,11 +56,11 @@ class _Chunked(torch.autograd.Function):
         for some, chosen, back in zip(
             x.split(rows), targets.split(rows), dx.split(rows) if dx is not None else [None] * len(x), strict=False
         ):
-            scores = product.multiply(some, matrix.mT)
-            loss += score_gradients(scores, chosen).sum()
+            scores = gemm.multiply(some, matrix.mT)
+            loss += cross_entropy_and_grad(scores, chosen).sum()
             if back is not None and dw is not None:
-                product.put(scores, matrix, back)
-                product.put(scores.mT, some, dw, add=not first)
+                gemm.put(scores, matrix, back)
+                gemm.put(scores.mT, some, dw, add=not first)
             first = False
             del scores  # or the next ones would be made beside them
         if dx is not None and dw is not None:
@@ -76,19 +76,19 @@ class _Chunked(torch.autograd.Function):
         return dx.mul_(grads[0]), dw.to(ctx.width), None, None, None
 
 
-def score_gradients(scores: Tensor, targets: Tensor) -> Tensor:
+def cross_entropy_and_grad(scores: Tensor, targets: Tensor) -> Tensor:
     """The cross-entropy of each row [rows, vocabulary]; its gradient takes the place of the scores."""
     if scores.is_cuda and scores.dtype != torch.float64:
-        from shardwise.model.kernels.cross_entropy import score_gradients_fused
+        from shardwise.model.kernels.cross_entropy import cross_entropy_and_grad_fused
 
-        return score_gradients_fused(scores, targets, IGNORED)
-    return score_gradients_plain(scores, targets)
+        return cross_entropy_and_grad_fused(scores, targets, IGNORE_INDEX)
+    return cross_entropy_and_grad_reference(scores, targets)
 
 
-def score_gradients_plain(scores: Tensor, targets: Tensor) -> Tensor:
+def cross_entropy_and_grad_reference(scores: Tensor, targets: Tensor) -> Tensor:
     """The same, one operation after the other."""
     wide = at_least_float32(scores)
-    counted = targets != IGNORED
+    counted = targets != IGNORE_INDEX
     index = torch.where(counted, targets, 0)[:, None]
     total = wide.logsumexp(dim=-1, keepdim=True)
     loss = torch.where(counted, (total - wide.gather(-1, index))[:, 0], 0)

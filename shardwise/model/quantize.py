@@ -23,11 +23,11 @@ LOWEST = 27
 """The exponent of the smallest scale, biased as float32 does: two to the power of -100, so that one over it is finite."""
 
 
-def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
+def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """The scale for float32 numbers whose largest are these; the largest itself where it is not finite."""
-    bits = largest.view(torch.int32)
+    bits = amax.view(torch.int32)
     exponent = ((bits >> 23) - TOP[dtype] + ((bits & 0x7FFFFF) > 0x600000)).clamp(min=LOWEST)
-    return torch.where(bits >= 0x7F800000, largest, (exponent << 23).view(torch.float32))
+    return torch.where(bits >= 0x7F800000, amax, (exponent << 23).view(torch.float32))
 
 
 def inverse(scale: Tensor) -> Tensor:
@@ -35,24 +35,24 @@ def inverse(scale: Tensor) -> Tensor:
     return ((254 << 23) - (scale.view(torch.int32) & 0x7F800000)).clamp(min=1 << 23).view(torch.float32)
 
 
-def largest_plain(x: Tensor) -> Tensor:
+def amax_reference(x: Tensor) -> Tensor:
     """The largest size of a matrix's numbers, by rows first: so it can be found where the matrix is made."""
     return x.abs().amax(dim=-1).amax().float()
 
 
-def cast_plain(x: Tensor, largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def cast_reference(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A matrix in 8 bits with one scale, and the scale."""
-    scale = scale_of(largest, dtype)
+    scale = scale_of(amax, dtype)
     return (x.float() * inverse(scale)).to(dtype), scale
 
 
-def cast_rows_plain(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def cast_rows_reference(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A matrix in 8 bits with a scale a row, and the scales [rows, 1]."""
     scale = scale_of(x.abs().amax(dim=-1, keepdim=True).float(), dtype)
     return (x.float() * inverse(scale)).to(dtype), scale
 
 
-def turn_plain(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def transpose_reference(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """A matrix that has a scale a row, turned, with a scale for each row that it then has.
 
     Scales being powers of two, a number changes only where the new one makes it too small for the format. One scale for all
@@ -60,61 +60,61 @@ def turn_plain(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """
     if not scale.dim():
         return x.t().contiguous(), scale.clone()
-    return cast_rows_plain((x.float() * scale).mT.contiguous(), x.dtype)
+    return cast_rows_reference((x.float() * scale).mT.contiguous(), x.dtype)
 
 
-@torch.library.custom_op("shardwise::largest", mutates_args=())
-def largest(x: Tensor) -> Tensor:
+@torch.library.custom_op("shardwise::amax", mutates_args=())
+def amax(x: Tensor) -> Tensor:
     """The largest size of a matrix's numbers, in float32; what is not a number is the largest."""
     if not x.is_cuda:
-        return largest_plain(x)
-    from shardwise.model.kernels.quantize import largest_fused
+        return amax_reference(x)
+    from shardwise.model.kernels.quantize import amax_fused
 
-    return largest_fused(x)
+    return amax_fused(x)
 
 
 @torch.library.custom_op("shardwise::cast", mutates_args=())
-def cast(x: Tensor, largest: Tensor, dtype: torch.dtype, plain: bool, turned: bool) -> tuple[Tensor, Tensor, Tensor]:
+def cast(x: Tensor, amax: Tensor, dtype: torch.dtype, plain: bool, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
     """A matrix in 8 bits as it lies and turned, each where wanted and otherwise empty, and their one scale."""
     if not x.is_cuda:
-        values, scale = cast_plain(x, largest, dtype)
+        values, scale = cast_reference(x, amax, dtype)
         nothing = values.new_empty(0)
-        return values if plain else nothing, values.mT.contiguous() if turned else nothing.clone(), scale
+        return values if plain else nothing, values.mT.contiguous() if transposed else nothing.clone(), scale
     from shardwise.model.kernels.quantize import cast_fused
 
-    return cast_fused(x, largest, dtype, plain, turned)
+    return cast_fused(x, amax, dtype, plain, transposed)
 
 
 @torch.library.custom_op("shardwise::cast_rows", mutates_args=())
 def cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A matrix in 8 bits with a scale a row, and the scales [rows, 1]."""
     if not x.is_cuda:
-        return cast_rows_plain(x, dtype)
+        return cast_rows_reference(x, dtype)
     from shardwise.model.kernels.quantize import cast_rows_fused
 
     return cast_rows_fused(x, dtype)
 
 
-@torch.library.custom_op("shardwise::turn", mutates_args=())
-def turn(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("shardwise::transpose", mutates_args=())
+def transpose(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """A matrix of 8 bits turned, and scaled anew where it has a scale a row."""
     if not x.is_cuda or not scale.dim():
-        return turn_plain(x, scale)
-    from shardwise.model.kernels.quantize import turn_fused
+        return transpose_reference(x, scale)
+    from shardwise.model.kernels.quantize import transpose_fused
 
-    return turn_fused(x, scale)
+    return transpose_fused(x, scale)
 
 
-@largest.register_fake
+@amax.register_fake
 def _(x: Tensor) -> Tensor:
     return x.new_empty((), dtype=torch.float32)
 
 
 @cast.register_fake
-def _(x: Tensor, largest: Tensor, dtype: torch.dtype, plain: bool, turned: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _(x: Tensor, amax: Tensor, dtype: torch.dtype, plain: bool, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = x.shape
     as_it_lies = x.new_empty((rows, columns) if plain else (0,), dtype=dtype)
-    by_column = x.new_empty((columns, rows) if turned else (0,), dtype=dtype)
+    by_column = x.new_empty((columns, rows) if transposed else (0,), dtype=dtype)
     return as_it_lies, by_column, x.new_empty((), dtype=torch.float32)
 
 
@@ -123,19 +123,21 @@ def _(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, dtype=dtype), x.new_empty((x.shape[0], 1), dtype=torch.float32)
 
 
-@turn.register_fake
+@transpose.register_fake
 def _(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = x.shape
     return x.new_empty(columns, rows), scale.new_empty((columns, 1) if scale.dim() else ())
 
 
-@torch.library.custom_op("shardwise::multiply", mutates_args=())
-def multiply_plain(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype) -> Tensor:
+@torch.library.custom_op("shardwise::scaled_mm_reference", mutates_args=())
+def scaled_mm_reference(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype
+) -> Tensor:
     """`left` [m, k] times `right` [k, n], in the place of `torch._scaled_mm`: the product of the numbers that the 8 bits stand
     for, summed in float32."""
     return ((left.float() @ right.float()) * left_scale * right_scale).to(dtype)
 
 
-@multiply_plain.register_fake
+@scaled_mm_reference.register_fake
 def _(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype) -> Tensor:
     return left.new_empty((left.shape[0], right.shape[1]), dtype=dtype)

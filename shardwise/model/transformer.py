@@ -1,7 +1,7 @@
 """The decoder-only transformer on one device: GPT, Llama, Qwen, Mixtral and DeepSeek are configurations of it.
 
 It knows nothing of parallelism, but names the parts where devices would have to talk to each other, as modules that can be
-replaced: the embedding, attention's `DotProduct`, the experts' dispatch, and the loss.
+replaced: the embedding, attention's `DotProductAttention`, the experts' dispatch, and the loss.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.model.attention import GroupedAttention, LatentAttention, Mask, Visibility
+from shardwise.model.attention import GroupedAttention, LatentAttention, Mask, MaskBuilder
 from shardwise.model.cache import Cache, LayerCache
-from shardwise.model.experts import Mixture
 from shardwise.model.layers import FeedForward, Linear, make_norm
 from shardwise.model.loss import LinearCrossEntropy
-from shardwise.model.rotary import Rotation, rotation
+from shardwise.model.moe import MoE
+from shardwise.model.rope import Rope, rope_cos_sin
 from shardwise.run import ModelConfig
 
 
@@ -38,12 +38,12 @@ class Block(nn.Module):
         self.attention = LatentAttention(config) if config.attention == "latent" else GroupedAttention(config)
         self.ffn_norm = make_norm(config)
         routed = config.experts and layer >= config.dense_layers
-        self.ffn = Mixture(config) if routed else FeedForward(config, config.ffn)
+        self.ffn = MoE(config) if routed else FeedForward(config, config.ffn)
 
     def forward(
-        self, x: Tensor, turn: Rotation | None, mask: Mask, cache: LayerCache | None = None
+        self, x: Tensor, rope: Rope | None, mask: Mask, cache: LayerCache | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        x = x + self.attention(self.attention_norm(x), turn, mask, cache)
+        x = x + self.attention(self.attention_norm(x), rope, mask, cache)
         out = self.ffn(self.ffn_norm(x))
         out, auxiliary = out if isinstance(out, tuple) else (out, None)
         return x + out, auxiliary
@@ -71,7 +71,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict({str(n): Block(config, n) for n in range(config.layers)})
         self.norm = make_norm(config)
         self.head = None if config.tied_embeddings else Linear(config.hidden, config.vocab, bias=False)
-        self.visibility: nn.Module = Visibility(config.sliding_window)
+        self.mask_builder: nn.Module = MaskBuilder(config.sliding_window)
         self.loss: nn.Module = LinearCrossEntropy()
 
     def forward(
@@ -85,7 +85,7 @@ class Transformer(nn.Module):
         """Tokens [batch, sequence] to logits, or, with targets, to the sum of their cross-entropies.
 
         `positions` count from 0 unless given; `documents` numbers the documents packed in a row, which then do not see
-        each other, or says where they begin (`Within`); with a `cache` the tokens continue what it holds.
+        each other, or says where they begin (`VarlenMask`); with a `cache` the tokens continue what it holds.
         """
         before = cache.used if cache is not None else 0
         if positions is None:
@@ -93,17 +93,17 @@ class Transformer(nn.Module):
         length = positions.shape[1]
         if cache is not None:
             documents = cache.begin(documents, length)
-        mask = self.visibility(length, documents, before + length, tokens.device)
-        x = self.enter(tokens, positions) if self.first else tokens
-        turn = rotation(self.config, positions, x.dtype) if self.config.position == "rotary" else None
+        mask = self.mask_builder(length, documents, before + length, tokens.device)
+        x = self.embed_tokens(tokens, positions) if self.first else tokens
+        rope = rope_cos_sin(self.config, positions, x.dtype) if self.config.position == "rotary" else None
         auxiliary = None
         for n, block in enumerate(self.layers.values()):
-            x, extra = block(x, turn, mask, cache.layers[n] if cache is not None else None)
+            x, extra = block(x, rope, mask, cache.layers[n] if cache is not None else None)
             if extra is not None:
                 auxiliary = extra if auxiliary is None else auxiliary + extra
-        return Output(self.leave(x, targets) if self.last else x, auxiliary)
+        return Output(self.unembed(x, targets) if self.last else x, auxiliary)
 
-    def enter(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Tokens to the residual stream."""
         assert self.embed is not None
         x = self.embed(tokens)
@@ -111,7 +111,7 @@ class Transformer(nn.Module):
             x = x + self.positions(positions)
         return x if self.dtype is None else x.to(self.dtype)
 
-    def leave(self, x: Tensor, targets: Tensor | None) -> Tensor:
+    def unembed(self, x: Tensor, targets: Tensor | None) -> Tensor:
         """The residual stream to logits or to the loss, by the head or, tied, by the embedding."""
         vocabulary = self.head if self.head is not None else self.embed
         assert self.norm is not None

@@ -10,29 +10,29 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise.model.attention import Visibility
-from shardwise.model.fp8 import check_eight_bits, multiply, use_eight_bits
+from shardwise.model.attention import MaskBuilder
+from shardwise.model.compute_copy import ComputeCopy, keep_compute_copies
+from shardwise.model.fp8 import check_fp8, scaled_mm, use_fp8
+from shardwise.model.gemm.fp8 import tuned_scaled_mm
+from shardwise.model.gemm.tuned import use_tuned_gemms
 from shardwise.model.initialize import initial_values
-from shardwise.model.layers import Product
+from shardwise.model.layers import Gemm
 from shardwise.model.loss import ChunkedCrossEntropy
-from shardwise.model.products.chosen import use_chosen_products
-from shardwise.model.products.eight import multiply_chosen
 from shardwise.model.transformer import Block, Transformer
-from shardwise.model.within import has_flash
-from shardwise.model.working import Working, keep_working_copies
+from shardwise.model.varlen import has_flash
 from shardwise.parallel.collectives import Group
 from shardwise.parallel.context import apply_context
 from shardwise.parallel.expert import apply_expert
-from shardwise.parallel.gradients import Held
+from shardwise.parallel.gradients import LocalParameter
 from shardwise.parallel.mesh import Mesh, new_group
-from shardwise.parallel.pipeline import Pipeline, Stage, put_off_weights
+from shardwise.parallel.pipeline import Pipeline, Stage, split_backward
 from shardwise.parallel.recompute import apply_recompute
-from shardwise.parallel.shard import Sharder, uses_copies_alone, wrap_copies
+from shardwise.parallel.shard import Sharder, uses_ddp, wrap_ddp
 from shardwise.parallel.split import Split, part, splits
 from shardwise.parallel.tensor import apply_tensor
-from shardwise.plan.stages import layers_of_stages
+from shardwise.plan.cost.stages import layers_of_stages
 from shardwise.run import Run
-from shardwise.run.derive import attends_within, chunks_loss, compiles, keeps_casts, tunes_products
+from shardwise.run.derive import chunks_loss, compiles, keeps_compute_copies, tunes_gemms, uses_varlen_attention
 from shardwise.schedules import make_schedule
 
 
@@ -43,35 +43,35 @@ class Parallel:
     mesh: Mesh
     models: list[Transformer]
     pipeline: Pipeline
-    held: list[Held]
+    parameters: list[LocalParameter]
     tied: Group
 
 
 def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
     """Build this rank's part of the run's model, with initial weights that depend on seed and name alone."""
-    check_eight_bits(run.train.fp8, device)
+    check_fp8(run.train.fp8, device)
     layout = run.layout
     schedule = make_schedule(layout.schedule, layout.pipeline, run.accumulation, layout.stages_per_rank)
     ranges = layers_of_stages(run)
     sharder = Sharder(run, mesh)
     stages: dict[int, Stage] = {}
-    held: list[Held] = []
+    parameters: list[LocalParameter] = []
     for number in schedule.stages_of(mesh.index("pipeline")):
         model = _stage(run, ranges[number], first=number == 0, last=number == schedule.stages - 1)
         gpu = device.type == "cuda"
-        product = use_chosen_products(model.layers) if tunes_products(run, gpu=gpu) else Product()
+        gemm = use_tuned_gemms(model.layers) if tunes_gemms(run, gpu=gpu) else Gemm()
         if chunks_loss(run, gpu=gpu):
-            model.loss = ChunkedCrossEntropy(product=product)
-        model.visibility = Visibility(run.model.sliding_window, attends_within(run, gpu=has_flash(device)))
+            model.loss = ChunkedCrossEntropy(gemm=gemm)
+        model.mask_builder = MaskBuilder(run.model.sliding_window, uses_varlen_attention(run, gpu=has_flash(device)))
         apply_tensor(model, mesh)
         apply_context(model, mesh, layout.context_method)
         apply_expert(model, mesh, layout.expert_tensor, run.train.seq_len)
         if run.train.fp8 != "none":
-            narrow = multiply_chosen if tunes_products(run, gpu=gpu) else multiply
-            use_eight_bits(model.layers, run.train.fp8, product, narrow)
+            narrow = tuned_scaled_mm if tunes_gemms(run, gpu=gpu) else scaled_mm
+            use_fp8(model.layers, run.train.fp8, gemm, narrow)
         if compiles(run, gpu=gpu):
             for block in model.layers.values():
-                block.forward = compiled(block.forward, accumulates=tunes_products(run, gpu=gpu))
+                block.forward = compiled(block.forward, accumulates=tunes_gemms(run, gpu=gpu))
         apply_recompute(model, run, mesh.rank)
         whole = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         for name, block in model.layers.items():
@@ -80,20 +80,24 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
             sharder.block(block)
         _materialize(model, "", run, mesh, device)
         sharder.root(model)
-        module: nn.Module = wrap_copies(model, mesh, sharder.policy.reduce_dtype) if uses_copies_alone(mesh) else model
-        working: dict[nn.Parameter, Working] = {}
-        if keeps_casts(run, gpu=device.type == "cuda"):
-            working = keep_working_copies(model.layers, getattr(torch, run.train.dtype))
-        split = put_off_weights(model) if any(a.kind == "I" for a in schedule.ranks[0]) else None
+        module: nn.Module = wrap_ddp(model, mesh, sharder.policy.reduce_dtype) if uses_ddp(mesh) else model
+        compute_copy: dict[nn.Parameter, ComputeCopy] = {}
+        if keeps_compute_copies(run, gpu=device.type == "cuda"):
+            compute_copy = keep_compute_copies(model.layers, getattr(torch, run.train.dtype))
+        split = split_backward(model) if any(a.kind == "I" for a in schedule.ranks[0]) else None
         stages[number] = Stage(module, model, split)
         copied = run.model.tied_embeddings and not model.first and schedule.stages > 1
         for name, parameter in model.named_parameters():
             cut = splits(run.model, layout, name)
             copy = copied and name == "embed.weight"
-            held.append(Held(name, parameter, whole[name], cut, _shard(name, parameter), copy, working.get(parameter)))
+            parameters.append(
+                LocalParameter(
+                    name, parameter, whole[name], cut, _shard(name, parameter), copy, compute_copy.get(parameter)
+                )
+            )
     pipeline = Pipeline(stages, schedule, mesh, zero=layout.zero, scales=sharder.scales)
     models = [stage.model for stage in stages.values()]
-    return Parallel(mesh, models, pipeline, held, _tied_group(run, mesh, schedule.placement))  # type: ignore[arg-type]
+    return Parallel(mesh, models, pipeline, parameters, _tied_group(run, mesh, schedule.placement))  # type: ignore[arg-type]
 
 
 def _stage(run: Run, layers: range, first: bool, last: bool) -> Transformer:
@@ -121,7 +125,7 @@ def compiled(forward: Callable[..., Any], accumulates: bool) -> Callable[..., An
         config.autograd_cache_allow_custom_autograd_functions = True
     if not accumulates:
         return torch.compile(forward)
-    from shardwise.model.products.accumulate import ACCUMULATE  # which loads the compiler
+    from shardwise.model.gemm.accumulate import ACCUMULATE  # which loads the compiler
 
     return torch.compile(forward, options={"joint_custom_post_pass": ACCUMULATE})
 

@@ -1,8 +1,8 @@
 """Communication inside the forward pass, each with its gradient. A group of None is one rank: nothing is sent.
 
-Where a result is the same on all ranks of a group and each rank continues with its own copy, the gradient that comes back
-is already whole on each rank (`sum_whole`); where ranks continue with different work on a shared input, their gradients are
-parts of it and are added (`gather_sequence`).
+If all ranks of a group hold the same result and continue alike, each rank's gradient is already complete
+(`all_reduce_replicated`). If they continue with different work on a common input, their gradients are partial and are added
+(`all_gather_sequence`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     return out
 
 
-class _GatherSequence(torch.autograd.Function):
+class _AllGatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
@@ -48,7 +48,7 @@ class _GatherSequence(torch.autograd.Function):
         return reduce_scatter(grads[0], ctx.group, ctx.dim), None, None
 
 
-class _ScatterSum(torch.autograd.Function):
+class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
@@ -59,7 +59,7 @@ class _ScatterSum(torch.autograd.Function):
         return all_gather(grads[0], ctx.group, ctx.dim), None, None
 
 
-class _SumWhole(torch.autograd.Function):
+class _AllReduceReplicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         out = x.clone()
@@ -71,38 +71,38 @@ class _SumWhole(torch.autograd.Function):
         return grads[0], None
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, received: list[int], sent: list[int]) -> Tensor:
         ctx.group, ctx.received, ctx.sent = group, received, sent
-        return _exchange(x, group, received, sent)
+        return _all_to_all(x, group, received, sent)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(grads[0], ctx.group, ctx.sent, ctx.received), None, None, None
+        return _all_to_all(grads[0], ctx.group, ctx.sent, ctx.received), None, None, None
 
 
-def _exchange(x: Tensor, group: Group, received: list[int], sent: list[int]) -> Tensor:
+def _all_to_all(x: Tensor, group: Group, received: list[int], sent: list[int]) -> Tensor:
     out = x.new_empty((sum(received), *x.shape[1:]))
     dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
     return out
 
 
-def gather_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
+def all_gather_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
     """All pieces of a sequence; the ranks go on with different work, so their gradients are added and scattered."""
-    return x if group is None else _GatherSequence.apply(x, group, dim)
+    return x if group is None else _AllGatherSequence.apply(x, group, dim)
 
 
-def scatter_sum(x: Tensor, group: Group, dim: int = 1) -> Tensor:
+def reduce_scatter_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
     """Partial results added, each rank keeping its piece of the sequence."""
-    return x if group is None else _ScatterSum.apply(x, group, dim)
+    return x if group is None else _ReduceScatterSequence.apply(x, group, dim)
 
 
-def sum_whole(x: Tensor, group: Group) -> Tensor:
+def all_reduce_replicated(x: Tensor, group: Group) -> Tensor:
     """Partial results added, the whole on each rank, which each takes the gradient of."""
-    return x if group is None else _SumWhole.apply(x, group)
+    return x if group is None else _AllReduceReplicated.apply(x, group)
 
 
-def exchange(x: Tensor, group: Group, received: list[int], sent: list[int]) -> Tensor:
+def all_to_all(x: Tensor, group: Group, received: list[int], sent: list[int]) -> Tensor:
     """All-to-all of rows: `sent[r]` of mine go to rank r, `received[r]` of rank r's come here, in the order of ranks."""
-    return x if group is None else _Exchange.apply(x, group, received, sent)
+    return x if group is None else _AllToAll.apply(x, group, received, sent)

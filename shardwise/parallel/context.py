@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.model.attention import DotProduct, GroupedAttention, LatentAttention, visible
+from shardwise.model.attention import DotProductAttention, GroupedAttention, LatentAttention, attention_mask
 from shardwise.model.transformer import Block, Transformer
-from shardwise.parallel.collectives import Group, exchange, gather_sequence
+from shardwise.parallel.collectives import Group, all_gather_sequence, all_to_all
 from shardwise.parallel.mesh import Mesh
 
 
-def zigzag_places(length: int, ranks: int, rank: int) -> np.ndarray:
+def zigzag_positions(length: int, ranks: int, rank: int) -> np.ndarray:
     """The places in a sequence that a rank holds: one chunk from the front and its mirror image from the back."""
     if ranks == 1:
         return np.arange(length)
@@ -40,7 +40,7 @@ def zigzag_places(length: int, ranks: int, rank: int) -> np.ndarray:
 
 def zigzag(length: int, ranks: int, rank: int) -> Tensor:
     """The same as a tensor."""
-    return torch.from_numpy(zigzag_places(length, ranks, rank))
+    return torch.from_numpy(zigzag_positions(length, ranks, rank))
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ContextMask:
     window: int
 
 
-class ContextVisibility(nn.Module):
+class ContextMaskBuilder(nn.Module):
     """Stands for the one-device mask: passes on what masks of pieces are made from."""
 
     def __init__(self, window: int) -> None:
@@ -62,7 +62,7 @@ class ContextVisibility(nn.Module):
         return ContextMask(documents, self.window)
 
 
-def piece_mask(
+def block_mask(
     mask: ContextMask, queries: tuple[int, int], keys: tuple[int, int], device: torch.device
 ) -> Tensor | None:
     """Which of the keys [start, stop) each of the queries [start, stop) sees; None when it sees all of them."""
@@ -84,7 +84,7 @@ def _heads_first(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-def attend_piece(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> tuple[Tensor, Tensor]:
+def attend_block(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> tuple[Tensor, Tensor]:
     """Attention of some queries to some keys, and the log-sum-exp of its scores, by which pieces are merged."""
     scores = (q @ k.mT) * scale
     if seen is not None:
@@ -95,7 +95,7 @@ def attend_piece(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | N
     return weights @ v, lse
 
 
-def attend_piece_backward(
+def attend_block_backward(
     grad: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, scale: float, seen: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a piece given the log-sum-exp of the whole row and `delta`, the row sums of grad x output."""
@@ -147,7 +147,7 @@ class _Ring:
                     yield mine, theirs, queries, keys
 
 
-class _RingAttention(torch.autograd.Function):
+class _RingAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask, scale: float, group: Any) -> Tensor:
         ring, length, heads = _Ring(group), q.shape[1], q.shape[2]
@@ -160,8 +160,8 @@ class _RingAttention(torch.autograd.Function):
                 coming, waiting = ring.pass_on(held)
             keys, values = (_heads_first(x, heads) for x in held.split((k.shape[-1], v.shape[-1]), dim=-1))
             for mine, theirs, where_q, where_k in ring.pairs((ring.rank - step) % ring.ranks, length):
-                seen = piece_mask(mask, where_q, where_k, q.device)
-                piece = attend_piece(queries[:, :, mine], keys[:, :, theirs], values[:, :, theirs], scale, seen)
+                seen = block_mask(mask, where_q, where_k, q.device)
+                piece = attend_block(queries[:, :, mine], keys[:, :, theirs], values[:, :, theirs], scale, seen)
                 out[:, :, mine], lse[:, :, mine] = merge(out[:, :, mine], lse[:, :, mine], *piece)
             if step < ring.ranks - 1:
                 for work in waiting:
@@ -190,8 +190,8 @@ class _RingAttention(torch.autograd.Function):
             keys, values = (_heads_first(x, heads) for x in held.split(widths, dim=-1))
             dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
             for mine, theirs, where_q, where_k in ring.pairs((ring.rank - step) % ring.ranks, length):
-                seen = piece_mask(mask, where_q, where_k, q.device)
-                gq, gk, gv = attend_piece_backward(
+                seen = block_mask(mask, where_q, where_k, q.device)
+                gq, gk, gv = attend_block_backward(
                     grad[:, :, mine], delta[:, :, mine], queries[:, :, mine], keys[:, :, theirs], values[:, :, theirs],
                     lse[:, :, mine], scale, seen,
                 )  # fmt: skip
@@ -211,7 +211,7 @@ class _RingAttention(torch.autograd.Function):
         return dq.transpose(1, 2), gk, gv, None, None, None
 
 
-class RingDotProduct(nn.Module):
+class RingAttention(nn.Module):
     """Attention over a ring of ranks."""
 
     def __init__(self, scale: float, group: dist.ProcessGroup) -> None:
@@ -220,25 +220,25 @@ class RingDotProduct(nn.Module):
         self.group = group
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask) -> Tensor:
-        return _RingAttention.apply(q, k, v, mask, self.scale, self.group)
+        return _RingAttentionFunction.apply(q, k, v, mask, self.scale, self.group)
 
 
-class GatherDotProduct(nn.Module):
+class GatherAttention(nn.Module):
     """Attention to keys and values gathered from all ranks."""
 
     def __init__(self, scale: float, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.inner = DotProduct(scale)
+        self.inner = DotProductAttention(scale)
         self.group = group
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask) -> Tensor:
         ranks, rank, part = dist.get_world_size(self.group), dist.get_rank(self.group), q.shape[1]
         length = part * ranks
         width = k.shape[-1]
-        both = gather_sequence(torch.cat((k, v), dim=-1), self.group)
+        both = all_gather_sequence(torch.cat((k, v), dim=-1), self.group)
         places = torch.cat([zigzag(length, ranks, r) for r in range(ranks)]).to(q.device)
         both = both.index_select(1, places.argsort())
-        seen = visible(length, mask.documents, length, mask.window, q.device)
+        seen = attention_mask(length, mask.documents, length, mask.window, q.device)
         if seen is None:
             everywhere = torch.arange(length, device=q.device)
             seen = (everywhere <= everywhere[:, None])[None, None]
@@ -246,12 +246,12 @@ class GatherDotProduct(nn.Module):
         return self.inner(q, both[..., :width], both[..., width:], seen)
 
 
-class UlyssesDotProduct(nn.Module):
+class UlyssesAttention(nn.Module):
     """Attention over whole sequences, a part of the heads on each rank."""
 
     def __init__(self, scale: float, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.inner = DotProduct(scale)
+        self.inner = DotProductAttention(scale)
         self.group = group
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask) -> Tensor:
@@ -262,13 +262,13 @@ class UlyssesDotProduct(nn.Module):
         places = torch.cat([zigzag(q.shape[1] * ranks, ranks, r) for r in range(ranks)]).to(q.device)
         q, k, v = (self._to_heads(x, ranks).index_select(1, places.argsort()) for x in (q, k, v))
         length = q.shape[1]
-        out = self.inner(q, k, v, visible(length, mask.documents, length, mask.window, q.device))
+        out = self.inner(q, k, v, attention_mask(length, mask.documents, length, mask.window, q.device))
         return self._to_sequence(out.index_select(1, places), ranks)
 
     def _swap(self, x: Tensor, ranks: int) -> Tensor:
         """All-to-all of the first dimension, dealt out evenly."""
         rows = [x.shape[0] // ranks] * ranks
-        return exchange(x, self.group, rows, rows)
+        return all_to_all(x, self.group, rows, rows)
 
     def _to_heads(self, x: Tensor, ranks: int) -> Tensor:
         batch, part, heads, width = x.shape
@@ -282,9 +282,9 @@ class UlyssesDotProduct(nn.Module):
 
 
 METHODS: dict[str, Callable[[float, dist.ProcessGroup], nn.Module]] = {
-    "ring": RingDotProduct,
-    "ulysses": UlyssesDotProduct,
-    "gather": GatherDotProduct,
+    "ring": RingAttention,
+    "ulysses": UlyssesAttention,
+    "gather": GatherAttention,
 }
 
 
@@ -293,10 +293,10 @@ def apply_context(model: Transformer, mesh: Mesh, method: str) -> None:
     group: Group = mesh.group("context")
     if group is None:
         return
-    model.visibility = ContextVisibility(model.config.sliding_window)
+    model.mask_builder = ContextMaskBuilder(model.config.sliding_window)
     for block in model.layers.values():
         assert isinstance(block, Block)
         assert isinstance(block.attention, GroupedAttention | LatentAttention)
         one_device = block.attention.core
-        assert isinstance(one_device, DotProduct)
+        assert isinstance(one_device, DotProductAttention)
         block.attention.core = METHODS[method](one_device.scale, group)

@@ -22,16 +22,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.model import experts
-from shardwise.model.expert_rows import collect, fuses, order_by_expert, spread
-from shardwise.model.experts import Mixture, Router
+from shardwise.model import moe as moe_module
+from shardwise.model.moe import MoE, Router
+from shardwise.model.moe_ops import combine, dispatch, has_fused_kernels, sort_by_expert
 from shardwise.model.transformer import Block, Transformer
-from shardwise.parallel.collectives import Group, all_gather, exchange, gather_sequence, scatter_sum, sum_whole
+from shardwise.parallel.collectives import (
+    Group,
+    all_gather,
+    all_gather_sequence,
+    all_reduce_replicated,
+    all_to_all,
+    reduce_scatter_sequence,
+)
 from shardwise.parallel.context import zigzag
 from shardwise.parallel.mesh import Mesh
 
 
-class SplitRouter(Router):
+class SequenceParallelRouter(Router):
     """A router that sees a part of each sequence, and takes balance over the whole of it."""
 
     sequence: Group = None
@@ -40,7 +47,7 @@ class SplitRouter(Router):
     def over_sequence(self, counts: Tensor, probabilities: Tensor, length: int) -> tuple[Tensor, Tensor, int]:
         ranks = dist.get_world_size(self.sequence)
         dist.all_reduce(counts, group=self.sequence)
-        return counts, sum_whole(probabilities, self.sequence), length * ranks
+        return counts, all_reduce_replicated(probabilities, self.sequence), length * ranks
 
     def within_capacity(self, chosen: Tensor) -> Tensor:
         # Who came first is a question of the whole sequence: gather the choices, put them in order, and take mine back.
@@ -52,7 +59,7 @@ class SplitRouter(Router):
         ]
 
 
-class SplitMixture(Mixture):
+class ExpertParallelMoE(MoE):
     """A mixture whose experts live on several ranks."""
 
     group: Group = None
@@ -60,11 +67,11 @@ class SplitMixture(Mixture):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         weights, chosen, auxiliary = self.router(x)
-        routed = gather_sequence(x, self.tensor)
+        routed = all_gather_sequence(x, self.tensor)
         if self.tensor is not None:
-            weights, chosen = gather_sequence(weights, self.tensor), all_gather(chosen, self.tensor, 1)
-        out = self.dispatch(routed.flatten(0, 1), weights.flatten(0, 1), chosen.flatten(0, 1)).view_as(routed)
-        out = scatter_sum(out, self.tensor)
+            weights, chosen = all_gather_sequence(weights, self.tensor), all_gather(chosen, self.tensor, 1)
+        out = self.forward_routed(routed.flatten(0, 1), weights.flatten(0, 1), chosen.flatten(0, 1)).view_as(routed)
+        out = reduce_scatter_sequence(out, self.tensor)
         if self.shared is not None:
             out = out + self.shared(x)
         return out, auxiliary
@@ -77,21 +84,21 @@ class SplitMixture(Mixture):
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts, group=self.group)
         # Sizes of messages must be known to the host, which waits for them once.
-        sent, received = experts.on_host(torch.stack((counts, theirs)).view(2, ranks, -1).sum(dim=2), len(rows))
+        sent, received = moe_module.on_host(torch.stack((counts, theirs)).view(2, ranks, -1).sum(dim=2), len(rows))
         if sum(sent) < len(rows):  # the rest is nobody's
             rows = rows[: sum(sent)]
-        arrived = exchange(rows, self.group, received, sent)
+        arrived = all_to_all(rows, self.group, received, sent)
         # They arrive by rank and then expert; the experts want them by expert.
         owner = torch.arange(theirs.numel() // ranks, device=rows.device).repeat(ranks)
         owner = owner.repeat_interleave(theirs, output_size=len(arrived))
         done = self._by_expert(arrived, owner, theirs.view(ranks, -1).sum(dim=0))
-        return exchange(done, self.group, sent, received)
+        return all_to_all(done, self.group, sent, received)
 
     def _by_expert(self, rows: Tensor, owner: Tensor, counts: Tensor) -> Tensor:
         """Rows through the expert that each belongs to, `counts` for each; results in the order of the rows."""
-        if fuses(rows):
-            places, counts = order_by_expert(owner[:, None], len(counts))
-            return collect(self.experts(spread(rows, places, len(rows)), counts), places)
+        if has_fused_kernels(rows):
+            places, counts = sort_by_expert(owner[:, None], len(counts))
+            return combine(self.experts(dispatch(rows, places, len(rows)), counts), places)
         order = owner.argsort(stable=True)
         done = self.experts(rows.index_select(0, order), counts)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=rows.device))
@@ -102,16 +109,16 @@ def apply_expert(model: Transformer, mesh: Mesh, expert_tensor: bool, seq_len: i
     """Deal the experts out, and make routers count whole sequences."""
     for block in model.layers.values():
         assert isinstance(block, Block)
-        mixture = block.ffn
-        if not isinstance(mixture, Mixture):
+        moe = block.ffn
+        if not isinstance(moe, MoE):
             continue
         if mesh.group("sequence") is not None:
-            mixture.router.__class__ = SplitRouter
-            assert isinstance(mixture.router, SplitRouter)
-            mixture.router.sequence = mesh.group("sequence")
+            moe.router.__class__ = SequenceParallelRouter
+            assert isinstance(moe.router, SequenceParallelRouter)
+            moe.router.sequence = mesh.group("sequence")
             ranks = mesh.size("context")
-            mixture.router.places = torch.cat([zigzag(seq_len, ranks, rank) for rank in range(ranks)])
-        mixture.__class__ = SplitMixture
-        assert isinstance(mixture, SplitMixture)
-        mixture.group = mesh.group("expert")
-        mixture.tensor = mesh.group("tensor") if expert_tensor else None
+            moe.router.places = torch.cat([zigzag(seq_len, ranks, rank) for rank in range(ranks)])
+        moe.__class__ = ExpertParallelMoE
+        assert isinstance(moe, ExpertParallelMoE)
+        moe.group = mesh.group("expert")
+        moe.tensor = mesh.group("tensor") if expert_tensor else None

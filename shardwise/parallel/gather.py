@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.parallel.gradients import Held
+from shardwise.parallel.gradients import LocalParameter
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.split import Split, bounds, part
 
@@ -28,7 +28,7 @@ def _place(mesh: Mesh) -> dict[str, tuple[int, int]]:
     return {axis: (mesh.size(axis), mesh.index(axis)) for axis in ("tensor", "expert")}
 
 
-def cut_shape(held: Held, cut: tuple[Split, ...], mesh: Mesh) -> list[int]:
+def cut_shape(held: LocalParameter, cut: tuple[Split, ...], mesh: Mesh) -> list[int]:
     """The shape of a parameter after some of its cuts, before sharding."""
     shape = list(held.whole)
     for split in cut:
@@ -37,7 +37,7 @@ def cut_shape(held: Held, cut: tuple[Split, ...], mesh: Mesh) -> list[int]:
     return shape
 
 
-def unsharded(x: Tensor, held: Held, mesh: Mesh) -> Tensor:
+def unsharded(x: Tensor, held: LocalParameter, mesh: Mesh) -> Tensor:
     """This rank's shard of something shaped like the parameter, with the other ranks' shards."""
     if held.shard is None:
         return x
@@ -45,7 +45,7 @@ def unsharded(x: Tensor, held: Held, mesh: Mesh) -> Tensor:
     return _join(x, cut_shape(held, held.cut, mesh)[dim], dim, mesh, held.shard.axis)
 
 
-def resharded(x: Tensor, held: Held, mesh: Mesh) -> Tensor:
+def resharded(x: Tensor, held: LocalParameter, mesh: Mesh) -> Tensor:
     """This rank's shard, as `fully_shard` lays it out."""
     if held.shard is None:
         return x
@@ -54,7 +54,7 @@ def resharded(x: Tensor, held: Held, mesh: Mesh) -> Tensor:
     return x.narrow(dim, start, stop - start)
 
 
-def whole_matrix(x: Tensor, held: Held, mesh: Mesh) -> Tensor:
+def whole_matrix(x: Tensor, held: LocalParameter, mesh: Mesh) -> Tensor:
     """Whole matrices from parts: everything joined but different experts, which are different matrices."""
     x = unsharded(x, held, mesh)
     for split in held.cut:
@@ -63,7 +63,7 @@ def whole_matrix(x: Tensor, held: Held, mesh: Mesh) -> Tensor:
     return x
 
 
-def part_of(x: Tensor, held: Held, mesh: Mesh) -> Tensor:
+def part_of(x: Tensor, held: LocalParameter, mesh: Mesh) -> Tensor:
     """The inverse of `whole_matrix`."""
     cut = tuple(split for split in held.cut if split.axis != "expert")
     return resharded(part(x, cut, _place(mesh)), held, mesh)

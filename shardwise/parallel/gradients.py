@@ -3,7 +3,7 @@ take the norm over everything exactly once, scale.
 
 Traffic a step and rank: over t tensor ranks one all-reduce, 2(t-1)/t of the gradients of what is not cut (norms, routers,
 keys and values of fewer heads than ranks, experts without expert tensor parallelism), of its shard where shared; one of the
-embedding's gradient between the first and last stage where it is tied. The norm is a share of each rank (`squares`), which the
+embedding's gradient between the first and last stage where it is tied. The norm is a share of each rank (`squared_norm`), which the
 step adds over all ranks: four float64 numbers, the count of tokens and the wish to stop ahead of the passes, then the norm's
 share and the loss.
 """
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.model.working import Working
+from shardwise.model.compute_copy import ComputeCopy
 from shardwise.parallel.collectives import Group
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.split import Split
@@ -31,7 +31,7 @@ def local(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalParameter:
     """A parameter as this rank holds it: its name in the whole model, its shape there, and over which axes it is cut."""
 
     name: str
@@ -40,12 +40,12 @@ class Held:
     cut: tuple[Split, ...]
     shard: Split | None  # of what those leave, over "zero" or "expert_shard"; None when every rank holds all of it
     copy_of_other_stage: bool = False
-    working: Working | None = None  # what the products use in its place
+    compute_copy: ComputeCopy | None = None  # what the products use in its place
 
     @property
     def leaf(self) -> Tensor:
         """Where the gradient arrives."""
-        return self.parameter if self.working is None else self.working.tensor
+        return self.parameter if self.compute_copy is None else self.compute_copy.tensor
 
     @property
     def grad(self) -> Tensor | None:
@@ -80,7 +80,7 @@ def _all_reduce_together(tensors: list[Tensor], group: Group) -> None:
             t.copy_(piece.view_as(t))
 
 
-def add_partial(held: Iterable[Held], mesh: Mesh, tied: Group) -> None:
+def reduce_partial_gradients(held: Iterable[LocalParameter], mesh: Mesh, tied: Group) -> None:
     """Bring together the gradients that several ranks hold parts of, beyond what data parallelism has added."""
     held = list(held)
     if mesh.group("tensor") is not None:
@@ -95,7 +95,7 @@ def add_partial(held: Iterable[Held], mesh: Mesh, tied: Group) -> None:
 
 
 @torch.no_grad()
-def squares(held: Iterable[Held], mesh: Mesh, device: torch.device) -> Tensor:
+def squared_norm(held: Iterable[LocalParameter], mesh: Mesh, device: torch.device) -> Tensor:
     """This rank's share of the squared norm of the whole model's gradient: added over all ranks, each number counts once."""
     by_copies: dict[int, list[Tensor]] = {}
     for h in held:
@@ -112,7 +112,7 @@ def squares(held: Iterable[Held], mesh: Mesh, device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def multiply(gradients: Iterable[Tensor | None], factor: Tensor) -> None:
+def scale_gradients(gradients: Iterable[Tensor | None], factor: Tensor) -> None:
     """All gradients times one number."""
     some = [g for g in gradients if g is not None and g.numel()]
     if some:

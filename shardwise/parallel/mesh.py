@@ -35,9 +35,9 @@ class Mesh:
         if here != layout.world:
             raise RuntimeError(f"the layout needs {layout.world} ranks, and {here} are here")
         self._ranks = np.arange(layout.world).reshape([getattr(layout, axis) for axis in ORDER])
-        spread = layout.shard * layout.context // layout.expert
+        dispatch = layout.shard * layout.context // layout.expert
         self._expert_ranks = self._ranks.reshape(
-            layout.pipeline, layout.replicate, spread, layout.expert, layout.tensor
+            layout.pipeline, layout.replicate, dispatch, layout.expert, layout.tensor
         )
         self._groups: dict[str, dist.ProcessGroup | None] = {}
         self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
@@ -91,9 +91,9 @@ class Mesh:
             groups = [self._groups[name] or self._alone() for name in names]
             sizes = [self.size(name) for name in names]
             ranks = self._expert_ranks if axis == "expert_shard" else self._ranks
-            spread = ranks.reshape(self.layout.pipeline, self.layout.replicate, self.size(axis), -1)
-            place = np.argwhere(spread == self.rank)[0]
-            members = spread[place[0], :, :, place[3]].reshape(sizes)
+            dispatch = ranks.reshape(self.layout.pipeline, self.layout.replicate, self.size(axis), -1)
+            place = np.argwhere(dispatch == self.rank)[0]
+            members = dispatch[place[0], :, :, place[3]].reshape(sizes)
             self._meshes[names] = DeviceMesh.from_group(
                 groups if len(groups) > 1 else groups[0], self.device_type, members.tolist(), mesh_dim_names=names
             )

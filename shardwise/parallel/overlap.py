@@ -49,7 +49,7 @@ def _scatter_async(x: Tensor, group: Group) -> tuple[Tensor, Any]:
     return out, dist.reduce_scatter_tensor(out, x.flatten(0, 1), group=group, async_op=True)
 
 
-class _GatherProduct(torch.autograd.Function):
+class _AllGatherGemm(torch.autograd.Function):
     """A gathered sequence, and its product with one matrix computed while it arrives."""
 
     @staticmethod
@@ -76,7 +76,7 @@ class _GatherProduct(torch.autograd.Function):
         return scattered, weight_grad, None
 
 
-class ProductScatter(torch.autograd.Function):
+class GemmReduceScatter(torch.autograd.Function):
     """A product whose partial sums are added over ranks piece by piece, while the next piece is computed."""
 
     @staticmethod
@@ -107,7 +107,7 @@ class ProductScatter(torch.autograd.Function):
         return x_grad, whole.flatten(0, 1).mT @ x.flatten(0, 1), None
 
 
-class ReadyLinear(Linear):
+class GatheredLinear(Linear):
     """The first matrix behind a gather: its product was computed while the sequence arrived."""
 
     ready: Tensor | None = None
@@ -118,13 +118,13 @@ class ReadyLinear(Linear):
         return out if self.bias is None else out + self.bias.to(x.dtype)
 
 
-def gather_into(first: Linear, group: Group) -> Any:
+def all_gather_into_gemm(first: Linear, group: Group) -> Any:
     """A hook that gathers a module's input and multiplies it by the module's first matrix as it arrives."""
-    first.__class__ = ReadyLinear
-    assert isinstance(first, ReadyLinear)
+    first.__class__ = GatheredLinear
+    assert isinstance(first, GatheredLinear)
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        whole, first.ready = _GatherProduct.apply(args[0], first.weight.to(args[0].dtype), group)
+        whole, first.ready = _AllGatherGemm.apply(args[0], first.weight.to(args[0].dtype), group)
         return (whole, *args[1:])
 
     return hook

@@ -21,86 +21,86 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.model.layers import Linear, Product
+from shardwise.model.layers import Gemm, Linear
+from shardwise.parallel.fp8_all_gather import Scales
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.narrow import Scales
-from shardwise.parallel.shard import reduce_now
+from shardwise.parallel.shard import reduce_deferred_gradients
 from shardwise.schedules import Action, Message, Schedule, message_of, transfers
 
 Microbatch = dict[str, Tensor | None]
 
 
-class PutOff(NamedTuple):
+class DeferredGradient(NamedTuple):
     """A weight's gradient to be computed later, of the matrix of that name in the stage: how, and from what."""
 
     name: str
     weight: Tensor
-    product: Product
+    gemm: Gemm
     kept: tuple[Tensor, ...]
 
 
-class WeightGradients:
+class DeferredGradients:
     """Weight gradients put off during a backward pass for the input, to be computed by a later action."""
 
     def __init__(self) -> None:
-        self.put_off: list[PutOff] = []
+        self.deferred: list[DeferredGradient] = []
 
-    def take(self) -> list[PutOff]:
+    def take(self) -> list[DeferredGradient]:
         """What has been put off since the last call."""
-        taken, self.put_off = self.put_off, []
+        taken, self.deferred = self.deferred, []
         return taken
 
 
-class _InputFirst(torch.autograd.Function):
+class _SplitBackward(torch.autograd.Function):
     """A product whose backward pass gives the input's gradient now and puts the weight's off."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, product: Product, store: WeightGradients, name: str) -> Tensor:
-        out, kept = product.forward(x, weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, gemm: Gemm, store: DeferredGradients, name: str) -> Tensor:
+        out, kept = gemm.forward(x, weight)
         ctx.save_for_backward(*kept)
-        ctx.weight, ctx.product, ctx.store, ctx.matrix = weight, product, store, name
+        ctx.weight, ctx.gemm, ctx.store, ctx.matrix = weight, gemm, store, name
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        grad, kept = ctx.product.for_input(grads[0], ctx.saved_tensors)
+        grad, kept = ctx.gemm.grad_input(grads[0], ctx.saved_tensors)
         # Detached, since its history would keep the stage's input alive until the weights' turn.
-        ctx.store.put_off.append(PutOff(ctx.matrix, ctx.weight, ctx.product, tuple(t.detach() for t in kept)))
+        ctx.store.deferred.append(DeferredGradient(ctx.matrix, ctx.weight, ctx.gemm, tuple(t.detach() for t in kept)))
         return grad, None, None, None, None
 
 
-class InputFirst(Product):
+class SplitBackwardGemm(Gemm):
     """Another product, but for its order: the weight's gradient is put off."""
 
-    def __init__(self, product: Product, store: WeightGradients, name: str) -> None:
-        self.product, self.store, self.name = product, store, name
+    def __init__(self, gemm: Gemm, store: DeferredGradients, name: str) -> None:
+        self.gemm, self.store, self.name = gemm, store, name
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        out = _InputFirst.apply(x, weight, self.product.suited(x, weight), self.store, self.name)
+        out = _SplitBackward.apply(x, weight, self.gemm.select(x, weight), self.store, self.name)
         return out if bias is None else out + bias.to(x.dtype)
 
 
-def put_off_weights(model: nn.Module) -> WeightGradients:
+def split_backward(model: nn.Module) -> DeferredGradients:
     """Make the matrices of a stage put their weights' gradients off."""
-    store = WeightGradients()
+    store = DeferredGradients()
     for name, module in model.named_modules():
         if isinstance(module, Linear):
-            module.product = InputFirst(module.product, store, name)
+            module.gemm = SplitBackwardGemm(module.gemm, store, name)
     return store
 
 
-def compute_put_off(taken: list[PutOff]) -> None:
+def compute_deferred(taken: list[DeferredGradient]) -> None:
     """The weights' part of a backward pass."""
     for each in taken:
-        compute_weight(each)
+        compute_weight_gradient(each)
 
 
-def compute_weight(put_off: PutOff) -> None:
+def compute_weight_gradient(deferred: DeferredGradient) -> None:
     """One weight's gradient."""
-    torch.autograd.backward(put_off.weight, put_off.product.for_weight(put_off.kept, put_off.weight.dtype))
+    torch.autograd.backward(deferred.weight, deferred.gemm.grad_weight(deferred.kept, deferred.weight.dtype))
 
 
-class Mail:
+class P2PChannel:
     """What this rank exchanges with the other ranks of its pipeline during one step."""
 
     def __init__(self, schedule: Schedule, mesh: Mesh, like: Tensor) -> None:
@@ -150,10 +150,10 @@ class Stage:
 
     module: nn.Module
     model: nn.Module
-    split: WeightGradients | None = None
+    split: DeferredGradients | None = None
     inputs: dict[int, Tensor] = field(default_factory=dict)
     roots: dict[int, list[Tensor]] = field(default_factory=dict)
-    put_off: dict[int, list[PutOff]] = field(default_factory=dict)
+    deferred: dict[int, list[DeferredGradient]] = field(default_factory=dict)
 
 
 class Pipeline:
@@ -185,7 +185,7 @@ class Pipeline:
         self.microbatches, self.weights = microbatches, weights
         self.scales.update()
         schedule = self.schedule if weights is not None else self.forward_only
-        self.mail = Mail(schedule, self.mesh, like)
+        self.channel = P2PChannel(schedule, self.mesh, like)
         self.local: dict[Message, Tensor] = {}
         self.executed, self.times = [], []
         actions = schedule.ranks[self.mesh.index("pipeline")]
@@ -196,18 +196,18 @@ class Pipeline:
             self._execute(action, last=not remaining[action.stage, action.kind])
             self.executed.append(action)
             self.times.append((start, time.perf_counter()))
-        self.mail.close()
+        self.channel.close()
         if weights is not None:
             for stage in self.stages.values():
                 if stage.split is not None:
-                    reduce_now(stage.model)
+                    reduce_deferred_gradients(stage.model)
         return self.loss
 
     def _execute(self, action: Action, last: bool) -> None:
         if action.kind == "F":
             self._forward(action)
         elif action.kind == "W":
-            compute_put_off(self.stages[action.stage].put_off.pop(action.microbatch))
+            compute_deferred(self.stages[action.stage].deferred.pop(action.microbatch))
         else:
             self._backward(action, last)
 
@@ -242,7 +242,7 @@ class Pipeline:
         grad = None if ends else self._get(Message("gradient", action.stage + 1, action.microbatch))
         roots = stage.roots.pop(action.microbatch)
         if isinstance(stage.model, FSDPModule):
-            # Without gradient sync a stage's gradients stay whole until the last microbatch (or until `reduce_now`).
+            # Without gradient sync a stage's gradients stay whole until the last microbatch (or until `reduce_deferred_gradients`).
             stage.model.set_requires_gradient_sync(stage.split is None and (self.sync_every or last))
             stage.model.set_is_last_backward(stage.split is None and last)
             # Copies are added up once a step, and only shared parameters are let go between microbatches.
@@ -254,9 +254,9 @@ class Pipeline:
         if stage.split is not None:
             taken = stage.split.take()
             if action.kind == "I":
-                stage.put_off[action.microbatch] = taken
+                stage.deferred[action.microbatch] = taken
             else:
-                compute_put_off(taken)
+                compute_deferred(taken)
         if x.grad is not None:
             self._put(action, x.grad)
 
@@ -269,7 +269,7 @@ class Pipeline:
     def _put(self, action: Action, x: Tensor) -> None:
         sent = message_of(action, self.schedule.placement)
         if sent is not None:
-            self.mail.send(x, sent[0])
+            self.channel.send(x, sent[0])
             return
         kind, receiver = ("activation", action.stage + 1) if action.kind == "F" else ("gradient", action.stage - 1)
         if 0 <= receiver < self.schedule.stages:
@@ -279,7 +279,7 @@ class Pipeline:
         if message in self.local:
             return self.local.pop(message)
         sender = self.schedule.placement[message.stage]
-        self.waiting = (message, self.mail.ranks[sender])
-        arrived = self.mail.receive(message, sender)
+        self.waiting = (message, self.channel.ranks[sender])
+        arrived = self.channel.receive(message, sender)
         self.waiting = None
         return arrived

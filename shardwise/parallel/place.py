@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.parallel.gradients import Held
+from shardwise.parallel.gradients import LocalParameter
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.split import bounds
 
@@ -20,7 +20,7 @@ class Box:
     size: tuple[int, ...]
 
 
-def box(held: Held, mesh: Mesh) -> Box:
+def box(held: LocalParameter, mesh: Mesh) -> Box:
     """The part of the parameter that this rank holds."""
     offset, size = [0] * len(held.whole), list(held.whole)
     for split in held.cuts:
@@ -30,10 +30,10 @@ def box(held: Held, mesh: Mesh) -> Box:
     return Box(tuple(offset), tuple(size))
 
 
-def copy_place(held: Held, mesh: Mesh) -> tuple[int, int]:
+def copy_place(held: LocalParameter, mesh: Mesh) -> tuple[int, int]:
     """(copies, which): how many ranks hold this very piece, and the number of this one among them."""
-    spread = ("expert_shard", "expert") if ".experts." in held.name else ("zero",)
-    return _count(mesh, [axis for axis in ("replicate", *spread, "tensor") if axis not in held.axes])
+    dispatch = ("expert_shard", "expert") if ".experts." in held.name else ("zero",)
+    return _count(mesh, [axis for axis in ("replicate", *dispatch, "tensor") if axis not in held.axes])
 
 
 def stage_place(mesh: Mesh) -> tuple[int, int]:
@@ -41,7 +41,7 @@ def stage_place(mesh: Mesh) -> tuple[int, int]:
     return _count(mesh, ["replicate", "zero", "tensor"])
 
 
-def leads(held: Held, mesh: Mesh) -> bool:
+def leads(held: LocalParameter, mesh: Mesh) -> bool:
     """True on the ranks that hold the first piece of the parameter."""
     return all(mesh.index(axis) == 0 for axis in held.axes)
 

@@ -19,10 +19,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.model.attention import GroupedAttention, LatentAttention
-from shardwise.model.experts import Router
 from shardwise.model.layers import Norm
+from shardwise.model.moe import Router
 from shardwise.model.transformer import Block, Transformer
-from shardwise.plan.place import Place
+from shardwise.plan.trainer.rank import Place
 from shardwise.run import Run
 
 

@@ -28,23 +28,23 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.model.experts import Mixture
+from shardwise.model.moe import MoE
 from shardwise.model.transformer import Block, Transformer
 from shardwise.parallel.collectives import Group
+from shardwise.parallel.fp8_all_gather import Scales, enable_fp8_all_gather
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.narrow import Scales, gather_in_eight_bits
 from shardwise.run import Run
-from shardwise.run.derive import shared_along
+from shardwise.run.derive import shard_dim
 
 
-def uses_copies_alone(mesh: Mesh) -> bool:
+def uses_ddp(mesh: Mesh) -> bool:
     """True when ranks differ in nothing but the samples they see: then plain DistributedDataParallel is used."""
     return mesh.size("replicate") == mesh.layout.world > 1 and not mesh.layout.offload
 
 
 def _needed(mesh: Mesh, axis: str) -> bool:
-    spread = mesh.size(axis) > 1 or mesh.size("replicate") > 1
-    return not uses_copies_alone(mesh) and (spread or mesh.layout.offload)
+    dispatch = mesh.size(axis) > 1 or mesh.size("replicate") > 1
+    return not uses_ddp(mesh) and (dispatch or mesh.layout.offload)
 
 
 class Sharder:
@@ -67,19 +67,19 @@ class Sharder:
     def block(self, block: Block) -> None:
         """Share one block's parameters, its experts over their own ranks."""
         experts = set()
-        if isinstance(block.ffn, Mixture):
+        if isinstance(block.ffn, MoE):
             experts = set(block.ffn.experts.parameters())
             if _needed(self.mesh, "expert_shard"):
                 self._shard(block.ffn.experts, "expert_shard")
         if _needed(self.mesh, "zero"):
             self._shard(block, "zero", experts)
-            gather_in_eight_bits(block, self.run, self.scales, self.mesh.size("zero"))
+            enable_fp8_all_gather(block, self.run, self.scales, self.mesh.size("zero"))
 
     def root(self, model: Transformer) -> None:
         """Share what stands outside of the blocks, and settle what is gathered ahead."""
         if not _needed(self.mesh, "zero"):
             return
-        experts = {p for m in model.modules() if isinstance(m, Mixture) for p in m.experts.parameters()}
+        experts = {p for m in model.modules() if isinstance(m, MoE) for p in m.experts.parameters()}
         # The backward pass begins with the head: without a pipeline, what is let go would be fetched back at once.
         self._shard(model, "zero", experts, keep=self.run.layout.pipeline == 1)
         blocks: list[FSDPModule] = [block for block in model.layers.values() if isinstance(block, FSDPModule)]
@@ -108,7 +108,7 @@ class Sharder:
 
     def _along(self, experts: nn.Parameter) -> Shard:
         """How the matrices of experts are cut."""
-        return Shard(shared_along(experts.shape, self.mesh.size("expert_shard")))
+        return Shard(shard_dim(experts.shape, self.mesh.size("expert_shard")))
 
 
 def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
@@ -116,7 +116,7 @@ def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
     return (m for m in model.modules() if isinstance(m, FSDPModule))
 
 
-def wrap_copies(model: nn.Module, mesh: Mesh, reduce_dtype: torch.dtype | None) -> DistributedDataParallel:
+def wrap_ddp(model: nn.Module, mesh: Mesh, reduce_dtype: torch.dtype | None) -> DistributedDataParallel:
     """Plain data parallelism; gradients are added in their own dtype unless another is given."""
     with warnings.catch_warnings():
         # PyTorch 2.13 has a new name for `broadcast_buffers`, which older versions do not know.
@@ -138,7 +138,7 @@ def _add_in(dtype: torch.dtype, group: Group, bucket: Any) -> torch.futures.Futu
     return work.get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
-def reduce_now(model: nn.Module) -> None:
+def reduce_deferred_gradients(model: nn.Module) -> None:
     """Scatter the gradients that backward passes have gathered up unreduced.
 
     Backward passes split into input and weight parts finish a weight's gradient outside of the passes that `fully_shard`

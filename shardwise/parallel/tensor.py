@@ -21,43 +21,43 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.model.attention import GroupedAttention, LatentAttention
-from shardwise.model.experts import Mixture
 from shardwise.model.layers import FeedForward, Linear, at_least_float32
+from shardwise.model.moe import MoE
 from shardwise.model.transformer import Block, Transformer
-from shardwise.parallel.collectives import Group, gather_sequence, scatter_sum
+from shardwise.parallel.collectives import Group, all_gather_sequence, reduce_scatter_sequence
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.overlap import ProductScatter, first_matrix, gather_into
+from shardwise.parallel.overlap import GemmReduceScatter, all_gather_into_gemm, first_matrix
 from shardwise.parallel.split import bounds
 
 
-class RowLinear(Linear):
+class RowParallelLinear(Linear):
     """A matrix cut by rows: products are partial sums, added over ranks and scattered along the sequence."""
 
     group: Group = None
 
     def forward(self, x: Tensor) -> Tensor:
-        out = scatter_sum(self.product(x, self.weight, None), self.group)
+        out = reduce_scatter_sequence(self.gemm(x, self.weight, None), self.group)
         return out if self.bias is None else out + self.bias.to(x.dtype)
 
 
-class OverlappedRowLinear(RowLinear):
+class OverlappedRowParallelLinear(RowParallelLinear):
     """The same, its sums scattered while it is still multiplied."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out = ProductScatter.apply(x, self.weight.to(x.dtype), self.group)
+        out = GemmReduceScatter.apply(x, self.weight.to(x.dtype), self.group)
         return out if self.bias is None else out + self.bias.to(x.dtype)
 
 
-class SomeHeads(Linear):
+class ReplicatedKVLinear(Linear):
     """Keys or values when there are fewer heads than ranks: the whole matrix is kept and one head's rows are used."""
 
     rows: slice = slice(None)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.product(x, self.weight[self.rows], self.bias[self.rows] if self.bias is not None else None)
+        return self.gemm(x, self.weight[self.rows], self.bias[self.rows] if self.bias is not None else None)
 
 
-class VocabularyEmbedding(nn.Embedding):
+class VocabParallelEmbedding(nn.Embedding):
     """An embedding cut by vocabulary: each rank looks up what it has, and the sum is scattered along the sequence."""
 
     group: Group = None
@@ -67,10 +67,10 @@ class VocabularyEmbedding(nn.Embedding):
         local = tokens - self.start
         known = (local >= 0) & (local < self.weight.shape[0])
         found = F.embedding(local * known, self.weight) if self.weight.shape[0] else self.weight.new_zeros(1)
-        return scatter_sum(torch.where(known[..., None], found, 0), self.group)
+        return reduce_scatter_sequence(torch.where(known[..., None], found, 0), self.group)
 
 
-class _VocabularyCrossEntropy(torch.autograd.Function):
+class _VocabParallelCrossEntropyFunction(torch.autograd.Function):
     """Summed cross-entropy of logits cut by vocabulary, without gathering them."""
 
     @staticmethod
@@ -105,7 +105,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         return grad * (counted[..., None] * grads[0]), None, None, None
 
 
-class VocabularyLoss(nn.Module):
+class VocabParallelCrossEntropy(nn.Module):
     """Head and loss over a vocabulary cut over ranks; the input is a piece of the sequence."""
 
     def __init__(self, group: Group, start: int) -> None:
@@ -114,9 +114,9 @@ class VocabularyLoss(nn.Module):
         self.start = start
 
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        x = gather_sequence(x, self.group)
+        x = all_gather_sequence(x, self.group)
         logits = at_least_float32(F.linear(x, weight.to(x.dtype)))
-        return _VocabularyCrossEntropy.apply(logits, targets, self.start, self.group)
+        return _VocabParallelCrossEntropyFunction.apply(logits, targets, self.start, self.group)
 
 
 def local_sequence(x: Tensor, mesh: Mesh) -> Tensor:
@@ -126,7 +126,7 @@ def local_sequence(x: Tensor, mesh: Mesh) -> Tensor:
 
 def _gather_input(group: Group) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (gather_sequence(args[0], group), *args[1:])
+        return (all_gather_sequence(args[0], group), *args[1:])
 
     return hook
 
@@ -134,9 +134,9 @@ def _gather_input(group: Group) -> Any:
 def _cut(module: nn.Module, last: Linear, group: Group, overlap: bool) -> None:
     """Gather a part's input and scatter its output; its matrices in between are columns, then rows."""
     first = first_matrix(module) if overlap else None
-    module.register_forward_pre_hook(_gather_input(group) if first is None else gather_into(first, group))
-    last.__class__ = OverlappedRowLinear if overlap else RowLinear
-    assert isinstance(last, RowLinear)
+    module.register_forward_pre_hook(_gather_input(group) if first is None else all_gather_into_gemm(first, group))
+    last.__class__ = OverlappedRowParallelLinear if overlap else RowParallelLinear
+    assert isinstance(last, RowParallelLinear)
     last.group = group
 
 
@@ -147,8 +147,8 @@ def _cut_attention(attention: nn.Module, model: Transformer, mesh: Mesh) -> None
     if isinstance(attention, GroupedAttention) and config.kv_heads < ranks:
         head = mesh.index("tensor") * config.kv_heads // ranks
         for module in (attention.k, attention.v):
-            module.__class__ = SomeHeads
-            assert isinstance(module, SomeHeads)
+            module.__class__ = ReplicatedKVLinear
+            assert isinstance(module, ReplicatedKVLinear)
             module.rows = slice(head * config.head_dim, (head + 1) * config.head_dim)
 
 
@@ -159,16 +159,16 @@ def apply_tensor(model: Transformer, mesh: Mesh) -> None:
         return
     start, _ = bounds(model.config.vocab, mesh.size("tensor"), mesh.index("tensor"))
     if model.embed is not None:
-        model.embed.__class__ = VocabularyEmbedding
-        assert isinstance(model.embed, VocabularyEmbedding)
+        model.embed.__class__ = VocabParallelEmbedding
+        assert isinstance(model.embed, VocabParallelEmbedding)
         model.embed.group, model.embed.start = group, start
     if model.positions is not None:
         model.positions.register_forward_pre_hook(lambda _, args: (local_sequence(args[0], mesh),))
-    model.loss = VocabularyLoss(group, start)
+    model.loss = VocabParallelCrossEntropy(group, start)
     for block in model.layers.values():
         assert isinstance(block, Block)
         _cut_attention(block.attention, model, mesh)
         if isinstance(block.ffn, FeedForward):
             _cut(block.ffn, block.ffn.down, group, mesh.layout.async_tensor)
-        elif isinstance(block.ffn, Mixture) and block.ffn.shared is not None:
+        elif isinstance(block.ffn, MoE) and block.ffn.shared is not None:
             _cut(block.ffn.shared, block.ffn.shared.down, group, mesh.layout.async_tensor)

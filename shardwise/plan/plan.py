@@ -9,19 +9,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwise.ledger import Account, Memory, as_dict
-from shardwise.plan import held, muon
-from shardwise.plan.account import work
-from shardwise.plan.constants import fitted, groups_of
-from shardwise.plan.goodput import JobCost, data_stall, job_cost
-from shardwise.plan.job import Job, job_of
-from shardwise.plan.layer_memory import layer_activations
-from shardwise.plan.memory import GIB, memory
-from shardwise.plan.operations import embedding, head, layer
-from shardwise.plan.place import Place
-from shardwise.plan.prediction import interval
-from shardwise.plan.step import Step, layers_by_stage, prepare, step_time
-from shardwise.plan.traffic import first_ranks, traffic
-from shardwise.plan.work import CONVENTION, parameters, training_flops
+from shardwise.plan.cost.constants import fitted, groups_of
+from shardwise.plan.cost.flops import CONVENTION, parameters, training_flops
+from shardwise.plan.cost.job import Job, job_of
+from shardwise.plan.cost.layer_memory import layer_activations
+from shardwise.plan.cost.memory import GIB, memory
+from shardwise.plan.cost.operations import embedding, head, layer
+from shardwise.plan.published.prediction import interval
+from shardwise.plan.time.goodput import JobCost, data_stall, job_cost
+from shardwise.plan.time.step import Step, layers_by_stage, prepare, step_time
+from shardwise.plan.trainer import muon, state
+from shardwise.plan.trainer.rank import Place
+from shardwise.plan.trainer.traffic import first_ranks, traffic
+from shardwise.plan.trainer.work import work
 from shardwise.run import AXES, LayoutConfig, Run
 from shardwise.run.derive import chunks_loss, compiles, planned_on_gpu
 
@@ -159,16 +159,16 @@ def memory_of(run: Run, job: Job) -> Memory:
 def exact(space: Memory, run: Run, job: Job) -> Memory:
     """The memory of this project's trainer, by the formulas that are held against its own count; what those do not know
     stays as it was estimated."""
-    if job.stack.family != "shardwise" or not held.known(replace(run, train=replace(run.train, compile=False))):
+    if job.stack.family != "shardwise" or not state.known(replace(run, train=replace(run.train, compile=False))):
         return space
     ranks, known = [], dict[tuple[object, ...], _Alike]()
     for estimated, rank in zip(space.ranks, first_ranks(run), strict=True):
         place = Place(run, rank)
-        kind = held.alike(place)
+        kind = state.alike(place)
         if kind not in known:  # of the many ranks of a long pipeline few differ in more than what is in flight
             known[kind] = _alike(place)
         same = known[kind]
-        owners = same.owners | {"activations": held.activations_at(place) * same.saved}
+        owners = same.owners | {"activations": state.activations_at(place) * same.saved}
         if run.layout.zero == 3 and run.layout.shard * run.layout.context > 1:  # besides, the layers of the moment
             owners["gathered"] += estimated["gathered"]
         owners["buffers"] = estimated["buffers"] + same.turned
@@ -197,11 +197,11 @@ class _Alike(NamedTuple):
 
 def _alike(place: Place) -> _Alike:
     run, rank = place.run, place.rank
-    owners = held.owners(place)
-    saved = 1.0 - held.compiled_away(run, rank) if compiles(run, gpu=planned_on_gpu(run)) else 1.0
+    owners = state.owners(place)
+    saved = 1.0 - state.compiled_away(run, rank) if compiles(run, gpu=planned_on_gpu(run)) else 1.0
     if owners["again"]:
-        owners["again"] += held.passing_gradients(run, rank)
-    late, turned = held.last_gradient(run, rank), held.turned_gradient(run, rank)
+        owners["again"] += state.passing_gradients(run, rank)
+    late, turned = state.last_gradient(run, rank), state.turned_gradient(run, rank)
     return _Alike(owners, saved, late, _kept_behind(place), turned, _updating(owners, place))
 
 
@@ -242,7 +242,7 @@ def _updating(owners: dict[str, float], place: Place) -> dict[str, float]:
     """The moment when the largest matrix is updated: what the passes held is gone. AdamW makes nothing then."""
     made = muon.held(place) if place.run.train.optimizer == "muon" else 0
     gone = dict.fromkeys(("activations", "logits", "gathered"), 0.0)
-    gradients = float(held.held(place.run, place.rank)["gradients"])
+    gradients = float(state.held(place.run, place.rank)["gradients"])
     return gone | {"gradients": gradients, "optimizer": owners["optimizer"] + made}
 
 

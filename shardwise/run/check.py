@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from shardwise.run.config import LayoutConfig, Run
-from shardwise.run.derive import REPEATS_PARTS, must_launch, tunes_products
+from shardwise.run.derive import REPEATS_PARTS, must_launch, tunes_gemms
 from shardwise.run.problems import nearest
 
 
@@ -232,7 +232,7 @@ def _layout_rules(run: Run) -> Iterator[Broken]:
     if train.cuda_graph is True and reason:
         others = ("train.dtype", "train.device", "layout.offload")
         yield Broken("train.cuda_graph", others, f"these steps can't be replayed: {reason}; use auto")
-    if train.tune_products is True and not tunes_products(run, gpu=train.device != "cpu"):
+    if train.tune_products is True and not tunes_gemms(run, gpu=train.device != "cpu"):
         why = "finds algorithms for one GPU that computes in 16 bits; use auto"
         yield Broken("train.tune_products", ("train.dtype", "train.device"), why)
     if (lay.recompute == "budget") != (lay.recompute_budget > 0):

@@ -65,7 +65,7 @@ def compiles(run: Run, *, gpu: bool) -> bool:
     return gpu and narrow and run.layout.world == 1 and run.layout.recompute not in REPEATS_PARTS
 
 
-def attends_within(run: Run, *, gpu: bool) -> bool:
+def uses_varlen_attention(run: Run, *, gpu: bool) -> bool:
     """Whether attention is told where documents begin and how wide the window is, and needs no mask."""
     model = run.model
     narrow = run.train.dtype in ("bfloat16", "float16")
@@ -73,7 +73,7 @@ def attends_within(run: Run, *, gpu: bool) -> bool:
     return gpu and narrow and fits and run.layout.context == 1
 
 
-def keeps_casts(run: Run, *, gpu: bool) -> bool:
+def keeps_compute_copies(run: Run, *, gpu: bool) -> bool:
     """Whether 16-bit copies of the layers' matrices are kept from step to step: on one GPU, where they would all stand until the
     backward pass in any case, and no gradient is added to another or looked at by itself."""
     train, layout = run.train, run.layout
@@ -83,7 +83,7 @@ def keeps_casts(run: Run, *, gpu: bool) -> bool:
     return gpu and alone and plain and once
 
 
-def tunes_products(run: Run, *, gpu: bool) -> bool:
+def tunes_gemms(run: Run, *, gpu: bool) -> bool:
     """Whether large matrix products are made by the algorithm that was fastest when it was tried."""
     narrow = run.train.dtype in ("bfloat16", "float16")
     return gpu and narrow and run.train.tune_products is not False and run.layout.world == 1
@@ -110,23 +110,23 @@ def replays(run: Run, *, gpu: bool) -> bool:
     return bool(run.train.cuda_graph) and not must_launch(run, gpu=gpu)
 
 
-EIGHT_BIT_SIDE = 16
+FP8_ALIGNMENT = 16
 """What the sides of a product in 8 bits must be multiples of."""
 
 
-def multiplies_in_eight_bits(run: Run, rows: int, columns: int) -> bool:
+def uses_fp8_gemm(run: Run, rows: int, columns: int) -> bool:
     """Whether a matrix of a layer, as a rank holds it, is multiplied in 8 bits."""
     tokens = run.train.microbatch * run.train.seq_len // run.layout.context
-    return run.train.fp8 != "none" and all(side and side % EIGHT_BIT_SIDE == 0 for side in (tokens, rows, columns))
+    return run.train.fp8 != "none" and all(side and side % FP8_ALIGNMENT == 0 for side in (tokens, rows, columns))
 
 
-def gathers_eight_bits(run: Run, rows: int, columns: int, ranks: int) -> bool:
+def uses_fp8_all_gather(run: Run, rows: int, columns: int, ranks: int) -> bool:
     """Whether the shards of such a matrix over so many ranks are gathered in 8 bits."""
     even = run.train.fp8 == "tensorwise" or rows % ranks == 0
-    return multiplies_in_eight_bits(run, rows, columns) and even and not run.layout.offload
+    return uses_fp8_gemm(run, rows, columns) and even and not run.layout.offload
 
 
-def shared_along(experts: Sequence[int], ranks: int) -> int:
+def shard_dim(experts: Sequence[int], ranks: int) -> int:
     """The dimension along which so many ranks share matrices [experts, rows, columns]: the first that they divide.
 
     Dealt out expert by expert, fewer experts than ranks would leave most ranks with nothing but padding. `fully_shard` pads the

@@ -80,13 +80,13 @@ def _counts(schedule: Schedule) -> Iterator[str]:
     times = Counter(action for actions in schedule.ranks for action in actions)
     for stage in range(schedule.stages):
         for microbatch in range(schedule.microbatches):
-            forward, whole, for_input, for_weight = (times[Action(kind, stage, microbatch)] for kind in KINDS)
+            forward, whole, grad_input, grad_weight = (times[Action(kind, stage, microbatch)] for kind in KINDS)
             if forward != 1:
                 yield f"F{stage}.{microbatch} is listed {_often(forward)}"
-            if (whole, for_input, for_weight) not in ((1, 0, 0), (0, 1, 1)):
+            if (whole, grad_input, grad_weight) not in ((1, 0, 0), (0, 1, 1)):
                 yield (
-                    f"microbatch {microbatch} of stage {stage} goes back with B {_often(whole)}, I {_often(for_input)} and "
-                    f"W {_often(for_weight)}: it needs either one B or one I and one W"
+                    f"microbatch {microbatch} of stage {stage} goes back with B {_often(whole)}, I {_often(grad_input)} and "
+                    f"W {_often(grad_weight)}: it needs either one B or one I and one W"
                 )
 
 

@@ -25,8 +25,8 @@ _ATTENTION = (
     "aten::_scaled_dot_product_fused_attention_overrideable",
 )  # fmt: skip
 _BACKWARD_OF_ATTENTION = 2.5
-_OWN_PRODUCTS = "shardwise::product"
-"""How this project's products by chosen algorithms begin (`model/products`)."""
+_OWN_GEMMS = ("shardwise::gemm", "shardwise::fp8_gemm", "shardwise::product")
+"""How this project's GEMMs with tuned algorithms begin (`model/gemm`); the last, in profiles of version 0.1."""
 
 
 def flops_of(name: str, shapes: list[Any], values: list[Any]) -> float:
@@ -62,7 +62,7 @@ def _flops(name: str, shapes: list[Any], values: list[Any]) -> float:
             # Once for the input's gradient and once for the weight's, where they are wanted; each as much as forward.
             wanted = values[-1].strip("[]").split(",")[:2] if values and "[" in str(values[-1]) else ["True", "True"]
             return sum(word.strip() == "True" for word in wanted) * _convolution(shapes[2], shapes[0])
-        case _ if name.startswith(_OWN_PRODUCTS):
+        case _ if name.startswith(_OWN_GEMMS):
             return _product(shapes)
         case _ if name in _ATTENTION:
             return _attention(*shapes[:3])
@@ -131,7 +131,7 @@ def event_flops(profile: Profile) -> tuple[Integers, NDArray[np.float64]]:
 
 def flops_counted(name: str) -> bool:
     """Whether operators of this name may be counted; spares looking at the shapes of all others."""
-    return name.startswith(_OWN_PRODUCTS) or (
+    return name.startswith(_OWN_GEMMS) or (
         name.startswith(("aten::", "mkldnn::"))
         and any(word in name for word in ("mm", "mv", "dot", "linear", "conv", "attention"))
     )

@@ -82,7 +82,7 @@ class PlainDisplay:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """A sentence that stays. Where nobody reads any more, or a log is full, the run goes on in silence."""
         if not self.heard:
             return
@@ -97,7 +97,7 @@ class PlainDisplay:
         now = time.monotonic()
         if now - self.last >= LINE_SECONDS or progress.step == progress.steps:
             self.last = now
-            self.say(progress.line())
+            self.log(progress.line())
 
 
 class LiveDisplay(PlainDisplay):
@@ -119,7 +119,7 @@ class LiveDisplay(PlainDisplay):
     def __exit__(self, *exception: Any) -> None:
         self.live.__exit__(*exception)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False)
 
     def show(self, progress: Progress) -> None:
@@ -144,7 +144,7 @@ class LiveDisplay(PlainDisplay):
 class QuietDisplay(PlainDisplay):
     """Nothing: one rank speaks for all."""
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         pass
 
 

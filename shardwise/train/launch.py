@@ -23,9 +23,9 @@ from typing import Any
 from shardwise.hardware.chips import chip_of_driver_name
 from shardwise.run import Problem, Run, UserError
 from shardwise.run.check import broken_rules
-from shardwise.train.watch.arrivals import remember_collectives
-from shardwise.train.watch.ranks import GRACE, MISTAKE, Ranks, environment_of, free_port
-from shardwise.train.watch.replan import fit, layout_overrides, layout_words
+from shardwise.train.faults.arrivals import remember_collectives
+from shardwise.train.faults.ranks import GRACE, MISTAKE, Ranks, environment_of, free_port
+from shardwise.train.faults.replan import fit, layout_overrides, layout_words
 
 ANSWER = 3
 """Exit code of a rank that ended well, and whose answer is no."""
@@ -175,8 +175,8 @@ def start_ranks(run: Run, out: Path, arguments: Sequence[str]) -> int:
     all ended well, 75 when told to stop, 2 for a user's mistake, 1 when it was given up."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
+    from shardwise.train.faults.agent import Agent
     from shardwise.train.saves.folder import complete, step_of
-    from shardwise.train.watch.agent import Agent
 
     ranks = Ranks(out / "logs")
     local = ranks_here(run)

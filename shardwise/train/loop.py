@@ -22,16 +22,16 @@ from shardwise.data.batches import Batch, Samples
 from shardwise.data.open import Data, open_data
 from shardwise.files import write_atomically
 from shardwise.parallel.mesh import Mesh
-from shardwise.plan.work import CONVENTION, parameters, training_flops
+from shardwise.plan.cost.flops import CONVENTION, parameters, training_flops
 from shardwise.run import AXES, Run, UserError, to_toml
-from shardwise.train import replay, saves, tune
+from shardwise.train import cuda_graph, saves, tune_gemms
 from shardwise.train.display import PlainDisplay, Progress, clock, make_display
+from shardwise.train.faults.guard import History
+from shardwise.train.faults.stop import Preempted
+from shardwise.train.faults.watch import RollBack, Watch
 from shardwise.train.metrics import Metrics
 from shardwise.train.speed import peak_flops, peak_memory
-from shardwise.train.step import StepResult, Trainee, choose_device
-from shardwise.train.watch.guard import History
-from shardwise.train.watch.stop import Preempted
-from shardwise.train.watch.watch import RollBack, Watch
+from shardwise.train.step import StepResult, TrainState, choose_device
 
 
 def check(run: Run, out: Path) -> None:
@@ -50,7 +50,7 @@ def train(run: Run, out: Path, watched: bool = False) -> None:
     mesh = Mesh(run.layout, choose_device(run.train.device).type)
     with (
         make_display(quiet=mesh.rank > 0) as display,
-        saves.held(run, out, mesh, display.say),
+        saves.held(run, out, mesh, display.log),
         Watch(run, out, mesh.rank, watched) as watch,
     ):
         excluded: list[int] = []
@@ -61,7 +61,7 @@ def train(run: Run, out: Path, watched: bool = False) -> None:
             except RollBack as bad:
                 watch.end()
                 excluded.append(bad.batch)
-                display.say(f"{bad}; going back to the last checkpoint, and on without batch {bad.batch}")
+                display.log(f"{bad}; going back to the last checkpoint, and on without batch {bad.batch}")
             gc.collect()  # a trainee and what replays its steps hold each other, and the next one needs their memory
 
 
@@ -69,28 +69,28 @@ def _attempt(
     run: Run, out: Path, data: Data, mesh: Mesh, watch: Watch, display: PlainDisplay, excluded: list[int]
 ) -> None:
     """From the newest checkpoint to the last step, leaving out the batches that earlier attempts found bad."""
-    trainee = Trainee(run, mesh)
-    resumed = saves.resume(trainee, out, data.fingerprint, display.say)
+    train_state = TrainState(run, mesh)
+    resumed = saves.resume(train_state, out, data.fingerprint, display.log)
     if resumed is None:
-        saves.begin(trainee, data.tokenizer, display.say)
+        saves.begin(train_state, data.tokenizer, display.log)
     else:
-        trainee.history = History(**resumed.more)
-    trainee.history.excluded = sorted({*trainee.history.excluded, *excluded})
-    _introduce(trainee, data, display, resumed is not None)
-    if trainee.step >= run.train.steps:
-        display.say(f"{out} is trained to step {trainee.step} already; raise train.steps to go on")
+        train_state.history = History(**resumed.more)
+    train_state.history.excluded = sorted({*train_state.history.excluded, *excluded})
+    _introduce(train_state, data, display, resumed is not None)
+    if train_state.step >= run.train.steps:
+        display.log(f"{out} is trained to step {train_state.step} already; raise train.steps to go on")
         return
     metrics = None
     if mesh.rank == 0:
         write_atomically(out / "run.toml", to_toml(run).encode())
-        metrics = Metrics(out, run, display.say, resumed_step=trainee.step)
+        metrics = Metrics(out, run, display.log, resumed_step=train_state.step)
         watch.event("repeat", steps=metrics.dropped_steps, seconds=metrics.dropped_seconds)
-    saver = saves.Saver(out, mesh, data.tokenizer, data.fingerprint, display.say)
-    watch.begin(trainee)
-    tune.attach(trainee, display.say)
-    replay.attach(trainee, display.say)
+    saver = saves.Saver(out, mesh, data.tokenizer, data.fingerprint, display.log)
+    watch.begin(train_state)
+    tune_gemms.attach(train_state, display.log)
+    cuda_graph.attach(train_state, display.log)
     try:
-        _steps(trainee, data, out, metrics, saver, display, watch)
+        _steps(train_state, data, out, metrics, saver, display, watch)
     except RollBack:
         saver.finish()
         raise
@@ -103,7 +103,7 @@ def _attempt(
 
 
 def _steps(
-    trainee: Trainee,
+    train_state: TrainState,
     data: Data,
     out: Path,
     metrics: Metrics | None,
@@ -111,21 +111,21 @@ def _steps(
     display: PlainDisplay,
     watch: Watch,
 ) -> None:
-    train = trainee.run.train
-    peak, peak_source = peak_flops(trainee.device, trainee.dtype)
-    flops = training_flops(trainee.run.model, train.seq_len) * trainee.run.batch_tokens
-    display.say(f"MFU: {CONVENTION}; of {peak_source}")
+    train = train_state.run.train
+    peak, peak_source = peak_flops(train_state.device, train_state.dtype)
+    flops = training_flops(train_state.run.model, train.seq_len) * train_state.run.batch_tokens
+    display.log(f"MFU: {CONVENTION}; of {peak_source}")
     began = time.perf_counter()
 
     def note(step: int, **values: Any) -> None:
         if metrics is not None:
             metrics.record(step=step, **values)
 
-    report = _Report(trainee, peak, flops, note, display, watch)
+    report = _Report(train_state, peak, flops, note, display, watch)
     stop = False
-    for batch in batches(data.train, trainee, train.steps):
+    for batch in batches(data.train, train_state, train.steps):
         report.take(watch.step(batch))
-        step, ending = trainee.step, trainee.step == train.steps
+        step, ending = train_state.step, train_state.step == train.steps
         compares = watch.stragglers.due(step)
         evaluates = bool(train.eval_every) and (ending or step % train.eval_every == 0)
         saves_now = ending or (bool(train.checkpoint_every) and step % train.checkpoint_every == 0)
@@ -137,40 +137,46 @@ def _steps(
             note(step, compute_seconds=compared.seconds, slowest=compared.slowest, slowest_ratio=compared.ratio)
         if evaluates and not stop:
             with watch.phase("evaluation", done="evaluated"):
-                eval_loss = trainee.evaluate(data.validation.take, _spread(data.validation.count, train.eval_sequences))
+                eval_loss = train_state.evaluate(
+                    data.validation.take, _spread(data.validation.count, train.eval_sequences)
+                )
             note(step, eval_loss=eval_loss)
-            display.say(f"step {step}: validation loss {eval_loss:.4f}")
+            display.log(f"step {step}: validation loss {eval_loss:.4f}")
         if saves_now or stop:
             with watch.phase("saving", done="saved"):
-                saver.save(trainee, asdict(trainee.history))
+                saver.save(train_state, asdict(train_state.history))
         if stop and not ending:
             break
         report.go_on()
     with watch.phase("saving", done="saved"):
         problem = saver.finish()
-        for again in range(train.restarts if trainee.step == train.steps else 0):
+        for again in range(train.restarts if train_state.step == train.steps else 0):
             if not problem:
                 break
             wait = train.restart_wait * 2**again
-            display.say(f"the end of the run is not saved; trying again in {wait:g} s")
+            display.log(f"the end of the run is not saved; trying again in {wait:g} s")
             time.sleep(wait)
-            saver.save(trainee, asdict(trainee.history))
+            saver.save(train_state, asdict(train_state.history))
             problem = saver.finish()
-    if trainee.step < train.steps:
+    if train_state.step < train.steps:
         what = (
-            f"step {trainee.step} of {train.steps} is not saved: {problem}" if problem else f"saved step {trainee.step}"
+            f"step {train_state.step} of {train.steps} is not saved: {problem}"
+            if problem
+            else f"saved step {train_state.step}"
         )
         raise Preempted(f"told to stop; {what}")
     if problem:
         raise UserError(f"the end of the run is not saved: {problem}")
     if metrics is not None:
         account = watch.goodput()
-        note(trainee.step, **account.record())
-        display.say(account.sentence())
+        note(train_state.step, **account.record())
+        display.log(account.sentence())
     slow = watch.stragglers.summary()
     if slow:
-        display.say(slow)
-    display.say(f"trained {trainee.tokens:,} tokens in {clock(time.perf_counter() - began)}; everything is in {out}")
+        display.log(slow)
+    display.log(
+        f"trained {train_state.tokens:,} tokens in {clock(time.perf_counter() - began)}; everything is in {out}"
+    )
 
 
 def steps_behind(device: torch.device) -> int:
@@ -184,23 +190,23 @@ class _Report:
 
     def __init__(
         self,
-        trainee: Trainee,
+        train_state: TrainState,
         peak: float,
         flops: float,
         note: Callable[..., None],
         display: PlainDisplay,
         watch: Watch,
     ) -> None:
-        self.trainee, self.note, self.display, self.watch = trainee, note, display, watch
-        self.peak, self.flops = peak * trainee.run.layout.world, flops
-        self.behind = steps_behind(trainee.device)
+        self.train_state, self.note, self.display, self.watch = train_state, note, display, watch
+        self.peak, self.flops = peak * train_state.run.layout.world, flops
+        self.behind = steps_behind(train_state.device)
         self.unread: deque[tuple[StepResult, int]] = deque()
         self.pace = 0.0
         self.last = time.perf_counter()
 
     def take(self, result: StepResult) -> None:
         """A step that was begun."""
-        self.unread.append((result, self.trainee.tokens))
+        self.unread.append((result, self.train_state.tokens))
 
     def go_on(self) -> None:
         """What came since the last step, an evaluation or a checkpoint, is not part of the next."""
@@ -215,11 +221,11 @@ class _Report:
         return stop
 
     def _read(self, result: StepResult, tokens: int) -> bool:
-        run = self.trainee.run
+        run = self.train_state.run
         loss, grad_norm, stop = result.read()
         now = time.perf_counter()
         seconds, self.last = now - self.last, now
-        skipped = self.watch.judge(loss, grad_norm, result, self.display.say)
+        skipped = self.watch.judge(loss, grad_norm, result, self.display.log)
         self.note(
             result.step,
             loss=loss,
@@ -241,22 +247,22 @@ class _Report:
                 learning_rate=result.learning_rate,
                 tokens_per_s=run.batch_tokens / self.pace,
                 utilization=self.flops / self.pace / self.peak,
-                memory=peak_memory(self.trainee.device),
+                memory=peak_memory(self.train_state.device),
                 seconds_left=self.pace * (run.train.steps - result.step),
             )
         )
         return stop
 
 
-def batches(samples: Samples, trainee: Trainee, last: int) -> Iterator[Batch]:
+def batches(samples: Samples, train_state: TrainState, last: int) -> Iterator[Batch]:
     """This rank's batches of the steps still to come, each read in the background while the one before is computed."""
-    size = trainee.run.train.global_batch
+    size = train_state.run.train.global_batch
 
     def read(step: int) -> Batch:
-        number = trainee.history.batch_of(step)
-        return samples.take(trainee.samples(np.arange((number - 1) * size, number * size)))
+        number = train_state.history.batch_of(step)
+        return samples.take(train_state.samples(np.arange((number - 1) * size, number * size)))
 
-    first = trainee.step + 1
+    first = train_state.step + 1
     with ThreadPoolExecutor(1) as reader:
         coming = reader.submit(read, first)
         for step in range(first, last + 1):
@@ -272,19 +278,19 @@ def _spread(count: int, wanted: int) -> np.ndarray:
     return np.arange(wanted) * count // wanted
 
 
-def _introduce(trainee: Trainee, data: Data, display: PlainDisplay, resumed: bool) -> None:
-    run, count = trainee.run, parameters(trainee.run.model)
+def _introduce(train_state: TrainState, data: Data, display: PlainDisplay, resumed: bool) -> None:
+    run, count = train_state.run, parameters(train_state.run.model)
     active = f" ({count.active:,} active)" if count.active != count.total else ""
-    display.say(
-        f"{run.name}: {count.total:,} parameters{active}, {run.train.dtype} on {_ranks(run, trainee)}, "
+    display.log(
+        f"{run.name}: {count.total:,} parameters{active}, {run.train.dtype} on {_ranks(run, train_state)}, "
         f"{run.train.global_batch} x {run.train.seq_len} tokens a step"
         + (f" in {run.accumulation} microbatches" if run.accumulation > 1 else "")
     )
-    display.say(f"data: {data.train.count:,} sequences an epoch, {data.validation.count:,} for validation")
+    display.log(f"data: {data.train.count:,} sequences an epoch, {data.validation.count:,} for validation")
     if resumed:
-        display.say(f"going on from step {trainee.step}")
+        display.log(f"going on from step {train_state.step}")
 
 
-def _ranks(run: Run, trainee: Trainee) -> str:
+def _ranks(run: Run, train_state: TrainState) -> str:
     sizes = [f"{axis} {getattr(run.layout, axis)}" for axis in AXES if getattr(run.layout, axis) > 1]
-    return f"{run.layout.world} x {trainee.device.type} ({', '.join(sizes)})" if sizes else str(trainee.device)
+    return f"{run.layout.world} x {train_state.device.type} ({', '.join(sizes)})" if sizes else str(train_state.device)

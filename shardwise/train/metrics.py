@@ -31,10 +31,10 @@ def _parse(line: bytes) -> dict[str, Any]:
 class Metrics:
     """Writes records, each at once, so that a crash loses none."""
 
-    def __init__(self, folder: Path, run: Run, say: Callable[[str], None], resumed_step: int = 0) -> None:
+    def __init__(self, folder: Path, run: Run, log: Callable[[str], None], resumed_step: int = 0) -> None:
         dropped = [r["seconds"] for r in read_metrics(folder) if r["step"] > resumed_step and "seconds" in r]
         self.dropped_steps, self.dropped_seconds = len(dropped), sum(dropped)
-        self.path, self.say = folder / FILE, say
+        self.path, self.log = folder / FILE, log
         self.writable = True
         if self.path.exists():
             os.truncate(self.path, _length_up_to(self.path, resumed_step))
@@ -46,7 +46,7 @@ class Metrics:
         clean = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         problem = records.append(self.path, clean)
         if problem is not None and self.writable:
-            self.say(f"warning: {self.path} cannot be written: {problem.strerror}; training goes on without")
+            self.log(f"warning: {self.path} cannot be written: {problem.strerror}; training goes on without")
         self.writable = problem is None
         numbers = {k: v for k, v in values.items() if k != "step" and not isinstance(v, list)}
         if self.board is not None:

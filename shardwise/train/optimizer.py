@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from shardwise.parallel.gather import part_of, whole_matrix
-from shardwise.parallel.gradients import Held, local, multiply
+from shardwise.parallel.gradients import LocalParameter, local, scale_gradients
 from shardwise.parallel.mesh import Mesh
-from shardwise.plan.muon import ITERATIONS
+from shardwise.plan.trainer.muon import ITERATIONS
 from shardwise.run import TrainConfig
-from shardwise.train.adamw import OnePassAdamW, runs_in_one_pass
+from shardwise.train.fused_adamw import FusedAdamW, fits_fused_adamw
 from shardwise.train.schedule import learning_rate_factor
 
 # Quintic that pushes singular values towards 1 fastest (Jordan et al. 2024).
@@ -44,7 +44,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum, orthogonalised, with decoupled decay; for matrices, stacks of them, and parts of either."""
 
-    def __init__(self, held: Sequence[tuple[Tensor, Held]], mesh: Mesh, train: TrainConfig) -> None:
+    def __init__(self, held: Sequence[tuple[Tensor, LocalParameter]], mesh: Mesh, train: TrainConfig) -> None:
         settings = dict(lr=train.muon_lr, momentum=train.muon_momentum, weight_decay=train.weight_decay)
         super().__init__([p for p, _ in held], settings)
         self.held = dict(held)
@@ -71,7 +71,7 @@ class Muon(torch.optim.Optimizer):
 class Optimizer:
     """The optimizers of a run as one: step, learning rate by step, and state by parameter name."""
 
-    def __init__(self, held: Sequence[Held], mesh: Mesh, train: TrainConfig) -> None:
+    def __init__(self, held: Sequence[LocalParameter], mesh: Mesh, train: TrainConfig) -> None:
         self.train = train
         self.held = list(held)
         # The same memory as the parameters, without the wrapping that data parallelism gives them.
@@ -87,13 +87,13 @@ class Optimizer:
         if rest:
             groups = [g for g in groups if g["params"]]
             betas = (train.beta1, train.beta2)
-            if runs_in_one_pass([p for p, _ in rest]):
-                self.parts.append(OnePassAdamW(groups, train.lr, betas, train.eps, dict(rest)))
+            if fits_fused_adamw([p for p, _ in rest]):
+                self.parts.append(FusedAdamW(groups, train.lr, betas, train.eps, dict(rest)))
             else:
                 self.parts.append(torch.optim.AdamW(groups, lr=train.lr, betas=betas, eps=train.eps, fused=True))
         if muon:
             self.parts.append(Muon(muon, mesh, train))
-        self.in_one_pass = {p for part in self.parts if isinstance(part, OnePassAdamW) for p in part.held}
+        self.in_one_pass = {p for part in self.parts if isinstance(part, FusedAdamW) for p in part.held}
         self.peaks = [part.defaults["lr"] for part in self.parts]
 
     def learning_rate(self, step: int) -> float:
@@ -110,14 +110,14 @@ class Optimizer:
         for part, peak in zip(self.parts, self.peaks, strict=True):
             for group in part.param_groups:
                 group["lr"] = peak * share
-            if isinstance(part, OnePassAdamW):
+            if isinstance(part, FusedAdamW):
                 part.factor = torch.ones((), device=self.mine[0].device) if factor is None else factor.float()
             elif factor is not None:
-                multiply([p.grad for group in part.param_groups for p in group["params"]], factor)
+                scale_gradients([p.grad for group in part.param_groups for p in group["params"]], factor)
             part.step()
         for p, h in zip(self.mine, self.held, strict=True):
-            if h.working is not None and p not in self.in_one_pass:
-                h.working.copy()
+            if h.compute_copy is not None and p not in self.in_one_pass:
+                h.compute_copy.copy()
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
@@ -135,11 +135,11 @@ class Optimizer:
         for part in self.parts:
             if any(p is q for group in part.param_groups for q in group["params"]):
                 # AdamW counts steps in a scalar: PyTorch's on the parameter's device because it is fused, ours on the host.
-                host = isinstance(part, OnePassAdamW)
+                host = isinstance(part, FusedAdamW)
                 part.state[p] = {
                     what: value.to("cpu" if host and what == "step" else p.device) for what, value in values.items()
                 }
 
 
-def _is_block_matrix(held: Held) -> bool:
+def _is_block_matrix(held: LocalParameter) -> bool:
     return len(held.whole) > 1 and held.name.startswith("layers.")

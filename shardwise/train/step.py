@@ -19,21 +19,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.data.batches import IGNORED, Batch
-from shardwise.model.experts import Router
-from shardwise.model.within import begins_of, has_flash
+from shardwise.data.batches import IGNORE_INDEX, Batch
+from shardwise.model.moe import Router
+from shardwise.model.varlen import cu_seqlens_of, has_flash
 from shardwise.parallel.apply import apply
-from shardwise.parallel.context import zigzag_places
-from shardwise.parallel.gradients import add_partial, squares
+from shardwise.parallel.context import zigzag_positions
+from shardwise.parallel.gradients import reduce_partial_gradients, squared_norm
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import Microbatch
-from shardwise.parallel.shard import uses_copies_alone
+from shardwise.parallel.shard import uses_ddp
 from shardwise.run import Run, UserError
-from shardwise.run.derive import attends_within
+from shardwise.run.derive import uses_varlen_attention
+from shardwise.train.faults.guard import History
+from shardwise.train.faults.recheck import check_repeatable, passes_twice
 from shardwise.train.loss_scale import LossScale
 from shardwise.train.optimizer import Optimizer
-from shardwise.train.watch.guard import History
-from shardwise.train.watch.recheck import check_repeatable, passes_twice
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -96,7 +96,7 @@ class StepResult:
         return loss, norm, stop > 0
 
 
-class Trainee:
+class TrainState:
     """A model being trained: this rank's part of it, its optimizer, the loss scale, how far it has come, and by what way."""
 
     def __init__(self, run: Run, mesh: Mesh | None = None) -> None:
@@ -109,7 +109,7 @@ class Trainee:
         self.dtype: torch.dtype = getattr(torch, run.train.dtype)
         self.wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.parallel = apply(run, self.mesh, self.device)
-        self.optimizer = Optimizer(self.parallel.held, self.mesh, run.train)
+        self.optimizer = Optimizer(self.parallel.parameters, self.mesh, run.train)
         self.loss_scale = LossScale(run.train.loss_scale if self.dtype == torch.float16 else 1.0)
         self.routers = [m for model in self.parallel.models for m in model.modules() if isinstance(m, Router)]
         self.auxiliary_weights = torch.tensor([run.train.balance_loss, run.train.router_z_loss], device=self.device)
@@ -144,7 +144,7 @@ class Trainee:
         train = self.run.train
         for model in self.parallel.models:
             model.train()
-        layout, held = self.run.layout, self.parallel.held
+        layout, held = self.run.layout, self.parallel.parameters
         self.optimizer.zero_grad()
         if self.tuner is not None:
             self.tuner()
@@ -154,10 +154,10 @@ class Trainee:
         loss = passes_twice(self, batch) if recheck else (self.replay or self.passes)(batch)
         self.step += 1
         self.tokens += self.run.batch_tokens
-        square = squares(held, self.mesh, self.device)
+        square = squared_norm(held, self.mesh, self.device)
         sums = self._begin_sum(torch.stack((square, loss.double() / layout.tensor)))
         # Copies need not hear from each other to know the norm: then the message travels while the optimizer works.
-        square = square * layout.world if uses_copies_alone(self.mesh) else sums()[0]
+        square = square * layout.world if uses_ddp(self.mesh) else sums()[0]
         tokens = counted()[0].clamp(min=1)
         grad_norm, factor = self._norm_and_factor(square, tokens)
         usable, rescaled = self._usable(grad_norm)
@@ -179,10 +179,10 @@ class Trainee:
         """The same, of a batch that is on the device."""
         self.refresh()
         # DistributedDataParallel averages where everything else adds.
-        copies = self.mesh.size("replicate") if uses_copies_alone(self.mesh) else 1
+        copies = self.mesh.size("replicate") if uses_ddp(self.mesh) else 1
         factor = self.loss_scale.scale * copies / self.run.batch_tokens
         loss = self.parallel.pipeline.run(microbatches, self._stream(), (factor, self.auxiliary_weights))
-        add_partial(self.parallel.held, self.mesh, self.parallel.tied)
+        reduce_partial_gradients(self.parallel.parameters, self.mesh, self.parallel.tied)
         return loss
 
     @torch.no_grad()
@@ -199,16 +199,16 @@ class Trainee:
             own = share[start : start + at_once]
             # All ranks run whole schedules; rows beyond a rank's share are computed but have nothing to learn.
             batch = samples(np.concatenate((own, np.full(at_once - len(own), numbers[0]))))
-            batch.targets[len(own) :] = IGNORED
+            batch.targets[len(own) :] = IGNORE_INDEX
             loss += self.parallel.pipeline.run(self.microbatches(batch), self._stream(), None)
             counted += batch.loss_tokens
         return (self._whole_loss(loss) / self._over_data(counted)).item()
 
     def refresh(self) -> None:
         """Bring copies of parameters up to date."""
-        for held in self.parallel.held:
-            if held.working is not None:
-                held.working.refresh()
+        for held in self.parallel.parameters:
+            if held.compute_copy is not None:
+                held.compute_copy.refresh()
 
     def _stream(self) -> Tensor:
         """Shape and dtype of what travels between stages for one microbatch."""
@@ -220,10 +220,10 @@ class Trainee:
         """The batch in microbatches on the device, of every sequence the part this context rank holds."""
         size, ranks = self.run.train.microbatch, self.run.layout.context
         length = batch.tokens.shape[1]
-        places = zigzag_places(length, ranks, self.mesh.index("context"))
+        places = zigzag_positions(length, ranks, self.mesh.index("context"))
         positions = batch.positions if batch.positions is not None else np.arange(length)[None]
 
-        told = begins_of if attends_within(self.run, gpu=has_flash(self.device)) else np.asarray
+        told = cu_seqlens_of if uses_varlen_attention(self.run, gpu=has_flash(self.device)) else np.asarray
 
         def on_device(array: np.ndarray) -> Tensor:
             return self._on_device(torch.from_numpy(np.ascontiguousarray(array)))

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from campaign import KINDS, ROOT, RUN, campaign_run, losses, plan_faults
 
-from shardwise.train.watch.events import read_events
-from shardwise.train.watch.ranks import free_port
+from shardwise.train.faults.events import read_events
+from shardwise.train.faults.ranks import free_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 

@@ -40,7 +40,7 @@ def test_each_verb_has_help_without_torch(verb: str) -> None:
 def test_planning_side_imports_without_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None; "
-        "import shardwise.run, shardwise.plan.work, shardwise.hardware.chips, shardwise.data.batches"
+        "import shardwise.run, shardwise.plan.cost.flops, shardwise.hardware.chips, shardwise.data.batches"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -65,13 +65,13 @@ def offloaded(rank: int) -> dict[str, Any]:
 
     import torch.distributed as dist
 
-    from shardwise.train.step import Trainee
+    from shardwise.train.step import TrainState
 
     with tempfile.NamedTemporaryFile() as store:
         dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store.name}", rank=0, world_size=1)
-        trainee = Trainee(cases.make_run("dense", dict(offload=True), device="cuda"))
-        losses, norms = cases.steps(trainee, 0, 5, True)
-        kept = [*trainee.optimizer.mine, *trainee.optimizer.state_of(0).values()]
+        train_state = TrainState(cases.make_run("dense", dict(offload=True), device="cuda"))
+        losses, norms = cases.steps(train_state, 0, 5, True)
+        kept = [*train_state.optimizer.mine, *train_state.optimizer.state_of(0).values()]
         return dict(losses=losses, norms=norms, devices=sorted({t.device.type for t in kept}))
 
 
@@ -105,16 +105,16 @@ def saved_and_resumed(rank: int, out: Path, offload: bool) -> list[dict[str, Any
     import saved_cases
     import torch.distributed as dist
 
-    from shardwise.train.step import Trainee
+    from shardwise.train.step import TrainState
 
     with tempfile.NamedTemporaryFile() as store:
         dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store.name}", rank=0, world_size=1)
         run = cases.make_run("mixture", dict(offload=offload), device="cuda", dtype="float32")
-        want = cases.steps(Trainee(run), 0, 5, True)
-        trainee = saved_cases.trained(run, 2)
-        saver = saved_cases.saver_of(trainee, out)
-        saver.save(trainee, dict(note=[1, 2]))
-        cases.steps(trainee, 2, 3, True)  # goes on while it is written
+        want = cases.steps(TrainState(run), 0, 5, True)
+        train_state = saved_cases.trained(run, 2)
+        saver = saved_cases.saver_of(train_state, out)
+        saver.save(train_state, dict(note=[1, 2]))
+        cases.steps(train_state, 2, 3, True)  # goes on while it is written
         assert saver.finish() == ""
         assert saver.staging.pinned
         got = saved_cases.resume_and_train(0, run, out, 5)
@@ -139,16 +139,16 @@ def small_run(**keys: Any) -> Any:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_step_waits_for_nothing_on_the_device(compiled: bool) -> None:
     from shardwise.measure.verify import random_batch
-    from shardwise.train.step import Trainee
+    from shardwise.train.step import TrainState
 
     run = small_run(compile=compiled)
-    trainee = Trainee(run)
+    train_state = TrainState(run)
     for number in range(3):
-        trainee.train_step(random_batch(run, number)).read()
+        train_state.train_step(random_batch(run, number)).read()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        result = trainee.train_step(random_batch(run, 3))
+        result = train_state.train_step(random_batch(run, 3))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(np.isfinite(result.read()[:2]))
@@ -157,21 +157,21 @@ def test_a_step_waits_for_nothing_on_the_device(compiled: bool) -> None:
 def test_adamw_in_one_pass_is_pytorchs() -> None:
     from shardwise.measure.verify import random_batch
     from shardwise.train import optimizer
-    from shardwise.train.step import Trainee
+    from shardwise.train.step import TrainState
 
     run = small_run(dtype="float32", loss="plain", clip=0.05)
     ends = []
     for one_pass in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             if not one_pass:
-                patch.setattr(optimizer, "runs_in_one_pass", lambda parameters: False)
-            trainee = Trainee(run)
-        kinds = [type(part).__name__ for part in trainee.optimizer.parts]
-        assert kinds == (["OnePassAdamW"] if one_pass else ["AdamW"])
+                patch.setattr(optimizer, "fits_fused_adamw", lambda parameters: False)
+            train_state = TrainState(run)
+        kinds = [type(part).__name__ for part in train_state.optimizer.parts]
+        assert kinds == (["FusedAdamW"] if one_pass else ["AdamW"])
         for number in range(4):
-            trainee.train_step(random_batch(run, number))
-        ends.append([p.detach() for p in trainee.model.parameters()])
-        state = trainee.optimizer.state_of(0)
+            train_state.train_step(random_batch(run, number))
+        ends.append([p.detach() for p in train_state.model.parameters()])
+        state = train_state.optimizer.state_of(0)
         assert float(state["step"]) == 4
     for mine, theirs in zip(*ends, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)

@@ -13,21 +13,21 @@ import torch
 from parallel_pool import RankPool
 from torch import Tensor, nn
 
-from shardwise.model.fp8 import PRODUCTS, multiply, use_eight_bits
+from shardwise.model.fp8 import GEMMS, scaled_mm, use_fp8
 from shardwise.model.quantize import (
     E4M3,
     E5M2,
+    amax,
+    amax_reference,
     cast,
-    cast_plain,
+    cast_reference,
     cast_rows,
-    cast_rows_plain,
-    largest,
-    largest_plain,
-    multiply_plain,
-    turn,
-    turn_plain,
+    cast_rows_reference,
+    scaled_mm_reference,
+    transpose,
+    transpose_reference,
 )
-from shardwise.model.rotary import rotation
+from shardwise.model.rope import rope_cos_sin
 from shardwise.model.transformer import Block
 from shardwise.run import run_from_dict
 
@@ -37,8 +37,8 @@ pytestmark = pytest.mark.skipif(not eight, reason="needs a GPU with 8-bit produc
 
 def numbers(rows: int, columns: int, power: int, dtype: torch.dtype) -> Tensor:
     torch.manual_seed(rows + columns)
-    spread = torch.exp(2 * torch.randn(rows, columns, device="cuda"))
-    return (torch.randn(rows, columns, device="cuda") * spread * 2.0**power).to(dtype)
+    dispatch = torch.exp(2 * torch.randn(rows, columns, device="cuda"))
+    return (torch.randn(rows, columns, device="cuda") * dispatch * 2.0**power).to(dtype)
 
 
 def same(got: Tensor, want: Tensor) -> None:
@@ -67,36 +67,36 @@ def test_kernels_do_what_plain_operations_do(
 
     monkeypatch.setattr(torch, "empty", filled)
     x = numbers(rows, columns, power, dtype)
-    top = largest(x)
-    same(top, largest_plain(x))
+    top = amax(x)
+    same(top, amax_reference(x))
     for kind in (E4M3, E5M2):
-        want, scale = cast_plain(x, top, kind)
-        for plain, turned in ((True, True), (True, False), (False, True)):
-            got = cast(x, top, kind, plain, turned)
+        want, scale = cast_reference(x, top, kind)
+        for plain, transposed in ((True, True), (True, False), (False, True)):
+            got = cast(x, top, kind, plain, transposed)
             same(got[2], scale)
             if plain:
                 same(got[0], want)
-            if turned:
+            if transposed:
                 same(got[1], want.mT.contiguous())
-        by_rows = cast_rows_plain(x, kind)
+        by_rows = cast_rows_reference(x, kind)
         for got_part, want_part in zip(cast_rows(x, kind), by_rows, strict=True):
             same(got_part, want_part)
-        for got_part, want_part in zip(turn(*by_rows), turn_plain(*by_rows), strict=True):
+        for got_part, want_part in zip(transpose(*by_rows), transpose_reference(*by_rows), strict=True):
             same(got_part, want_part)
 
 
 def test_a_kernel_that_is_compiled_wrong_is_not_used_for_both_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     x = numbers(256, 512, 0, torch.float32)
-    want, _ = cast_plain(x, largest(x), E4M3)
+    want, _ = cast_reference(x, amax(x), E4M3)
     monkeypatch.setattr("shardwise.model.kernels.quantize.one_pass_is_right", lambda *_: False)
-    plain, turned, _ = cast(x, largest(x), E4M3, True, True)
+    plain, transposed, _ = cast(x, amax(x), E4M3, True, True)
     same(plain, want)
-    same(turned, want.mT.contiguous())
+    same(transposed, want.mT.contiguous())
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_what_is_not_finite_stays_so(bad: float) -> None:
-    for scaling, kind in PRODUCTS.items():
+    for scaling, kind in GEMMS.items():
         x, weight = (numbers(64, 64, 0, torch.bfloat16) for _ in range(2))
         x[3, 5] = bad
         out, _ = kind().forward(x, weight.float())
@@ -107,14 +107,14 @@ def test_what_is_not_finite_stays_so(bad: float) -> None:
 def test_products_are_those_of_the_numbers_that_8_bits_stand_for(fast: bool) -> None:
     a, b = numbers(512, 1024, 0, torch.bfloat16), numbers(256, 1024, 3, torch.float32)
     for left in (E4M3, E5M2):
-        a8, _, a_scale = cast(a, largest(a), left, True, False)
-        b8, _, b_scale = cast(b, largest(b), E4M3, True, False)
-        got = multiply(a8, b8, (a_scale, b_scale), torch.bfloat16, fast=fast)
-        want = multiply_plain(a8, b8.t(), a_scale, b_scale, torch.float32)
+        a8, _, a_scale = cast(a, amax(a), left, True, False)
+        b8, _, b_scale = cast(b, amax(b), E4M3, True, False)
+        got = scaled_mm(a8, b8, (a_scale, b_scale), torch.bfloat16, fast=fast)
+        want = scaled_mm_reference(a8, b8.t(), a_scale, b_scale, torch.float32)
         assert (got.float() - want).norm() / want.norm() < 1e-2
     (a8, a_scale), (b8, b_scale) = cast_rows(a, E4M3), cast_rows(b, E4M3)
-    got = multiply(a8, b8, (a_scale, b_scale.t()), torch.bfloat16, fast=fast)
-    want = multiply_plain(a8, b8.t(), a_scale, b_scale.t(), torch.float32)
+    got = scaled_mm(a8, b8, (a_scale, b_scale.t()), torch.bfloat16, fast=fast)
+    want = scaled_mm_reference(a8, b8.t(), a_scale, b_scale.t(), torch.float32)
     assert (got.float() - want).norm() / want.norm() < 1e-2
 
 
@@ -131,9 +131,9 @@ def block_and_input(scaling: str) -> tuple[Block, tuple[Tensor, ...]]:
         for name, parameter in block.named_parameters():
             nn.init.ones_(parameter) if "norm" in name else nn.init.normal_(parameter, std=0.05)
         x = torch.randn(4, 256, 512, dtype=torch.bfloat16, requires_grad=True)
-        by = rotation(run.model, torch.arange(256)[None], torch.bfloat16)
+        by = rope_cos_sin(run.model, torch.arange(256)[None], torch.bfloat16)
     if scaling != "none":
-        use_eight_bits(block, scaling)
+        use_fp8(block, scaling)
     return block, (x, *by)
 
 
@@ -147,7 +147,7 @@ def off(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
     return {name: ((got[name] - w).float().norm() / w.float().norm()).item() for name, w in want.items()}
 
 
-@pytest.mark.parametrize("scaling", PRODUCTS)
+@pytest.mark.parametrize("scaling", GEMMS)
 def test_a_block_follows_16_bits_and_its_compiled_self(scaling: str) -> None:
     block, inputs = block_and_input(scaling)
     compiled = copy.deepcopy(block)
@@ -165,7 +165,7 @@ def test_a_block_follows_16_bits_and_its_compiled_self(scaling: str) -> None:
     assert max(off(results[2], results[1]).values()) < 0.2
 
 
-@pytest.mark.parametrize("scaling", PRODUCTS)
+@pytest.mark.parametrize("scaling", GEMMS)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_host_never_waits(scaling: str, compiled: bool) -> None:
     block, inputs = block_and_input(scaling)
@@ -180,7 +180,7 @@ def test_the_host_never_waits(scaling: str, compiled: bool) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("scaling", PRODUCTS)
+@pytest.mark.parametrize("scaling", GEMMS)
 def test_less_is_kept_for_the_backward_pass(scaling: str) -> None:
     kept = {}
     for kind in ("none", scaling):
@@ -197,7 +197,7 @@ def steps(rank: int, layout: dict[str, Any], train: dict[str, Any]) -> dict[str,
     return cases.train(rank, cases.make_run("dense", layout, **base | train), documents=False)
 
 
-@pytest.mark.parametrize("scaling", PRODUCTS)
+@pytest.mark.parametrize("scaling", GEMMS)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_steps_follow_the_cpu(scaling: str, compiled: bool) -> None:
     want = steps(0, {}, dict(fp8=scaling))
@@ -206,7 +206,7 @@ def test_steps_follow_the_cpu(scaling: str, compiled: bool) -> None:
     np.testing.assert_allclose(got["norms"], want["norms"], rtol=5e-2)
 
 
-@pytest.mark.parametrize("scaling", PRODUCTS)
+@pytest.mark.parametrize("scaling", GEMMS)
 @pytest.mark.parametrize("layout", [dict(shard=2), dict(shard=2, zero=1), dict(tensor=2)], ids=str)
 def test_ranks_that_share_a_gpu_follow_one(ranks: RankPool, scaling: str, layout: dict[str, Any]) -> None:
     want = steps(0, {}, dict(fp8=scaling, device="cuda"))

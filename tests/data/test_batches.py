@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from shardwise.data.batches import IGNORED, Batch, Samples, Windows, windows_in
+from shardwise.data.batches import IGNORE_INDEX, Batch, Samples, Windows, windows_in
 from shardwise.data.shards import TokenSet
 
 LENGTH = 4
@@ -122,7 +122,7 @@ def test_documents_apart(long: TokenSet) -> None:
             assert batch.positions[row, column] == at - begin
             crossing = owner[at] != owner[at + 1]
             ignored += crossing
-            assert batch.targets[row, column] == (IGNORED if crossing else at + 1)
+            assert batch.targets[row, column] == (IGNORE_INDEX if crossing else at + 1)
     assert batch.loss_tokens == 240 - ignored
     assert ignored > 40
 

@@ -20,7 +20,7 @@ from shardwise.hardware import (
     memory_seconds,
 )
 from shardwise.hardware.profile import VERSION, dump_profile
-from shardwise.plan.job import cluster_of
+from shardwise.plan.cost.job import cluster_of
 from shardwise.run import UserError, run_from_dict
 
 A100 = CHIPS["a100-sxm-80g"]

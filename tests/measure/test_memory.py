@@ -1,5 +1,5 @@
 """Memory is what the planner says: what each rank holds during a step, counted by the lifetime of real tensors, equals
-`shardwise.plan.held`, made from the numbers of model and layout alone. Where it depends on the routing of tokens, the planner
+`shardwise.plan.trainer.state`, from model and layout alone. Where it depends on the routing of tokens, the planner
 is told how many rows each rank's experts got."""
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardwise.measure.dry import dry_rank
 from shardwise.measure.memory import Storages, measure_memory
 from shardwise.measure.verify import random_batch
-from shardwise.model.experts import Mixture
+from shardwise.model.moe import MoE
 from shardwise.model.transformer import Block
 from shardwise.parallel import apply as apply_module
 from shardwise.parallel import shard as shard_module
-from shardwise.plan import place as place_module
-from shardwise.plan.held import activations, gathered, held, saved_activations, waiting_gradients
-from shardwise.plan.place import Place
 from shardwise.plan.plan import plan
+from shardwise.plan.trainer import rank as rank_module
+from shardwise.plan.trainer.rank import Place
+from shardwise.plan.trainer.state import activations, gathered, held, saved_activations, waiting_gradients
 from shardwise.run import Run, run_from_dict
-from shardwise.run.derive import keeps_casts
-from shardwise.train.step import Trainee
+from shardwise.run.derive import keeps_compute_copies
+from shardwise.train.step import TrainState
 
 Routed = dict[
     int, list[tuple[int, int]]
 ]  # for each layer, microbatch by microbatch: rows sent to experts, rows arrived
 
 
-def note_rows(trainee: Trainee) -> Routed:
+def note_rows(train_state: TrainState) -> Routed:
     """Let the mixtures of a trainee write down the rows they send and get, passes that are repeated left out."""
     routed: Routed = {}
 
-    def follow(layer: int, mixture: Mixture) -> None:
+    def follow(layer: int, mixture: MoE) -> None:
         run_experts, sent = mixture.run_experts, [0]
 
         def noted(rows: Tensor, counts: Tensor) -> Tensor:
@@ -52,20 +52,20 @@ def note_rows(trainee: Trainee) -> Routed:
         mixture.run_experts = noted  # type: ignore[method-assign]
         mixture.experts.register_forward_pre_hook(arrived)
 
-    for model in trainee.parallel.models:
+    for model in train_state.parallel.models:
         for layer, block in model.layers.items():
             assert isinstance(block, Block)
-            if isinstance(block.ffn, Mixture):
+            if isinstance(block.ffn, MoE):
                 follow(int(layer), block.ffn)
     return routed
 
 
 def measured_step(rank: int, run: Run) -> tuple[dict[str, Any], Routed]:
     """Bytes of a rank in one step, and how its tokens were routed."""
-    trainee = Trainee(run)
-    routed = note_rows(trainee)
-    rows = trainee.samples(np.arange(run.train.global_batch))
-    return measure_memory(trainee, cases.take(cases.batch(0, False, run.train.global_batch), rows)), routed
+    train_state = TrainState(run)
+    routed = note_rows(train_state)
+    rows = train_state.samples(np.arange(run.train.global_batch))
+    return measure_memory(train_state, cases.take(cases.batch(0, False, run.train.global_batch), rows)), routed
 
 
 NARROW = dict(dtype="bfloat16")
@@ -146,10 +146,10 @@ def test_a_rank_holds_what_the_plan_says(
 @pytest.mark.parametrize("model", ["dense", "tied", "latent", "mixture"])
 def test_copies_that_are_kept_count_where_they_stand(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: copies with the parameters, gradients in 16 bits, and nothing of a cast among what is saved."""
-    for where in (apply_module, place_module):
-        monkeypatch.setattr(where, "keeps_casts", lambda run, gpu: keeps_casts(run, gpu=True))
+    for where in (apply_module, rank_module):
+        monkeypatch.setattr(where, "keeps_compute_copies", lambda run, gpu: keeps_compute_copies(run, gpu=True))
     run = cases.make_run(model, {}, **NARROW, microbatch=0)
-    assert Place(run, 0).keeps_casts
+    assert Place(run, 0).keeps_compute_copies
     counted, routed = measured_step(0, run)
     planned = held(run, 0)
     assert {owner: counted[owner] for owner in planned} == planned
@@ -191,12 +191,12 @@ def test_gradients_cut_along_another_dimension_are_copied_first(monkeypatch: pyt
     run = run_from_dict(dict(model=model, layout=dict(shard=8), train=train))
     peaks, buffers = [], []
     for dim in (0, 1):
-        for where in (shard_module, place_module):
-            monkeypatch.setattr(where, "shared_along", lambda shape, ranks, dim=dim: dim)
-        with dry_rank(run, 0) as trainee:
+        for where in (shard_module, rank_module):
+            monkeypatch.setattr(where, "shard_dim", lambda shape, ranks, dim=dim: dim)
+        with dry_rank(run, 0) as train_state:
             batch = random_batch(run, 0)
-            trainee.train_step(batch)
-            peaks.append(measure_memory(trainee, batch)["peak"])
+            train_state.train_step(batch)
+            peaks.append(measure_memory(train_state, batch)["peak"])
         buffers.append(plan(run).account.memory.ranks[0]["buffers"])
     assert peaks[1] - peaks[0] == buffers[1] - buffers[0] == 8 * 512 * 64 * 2
 

@@ -30,6 +30,6 @@ def test_what_waits_for_its_message_is_no_time_of_the_module(labelled: bool) -> 
     call: Any = event("c10d::allreduce_", 40.0)
     if labelled:
         call = event(label("message", "tensor", "all_reduce", 8), 3.0, call)
-    gather = event("_GatherSequence", 500.0, event("aten::empty", 2.0), call, event("aten::copy_", 5.0))
+    gather = event("_AllGatherSequence", 500.0, event("aten::empty", 2.0), call, event("aten::copy_", 5.0))
     module = event(label("module", "layers.0"), 7.0, event("aten::mm", 100.0), gather)
     assert module_times(everything(module)) == {"layers.0": {"forward": pytest.approx(107e-6)}}

@@ -13,7 +13,7 @@ from shardwise.measure.dry import dry_rank
 from shardwise.measure.memory import measure_memory
 from shardwise.measure.module_work import OPTIMIZER, module_activations, module_flops
 from shardwise.measure.verify import random_batch
-from shardwise.plan.account import work
+from shardwise.plan.trainer.work import work
 from shardwise.run import Run
 
 Layout = dict[str, Any]
@@ -38,9 +38,13 @@ def part_of(name: str) -> str:
 
 
 def counted(run: Run) -> tuple[dict[str, dict[str, float]], dict[str, int], dict[str, Any]]:
-    with dry_rank(run, run.layout.world - 1) as trainee, even_routing(trainee):
+    with dry_rank(run, run.layout.world - 1) as train_state, even_routing(train_state):
         batch = random_batch(run)
-        return module_flops(trainee, batch), module_activations(trainee, batch), measure_memory(trainee, batch)
+        return (
+            module_flops(train_state, batch),
+            module_activations(train_state, batch),
+            measure_memory(train_state, batch),
+        )
 
 
 @pytest.mark.parametrize(("model", "layout"), DRY, ids=str)

@@ -19,8 +19,8 @@ from shardwise.cli.profile import chosen_ranks
 from shardwise.data.open import open_data
 from shardwise.labels import read_label
 from shardwise.measure.profile import Recording, prepare_folder, rank_file, record
-from shardwise.plan.traffic import traffic
-from shardwise.plan.work import parameters
+from shardwise.plan.cost.flops import parameters
+from shardwise.plan.trainer.traffic import traffic
 from shardwise.run import Run, UserError, read_run, run_from_dict
 from shardwise.schedules import make_schedule
 
@@ -36,15 +36,17 @@ def make_run(layout: dict[str, Any], **train: Any) -> Run:
 
 def recorded(rank: int, run: Run, folder: Path, ranks: tuple[int, ...] | None = None, modules: bool = False) -> bool:
     """Record on a rank of the pool; whether the trainee is left without labels."""
-    trainee = record(run, folder, Recording(STEPS, 1, ranks, modules))
+    train_state = record(run, folder, Recording(STEPS, 1, ranks, modules))
     hooks = sum(
-        len(m._forward_pre_hooks) + len(m._forward_hooks) for model in trainee.parallel.models for m in model.modules()
+        len(m._forward_pre_hooks) + len(m._forward_hooks)
+        for model in train_state.parallel.models
+        for m in model.modules()
     )
-    again = type(trainee)(run, trainee.mesh)
+    again = type(train_state)(run, train_state.mesh)
     fresh = sum(
         len(m._forward_pre_hooks) + len(m._forward_hooks) for model in again.parallel.models for m in model.modules()
     )
-    return hooks == fresh and "_execute" not in vars(trainee.parallel.pipeline)
+    return hooks == fresh and "_execute" not in vars(train_state.parallel.pipeline)
 
 
 @functools.cache

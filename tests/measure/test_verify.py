@@ -17,11 +17,11 @@ from parallel_pool import RankPool
 
 from shardwise.cli.main import main
 from shardwise.measure.verify import TOLERANCE, Verdict, counted, planned, random_batch, verify_dry
-from shardwise.model import experts
+from shardwise.model import moe
 from shardwise.parallel import expert
-from shardwise.plan.saved.tape import Tape
+from shardwise.plan.trainer.saved.tape import Tape
 from shardwise.run import Run, UserError
-from shardwise.train.step import Trainee
+from shardwise.train.step import TrainState
 
 Layout = dict[str, Any]
 REAL: list[tuple[str, Layout]] = [
@@ -71,11 +71,11 @@ def test_there_are_enough() -> None:
 
 
 def verified(rank: int, run: Run) -> Verdict:
-    trainee = Trainee(run)
-    batch = random_batch(run, trainee.mesh.data_index)
+    train_state = TrainState(run)
+    batch = random_batch(run, train_state.mesh.data_index)
     for _ in range(2 if run.layout.replicate == run.layout.world else 1):
-        trainee.train_step(batch)
-    account, same, actions = counted(trainee, batch)
+        train_state.train_step(batch)
+    account, same, actions = counted(train_state, batch)
     return Verdict(rank, planned(run, rank), account, same, actions)
 
 
@@ -257,10 +257,12 @@ def test_a_mixture_moved_by_kernels_does_what_the_plan_says(
 ) -> None:
     """As on a GPU but for the norms and attention: a dry run, which needs the shapes of the kernels' results alone."""
     narrow = dtype == "bfloat16"
-    for module in (experts, expert):
-        monkeypatch.setattr(module, "fuses", lambda x: x.dtype != torch.float64)
-    monkeypatch.setattr(experts, "multiplies", lambda x: narrow)
-    monkeypatch.setattr(experts, "groups", lambda x, weight: narrow and not any(size % 8 for size in weight.shape[1:]))
+    for module in (moe, expert):
+        monkeypatch.setattr(module, "has_fused_kernels", lambda x: x.dtype != torch.float64)
+    monkeypatch.setattr(moe, "multiplies", lambda x: narrow)
+    monkeypatch.setattr(
+        moe, "uses_grouped_gemm", lambda x, weight: narrow and not any(size % 8 for size in weight.shape[1:])
+    )
     monkeypatch.setattr(Tape, "moves_rows", True)
     monkeypatch.setattr(Tape, "in_parts", narrow)
     run = cases.make_run(model, layout, dtype=dtype, layers=2)

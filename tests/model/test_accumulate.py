@@ -10,64 +10,64 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shardwise.model.products.accumulate import ACCUMULATE, SUMS
-from shardwise.model.products.chosen import product
-from shardwise.model.products.eight import product8
+from shardwise.model.gemm.accumulate import ACCUMULATE, SUMS
+from shardwise.model.gemm.fp8 import fp8_gemm
+from shardwise.model.gemm.tuned import gemm
 from shardwise.model.quantize import E4M3
 
 
 def residual(x: Tensor, h: Tensor, w: Tensor, v: Tensor) -> Tensor:
-    return x + product(h.flatten(0, 1), w.mT).view(x.shape)
+    return x + gemm(h.flatten(0, 1), w.mT).view(x.shape)
 
 
 def both_are_products(x: Tensor, h: Tensor, w: Tensor, v: Tensor) -> Tensor:
     rows = h.flatten(0, 1)
-    return product(rows, w.mT).view(x.shape) + product(rows, v.mT).view(x.shape)
+    return gemm(rows, w.mT).view(x.shape) + gemm(rows, v.mT).view(x.shape)
 
 
 def three(x: Tensor, h: Tensor, w: Tensor, v: Tensor) -> Tensor:
     rows = h.flatten(0, 1)
-    return (product(rows, w.mT) + product(rows, v.mT)) + product(rows, w.mT + v.mT)
+    return (gemm(rows, w.mT) + gemm(rows, v.mT)) + gemm(rows, w.mT + v.mT)
 
 
 def wanted_elsewhere(x: Tensor, h: Tensor, w: Tensor, v: Tensor) -> Tensor:
-    out = product(h.flatten(0, 1), w.mT).view(x.shape)
+    out = gemm(h.flatten(0, 1), w.mT).view(x.shape)
     return (x + out) * out
 
 
 def to_itself(x: Tensor, h: Tensor, w: Tensor, v: Tensor) -> Tensor:
-    out = product(h.flatten(0, 1), w.mT)
+    out = gemm(h.flatten(0, 1), w.mT)
     return out + out
 
 
 def of_one_row(x: Tensor, h: Tensor, w: Tensor, v: Tensor) -> Tensor:
-    return x[:1, :1] + product(h.flatten(0, 1), w.mT).view(x.shape)
+    return x[:1, :1] + gemm(h.flatten(0, 1), w.mT).view(x.shape)
 
 
 def a_number(x: Tensor, h: Tensor, w: Tensor, v: Tensor) -> Tensor:
-    return product(h.flatten(0, 1), w.mT) + 1
+    return gemm(h.flatten(0, 1), w.mT) + 1
 
 
 def a_part(x: Tensor, h: Tensor, w: Tensor, v: Tensor) -> Tensor:
-    return torch.add(x, product(h.flatten(0, 1), w.mT).view(x.shape), alpha=0.5)
+    return torch.add(x, gemm(h.flatten(0, 1), w.mT).view(x.shape), alpha=0.5)
 
 
 def turned(x: Tensor, h: Tensor, w: Tensor, v: Tensor) -> Tensor:
-    return x.mT + product(h.flatten(0, 1), w.mT).view(x.shape).mT
+    return x.mT + gemm(h.flatten(0, 1), w.mT).view(x.shape).mT
 
 
 def for_each_of_a_batch(x: Tensor, h: Tensor, w: Tensor, v: Tensor) -> Tensor:
-    return x + product(h[0], w.mT)
+    return x + gemm(h[0], w.mT)
 
 
 def wider(x: Tensor, h: Tensor, w: Tensor, v: Tensor) -> Tensor:
-    return x.double() + product(h.flatten(0, 1), w.mT).view(x.shape)
+    return x.double() + gemm(h.flatten(0, 1), w.mT).view(x.shape)
 
 
 def eight_bits(x: Tensor, h: Tensor, w: Tensor, v: Tensor) -> Tensor:
     one = torch.ones(())
     rows, first, second = (a.to(E4M3) for a in (h.flatten(0, 1), w, v))
-    made = [product8(rows, matrix.t(), one, one, torch.float32, True) for matrix in (first, second)]
+    made = [fp8_gemm(rows, matrix.t(), one, one, torch.float32, True) for matrix in (first, second)]
     return x + (made[0].view(x.shape) + made[1].view(x.shape))
 
 
@@ -105,4 +105,4 @@ def test_sizes_that_may_change_are_left_alone() -> None:
     x, h, w = torch.randn(2, 3, 8), torch.randn(2, 3, 4), torch.randn(8, 4)
     traced: Any = make_fx(residual, tracing_mode="symbolic")(x, h, w, w)
     ACCUMULATE(traced.graph)
-    assert torch.ops.shardwise.product_onto.default not in [node.target for node in traced.graph.nodes]
+    assert torch.ops.shardwise.gemm_onto.default not in [node.target for node in traced.graph.nodes]

@@ -19,25 +19,25 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.data.batches import Batch
-from shardwise.model.fp8 import PRODUCTS, EightBits, use_eight_bits
+from shardwise.model.fp8 import GEMMS, Fp8Gemm, use_fp8
 from shardwise.model.layers import Linear
 from shardwise.model.quantize import (
     E4M3,
     E5M2,
     TOP,
+    amax,
     cast,
-    cast_plain,
+    cast_reference,
     cast_rows,
     inverse,
-    largest,
-    multiply_plain,
     scale_of,
-    turn,
-    turn_plain,
+    scaled_mm_reference,
+    transpose,
+    transpose_reference,
 )
 from shardwise.model.transformer import Transformer
 from shardwise.run import Run, UserError, run_from_dict
-from shardwise.train.step import Trainee
+from shardwise.train.step import TrainState
 
 HALF_STEP = {E4M3: 2.0**-4, E5M2: 2.0**-3}
 """The most that rounding to nearest is off, as a share of the number: half of the last bit of the fraction."""
@@ -47,8 +47,8 @@ SMALLEST = {E4M3: 2.0**-9, E5M2: 2.0**-16}
 
 def numbers(rows: int, columns: int, power: float = 0.0, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    spread = torch.exp(2 * torch.randn(rows, columns, generator=generator))
-    return torch.randn(rows, columns, generator=generator) * spread * 2.0**power
+    dispatch = torch.exp(2 * torch.randn(rows, columns, generator=generator))
+    return torch.randn(rows, columns, generator=generator) * dispatch * 2.0**power
 
 
 @settings(max_examples=60, deadline=None)
@@ -59,7 +59,7 @@ def test_numbers_come_back_within_the_error_of_the_format(
     kind: torch.dtype, power: float, rows: int, columns: int, seed: int
 ) -> None:
     x = numbers(rows, columns, power, seed)
-    eight, _, scale = cast(x, largest(x), kind, True, False)
+    eight, _, scale = cast(x, amax(x), kind, True, False)
     by_row, scales = cast_rows(x, kind)
     for got, by in ((eight, scale), (by_row, scales)):
         back = got.double() * by.double()
@@ -82,28 +82,28 @@ def test_scales_are_the_smallest_powers_of_two_that_bring_the_largest_into_range
 
 
 def test_nothing_and_what_is_not_finite() -> None:
-    zero = cast(torch.zeros(16, 16), largest(torch.zeros(16, 16)), E4M3, True, True)
+    zero = cast(torch.zeros(16, 16), amax(torch.zeros(16, 16)), E4M3, True, True)
     assert not zero[0].float().any()
     assert not zero[1].float().any()
     assert 0 < zero[2] < 1
-    for product in (kind() for kind in PRODUCTS.values()):
+    for gemm in (kind() for kind in GEMMS.values()):
         weight = numbers(32, 16)
-        assert not product(torch.zeros(16, 16), weight, None).any()
+        assert not gemm(torch.zeros(16, 16), weight, None).any()
         for bad in (float("inf"), float("-inf"), float("nan")):
             x = numbers(16, 16)
             x[3, 5] = bad
-            assert not product(x, weight, None)[3].isfinite().any()
+            assert not gemm(x, weight, None)[3].isfinite().any()
             weight_bad = weight.clone()
             weight_bad[7, 2] = bad
-            assert not product(numbers(16, 16), weight_bad, None)[:, 7].isfinite().any()
+            assert not gemm(numbers(16, 16), weight_bad, None)[:, 7].isfinite().any()
 
 
 def test_turning_rows_changes_nothing_but_what_gets_too_small() -> None:
     x, scale = cast_rows(numbers(48, 80), E4M3)
-    turned, scales = turn(x, scale)
-    before, after = (x.double() * scale).mT, turned.double() * scales
+    transposed, scales = transpose(x, scale)
+    before, after = (x.double() * scale).mT, transposed.double() * scales
     assert ((before - after).abs() <= SMALLEST[E4M3] / 2 * scales).all()
-    assert torch.equal(turned.view(torch.uint8), turn_plain(x, scale)[0].view(torch.uint8))
+    assert torch.equal(transposed.view(torch.uint8), transpose_reference(x, scale)[0].view(torch.uint8))
 
 
 def relative(got: Tensor, want: Tensor) -> float:
@@ -116,7 +116,7 @@ def error(*kinds: torch.dtype) -> float:
     return 0.72 / 3**0.5 * sum(HALF_STEP[kind] ** 2 for kind in kinds) ** 0.5
 
 
-@pytest.mark.parametrize("scaling", PRODUCTS)
+@pytest.mark.parametrize("scaling", GEMMS)
 @pytest.mark.parametrize("power", [-60, 0, 40])
 def test_gradients_are_those_of_the_wide_product(scaling: str, power: int) -> None:
     torch.manual_seed(1)
@@ -124,10 +124,10 @@ def test_gradients_are_those_of_the_wide_product(scaling: str, power: int) -> No
     weight = torch.randn(96, 128, requires_grad=True)
     grad = torch.randn(4, 64, 96).to(torch.bfloat16) * 2.0**-20
     results = []
-    for product in (PRODUCTS[scaling](), None):
-        a, b = (t.detach().double() if product is None else t.detach() for t in (x, weight))
+    for gemm in (GEMMS[scaling](), None):
+        a, b = (t.detach().double() if gemm is None else t.detach() for t in (x, weight))
         a.requires_grad_(), b.requires_grad_()
-        out = nn.functional.linear(a, b) if product is None else product(a, b, None)
+        out = nn.functional.linear(a, b) if gemm is None else gemm(a, b, None)
         out.backward(grad.to(out.dtype))
         results.append((out.detach(), a.grad, b.grad))
     (out, dx, dw), wants = results
@@ -139,39 +139,39 @@ def test_gradients_are_those_of_the_wide_product(scaling: str, power: int) -> No
     assert relative(dw, wants[2]) < (1.2 * error(E5M2, E4M3) if scaling == "tensorwise" else 0.0) + sixteen
 
 
-@pytest.mark.parametrize("scaling", PRODUCTS)
+@pytest.mark.parametrize("scaling", GEMMS)
 def test_rows_of_very_different_size_need_a_scale_each(scaling: str) -> None:
     x = torch.randn(64, 64) * 2.0 ** torch.linspace(0, -30, 64)[:, None]
-    out = PRODUCTS[scaling]()(x.to(torch.bfloat16), torch.eye(64), None)
+    out = GEMMS[scaling]()(x.to(torch.bfloat16), torch.eye(64), None)
     last = relative(out[-1], x[-1])
     assert last < 0.05 if scaling == "rowwise" else last == 1
 
 
 def test_the_product_is_that_of_the_numbers_that_8_bits_stand_for() -> None:
     x, weight = numbers(32, 64, -3).to(torch.bfloat16), numbers(48, 64, 5)
-    (a, a_scale), (b, b_scale) = cast_plain(x, largest(x), E4M3), cast_plain(weight, largest(weight), E4M3)
+    (a, a_scale), (b, b_scale) = cast_reference(x, amax(x), E4M3), cast_reference(weight, amax(weight), E4M3)
     want = (a.double() * a_scale) @ (b.double() * b_scale).t()
     torch.testing.assert_close(
-        multiply_plain(a, b.t(), a_scale, b_scale, torch.float32).double(), want, rtol=1e-5, atol=1e-4
+        scaled_mm_reference(a, b.t(), a_scale, b_scale, torch.float32).double(), want, rtol=1e-5, atol=1e-4
     )
-    out = PRODUCTS["tensorwise"]()(x, weight, None)
+    out = GEMMS["tensorwise"]()(x, weight, None)
     torch.testing.assert_close(out.double(), want, rtol=2.0**-8, atol=1e-4)
 
 
 @pytest.mark.parametrize(("rows", "outer", "inner"), [(17, 32, 32), (16, 24, 32), (16, 32, 40)])
-@pytest.mark.parametrize("scaling", PRODUCTS)
+@pytest.mark.parametrize("scaling", GEMMS)
 def test_sides_that_are_no_multiples_of_16_stay_in_16_bits(scaling: str, rows: int, outer: int, inner: int) -> None:
     x, weight, bias = torch.randn(rows, inner).to(torch.bfloat16), torch.randn(outer, inner), torch.randn(outer)
-    wide = Linear.product(x, weight, bias)
-    assert torch.equal(PRODUCTS[scaling]()(x, weight, bias), wide)
+    wide = Linear.gemm(x, weight, bias)
+    assert torch.equal(GEMMS[scaling]()(x, weight, bias), wide)
 
 
 KERNELS = """
 from unittest import mock
 import torch
 from shardwise.model.kernels import quantize
-from shardwise.model.kernels.quantize import cast_fused, cast_rows_fused, largest_fused, turn_fused
-from shardwise.model.quantize import E4M3, E5M2, cast_plain, cast_rows_plain, largest_plain, turn_plain
+from shardwise.model.kernels.quantize import cast_fused, cast_rows_fused, amax_fused, transpose_fused
+from shardwise.model.quantize import E4M3, E5M2, cast_reference, cast_rows_reference, amax_reference, transpose_reference
 
 def same(got, want):
     assert got.dtype == want.dtype and got.shape == want.shape
@@ -183,24 +183,24 @@ torch.manual_seed(1)
 for rows, columns, power, dtype in ((16, 16, 0, torch.float32), (18, 200, -80, torch.bfloat16), (2, 9000, 60, torch.bfloat16)):
     x = torch.randint(-7, 8, (rows, columns)) * 2.0 ** torch.randint(-2, 4, (rows, columns)) * 2.0**power
     x = x.to(dtype)
-    top = largest_fused(x)
-    same(top, largest_plain(x))
+    top = amax_fused(x)
+    same(top, amax_reference(x))
     for kind in (E4M3, E5M2):
-        want, scale = cast_plain(x, top, kind)
+        want, scale = cast_reference(x, top, kind)
         plain, turned, got = cast_fused(x, top, kind, True, True)
         same(got, scale), same(plain, want), same(turned, want.mT.contiguous())
         with mock.patch.object(quantize, "one_pass_is_right", lambda *_: False):  # as where the compiler is at fault
             plain, turned, got = cast_fused(x, top, kind, True, True)
         same(got, scale), same(plain, want), same(turned, want.mT.contiguous())
         assert cast_fused(x, top, kind, False, True)[0].numel() == cast_fused(x, top, kind, True, False)[1].numel() == 0
-        by_row = cast_rows_plain(x, kind)
+        by_row = cast_rows_reference(x, kind)
         for got, want in zip(cast_rows_fused(x, kind), by_row): same(got, want)
         if columns < 9000:
-            for got, want in zip(turn_fused(*by_row), turn_plain(*by_row)): same(got, want)
+            for got, want in zip(transpose_fused(*by_row), transpose_reference(*by_row)): same(got, want)
 for bad in (float("inf"), float("nan")):
     x[1, 3] = bad
-    assert not largest_fused(x).isfinite() and not cast_rows_fused(x, E4M3)[1][1].isfinite()
-    assert not cast_fused(x, largest_fused(x), E4M3, True, False)[2].isfinite()
+    assert not amax_fused(x).isfinite() and not cast_rows_fused(x, E4M3)[1][1].isfinite()
+    assert not cast_fused(x, amax_fused(x), E4M3, True, False)[2].isfinite()
 """
 
 
@@ -224,7 +224,7 @@ def make_model(scaling: str) -> Transformer:
     model = Transformer(make_run().model, torch.bfloat16)
     for name, parameter in model.named_parameters():
         nn.init.ones_(parameter) if "norm" in name else nn.init.normal_(parameter, std=0.05)
-    use_eight_bits(model.layers, scaling)
+    use_fp8(model.layers, scaling)
     return model
 
 
@@ -244,22 +244,22 @@ class Calls(TorchDispatchMode):
 # In each of two layers: what enters q, k and v, what enters out, what enters gate and up, what enters down; seven matrices; and
 # the gradients of seven results.
 WANTED = {
-    "tensorwise": ({"largest": 36, "cast": 36, "multiply": 42}, {"cast": 22}, {"cast": 14}),
-    "rowwise": ({"cast_rows": 36, "turn": 14, "multiply": 28}, {}, {}),
+    "tensorwise": ({"amax": 36, "cast": 36, "scaled_mm_reference": 42}, {"cast": 22}, {"cast": 14}),
+    "rowwise": ({"cast_rows": 36, "transpose": 14, "scaled_mm_reference": 28}, {}, {}),
 }
 
 
-@pytest.mark.parametrize("scaling", PRODUCTS)
+@pytest.mark.parametrize("scaling", GEMMS)
 def test_one_input_of_several_matrices_is_quantised_once(scaling: str) -> None:
     model, tokens = make_model(scaling), torch.randint(0, 64, (4, 33))
     with Calls() as counted:
         model(tokens[:, :-1], tokens[:, 1:]).result.backward()
     assert counted.calls == WANTED[scaling][0]
-    assert isinstance(model.layers["0"].attention.q.product, EightBits)
-    assert type(model.head.product) is type(Linear.product)
+    assert isinstance(model.layers["0"].attention.q.gemm, Fp8Gemm)
+    assert type(model.head.gemm) is type(Linear.gemm)
 
 
-@pytest.mark.parametrize("scaling", PRODUCTS)
+@pytest.mark.parametrize("scaling", GEMMS)
 def test_compiled_it_is_one_graph_that_gives_the_same_and_quantises_once(scaling: str) -> None:
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
@@ -289,7 +289,7 @@ def test_compiled_it_is_one_graph_that_gives_the_same_and_quantises_once(scaling
     assert backward["cast"] == WANTED[scaling][2].get("cast", 0) // 2
 
 
-@pytest.mark.parametrize("scaling", PRODUCTS)
+@pytest.mark.parametrize("scaling", GEMMS)
 def test_less_is_kept_for_the_backward_pass(scaling: str) -> None:
     kept: dict[str, int] = {}
     for kind in ("none", scaling):
@@ -297,7 +297,7 @@ def test_less_is_kept_for_the_backward_pass(scaling: str) -> None:
         if kind == "none":
             for module in model.modules():
                 if isinstance(module, Linear):
-                    module.product = Linear.product
+                    module.gemm = Linear.gemm
         storages: dict[int, int] = {}
 
         def note(x: Tensor, storages: dict[int, int] = storages) -> Tensor:
@@ -313,7 +313,7 @@ def test_less_is_kept_for_the_backward_pass(scaling: str) -> None:
 
 
 def losses(**train: Any) -> list[float]:
-    trainee = Trainee(make_run(steps=40, lr=1e-2, **train))
+    train_state = TrainState(make_run(steps=40, lr=1e-2, **train))
     rng = np.random.default_rng(0)
     chain = rng.permutation(64)  # each token foretells the next, nine times of ten
     found = []
@@ -322,14 +322,14 @@ def losses(**train: Any) -> list[float]:
         tokens[:, 0] = rng.integers(0, 64, 4)
         for n in range(32):
             tokens[:, n + 1] = np.where(rng.random(4) < 0.9, chain[tokens[:, n]], rng.integers(0, 64, 4))
-        found.append(trainee.train_step(Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy())).loss.item())
+        found.append(train_state.train_step(Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy())).loss.item())
     return found
 
 
 def test_a_model_learns_what_it_learns_in_16_bits() -> None:
     wide = losses()
     assert np.mean(wide[-5:]) < 0.75 * wide[0]
-    for scaling in PRODUCTS:
+    for scaling in GEMMS:
         assert np.mean(losses(fp8=scaling)[-5:]) == pytest.approx(np.mean(wide[-5:]), rel=0.03)
 
 

@@ -74,10 +74,10 @@ def test_blocks_of_eight_bits_are_widened(tmp_path: Path) -> None:
             continue
         rows, columns = (-(-n // 16) for n in tensor.shape)
         scale = torch.rand(rows, columns) + 0.5
-        spread = scale.repeat_interleave(16, 0).repeat_interleave(16, 1)[: tensor.shape[0], : tensor.shape[1]]
-        narrow[name] = (tensor / spread).to(torch.float8_e4m3fn)
+        dispatch = scale.repeat_interleave(16, 0).repeat_interleave(16, 1)[: tensor.shape[0], : tensor.shape[1]]
+        narrow[name] = (tensor / dispatch).to(torch.float8_e4m3fn)
         narrow[f"{name}_scale_inv"] = scale
-        wide[name] = (narrow[name].float() * spread).bfloat16()
+        wide[name] = (narrow[name].float() * dispatch).bfloat16()
     save_file(narrow, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
     edit_config(tmp_path / "hf", quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]})
     from_hf(tmp_path / "hf", tmp_path / "ours")

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.model.loss import IGNORED, ChunkedCrossEntropy, LinearCrossEntropy, score_gradients_plain
+from shardwise.model.loss import IGNORE_INDEX, ChunkedCrossEntropy, LinearCrossEntropy, cross_entropy_and_grad_reference
 
 
 def case(rows: int, vocab: int, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -19,7 +19,7 @@ def case(rows: int, vocab: int, width: int, dtype: torch.dtype) -> tuple[torch.T
     x = torch.randn(2, rows, width, dtype=dtype, requires_grad=True)
     weight = torch.randn(vocab, width, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     targets = torch.randint(0, vocab, (2, rows))
-    targets[torch.rand(2, rows) < 0.2] = IGNORED
+    targets[torch.rand(2, rows) < 0.2] = IGNORE_INDEX
     return x, weight.requires_grad_(), targets
 
 
@@ -61,15 +61,15 @@ def test_without_gradients_nothing_is_made_but_the_loss() -> None:
 
 KERNEL = """
 import torch
-from shardwise.model.kernels.cross_entropy import score_gradients_fused
-from shardwise.model.loss import IGNORED, score_gradients_plain
+from shardwise.model.kernels.cross_entropy import cross_entropy_and_grad_fused
+from shardwise.model.loss import IGNORE_INDEX, cross_entropy_and_grad_reference
 torch.manual_seed(1)
 for rows, vocab in ((3, 5), (4, 2048), (2, 5000)):
     scores = 3 * torch.randn(rows, vocab)
     targets = torch.randint(0, vocab, (rows,))
-    targets[1] = IGNORED
+    targets[1] = IGNORE_INDEX
     plain, fused = scores.clone(), scores.clone()
-    losses = score_gradients_plain(plain, targets), score_gradients_fused(fused, targets, IGNORED)
+    losses = cross_entropy_and_grad_reference(plain, targets), cross_entropy_and_grad_fused(fused, targets, IGNORE_INDEX)
     torch.testing.assert_close(*losses)
     torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-7)
     assert losses[1][1] == 0 and not fused[1].any()
@@ -87,5 +87,5 @@ def test_the_kernel_does_what_plain_operations_do() -> None:
 
 def test_gradients_of_scores_add_up_to_nothing() -> None:
     scores = torch.randn(7, 30, dtype=torch.float64)
-    score_gradients_plain(scores, torch.arange(7))
+    cross_entropy_and_grad_reference(scores, torch.arange(7))
     torch.testing.assert_close(scores.sum(-1), torch.zeros(7, dtype=torch.float64))

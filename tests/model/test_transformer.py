@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise.data.batches import IGNORED
+from shardwise.data.batches import IGNORE_INDEX
 from shardwise.model import Transformer, initialize
-from shardwise.model.attention import DotProduct, visible
+from shardwise.model.attention import DotProductAttention, attention_mask
 from shardwise.model.cache import Cache
-from shardwise.model.experts import Mixture, Router
 from shardwise.model.initialize import initial_value, initial_values
+from shardwise.model.moe import MoE, Router
 from shardwise.run import ModelConfig
 from shardwise.run.derive import derive_model
 
@@ -82,7 +82,7 @@ def test_attention_is_softmax_of_products() -> None:
         torch.randn(2, 6, 2, 8).double(),
         torch.randn(2, 6, 2, 8).double(),
     )
-    got = DotProduct(0.3)(q, k, v, None)
+    got = DotProductAttention(0.3)(q, k, v, None)
     want = torch.zeros_like(got)
     for b in range(2):
         for i in range(6):
@@ -95,7 +95,7 @@ def test_attention_is_softmax_of_products() -> None:
 @pytest.mark.parametrize(("queries", "keys", "window"), [(6, 6, 3), (2, 7, 0), (2, 7, 4), (1, 5, 1)])
 def test_the_mask_is_causal_windowed_and_inside_documents(queries: int, keys: int, window: int) -> None:
     documents = torch.tensor([[0, 0, 1, 1, 1, 2, 2][:keys]])
-    mask = visible(queries, documents, keys, window, torch.device("cpu"))
+    mask = attention_mask(queries, documents, keys, window, torch.device("cpu"))
     assert mask is not None
     for row in range(queries):
         i = keys - queries + row
@@ -107,7 +107,7 @@ def test_the_mask_is_causal_windowed_and_inside_documents(queries: int, keys: in
 def test_targets_give_the_summed_loss_and_ignored_ones_do_not_count() -> None:
     model, tokens = build("llama"), some_tokens(2, 8)
     targets = tokens.roll(-1, dims=1)
-    targets[:, -1] = IGNORED
+    targets[:, -1] = IGNORE_INDEX
     logits = model(tokens).result
     want = -logits.log_softmax(-1)[:, :-1].gather(-1, targets[:, :-1, None]).sum()
     torch.testing.assert_close(model(tokens, targets).result, want, rtol=1e-12, atol=0)
@@ -128,7 +128,7 @@ def test_a_mixture_adds_its_chosen_experts_by_weight(router: str) -> None:
         ),
         8,
     )
-    mixture = Mixture(config).double()
+    mixture = MoE(config).double()
     initialize(mixture, config, 0)
     for p in mixture.parameters():
         p.data *= 20

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.data.batches import IGNORED, Batch
+from shardwise.data.batches import IGNORE_INDEX, Batch
 from shardwise.parallel.gradients import local
 from shardwise.parallel.place import Box, box
 from shardwise.run import Run, UserError, run_from_dict
-from shardwise.train.step import Trainee
+from shardwise.train.step import TrainState
 
 DENSE = dict(layers=4, hidden=32, heads=4, kv_heads=2, ffn=64, vocab=61, qk_norm=True)
 MIXTURE = dict(
@@ -69,7 +69,7 @@ def batch(step: int, documents: bool, rows: int = BATCH) -> Batch:
         cuts = np.sort(rng.choice(np.arange(1, LENGTH), rng.integers(0, 4), replace=False))
         numbers[row] = np.searchsorted(cuts, np.arange(LENGTH), side="right")
         positions[row] = np.arange(LENGTH) - np.concatenate([[0], cuts])[numbers[row]]
-        targets[row, cuts - 1] = IGNORED
+        targets[row, cuts - 1] = IGNORE_INDEX
     return Batch(tokens[:, :-1].copy(), targets, positions, numbers)
 
 
@@ -80,32 +80,35 @@ def take(batch: Batch, rows: np.ndarray) -> Batch:
 
 def train(rank: int, run: Run, documents: bool = True, seed: int = 0) -> dict[str, Any]:
     """Some steps; losses, gradient norms, an evaluation, and this rank's parts of the parameters, each with where it lies."""
-    trainee = Trainee(run)
-    losses, norms = steps(trainee, 0, run.train.steps, documents, seed)
-    trained = list(trainee.parallel.pipeline.executed)
-    evaluated = trainee.evaluate(lambda rows: take(batch(99, documents), rows), np.arange(5))
+    train_state = TrainState(run)
+    losses, norms = steps(train_state, 0, run.train.steps, documents, seed)
+    trained = list(train_state.parallel.pipeline.executed)
+    evaluated = train_state.evaluate(lambda rows: take(batch(99, documents), rows), np.arange(5))
     parameters = {
-        h.name: (slices(box(h, trainee.mesh)), local(h.parameter.detach()).cpu().numpy()) for h in trainee.parallel.held
+        h.name: (slices(box(h, train_state.mesh)), local(h.parameter.detach()).cpu().numpy())
+        for h in train_state.parallel.parameters
     }
     biases = {
         f"layers.{n}.bias": ((slice(None),), block.ffn.router.bias.cpu().numpy())
-        for model in trainee.parallel.models
+        for model in train_state.parallel.models
         for n, block in model.layers.items()
         if hasattr(block.ffn, "router") and run.model.router == "sigmoid"
     }
-    executed = trainee.parallel.pipeline.executed
+    executed = train_state.parallel.pipeline.executed
     return dict(
         losses=losses, norms=norms, evaluated=evaluated, parameters=parameters | biases, trained=trained, executed=executed
     )  # fmt: skip
 
 
-def steps(trainee: Trainee, first: int, last: int, documents: bool, seed: int = 0) -> tuple[list[float], list[float]]:
+def steps(
+    train_state: TrainState, first: int, last: int, documents: bool, seed: int = 0
+) -> tuple[list[float], list[float]]:
     """Run some steps of a trainee on this rank's rows of each batch."""
     losses, norms = [], []
     for step in range(first, last):
-        size = trainee.run.train.global_batch
-        rows = trainee.samples(np.arange(size))
-        result = trainee.train_step(take(batch(step + 1000 * seed, documents, size), rows))
+        size = train_state.run.train.global_batch
+        rows = train_state.samples(np.arange(size))
+        result = train_state.train_step(take(batch(step + 1000 * seed, documents, size), rows))
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
     return losses, norms

@@ -196,10 +196,10 @@ def test_float32_follows_float64(ranks: RankPool, layout: Layout) -> None:
 def test_bfloat16_stays_within_the_spread_of_data_orders(ranks: RankPool, layout: Layout) -> None:
     settings = dict(dtype="bfloat16", steps=8, lr=1e-3)
     one, other = (one_process("dense", True, seed, **settings)["losses"] for seed in (0, 1))
-    spread = np.abs(np.subtract(one, other)).max()
+    dispatch = np.abs(np.subtract(one, other)).max()
     run = cases.make_run("dense", layout, **settings)
     for got in ranks.run(run.layout.world, cases.train, run, True):
-        assert np.abs(np.subtract(got["losses"], one)).max() < spread
+        assert np.abs(np.subtract(got["losses"], one)).max() < dispatch
 
 
 @pytest.mark.parametrize("layout", [dict(replicate=4), dict(shard=4, zero=2), dict(replicate=2, shard=2)], ids=str)

@@ -15,12 +15,12 @@ import torch
 from parallel_pool import RankPool
 
 from shardwise.measure.verify import TOLERANCE, Verdict, counted, planned, random_batch
+from shardwise.model.fp8_matrix import Fp8Matrix
 from shardwise.model.layers import Linear
-from shardwise.model.quantized_matrix import QuantizedMatrix
-from shardwise.plan.place import Place
-from shardwise.plan.traffic import by_group
+from shardwise.plan.trainer.rank import Place
+from shardwise.plan.trainer.traffic import by_group
 from shardwise.run import Run
-from shardwise.train.step import Trainee
+from shardwise.train.step import TrainState
 
 Layout = dict[str, Any]
 
@@ -88,10 +88,10 @@ def test_tensor_ranks_have_scales_of_their_own(ranks: RankPool, fp8: str) -> Non
 
 
 def verified(rank: int, run: Run) -> Verdict:
-    trainee = Trainee(run)
-    batch = random_batch(run, trainee.mesh.data_index)
-    trainee.train_step(batch)
-    account, same, actions = counted(trainee, batch)
+    train_state = TrainState(run)
+    batch = random_batch(run, train_state.mesh.data_index)
+    train_state.train_step(batch)
+    account, same, actions = counted(train_state, batch)
     return Verdict(rank, planned(run, rank), account, same, actions)
 
 
@@ -124,8 +124,8 @@ def test_a_gathered_number_is_one_byte() -> None:
         run = make_run(dict(shard=2), fp8)
         sizes[fp8] = by_group(run, 0)["zero", "all_gather"].bytes
     place = Place(run, 0)
-    matrices = 2 * sum(weight.numbers for weight in place.layer_weights(False) if weight.product)
-    rows = 2 * sum(weight.shape[0] for weight in place.layer_weights(False) if weight.product)
+    matrices = 2 * sum(weight.numbers for weight in place.layer_weights(False) if weight.gemm)
+    rows = 2 * sum(weight.shape[0] for weight in place.layer_weights(False) if weight.gemm)
     # Half of them from the other rank, forward and backward of two microbatches.
     assert sizes["none"] - sizes["tensorwise"] == 4 * matrices // 2
     assert sizes["rowwise"] - sizes["tensorwise"] == 4 * 4 * rows // 2
@@ -134,11 +134,11 @@ def test_a_gathered_number_is_one_byte() -> None:
 def test_a_matrix_in_8_bits_is_to_others_what_it_stands_for() -> None:
     eight = torch.randn(16, 32).to(torch.float8_e4m3fn)
     for scale in (torch.tensor(0.5), 2.0 ** torch.arange(16.0)[:, None]):
-        matrix = QuantizedMatrix(eight, scale, torch.bfloat16).requires_grad_()
+        matrix = Fp8Matrix(eight, scale, torch.bfloat16).requires_grad_()
         x = torch.randn(3, 32, dtype=torch.bfloat16)
-        out = Linear.product(x, matrix, None)
+        out = Linear.gemm(x, matrix, None)
         assert torch.equal(out, x @ (eight.float() * scale).to(torch.bfloat16).t())
         out.sum().backward()
         assert matrix.grad is not None
         torch.testing.assert_close(matrix.grad.float(), x.float().sum(0).expand(16, 32), rtol=2**-7, atol=1e-2)
-        assert matrix.detach().eight is not None
+        assert matrix.detach().fp8_data is not None

@@ -1,5 +1,5 @@
 """Communication is what the planner says: the bytes that each rank sends in a step, by axis and operation, and the messages
-they travel in, equal those of `shardwise.plan.traffic`, made from the numbers of model and layout alone. Where the bytes depend
+they travel in, equal those of `shardwise.plan.trainer.traffic`, from model and layout alone. Where the bytes depend
 on the routing of tokens, they are counted from the experts that the routers chose.
 """
 
@@ -19,21 +19,21 @@ from parallel_pool import RankPool
 from torch import Tensor
 
 from shardwise.measure.traffic import Traffic, TrafficCounter, axes_by_group
-from shardwise.model.experts import Router
+from shardwise.model.moe import Router
 from shardwise.model.transformer import Block
 from shardwise.parallel import context
-from shardwise.plan.place import Place
-from shardwise.plan.traffic import by_group
+from shardwise.plan.trainer.rank import Place
+from shardwise.plan.trainer.traffic import by_group
 from shardwise.run import Run
-from shardwise.train.step import Trainee
+from shardwise.train.step import TrainState
 
 Choices = dict[int, list[Tensor]]  # what the router of each layer chose, call by call
 
 
 def counted_step(rank: int, run: Run, warm_up: int) -> tuple[Traffic, Traffic, Choices]:
     """What a rank sends in one step, after some others: bytes and messages; and what its routers chose in it."""
-    trainee = Trainee(run)
-    cases.steps(trainee, 0, warm_up, documents=False)
+    train_state = TrainState(run)
+    cases.steps(train_state, 0, warm_up, documents=False)
     choices: Choices = {}
 
     def record_in(layer: int) -> Any:
@@ -45,13 +45,13 @@ def counted_step(rank: int, run: Run, warm_up: int) -> tuple[Traffic, Traffic, C
 
         return record
 
-    for model in trainee.parallel.models:
+    for model in train_state.parallel.models:
         for layer, block in model.layers.items():
             assert isinstance(block, Block)
             for router in (m for m in block.modules() if isinstance(m, Router)):
                 router.register_forward_hook(record_in(int(layer)))
-    with TrafficCounter(axes_by_group(trainee)) as counter:
-        cases.steps(trainee, warm_up, warm_up + 1, documents=False)
+    with TrafficCounter(axes_by_group(train_state)) as counter:
+        cases.steps(train_state, warm_up, warm_up + 1, documents=False)
     return counter.traffic, counter.messages, choices
 
 
@@ -262,7 +262,7 @@ def ring_work(rank: int, length: int) -> tuple[int, int]:
         computed += pairs
         seen += pairs if mask is None else int(mask.sum())
 
-    forward, backward = context.attend_piece, context.attend_piece_backward
+    forward, backward = context.attend_block, context.attend_block_backward
 
     def counted_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Any:
         count(q, k, mask)
@@ -276,8 +276,8 @@ def ring_work(rank: int, length: int) -> tuple[int, int]:
     assert group is not None
     part = length // group.size()
     q, k, v = (torch.ones(1, part, 1, 2, requires_grad=True) for _ in "qkv")
-    with mock.patch.multiple(context, attend_piece=counted_forward, attend_piece_backward=counted_backward):
-        out = context.RingDotProduct(1.0, group)(q, k, v, context.ContextMask(None, 0))
+    with mock.patch.multiple(context, attend_block=counted_forward, attend_block_backward=counted_backward):
+        out = context.RingAttention(1.0, group)(q, k, v, context.ContextMask(None, 0))
         out.sum().backward()
     return computed, seen
 

@@ -11,8 +11,8 @@ import torch
 
 from shardwise.data.open import open_data
 from shardwise.run import run_from_dict
-from shardwise.train.step import Trainee
-from shardwise.train.watch.recheck import Corruption
+from shardwise.train.faults.recheck import Corruption
+from shardwise.train.step import TrainState
 
 
 def twice(rank: int, layout: dict[str, Any], corrupt: int | None, cache: str) -> str | float:
@@ -23,9 +23,9 @@ def twice(rank: int, layout: dict[str, Any], corrupt: int | None, cache: str) ->
     model = dict(layers=2, hidden=16, heads=2, ffn=32)
     settings = dict(seq_len=32, global_batch=4, microbatch=1, device="cpu", eval_every=0)
     run = run_from_dict(dict(name="tiny", model=model, layout=layout, train=settings))
-    trainee = Trainee(run)
-    batch = open_data(run).train.take(trainee.samples(np.arange(4)))
-    trainee.train_step(batch)
+    train_state = TrainState(run)
+    batch = open_data(run).train.take(train_state.samples(np.arange(4)))
+    train_state.train_step(batch)
     if rank == corrupt:
         calls = 0
 
@@ -38,9 +38,9 @@ def twice(rank: int, layout: dict[str, Any], corrupt: int | None, cache: str) ->
             wrong.view(-1)[7:8].view(torch.int32).bitwise_xor_(1 << 20)
             return (wrong, *grads[1:])
 
-        trainee.model.layers["1"].ffn.register_full_backward_hook(flip)  # type: ignore[union-attr, index]
+        train_state.model.layers["1"].ffn.register_full_backward_hook(flip)  # type: ignore[union-attr, index]
     try:
-        return trainee.train_step(batch, recheck=True).loss.item()
+        return train_state.train_step(batch, recheck=True).loss.item()
     except Corruption as e:
         return str(e)
 
@@ -48,7 +48,7 @@ def twice(rank: int, layout: dict[str, Any], corrupt: int | None, cache: str) ->
 def compared(rank: int, slow: int) -> tuple[int, float]:
     """The slowest rank and its ratio, where one rank computes three times as long as the others. The clock is that of the
     thread alone: a core that is shared with other tests would rightly make a rank slow."""
-    from shardwise.train.watch import stragglers as module
+    from shardwise.train.faults import stragglers as module
 
     stragglers = module.Stragglers(2, torch.device("cpu"), torch.float32, world=2, rank=rank)
     with mock.patch.object(module, "busy_seconds", time.thread_time):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.hardware import make_cluster
-from shardwise.plan.job import Job
-from shardwise.plan.stacks import STACKS
+from shardwise.plan.cost.frameworks import STACKS
+from shardwise.plan.cost.job import Job
 from shardwise.run import LayoutConfig, ModelConfig
 from shardwise.run.derive import derive_model
 

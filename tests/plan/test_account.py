@@ -14,11 +14,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.ledger import PARTS, PASSES, Work
-from shardwise.plan.account import chunks, pairs_seen, work
-from shardwise.plan.place import Place
-from shardwise.plan.work import forward_flops
+from shardwise.plan.cost.flops import forward_flops
+from shardwise.plan.trainer.rank import Place
+from shardwise.plan.trainer.work import chunks, pairs_seen, work
 from shardwise.run import Run, UserError, run_from_dict
-from shardwise.train.step import Trainee
+from shardwise.train.step import TrainState
 
 
 def by_pass(account: Work, name: str) -> float:
@@ -103,9 +103,9 @@ def test_pairs_of_context_ranks_are_those_of_the_sequence(ranks: int, window: in
 
 def counted_flops(rank: int, run: Run) -> float:
     """What PyTorch counts in one step of a rank."""
-    trainee = Trainee(run)
+    train_state = TrainState(run)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        cases.steps(trainee, 0, 1, documents=False)
+        cases.steps(train_state, 0, 1, documents=False)
     return counter.get_total_flops()
 
 

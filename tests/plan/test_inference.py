@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from shardwise.hardware import make_cluster
-from shardwise.plan.prediction import Prediction, published
+from shardwise.plan.cost.flops import forward_flops, parameters
+from shardwise.plan.published.prediction import Prediction, published
 from shardwise.plan.serving.engines import FORMATS
 from shardwise.plan.serving.inference import fitted_inference, predict_inference, serve, serving_of_row
 from shardwise.plan.serving.serving import cache_bytes, capacity, experts_hit, weight_bytes
-from shardwise.plan.work import forward_flops, parameters
 from shardwise.run import PRESETS, ModelConfig, UserError
 from shardwise.run.derive import derive_model
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jobs import LLAMA, make_job
 
-from shardwise.plan.goodput import JobCost, job_cost
 from shardwise.plan.plan import plan
+from shardwise.plan.time.goodput import JobCost, job_cost
 from shardwise.run import run_from_dict
 
 STEP, DEVICES = 2.0, 1000

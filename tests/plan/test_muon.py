@@ -9,12 +9,12 @@ import pytest
 
 from shardwise.hardware import gemm_seconds, memory_seconds
 from shardwise.ledger import CATEGORIES
-from shardwise.plan import muon
-from shardwise.plan.account import work
-from shardwise.plan.constants import constants_of
-from shardwise.plan.job import job_of
-from shardwise.plan.place import Place
+from shardwise.plan.cost.constants import constants_of
+from shardwise.plan.cost.job import job_of
 from shardwise.plan.plan import Plan, plan
+from shardwise.plan.trainer import muon
+from shardwise.plan.trainer.rank import Place
+from shardwise.plan.trainer.work import work
 from shardwise.run import Run, run_from_dict
 
 SHAPE: dict[str, Any] = dict(layers=4, hidden=2048, heads=16, kv_heads=4, ffn=5632, vocab=32000)

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import EXPERTS, GPT, LLAMA, make_job
 
-from shardwise.plan.job import job_of
-from shardwise.plan.layer_memory import layer_activations
-from shardwise.plan.operations import embedding, head, layer
-from shardwise.plan.tally import FORWARD
-from shardwise.plan.work import forward_flops
+from shardwise.plan.cost.flops import forward_flops
+from shardwise.plan.cost.job import job_of
+from shardwise.plan.cost.layer_memory import layer_activations
+from shardwise.plan.cost.operations import embedding, head, layer
+from shardwise.plan.cost.ops import FORWARD
 from shardwise.run import run_from_dict
 
 LATENT = LLAMA | dict(attention="latent", q_rank=384, kv_rank=256, nope_dim=64, rope_dim=32, v_dim=64, kv_heads=0)
@@ -82,7 +82,7 @@ def test_arrays_give_what_numbers_give(model: dict[str, Any], method: str) -> No
 
 
 def test_recomputation_repeats_the_forward_pass() -> None:
-    from shardwise.plan.passes import FORWARDS, RECOMPUTE, Piece
+    from shardwise.plan.cost.passes import FORWARDS, RECOMPUTE, Piece
 
     def repeated(stack: str) -> float:
         piece = Piece.of(layer(make_job(LLAMA, stack, recompute="full"), routed=False))
@@ -97,9 +97,9 @@ def test_casts_are_left_out_of_matrices_that_are_kept() -> None:
     model = dict(layers=2, hidden=256, heads=4, ffn=512, vocab=1000, experts=4, experts_per_token=2, dense_layers=1)
     train = dict(dtype="bfloat16", global_batch=4, seq_len=128)
     job = job_of(run_from_dict(dict(model=model, train=train, cluster=dict(chip="h200"))))
-    assert job.stack.keeps_casts
+    assert job.stack.keeps_compute_copies
     cast = {e.name for routed in (False, True) for e in layer(job, routed=routed).entries if e.name.endswith(" cast")}
-    every = replace(job, stack=replace(job.stack, keeps_casts=False))
+    every = replace(job, stack=replace(job.stack, keeps_compute_copies=False))
     before = {
         e.name for routed in (False, True) for e in layer(every, routed=routed).entries if e.name.endswith(" cast")
     }

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.plan.held import held
-from shardwise.plan.place import Place, Weight
 from shardwise.plan.plan import plan
-from shardwise.plan.traffic import by_group
+from shardwise.plan.trainer.rank import Place, Weight
+from shardwise.plan.trainer.state import held
+from shardwise.plan.trainer.traffic import by_group
 from shardwise.run import Run, run_from_dict
-from shardwise.run.derive import shared_along
+from shardwise.run.derive import shard_dim
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from shardwise.run.derive import shared_along
     ],
 )
 def test_experts_are_cut_along_the_first_dimension_that_divides(shape: tuple[int, ...], ranks: int, dim: int) -> None:
-    assert shared_along(shape, ranks) == dim
+    assert shard_dim(shape, ranks) == dim
     weight = Weight(shape, routed=True)
     own = [weight.own(ranks, rank) for rank in range(ranks)]
     assert sum(own) == weight.numbers

@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import EXPERTS, GPT, LLAMA, make_job
 
-from shardwise.plan import step as steps
-from shardwise.plan.constants import constants_of
-from shardwise.plan.goodput import job_cost
-from shardwise.plan.job import job_of
-from shardwise.plan.memory import memory
-from shardwise.plan.operations import layer
-from shardwise.plan.place import Place
+from shardwise.plan.cost.constants import constants_of
+from shardwise.plan.cost.job import job_of
+from shardwise.plan.cost.memory import memory
+from shardwise.plan.cost.operations import layer
 from shardwise.plan.plan import Plan, plan
-from shardwise.plan.step import play_schedule, prepare, step_time
-from shardwise.plan.timeline import timeline
+from shardwise.plan.time import step as steps
+from shardwise.plan.time.goodput import job_cost
+from shardwise.plan.time.step import play_schedule, prepare, step_time
+from shardwise.plan.time.timeline import timeline
+from shardwise.plan.trainer.rank import Place
 from shardwise.run import Run, run_from_dict
 from shardwise.schedules import SCHEDULES, Cost, high_water, make_schedule, time
 
@@ -152,7 +152,7 @@ def test_a_longer_sequence_and_a_larger_batch_take_longer(tensor: int, shard: in
 
 @pytest.mark.parametrize(("zero", "states"), [(1, (2, 4, 12 / 8)), (3, (2 / 8, 4 / 8, 12 / 8))])
 def test_states_of_zero_in_bytes_a_parameter(zero: int, states: tuple[float, ...]) -> None:
-    from shardwise.plan.work import parameters
+    from shardwise.plan.cost.flops import parameters
 
     job = make_job(GPT, "nemo", shard=8, zero=zero)
     owners = memory(job).ranks[0]

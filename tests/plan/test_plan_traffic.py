@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from shardwise.ledger import COLLECTIVES
-from shardwise.plan.place import Place
-from shardwise.plan.traffic import buckets, by_group, traffic
-from shardwise.plan.work import parameters
+from shardwise.plan.cost.flops import parameters
+from shardwise.plan.trainer.rank import Place
+from shardwise.plan.trainer.traffic import buckets, by_group, traffic
 from shardwise.run import AXES, Run, run_from_dict
 from shardwise.schedules import SCHEDULES, make_schedule
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.plan.place import Place, Stage
+from shardwise.plan.trainer.rank import Place, Stage
 from shardwise.run import Run, run_from_dict
 from shardwise.schedules import SCHEDULES, Schedule, make_schedule
 

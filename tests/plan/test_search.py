@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.plan.job import job_of
-from shardwise.plan.memory import memory
-from shardwise.plan.place import Place as Rank
+from shardwise.plan.cost.job import job_of
+from shardwise.plan.cost.memory import memory
 from shardwise.plan.plan import plan
 from shardwise.plan.search import resolve, search
 from shardwise.plan.search.bubbles import Pace, in_flight, makespan
 from shardwise.plan.search.layouts import Space
 from shardwise.plan.search.screen import Place
 from shardwise.plan.search.space import legal
-from shardwise.plan.step import prepare, step_time
+from shardwise.plan.time.step import prepare, step_time
+from shardwise.plan.trainer.rank import Place as Rank
 from shardwise.run import LayoutConfig, Run, UserError, run_from_dict, to_dict
 from shardwise.schedules import SCHEDULES, Cost, high_water, make_schedule, time
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.plan.job import job_of
-from shardwise.plan.memory import GIB, memory
+from shardwise.plan.cost.job import job_of
+from shardwise.plan.cost.memory import GIB, memory
 from shardwise.plan.plan import memory_of, plan
 from shardwise.plan.search import search
 from shardwise.plan.search.layouts import Space

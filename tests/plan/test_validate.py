@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.main import main
-from shardwise.plan.prediction import Prediction, published
-from shardwise.plan.validate import summary, validate
+from shardwise.plan.published.prediction import Prediction, published
+from shardwise.plan.published.validate import summary, validate
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.plan.waves import Waves
+from shardwise.plan.time.waves import Waves
 from shardwise.schedules import SCHEDULES, Action, Cost, Schedule, Stuck, make_schedule, time
 
 

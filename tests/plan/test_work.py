@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.model import Transformer, initialize
-from shardwise.plan.work import forward_flops, keys_seen, parameters
+from shardwise.plan.cost.flops import forward_flops, keys_seen, parameters
 from shardwise.run import PRESETS, ModelConfig
 from shardwise.run.derive import derive_model
 

@@ -122,14 +122,14 @@ def test_interleaving_divides_the_bubble_also_where_microbatches_do_not_divide(
         assert group == ranks
 
 
-@pytest.mark.parametrize(("forward", "for_input", "for_weight"), [(1, 1, 1), (3, 4, 2), (4, 3, 3)])
+@pytest.mark.parametrize(("forward", "grad_input", "grad_weight"), [(1, 1, 1), (3, 4, 2), (4, 3, 3)])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("more", [0, 1, 5])
 def test_zb_h1_keeps_the_memory_of_1f1b_and_fills_its_bubble_with_weights(
-    ranks: int, more: int, forward: int, for_input: int, for_weight: int
+    ranks: int, more: int, forward: int, grad_input: int, grad_weight: int
 ) -> None:
     schedule = make_schedule("zb-h1", ranks, ranks + more)
-    assert bubbles(schedule, forward, for_input, for_weight) == {(ranks - 1) * (forward + for_input - for_weight)}
+    assert bubbles(schedule, forward, grad_input, grad_weight) == {(ranks - 1) * (forward + grad_input - grad_weight)}
     report = check(schedule)
     assert report.high_water == (ranks,) * ranks
     assert report.high_water_input == tuple(ranks - rank for rank in range(ranks))
@@ -145,12 +145,12 @@ def test_zb_v_never_waits_within_the_memory_of_1f1b(ranks: int, more: int) -> No
     assert check(schedule).high_water == (2 * ranks,) * ranks
 
 
-@pytest.mark.parametrize(("forward", "for_input", "for_weight"), [(1, 1, 1), (4, 3, 2), (4, 4, 3)])
+@pytest.mark.parametrize(("forward", "grad_input", "grad_weight"), [(1, 1, 1), (4, 3, 2), (4, 4, 3)])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("more", [0, 1, 7])
-def test_dualpipe_v_in_sequence(ranks: int, more: int, forward: int, for_input: int, for_weight: int) -> None:
+def test_dualpipe_v_in_sequence(ranks: int, more: int, forward: int, grad_input: int, grad_weight: int) -> None:
     schedule = make_schedule("dualpipe-v", ranks, 2 * ranks + more)
-    assert bubbles(schedule, forward, for_input, for_weight) == {(ranks - 1) * (forward + for_input - for_weight)}
+    assert bubbles(schedule, forward, grad_input, grad_weight) == {(ranks - 1) * (forward + grad_input - grad_weight)}
     assert check(schedule).high_water == (2 * ranks + 1,) * ranks
     for rank, actions in enumerate(schedule.ranks):
         # Published parts 3 and 7 split one backward for each rank below, part 6 half of its 2 (rank + 1).
@@ -161,14 +161,14 @@ def test_dualpipe_v_in_sequence(ranks: int, more: int, forward: int, for_input: 
                 assert one.stage != other.stage
 
 
-@pytest.mark.parametrize(("forward", "for_input", "for_weight"), [(1, 1, 1), (2, 3, 2), (3, 4, 2)])
+@pytest.mark.parametrize(("forward", "grad_input", "grad_weight"), [(1, 1, 1), (2, 3, 2), (3, 4, 2)])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_dualpipe_v_with_pairs_run_as_one_has_the_published_bubble(
-    ranks: int, forward: int, for_input: int, for_weight: int
+    ranks: int, forward: int, grad_input: int, grad_weight: int
 ) -> None:
     schedule = make_schedule("dualpipe-v", ranks, 2 * ranks + 3)
-    backward = for_input + for_weight
-    length = {"F": forward, "B": backward, "I": for_input, "W": for_weight}
+    backward = grad_input + grad_weight
+    length = {"F": forward, "B": backward, "I": grad_input, "W": grad_weight}
     blocks: list[list[list[Action]]] = []
     for actions in schedule.ranks:
         blocks.append([])
@@ -196,7 +196,7 @@ def test_dualpipe_v_with_pairs_run_as_one_has_the_published_bubble(
                 finished |= {(a.kind == "F", a.stage, a.microbatch): clock[rank] for a in block if a.kind != "W"}
                 blocks[rank].pop(0)
     work = 2 * schedule.microbatches * (forward + backward)
-    assert max(clock) - work == (ranks - 1) * ((forward + backward) + backward - 3 * for_weight)
+    assert max(clock) - work == (ranks - 1) * ((forward + backward) + backward - 3 * grad_weight)
 
 
 def test_memory_can_be_weighed_by_stage_and_by_what_the_weights_still_need() -> None:

@@ -95,7 +95,7 @@ def test_ranges_of_the_user(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("outer", ["aten::linear", "shardwise::product"])  # not counted; counted, and may call what is
+@pytest.mark.parametrize("outer", ["aten::linear", "shardwise::gemm"])  # not counted; counted, and may call what is
 def test_operations_by_module(tmp_path: Path, outer: str) -> None:
     host = Host()
     shapes = {"Input Dims": [[8, 16], [16, 32]], "Input type": ["float", "float"]}

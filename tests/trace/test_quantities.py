@@ -28,8 +28,8 @@ FLASH = "aten::_scaled_dot_product_flash_attention"
         ("aten::addmm", [[5], [3, 4], [4, 5]], [], 120),
         ("aten::_grouped_mm", [[3, 4], [7, 4, 5], [7]], [], 120),  # each row by one of seven
         ("aten::_grouped_mm", [[3, 4], [4, 5], [7]], [], 120),  # seven sums
-        ("shardwise::product", [[3, 4], [4, 5]], [], 120),
-        ("shardwise::product_onto", [[3, 4], [4, 5], [3, 5]], [], 120),
+        ("shardwise::gemm", [[3, 4], [4, 5]], [], 120),
+        ("shardwise::gemm_onto", [[3, 4], [4, 5], [3, 5]], [], 120),
         ("aten::mm", [[3, 4], [5]], [], 0),
         ("aten::bmm", [[2, 3, 4], [2, 4, 5]], [], 240),
         ("aten::baddbmm", [[2, 3, 5], [2, 3, 4], [2, 4, 5]], [], 240),

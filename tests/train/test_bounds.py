@@ -13,7 +13,7 @@ from shardwise.measure.work import WorkCounter
 from shardwise.parallel import apply
 from shardwise.run import Run, run_from_dict
 from shardwise.train import step
-from shardwise.train.step import Trainee
+from shardwise.train.step import TrainState
 
 
 def batch_of(run: Run, number: int, documents: bool) -> Batch:
@@ -34,15 +34,17 @@ def test_bounds_or_masks(documents: bool, window: int, recompute: str, monkeypat
     losses, works = [], []
     for bounds in (True, False):
         for place in (apply, step):
-            monkeypatch.setattr(place, "attends_within", lambda run, gpu, bounds=bounds: bounds)
-        trainee = Trainee(run)
+            monkeypatch.setattr(place, "uses_varlen_attention", lambda run, gpu, bounds=bounds: bounds)
+        train_state = TrainState(run)
         shapes = {
-            x.dim() for one in trainee.microbatches(batch_of(run, 0, documents)) if (x := one["documents"]) is not None
+            x.dim()
+            for one in train_state.microbatches(batch_of(run, 0, documents))
+            if (x := one["documents"]) is not None
         }
         assert shapes == ({1 if bounds else 2} if documents else set())
-        losses.append([trainee.train_step(batch_of(run, number, documents)).read()[:2] for number in range(3)])
-        with WorkCounter(trainee) as counter:
-            trainee.train_step(batch_of(run, 3, documents)).read()
+        losses.append([train_state.train_step(batch_of(run, number, documents)).read()[:2] for number in range(3)])
+        with WorkCounter(train_state) as counter:
+            train_state.train_step(batch_of(run, 3, documents)).read()
         works.append(counter.work.flops)
     assert losses[0] == [pytest.approx(one, rel=1e-12) for one in losses[1]]
     assert works[0].keys() == works[1].keys()

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from shardwise.run import UserError, read_run
+from shardwise.train.faults.arrivals import Beat
+from shardwise.train.faults.heartbeat import read_beat
 from shardwise.train.launch import Place, check_here, first_host, place
 from shardwise.train.metrics import read_metrics
-from shardwise.train.watch.arrivals import Beat
-from shardwise.train.watch.heartbeat import read_beat
 
 RUN = """
 [model]

@@ -20,7 +20,7 @@ from shardwise.train import loop
 from shardwise.train.display import clock, sparkline
 from shardwise.train.loop import train
 from shardwise.train.metrics import read_metrics
-from shardwise.train.step import StepResult, Trainee
+from shardwise.train.step import StepResult, TrainState
 
 
 def make_run(**keys: Any) -> Run:
@@ -83,12 +83,12 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, keys: di
 def test_a_host_that_reads_a_step_late_writes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: a step is read when the next one was begun, but before an evaluation or a checkpoint that rests on it."""
     order: list[tuple[str, int]] = []
-    step, read, evaluate = Trainee.train_step, StepResult.read, Trainee.evaluate
+    step, read, evaluate = TrainState.train_step, StepResult.read, TrainState.evaluate
     monkeypatch.setattr(
-        Trainee, "train_step", lambda t, *a, **k: order.append(("begin", t.step + 1)) or step(t, *a, **k)
+        TrainState, "train_step", lambda t, *a, **k: order.append(("begin", t.step + 1)) or step(t, *a, **k)
     )
     monkeypatch.setattr(
-        Trainee, "evaluate", lambda t, *a, **k: order.append(("evaluate", t.step)) or evaluate(t, *a, **k)
+        TrainState, "evaluate", lambda t, *a, **k: order.append(("evaluate", t.step)) or evaluate(t, *a, **k)
     )
     monkeypatch.setattr(StepResult, "read", lambda r: order.append(("read", r.step)) or read(r))
     run = make_run(checkpoint_every=0, eval_every=4)
@@ -113,13 +113,13 @@ def test_a_host_that_reads_a_step_late_writes_the_same(tmp_path: Path, monkeypat
 @pytest.mark.parametrize("behind", [0, 1])
 def test_a_bad_step_is_named_by_its_own_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behind: int) -> None:
     monkeypatch.setattr(loop, "steps_behind", lambda device: behind)
-    step = Trainee.train_step
+    step = TrainState.train_step
 
-    def spoiled(trainee: Trainee, *args: Any, **keys: Any) -> StepResult:
-        result = step(trainee, *args, **keys)
-        return replace(result, loss=result.loss * float("nan")) if trainee.step == 3 else result
+    def spoiled(train_state: TrainState, *args: Any, **keys: Any) -> StepResult:
+        result = step(train_state, *args, **keys)
+        return replace(result, loss=result.loss * float("nan")) if train_state.step == 3 else result
 
-    monkeypatch.setattr(Trainee, "train_step", spoiled)
+    monkeypatch.setattr(TrainState, "train_step", spoiled)
     with pytest.raises(UserError, match="step 3: the loss is nan"):
         train(make_run(checkpoint_every=0, eval_every=0), tmp_path)
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from shardwise.run import TrainConfig, run_from_dict
-from shardwise.train.adamw import update_plain
+from shardwise.train.fused_adamw import adamw_reference
 from shardwise.train.optimizer import orthogonalize
 from shardwise.train.schedule import learning_rate_factor
-from shardwise.train.step import Trainee
+from shardwise.train.step import TrainState
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (8, 32), (32, 8), (3, 8, 16)])
@@ -53,12 +53,12 @@ def test_decay_spares_norms_and_biases(optimizer: str) -> None:
             train=dict(seq_len=8, optimizer=optimizer, weight_decay=0.5, lr=0.1, muon_lr=0.1),
         )
     )  # fmt: skip
-    trainee = Trainee(run)
-    before = {n: p.detach().clone() for n, p in trainee.model.named_parameters()}
-    for p in trainee.model.parameters():
+    train_state = TrainState(run)
+    before = {n: p.detach().clone() for n, p in train_state.model.named_parameters()}
+    for p in train_state.model.parameters():
         p.grad = torch.zeros_like(p)
-    trainee.optimizer.step(run.train.steps // 100)
-    for name, p in trainee.model.named_parameters():
+    train_state.optimizer.step(run.train.steps // 100)
+    for name, p in train_state.model.named_parameters():
         shrunk = not torch.equal(p, before[name])
         assert shrunk == (p.ndim > 1), name
 
@@ -70,7 +70,7 @@ def test_muon_takes_the_matrices_of_blocks_and_leaves_the_rest() -> None:
             train=dict(optimizer="muon"),
         )
     )
-    optimizer = Trainee(run).optimizer
+    optimizer = TrainState(run).optimizer
     names = {p: h.name for p, h in zip(optimizer.mine, optimizer.held, strict=True)}
     adam, muon = ({names[p] for g in part.param_groups for p in g["params"]} for part in optimizer.parts)
     assert {"embed.weight", "head.weight", "norm.weight"} <= adam
@@ -98,7 +98,7 @@ def test_learning_rate_follows_each_schedule() -> None:
 KERNEL = """
 import torch
 from shardwise.model.kernels.adamw import adamw
-from shardwise.train.adamw import update_plain
+from shardwise.train.fused_adamw import adamw_reference
 torch.manual_seed(3)
 for size, wide in ((1, True), (1000, True), (5000, True), (2048, False)):
     start = torch.randn(size), torch.rand(size), torch.rand(size)
@@ -107,7 +107,7 @@ for size, wide in ((1, True), (1000, True), (5000, True), (2048, False)):
     for step in (1, 2, 50):
         settings = torch.tensor([0.3]), step, 0.01, (0.9, 0.95), 1e-8, 0.1
         adamw(kernel[0], gradient, tuple(kernel[1:]), *settings)
-        update_plain(plain[0], gradient, tuple(plain[1:]), *settings)
+        adamw_reference(plain[0], gradient, tuple(plain[1:]), *settings)
     for mine, reference, before in zip(kernel, plain, start, strict=True):
         torch.testing.assert_close(mine, reference, rtol=2e-6, atol=1e-7)
         assert not torch.equal(mine, before)
@@ -141,5 +141,5 @@ def test_the_plain_update_is_that_of_pytorch() -> None:
         theirs.grad = 0.25 * gradient
         optimizer.step()
         factor = torch.tensor(0.25, dtype=torch.float64)
-        update_plain(mine, gradient, moments, factor, step, 0.02, (0.8, 0.9), 1e-6, 0.3)
+        adamw_reference(mine, gradient, moments, factor, step, 0.02, (0.8, 0.9), 1e-6, 0.3)
     torch.testing.assert_close(mine, theirs.detach(), rtol=1e-12, atol=1e-12)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.data.batches import IGNORED, Batch
+from shardwise.data.batches import IGNORE_INDEX, Batch
 from shardwise.model import Transformer, initialize
 from shardwise.run import Run, run_from_dict
-from shardwise.train.step import Trainee
+from shardwise.train.step import TrainState
 
 LENGTH = 24
 
@@ -31,7 +31,7 @@ def batches(count: int, holes: bool = False) -> list[Batch]:
         targets = tokens[:, 1:].copy()
         if holes:  # rows with different numbers of targets
             for row in range(8):
-                targets[row, : row * 2] = IGNORED
+                targets[row, : row * 2] = IGNORE_INDEX
         made.append(Batch(tokens[:, :-1].copy(), targets))
     return made
 
@@ -45,17 +45,17 @@ MIXTURE = dict(
 )  # fmt: skip
 
 
-def train(run: Run, data: list[Batch]) -> tuple[list[float], list[float], Trainee]:
-    trainee = Trainee(run)
-    results = [trainee.train_step(batch) for batch in data]
-    return [r.loss.item() for r in results], [r.grad_norm.item() for r in results], trainee
+def train(run: Run, data: list[Batch]) -> tuple[list[float], list[float], TrainState]:
+    train_state = TrainState(run)
+    results = [train_state.train_step(batch) for batch in data]
+    return [r.loss.item() for r in results], [r.grad_norm.item() for r in results], train_state
 
 
 def test_twenty_steps_equal_transformers_with_adamw() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     run = make_run(dtype="float32", schedule="cosine", clip=0.7)
-    trainee = Trainee(run)
+    train_state = TrainState(run)
     m = run.model
     config = LlamaConfig(
         hidden_size=m.hidden, num_hidden_layers=m.layers, num_attention_heads=m.heads, num_key_value_heads=m.kv_heads,
@@ -63,7 +63,7 @@ def test_twenty_steps_equal_transformers_with_adamw() -> None:
         rope_parameters=dict(rope_type="default", rope_theta=m.rope_theta), tie_word_embeddings=False,
     )  # fmt: skip
     oracle = LlamaForCausalLM(config)
-    ours = trainee.model
+    ours = train_state.model
     pairs = {"model.embed_tokens": ours.embed, "model.norm": ours.norm, "lm_head": ours.head}
     for n, block in ours.layers.items():
         names = {
@@ -94,21 +94,21 @@ def test_twenty_steps_equal_transformers_with_adamw() -> None:
         loss.backward()
         norm = nn.utils.clip_grad_norm_(oracle.parameters(), 0.7)
         optimizer.step()
-        result = trainee.train_step(batch)
+        result = train_state.train_step(batch)
         assert result.loss.item() == pytest.approx(loss.item(), rel=1e-4)
         assert result.grad_norm.item() == pytest.approx(norm.item(), rel=1e-3)
 
 
 def test_twenty_float64_steps_equal_a_plain_loop_over_the_model() -> None:
     run = make_run(schedule="constant", warmup=0, weight_decay=0.2, clip=0.5)
-    losses, norms, trainee = train(run, batches(20, holes=True))
+    losses, norms, train_state = train(run, batches(20, holes=True))
     model = Transformer(run.model).double()
     initialize(model, run.model, run.train.seed)
     moments = {n: (torch.zeros_like(p), torch.zeros_like(p)) for n, p in model.named_parameters()}
     for step, batch in enumerate(batches(20, holes=True), start=1):
         logits = model(torch.from_numpy(batch.tokens)).result
         targets = torch.from_numpy(batch.targets)
-        counted = targets != IGNORED
+        counted = targets != IGNORE_INDEX
         chosen = logits.log_softmax(-1)[counted].gather(-1, targets[counted][:, None])
         loss = -chosen.mean()
         gradients = torch.autograd.grad(loss, list(model.parameters()))
@@ -124,7 +124,7 @@ def test_twenty_float64_steps_equal_a_plain_loop_over_the_model() -> None:
                 if p.ndim > 1:
                     p.mul_(1 - 1e-2 * 0.2)
                 p -= 1e-2 * (first / (1 - 0.9**step)) / ((second / (1 - 0.95**step)).sqrt() + 1e-8)
-    for ours, theirs in zip(trainee.model.parameters(), model.parameters(), strict=True):
+    for ours, theirs in zip(train_state.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
 
 
@@ -159,28 +159,28 @@ def test_narrow_arithmetic_follows_float64(dtype: str) -> None:
 
 def test_an_overflowing_float16_step_is_skipped_and_the_scale_halved() -> None:
     run = make_run(dtype="float16", loss_scale=2.0**40)
-    trainee = Trainee(run)
-    before = [p.clone() for p in trainee.model.parameters()]
-    result = trainee.train_step(batches(1)[0])
+    train_state = TrainState(run)
+    before = [p.clone() for p in train_state.model.parameters()]
+    result = train_state.train_step(batches(1)[0])
     assert not result.grad_norm.isfinite()
-    assert trainee.loss_scale.scale == 2.0**39
-    assert all(torch.equal(a, b) for a, b in zip(before, trainee.model.parameters(), strict=True))
+    assert train_state.loss_scale.scale == 2.0**39
+    assert all(torch.equal(a, b) for a, b in zip(before, train_state.model.parameters(), strict=True))
     for batch in batches(30):
-        trainee.train_step(batch)
-    assert trainee.loss_scale.scale < 2.0**35
-    assert not any(torch.equal(a, b) for a, b in zip(before, trainee.model.parameters(), strict=True))
+        train_state.train_step(batch)
+    assert train_state.loss_scale.scale < 2.0**35
+    assert not any(torch.equal(a, b) for a, b in zip(before, train_state.model.parameters(), strict=True))
 
 
 def test_balancing_evens_the_load_of_experts() -> None:
     def spread(rate: float) -> float:
         run = make_run(MIXTURE | dict(dense_layers=0), balance_rate=rate, lr=1e-4, global_batch=8)
-        trainee = Trainee(run)
-        for router in trainee.routers:  # begin with a router that prefers some experts
+        train_state = TrainState(run)
+        for router in train_state.routers:  # begin with a router that prefers some experts
             router.bias.copy_(torch.tensor([0.3, 0.1, 0.0, -0.3]))
         for _ in range(40):
-            trainee.train_step(batches(1)[0])
-        trainee.model(torch.from_numpy(batches(1)[0].tokens))
-        return max((r.load.max() / r.load.mean()).item() for r in trainee.routers)
+            train_state.train_step(batches(1)[0])
+        train_state.model(torch.from_numpy(batches(1)[0].tokens))
+        return max((r.load.max() / r.load.mean()).item() for r in train_state.routers)
 
     assert spread(0.01) < 1.5
     assert spread(0.0) > 1.8
@@ -189,25 +189,25 @@ def test_balancing_evens_the_load_of_experts() -> None:
 def test_the_balance_loss_pulls_the_router_towards_even_probabilities() -> None:
     def unevenness(weight: float) -> float:
         run = make_run(dict(experts=4, experts_per_token=1), balance_loss=weight, lr=1e-2, seed=3)
-        trainee = Trainee(run)
+        train_state = TrainState(run)
         data = batches(1)[0]
         for _ in range(30):
-            trainee.train_step(data)
-        for router in trainee.routers:
+            train_state.train_step(data)
+        for router in train_state.routers:
             router.load.zero_()
-        trainee.model(torch.from_numpy(data.tokens))
-        return sum((r.load / r.load.mean() - 1).square().sum().item() for r in trainee.routers)
+        train_state.model(torch.from_numpy(data.tokens))
+        return sum((r.load / r.load.mean() - 1).square().sum().item() for r in train_state.routers)
 
     assert unevenness(0.5) < 0.5 * unevenness(0.0)
 
 
 def test_evaluation_is_the_mean_over_tokens_and_changes_nothing() -> None:
-    trainee = Trainee(make_run(MIXTURE, microbatch=2))
+    train_state = TrainState(make_run(MIXTURE, microbatch=2))
     batch = batches(1, holes=True)[0]
-    before = {k: v.clone() for k, v in trainee.model.state_dict().items()}
-    value = trainee.evaluate(lambda rows: take(batch, rows), np.arange(8))
-    assert value == pytest.approx(trainee.train_step(batch).loss.item(), rel=1e-12)
-    fresh = Trainee(make_run(MIXTURE, microbatch=2))
+    before = {k: v.clone() for k, v in train_state.model.state_dict().items()}
+    value = train_state.evaluate(lambda rows: take(batch, rows), np.arange(8))
+    assert value == pytest.approx(train_state.train_step(batch).loss.item(), rel=1e-12)
+    fresh = TrainState(make_run(MIXTURE, microbatch=2))
     fresh.evaluate(lambda rows: take(batch, rows), np.arange(8))
     assert all(torch.equal(v, before[k]) for k, v in fresh.model.state_dict().items())
     assert not any(r.load.any() for r in fresh.routers)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from shardwise.model.rotary import yarn_growth
+from shardwise.model.rope import yarn_get_mscale
 from shardwise.run import ModelConfig
 
 Keys = dict[str, Any]
@@ -59,12 +59,14 @@ def read_rope(values: Keys, theta: float, refuse: Callable[[str, str], None], la
     if scaling.get("truncate") is False:
         refuse(f"{name}.truncate", "is false; this network rounds YaRN's range to whole pairs")
     mscale, mscale_all = number("mscale", 0.0), number("mscale_all_dim", 0.0)
-    ratio = yarn_growth(keys["rope_factor"], mscale) / yarn_growth(keys["rope_factor"], mscale_all)
-    amplitude = number("attention_factor", ratio if mscale and mscale_all else yarn_growth(keys["rope_factor"], 1.0))
+    ratio = yarn_get_mscale(keys["rope_factor"], mscale) / yarn_get_mscale(keys["rope_factor"], mscale_all)
+    amplitude = number(
+        "attention_factor", ratio if mscale and mscale_all else yarn_get_mscale(keys["rope_factor"], 1.0)
+    )
     # Only DeepSeek's attention grows its scores by mscale_all_dim as well.
     mscale_all = mscale_all if latent else 0.0
     keys["yarn_mscale_all"] = mscale_all
-    keys["yarn_mscale"] = _weight(amplitude * yarn_growth(keys["rope_factor"], mscale_all), keys["rope_factor"])
+    keys["yarn_mscale"] = _weight(amplitude * yarn_get_mscale(keys["rope_factor"], mscale_all), keys["rope_factor"])
     if keys["yarn_mscale"] is None:
         refuse(
             f"{name}.attention_factor",
@@ -76,7 +78,7 @@ def read_rope(values: Keys, theta: float, refuse: Callable[[str, str], None], la
 
 
 def _weight(growth: float, factor: float) -> float | None:
-    """The weight of the logarithm that `yarn_growth` needs for a growth, or None when there is none."""
+    """The weight of the logarithm that `yarn_get_mscale` needs for a growth, or None when there is none."""
     if factor <= 1:
         return 1.0 if math.isclose(growth, 1.0) else None
     weight = (growth - 1.0) / (0.1 * math.log(factor))
@@ -109,8 +111,8 @@ def _write_amplitude(config: ModelConfig) -> Keys:
     weight, weight_all = config.yarn_mscale, config.yarn_mscale_all
     if config.attention == "grouped":
         # Whole heads are rotated, so growth of the scores and of the amplitude are the same thing.
-        return {} if weight == 1.0 else {"attention_factor": yarn_growth(config.rope_factor, weight)}
+        return {} if weight == 1.0 else {"attention_factor": yarn_get_mscale(config.rope_factor, weight)}
     if weight and weight_all:
         return {"mscale": weight, "mscale_all_dim": weight_all}
-    growth = yarn_growth(config.rope_factor, weight) / yarn_growth(config.rope_factor, weight_all)
+    growth = yarn_get_mscale(config.rope_factor, weight) / yarn_get_mscale(config.rope_factor, weight_all)
     return ({"mscale_all_dim": weight_all} if weight_all else {}) | {"attention_factor": growth}

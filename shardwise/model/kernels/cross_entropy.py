@@ -25,7 +25,7 @@ def _rows(  # type: ignore[no-untyped-def]
     rows,
     stride,
     VOCABULARY: tl.constexpr,
-    IGNORED: tl.constexpr,
+    IGNORE_INDEX: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     TURNS: tl.constexpr,
@@ -44,7 +44,7 @@ def _rows(  # type: ignore[no-untyped-def]
                 # A sum for each place of the block: only the highest score makes the threads wait for each other.
                 total = total * tl.exp(highest - higher) + tl.exp(x - higher)
                 highest = higher
-            counted = target != IGNORED
+            counted = target != IGNORE_INDEX
             picked = tl.load(start + target, mask=counted, other=0.0).to(tl.float32)
             whole = highest + tl.log(tl.sum(total, 0))
             tl.store(losses + row, tl.where(counted, whole - picked, 0.0))
@@ -56,7 +56,7 @@ def _rows(  # type: ignore[no-untyped-def]
                 tl.store(start + at, tl.where(counted, gradient, 0.0), mask=at < VOCABULARY)
 
 
-def score_gradients_fused(scores: Tensor, targets: Tensor, ignored: int) -> Tensor:
+def cross_entropy_and_grad_fused(scores: Tensor, targets: Tensor, ignored: int) -> Tensor:
     """The cross-entropy of each row [rows, vocabulary], in float32; its gradient takes the place of the scores."""
     rows, vocabulary = scores.shape
     losses = torch.empty(rows, dtype=torch.float32, device=scores.device)

@@ -57,7 +57,7 @@ def _factor(exponent):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _largest(x, out, numel, SCAN: tl.constexpr, SCANS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _amax(x, out, numel, SCAN: tl.constexpr, SCANS: tl.constexpr):  # type: ignore[no-untyped-def]
     start = tl.program_id(0).to(tl.int64) * (SCAN * SCANS)
     highest = tl.zeros((SCAN,), tl.int32)
     for n in range(SCANS):
@@ -69,9 +69,9 @@ def _largest(x, out, numel, SCAN: tl.constexpr, SCANS: tl.constexpr):  # type: i
 @triton.jit
 def _cast(  # type: ignore[no-untyped-def]
     x,
-    largest,
+    amax,
     plain,
-    turned,
+    transposed,
     scale,
     rows,
     columns,
@@ -83,7 +83,7 @@ def _cast(  # type: ignore[no-untyped-def]
 ):
     across = tl.cdiv(columns, WIDTH)
     tile = tl.program_id(0)
-    bits = tl.load(largest)
+    bits = tl.load(amax)
     exponent = _exponent(bits, TOP)
     if tile == 0:
         tl.store(scale, _scale(bits, exponent))
@@ -96,7 +96,7 @@ def _cast(  # type: ignore[no-untyped-def]
         tl.store(plain + at, value.to(plain.dtype.element_ty), mask=inside)
     if TURNED:
         there = column[:, None] * rows + row[None, :]
-        tl.store(turned + there, tl.trans(value.to(turned.dtype.element_ty)), mask=tl.trans(inside))
+        tl.store(transposed + there, tl.trans(value.to(transposed.dtype.element_ty)), mask=tl.trans(inside))
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def _cast_row(x, out, scale, COLUMNS: tl.constexpr, TOP: tl.constexpr, ROW: tl.c
 
 
 @triton.jit
-def _turn(  # type: ignore[no-untyped-def]
+def _transpose(  # type: ignore[no-untyped-def]
     x,
     scale,
     out,
@@ -148,38 +148,38 @@ def _turn(  # type: ignore[no-untyped-def]
         tl.store(out + column[:, None] * ROWS + row[None, :], cast, mask=inside)
 
 
-def largest_fused(x: Tensor) -> Tensor:
+def amax_fused(x: Tensor) -> Tensor:
     """The largest size of the numbers of a contiguous tensor, in float32."""
     out = torch.zeros((), dtype=torch.int32, device=x.device)
     programs = triton.cdiv(x.numel(), SCAN * SCANS)
     if programs:
-        _largest[(programs,)](x, out, x.numel(), SCAN, SCANS)
+        _amax[(programs,)](x, out, x.numel(), SCAN, SCANS)
     return out.view(torch.float32)
 
 
 def cast_fused(
-    x: Tensor, largest: Tensor, dtype: torch.dtype, plain: bool, turned: bool, tile: tuple[int, int] = TILE
+    x: Tensor, amax: Tensor, dtype: torch.dtype, plain: bool, transposed: bool, tile: tuple[int, int] = TILE
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`quantize.cast_plain` in one pass, or in two where one would be wrong."""
+    """`quantize.cast_reference` in one pass, or in two where one would be wrong."""
     rows, columns = x.shape
     as_it_lies = torch.empty((rows, columns) if plain else (0,), dtype=dtype, device=x.device)
-    by_column = torch.empty((columns, rows) if turned else (0,), dtype=dtype, device=x.device)
+    by_column = torch.empty((columns, rows) if transposed else (0,), dtype=dtype, device=x.device)
     scale = torch.empty((), dtype=torch.float32, device=x.device)
-    if plain and turned and not one_pass_is_right(x.dtype, dtype, x.device, tile):
-        _launch_cast(x, largest, (as_it_lies, by_column, scale), True, False, tile)
-        _launch_cast(x, largest, (as_it_lies, by_column, scale), False, True, tile)
+    if plain and transposed and not one_pass_is_right(x.dtype, dtype, x.device, tile):
+        _launch_cast(x, amax, (as_it_lies, by_column, scale), True, False, tile)
+        _launch_cast(x, amax, (as_it_lies, by_column, scale), False, True, tile)
     else:
-        _launch_cast(x, largest, (as_it_lies, by_column, scale), plain, turned, tile)
+        _launch_cast(x, amax, (as_it_lies, by_column, scale), plain, transposed, tile)
     return as_it_lies, by_column, scale
 
 
 def _launch_cast(
-    x: Tensor, largest: Tensor, out: tuple[Tensor, Tensor, Tensor], plain: bool, turned: bool, tile: tuple[int, int]
+    x: Tensor, amax: Tensor, out: tuple[Tensor, Tensor, Tensor], plain: bool, transposed: bool, tile: tuple[int, int]
 ) -> None:
     (rows, columns), dtype = x.shape, out[0].dtype
     programs = triton.cdiv(rows, tile[0]) * triton.cdiv(columns, tile[1])
     _cast[(programs,)](
-        x, largest.view(torch.int32), *out, rows, columns, top(dtype), plain, turned, *tile, num_warps=TILE_WARPS
+        x, amax.view(torch.int32), *out, rows, columns, top(dtype), plain, transposed, *tile, num_warps=TILE_WARPS
     )  # fmt: skip
 
 
@@ -190,22 +190,22 @@ def one_pass_is_right(given: torch.dtype, dtype: torch.dtype, device: torch.devi
     x = torch.linspace(-1, 1, rows * columns, device=device).view(rows, columns).to(given)
 
     def outputs() -> tuple[Tensor, Tensor, Tensor]:
-        plain, turned = (
+        plain, transposed = (
             torch.zeros(shape, dtype=torch.int8, device=device) for shape in ((rows, columns), (columns, rows))
         )
-        return plain.view(dtype), turned.view(dtype), torch.zeros((), device=device)
+        return plain.view(dtype), transposed.view(dtype), torch.zeros((), device=device)
 
     together, one_by_one = outputs(), outputs()
-    _launch_cast(x, largest_fused(x), together, True, True, tile)
-    _launch_cast(x, largest_fused(x), one_by_one, True, False, tile)
-    _launch_cast(x, largest_fused(x), one_by_one, False, True, tile)
+    _launch_cast(x, amax_fused(x), together, True, True, tile)
+    _launch_cast(x, amax_fused(x), one_by_one, True, False, tile)
+    _launch_cast(x, amax_fused(x), one_by_one, False, True, tile)
     return all(
         torch.equal(a.view(torch.int8), b.view(torch.int8)) for a, b in zip(together[:2], one_by_one[:2], strict=True)
     )
 
 
 def cast_rows_fused(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`quantize.cast_rows_plain` in one pass."""
+    """`quantize.cast_rows_reference` in one pass."""
     rows, columns = x.shape
     out = torch.empty_like(x, dtype=dtype)
     scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
@@ -215,12 +215,12 @@ def cast_rows_fused(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return out, scale
 
 
-def turn_fused(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantize.turn_plain` in two readings of 8 bits, the second from the cache."""
+def transpose_fused(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantize.transpose_reference` in two readings of 8 bits, the second from the cache."""
     rows, columns = x.shape
     out = torch.empty(columns, rows, dtype=x.dtype, device=x.device)
     out_scale = torch.empty(columns, 1, dtype=torch.float32, device=x.device)
-    _turn[(triton.cdiv(columns, COLUMNS),)](
+    _transpose[(triton.cdiv(columns, COLUMNS),)](
         x, scale, out, out_scale, columns, rows, top(x.dtype), min(COLUMNS, triton.next_power_of_2(rows)), COLUMNS
     )
     return out, out_scale

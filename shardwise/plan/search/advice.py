@@ -11,13 +11,13 @@ import numpy as np
 
 from shardwise.hardware import find_chip
 from shardwise.ledger import Memory
-from shardwise.plan.job import job_of
-from shardwise.plan.memory import GIB
+from shardwise.plan.cost.job import job_of
+from shardwise.plan.cost.memory import GIB
 from shardwise.plan.plan import memory_of
 from shardwise.plan.search.layouts import Space
 from shardwise.plan.search.screen import Group, Place
 from shardwise.plan.search.space import LOOPED, Sizes, divisors, with_choices
-from shardwise.plan.step import step_times
+from shardwise.plan.time.step import step_times
 from shardwise.run import Problem, Run, UserError
 from shardwise.run.check import broken_rules
 

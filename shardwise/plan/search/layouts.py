@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.plan.constants import constants_of
-from shardwise.plan.job import Job, job_of
+from shardwise.plan.cost.constants import constants_of
+from shardwise.plan.cost.job import Job, job_of
 from shardwise.plan.search.screen import Group, Place
 from shardwise.plan.search.space import LOOPED, Sizes, choices, plain, schedules, sizes
 from shardwise.plan.search.tables import Cut, Layers, Shares, cut, cut_key, moved, workspace
-from shardwise.plan.step import slowdown
+from shardwise.plan.time.step import slowdown
 from shardwise.run import LayoutConfig, Run
 from shardwise.run.derive import compiles, planned_on_gpu
 

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwise.plan.job import overlapped
-from shardwise.plan.memory import casts_kept
-from shardwise.plan.passes import Passes
+from shardwise.plan.cost.job import overlapped
+from shardwise.plan.cost.memory import casts_kept
+from shardwise.plan.cost.passes import Passes
 from shardwise.plan.search.bubbles import Pace, in_flight, makespan
 from shardwise.plan.search.space import V_SHAPED, network_legal, with_choices
 from shardwise.plan.search.tables import Cut, cut_key
-from shardwise.plan.step import DataSeconds, Prepared, tail_seconds, update_seconds, with_sharing
+from shardwise.plan.time.step import DataSeconds, Prepared, tail_seconds, update_seconds, with_sharing
 from shardwise.run import Run
 
 Array = Any

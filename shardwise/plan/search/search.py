@@ -17,13 +17,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from shardwise.plan.job import job_of
+from shardwise.plan.cost.job import job_of
 from shardwise.plan.plan import Plan, memory_of, plan_job
 from shardwise.plan.search.advice import counts_of, leanest, next_changes, nothing_fits, nothing_legal, nothing_there
 from shardwise.plan.search.layouts import Space
-from shardwise.plan.search.room import keeping
+from shardwise.plan.search.recompute_budget import keeping
 from shardwise.plan.search.screen import Group, Place, Screened
-from shardwise.plan.step import prepare, step_times
+from shardwise.plan.time.step import prepare, step_times
 from shardwise.run import Run
 
 ROOMS = (1.05, 0.9, 0.75, 0.6, 0.45)

@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 
 from shardwise.hardware import collective_seconds
-from shardwise.plan.constants import constants_of
-from shardwise.plan.job import Job, overlapped
-from shardwise.plan.layer_memory import layer_activations
-from shardwise.plan.memory import GIB, buffers, gathered_layers, loss_bytes, states
-from shardwise.plan.operations import embedding, head, layer
-from shardwise.plan.parameters import Held, cast_copies, ends_parameters, layer_parameters
-from shardwise.plan.passes import Piece, Pieces, passes
+from shardwise.plan.cost.constants import constants_of
+from shardwise.plan.cost.job import Job, overlapped
+from shardwise.plan.cost.layer_memory import layer_activations
+from shardwise.plan.cost.memory import GIB, buffers, gathered_layers, loss_bytes, states
+from shardwise.plan.cost.operations import embedding, head, layer
+from shardwise.plan.cost.ops import Tally, span
+from shardwise.plan.cost.parameters import Held, cast_copies, ends_parameters, layer_parameters
+from shardwise.plan.cost.passes import Piece, Pieces, passes
 from shardwise.plan.search.space import LOOPED, V_SHAPED, Choices, Sizes
-from shardwise.plan.step import DataSeconds, data_seconds, layers_by_stage
-from shardwise.plan.tally import Tally, span
+from shardwise.plan.time.step import DataSeconds, data_seconds, layers_by_stage
 
 Array = Any
 

@@ -17,8 +17,8 @@ from importlib import resources
 from typing import Any
 
 from shardwise.hardware import Cluster
-from shardwise.plan.prediction import Prediction
-from shardwise.plan.rows import Row, Unsupported, cluster_of_row, model_of
+from shardwise.plan.published.prediction import Prediction
+from shardwise.plan.published.rows import Row, Unsupported, cluster_of_row, model_of
 from shardwise.plan.serving.engines import ENGINES, FORMATS
 from shardwise.plan.serving.loads import Load, prepare, quantities
 from shardwise.plan.serving.serving import GIB, Serving, memory_by_owner

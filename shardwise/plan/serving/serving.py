@@ -24,8 +24,8 @@ from shardwise.hardware import (
     memory_seconds,
 )
 from shardwise.hardware.chips import ITEM_BYTES, Chip
+from shardwise.plan.cost.flops import attention_parameters, feed_forward_parameters, keys_seen
 from shardwise.plan.serving.engines import FORMATS, Engine, Format
-from shardwise.plan.work import attention_parameters, feed_forward_parameters, keys_seen
 from shardwise.run import ModelConfig
 
 GIB = 2.0**30

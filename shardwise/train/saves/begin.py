@@ -21,7 +21,7 @@ from shardwise.train.saves.contents import buffers
 from shardwise.train.saves.folder import complete
 from shardwise.train.saves.job import model_differences
 from shardwise.train.saves.resume import read_box
-from shardwise.train.step import Trainee
+from shardwise.train.step import TrainState
 
 
 def check_weights(run: Run, out: Path) -> None:
@@ -41,22 +41,22 @@ def _open(run: Run) -> WeightReader | SavedReader:
 
 
 @torch.no_grad()
-def begin(trainee: Trainee, tokenizer: Tokenizer, say: Callable[[str], None]) -> None:
+def begin(train_state: TrainState, tokenizer: Tokenizer, log: Callable[[str], None]) -> None:
     """Give a freshly built trainee the weights that its run begins with. Every rank calls it, and reads what it holds. Where they
     learned by another tokenizer than the data's, which is nearly always a mistake, that is said."""
-    if not trainee.run.train.weights:
+    if not train_state.run.train.weights:
         return
-    reader = _open(trainee.run)
-    for held in trainee.parallel.held:
-        local(held.parameter).copy_(read_box(reader, held.name, box(held, trainee.mesh)))
-    for name, buffer in buffers(trainee):
+    reader = _open(train_state.run)
+    for held in train_state.parallel.parameters:
+        local(held.parameter).copy_(read_box(reader, held.name, box(held, train_state.mesh)))
+    for name, buffer in buffers(train_state):
         buffer.copy_(read_box(reader, name, Box((0,) * buffer.ndim, tuple(buffer.shape))))
-    changed = model_differences(read_run(reader.folder / RUN_FILE), trainee.run)
-    say(f"beginning with the weights of {reader.folder}" + (f", with {'; '.join(changed)}" if changed else ""))
+    changed = model_differences(read_run(reader.folder / RUN_FILE), train_state.run)
+    log(f"beginning with the weights of {reader.folder}" + (f", with {'; '.join(changed)}" if changed else ""))
     with contextlib.suppress(UserError):  # not every folder has its tokenizer
         before = load_tokenizer(reader.folder)
         if before.digest != tokenizer.digest:
-            say(f"warning: those weights know other tokens ({_words(before)}) than the data's ({_words(tokenizer)})")
+            log(f"warning: those weights know other tokens ({_words(before)}) than the data's ({_words(tokenizer)})")
 
 
 def _words(tokenizer: Tokenizer) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise.parallel.gradients import local
 from shardwise.parallel.place import Box, box, copy_place, leads, stage_place
 from shardwise.parallel.split import bounds
-from shardwise.train.step import Trainee
+from shardwise.train.step import TrainState
 
 SMALLEST = 1 << 20  # bytes; a piece is divided among the ranks that hold it down to this, and below goes to one of them
 
@@ -31,18 +31,18 @@ class Kept:
     values: Tensor
 
 
-def kept(trainee: Trainee, smallest: int = SMALLEST) -> list[Kept]:
+def kept(train_state: TrainState, smallest: int = SMALLEST) -> list[Kept]:
     """Everything this rank writes; together the ranks write each number once."""
-    return [piece for piece in _mine(trainee, smallest) if piece.values.numel()]
+    return [piece for piece in _mine(train_state, smallest) if piece.values.numel()]
 
 
-def _mine(trainee: Trainee, smallest: int) -> Iterator[Kept]:
-    mesh = trainee.mesh
-    for n, held in enumerate(trainee.parallel.held):
+def _mine(train_state: TrainState, smallest: int) -> Iterator[Kept]:
+    mesh = train_state.mesh
+    for n, held in enumerate(train_state.parallel.parameters):
         if held.copy_of_other_stage:
             continue
         place, (copies, which) = box(held, mesh), copy_place(held, mesh)
-        state = sorted(trainee.optimizer.state_of(n).items())
+        state = sorted(train_state.optimizer.state_of(n).items())
         tensors = [(f"model/{held.name}", local(held.parameter.detach()))]
         tensors += [(f"optimizer/{held.name}/{what}", value) for what, value in state]
         # Whose turn it is among the copies follows from the parameter's number, the same on all of them.
@@ -58,33 +58,33 @@ def _mine(trainee: Trainee, smallest: int) -> Iterator[Kept]:
                 offset = (place.offset[0] + start, *place.offset[1:])
                 yield Kept(name, held.whole, Box(offset, (stop - start, *place.size[1:])), values[start:stop])
     ranks, which = stage_place(mesh)
-    for turn, (name, buffer) in enumerate(buffers(trainee)):
+    for turn, (name, buffer) in enumerate(buffers(train_state)):
         if turn % ranks == which:
             whole = tuple(buffer.shape)
             yield Kept(f"model/{name}", whole, Box((0,) * len(whole), whole), buffer)
-    for device, generator in random_states(trainee):
+    for device, generator in random_states(train_state):
         yield Kept(f"random/{mesh.rank}/{device}", (len(generator),), Box((0,), (len(generator),)), generator)
 
 
-def buffers(trainee: Trainee) -> Iterator[tuple[str, Tensor]]:
+def buffers(train_state: TrainState) -> Iterator[tuple[str, Tensor]]:
     """What the network remembers besides its parameters: the routers' selection biases. Every rank of a stage has them all."""
-    for model in trainee.parallel.models:
+    for model in train_state.parallel.models:
         for prefix, module in model.named_modules():
             for leaf, buffer in module.named_buffers(recurse=False):
                 if leaf not in module._non_persistent_buffers_set:
                     yield (f"{prefix}.{leaf}" if prefix else leaf), buffer
 
 
-def random_states(trainee: Trainee) -> Iterator[tuple[str, Tensor]]:
+def random_states(train_state: TrainState) -> Iterator[tuple[str, Tensor]]:
     """The states of this rank's random generators. A step draws nothing today; what is added to it may."""
     yield "cpu", torch.get_rng_state()
-    if trainee.device.type == "cuda":
-        yield "cuda", torch.cuda.get_rng_state(trainee.device)
+    if train_state.device.type == "cuda":
+        yield "cuda", torch.cuda.get_rng_state(train_state.device)
 
 
-def set_random_state(trainee: Trainee, device: str, state: Tensor) -> None:
+def set_random_state(train_state: TrainState, device: str, state: Tensor) -> None:
     """Take up a random generator where it was."""
     if device == "cpu":
         torch.set_rng_state(state)
-    elif trainee.device.type == "cuda":
-        torch.cuda.set_rng_state(state, trainee.device)
+    elif train_state.device.type == "cuda":
+        torch.cuda.set_rng_state(state, train_state.device)

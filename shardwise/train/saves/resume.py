@@ -25,6 +25,7 @@ from shardwise.parallel.gradients import local
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.place import Box, box
 from shardwise.run import Problem, Run, UserError
+from shardwise.train.faults.events import FILE as EVENTS_FILE
 from shardwise.train.loss_scale import LossScale
 from shardwise.train.saves.contents import buffers, random_states, set_random_state
 from shardwise.train.saves.folder import checkpoints_of, clean, complete, folder_of_step, set_aside, step_of
@@ -32,8 +33,7 @@ from shardwise.train.saves.job import check_same_data, check_same_job
 from shardwise.train.saves.lock import FILE as LOCK_FILE
 from shardwise.train.saves.lock import FolderLock
 from shardwise.train.saves.together import first_text, tell
-from shardwise.train.step import Trainee
-from shardwise.train.watch.events import FILE as EVENTS_FILE
+from shardwise.train.step import TrainState
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def check_folder(run: Run, out: Path) -> None:
 
 
 @contextmanager
-def held(run: Run, out: Path, mesh: Mesh, say: Callable[[str], None]) -> Iterator[None]:
+def held(run: Run, out: Path, mesh: Mesh, log: Callable[[str], None]) -> Iterator[None]:
     """The folder is this run's alone, held by the first rank for all of them. Refused on one, refused on all."""
     lock: FolderLock | None = None
     problem: UserError | None = None
@@ -65,7 +65,7 @@ def held(run: Run, out: Path, mesh: Mesh, say: Callable[[str], None]) -> Iterato
         raise problem or UserError(refused)
     try:
         if lock is not None and lock.warning:
-            say(f"warning: {lock.warning}")
+            log(f"warning: {lock.warning}")
         yield
     finally:
         if lock is not None:
@@ -101,19 +101,19 @@ def _lock(run: Run, out: Path) -> FolderLock:
     return lock
 
 
-def resume(trainee: Trainee, out: Path, fingerprint: str, say: Callable[[str], None]) -> Resumed | None:
+def resume(train_state: TrainState, out: Path, fingerprint: str, log: Callable[[str], None]) -> Resumed | None:
     """Bring a freshly built trainee to the newest checkpoint of a run folder; None when there is none. Every rank calls it."""
-    mesh = trainee.mesh
+    mesh = train_state.mesh
     if mesh.rank == 0:
         clean(out)
-    folder = _choose(out, mesh, say)
+    folder = _choose(out, mesh, log)
     if folder is None:
         return None
-    check_same_job(folder, trainee.run)
-    return load(trainee, folder, fingerprint)
+    check_same_job(folder, train_state.run)
+    return load(train_state, folder, fingerprint)
 
 
-def _choose(out: Path, mesh: Mesh, say: Callable[[str], None]) -> Path | None:
+def _choose(out: Path, mesh: Mesh, log: Callable[[str], None]) -> Path | None:
     """The newest checkpoint that verifies; newer ones that do not are named with the reason, and set aside."""
     candidates = complete(out) if mesh.rank == 0 else []
     reasons: list[str] = []
@@ -132,9 +132,9 @@ def _choose(out: Path, mesh: Mesh, say: Callable[[str], None]) -> Path | None:
             raise NewerFormat(problem)
         if not problem:
             for each in damaged if mesh.rank == 0 else []:
-                say(f"{each.name} is set aside as {set_aside(each).name}; going on from {folder.name}, the one before")
+                log(f"{each.name} is set aside as {set_aside(each).name}; going on from {folder.name}, the one before")
             return folder
-        say(f"warning: {problem}")
+        log(f"warning: {problem}")
         reasons.append(problem)
         damaged.append(folder)
     if reasons:
@@ -149,31 +149,31 @@ def _next_step(candidates: list[Path]) -> int:
     return -1 if step is None else step
 
 
-def load(trainee: Trainee, folder: Path, fingerprint: str) -> Resumed:
+def load(train_state: TrainState, folder: Path, fingerprint: str) -> Resumed:
     """Bring a trainee to the state of a checkpoint, whatever layout wrote it."""
     reader = SavedReader(folder, kind="")
     manifest = reader.manifest
     state = manifest.state
     check_same_data(folder, state.get("data"), fingerprint)
-    _load_tensors(trainee, reader)
+    _load_tensors(train_state, reader)
     try:
-        trainee.loss_scale = LossScale(**state["loss_scale"])
-        trainee.step, trainee.tokens, more = manifest.step, state["tokens"], state["more"]
+        train_state.loss_scale = LossScale(**state["loss_scale"])
+        train_state.step, train_state.tokens, more = manifest.step, state["tokens"], state["more"]
     except (KeyError, TypeError):
         raise UserError(Problem("does not say how far training had come", where=str(folder))) from None
     return Resumed(folder, manifest.step, more)
 
 
 @torch.no_grad()
-def _load_tensors(trainee: Trainee, reader: SavedReader) -> None:
-    mesh = trainee.mesh
+def _load_tensors(train_state: TrainState, reader: SavedReader) -> None:
+    mesh = train_state.mesh
     beside: dict[str, dict[str, str]] = {}  # parameter to the names of the optimizer's state beside it
     for name in reader.names:
         kind, _, rest = name.partition("/")
         if kind == "optimizer":
             parameter, _, what = rest.rpartition("/")
             beside.setdefault(parameter, {})[what] = name
-    for n, held in enumerate(trainee.parallel.held):
+    for n, held in enumerate(train_state.parallel.parameters):
         place, mine = box(held, mesh), local(held.parameter)
         mine.copy_(read_box(reader, f"model/{held.name}", place))
         values = {}
@@ -181,13 +181,13 @@ def _load_tensors(trainee: Trainee, reader: SavedReader) -> None:
             number = not reader.shape(name)
             values[what] = reader.get(name) if number else read_box(reader, name, place).to(mine.dtype)
         if values:
-            trainee.optimizer.set_state(n, values)
-    for name, buffer in buffers(trainee):
+            train_state.optimizer.set_state(n, values)
+    for name, buffer in buffers(train_state):
         buffer.copy_(read_box(reader, f"model/{name}", Box((0,) * buffer.ndim, tuple(buffer.shape))))
-    for device, _ in random_states(trainee):
+    for device, _ in random_states(train_state):
         name = f"random/{mesh.rank}/{device}"
         if name in reader:
-            set_random_state(trainee, device, reader.get(name))
+            set_random_state(train_state, device, reader.get(name))
 
 
 def read_box(reader: SavedReader | WeightReader, name: str, place: Box) -> Tensor:

@@ -31,7 +31,7 @@ from shardwise.train.saves.folder import checkpoints_of, draft_of_step, folder_o
 from shardwise.train.saves.part import report_failure, write_part
 from shardwise.train.saves.staging import Staging
 from shardwise.train.saves.together import first_text, tell
-from shardwise.train.step import Trainee
+from shardwise.train.step import TrainState
 
 SPARE = 64 << 20  # bytes that a save leaves free, for the metrics and logs of the run
 ROUND = 30.0  # seconds after which ranks that wait for each other's parts ask again
@@ -55,24 +55,24 @@ class Saver:
     """The checkpoints of a run in its folder. Every rank has one, and all call the same methods in the same order."""
 
     def __init__(
-        self, out: Path, mesh: Mesh, tokenizer: Tokenizer, fingerprint: str, say: Callable[[str], None]
+        self, out: Path, mesh: Mesh, tokenizer: Tokenizer, fingerprint: str, log: Callable[[str], None]
     ) -> None:
         self.out = out
         self.mesh = mesh
         self.tokenizer = tokenizer
         self.fingerprint = fingerprint
-        self.say = say
+        self.log = log
         self.staging = Staging()
         self.problem = ""  # why the last save did not come about; "" when it did
         self.attempt = first_text(tell(mesh, secrets.token_hex(4) if mesh.rank == 0 else ""))
         self._saving: _Saving | None = None
         self._thread: Thread | None = None
 
-    def save(self, trainee: Trainee, more: Mapping[str, Any] | None = None) -> None:
+    def save(self, train_state: TrainState, more: Mapping[str, Any] | None = None) -> None:
         """Copy the state as it is now and have it written. `more` is kept beside the counters, plain JSON, and given back on
         resuming."""
         self._settle()
-        pieces = kept(trainee)
+        pieces = kept(train_state)
         needed = sum(piece.values.nbytes for piece in pieces)
         heard = [each.numbers for each in tell(self.mesh, numbers=[needed, self._free()])]
         total, free = sum(bytes for bytes, _ in heard), min(free for _, free in heard)
@@ -81,16 +81,19 @@ class Saver:
                 f"the disk of {self.out} has {words.size(free)} free, and a checkpoint takes {words.size(total)}, "
                 f"with {words.size(SPARE)} to spare"
             )
-            self.say(f"warning: step {trainee.step} is not saved: {self.problem}")
+            self.log(f"warning: step {train_state.step} is not saved: {self.problem}")
             return
         self.problem = ""
         began = time.perf_counter()
         staged = self.staging.copy(pieces)
         state = dict(
-            tokens=trainee.tokens, loss_scale=asdict(trainee.loss_scale), data=self.fingerprint, more=dict(more or {})
+            tokens=train_state.tokens,
+            loss_scale=asdict(train_state.loss_scale),
+            data=self.fingerprint,
+            more=dict(more or {}),
         )
-        description = Description(trainee.run, trainee.step, state, self.tokenizer)
-        draft = draft_of_step(self.out, trainee.step, self.attempt)
+        description = Description(train_state.run, train_state.step, state, self.tokenizer)
+        draft = draft_of_step(self.out, train_state.step, self.attempt)
         self._saving = saving = _Saving(description, draft, pieces, began)
 
         def work() -> None:
@@ -156,16 +159,16 @@ class Saver:
         except Exception as e:
             known = isinstance(e, NotSaved | UserError | OSError)
             saving.problem = saving.problem or (str(e) if known else repr(e))
-            self.say(f"warning: step {step} is not saved: {saving.problem}; the checkpoints before it stay")
+            self.log(f"warning: step {step} is not saved: {saving.problem}; the checkpoints before it stay")
             remove(saving.draft)
             return
         taken = words.seconds(time.perf_counter() - saving.began)
-        self.say(f"step {step}: saved {target} ({words.size(manifest.bytes)} in {taken})")
+        self.log(f"step {step}: saved {target} ({words.size(manifest.bytes)} in {taken})")
         try:
             sync_folder(target.parent)
             retire(self.out, train.keep, train.keep_every)
         except OSError as e:
-            self.say(f"warning: after step {step} was saved, older checkpoints stay: {e.strerror}")
+            self.log(f"warning: after step {step} was saved, older checkpoints stay: {e.strerror}")
 
     def _free(self) -> int:
         """Bytes free where checkpoints go."""

@@ -258,16 +258,16 @@ def wrap(injector: Injector) -> None:
 
 def wrap_step(injector: Injector, module: ModuleType) -> None:
     """Put the injector ahead of every step."""
-    step = module.Trainee.train_step
+    step = module.TrainState.train_step
 
-    def train_step(trainee: Any, *arguments: Any, **keys: Any) -> Any:
-        injector.before_step(trainee.step + 1)
+    def train_step(train_state: Any, *arguments: Any, **keys: Any) -> Any:
+        injector.before_step(train_state.step + 1)
         start = time.perf_counter()
-        result = step(trainee, *arguments, **keys)
+        result = step(train_state, *arguments, **keys)
         injector.step_seconds = time.perf_counter() - start
         return result
 
-    module.Trainee.train_step = train_step
+    module.TrainState.train_step = train_step
 
 
 def born() -> None:

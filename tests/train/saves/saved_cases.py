@@ -19,30 +19,30 @@ from shardwise.parallel.place import box
 from shardwise.run import Run
 from shardwise.train.loop import train
 from shardwise.train.saves import Saver, resume
-from shardwise.train.step import Trainee
+from shardwise.train.step import TrainState
 
 DATA = "fingerprint"
 
 
-def trained(run: Run, steps: int) -> Trainee:
+def trained(run: Run, steps: int) -> TrainState:
     """A trainee after some steps."""
-    trainee = Trainee(run)
-    cases.steps(trainee, 0, steps, True)
-    return trainee
+    train_state = TrainState(run)
+    cases.steps(train_state, 0, steps, True)
+    return train_state
 
 
-def saver_of(trainee: Trainee, out: Path, said: list[str] | None = None) -> Saver:
+def saver_of(train_state: TrainState, out: Path, said: list[str] | None = None) -> Saver:
     """A saver for a trainee outside of the loop."""
-    return Saver(out, trainee.mesh, ByteTokenizer(), DATA, (said if said is not None else []).append)
+    return Saver(out, train_state.mesh, ByteTokenizer(), DATA, (said if said is not None else []).append)
 
 
 def train_and_save(rank: int, run: Run, out: Path, steps: int) -> int:
     """Some steps, then a checkpoint; gives the bytes that this rank wrote."""
-    trainee = trained(run, steps)
-    saver = saver_of(trainee, out)
-    saver.save(trainee, more=dict(note=[1, 2]))
+    train_state = trained(run, steps)
+    saver = saver_of(train_state, out)
+    saver.save(train_state, more=dict(note=[1, 2]))
     # What happens to the state while it is written must not reach the checkpoint.
-    for held in trainee.parallel.held:
+    for held in train_state.parallel.parameters:
         local(held.parameter).detach().fill_(torch.nan)
     assert saver.finish() == ""
     return saver.staging.block.numel()
@@ -50,16 +50,16 @@ def train_and_save(rank: int, run: Run, out: Path, steps: int) -> int:
 
 def resume_and_train(rank: int, run: Run, out: Path, last: int) -> dict[str, Any]:
     """Go on from the newest checkpoint; losses, norms, and this rank's parts of the final parameters."""
-    trainee = Trainee(run)
-    found = resume(trainee, out, DATA, print)
+    train_state = TrainState(run)
+    found = resume(train_state, out, DATA, print)
     assert found is not None
     assert found.more == dict(note=[1, 2])
-    losses, norms = cases.steps(trainee, found.step, last, True)
+    losses, norms = cases.steps(train_state, found.step, last, True)
     parameters = {
-        h.name: (cases.slices(box(h, trainee.mesh)), local(h.parameter.detach()).cpu().numpy())
-        for h in trainee.parallel.held
+        h.name: (cases.slices(box(h, train_state.mesh)), local(h.parameter.detach()).cpu().numpy())
+        for h in train_state.parallel.parameters
     }
-    return dict(losses=losses, norms=norms, parameters=parameters, tokens=trainee.tokens)
+    return dict(losses=losses, norms=norms, parameters=parameters, tokens=train_state.tokens)
 
 
 def whole_run(rank: int, run: Run, out: Path) -> str:
@@ -73,11 +73,11 @@ def whole_run(rank: int, run: Run, out: Path) -> str:
 def save_where_one_rank_fails(rank: int, run: Run, out: Path, mute: bool) -> list[str]:
     """Three saves; in the second, rank 1 finds the disk full, and with `mute` cannot even leave a file that says so. Gives what
     came of each."""
-    trainee = trained(run, 1)
-    saver = saver_of(trainee, out)
+    train_state = trained(run, 1)
+    saver = saver_of(train_state, out)
     results = []
     for number in range(3):
-        trainee.step = number + 1
+        train_state.step = number + 1
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1 and number == 1:
 
@@ -87,6 +87,6 @@ def save_where_one_rank_fails(rank: int, run: Run, out: Path, mute: bool) -> lis
                 patch.setattr(os, "write", full)
                 if mute:
                     patch.setattr(Path, "rename", full)
-            saver.save(trainee)
+            saver.save(train_state)
             results.append(saver.finish())
     return results

@@ -26,15 +26,18 @@ from shardwise.train.metrics import read_metrics
 from shardwise.train.saves import begin
 from shardwise.train.saves.contents import buffers
 from shardwise.train.saves.folder import complete
-from shardwise.train.step import Trainee
+from shardwise.train.step import TrainState
 
 
 def parts(rank: int, run: Run) -> dict[str, Any]:
     """What a rank holds once it has begun."""
-    trainee = Trainee(run)
-    begin(trainee, ByteTokenizer(), print)
-    held = {h.name: (cases.slices(box(h, trainee.mesh)), local(h.parameter.detach())) for h in trainee.parallel.held}
-    return held | {name: (..., buffer) for name, buffer in buffers(trainee)}
+    train_state = TrainState(run)
+    begin(train_state, ByteTokenizer(), print)
+    held = {
+        h.name: (cases.slices(box(h, train_state.mesh)), local(h.parameter.detach()))
+        for h in train_state.parallel.parameters
+    }
+    return held | {name: (..., buffer) for name, buffer in buffers(train_state)}
 
 
 @pytest.mark.parametrize(
@@ -111,10 +114,10 @@ class OtherTokenizer(ByteTokenizer):
 def test_weights_that_know_other_tokens_are_told(tmp_path: Path) -> None:
     train(make_run(steps=1), tmp_path / "run")
     said: list[str] = []
-    trainee = Trainee(make_run(weights=str(tmp_path / "run")))
-    begin(trainee, ByteTokenizer(), said.append)
+    train_state = TrainState(make_run(weights=str(tmp_path / "run")))
+    begin(train_state, ByteTokenizer(), said.append)
     assert len(said) == 1
-    begin(trainee, OtherTokenizer(), said.append)
+    begin(train_state, OtherTokenizer(), said.append)
     assert said[-1] == "warning: those weights know other tokens (byte, 257) than the data's (byte, 257)"
 
 

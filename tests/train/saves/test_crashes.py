@@ -24,7 +24,7 @@ from shardwise.model.saved_reader import SavedReader
 from shardwise.train.saves import resume
 from shardwise.train.saves.contents import kept
 from shardwise.train.saves.folder import complete, step_of
-from shardwise.train.step import Trainee
+from shardwise.train.step import TrainState
 
 OPERATIONS = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
 Strike = Callable[[str, tuple[Any, ...]], None]
@@ -50,27 +50,27 @@ def struck(strike: Strike) -> Iterator[None]:
         yield
 
 
-def tensors(trainee: Trainee) -> dict[str, torch.Tensor]:
-    return {piece.name: piece.values.clone() for piece in kept(trainee) if not piece.name.startswith("random/")}
+def tensors(train_state: TrainState) -> dict[str, torch.Tensor]:
+    return {piece.name: piece.values.clone() for piece in kept(train_state) if not piece.name.startswith("random/")}
 
 
 @pytest.fixture(scope="module")
-def trainees() -> dict[int, Trainee]:
+def trainees() -> dict[int, TrainState]:
     """A run after 1 and after 2 steps; the checkpoint of step 1 is to be removed when that of step 2 is there."""
     run = cases.make_run("dense", {}, layers=1, dtype="float32", keep=1)
     return {step: saved_cases.trained(run, step) for step in (1, 2)}
 
 
-def save(trainee: Trainee, out: Path, said: list[str] | None = None) -> str:
-    saver = saved_cases.saver_of(trainee, out, said)
-    saver.save(trainee)
+def save(train_state: TrainState, out: Path, said: list[str] | None = None) -> str:
+    saver = saved_cases.saver_of(train_state, out, said)
+    saver.save(train_state)
     return saver.finish()
 
 
-def assert_whole(out: Path, trainees: dict[int, Trainee]) -> int:
+def assert_whole(out: Path, trainees: dict[int, TrainState]) -> int:
     """The newest checkpoint is exactly that of its step, and a run goes on from it; gives the step."""
     said: list[str] = []
-    fresh = Trainee(trainees[1].run)
+    fresh = TrainState(trainees[1].run)
     found = resume(fresh, out, saved_cases.DATA, said.append)
     assert found is not None
     assert said == []  # nothing damaged was in the way
@@ -82,7 +82,7 @@ def assert_whole(out: Path, trainees: dict[int, Trainee]) -> int:
     return found.step
 
 
-def die_at(number: int, trainee: Trainee, out: Path) -> bool:
+def die_at(number: int, train_state: TrainState, out: Path) -> bool:
     """Save in a process of its own that is killed right before its n-th file operation, or halfway through it if it is a write;
     gives whether it was."""
     child = os.fork()
@@ -99,14 +99,14 @@ def die_at(number: int, trainee: Trainee, out: Path) -> bool:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         with struck(strike):
-            save(trainee, out)
+            save(train_state, out)
         os._exit(0)
     _, status = os.waitpid(child, 0)
     return os.WIFSIGNALED(status)
 
 
 def test_a_crash_before_any_file_operation_leaves_the_old_or_the_new(
-    tmp_path: Path, trainees: dict[int, Trainee]
+    tmp_path: Path, trainees: dict[int, TrainState]
 ) -> None:
     found = []
     while True:
@@ -123,7 +123,7 @@ def test_a_crash_before_any_file_operation_leaves_the_old_or_the_new(
 
 
 def test_an_error_of_any_file_operation_is_said_and_costs_nothing_but_that_save(
-    tmp_path: Path, trainees: dict[int, Trainee]
+    tmp_path: Path, trainees: dict[int, TrainState]
 ) -> None:
     number, failures, error = 0, 0, errno.ENOSPC
     while True:
@@ -156,7 +156,7 @@ def test_an_error_of_any_file_operation_is_said_and_costs_nothing_but_that_save(
     assert failures > 15
 
 
-def test_a_disk_that_stays_full_leaves_the_checkpoints_before(tmp_path: Path, trainees: dict[int, Trainee]) -> None:
+def test_a_disk_that_stays_full_leaves_the_checkpoints_before(tmp_path: Path, trainees: dict[int, TrainState]) -> None:
     assert save(trainees[1], tmp_path) == ""
 
     def strike(name: str, arguments: tuple[Any, ...]) -> None:
@@ -168,13 +168,13 @@ def test_a_disk_that_stays_full_leaves_the_checkpoints_before(tmp_path: Path, tr
     assert assert_whole(tmp_path, trainees) == 1
 
 
-def test_what_a_dead_attempt_left_is_never_taken_for_a_part(tmp_path: Path, trainees: dict[int, Trainee]) -> None:
+def test_what_a_dead_attempt_left_is_never_taken_for_a_part(tmp_path: Path, trainees: dict[int, TrainState]) -> None:
     assert save(trainees[1], tmp_path) == ""
     number = 0
     while not list((tmp_path / "checkpoints").glob(".step-00000002.*.partial/rank-00000.json")):
         number += 1  # die later and later, until the part of a dead attempt is whole
         assert die_at(number, trainees[2], tmp_path)
-    other = Trainee(trainees[1].run)
+    other = TrainState(trainees[1].run)
     cases.steps(other, 0, 2, True, seed=5)
     assert save(other, tmp_path) == ""
     (folder,) = complete(tmp_path)

@@ -22,7 +22,7 @@ from shardwise.model.saved_reader import SavedReader
 from shardwise.run import UserError
 from shardwise.train.saves import resume
 from shardwise.train.saves.folder import complete, folder_of_step
-from shardwise.train.step import Trainee
+from shardwise.train.step import TrainState
 
 RUN = cases.make_run("dense", {}, layers=1, dtype="float32", keep=5)
 
@@ -32,9 +32,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with the checkpoints of steps 1 and 2."""
     out = tmp_path_factory.mktemp("saved")
     for step in (1, 2):
-        trainee = saved_cases.trained(RUN, step)
-        saver = saved_cases.saver_of(trainee, out)
-        saver.save(trainee)
+        train_state = saved_cases.trained(RUN, step)
+        saver = saved_cases.saver_of(train_state, out)
+        saver.save(train_state)
         assert saver.finish() == ""
     return out
 
@@ -81,10 +81,10 @@ def test_a_file_that_is_not_what_was_written_leads_to_the_checkpoint_before(out:
     elif how == "pipe":  # whoever opens it as if it were a file waits for ever
         os.mkfifo(path)
     said: list[str] = []
-    trainee = Trainee(RUN)
-    found = resume(trainee, out, saved_cases.DATA, said.append)
+    train_state = TrainState(RUN)
+    found = resume(train_state, out, saved_cases.DATA, said.append)
     assert found is not None
-    assert found.step == trainee.step == 1
+    assert found.step == train_state.step == 1
     assert len(said) == 2
     assert said[0].startswith(f"warning: {folder_of_step(out, 2)}")
     assert said[1] == "step-00000002 is set aside as damaged-step-00000002; going on from step-00000001, the one before"
@@ -95,7 +95,7 @@ def test_when_none_verifies_the_run_does_not_begin_anew_by_itself(out: Path) -> 
     for folder in complete(out):
         (folder / "rank-00000.bin").write_bytes(b"")
     with pytest.raises(UserError, match=r"no checkpoint of .* verifies") as caught:
-        resume(Trainee(RUN), out, saved_cases.DATA, lambda _: None)
+        resume(TrainState(RUN), out, saved_cases.DATA, lambda _: None)
     assert len(caught.value.problems) == 3
     assert len(complete(out)) == 2
 
@@ -176,7 +176,7 @@ def command(*arguments: object, capsys: pytest.CaptureFixture[str]) -> tuple[int
 def test_a_version_to_come_is_refused_not_passed_over(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     forge(folder_of_step(out, 2), lambda content: content.update(format=99))
     with pytest.raises(UserError, match="newer version"):
-        resume(Trainee(RUN), out, saved_cases.DATA, lambda _: None)
+        resume(TrainState(RUN), out, saved_cases.DATA, lambda _: None)
     assert len(complete(out)) == 2
     for verb in (["checkpoints", out], ["generate", out, "--prompt", "a"]):
         code, said = command(*verb, capsys=capsys)

@@ -26,7 +26,7 @@ from shardwise.train.metrics import read_metrics
 from shardwise.train.saves import resume
 from shardwise.train.saves.folder import complete, folder_of_step, step_of
 from shardwise.train.saves.lock import FolderLock
-from shardwise.train.step import Trainee
+from shardwise.train.step import TrainState
 
 MIXTURE = dict(
     layers=2,
@@ -191,11 +191,11 @@ def test_the_lock_of_a_killed_run_is_gone_with_it(tmp_path: Path) -> None:
 
 def test_random_generators_go_on_where_they_were(tmp_path: Path) -> None:
     run = cases.make_run("dense", {}, layers=1)
-    trainee = saved_cases.trained(run, 1)
+    train_state = saved_cases.trained(run, 1)
     torch.rand(3)
-    saver = saved_cases.saver_of(trainee, tmp_path)
-    saver.save(trainee)
+    saver = saved_cases.saver_of(train_state, tmp_path)
+    saver.save(train_state)
     want = torch.rand(4)
     assert saver.finish() == ""
-    assert resume(Trainee(run), tmp_path, saved_cases.DATA, print) is not None
+    assert resume(TrainState(run), tmp_path, saved_cases.DATA, print) is not None
     assert torch.equal(torch.rand(4), want)

@@ -1,0 +1,95 @@
+"""Sums that a product goes into, made by the product: it adds to what is there as it writes, in the place of a kernel that reads
+both and writes their sum.
+
+Such are the residual stream, where attention and feed-forward layers end, and the gradient of an input that several matrices
+read. The sum is rounded once instead of twice. It is a pass over a compiled layer's graph, forward and backward together, which
+leaves the layer as it is written; without it the compiler adds as it is told.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, Node
+
+from shardwise.model.gemm import fp8, tuned
+
+aten = torch.ops.aten
+SUMS: dict[Any, Any] = {
+    tuned.gemm._opoverload: tuned.gemm_onto._opoverload,
+    fp8.fp8_gemm._opoverload: fp8.fp8_gemm_onto._opoverload,
+}
+"""A product to the one that adds."""
+VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+
+
+class Accumulate(CustomGraphPass):
+    """Lets products add."""
+
+    def __call__(self, graph: Graph) -> None:
+        order = {node: number for number, node in enumerate(graph.nodes)}
+        for node in list(graph.nodes):
+            if node.target is not aten.add.Tensor or node.kwargs:
+                continue
+            # Where both are products the later one adds: what it adds to is there by then.
+            behind = [(gemm, other) for mine, other in _sides(node) if (gemm := _product_of(mine)) is not None]
+            behind = [(gemm, other) for gemm, other in behind if _alike(other, node) and _of_kind(gemm, node)]
+            if behind:
+                gemm, other = max(behind, key=lambda one: order[one[0]])
+                _add_in(graph, node, gemm, other)
+        graph.eliminate_dead_code()
+
+    def uuid(self) -> object:
+        """What it does, and what it puts into graphs, for the compiler's cache."""
+        return get_hash_for_files((__file__, tuned.__file__, fp8.__file__))
+
+
+ACCUMULATE = Accumulate()
+"""One for all layers, or each would be compiled for itself."""
+
+
+def _sides(node: Node) -> list[tuple[object, object]]:
+    one, two = node.args
+    return [(one, two), (two, one)] if one is not two else []
+
+
+def _product_of(node: object) -> Node | None:
+    """The product that a value is, seen in another shape, if nobody else wants it."""
+    while isinstance(node, Node) and len(node.users) == 1:
+        if node.target in SUMS:
+            return node
+        if node.target not in VIEWS:
+            return None
+        node = node.args[0]
+    return None
+
+
+def _alike(other: object, node: Node) -> bool:
+    """Whether one side of a sum lies as the sum does, which is of a size that is known."""
+    if not isinstance(other, Node):
+        return False
+    mine, whole = other.meta["val"], node.meta["val"]
+    known = all(isinstance(size, int) for size in whole.shape)
+    return known and bool(mine.shape == whole.shape and mine.is_contiguous()) and _of_kind(other, node)
+
+
+def _of_kind(one: Node, other: Node) -> bool:
+    """Whether two hold as many numbers of one dtype."""
+    mine, theirs = one.meta["val"], other.meta["val"]
+    return bool(mine.dtype == theirs.dtype and mine.numel() == theirs.numel())
+
+
+def _add_in(graph: Graph, node: Node, gemm: Node, other: object) -> None:
+    assert isinstance(other, Node)
+    flat = gemm.meta["val"]
+    with graph.inserting_before(node):
+        base = graph.call_function(aten.view.default, (other, list(flat.shape)))
+        out = graph.call_function(SUMS[gemm.target], (*gemm.args, base))
+        whole = graph.call_function(aten.view.default, (out, list(node.meta["val"].shape)))
+    for new, value in ((base, other.meta["val"].view(flat.shape)), (out, flat), (whole, node.meta["val"])):
+        new.meta = {**node.meta, "val": value}
+        new.meta.pop("tensor_meta", None)
+    node.replace_all_uses_with(whole)
+    graph.erase_node(node)

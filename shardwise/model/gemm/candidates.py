@@ -1,0 +1,104 @@
+"""Which algorithms come into question for a product: those that give what PyTorch gives to the last bit, and are not much slower
+at a glance. Sums in another order would make a run depend on which algorithm was a microsecond faster on some day.
+
+A glance is not enough to choose by: it sees the chip at its full clock, or wherever the kernel before has left it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.model.gemm.cublaslt import Algorithm, LibraryError, Multiplication, Shape
+
+GLANCE = 4.0
+"""Milliseconds for which each is looked at, twice."""
+SLOWER = 1.1
+"""How much slower than the best an algorithm may seem and still come into question."""
+MOST = 6
+"""How many are wanted; each makes all of them harder to tell apart."""
+
+
+class Candidates:
+    """The algorithms for products of one shape, with operands to try them on."""
+
+    def __init__(self, shape: Shape, device: int) -> None:
+        self.multiplication = Multiplication(shape, device)
+        self.fast = shape.fast
+        self.left = _operand(shape.rows, shape.depth, shape.left_turned, shape.left_step, shape.left_dtype, device)
+        self.right = _operand(
+            shape.depth, shape.columns, shape.right_turned, shape.right_step, shape.right_dtype, device
+        )
+        self.out = torch.empty(shape.rows, shape.columns, dtype=shape.out_dtype, device=self.left.device)
+        self.base: Tensor | None = None
+        if shape.adds:
+            self.base = _operand(shape.rows, shape.columns, False, shape.columns, shape.out_dtype, device)
+
+    def found(self) -> list[Algorithm]:
+        """Those worth a closer look, the fastest at a glance first."""
+        seen = [(min(timed(self._by(one), GLANCE) for _ in range(2)), one) for one in self._right()]
+        seen.sort(key=lambda pair: pair[0])
+        return [one for time, one in seen[:MOST] if time < SLOWER * seen[0][0]]
+
+    def _right(self) -> list[Algorithm]:
+        """Proposals that give PyTorch's bits, or the first's where PyTorch has no such product; other than that first one."""
+        proposed = self.multiplication.proposed()
+        if self.base is not None:
+            self._by(proposed.pop(0))()
+        elif self.left.element_size() == 1:
+            one = self.multiplication.one
+            self.out = torch._scaled_mm(
+                self.left, self.right, one, one, out_dtype=self.out.dtype, use_fast_accum=self.fast
+            )
+        elif self.out.dtype == self.left.dtype:
+            torch.mm(self.left, self.right, out=self.out)
+        else:
+            torch.mm(self.left, self.right, out_dtype=self.out.dtype, out=self.out)
+        wanted = _sums(self.out)
+        right: list[Algorithm] = []
+        for algorithm in proposed:
+            try:
+                self._by(algorithm)()
+            except LibraryError:
+                continue
+            if all(torch.equal(a, b) for a, b in zip(_sums(self.out), wanted, strict=True)):
+                right.append(algorithm)
+        return right
+
+    def _by(self, algorithm: Algorithm) -> Callable[[], Any]:
+        return lambda: self.multiplication.run(self.left, self.right, self.out, algorithm, self.base)
+
+
+def _operand(rows: int, columns: int, turned: bool, step: int, dtype: torch.dtype, device: int) -> Tensor:
+    """Random numbers that lie as those of the network do; not of the generator that a run draws from."""
+    if turned:
+        return _operand(columns, rows, False, step, dtype, device).mT
+    generator = torch.Generator(torch.device("cuda", device)).manual_seed(rows + columns)
+    drawn = torch.bfloat16 if dtype.itemsize == 1 else dtype
+    whole = torch.empty(rows, step, dtype=drawn, device=generator.device)
+    return whole.normal_(generator=generator).to(dtype)[:, :columns]
+
+
+def _sums(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of a matrix's bits by row and by column, to compare it without holding it twice."""
+    bits = x.view(torch.int16 if x.element_size() == 2 else torch.int32)
+    return bits.sum(0, dtype=torch.int64), bits.sum(1, dtype=torch.int64)
+
+
+def timed(launch: Callable[[], Any], milliseconds: float) -> float:
+    """Milliseconds of one of as many as fill the time."""
+    start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    start.record()
+    launch()
+    middle.record()
+    middle.synchronize()
+    times = max(2, int(milliseconds / start.elapsed_time(middle)))
+    middle.record()
+    for _ in range(times):
+        launch()
+    end.record()
+    end.synchronize()
+    return middle.elapsed_time(end) / times

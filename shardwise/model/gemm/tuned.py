@@ -1,0 +1,191 @@
+"""A product by the algorithm that is known to be fastest for its shape on such a machine; shapes of which it is not known are noted
+for who wants to find out (`train/tune.py`).
+
+`Gemm` is the plain counterpart, and gives the same numbers to the last bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.files import cache_folder, write_atomically
+from shardwise.model.gemm.cublaslt import (
+    Algorithm,
+    LibraryError,
+    Multiplication,
+    Shape,
+    library,
+    lies_well,
+    version,
+)
+from shardwise.model.layers import Gemm, Linear
+
+Chosen = tuple[Multiplication, Algorithm]
+
+LEAST = 2**34
+"""Operations below which a product is left to PyTorch: on an H200 some 25 microseconds, about what launching it costs."""
+
+
+class Choices:
+    """The algorithms to take on a device, by shape; in a file for the next process, whose loss is no harm."""
+
+    def __init__(self, device: int, path: Path) -> None:
+        self.device, self.path = device, path
+        self.known = self._read()
+        self.made: dict[Shape, Chosen | None] = {}
+        self._multiplication = cache(lambda shape: Multiplication(shape, device))
+        self.unknown: dict[Shape, None] = {}  # in the order seen
+
+    def _read(self) -> dict[str, Algorithm | None]:
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, IndexError):
+            content = json.loads(self.path.read_bytes())
+            return {name: Algorithm(bytes.fromhex(one[0]), one[1]) if one else None for name, one in content.items()}
+        return {}
+
+    def keep(self, found: dict[Shape, Algorithm | None]) -> None:
+        """Multiply so from here on, and remember it beside what other processes have written since."""
+        self.known = self._read() | self.known | {shape.name: algorithm for shape, algorithm in found.items()}
+        self.unknown = {shape: None for shape in self.unknown if shape not in found}
+        self.made = {shape: made for shape, made in self.made.items() if shape not in found}
+        content = {name: [one.code.hex(), one.workspace] if one else None for name, one in sorted(self.known.items())}
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.path, (json.dumps(content, indent=1) + "\n").encode())
+
+    def of(self, shape: Shape) -> Chosen | None:
+        """How to multiply such matrices; nothing where it is left to PyTorch."""
+        if shape not in self.made:
+            if shape.name not in self.known:
+                self.unknown[shape] = None
+            self.use(shape, self.known.get(shape.name))
+        return self.made[shape]
+
+    def use(self, shape: Shape, algorithm: Algorithm | None) -> None:
+        """Multiply so from here on."""
+        self.made[shape] = None  # and so it stays where the library fails
+        if algorithm is not None or shape.adds:  # PyTorch would copy what is added to first
+            multiplication = self._multiplication(shape)
+            algorithm = algorithm or multiplication.usual
+            self.made[shape] = (multiplication, algorithm) if multiplication.takes(algorithm) else None
+
+
+@cache
+def choices(device: int) -> Choices:
+    """Those of a device of this process."""
+    name = torch.cuda.get_device_name(device).replace(" ", "-")
+    return Choices(device, cache_folder("products") / f"{name}-{version()}.json")
+
+
+def multiply_into(
+    left: Tensor,
+    right: Tensor,
+    out: Tensor,
+    base: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
+    fast: bool = False,
+) -> bool:
+    """Multiply by the algorithm chosen, and add to `base`; false where there is none. `scales` and `fast` are those of 8 bits."""
+    if library() is None or not all(lies_well(x) for x in (out, base) if x is not None):
+        return False
+    shape = Shape.of(left, right, out.dtype, adds=base is not None and base is not out, fast=fast)
+    if shape is None:
+        return False
+    try:
+        if (chosen := choices(out.device.index).of(shape)) is not None:
+            multiplication, algorithm = chosen
+            multiplication.run(left, right, out, algorithm, base, scales)
+    except LibraryError:
+        return False
+    return chosen is not None
+
+
+def worth_tuning(left: Tensor, right: Tensor) -> bool:
+    """Whether a product is large enough for its algorithm to matter, on a device that has any."""
+    return left.is_cuda and 2 * left.shape[0] * left.shape[1] * right.shape[1] >= LEAST
+
+
+@torch.library.custom_op("shardwise::gemm", mutates_args=(), schema="(Tensor left, Tensor right) -> Tensor")
+def gemm(left: Tensor, right: Tensor) -> Tensor:
+    """`left @ right` of two matrices."""
+    out = left.new_empty((left.shape[0], right.shape[1]))
+    return out if multiply_into(left, right, out) else torch.mm(left, right, out=out)
+
+
+@gemm.register_fake
+def _(left: Tensor, right: Tensor) -> Tensor:
+    return left.new_empty((left.shape[0], right.shape[1]))
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    left, right = ctx.saved_tensors
+    for_left, for_right = ctx.needs_input_grad
+    # On the right stands a matrix [out, in] turned: its gradient is made as the matrix lies.
+    return gemm(grad, right.mT) if for_left else None, gemm(grad.mT, left).mT if for_right else None
+
+
+# Told to autograd so, and not by an autograd function: compiled layers with one of those are not found in PyTorch's cache.
+gemm.register_autograd(_backward, setup_context=_keep)
+
+
+@torch.library.custom_op(
+    "shardwise::gemm_into",
+    mutates_args=("out",),
+    schema="(Tensor left, Tensor right, Tensor(a!) out, bool add) -> ()",
+)
+def gemm_into(left: Tensor, right: Tensor, out: Tensor, add: bool) -> None:
+    """Put `left @ right` into a matrix that may be wider than they are, or add it to what is there."""
+    if not multiply_into(left, right, out, out if add else None):
+        Gemm().put(left, right, out, add)
+
+
+@torch.library.custom_op(
+    "shardwise::gemm_onto", mutates_args=(), schema="(Tensor left, Tensor right, Tensor base) -> Tensor"
+)
+def gemm_onto(left: Tensor, right: Tensor, base: Tensor) -> Tensor:
+    """`base + left @ right`, rounded once."""
+    base, out = base.contiguous(), left.new_empty((left.shape[0], right.shape[1]))
+    return out if multiply_into(left, right, out, base) else torch.addmm(base, left, right, out=out)
+
+
+@gemm_onto.register_fake
+def _(left: Tensor, right: Tensor, base: Tensor) -> Tensor:
+    return left.new_empty((left.shape[0], right.shape[1]))
+
+
+class TunedGemm(Gemm):
+    """Products by the algorithms chosen; with a bias, which PyTorch adds before it rounds, by PyTorch's."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows, turned = x.flatten(0, -2), weight.mT
+        if bias is not None or not worth_tuning(rows, turned):
+            return super().__call__(x, weight, bias)
+        return gemm(rows, weight.to(x.dtype).mT).unflatten(0, x.shape[:-1])
+
+    def multiply(self, left: Tensor, right: Tensor) -> Tensor:
+        return gemm(left, right) if worth_tuning(left, right) else super().multiply(left, right)
+
+    def put(self, left: Tensor, right: Tensor, out: Tensor, add: bool = False) -> None:
+        if worth_tuning(left, right):
+            gemm_into(left, right, out, add)
+        else:
+            super().put(left, right, out, add)
+
+
+def use_tuned_gemms(blocks: nn.Module) -> Gemm:
+    """Put such products into the matrices of blocks."""
+    chosen = TunedGemm()
+    for module in blocks.modules():
+        if isinstance(module, Linear):
+            module.gemm = chosen
+    return chosen

@@ -1,0 +1,218 @@
+"""Mixtures of experts: a router sends each token to its top-k feed-forward layers. No token is dropped, unless a capacity is
+set; then a choice that finds its expert full counts nothing.
+
+Tokens are laid in the order of their experts, each expert works on one contiguous piece, and the results return by the
+inverse order: permutations only, so that the sums, and with them two runs, are identical to the bit. On a GPU kernels do the
+laying (`expert_rows.py`) and all experts' products are one, so that the host never waits to learn who chose whom.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.model.layers import FeedForward, at_least_float32
+from shardwise.model.moe_ops import combine_weighted, dispatch, has_fused_kernels, sort_by_expert, topk_experts
+from shardwise.model.router_gemm import multiplies, router_gemm
+from shardwise.run import ModelConfig
+
+
+class Router(nn.Module):
+    """Scores every expert for every token and picks the best k.
+
+    Softmax as in Mixtral, or sigmoid with a selection bias as in DeepSeek-V3 (2024, section 2.1.2): the bias decides who is
+    chosen but not with what weight, and is moved after each step towards even load, outside of the gradient.
+    """
+
+    bias: Tensor
+    load: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.experts, config.hidden))
+        if config.router == "sigmoid":
+            self.register_buffer("bias", torch.zeros(config.experts))
+        # Tokens each expert was given since the last `rebalance`; not counted while a forward pass is repeated.
+        self.register_buffer("load", torch.zeros(config.experts), persistent=False)
+        self.counting = True
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens [batch, sequence, hidden] to weights and experts [batch, sequence, k], and the two auxiliary losses.
+
+        The auxiliary losses are sums over tokens: the sequence-wise balance loss (DeepSeek-V3, eq. 17 to 20) and the
+        squared log-partition of the logits (Zoph et al. 2022, eq. 5).
+        """
+        c = self.config
+        if multiplies(x):
+            logits = router_gemm(x.flatten(0, 1), self.weight.mT).unflatten(0, x.shape[:2])
+        else:
+            wide = at_least_float32(x)
+            logits = F.linear(wide, self.weight.to(wide.dtype))
+        if c.router == "sigmoid":
+            scores = logits.sigmoid()
+            choice = scores + self.bias.to(scores.dtype)
+            probabilities = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        else:
+            scores = choice = probabilities = logits.softmax(dim=-1)
+        if c.router_groups > 1:
+            choice = self._within_best_groups(choice)
+        if has_fused_kernels(choice):
+            chosen = topk_experts(choice.detach(), c.experts_per_token)
+        else:
+            chosen = choice.topk(c.experts_per_token, dim=-1, sorted=False).indices
+        weights = scores.gather(-1, chosen)
+        if c.router_normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        if c.expert_capacity:
+            weights = weights * self.within_capacity(chosen)
+        counts = torch.zeros_like(scores).scatter_(-1, chosen, 1.0).sum(dim=1)
+        if self.counting and self.training:
+            self.load += counts.sum(dim=0).to(self.load.dtype)
+        counts, probabilities, length = self.over_sequence(counts, probabilities.sum(dim=1), x.shape[1])
+        balance = (counts * probabilities).sum() * (c.experts / (c.experts_per_token * length))
+        z = logits.logsumexp(dim=-1).square().sum()
+        return weights * c.router_scale, chosen, torch.stack((balance, z))
+
+    def over_sequence(self, counts: Tensor, probabilities: Tensor, length: int) -> tuple[Tensor, Tensor, int]:
+        """Sums over the tokens seen here [batch, experts] as sums over whole sequences, and their length."""
+        return counts, probabilities, length
+
+    def within_capacity(self, chosen: Tensor) -> Tensor:
+        """Which choices [batch, sequence, k] an expert still has room for, the earliest tokens of a sequence first."""
+        c = self.config
+        room = math.ceil(c.expert_capacity * chosen.shape[1] * c.experts_per_token / c.experts)
+        taken = F.one_hot(chosen.flatten(1), c.experts).cumsum(dim=1)
+        place = taken.gather(-1, chosen.flatten(1)[..., None])[..., 0]
+        return (place <= room).view_as(chosen)
+
+    def _within_best_groups(self, choice: Tensor) -> Tensor:
+        """Only experts in the groups whose two best scores add up highest stay eligible (DeepSeek-V3's node limit)."""
+        c = self.config
+        uses_grouped_gemm = choice.unflatten(-1, (c.router_groups, -1))
+        best = uses_grouped_gemm.topk(min(2, uses_grouped_gemm.shape[-1]), dim=-1).values.sum(-1)
+        chosen = best.topk(c.router_top_groups, dim=-1).indices
+        eligible = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, chosen, True)
+        return uses_grouped_gemm.masked_fill(~eligible[..., None], float("-inf")).flatten(-2)
+
+    @torch.no_grad()
+    def rebalance(self, rate: float) -> None:
+        """Move the selection bias by `rate` towards the experts that got less than the mean, and count anew."""
+        if self.config.router == "sigmoid" and rate:
+            self.bias += rate * torch.sign(self.load.mean() - self.load)
+        self.load.zero_()
+
+
+def on_host(counts: Tensor, total: int) -> list[list[int]]:
+    """Rows of counts that each add up to `total`, as numbers the host can cut tensors and messages by; it waits for the device."""
+    return counts.tolist()
+
+
+def uses_grouped_gemm(x: Tensor, weight: Tensor) -> bool:
+    """Whether one kernel multiplies the rows of all experts; it wants matrices whose rows are multiples of 16 bytes."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
+
+
+def grouped_gemm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows of `x`, each expert's up to its end (int32), times that expert's matrix [out, in]. What is beyond the last end is
+    not computed. Neither the product nor its gradients copy the matrices: all of them take either order of storage."""
+    return F.grouped_mm(x, weight.to(x.dtype).transpose(-2, -1), offs=ends)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Rows of `x`, `counts[e]` of them for each expert in turn, times that expert's matrix [out, in]."""
+    if uses_grouped_gemm(x, weight):
+        return grouped_gemm(x, weight, counts.cumsum(0, dtype=torch.int32))
+    sizes = on_host(counts[None], len(x))[0]
+    if sum(sizes) < len(x):  # the rest is nobody's
+        x = x[: sum(sizes)]
+    pieces = zip(x.split(sizes), weight.to(x.dtype).unbind(), strict=True)
+    return torch.cat([F.linear(piece, w) for piece, w in pieces])
+
+
+class Experts(nn.Module):
+    """The routed experts' matrices, stacked [expert, out, in]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        shape = (config.experts, config.expert_ffn, config.hidden)
+        self.gate = nn.Parameter(torch.empty(shape))
+        self.up = nn.Parameter(torch.empty(shape))
+        self.down = nn.Parameter(torch.empty(config.experts, config.hidden, config.expert_ffn))
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """Rows in the order of their experts, `counts` of them for each."""
+        if uses_grouped_gemm(x, self.gate):
+            return self._grouped(x, counts.cumsum(0, dtype=torch.int32))
+        inner = F.silu(grouped_linear(x, self.gate, counts)) * grouped_linear(x, self.up, counts)
+        return grouped_linear(inner, self.down, counts)
+
+    def _grouped(self, x: Tensor, ends: Tensor) -> Tensor:
+        if self.gate.dtype == x.dtype:
+            gate, up = grouped_gemm(x, self.gate, ends), grouped_gemm(x, self.up, ends)
+        else:
+            # Cast side by side, gate and up are one product, and so is the gradient of `x`, which else were a sum of two.
+            both = torch.cat((self.gate.to(x.dtype), self.up.to(x.dtype)), dim=1)
+            gate, up = grouped_gemm(x, both, ends).chunk(2, dim=-1)
+        return grouped_gemm(F.silu(gate) * up, self.down, ends)
+
+
+class MoE(nn.Module):
+    """Router, routed experts and, where the model has them, shared experts that every token passes."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.router = Router(config)
+        self.experts = Experts(config)
+        width = config.shared_experts * config.expert_ffn
+        self.shared = FeedForward(config, width) if width else None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, chosen, auxiliary = self.router(x)
+        out = self.forward_routed(x.flatten(0, 1), weights.flatten(0, 1), chosen.flatten(0, 1)).view_as(x)
+        if self.shared is not None:
+            out = out + self.shared(x)
+        return out, auxiliary
+
+    def forward_routed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Each token [tokens, hidden] through its k experts, added up by weight."""
+        if not has_fused_kernels(x):
+            return self.forward_routed_reference(x, weights, chosen)
+        experts = self.router.config.experts
+        if self.router.config.expert_capacity:  # choices without weight are not sent: to an expert that does not exist
+            chosen = chosen.masked_fill(weights.detach() == 0, experts)
+        places, counts = sort_by_expert(chosen, experts)
+        return combine_weighted(self.run_experts(dispatch(x, places, chosen.numel()), counts), places, weights)
+
+    def forward_routed_reference(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """The same, one operation after the other."""
+        (tokens, k), experts = chosen.shape, self.router.config.experts
+        flat = chosen.flatten()
+        if self.router.config.expert_capacity:
+            return self._forward_within_capacity(x, weights, flat)
+        order = flat.argsort(stable=True)
+        counts = torch.zeros(experts, dtype=flat.dtype, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+        # Copies first, then a permutation: its gradient is a permutation too, and the sum over copies is in a fixed order.
+        copies = x[:, None].expand(-1, k, -1).reshape(tokens * k, -1)
+        done = self.run_experts(copies.index_select(0, order), counts)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(tokens * k, device=x.device))
+        done = done.index_select(0, back).view(tokens, k, -1)
+        return (done * weights[..., None].to(x.dtype)).sum(dim=1)
+
+    def _forward_within_capacity(self, x: Tensor, weights: Tensor, flat: Tensor) -> Tensor:
+        """The same when experts have a capacity: choices without weight are not sent at all."""
+        tokens, k = weights.shape
+        kept = weights.detach().flatten().nonzero()[:, 0]
+        order = kept[flat[kept].argsort(stable=True)]
+        counts = flat[kept].bincount(minlength=self.router.config.experts)
+        copies = x[:, None].expand(-1, k, -1).reshape(tokens * k, -1)
+        done = self.run_experts(copies.index_select(0, order), counts)
+        done = torch.zeros_like(copies).index_copy(0, order, done).view(tokens, k, -1)
+        return (done * weights[..., None].to(x.dtype)).sum(dim=1)
+
+    def run_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Rows in the order of their experts, `counts` of them for each, through those experts; rows beyond are nobody's."""
+        return self.experts(rows, counts)

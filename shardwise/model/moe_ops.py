@@ -1,0 +1,136 @@
+"""The experts that tokens choose, tokens in the order of their experts and back, as operators that a compiler takes whole: what
+runs is `kernels/`, what is here says shapes and gradients. Each choice of each token has a place among the rows; everything else
+follows from the places, so that they alone are kept for the backward pass. How many rows an expert has only the device knows.
+
+The plain implementation of all this is PyTorch's `topk` and `MoE.forward_routed_reference`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def has_fused_kernels(x: Tensor) -> bool:
+    """Whether rows like these are moved by the kernels: on a GPU, in what float32 is wide enough to add up."""
+    return x.is_cuda and x.dtype != torch.float64
+
+
+@torch.library.custom_op("shardwise::topk_experts", mutates_args=(), schema="(Tensor scores, int k) -> Tensor")
+def topk_experts(scores: Tensor, k: int) -> Tensor:
+    """The experts of the k highest scores, [..., experts] to [..., k]; of equal ones the first."""
+    from shardwise.model.kernels.moe_topk import topk_experts_fused
+
+    return topk_experts_fused(scores, k)
+
+
+@topk_experts.register_fake
+def _(scores: Tensor, k: int) -> Tensor:
+    return scores.new_empty((*scores.shape[:-1], k), dtype=torch.int64)
+
+
+@torch.library.custom_op(
+    "shardwise::sort_by_expert", mutates_args=(), schema="(Tensor chosen, int experts) -> (Tensor, Tensor)"
+)
+def sort_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """The place of each choice [tokens, k] among rows in the order of experts, and how many rows each expert has.
+
+    Choices of one expert stay in order. A choice of an expert that does not exist has no place, -1, and no row.
+    """
+    from shardwise.model.kernels.moe_sort import sort_by_expert_fused
+
+    return sort_by_expert_fused(chosen, experts)
+
+
+@sort_by_expert.register_fake
+def _(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    return chosen.new_empty(chosen.shape, dtype=torch.int32), chosen.new_empty((experts,), dtype=torch.int64)
+
+
+@torch.library.custom_op(
+    "shardwise::dispatch", mutates_args=(), schema="(Tensor x, Tensor places, SymInt rows) -> Tensor"
+)
+def dispatch(x: Tensor, places: Tensor, rows: int) -> Tensor:
+    """Each token [tokens, width] at each of its places [tokens, k] among so many rows; rows that are nobody's hold anything."""
+    from shardwise.model.kernels.moe_dispatch import dispatch_fused
+
+    return dispatch_fused(x, places, rows)
+
+
+@dispatch.register_fake
+def _(x: Tensor, places: Tensor, rows: int) -> Tensor:
+    return x.new_empty((rows, x.shape[1]))
+
+
+@torch.library.custom_op("shardwise::combine", mutates_args=(), schema="(Tensor rows, Tensor places) -> Tensor")
+def combine(rows: Tensor, places: Tensor) -> Tensor:
+    """The rows at the places of each token, added up in the order of its choices."""
+    from shardwise.model.kernels.moe_dispatch import combine_fused
+
+    return combine_fused(rows, places)
+
+
+@combine.register_fake
+def _(rows: Tensor, places: Tensor) -> Tensor:
+    return rows.new_empty((places.shape[0], rows.shape[1]))
+
+
+@torch.library.custom_op(
+    "shardwise::combine_weighted", mutates_args=(), schema="(Tensor rows, Tensor places, Tensor weights) -> Tensor"
+)
+def combine_weighted(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    """The rows at the places of each token, added up by weight [tokens, k]."""
+    from shardwise.model.kernels.moe_dispatch import combine_fused
+
+    return combine_fused(rows, places, weights)
+
+
+@combine_weighted.register_fake
+def _(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    return rows.new_empty((places.shape[0], rows.shape[1]))
+
+
+@torch.library.custom_op(
+    "shardwise::combine_weighted_backward",
+    mutates_args=(),
+    schema="(Tensor gradient, Tensor rows, Tensor places, Tensor weights) -> (Tensor, Tensor)",
+)
+def combine_weighted_backward(gradient: Tensor, rows: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of `combine_weighted` for its rows and its weights."""
+    from shardwise.model.kernels.moe_dispatch import combine_weighted_backward_fused
+
+    return combine_weighted_backward_fused(gradient, rows, places, weights)
+
+
+@combine_weighted_backward.register_fake
+def _(gradient: Tensor, rows: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
+
+
+def _keep_places(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+    ctx.rows = inputs[0].shape[0]
+
+
+def _dispatch_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    return combine(gradient, ctx.saved_tensors[0]), None, None
+
+
+def _combine_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return dispatch(gradient, ctx.saved_tensors[0], ctx.rows), None
+
+
+def _keep_all(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _combine_weighted_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor]:
+    to_rows, to_weights = combine_weighted_backward(gradient, *ctx.saved_tensors)
+    return to_rows, None, to_weights
+
+
+dispatch.register_autograd(_dispatch_backward, setup_context=_keep_places)
+combine.register_autograd(_combine_backward, setup_context=_keep_places)
+combine_weighted.register_autograd(_combine_weighted_backward, setup_context=_keep_all)

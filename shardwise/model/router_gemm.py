@@ -1,0 +1,97 @@
+"""A router's product on a GPU: tokens of 16 bits times float32 weights, nearly as exact as float32 and as fast as 16 bits.
+
+A float32 number is the sum of three numbers of bfloat16, to the last bit. Products of two bfloat16 numbers are exact in float32,
+which is what the tensor cores add them up in. So the three parts of the few weights are laid side by side, one product of
+bfloat16 reads the tokens once, as they are, and three columns are added up for each expert. The plain implementation, in `Router`,
+widens the tokens, keeps the wide copy, and multiplies in float32 without the tensor cores.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def multiplies(x: Tensor) -> bool:
+    """Whether tokens like these are multiplied in parts."""
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
+def in_parts(x: Tensor) -> list[Tensor]:
+    """Numbers of bfloat16 that add up to these: one where they have 16 bits, three of float32."""
+    if x.dtype == torch.bfloat16:
+        return [x]
+    high = x.to(torch.bfloat16)
+    rest = x - high
+    middle = rest.to(torch.bfloat16)
+    return [high, middle, (rest - middle).to(torch.bfloat16)]
+
+
+def _wide(left: Tensor, right: Tensor) -> Tensor:
+    """A product of bfloat16, in float32."""
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
+@torch.library.custom_op("shardwise::router_gemm", mutates_args=(), schema="(Tensor x, Tensor weight) -> Tensor")
+def router_gemm(x: Tensor, weight: Tensor) -> Tensor:
+    """Tokens [tokens, hidden] of bfloat16 times weights [hidden, experts] of bfloat16 or float32, in float32."""
+    parts = in_parts(weight.mT)
+    return _wide(x, torch.cat(parts).mT).view(len(x), len(parts), -1).sum(dim=1)
+
+
+@router_gemm.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[1]), dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "shardwise::router_grad_input", mutates_args=(), schema="(Tensor gradient, Tensor weight) -> Tensor"
+)
+def router_grad_input(gradient: Tensor, weight: Tensor) -> Tensor:
+    """Gradients [tokens, experts] times weights [experts, hidden], in bfloat16.
+
+    The result is rounded to 8 bits, so the largest parts and the products of the next ones with them are enough.
+    """
+    (high, middle, _), (top, *low) = in_parts(gradient), in_parts(weight)
+    left, right = (
+        (torch.cat((high, high, middle), dim=1), torch.cat((top, low[0], top)))
+        if low
+        else (torch.cat((high, middle), dim=1), torch.cat((top, top)))
+    )
+    return left @ right
+
+
+@router_grad_input.register_fake
+def _(gradient: Tensor, weight: Tensor) -> Tensor:
+    return gradient.new_empty((gradient.shape[0], weight.shape[1]), dtype=torch.bfloat16)
+
+
+@torch.library.custom_op(
+    "shardwise::router_grad_weight", mutates_args=(), schema="(Tensor gradient, Tensor x) -> Tensor"
+)
+def router_grad_weight(gradient: Tensor, x: Tensor) -> Tensor:
+    """Gradients [experts, tokens] times tokens [tokens, hidden] of bfloat16, in float32."""
+    parts = in_parts(gradient.mT)
+    return _wide(torch.cat(parts, dim=1).mT, x).view(len(parts), len(gradient), -1).sum(dim=0)
+
+
+@router_grad_weight.register_fake
+def _(gradient: Tensor, x: Tensor) -> Tensor:
+    return gradient.new_empty((gradient.shape[0], x.shape[1]), dtype=torch.float32)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _back(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    x, weight = ctx.saved_tensors
+    to_weight = router_grad_weight(gradient.mT, x).to(weight.dtype)
+    return router_grad_input(gradient, weight.mT), to_weight.mT
+
+
+router_gemm.register_autograd(_back, setup_context=_keep)

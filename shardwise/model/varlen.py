@@ -1,0 +1,86 @@
+"""Attention that stays inside of documents packed in a row, and of a sliding window, without a mask.
+
+A mask holds a number for every pair of positions, most of them to say no, and PyTorch's kernels compute all of them. On a GPU in 16
+bits flash attention (Dao 2023) is told instead where documents begin and how far back to look, and computes what is seen.
+`varlen_attention_reference` is the same by a mask.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class VarlenMask(NamedTuple):
+    """What queries see: their own document up to themselves, or the last `window` positions of it."""
+
+    cu_seqlens: Tensor | None
+    """Where each document begins, in rows laid one after the other, and at last, once or more, where all end; None: each row is
+    one. In 32 bits on the device."""
+    window: int
+    """0: all."""
+
+
+def cu_seqlens_of(documents: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Where documents begin that are numbered [rows, length]. As many numbers as a power of two and one, so that batches differ
+    seldom in shape: those left over say where all end. (Of each, 128 rows of queries in float32 are held in a backward pass.)"""
+    first = np.ones(documents.shape, bool)
+    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    found = np.flatnonzero(first)
+    cu_seqlens = np.full((1 << (len(found) - 1).bit_length()) + 1, documents.size, np.int32)
+    cu_seqlens[: len(found)] = found
+    return cu_seqlens
+
+
+def has_flash(device: torch.device) -> bool:
+    """Whether this GPU has flash attention: it needs an Ampere or later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, varlen: VarlenMask, scale: float) -> Tensor:
+    """Attention of heads [rows, length, heads, width]."""
+    if not q.is_cuda:
+        return varlen_attention_reference(q, k, v, varlen, scale)
+    cu_seqlens, length = _cu_seqlens(varlen, q), q.shape[1]
+    window = (varlen.window - 1, 0) if varlen.window else (None, None)
+    out, *_ = torch.ops.aten._flash_attention_forward(
+        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_seqlens, cu_seqlens, length, length, 0.0, True, False,
+        scale=scale, window_size_left=window[0], window_size_right=window[1],
+    )  # fmt: skip
+    return out.unflatten(0, q.shape[:2])
+
+
+def varlen_attention_reference(q: Tensor, k: Tensor, v: Tensor, varlen: VarlenMask, scale: float) -> Tensor:
+    """The same, by a mask."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    mask = dense_mask(varlen, q.shape[0], q.shape[2], q.device)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
+    )  # fmt: skip
+    return out.transpose(1, 2)
+
+
+def dense_mask(varlen: VarlenMask, rows: int, length: int, device: torch.device) -> Tensor:
+    """Which keys each query sees [rows, 1, length, length]."""
+    place = torch.arange(length, device=device)
+    back = place[:, None] - place
+    seen = back >= 0
+    if varlen.window:
+        seen = seen & (back < varlen.window)
+    if varlen.cu_seqlens is None:
+        return seen.expand(rows, 1, length, length)
+    document = torch.searchsorted(varlen.cu_seqlens, torch.arange(rows * length, device=device), right=True)
+    document = document.view(rows, 1, length)
+    return seen & (document[..., :, None] == document[..., None, :])
+
+
+def _cu_seqlens(varlen: VarlenMask, q: Tensor) -> Tensor:
+    if varlen.cu_seqlens is not None:
+        return varlen.cu_seqlens
+    rows, length = q.shape[:2]
+    return torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=q.device)

@@ -1,0 +1,142 @@
+"""Sharded weights gathered in 8 bits: a rank quantises its shard before the gather, so that a parameter of a matrix that is
+multiplied in 8 bits travels as one byte instead of two, and the gathered matrix takes half the memory.
+
+Tensor-wise scaling needs the largest number of a whole matrix before any shard of it is quantised: those of all matrices of a
+rank are found together and brought together by one all-reduce, four bytes a matrix, at the start of a step's passes. A row lies
+on one rank, so row-wise scaling needs none; four bytes a row travel along with it. Either way the numbers are those
+that a rank holding the whole matrix would have got.
+`fully_shard` asks shards that have two methods what to send and what to make of it. torchao answers by a wrapping tensor;
+here the methods are put on the shard, which so stays a plain tensor to everything else, the optimizer above all. The protocol
+wants what is sent padded alike, which scales by row are not where rows do not divide; and shards in the CPU's memory lose the
+methods on the way to the GPU: both are gathered in 16 bits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardwise.model.fp8_matrix import Fp8Matrix
+from shardwise.model.layers import Linear
+from shardwise.model.quantize import E4M3, cast, cast_rows, scale_of
+from shardwise.parallel.collectives import Group
+from shardwise.parallel.tensor import ReplicatedKVLinear
+from shardwise.run import Run
+from shardwise.run.derive import uses_fp8_all_gather
+
+
+class Shard:
+    """This rank's rows of a matrix that is gathered in 8 bits: says for them what to send and what to make of it."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = weakref.ref(rows)  # the rows hold this, so not the other way round
+        rows.fsdp_pre_all_gather = self.send  # type: ignore[attr-defined]
+        rows.fsdp_post_all_gather = self.receive  # type: ignore[attr-defined]
+
+    @property
+    def rows(self) -> Tensor:
+        """The parameters themselves, float32."""
+        rows = self._rows()
+        assert rows is not None
+        return rows
+
+    def send(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], None]:
+        """What to send of this shard; and what to remember until the others' arrive, which is nothing."""
+        rows = -(-outer_size[0] // mesh.size())
+        eight, *scales = self.quantized()
+        if eight.shape[0] < rows:
+            eight = torch.cat((eight, eight.new_zeros(rows - eight.shape[0], *eight.shape[1:])))
+        return (eight, *scales), None
+
+    def receive(
+        self, gathered: tuple[Tensor, ...], remembered: None, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """The matrix that has arrived; `out` is what it was made to be before, whose memory has been filled anew."""
+        if out is not None:
+            return None
+        return Fp8Matrix(gathered[0], self.scale_of(gathered), dtype), gathered
+
+    def quantized(self) -> tuple[Tensor, ...]:
+        """The rows in 8 bits, and what else must be sent to read them."""
+        raise NotImplementedError
+
+    def scale_of(self, gathered: tuple[Tensor, ...]) -> Tensor:
+        """The scale of the whole matrix, which stays the same tensor."""
+        raise NotImplementedError
+
+
+class TensorWiseShard(Shard):
+    """With the scale of the whole matrix, found before."""
+
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__(rows)
+        self.amax, self.scale = (torch.zeros((), device=rows.device) for _ in range(2))
+
+    def quantized(self) -> tuple[Tensor, ...]:
+        return (cast(self.rows, self.amax, E4M3, True, False)[0],)
+
+    def scale_of(self, gathered: tuple[Tensor, ...]) -> Tensor:
+        return self.scale
+
+
+class RowWiseShard(Shard):
+    """With the scales of its own rows."""
+
+    def quantized(self) -> tuple[Tensor, ...]:
+        return cast_rows(self.rows, E4M3)
+
+    def scale_of(self, gathered: tuple[Tensor, ...]) -> Tensor:
+        return gathered[1]
+
+
+class Scales:
+    """The largest number of every matrix gathered in 8 bits with one scale, and the scales made of them."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.shards: list[TensorWiseShard] = []
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Find the scales of parameters as they are now; every rank of the group calls this."""
+        if not self.shards:
+            return
+        # A shard may be empty, where there are fewer rows than ranks; zero is no larger than anything.
+        amax = torch.zeros(len(self.shards), device=self.shards[0].amax.device)
+        here = [
+            (place, shard.rows) for place, shard in zip(amax.unbind(), self.shards, strict=True) if shard.rows.numel()
+        ]
+        if here:
+            sizes = torch._foreach_norm([rows for _, rows in here], float("inf"))
+            torch._foreach_copy_([place for place, _ in here], list(sizes))
+        if self.group is not None:
+            dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
+        torch._foreach_copy_([shard.amax for shard in self.shards], list(amax.unbind()))
+        torch._foreach_copy_([shard.scale for shard in self.shards], list(scale_of(amax, E4M3).unbind()))
+
+
+def enable_fp8_all_gather(block: nn.Module, run: Run, scales: Scales, ranks: int) -> None:
+    """Make `fully_shard` gather the matrices of a block that multiply in 8 bits as such."""
+    assert isinstance(block, FSDPModule)
+    group = block._get_fsdp_state()._fsdp_param_group
+    for parameter in group.fsdp_params if group is not None else ():
+        info = parameter._module_info
+        linear = isinstance(info.module, Linear) and info.param_name == "weight"
+        # Where a rank uses a part of a matrix only, it takes it of the wide one.
+        if not linear or isinstance(info.module, ReplicatedKVLinear):
+            continue
+        rows, columns = parameter._orig_size
+        if not uses_fp8_all_gather(run, rows, columns, ranks):
+            continue
+        if run.train.fp8 == "tensorwise":
+            scales.shards.append(TensorWiseShard(parameter._sharded_local_tensor))
+        else:
+            RowWiseShard(parameter._sharded_local_tensor)
+        parameter._init_extensions()  # looks again whether the shard has something to say

@@ -1,0 +1,39 @@
+"""What one layer keeps for the backward pass of a microbatch, by its operations and what of it is computed again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.plan.cost.job import Job
+from shardwise.plan.cost.operations import layer, pieces
+from shardwise.plan.cost.parameters import cast_copies, layer_parameters
+from shardwise.plan.cost.passes import repeated, repeated_layers
+
+Number = Any
+
+
+def layer_activations(job: Job, *, routed: bool) -> tuple[Number, Number]:
+    """Bytes one layer keeps for the backward pass of one microbatch; and what its recomputation holds for a moment."""
+    tally = layer(job, routed=routed)
+    stream = pieces(job) * job.model.hidden * job.width
+    whole = sum(entry.saved for entry in tally.entries)
+    if job.layout.recompute == "none":
+        return whole, 0.0
+    if job.layout.recompute in ("full", "budget"):
+        kept, again = stream, whole
+    elif job.layout.recompute == "attention" and job.stack.recompute_keeps:
+        m, units = job.model, job.stack.recompute_keeps
+        widths = units[0] * m.hidden + units[1] * m.kv_heads * m.head_dim + units[2] * m.ffn
+        kept = job.rows / job.layout.tensor * widths * job.width
+        again = whole - kept
+    else:
+        kept = sum(entry.saved - repeated(job, entry) * (entry.saved - entry.kept) for entry in tally.entries)
+        again = whole - kept
+    share = repeated_layers(job, tally)
+    return share * kept + (1 - share) * whole, again
+
+
+def layer_kept(job: Job, *, routed: bool) -> float:
+    """Bytes one layer that is not recomputed keeps of a microbatch, with the copies of its weights that were cast for it."""
+    cast = cast_copies(job, layer_parameters(job, routed=routed))
+    return float(layer_activations(job, routed=routed)[0]) + float(cast)

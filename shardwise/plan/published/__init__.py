@@ -1,0 +1,1 @@
+"""Published measurements as rows, predicted by the same cost model, and how far the predictions were off."""

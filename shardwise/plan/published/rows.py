@@ -1,0 +1,298 @@
+"""Published measurements as jobs: what a row of the format in `docs/validation.md` says, in the planner's words.
+
+What a source left out is assumed, and the assumptions are listed with the prediction. A row that cannot be put in these
+words is unsupported, with the reason; it is counted, not dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardwise.hardware import Cluster, make_cluster
+from shardwise.plan.cost.flops import parameters
+from shardwise.plan.cost.frameworks import STACKS, Framework
+from shardwise.plan.cost.job import Job, job_of
+from shardwise.run import LayoutConfig, ModelConfig, Run, UserError, run_from_dict
+from shardwise.run.derive import derive_model
+
+Row = dict[str, Any]
+
+ACTIVATIONS = {"gelu": "gelu", "swiglu": "swiglu", "geglu": "geglu", "squared_relu": "relu2", "relu": "relu"}
+SCHEDULES = {
+    "1f1b": "1f1b",
+    "interleaved-1f1b": "interleaved",
+    "zb-1p": "zb-h1",
+    "zb-2p": "zb-v",
+    "dualpipe": "dualpipe-v",
+}
+
+
+MODERN = ("hopper", "blackwell", "cdna3")
+"""Generations whose published runs are of programs that shard the optimizer and fuse their kernels."""
+
+
+class Unsupported(Exception):
+    """Why a row cannot be predicted."""
+
+
+@dataclass(frozen=True)
+class RowJob:
+    """A row's job, and what had to be assumed."""
+
+    job: Job
+    assumed: tuple[str, ...]
+
+
+def model_of(row: Row) -> ModelConfig:
+    """The row's network."""
+    m = row["model"]
+    gpt = m.get("arch") == "gpt"
+    needed = [name for name in ("layers", "hidden", "heads", "seq") if not m.get(name)]
+    if needed:
+        raise Unsupported(f"the model's {', '.join(needed)} not stated")
+    if m.get("parallel_block"):
+        raise Unsupported("attention and feed-forward side by side")
+    keys: dict[str, Any] = dict(
+        layers=m["layers"],
+        hidden=m["hidden"],
+        heads=m["heads"],
+        kv_heads=m.get("kv_heads") or m["heads"],
+        head_dim=m.get("head_dim") or 0,
+        ffn=m.get("ffn") or (m.get("moe_ffn") or 4 * m["hidden"]),
+        vocab=m.get("vocab") or 51200,
+        norm="layernorm" if gpt else "rmsnorm",
+        bias="all" if gpt else "none",
+        activation=ACTIVATIONS[m.get("act") or "gelu"],
+        position="learned" if gpt else "rotary",
+        tied_embeddings=bool(m.get("tied_embeddings")),
+    )
+    if isinstance(m.get("sliding_window"), int):
+        keys["sliding_window"] = m["sliding_window"]
+    if m.get("kv_lora_rank"):
+        keys |= dict(
+            attention="latent",
+            q_rank=m.get("q_lora_rank") or 0,
+            kv_rank=m["kv_lora_rank"],
+            nope_dim=m["qk_head_dim"],
+            rope_dim=m["qk_rope_dim"],
+            v_dim=m["v_head_dim"],
+        )
+    if m.get("experts"):
+        shared = m.get("shared_experts") or (1 if m.get("shared_expert_ffn") else 0)
+        keys |= dict(
+            experts=m["experts"],
+            experts_per_token=m["topk"],
+            expert_ffn=m.get("moe_ffn") or m["ffn"],
+            dense_layers=m.get("dense_layers") or 0,
+            shared_experts=shared,
+        )
+    return derive_model(ModelConfig(**keys), m["seq"])
+
+
+def _even(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers dealt out as evenly as they go, the odd ones in the middle, away from embedding and head, which may have a
+    stage to themselves."""
+    base, more = divmod(layers, stages)
+    start = (stages - more) // 2
+    return tuple(base + (start <= n < start + more) for n in range(stages))
+
+
+def cluster_of_row(row: Row, devices: int) -> Cluster:
+    """So many of the row's devices, as they are joined."""
+    hardware = row["hardware"]
+    per_node = min(hardware["gpus_per_node"], devices)
+    own: dict[str, Any] = {key: hardware.get(key) or 0 for key in ("intra_gbs", "inter_gbs", "power_w", "hbm_gbs")}
+    try:
+        return make_cluster(hardware["chip"], -(-devices // per_node), per_node, **own)
+    except UserError as problem:
+        raise Unsupported(str(problem)) from None
+
+
+def layout_of(row: Row, model: ModelConfig, assumed: list[str], *, modern: bool) -> LayoutConfig:
+    """The row's layout in this project's axes; `modern` chips are used by programs that share the optimizer by default."""
+    p, devices = row["parallel"], row["hardware"]["gpus"]
+    tensor, pipeline, context, expert = (p.get(k) or 1 for k in ("tp", "pp", "cp", "ep"))
+    if p.get("tp") is None or p.get("pp") is None:
+        raise Unsupported("the layout was not published")
+    data = p.get("dp") or max(1, devices // (tensor * pipeline * context))
+    zero = p.get("zero_stage")
+    if zero is None:
+        zero = 1 if modern else 0
+        if data > 1:
+            assumed.append(f"ZeRO stage {zero}")
+    group = p.get("zero_group") if isinstance(p.get("zero_group"), int) else None
+    shard = int(p.get("fsdp_size") or group or data) if zero else 1
+    shard = min(shard, data)
+    chunks = p.get("vpp") or 1
+    schedule = SCHEDULES.get(p.get("schedule") or "", "interleaved" if chunks > 1 else "1f1b")
+    if pipeline == 1:
+        schedule, chunks = "1f1b", 1
+    if p.get("schedule") and p["schedule"] not in SCHEDULES:
+        raise Unsupported(f"the schedule {p['schedule']}")
+    recompute = {"full": "full", "selective": "attention", "none": "none", None: "none"}.get(p.get("recompute"), "")
+    if not recompute:
+        raise Unsupported(f"the recomputation {p['recompute']}")
+    if p.get("schedule") == "zb-2p":
+        assumed.append("a schedule that holds half as many microbatches")
+    if p.get("recompute") is None and "recompute" in p:
+        assumed.append("no recomputation")
+    layout = LayoutConfig(
+        replicate=max(1, data // shard),
+        shard=shard,
+        context=context,
+        tensor=tensor,
+        pipeline=pipeline,
+        expert=expert,
+        zero=max(1, zero),
+        schedule=schedule,  # type: ignore[arg-type]
+        chunks=chunks,
+        recompute=recompute,  # type: ignore[arg-type]
+        expert_tensor=(p.get("etp") or 1) > 1,
+    )
+    stages = pipeline * layout.stages_per_rank
+    if stages > model.layers + 2:
+        raise Unsupported(f"{stages} stages for {model.layers} layers")
+    return replace(layout, stages=_even(model.layers, stages))
+
+
+def stack_of(row: Row, *, modern: bool) -> Framework:
+    """The program a row was measured with, from the family of rows it belongs to, else from what it says."""
+    group, note, p = row["group"], row.get("note") or "", row["parallel"]
+    if group == "megatron_sc21_t2" and p.get("zero_stage") == 3:
+        return STACKS["deepspeed-zero3"]
+    if group.startswith(("megatron_sc21", "megatron_2020", "megatron_jan2021", "megatron_readme", "vtrain")):
+        name = "megatron-ddp" if p.get("ddp") == "torch" else "megatron"
+    elif group.startswith(("korthikanti", "zero_bubble")):
+        name = "megatron-2022"
+    elif group.startswith("bloom"):
+        name = "megatron-bf16" if row["precision"] == "bf16" else "megatron-deepspeed"
+    elif group.startswith("flashattn"):
+        name = "megatron-flash1"
+    elif group.startswith("internevo"):
+        name = "internevo"
+    elif group.startswith("simumax"):
+        name = "nemo-plain"
+    elif "paxml" in row["id"] or "maxtext" in row["id"] or "maxtext" in note.lower():
+        name = "jax"
+    elif group.startswith("llm_foundry"):
+        name = "fsdp-pure-flash1" if "PURE" in note else "fsdp-flash1"
+    elif group.startswith("shardwise"):
+        return job_of(own_run(row)).stack
+    elif group.startswith("torchtitan"):
+        name = "torchtitan"
+    elif group.startswith("colossal"):
+        name = "colossalai"
+    elif p.get("zero_stage") == 3 and not row["model"].get("experts"):
+        name = "fsdp"
+    elif not modern:
+        name = "megatron"
+    else:
+        name = "nemo"
+    stack = STACKS[name]
+    if p.get("sp") is not None:
+        stack = replace(stack, sequence_parallel=bool(p["sp"]))
+    if p.get("async_tp"):
+        stack = replace(stack, tensor_overlap=0.5)
+    if stack.family == "nemo" and p.get("recompute") == "selective":
+        # Today's programs repeat what is cheap, norms and activations; attention keeps little since it was fused.
+        stack = replace(stack, recompute_selective=("norm", "activation"))
+    if "nvidia-smi" in note:  # counts the driver and what the allocator holds in reserve
+        stack = replace(stack, context_gib=3.0, fragmentation=0.15)
+    if stack.name == "nemo" and row["model"].get("experts") and p.get("dispatcher") != "NCCL A2A":
+        stack = replace(stack, expert_once=True)
+    if "A2A overlap" in note or group == "megatron_bridge":
+        stack = replace(stack, expert_overlap=0.6)
+    return stack
+
+
+def job_of_row(row: Row) -> RowJob:
+    """What the planner is asked; raises `Unsupported`."""
+    assumed: list[str] = []
+    hardware = row["hardware"]
+    if not hardware.get("gpus"):
+        raise Unsupported("how many devices was not published")
+    model, cluster = model_of(row), cluster_of_row(row, hardware["gpus"])
+    modern = cluster.chip.generation in MODERN
+    layout = layout_of(row, model, assumed, modern=modern)
+    if row["model"].get("vocab") is None:
+        assumed.append("a vocabulary of 51200")
+    precision = row["precision"] or "bf16"
+    if precision.split()[0] not in ("fp16", "bf16", "fp8", "mxfp8"):
+        raise Unsupported(f"the precision {precision}")
+    data = layout.replicate * layout.shard
+    batch, micro = row.get("global_batch"), row.get("micro_batch")
+    if not micro:
+        # What people choose where nothing is said: one sequence in a pipeline, else some 16,000 tokens.
+        share = (batch or data) // data
+        micro = max(1, min(share, 16384 // row["model"]["seq"]))
+        if layout.pipeline > 1:  # PyTorch's pipelines cut a share into as many microbatches as stages
+            micro = max(1, share // layout.pipeline) if layout.zero == 3 else 1
+        while share % micro:
+            micro -= 1
+        assumed.append(f"a microbatch of {micro}")
+    if not batch:
+        batch = micro * data * 8
+        assumed.append("8 microbatches a step")
+    if batch < micro * data:
+        raise Unsupported(f"a batch of {batch} over {data} data ranks in microbatches of {micro}")
+    job = Job(
+        model=model,
+        layout=layout,
+        seq_len=row["model"]["seq"],
+        global_batch=batch,
+        microbatch=micro,
+        stack=stack_of(row, modern=modern),
+        cluster=cluster,
+        dtype="float16" if precision == "fp16" else "bfloat16",
+        fp8="fp8" in precision,
+    )
+    return RowJob(job, tuple(assumed))
+
+
+def own_run(row: Row) -> Run:
+    """The run behind a row that this project's trainer was measured with, on one device."""
+    m, recompute = row["model"], row["parallel"]["recompute"]
+    train = dict(seq_len=m["seq"], global_batch=row["global_batch"], microbatch=row["micro_batch"], dtype="bfloat16")
+    return run_from_dict(
+        dict(
+            model={key: m[key] for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")},
+            layout=dict(recompute="attention" if recompute == "selective" else recompute),
+            train=train | dict(device="cuda", compile=row["parallel"]["compile"]),
+            cluster=dict(chip=row["hardware"]["chip"]),
+        )
+    )
+
+
+def flops_of_step(row: Row, job: Job) -> float:
+    """Operations of a step as the row's source counts them."""
+    m, tokens = job.model, job.tokens
+    convention = row.get("flops_convention") or "model"
+    if convention == "hardware_full_recompute_96":
+        shape = 1 + job.seq_len / (6 * m.hidden) + m.vocab / (16 * m.layers * m.hidden)
+        return 96.0 * tokens * m.layers * m.hidden**2 * shape
+    attention = 12.0 * m.layers * m.heads * m.head_dim * job.seq_len
+    if convention == "model_causal":
+        attention /= 2
+    counted = parameters(m)
+    return tokens * (6.0 * (counted.active - counted.embedding * (0 if m.tied_embeddings else 1)) + attention)
+
+
+def measured_seconds(row: Row, job: Job) -> float | None:
+    """Seconds of an iteration, from the most direct figure the source gives."""
+    q, devices = row["measured"], row["hardware"]["gpus"]
+    for key in ("iter_time_s", "iter_time_s_derived"):
+        if q.get(key):
+            return float(q[key])
+    if q.get("tokens_per_s"):
+        return job.tokens / q["tokens_per_s"]
+    if q.get("tokens_per_s_per_gpu"):
+        return job.tokens / (q["tokens_per_s_per_gpu"] * devices)
+    if q.get("samples_per_s"):
+        return job.global_batch / q["samples_per_s"]
+    if q.get("tflops_per_gpu"):
+        return flops_of_step(row, job) / (q["tflops_per_gpu"] * 1e12 * devices)
+    if q.get("mfu"):
+        peak = job.cluster.chip.peak["fp8" if job.fp8 else "bfloat16"]
+        return flops_of_step(row, job) / (q["mfu"] * peak * devices)
+    return None

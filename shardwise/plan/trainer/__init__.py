@@ -1,0 +1,1 @@
+"""What one rank of this project's trainer does in a step, to the byte: FLOPs, traffic, state and saved activations."""

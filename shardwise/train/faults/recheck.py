@@ -1,0 +1,121 @@
+"""Silent corruption: a step computed twice on the same batch must give the same bits.
+
+A chip that miscalculates now and then raises no error. So every `train.recheck_every` steps the passes are run a second time
+before anything is updated, and two things are compared bit for bit: this rank's own gradients, taken where automatic
+differentiation hands them over and before they are added to those of other ranks, and its part of the loss. Kept of them is
+one integer sum of their bits a parameter and microbatch, which any single flipped bit changes. It costs the time of one more
+step and next to no memory. Ranks that compute one sample together (tensor, context, pipeline) pass a wrong number on, so all of
+those that saw a difference are named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from shardwise.data.batches import Batch
+from shardwise.model.moe import Router
+from shardwise.parallel.apply import Parallel
+from shardwise.parallel.gradients import local
+from shardwise.parallel.mesh import Mesh
+from shardwise.run import Problem, Run, UserError
+from shardwise.train.optimizer import Optimizer
+
+
+class Repeatable(Protocol):
+    """What can compute the passes of a step more than once: the trainee, as far as this file needs it."""
+
+    run: Run
+    device: torch.device
+    mesh: Mesh
+    parallel: Parallel
+    optimizer: Optimizer
+    routers: list[Router]
+    step: int
+
+    def passes(self, batch: Batch) -> Tensor:
+        """Forward and backward; gives the loss."""
+
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Corruption(Exception):
+    """Raised on every rank when a step did not repeat itself; says which ranks saw it."""
+
+
+def bits(x: Tensor) -> Tensor:
+    """The sum of a tensor's numbers read as integers; one bit more or less anywhere changes it."""
+    x = local(x.detach()).contiguous()
+    return x.view(INTEGERS[x.element_size()]).sum(dtype=torch.int64)
+
+
+@contextmanager
+def own_gradients(found: list[Tensor]) -> Iterator[None]:
+    """While open, the bits of every gradient that this rank computes for a parameter are appended to `found`, in order.
+
+    `fully_shard` puts whole parameters in the place of its shards before a module runs, so that is when they are looked for.
+    """
+    watched: dict[int, Any] = {}
+
+    def look(module: nn.Module, _: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad and id(parameter) not in watched:
+                watched[id(parameter)] = parameter.register_hook(lambda grad: found.append(bits(grad)))
+
+    hook = register_module_forward_pre_hook(look)
+    try:
+        yield
+    finally:
+        hook.remove()
+        for each in watched.values():
+            each.remove()
+
+
+def check_repeatable(train_state: Repeatable) -> None:
+    """Refuse a device on which two computations may differ without anything being wrong."""
+    train = train_state.run.train
+    if train.recheck_every and train_state.device.type == "cuda" and not train.deterministic:
+        reason = "compares bits, and a GPU repeats them only with train.deterministic = true"
+        raise UserError(Problem(reason, key="train.recheck_every"))
+
+
+def passes_twice(train_state: Repeatable, batch: Batch) -> Tensor:
+    """A step's passes, run twice; raises `Corruption` on every rank when the two differ on any. Gives the loss of the second."""
+    digests = []
+    for attempt in range(2):
+        if attempt:
+            train_state.optimizer.zero_grad()
+            for router in train_state.routers:
+                router.load.zero_()
+        found: list[Tensor] = []
+        with own_gradients(found):
+            loss = train_state.passes(batch)
+        gradients = [bits(h.grad) for h in train_state.parallel.parameters if h.grad is not None]
+        digests.append(torch.stack([bits(loss), *found, *gradients]))
+    same = digests[0].shape == digests[1].shape and bool((digests[0] == digests[1])[: 1 + len(found)].all())
+    added = digests[0].shape == digests[1].shape and torch.equal(*digests)
+    world = train_state.run.layout.world
+    votes = torch.zeros(2, world, dtype=torch.int64, device=train_state.device)
+    votes[0, train_state.mesh.rank], votes[1, train_state.mesh.rank] = not same, not added
+    if world > 1:
+        dist.all_reduce(votes)
+    own, together = (row.nonzero().flatten().tolist() for row in votes)
+    if own:
+        raise Corruption(f"{_ranks(own)} computed other gradients when step {train_state.step + 1} was computed again")
+    if together:
+        raise Corruption(
+            f"gradients came out different on {_ranks(together)} when step {train_state.step + 1} was computed again, though every "
+            f"rank computed the same ones: the sum over ranks is not to be trusted"
+        )
+    return loss
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -1,0 +1,79 @@
+"""AdamW (Loshchilov & Hutter 2019) as one pass over parameters, gradients and moments, for float32 parameters on a GPU.
+
+`torch.optim.AdamW`, fused, is the same arithmetic and stands in everywhere else; it wants its gradients scaled beforehand,
+which on a GPU costs as much again as the norm. State has the names that PyTorch's has, so that checkpoints are alike; the
+count of steps is kept on the host, which computes the corrections of the moments from it without asking the device. Gradients
+are taken from where they arrived, which for a parameter with a working copy is that copy; it is written in the same pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from shardwise.parallel.gradients import LocalParameter
+
+
+def fits_fused_adamw(parameters: list[Tensor]) -> bool:
+    """Whether these parameters can be updated by the kernel."""
+    return all(p.is_cuda and p.dtype == torch.float32 and p.is_contiguous() for p in parameters)
+
+
+class FusedAdamW(torch.optim.Optimizer):
+    """Takes the factor on all gradients as it updates. `factor` is set before each step."""
+
+    factor: Tensor
+
+    def __init__(
+        self,
+        groups: list[dict[str, object]],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        held: Mapping[Tensor, LocalParameter],
+    ) -> None:
+        super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0))
+        self.held = held
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        from shardwise.model.kernels.adamw import adamw
+
+        assert closure is None, "this optimizer does not evaluate the loss again"
+        for group in self.param_groups:
+            for p in group["params"]:
+                held = self.held[p]
+                if held.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["step"] = torch.zeros(())
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+                state["step"] += 1
+                adamw(
+                    p, held.grad.contiguous(), (state["exp_avg"], state["exp_avg_sq"]), self.factor, int(state["step"]),
+                    group["lr"], group["betas"], group["eps"], group["weight_decay"],
+                    None if held.compute_copy is None else held.compute_copy.tensor.detach(),
+                )  # fmt: skip
+
+
+def adamw_reference(
+    parameter: Tensor,
+    gradient: Tensor,
+    moments: tuple[Tensor, Tensor],
+    factor: Tensor,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    decay: float,
+) -> None:
+    """What the kernel computes, one operation after the other."""
+    first, second = moments
+    gradient = gradient.to(parameter.dtype) * factor
+    first.lerp_(gradient, 1 - betas[0])
+    second.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
+    spread = second.sqrt() / (1 - betas[1] ** step) ** 0.5 + eps
+    parameter.mul_(1 - lr * decay).addcdiv_(first, spread, value=-lr / (1 - betas[0] ** step))

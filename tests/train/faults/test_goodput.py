@@ -1,0 +1,132 @@
+"""The account of a run's life: when it is restarted, who did not arrive, who is slow, and where the time went."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.train.faults.arrivals import Arrival, Beat, explain, missing
+from shardwise.train.faults.events import read_events, record
+from shardwise.train.faults.goodput import goodput
+from shardwise.train.faults.heartbeat import Heart, read_beat
+from shardwise.train.faults.restarts import LONGEST, Restarts
+from shardwise.train.faults.stragglers import Comparison, busy_seconds
+
+
+def test_a_run_that_advances_may_fail_forever_and_one_that_does_not_is_given_up() -> None:
+    restarts = Restarts(limit=3, wait=0.5)
+    assert [restarts.after_failure(step) for step in range(0, 1000, 10)] == [0.5] * 100
+    assert [restarts.after_failure(990) for _ in range(3)] == [1.0, 2.0, None]
+    assert Restarts(limit=0, wait=1.0).after_failure(-1) is None
+    patient = Restarts(limit=100, wait=1.0)
+    assert [patient.after_failure(-1) for _ in range(100)][-1] == LONGEST
+
+
+def beat(rank: int, *arrivals: Arrival) -> Beat:
+    return Beat(rank, count=9, step=4, phase="training", idle=7.0, arrivals=list(arrivals))
+
+
+def test_the_rank_that_waits_for_nobody_is_the_one_that_did_not_arrive() -> None:
+    def at(axis: str, group: str, begun: int, waits: bool) -> Arrival:
+        return Arrival(axis, group, begun, begun if waits else 0, "all_gather", 7.0)
+
+    # Ranks 0 and 1 are tensor partners, so are 2 and 3; 0 and 2, 1 and 3 share data. Rank 3 stands still.
+    beats = [
+        beat(0, at("tensor", "t0", 17, True), at("zero", "z0", 5, False)),
+        beat(1, at("tensor", "t0", 16, False), at("zero", "z1", 6, True)),
+        beat(2, at("tensor", "t1", 17, True), at("zero", "z0", 5, False)),
+        beat(3, at("tensor", "t1", 16, False), at("zero", "z1", 5, False)),
+    ]
+    found = missing(beats, [])
+    assert [(rank, wait.axis) for rank, wait in found] == [(3, "zero")]
+    assert "rank 3 did not arrive at all_gather number 6 of axis zero" in explain(beats, [])
+    # Of a rank that is silent the last word may be old, but it says what it had not begun.
+    assert [rank for rank, _ in missing(beats, [3])] == [3]
+    owed = Arrival("pipeline", "message", waits_for=1, collective="activation of stage 0, microbatch 2", owed_by=0)
+    assert "rank 0 did not send the activation of stage 0, microbatch 2, along axis pipeline" in explain(
+        [beat(0), beat(1, owed)], []
+    )
+    assert "rank 1 gives no sign of life" in explain([beat(0)], [1])
+    assert "no rank waits for another" in explain([beat(0)], [])
+
+
+def test_a_heart_beats_while_nothing_else_happens_and_tells_the_phase(tmp_path: Path) -> None:
+    heart = Heart(tmp_path, rank=3, world=4, hang_seconds=0.4)  # a beat every 50 ms, blamed after a minute of start-up
+    with heart:
+        while read_beat(tmp_path, 3) is None:  # its pace is set by now
+            heart.join(0.01)
+        heart.limit = 1e6
+        heart.step, heart.phase = 5, "evaluation"
+        while (found := read_beat(tmp_path, 3)) is None or found.count < 3 or found.step != 5:
+            heart.join(0.01)
+    assert (found.rank, found.process, found.phase) == (3, os.getpid(), "evaluation")
+    (tmp_path / "rank-3.beat").write_text('{"rank": 3, "ste')
+    assert read_beat(tmp_path, 3) is None
+
+
+def test_the_slowest_rank_is_named_when_it_matters() -> None:
+    assert Comparison([1.0, 1.05, 1.1, 1.0]).sentence() is None
+    slow = Comparison([1.0, 1.0, 2.0, 1.0])
+    assert slow.sentence() == "rank 2 computes 2.00 times as long as the median rank"
+    before = busy_seconds()
+    while busy_seconds() < before + 0.01:
+        pass
+
+
+def test_events_survive_torn_lines(tmp_path: Path) -> None:
+    record(tmp_path, "begin", ranks=2)
+    with (tmp_path / "events.jsonl").open("a") as f:
+        f.write('[1]\n{"time": 3, "wh')
+    record(tmp_path, "end")
+    assert [e["what"] for e in read_events(tmp_path)] == ["begin", "end"]
+    record(tmp_path / "nowhere", "begin")  # an account that cannot be written ends no run
+
+
+def test_every_second_of_a_run_s_life_is_accounted_for() -> None:
+    events: list[dict[str, Any]] = [
+        dict(time=100.0, what="begin"),
+        dict(time=110.0, what="training"),
+        dict(time=120.0, what="saved", seconds=1.0),
+        dict(time=140.0, what="hang", seconds=8.0),
+        dict(time=141.0, what="failed"),
+        dict(time=144.0, what="begin", restart=True),
+        dict(time=150.0, what="repeat", seconds=4.0),
+        dict(time=150.0, what="training"),
+        dict(time=160.0, what="evaluated", seconds=2.0),
+        dict(time=170.0, what="end"),
+        dict(time=270.0, what="begin"),
+        dict(time=275.0, what="training"),
+        dict(time=285.0, what="saved", seconds=0.5),
+    ]
+    metrics = [dict(seconds=3.0)] * 10 + [dict(seconds=3.0, skipped=True), dict(step=1)]
+    account = goodput(events, metrics, now=290.0)
+    assert account.total == (141 - 100) + 3 + (170 - 144) + (290 - 270)
+    assert (account.useful, account.away, account.failures) == (30.0, 100.0, 1)
+    named = {k: v for k, v in account.lost.items() if k != "other"}
+    assert named == {
+        "start-up": 10 + 6 + 5,
+        "checkpoints": 1.5,
+        "evaluation": 2.0,
+        "skipped": 3.0,
+        "repeated": 4.0,
+        "hangs": 8.0,
+        "restarts": 3.0,
+    }
+    assert account.useful + sum(account.lost.values()) == pytest.approx(account.total)
+    assert account.record()["goodput"] == pytest.approx(30 / 90, abs=1e-6)
+    assert "1 failure; lost: start-up 21s (23.3%)" in account.sentence()
+
+
+@given(st.floats(0.0, 1e3), st.integers(0, 5))
+def test_a_session_that_was_cut_off_ends_with_its_last_sign_of_life(length: float, more: int) -> None:
+    events = [dict(time=0.0, what="begin"), dict(time=0.0, what="training")]
+    events += [dict(time=length, what="saved", seconds=0.0)] * more
+    events += [dict(time=5000.0, what="begin", heard=length), dict(time=5001.0, what="end")]
+    account = goodput(events, [], now=9000.0)
+    assert account.total == pytest.approx(length + 1.0)
+    assert account.away == pytest.approx(5000.0 - length)
