@@ -10,9 +10,6 @@ from __future__ import annotations
 from shardwise.ledger import Span
 from shardwise.report.pick import pass_of
 
-PAPER_LIGHT = "#ffffff"
-PAPER_DARK = "#16181d"
-
 AXIS = {
     "replicate": "#e391d2",
     "shard": "#eba21c",

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib.resources import files
 from typing import Any
 from zlib import crc32
 
 from shardwise.ledger import Account, Difference, Memory, Timeline, Traffic
 from shardwise.report import colors, html_charts, html_timeline, pick, words
-from shardwise.report.html_script import SCRIPT
-from shardwise.report.html_style import STYLE
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,10 @@ def page(title: str, sections: Iterable[Section], remark: str = "") -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>"
+        f"<title>{escape(title)}</title><style>\n{_inlined('page.css')}</style></head><body>"
         f'<header><h1>{escape(title)}</h1><p class="remark">{escape(remark)}</p></header>\n'
         + "\n".join(_section(section) for section in sections)
-        + f'\n<div id="tip"></div><script>{SCRIPT}</script></body></html>\n'
+        + f'\n<div id="tip"></div><script>\n{_inlined("page.js")}</script></body></html>\n'
     )
 
 
@@ -217,6 +216,10 @@ def comparison_table(
 def notes(sentences: Iterable[str]) -> Section:
     """Remarks, one below the other."""
     return Section("Notes", "", f'<ul class="notes">{"".join(f"<li>{escape(each)}</li>" for each in sentences)}</ul>')
+
+
+def _inlined(name: str) -> str:
+    return files("shardwise.report").joinpath(name).read_text("utf-8")
 
 
 def _section(section: Section) -> str:
