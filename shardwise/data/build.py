@@ -8,7 +8,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.data.encode import Done, Job, PartFiles
+from shardwise.data.encode import Done, Job, PartFiles, run_units
 from shardwise.data.inputs import Unit, cut, find_inputs, refuse_changed
 from shardwise.data.plan import WORK, locked, make_plan, prepare
-from shardwise.data.progress import Progress, Silent
-from shardwise.data.shards import DTYPES, ENDS, Index, read_index
+from shardwise.data.shards import DTYPES, ENDS, SHARD_TOKENS, Index, ShardWriter, read_index
 from shardwise.data.tokenizer import load_tokenizer
-from shardwise.data.workers import run_units
-from shardwise.data.writer import SHARD_TOKENS, ShardWriter
 from shardwise.run.problems import Problem, UserError
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a build is. Bytes of input are known from the start, so they measure the way."""
+
+    total: int
+    before: int  # bytes that an earlier, interrupted build had done
+    done: int
+    tokens: int  # made by this build
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,7 @@ def build(
     workers: int = 0,
     shard_tokens: int = SHARD_TOKENS,
     restart: bool = False,
-    progress: Progress | None = None,
+    progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Summary:
     """Turn text, JSONL and Parquet files, or folders of them, into a token set in the folder `out`. 0
     workers: one for each core. Run again after an interruption, it goes on where it was."""
@@ -58,7 +66,7 @@ def build(
     job = _job(inputs, folder / WORK, tokenizer, end, field, workers, shard_tokens)
     units = cut(job.inputs)
     plan = make_plan(job.inputs, job.tokenizer, field, shard_tokens)
-    with locked(folder), _one_thread_a_process(), progress or Silent() as shown:
+    with locked(folder), _one_thread_a_process():
         try:
             if prepare(folder, plan, restart):
                 return Summary(
@@ -68,9 +76,14 @@ def build(
                 joining = _Joining(job, writer, units)
                 todo = joining.missing()
                 before = _bytes(units) - _bytes(todo)
-                shown.start(_bytes(units), before)
+                started = time.monotonic()
+
+                def report(done: int, tokens: int) -> None:
+                    progress(Progress(_bytes(units), before, done, tokens, time.monotonic() - started))
+
+                report(before, 0)
                 joining.advance()
-                run_units(job, todo, workers or _cores(), before, shown, joining.add)
+                run_units(job, todo, workers or _cores(), before, report, joining.add)
                 refuse_changed(job.inputs)
                 index = joining.finish([str(name) for name in inputs])
             shutil.rmtree(folder / WORK, ignore_errors=True)

@@ -16,9 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.data.shards import TokenSet
+from shardwise.data.shards import ShardWriter, TokenSet
 from shardwise.data.tokenizer import ByteTokenizer
-from shardwise.data.writer import ShardWriter
 from shardwise.run.problems import Problem, UserError
 
 VALIDATION_SHARE = 0.05

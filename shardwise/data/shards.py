@@ -1,11 +1,17 @@
-"""A token set on disk: shards of raw little-endian token numbers, the offsets at which documents end, and an
-index. The index is written last and in one step, so a folder has one only when everything it speaks of is
-whole; a folder without one, or whose files disagree with it, is refused as half-written."""
+"""A token set on disk: shards of raw little-endian token ids, the offsets at which documents end, and an index.
+
+A shard gets its final name when it is full and safely on disk, and the index is written last and in one step. So a folder has
+an index only when everything in it is whole, and an interrupted build continues behind its finished shards. A folder without
+an index, or whose files disagree with it, is refused as half-written.
+"""
 
 from __future__ import annotations
 
 import bisect
+import hashlib
 import json
+import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -25,6 +31,8 @@ VERSION = 1
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 ENDS: np.dtype[Any] = np.dtype("<u8")
 
+# A gigabyte of uint16.
+SHARD_TOKENS = 2**29
 # Each mapped file keeps a descriptor open, and a large set has more shards than a process may open files.
 _MAPPED_AT_ONCE = 128
 
@@ -202,3 +210,106 @@ class TokenSet:
 def _map(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
     # An empty file cannot be mapped.
     return np.memmap(path, dtype=dtype, mode="r", shape=(count,)) if count else np.empty(0, dtype=dtype)
+
+
+class ShardWriter:
+    """Writes tokens, in order, into shards of `shard_tokens`; a shard gets its name when it is full.
+    `finished` counts the tokens in such shards, and a writer opened on a folder that already has some goes on
+    behind them."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS) -> None:
+        self.folder = folder
+        self.tokenizer = tokenizer
+        self.dtype = dtype_for(tokenizer.vocab)
+        self.shard_tokens = shard_tokens
+        self._hash = hashlib.sha256(f"{tokenizer.digest}\n{self.dtype}\n".encode())
+        self._shards: list[tuple[str, int]] = []
+        self._file: Any = None
+        self._in_file = 0
+        while (folder / self._name()).exists():
+            self._adopt(folder / self._name())
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # A shard that was interrupted keeps its draft's name, and is written anew next time.
+        if self._file is not None:
+            self._file.close()
+
+    @property
+    def finished(self) -> int:
+        return sum(tokens for _, tokens in self._shards)
+
+    def _name(self) -> str:
+        return f"tokens-{len(self._shards):05d}.bin"
+
+    def _adopt(self, path: Path) -> None:
+        with open(path, "rb") as file:
+            while block := file.read(2**22):
+                self._hash.update(block)
+        self._shards.append((path.name, path.stat().st_size // DTYPES[self.dtype].itemsize))
+
+    def append(self, tokens: NDArray[Any]) -> None:
+        """Add tokens behind those already written."""
+        at = 0
+        while at < len(tokens):
+            if self._file is None:
+                self._file = open(self.folder / f"{self._name()}.tmp", "wb")  # noqa: SIM115  closed when the shard is full
+            piece = np.ascontiguousarray(tokens[at : at + self.shard_tokens - self._in_file], dtype=DTYPES[self.dtype])
+            self._file.write(piece.data)
+            self._hash.update(piece.data)
+            self._in_file += len(piece)
+            at += len(piece)
+            if self._in_file == self.shard_tokens:
+                self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            os.replace(self.folder / f"{self._name()}.tmp", self.folder / self._name())
+            self._shards.append((self._name(), self._in_file))
+            self._file, self._in_file = None, 0
+
+    def finish(
+        self,
+        ends: Iterable[NDArray[Any]],
+        *,
+        skipped: int = 0,
+        text_bytes: int = 0,
+        source: Iterable[str] = (),
+    ) -> Index:
+        """Close the last shard, write where documents end (arrays in order), the tokenizer and, last, the
+        index."""
+        self._close()
+        documents = 0
+        with open(self.folder / f"{DOCUMENTS}.tmp", "wb") as file:
+            for some in ends:
+                block = np.ascontiguousarray(some, dtype=ENDS)
+                file.write(block.data)
+                self._hash.update(block.data)
+                documents += len(block)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(self.folder / f"{DOCUMENTS}.tmp", self.folder / DOCUMENTS)
+        self.tokenizer.save(self.folder)
+        index = Index(
+            dtype=self.dtype,
+            tokens=self.finished,
+            documents=documents,
+            skipped=skipped,
+            text_bytes=text_bytes,
+            shards=tuple(self._shards),
+            tokenizer={
+                "kind": self.tokenizer.kind,
+                "vocab": self.tokenizer.vocab,
+                "end": self.tokenizer.end,
+                "digest": self.tokenizer.digest,
+            },
+            source=tuple(source),
+            fingerprint=self._hash.hexdigest(),
+        )
+        index.write(self.folder)
+        return index

@@ -41,22 +41,6 @@ def collective_seconds(
     return seconds if seconds.ndim else float(seconds)
 
 
-def choose(cluster: Cluster, operation: Operation, bytes: Any, size: Any, stride: Any = 1, sharing: Any = 1) -> Any:
-    """The name of the algorithm that `collective_seconds` took."""
-    fitted = constants("collectives", cluster.chip)["constants"]
-    times = candidates(cluster, fitted, operation, bytes, size, stride, sharing)
-    names = np.array(list(times))[np.argmin(np.stack(np.broadcast_arrays(*times.values())), axis=0)]
-    return names if names.ndim else str(names)
-
-
-def wire_bytes(operation: Operation, bytes: Any, size: Any) -> Any:
-    """Bytes each rank has to send at least, whatever the algorithm without help from switches."""
-    size = np.asarray(size, dtype=float)
-    passes = {"all_reduce": 2.0, "send": 1.0, "broadcast": 1.0}.get(operation, 1.0)
-    whole = operation in ("broadcast", "send")
-    return np.asarray(bytes) * passes * np.where(size > 1, 1.0 if whole else (size - 1) / size, 0.0)
-
-
 @dataclass(frozen=True)
 class _Group:
     """A group of ranks on a cluster, as arrays: what every algorithm starts from."""

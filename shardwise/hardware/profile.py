@@ -92,7 +92,7 @@ class Profile:
 
     def elementwise_factor(self, chip: Chip, bytes: Any, words: tuple[str, str, str]) -> Any | None:
         """What a measured operation of a network says about one that moves so many bytes; None where it was not measured."""
-        from shardwise.hardware.bandwidth import memory_seconds
+        from shardwise.hardware.efficiency import memory_seconds
 
         if not any(tuple(point[word] for word in WORDS["elementwise"]) == words for point in self.elementwise):
             return None
@@ -101,7 +101,7 @@ class Profile:
 
     def memory_factor(self, chip: Chip, bytes: Any) -> Any:
         """What the measured copies say about one."""
-        from shardwise.hardware.bandwidth import memory_seconds
+        from shardwise.hardware.efficiency import memory_seconds
 
         plain = replace(chip, profile=None)
         return self._factor("memory", (), plain, (bytes,), lambda moved: memory_seconds(plain, moved))

@@ -35,6 +35,18 @@ def seconds(amount: float) -> str:
     return f"{digits(amount / 86400)} days"
 
 
+def clock(amount: float) -> str:
+    """A duration to the second, as a clock tells it: 42s, 3m07s, 5h12m, 3d04h."""
+    s = max(0, round(amount))
+    if s < 60:
+        return f"{s}s"
+    if s < 3600:
+        return f"{s // 60}m{s % 60:02d}s"
+    if s < 86400:
+        return f"{s // 3600}h{s % 3600 // 60:02d}m"
+    return f"{s // 86400}d{s % 86400 // 3600:02d}h"
+
+
 def count(amount: float) -> str:
     """How many: 12, 16,384, 131 k, 1.25 M, 405 B (billions), 15.0 T. Whole numbers stay exact below 100,000."""
     if math.isfinite(amount) and abs(amount) < 100_000 and amount == int(amount):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B", "I", "W"]
@@ -104,3 +105,30 @@ def keep_microbatches(lists: Iterable[Iterable[Action]], microbatches: int) -> t
     the regular schedules serve irregular counts: the next regular count is scheduled and the surplus left out.
     """
     return tuple(tuple(action for action in actions if action.microbatch < microbatches) for actions in lists)
+
+
+def held(
+    schedule: Schedule, whole: Sequence[float] | None = None, after_input: Sequence[float] | None = None
+) -> tuple[tuple[float, ...], ...]:
+    """Saved activations of each rank after each of its actions: they live from F until the backward no longer needs them.
+
+    `whole[stage]` is what one microbatch keeps between F and B or I, and `after_input[stage]` what is left of it between
+    I and W (by default all). By default each counts 1, and the result is a number of microbatch-stages. A split backward
+    costs something between two counts: everything held until W, and nothing held after I.
+    """
+    whole = [1] * schedule.stages if whole is None else whole
+    after_input = whole if after_input is None else after_input
+    change = {
+        "F": list(whole),
+        "B": [-size for size in whole],
+        "I": [left - size for size, left in zip(whole, after_input, strict=True)],
+        "W": [-left for left in after_input],
+    }
+    return tuple(tuple(accumulate([change[kind][stage] for kind, stage, _ in actions])) for actions in schedule.ranks)
+
+
+def high_water(
+    schedule: Schedule, whole: Sequence[float] | None = None, after_input: Sequence[float] | None = None
+) -> tuple[float, ...]:
+    """The most each rank holds at any time; arguments as for `held`."""
+    return tuple(max(levels, default=0) for levels in held(schedule, whole, after_input))
