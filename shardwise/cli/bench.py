@@ -174,7 +174,7 @@ def _progress(quiet: bool = False) -> Iterator[Told]:
     """A bar for each thing measured, on stderr."""
     from rich.progress import Progress
 
-    from shardwise.cli.console import Console
+    from shardwise.report.terminal import Console
 
     bars: dict[str, Any] = {}
     with Progress(console=Console(stderr=True), transient=True, disable=quiet or not sys.stderr.isatty()) as progress:
@@ -188,8 +188,8 @@ def _progress(quiet: bool = False) -> Iterator[Told]:
 
 
 def _print(profile: Profile) -> None:
-    from shardwise.cli.console import Console
     from shardwise.report import words
+    from shardwise.report.terminal import Console
 
     console = Console()
     console.print(f"{profile.machine}, torch {profile.torch}", style="bold", highlight=False)

@@ -211,9 +211,9 @@ def _all_figures(best: Plan, found: SearchResult | None) -> list[tuple[str, str,
 
 
 def _print(best: Plan, found: SearchResult | None) -> None:
-    from shardwise.cli.console import Console
     from shardwise.plan.time.timeline import timeline
     from shardwise.report import terminal
+    from shardwise.report.terminal import Console
 
     console = Console()
     if found is not None:

@@ -121,11 +121,11 @@ def _show(folder: Path, args: argparse.Namespace) -> int:
 def _show_answers(folder: Path) -> None:
     """The answers in short, where the packages that read traces are installed."""
     from shardwise.cli import trace
-    from shardwise.cli.console import Console
     from shardwise.cli.main import missing_part
     from shardwise.cli.trace_read import explained
     from shardwise.ledger import as_dict
     from shardwise.report import terminal, terminal_trace, trace_view
+    from shardwise.report.terminal import Console
 
     parser = argparse.ArgumentParser()
     trace.add_arguments(parser)
@@ -146,8 +146,8 @@ def _show_answers(folder: Path) -> None:
 
 
 def _show_modules(modules: dict[str, Any], manifest: dict[str, Any]) -> None:
-    from shardwise.cli.console import Console
     from shardwise.report import terminal, words
+    from shardwise.report.terminal import Console
     from shardwise.report.terminal_modules import folded, merged, module_table
 
     places = modules["pipeline_ranks"]

@@ -107,9 +107,9 @@ def _by_group(predictions: list[Prediction]) -> dict[str, list[Prediction]]:
 def _print(predictions: list[Prediction], worst: int, *, seen: bool) -> None:
     from rich.table import Table
 
-    from shardwise.cli.console import Console
     from shardwise.plan.published.validate import summary
     from shardwise.report import words
+    from shardwise.report.terminal import Console
 
     console = Console()
     table = Table(box=None, padding=(0, 1), header_style="dim")

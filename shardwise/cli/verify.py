@@ -120,8 +120,8 @@ def _show(verdicts: list[Verdict], args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(as_dict(verdicts, tolerance)))
         return answer(agrees)
-    from shardwise.cli.console import Console
     from shardwise.report import terminal
+    from shardwise.report.terminal import Console
 
     console = Console()
     console.print(terminal.comparison_table(differences, shown))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from html import escape
 
 from shardwise.ledger import Timeline
-from shardwise.report import colors, html, html_charts, html_trace_charts, pick, trace_view, words
+from shardwise.report import colors, html, html_charts, pick, trace_view, words
 from shardwise.report.html import Section, cell, table_of
 from shardwise.report.html_timeline import evenly
 from shardwise.report.trace_view import Explained
@@ -80,9 +80,7 @@ def breakdown(explained: Explained) -> Section:
         return Section("Where the time went", "", "")
     shown = evenly(list(ranks), MOST_BARS)
     names = list(next(iter(ranks.values())))
-    bars = html_trace_charts.rank_bars(
-        {rank: ranks[rank] for rank in shown}, colors.CATEGORY, trace_view.steps_of(explained)
-    )
+    bars = html_charts.rank_bars({rank: ranks[rank] for rank in shown}, colors.CATEGORY, trace_view.steps_of(explained))
     key = html_charts.legend([(name, colors.of_category(name)) for name in names])
     columns = [pick.Column("rank", "rank"), pick.Column("span", "time", words.seconds)]
     columns += [
@@ -142,9 +140,7 @@ def idle(explained: Explained) -> Section:
         return Section("Idle", "", "")
     ranks = {rank: {name: row.get(name, 0) for name in causes} for rank, row in explained["idle"].items()}
     shown = evenly(list(ranks), MOST_BARS)
-    bars = html_trace_charts.rank_bars(
-        {rank: ranks[rank] for rank in shown}, CAUSE_COLORS, trace_view.steps_of(explained)
-    )
+    bars = html_charts.rank_bars({rank: ranks[rank] for rank in shown}, CAUSE_COLORS, trace_view.steps_of(explained))
     key = html_charts.legend(
         [(f"{name}, {words.seconds(took)}", CAUSE_COLORS.get(name, colors.UNKNOWN)) for name, took in causes.items()]
     )
@@ -170,7 +166,7 @@ def pipeline(explained: Explained) -> Section:
     passes = [("forward", "F"), ("backward", "B"), ("backward_input", "I"), ("backward_weight", "W")]
     seen = {action[:1] for rank in step["ranks"].values() for action in rank["actions"]}
     key = html_charts.legend([(name.replace("_", " "), colors.PASS[name]) for name, letter in passes if letter in seen])
-    return Section("Pipeline", remark, f'<div class="keep">{html_trace_charts.action_order(step)}{key}</div>')
+    return Section("Pipeline", remark, f'<div class="keep">{html_charts.action_order(step)}{key}</div>')
 
 
 def modules(explained: Explained) -> Section:
@@ -227,7 +223,7 @@ def memory(explained: Explained) -> Section:
     curves = trace_view.memory_curves(explained)
     if not curves:
         return Section("Memory", "", "")
-    picture, key = html_trace_charts.memory_lines(curves)
+    picture, key = html_charts.memory_lines(curves)
     ranks = len([1 for each in explained["memory"].values() if each])
     some = f" The {len(curves)} of {ranks} ranks that need most." if ranks > len(curves) else ""
     return Section(

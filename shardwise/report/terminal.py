@@ -11,7 +11,8 @@ from typing import Any
 
 from rich import box
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console as RichConsole
+from rich.console import ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.segment import Segment
 from rich.style import Style
@@ -27,6 +28,13 @@ MOST_ROWS = 24
 
 EIGHTHS = " ▏▎▍▌▋▊▉"
 WARNING = "bold red"
+
+
+class Console(RichConsole):
+    """Rich's console; a reader that closed the pipe is an error for `main` to handle, where rich would exit."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
 def key_figures(figures: Iterable[tuple[str, str, str]]) -> RenderableType:
@@ -172,10 +180,10 @@ class _Bar:
     scale: float
     limit: float = 0.0
 
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+    def __rich_measure__(self, console: RichConsole, options: ConsoleOptions) -> Measurement:
         return Measurement(min(8, options.max_width), min(options.max_width, WIDEST_BAR))
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
         room = min(options.max_width, WIDEST_BAR) - bool(self.limit)
         mark = round(self.limit / self.scale * room) if self.limit and self.scale > 0 else None
         plain = _plain(console)
@@ -203,10 +211,10 @@ class _Swatch:
     letter: str
     color: str
 
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+    def __rich_measure__(self, console: RichConsole, options: ConsoleOptions) -> Measurement:
         return Measurement(1, 1)
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
         yield Segment(self.letter) if _plain(console) else Segment("■", Style(color=self.color))
 
 
@@ -215,7 +223,7 @@ class _Timeline:
     timeline: Timeline
     width: int | None
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
         spans, step = self.timeline.spans, self.timeline.seconds
         step = max(step, max(span.start + span.seconds for span in spans))
         by_rank: dict[int, list[Span]] = {rank: [] for rank in sorted({span.rank for span in spans})}
@@ -245,7 +253,7 @@ class _Ranking:
     rows: Sequence[Mapping[str, Any]]
     columns: Sequence[pick.Column]
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
         kept, left = self._fitting(options.max_width)
         table = plain_table()
         table.add_column("", justify="right", style="dim", no_wrap=True)
@@ -271,7 +279,7 @@ class _Ranking:
         return kept, list(self.columns[len(kept) :])
 
 
-def _plain(console: Console) -> bool:
+def _plain(console: RichConsole) -> bool:
     return console.color_system is None or console.no_color
 
 
