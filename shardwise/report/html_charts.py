@@ -17,7 +17,7 @@ MOST_ACTIONS = 96
 
 
 def swatch(color: str) -> str:
-    """The key of a colour."""
+    """A small square of a colour."""
     return f'<svg class="swatch"><rect width="11" height="11" fill="{color}"/></svg>'
 
 
@@ -28,7 +28,7 @@ def legend(entries: Sequence[tuple[str, str]]) -> str:
 
 
 def memory_chart(memory: Memory) -> str:
-    """A bar for each pipeline rank, its owners one after the other, and a line at what a device holds."""
+    """A stacked bar of owners for each pipeline rank, and a line at the capacity of a device."""
     bars, owners = pick.memory_bars(memory, MOST_BARS), pick.owners_of(memory)
     high = 24 if len(bars) <= 16 else 16 if len(bars) <= 32 else 11
     gap = high // 4
@@ -101,9 +101,9 @@ def scatter_chart(
     label: pick.Column | None,
     limit: float | None,
 ) -> str:
-    """A point for each row; those that nothing beats are filled and numbered, the others are rings."""
+    """A point for each row; those on the Pareto front are filled and numbered, the others are rings."""
     left, right, top, high = 78, 20, 26, 380
-    best = pick.front(rows, [column for column in (x, y, size) if column])
+    best = pick.pareto_front(rows, [column for column in (x, y, size) if column])
     xs, ys = [float(row[x.key]) for row in rows], [float(row[y.key]) for row in rows]
     place_x, marks_x = _scale([*xs, limit] if limit else xs, x.unit, left, WIDE - right)
     place_y, marks_y = _scale(ys, y.unit, top + high, top)
@@ -121,7 +121,7 @@ def scatter_chart(
     if limit:
         at = place_x(limit)
         drawn.append(f'<line class="limit" x1="{at:.1f}" x2="{at:.1f}" y1="{top}" y2="{top + high}"/>')
-    # Those that nothing beats are drawn last, so that none of them is hidden.
+    # The front is drawn last, so that none of it is hidden.
     for place in sorted(range(len(rows)), key=lambda at: (best[at], -at)):
         row = rows[place]
         color = ramp_of(rows, size, row)
@@ -141,7 +141,7 @@ def scatter_chart(
 
 
 def ramp_of(rows: Sequence[Mapping[str, Any]], size: pick.Column | None, row: Mapping[str, Any]) -> str:
-    """The colour of a row by the third column: its place among the values that occur."""
+    """The colour of a row by the third column: its rank among the values that occur."""
     if size is None:
         return colors.ramp(0.6)
     values = sorted({each[size.key] for each in rows})
@@ -149,7 +149,7 @@ def ramp_of(rows: Sequence[Mapping[str, Any]], size: pick.Column | None, row: Ma
 
 
 def rank_bars(ranks: Mapping[int, Mapping[str, float]], palette: Mapping[str, str], steps: int) -> str:
-    """A bar for each rank on one scale of seconds of a step: its parts one after the other."""
+    """A stacked bar for each rank, all on one scale of seconds a step."""
     high, gap = (22, 6) if len(ranks) <= 12 else (13, 3) if len(ranks) <= 32 else (7, 2)
     left, right, top = 66, 78, 4
     longest = max((sum(parts.values()) for parts in ranks.values()), default=0) / steps / 1e9 or 1.0
@@ -204,7 +204,7 @@ def memory_lines(curves: Sequence[tuple[int, Mapping[str, Any]]]) -> tuple[str, 
 
 
 def action_order(step: Mapping[str, Any]) -> str:
-    """A row for each rank of a pipeline: its actions in the order in which it did them, coloured by pass."""
+    """A row for each rank of a pipeline: its actions in the order it executed them, coloured by pass."""
     left, high, gap, right = 66, 24, 5, 92
     rows = list(step["ranks"].items())
     most = max((len(rank["actions"]) for _, rank in rows), default=0)
@@ -232,7 +232,7 @@ def action_order(step: Mapping[str, Any]) -> str:
 
 
 def _scale(values: Sequence[float], unit: float, start: float, end: float) -> tuple[Any, list[float]]:
-    """Where a value stands between two pixels, and where the marks are; logarithmic where values spread widely."""
+    """A function from value to pixel, and the tick marks; logarithmic where values spread widely."""
     low, high = min(values), max(values)
     if low > 0 and 6 < high / low < 1e9:  # beyond that no marks could be read
         span = math.log(high * 1.1) - math.log(low / 1.1)
@@ -246,7 +246,7 @@ def _scale(values: Sequence[float], unit: float, start: float, end: float) -> tu
 
 
 def _marks(low: float, high: float, unit: float, most: int = 6) -> list[float]:
-    """Round numbers between two: 1, 2 or 5 times a power of ten of the unit apart, at most `most` steps."""
+    """Tick marks between two values: 1, 2 or 5 times a power of ten of the unit apart, at most `most` steps."""
     raw = (high - low) / unit / most
     if not raw > 0 or not math.isfinite(raw):
         return []
@@ -256,18 +256,18 @@ def _marks(low: float, high: float, unit: float, most: int = 6) -> list[float]:
 
 
 def _grid_line(x: float, top: float, bottom: float, text: str) -> str:
-    """A line across the picture with its mark below."""
+    """A vertical grid line with its label below."""
     line = f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"/>'
     return f'{line}<text class="quiet" x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{escape(text)}</text>'
 
 
 def _rect(x: float, y: float, wide: float, high: float, color: str, tip: str) -> str:
-    """A coloured box that says what it is when pointed at."""
+    """A coloured box with a tooltip."""
     place = f'x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{high}"'
     return f'<rect {place} fill="{color}" data-tip="{escape(tip)}"/>'
 
 
-def _svg(high: float, said: str, drawn: Sequence[str]) -> str:
-    """A picture as wide as the page."""
-    head = f'<svg class="chart" viewBox="0 0 {WIDE} {high}" role="img" aria-label="{escape(said)}">'
+def _svg(high: float, label: str, drawn: Sequence[str]) -> str:
+    """A chart as wide as the page; `label` is read to those who cannot see it."""
+    head = f'<svg class="chart" viewBox="0 0 {WIDE} {high}" role="img" aria-label="{escape(label)}">'
     return f"{head}{''.join(drawn)}</svg>"
