@@ -1,6 +1,6 @@
-"""Builds a token set: workers tokenise units of input side by side, and their outputs are joined in the order
-of the inputs into shards. The result is the same for any number of workers and however often the build was
-interrupted, because the units are cut by the inputs alone and a finished unit is never done twice."""
+"""Builds a token set: workers tokenise units of input in parallel, and their outputs are joined into shards in the order of the
+inputs. The result does not depend on the number of workers or on interruptions, because the inputs alone decide how units are
+split and a finished unit is never done twice."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def build(
     restart: bool = False,
     progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Summary:
-    """Turn text, JSONL and Parquet files, or folders of them, into a token set in the folder `out`. 0
-    workers: one for each core. Run again after an interruption, it goes on where it was."""
+    """Turn text, JSONL and Parquet files, or folders of them, into a token set in the folder `out`. 0 workers: one for each core.
+    Run again after an interruption, it resumes."""
     begun = time.monotonic()
     folder = Path(out)
     job = _job(inputs, folder / WORK, tokenizer, end, field, workers, shard_tokens)
@@ -102,7 +102,7 @@ def _job(
     workers: int,
     shard_tokens: int,
 ) -> Job:
-    """Everything checked before work starts, so that all mistakes are told at once."""
+    """Everything checked before work starts, so that all mistakes are reported at once."""
     problems: list[Problem] = []
     loaded, found = None, []
     if workers < 0:
@@ -132,8 +132,7 @@ def _cores() -> int:
 
 @contextlib.contextmanager
 def _one_thread_a_process() -> Iterator[None]:
-    """The tokenizers library reads this variable at each call, and has no other switch. Workers inherit
-    it."""
+    """Switch off the threads of the tokenizers library, which has only this variable for it. Workers inherit it."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
@@ -147,8 +146,8 @@ def _one_thread_a_process() -> Iterator[None]:
 
 
 class _Joining:
-    """Joins the outputs of units, in order, as soon as they are there; what lies in a finished shard is then
-    removed, so the work folder stays small."""
+    """Joins the outputs of units, in order, as soon as they are ready. Outputs that are in a finished shard are removed, so the
+    work folder stays small."""
 
     def __init__(self, job: Job, writer: ShardWriter, units: Sequence[Unit]) -> None:
         self.job = job
@@ -186,7 +185,7 @@ class _Joining:
         self.advance()
 
     def advance(self) -> None:
-        """Write every unit whose turn it is."""
+        """Write every unit that is next in order."""
         while done := self.done.get(self._next):
             files = PartFiles(self.job.folder, self._next)
             stop = self._offset + done.tokens

@@ -40,7 +40,7 @@ Finished = Callable[["Unit", "Done"], None]
 
 @dataclass(frozen=True)
 class Done:
-    """What a finished unit holds."""
+    """The record of a finished unit."""
 
     tokens: int
     documents: int
@@ -49,7 +49,7 @@ class Done:
 
 
 class PartFiles:
-    """Where a unit's outputs lie in the work folder."""
+    """The files of a unit in the work folder."""
 
     def __init__(self, folder: Path, number: int) -> None:
         self.tokens = folder / f"{number:06d}.tokens"
@@ -57,7 +57,7 @@ class PartFiles:
         self.record = folder / f"{number:06d}.json"
 
     def done(self) -> Done | None:
-        """The record of a unit that was finished earlier."""
+        """The record, if the unit was finished earlier."""
         try:
             return Done(**json.loads(self.record.read_bytes()))
         except (OSError, ValueError, TypeError):
@@ -66,7 +66,7 @@ class PartFiles:
 
 @dataclass(frozen=True)
 class Job:
-    """What is the same for every unit; each worker process gets it once."""
+    """What all units share; each worker process gets it once."""
 
     inputs: Sequence[Input]
     field: str
@@ -77,12 +77,12 @@ class Job:
         """Do one unit. `report(bytes, tokens)` is called as they are done."""
         files = PartFiles(self.folder, unit.number)
         total = sum(piece.bytes for piece in unit.pieces)
-        told = 0
+        reported = 0
 
         def tell(consumed: int, tokens: int) -> None:
-            nonlocal told
-            consumed = min(consumed, total - told)  # sizes of row groups are estimates
-            told += consumed
+            nonlocal reported
+            consumed = min(consumed, total - reported)  # sizes of row groups are estimates
+            reported += consumed
             report(consumed, tokens)
 
         drafts = [path.with_name(f"{path.name}.{os.getpid()}.tmp") for path in (files.tokens, files.ends, files.record)]
@@ -119,7 +119,7 @@ class Job:
 
 
 class _Batches:
-    """Gathers parts of documents, tokenises them together and writes them."""
+    """Collects parts of documents, tokenises them in batches and writes the tokens."""
 
     def __init__(self, tokenizer: Tokenizer, out: IO[bytes], tell: Report) -> None:
         self.tokenizer = tokenizer
@@ -145,7 +145,7 @@ class _Batches:
             self.flush()
 
     def drop(self) -> None:
-        """Forget what was gathered: the unit has failed."""
+        """Drop what was collected: the unit has failed."""
         self._parts, self._characters, self._consumed = [], 0, 0
 
     def flush(self) -> None:
@@ -178,7 +178,7 @@ class _Batches:
             raise
 
     def _blame(self) -> None:
-        """JSON can spell half a character; find the documents that do."""
+        """JSON can contain half of a surrogate pair; report the documents that do."""
         assert self._reader is not None
         for part in self._parts:
             try:
@@ -256,7 +256,7 @@ def _begin(job: Job, counts: Any) -> None:
     # Ctrl-C reaches the whole group; the parent decides what happens then.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _worker[:] = [job, counts]
-    # A parent that is killed cannot stop its workers, and they would wait for work for ever.
+    # A parent that is killed cannot stop its workers, which would wait for work for ever.
     threading.Thread(target=_leave_with_parent, daemon=True).start()
 
 

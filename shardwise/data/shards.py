@@ -38,13 +38,13 @@ _MAPPED_AT_ONCE = 128
 
 
 def dtype_for(vocab: int) -> str:
-    """The smaller of the two kinds of token number that holds a vocabulary."""
+    """The smaller of the two dtypes that holds a vocabulary."""
     return "uint16" if vocab <= 2**16 else "uint32"
 
 
 @dataclass(frozen=True)
 class Index:
-    """What `index.json` says."""
+    """The content of `index.json`."""
 
     dtype: str
     tokens: int
@@ -62,7 +62,7 @@ class Index:
 
 
 def read_index(folder: str | Path) -> Index:
-    """The index of a set, with everything the code relies on checked."""
+    """The index of a set, checked."""
     path = Path(folder) / INDEX
 
     def refuse(message: str, where: Path = path) -> UserError:
@@ -74,7 +74,7 @@ def read_index(folder: str | Path) -> Index:
         if not Path(folder).is_dir():
             raise refuse("there is no such folder", Path(folder)) from None
         raise refuse(
-            f"holds no {INDEX}, so it is no token set or half of one: `shardwise data build` finishes it",
+            f"holds no {INDEX}, so it is not a token set, or half of one: `shardwise data build` finishes it",
             Path(folder),
         ) from None
     except (OSError, ValueError, RecursionError) as e:
@@ -122,7 +122,7 @@ def _whole(value: Any) -> int:
 
 
 class TokenSet:
-    """A set opened for reading. Nothing is loaded: windows are read from memory-mapped files."""
+    """A token set opened for reading. Nothing is loaded: windows are read from memory-mapped files."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -171,7 +171,7 @@ class TokenSet:
         return load_tokenizer(self.folder)
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
-        """Tokens start to stop of the whole set, copied across shard boundaries where need be."""
+        """Tokens start to stop of the whole set, also across shards."""
         if not 0 <= start <= stop <= self.tokens:
             raise IndexError(f"[{start}, {stop}) is not within the {self.tokens} tokens of {self.folder}")
         out = np.empty(stop - start, dtype=self._dtype)
@@ -192,8 +192,8 @@ class TokenSet:
         return out
 
     def ends_between(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Where documents end (one past their last token) in start < end <= stop."""
-        # The bounds must be of the array's own type, or NumPy would convert, and so load, the whole array.
+        """Ends of documents (one past their last token) with start < end <= stop."""
+        # With bounds of another dtype NumPy would convert, and so load, the whole array.
         first, last = np.searchsorted(self.ends, np.array([start, stop], dtype=ENDS), side="right")
         return self.ends[first:last].astype(np.int64)
 
@@ -213,9 +213,8 @@ def _map(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
 
 
 class ShardWriter:
-    """Writes tokens, in order, into shards of `shard_tokens`; a shard gets its name when it is full.
-    `finished` counts the tokens in such shards, and a writer opened on a folder that already has some goes on
-    behind them."""
+    """Writes tokens, in order, into shards of `shard_tokens`. `finished` counts the tokens in full shards; a writer opened on a
+    folder that has some continues after them."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS) -> None:
         self.folder = folder
@@ -233,7 +232,7 @@ class ShardWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # A shard that was interrupted keeps its draft's name, and is written anew next time.
+        # An interrupted shard keeps its temporary name, and is written again next time.
         if self._file is not None:
             self._file.close()
 
@@ -251,7 +250,7 @@ class ShardWriter:
         self._shards.append((path.name, path.stat().st_size // DTYPES[self.dtype].itemsize))
 
     def append(self, tokens: NDArray[Any]) -> None:
-        """Add tokens behind those already written."""
+        """Append tokens."""
         at = 0
         while at < len(tokens):
             if self._file is None:
@@ -281,8 +280,7 @@ class ShardWriter:
         text_bytes: int = 0,
         source: Iterable[str] = (),
     ) -> Index:
-        """Close the last shard, write where documents end (arrays in order), the tokenizer and, last, the
-        index."""
+        """Close the last shard; write the ends of documents, the tokenizer and, last, the index."""
         self._close()
         documents = 0
         with open(self.folder / f"{DOCUMENTS}.tmp", "wb") as file:

@@ -1,4 +1,4 @@
-"""Chips, links and clusters: what they can do by their makers, and how much of it kernels and collectives reach.
+"""Chips, links and clusters: their specified peaks, and how much of these kernels and collectives reach.
 
 Every time is in seconds and every function takes numbers or arrays that broadcast. No torch.
 """
