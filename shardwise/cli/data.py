@@ -1,4 +1,4 @@
-"""`shardwise data`: text, JSONL or Parquet into token shards, and a look at what a set holds."""
+"""`shardwise data`: build token shards from text, JSONL or Parquet, and show what a set holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from shardwise.data.build import Progress, Summary
     from shardwise.data.shards import TokenSet
 
-HELP = "turn text, JSONL or Parquet into token shards, and look into them"
+HELP = "turn text, JSONL or Parquet into token shards, and show what they hold"
 
 _EXCERPT = 200
 SECONDS_BETWEEN_LINES = 10.0
@@ -27,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokenise files or folders into a set",
         description="Tokenise text (.txt, .md, .rst, or any file named), JSONL and Parquet files, and "
         "folders of them, into a folder that a run's data.sets can name; text and JSONL may be gzipped. "
-        "Interrupted, the same command goes on where it was. A text file is one document; a long one is "
-        "tokenised in parts, cut at line ends.",
+        "After an interruption the same command resumes. A text file is one document; a long one is "
+        "tokenised in parts, split at line ends.",
     )
     build.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, or a folder to search for files")
     build.add_argument(
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     build.add_argument("--workers", type=int, default=0, metavar="N", help="processes (default: one for each core)")
     build.add_argument("--shard-tokens", type=int, default=2**29, metavar="N", help="tokens in a shard (default: 2^29)")
-    build.add_argument("--restart", action="store_true", help="throw away what the folder holds of an earlier build")
+    build.add_argument("--restart", action="store_true", help="discard what the folder holds of an earlier build")
     build.add_argument("--json", action="store_true", help="print the summary as JSON")
 
     show = verbs.add_parser(

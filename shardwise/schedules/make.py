@@ -18,7 +18,7 @@ from shardwise.schedules.split_backward import dualpipe_v, zb_h1, zb_v
 class _Family(NamedTuple):
     build: Callable[[int, int, int], Schedule]
     chunks: int
-    """Stages a rank when nothing is said."""
+    """Stages a rank by default."""
     any_chunks: bool = False
 
 
