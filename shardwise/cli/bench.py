@@ -197,8 +197,8 @@ def _print(profile: Profile) -> None:
     console.print(f"{profile.machine}, torch {profile.torch}", style="bold", highlight=False)
     if profile.launch:
         console.print(
-            f"a tiny kernel {words.seconds(profile.kernel_seconds)}; host overhead in training "
-            f"{words.seconds(profile.launch)} a kernel, {words.seconds(profile.overhead)} a step and {words.seconds(profile.layer_overhead)} a layer",
+            f"a tiny kernel {words.seconds(profile.kernel_seconds)}; host overhead in training {words.seconds(profile.launch)} "
+            f"a kernel, {words.seconds(profile.overhead)} a step and {words.seconds(profile.layer_overhead)} a layer",
             highlight=False,
         )
     for table in tables(profile):
