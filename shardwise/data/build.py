@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.data.encode import Done, Job, PartFiles, run_units
-from shardwise.data.inputs import Unit, cut, find_inputs, refuse_changed
+from shardwise.data.inputs import Unit, find_inputs, refuse_changed, split_into_units
 from shardwise.data.plan import WORK, locked, make_plan, prepare
 from shardwise.data.shards import DTYPES, ENDS, SHARD_TOKENS, Index, ShardWriter, read_index
 from shardwise.data.tokenizer import load_tokenizer
@@ -64,7 +64,7 @@ def build(
     begun = time.monotonic()
     folder = Path(out)
     job = _job(inputs, folder / WORK, tokenizer, end, field, workers, shard_tokens)
-    units = cut(job.inputs)
+    units = split_into_units(job.inputs)
     plan = make_plan(job.inputs, job.tokenizer, field, shard_tokens)
     with locked(folder), _one_thread_a_process():
         try:

@@ -169,7 +169,7 @@ def unit_bytes(inputs: Sequence[Input]) -> int:
     return min(max(sum(i.bytes for i in inputs) // _UNITS, _SMALLEST), _LARGEST)
 
 
-def cut(inputs: Sequence[Input]) -> list[Unit]:
+def split_into_units(inputs: Sequence[Input]) -> list[Unit]:
     """All inputs, in order, as units of about equal size."""
     size = unit_bytes(inputs)
     units: list[Unit] = []

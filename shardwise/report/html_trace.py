@@ -223,13 +223,13 @@ def memory(explained: Explained) -> Section:
     curves = trace_view.memory_curves(explained)
     if not curves:
         return Section("Memory", "", "")
-    picture, key = html_charts.memory_lines(curves)
+    chart, key = html_charts.memory_lines(curves)
     ranks = len([1 for each in explained["memory"].values() if each])
     some = f" The {len(curves)} of {ranks} ranks with the highest peak." if ranks > len(curves) else ""
     return Section(
         "Memory",
         f"Bytes allocated over the steps.{some}",
-        f'<div class="keep">{picture}{html_charts.legend(key)}</div>',
+        f'<div class="keep">{chart}{html_charts.legend(key)}</div>',
     )
 
 

@@ -36,7 +36,7 @@ def seconds(amount: float) -> str:
 
 
 def clock(amount: float) -> str:
-    """A duration to the second, as a clock tells it: 42s, 3m07s, 5h12m, 3d04h."""
+    """A duration to the second: 42s, 3m07s, 5h12m, 3d04h."""
     s = max(0, round(amount))
     if s < 60:
         return f"{s}s"
