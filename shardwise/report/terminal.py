@@ -54,16 +54,16 @@ def memory_bars(memory: Memory) -> RenderableType:
     if not bars:
         return Group(title("Memory"), Text("not known", style="dim"))
     scale = max(memory.capacity, memory.peak)
-    picture = plain_table(show_header=False)
-    picture.add_column(justify="right", no_wrap=True)
-    picture.add_column()
-    picture.add_column(justify="right", no_wrap=True)
+    chart = plain_table(show_header=False)
+    chart.add_column(justify="right", no_wrap=True)
+    chart.add_column()
+    chart.add_column(justify="right", no_wrap=True)
     for bar in bars:
         parts = [_Part(cells.OWNER_LETTERS.get(o, "?"), colors.of_owner(o), bar.owners.get(o, 0.0)) for o in owners]
-        picture.add_row(_rank_label(bar), _Bar(parts, scale, memory.capacity), _fill(bar.total, memory.capacity))
+        chart.add_row(_rank_label(bar), _Bar(parts, scale, memory.capacity), _fill(bar.total, memory.capacity))
     size = f"; a device holds {words.size(memory.capacity)}, marked |" if memory.capacity else ""
     head = title("Memory", f"peak of each pipeline rank{size}")
-    return Group(head, picture, "", _memory_numbers(bars, owners))
+    return Group(head, chart, "", _memory_numbers(bars, owners))
 
 
 def breakdown_bar(account: Account) -> RenderableType:
