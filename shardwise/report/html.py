@@ -169,12 +169,12 @@ def scatter(
     limit: float | None = None,
     title: str = "Pareto front",
 ) -> Section:
-    """Candidates as points, numbered as in their ranking; those on the Pareto front of the columns are filled. `size` is a third
+    """Candidates as points, numbered in their order; those on the Pareto front of the columns are filled. `size` is a third
     column, shown by colour, and `limit` a line across `x`."""
     if not rows:
         return Section(title, "No candidates.", "")
     sides = " and ".join(column.title for column in (x, y, size) if column and column.better)
-    remark = f"Filled, and numbered as in the ranking: on the Pareto front of {sides}. Rings are dominated."
+    remark = f"Filled points are on the Pareto front of {sides}, rings are dominated. Point at one to read its layout."
     key = ""
     if size:
         values = {row[size.key]: row for row in sorted(rows, key=lambda row: row[size.key])}
