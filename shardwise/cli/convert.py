@@ -30,8 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Convert, and print what was done."""
-    if args.overrides:
-        raise UserError(f"convert takes no run, so it has no --{args.overrides[0]}")
     import torch
 
     from shardwise.model.huggingface import from_hf, to_hf
