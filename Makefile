@@ -16,6 +16,8 @@ lint: $(VENV)/.dev            ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/oxlint shardwise
+	$(BIN)/python tests/report/lint_css.py shardwise/report/page.css
 
 unit: $(VENV)/.dev            ## a worker for each core; a file stays with one, so that what its tests share is made once
 	$(BIN)/pytest -n $(CORES) --maxprocesses 8 --dist loadfile --no-loadscope-reorder

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and where those go that may be thrown away."""
+"""Files that are written whole or not at all, and the folder of the user's cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Put a file in place so that it is seen whole or not at all, even when the power fails."""
+    """Write a file so that readers see it whole or not at all, even after a power failure."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with open(draft, "wb") as file:
         file.write(content)
@@ -18,7 +18,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def cache_folder(kind: str) -> Path:
-    """Where things of a kind are kept that can be made again: in the user's folder for such."""
+    """The user's cache folder for things of one kind, all of which can be made again."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     try:
         folder = Path(home) if home.startswith("/") else Path.home() / ".cache"

@@ -1,8 +1,8 @@
-"""Names that the trainer gives its spans in a profile and that the trace reader understands, said once, here.
+"""Names that the trainer gives its spans in a profile, for the trace reader.
 
-A label is one line of text, `shardwise:KIND WORD WORD ...`, because a profiler keeps nothing else of a span that is sure to
-survive every version of its format:
-- `action F2.5`: the pipeline's action of that name (`schedules.Action`), with all that it waits for;
+A label is one line of text, `shardwise:KIND WORD WORD ...`, since a name is all that survives in every version of the
+profiler's format:
+- `action F2.5`: the pipeline's action of that name (`schedules.Action`), waiting included;
 - `phase optimizer`: a part of a step outside the pipeline: data, gradients, clip, optimizer, evaluate, checkpoint;
 - `module layers.3.attention`: the forward pass of a module, by its name in the whole model;
 - `message tensor all_gather 4096`: a collective of an axis, and the bytes this rank sends for it, by the convention of the
@@ -15,11 +15,10 @@ from typing import NamedTuple
 
 PREFIX = "shardwise:"
 KINDS = ("action", "phase", "module", "message")
-PHASES = ("data", "gradients", "clip", "optimizer", "evaluate", "checkpoint")
 
 
 class Label(NamedTuple):
-    """A label taken apart."""
+    """A parsed label."""
 
     kind: str
     words: tuple[str, ...]
@@ -31,6 +30,6 @@ def label(kind: str, *words: object) -> str:
 
 
 def read_label(name: str) -> Label | None:
-    """The label that a span's name is, or None for any other name."""
+    """The label in a span's name, or None for any other name."""
     kind, *words = name.removeprefix(PREFIX).split(" ")
     return Label(kind, tuple(words)) if name.startswith(PREFIX) and kind in KINDS and words else None

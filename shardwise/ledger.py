@@ -1,8 +1,7 @@
 """The four accounts of a step, as plain records: work, memory, traffic and time. The planner fills them by formula, the
 trainer by counting, the trace reader from a profile; `compare` lays any two of them side by side.
 
-Names are shared by all three: parts of the model, passes over it, owners of memory, axes and collectives. What a name
-means is said once, here.
+All three use the same names for parts of the model, passes, owners of memory, axes and collectives. They are defined here.
 """
 
 from __future__ import annotations
@@ -13,32 +12,32 @@ from fractions import Fraction
 from typing import Any
 
 PARTS = ("embedding", "norm", "attention", "ffn", "router", "experts", "head", "loss", "parameters")
-"""What an operation belongs to; `parameters` is the optimizer's own work."""
+"""The part of the model an operation belongs to; `parameters` is the optimizer's work."""
 
 PASSES = ("forward", "recompute", "backward_input", "backward_weight", "optimizer")
 
 OWNERS = ("parameters", "gradients", "optimizer", "activations", "logits", "gathered", "buffers", "workspace")
-"""What holds memory: `logits` are the loss's own tensors, `gathered` the whole layers of ZeRO, `buffers` those of
-communication, `workspace` kernels' scratch, fragmentation and what the driver keeps."""
+"""Owners of memory: `logits` are the tensors of the loss, `gathered` the unsharded layers of ZeRO, `buffers` those of
+communication, `workspace` kernels' scratch space, fragmentation and the driver."""
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "broadcast")
 
 AXIS_OF = {"zero": "shard", "expert_shard": "shard", "sequence": "expert", "pipeline_back": "pipeline"}
-"""The axis that a grouping's bytes are blamed on, where it has another name."""
+"""The axis that the bytes of a process group count for, where the group has another name."""
 
 CATEGORIES = ("matmul", "attention", "memory", "host", "replicate", "shard", "context", "tensor", "expert", "pipeline",
               "bubble", "optimizer", "data", "checkpoint", "other")  # fmt: skip
-"""Where a step's time goes: kinds of computing, traffic of each axis that nothing hid, and waiting. `pipeline` is
-transfers between stages, `bubble` waiting for them; `host` is the device waiting for launches."""
+"""Where a step's time goes: kinds of compute, exposed communication of each axis, and waiting. `pipeline` is transfers
+between stages, `bubble` waiting for them; `host` is the device waiting for launches."""
 
 
 def wire_bytes(collective: str, ranks: int, given: int) -> Fraction:
-    """Bytes that the definition of an operation makes a rank receive, or send, from or to the other r-1 ranks of its group,
-    whatever algorithm a library uses; `given` is the size of what this rank puts in:
+    """Bytes that a rank must exchange with the other r-1 ranks of its group by the definition of the collective, whatever
+    algorithm a library uses. `given` is the size of what this rank puts in:
     - all-gather of n bytes a rank: (r-1) n
     - reduce-scatter of N bytes on every rank: (r-1)/r N
     - all-reduce of N bytes: 2(r-1)/r N, a reduce-scatter and an all-gather
-    - all-to-all of N bytes dealt evenly: (r-1)/r N, what leaves the rank for others
+    - all-to-all of N bytes, split evenly: (r-1)/r N, what leaves the rank
     - send and broadcast: the bytes sent (a receive is counted where it is sent)
     """
     others = Fraction(ranks - 1, ranks) if ranks > 0 else Fraction(0)
@@ -57,7 +56,7 @@ def wire_bytes(collective: str, ranks: int, given: int) -> Fraction:
 
 @dataclass(frozen=True)
 class Work:
-    """Operations (a multiply-add is two) and bytes moved in one step of one rank, by part and pass."""
+    """FLOPs (a multiply-add is two) and bytes moved in one step of one rank, by part and pass."""
 
     flops: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     bytes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -65,13 +64,13 @@ class Work:
 
     @property
     def total(self) -> float:
-        """All operations."""
+        """All FLOPs."""
         return sum(sum(passes.values()) for passes in self.flops.values())
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by owner on the fullest rank of each pipeline rank, at the moment they are most; and what a device holds."""
+    """Peak bytes by owner on the fullest rank of each pipeline rank, and the capacity of a device."""
 
     ranks: tuple[Mapping[str, float], ...] = ()
     capacity: float = 0.0
@@ -88,7 +87,7 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has room, where a device's capacity is known."""
+        """Whether every rank fits; True where the capacity is not known."""
         return not self.capacity or self.peak <= self.capacity
 
 
@@ -107,11 +106,11 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time: on which pipeline rank, on which stream, what it was and whose it is."""
+    """Something that took time on one stream of one pipeline rank."""
 
     rank: int
     stream: str
-    """`compute`, or the axis whose traffic it is."""
+    """`compute`, or the axis that communicates."""
     name: str
     category: str
     start: float
@@ -122,17 +121,17 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Who did what when in one step; seconds from its start."""
+    """The spans of one step; seconds from its start."""
 
     spans: tuple[Span, ...] = ()
     seconds: float = 0.0
     left_out: int = 0
-    """Microbatches of the step that are not among the spans, since they repeat those that are; nor are their seconds."""
+    """Microbatches of the step that are left out, with their seconds, since they repeat those shown."""
 
 
 @dataclass(frozen=True)
 class Account:
-    """Everything known of a step, predicted or measured; what was not measured is empty."""
+    """Everything known about a step, predicted or measured; what is not known is empty."""
 
     origin: str
     """`plan`, `run` or `trace`."""
@@ -163,14 +162,14 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """How far the second is from the first, as a share of the first."""
+        """Second minus first, as a share of the first."""
         if self.first == self.second:
             return 0.0
         return (self.second - self.first) / self.first if self.first else float("inf")
 
 
 def quantities(account: Account) -> Iterator[tuple[str, str, float]]:
-    """Every number of an account: which of the four it belongs to, its name, its value."""
+    """Every number of an account: the account it belongs to, its name, its value."""
     for account_name, kind in (("work", "flops"), ("moved", "bytes")):
         for part, passes in getattr(account.work, kind).items():
             for name, value in passes.items():
@@ -189,8 +188,8 @@ def quantities(account: Account) -> Iterator[tuple[str, str, float]]:
 
 
 def compare(first: Account, second: Account) -> list[Difference]:
-    """All quantities that either account has, in the order of the first; what one lacks counts as 0 there, unless it
-    lacks that whole account."""
+    """All quantities of both accounts, in the order of the first. A quantity that one lacks counts as 0 there, unless it lacks
+    that whole account."""
     one, other = ({(a, n): v for a, n, v in quantities(account)} for account in (first, second))
     shared = {a for a, _ in one} & {a for a, _ in other}
     names = [key for key in {**one, **other} if key[0] in shared]
@@ -198,7 +197,7 @@ def compare(first: Account, second: Account) -> list[Difference]:
 
 
 def as_dict(record: Any) -> Any:
-    """A record as JSON would hold it."""
+    """A record as plain data for JSON."""
     if isinstance(record, Mapping):
         return {key: as_dict(value) for key, value in record.items()}
     if isinstance(record, tuple | list):

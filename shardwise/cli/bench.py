@@ -1,4 +1,4 @@
-"""`shardwise bench`: measures this machine into a profile that the planner reads."""
+"""`shardwise bench`: measures this machine into a profile for the planner."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
     from shardwise.measure.bench import Told
     from shardwise.train.launch import Place
 
-HELP = """Measure this machine: matrix products, attention, copies, what the host adds to a step of training and, with --ranks,
-collectives. The profile is for `shardwise plan RUN --cluster.profile=FILE`."""
+HELP = """Measure this machine: GEMMs, attention, copies, the host overhead of a training step and, with --ranks, collectives. Use
+the profile with `shardwise plan RUN --cluster.profile=FILE`."""
 
 SECONDS, QUICK_SECONDS = 60.0, 10.0
 COLUMNS = ("size(B)", "count", "type", "redop", "time(us)", "algbw(GB/s)", "busbw(GB/s)")
-"""Of nccl-tests."""
+"""As nccl-tests names them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", default="hardware-profile.json", help="default: hardware-profile.json")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--ranks", type=int, metavar="N", help="also measure collectives over N ranks of this machine")
-    parser.add_argument("--only", choices=("kernels", "collectives"), help="measure no more than these")
+    parser.add_argument("--only", choices=("kernels", "collectives"), help="measure only these")
     parser.add_argument(
         "--seconds", type=float, help=f"about how long to measure, kernels and collectives each (default {SECONDS:.0f})"
     )
@@ -64,7 +65,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace, where: Place | None) -> None:
-    """Everything wrong with the command, before anything is measured."""
+    """Report everything wrong with the command before anything is measured."""
     from shardwise.train.step import choose_device
 
     problems = []
@@ -88,7 +89,7 @@ def _check(args: argparse.Namespace, where: Place | None) -> None:
 
 
 def _unwritable(path: Path) -> str:
-    """Why a file cannot be written, or "": known before a minute is spent on what would stand in it."""
+    """Why a file cannot be written, or ""; asked before a minute is spent on its content."""
     if path.is_dir():
         return "it is a folder"
     if not path.absolute().parent.is_dir():
@@ -106,12 +107,12 @@ def _device(args: argparse.Namespace) -> Any:
 def _kernels(args: argparse.Namespace) -> Profile:
     from shardwise.measure.bench import measure_kernels
 
-    with _progress() as told:
-        return measure_kernels(_device(args), args.seconds, args.quick, told)
+    with _progress() as progress:
+        return measure_kernels(_device(args), args.seconds, args.quick, progress)
 
 
 def _collectives(args: argparse.Namespace) -> tuple[dict[str, Any], ...]:
-    """The points that ranks started here measure."""
+    """The points measured by ranks that are started here."""
     from shardwise.hardware import load_profile
     from shardwise.train import launch
 
@@ -121,7 +122,7 @@ def _collectives(args: argparse.Namespace) -> tuple[dict[str, Any], ...]:
         arguments = ["bench", "--only", "collectives", "--out", str(out), "--device", args.device, "--quiet"]
         arguments += ["--seconds", str(args.seconds), *(["--quick"] if args.quick else [])]
         if launch.start_local(arguments, args.ranks, Path(folder) / "logs"):
-            raise UserError("the collectives were not measured: a rank failed, and the profile was not written")
+            raise UserError("a rank failed while collectives were measured; no profile was written")
         return load_profile(out).collective
 
 
@@ -142,8 +143,9 @@ def _as_rank(args: argparse.Namespace, where: Place) -> int:
             profile = _kernels(args)
         if args.only != "kernels":
             dist.barrier()
-            with _progress(quiet=not first) as told:
-                points = collective_points(device, args.seconds, args.quick, lambda share: told("collectives", share))
+            with _progress(quiet=not first) as progress:
+                report = partial(progress, "collectives")
+                points = collective_points(device, args.seconds, args.quick, report)
             profile = replace(profile, collective=tuple(points))
     finally:
         launch.leave()
@@ -166,7 +168,7 @@ def _finish(args: argparse.Namespace, profile: Profile) -> None:
     chip = f" --cluster.chip={profile.chip}" if profile.chip else ""
     print(f"wrote {args.out}; use it with --cluster.profile={args.out}{chip}", file=sys.stderr)
     if not profile.chip:
-        print("the catalogue does not know this GPU: name the chip nearest to it as cluster.chip", file=sys.stderr)
+        print("this GPU is not in the catalogue: set cluster.chip to the most similar chip", file=sys.stderr)
 
 
 @contextmanager
@@ -174,29 +176,29 @@ def _progress(quiet: bool = False) -> Iterator[Told]:
     """A bar for each thing measured, on stderr."""
     from rich.progress import Progress
 
-    from shardwise.cli.console import Console
+    from shardwise.report.terminal import Console
 
     bars: dict[str, Any] = {}
     with Progress(console=Console(stderr=True), transient=True, disable=quiet or not sys.stderr.isatty()) as progress:
 
-        def told(what: str, share: float) -> None:
+        def update(what: str, share: float) -> None:
             if what not in bars:
                 bars[what] = progress.add_task(what, total=1.0)
             progress.update(bars[what], completed=share)
 
-        yield told
+        yield update
 
 
 def _print(profile: Profile) -> None:
-    from shardwise.cli.console import Console
     from shardwise.report import words
+    from shardwise.report.terminal import Console
 
     console = Console()
     console.print(f"{profile.machine}, torch {profile.torch}", style="bold", highlight=False)
     if profile.launch:
         console.print(
-            f"a tiny operation {words.seconds(profile.kernel_seconds)}; in training {words.seconds(profile.launch)} a kernel, "
-            f"{words.seconds(profile.overhead)} a step and {words.seconds(profile.layer_overhead)} a layer besides",
+            f"a tiny kernel {words.seconds(profile.kernel_seconds)}; host overhead in training {words.seconds(profile.launch)} "
+            f"a kernel, {words.seconds(profile.overhead)} a step and {words.seconds(profile.layer_overhead)} a layer",
             highlight=False,
         )
     for table in tables(profile):
@@ -205,25 +207,25 @@ def _print(profile: Profile) -> None:
 
 
 def tables(profile: Profile) -> list[Table]:
-    """The points as people read them."""
+    """The measured points as tables."""
     from shardwise.report import words
 
     made = []
     if profile.gemm:
         shapes = _by_shape(profile.gemm, ("m", "n", "k"), ("dtype",))
-        made.append(_speeds("Matrix products, TFLOP/s", ("rows", "columns", "depth"), shapes))
+        made.append(_speeds("GEMM, TFLOP/s", ("m", "n", "k"), shapes))
     if profile.grouped:
         shapes = _by_shape(profile.grouped, ("tokens", "n", "k", "experts"), ("dtype",))
-        made.append(_speeds("Products of experts, TFLOP/s", ("rows", "columns", "depth", "experts"), shapes))
+        made.append(_speeds("Grouped GEMM of experts, TFLOP/s", ("tokens", "n", "k", "experts"), shapes))
     for dtype in dict.fromkeys(p["dtype"] for p in profile.attention):
         members = [p for p in profile.attention if p["dtype"] == dtype]
         shapes = _by_shape(members, ("batch", "heads", "queries", "head_dim"), ("backend", "direction"))
-        made.append(_speeds(f"Causal attention in {dtype}, TFLOP/s", ("batch", "heads", "length", "width"), shapes))
+        made.append(_speeds(f"Causal attention in {dtype}, TFLOP/s", ("batch", "heads", "length", "head dim"), shapes))
     if profile.memory:
         rows: list[tuple[str, ...]] = [
             (words.size(p["bytes"]), words.seconds(p["seconds"]), f"{p['gbs']:.1f}") for p in profile.memory
         ]
-        made.append(_table("Reading and writing", ("bytes", "time", "GB/s"), rows))
+        made.append(_table("Copy", ("bytes", "time", "GB/s"), rows))
     if profile.elementwise:
         rows = [
             (
@@ -237,7 +239,7 @@ def tables(profile: Profile) -> list[Table]:
             for p in profile.elementwise
         ]
         columns = ("", "direction", "dtype", "planned bytes", "time", "GB/s")
-        made.append(_table("Operations between the products", columns, rows))
+        made.append(_table("Elementwise operations", columns, rows))
     for size, operation in dict.fromkeys((p["size"], p["operation"]) for p in profile.collective):
         members = [p for p in profile.collective if (p["size"], p["operation"]) == (size, operation)]
         made.append(_table(f"{operation}, {size} ranks", COLUMNS, [_nccl_row(p) for p in members]))
@@ -254,7 +256,7 @@ Shapes = dict[tuple[int, ...], dict[str, float]]
 
 
 def _by_shape(points: Sequence[dict[str, Any]], sizes: Sequence[str], names: Sequence[str]) -> Shapes:
-    """TFLOP/s by shape and by how it was measured."""
+    """TFLOP/s by shape and kind of kernel."""
     found: Shapes = {}
     for point in points:
         how = "\n".join(str(point[name]).removesuffix("_attention") for name in names)

@@ -1,4 +1,4 @@
-"""`shardwise checkpoints`: what a run folder has to go on from, and whether each of them is whole."""
+"""`shardwise checkpoints`: the checkpoints of a run folder, and whether each is whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwise.run.problems import Problem, UserError
 
 HELP = (
     "List the checkpoints of a run folder, or one checkpoint: step, date, size, the layout that wrote it, and whether every byte "
-    "is still as it was written. Ends with 1 when one of them is not."
+    "is still as it was written. Exit code 1 when one is damaged."
 )
 
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """List and verify."""
-    # A run that trains on may have removed one meanwhile.
+    # A run that is still training may have removed one meanwhile.
     found = [each for folder in _folders(args.folder) if (each := _describe(folder)) and folder.exists()]
     if args.json:
         print(json.dumps(dict(folder=str(args.folder), checkpoints=found)))
@@ -50,7 +50,7 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _describe(folder: Path) -> dict[str, Any]:
-    """A checkpoint as one record; what cannot be read of it is left out."""
+    """A checkpoint as one record, without what cannot be read."""
     from shardwise.model.saved_files import damage, read_manifest
     from shardwise.train.saves.folder import step_of
 

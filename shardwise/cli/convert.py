@@ -1,5 +1,5 @@
-"""`shardwise convert`: weights from a Hugging Face folder into a checkpoint, and back. The conversion
-streams, so a model of any size passes through a small machine; no pickle is ever loaded."""
+"""`shardwise convert`: weights from a Hugging Face folder into a checkpoint, and back. The conversion streams, so a small
+machine converts a model of any size; no pickle is ever loaded."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Convert, and say what was done."""
-    if args.overrides:
-        raise UserError(f"convert changes no run, so --{args.overrides[0]} has no meaning here")
+    """Convert, and print what was done."""
     import torch
 
     from shardwise.model.huggingface import from_hf, to_hf
@@ -57,7 +55,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _end_of_documents(source: str) -> int | None:
-    """The token that a checkpoint's tokenizer ends documents with, if it has one."""
+    """The end-of-document token of a checkpoint's tokenizer, if it has one."""
     from shardwise.data.tokenizer import load_tokenizer
     from shardwise.model.weights import checkpoint_folder
 

@@ -1,19 +1,22 @@
-"""`shardwise data`: text, JSONL or Parquet into token shards, and a look at what a set holds."""
+"""`shardwise data`: build token shards from text, JSONL or Parquet, and show what a set holds."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
-    from shardwise.data.build import Summary
+    from shardwise.data.build import Progress, Summary
     from shardwise.data.shards import TokenSet
 
-HELP = "turn text, JSONL or Parquet into token shards, and look into them"
+HELP = "turn text, JSONL or Parquet into token shards, and show what they hold"
 
 _EXCERPT = 200
+SECONDS_BETWEEN_LINES = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokenise files or folders into a set",
         description="Tokenise text (.txt, .md, .rst, or any file named), JSONL and Parquet files, and "
         "folders of them, into a folder that a run's data.sets can name; text and JSONL may be gzipped. "
-        "Interrupted, the same command goes on where it was. A text file is one document; a long one is "
-        "tokenised in parts, cut at line ends.",
+        "After an interruption the same command resumes. A text file is one document; a long one is "
+        "tokenised in parts, split at line ends.",
     )
     build.add_argument("inputs", nargs="+", metavar="INPUT", help="a file, or a folder to search for files")
     build.add_argument(
@@ -45,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     build.add_argument("--workers", type=int, default=0, metavar="N", help="processes (default: one for each core)")
     build.add_argument("--shard-tokens", type=int, default=2**29, metavar="N", help="tokens in a shard (default: 2^29)")
-    build.add_argument("--restart", action="store_true", help="throw away what the folder holds of an earlier build")
+    build.add_argument("--restart", action="store_true", help="discard what the folder holds of an earlier build")
     build.add_argument("--json", action="store_true", help="print the summary as JSON")
 
     show = verbs.add_parser(
@@ -61,19 +64,19 @@ def execute(args: argparse.Namespace) -> int:
 
 def _build(args: argparse.Namespace) -> int:
     from shardwise.data.build import build
-    from shardwise.data.progress import progress_for
 
-    summary = build(
-        args.inputs,
-        args.out,
-        tokenizer=args.tokenizer,
-        end=args.end,
-        field=args.field,
-        workers=args.workers,
-        shard_tokens=args.shard_tokens,
-        restart=args.restart,
-        progress=progress_for(sys.stderr),
-    )
+    with progress_on(sys.stderr) as progress:
+        summary = build(
+            args.inputs,
+            args.out,
+            tokenizer=args.tokenizer,
+            end=args.end,
+            field=args.field,
+            workers=args.workers,
+            shard_tokens=args.shard_tokens,
+            restart=args.restart,
+            progress=progress,
+        )
     if args.json:
         print(json.dumps(_summary(summary)))
     else:
@@ -101,8 +104,6 @@ def _summary(summary: Summary) -> dict[str, Any]:
 
 
 def _print_summary(summary: Summary) -> None:
-    from shardwise.data.progress import megabytes
-
     index = summary.index
     if summary.already:
         print(f"{summary.folder} is already built; nothing was done")
@@ -114,6 +115,54 @@ def _print_summary(summary: Summary) -> None:
         resumed = f", {summary.resumed} of {summary.units} units done earlier" if summary.resumed else ""
         print(f"time             {summary.seconds:.1f} s{resumed}")
     print(f"to train on it   --data.sets={summary.folder} --model.vocab={index.tokenizer['vocab']}")
+
+
+@contextmanager
+def progress_on(stream: TextIO) -> Iterator[Callable[[Progress], None]]:
+    """A bar on a terminal, an occasional line in a log."""
+    if not stream.isatty():
+        yield _log_lines(stream)
+        return
+    from rich import progress as rich
+    from rich.console import Console
+
+    way = (rich.BarColumn(), rich.TaskProgressColumn(), rich.DownloadColumn())
+    columns = (rich.TextColumn("tokenising"), *way, rich.TextColumn("{task.fields[speed]}"), rich.TimeRemainingColumn())
+    with rich.Progress(*columns, console=Console(file=stream), transient=True) as bar:
+        task = bar.add_task("", total=None, speed="")
+
+        def update(now: Progress) -> None:
+            speed = f"{now.tokens / max(now.seconds, 1e-3):,.0f} tokens/s"
+            bar.update(task, total=now.total, completed=now.done, speed=speed)
+
+        yield update
+
+
+def _log_lines(stream: TextIO) -> Callable[[Progress], None]:
+    from shardwise.report.words import clock
+
+    last = 0.0
+
+    def update(now: Progress) -> None:
+        nonlocal last
+        if now.seconds - last < SECONDS_BETWEEN_LINES:
+            return
+        last = now.seconds
+        speed = (now.done - now.before) / now.seconds
+        left = f", {clock((now.total - now.done) / speed)} left" if speed > 0 else ""
+        share = now.done / now.total if now.total else 1.0
+        way = f"{share:5.1%}  {megabytes(now.done)} of {megabytes(now.total)}"
+        print(f"{way}, {now.tokens / now.seconds:,.0f} tokens/s{left}", file=stream, flush=True)
+
+    return update
+
+
+def megabytes(count: float) -> str:
+    """A number of bytes, decimal as text is measured: 12.3 MB."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} bytes"
 
 
 def _shards(count: int) -> str:

@@ -16,17 +16,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What follows the verb."""
     parser.add_argument("checkpoint", type=Path, help="a checkpoint or a run folder")
     parser.add_argument("--prompt", action="append", required=True, help="text to continue; several make a batch")
-    parser.add_argument("--max-tokens", type=int, default=100, help="most new tokens for each prompt (100)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: always the likeliest token (1.0)")
-    parser.add_argument("--top-k", type=int, default=0, help="sample among the k likeliest only; 0: all")
-    parser.add_argument("--top-p", type=float, default=1.0, help="sample among the likeliest that add up to p only")
+    parser.add_argument("--max-tokens", type=int, default=100, help="maximum of new tokens for each prompt (100)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy, always the likeliest token (1.0)")
+    parser.add_argument("--top-k", type=int, default=0, help="sample among the k likeliest tokens; 0: all")
+    parser.add_argument("--top-p", type=float, default=1.0, help="sample among the likeliest tokens that add up to p")
     parser.add_argument("--stop", action="append", default=[], help="end at this text; may be given several times")
-    parser.add_argument("--seed", type=int, default=0, help="fixes the draws")
-    parser.add_argument("--no-cache", action="store_true", help="recompute everything for each token (slow; a check)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
+    parser.add_argument(
+        "--no-cache", action="store_true", help="recompute keys and values for each token (slow; a check)"
+    )
     parser.add_argument(
         "--dtype",
         choices=("float64", "float32", "bfloat16", "float16"),
-        help="arithmetic; default: the run's",
+        help="compute dtype (default: the run's)",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -44,7 +46,7 @@ def execute(args: argparse.Namespace) -> int:
     if not 0 < args.top_p <= 1:
         mistakes.append(f"--top-p: {args.top_p} must be above 0 and at most 1")
     if "" in args.stop:
-        mistakes.append("--stop: an empty text is everywhere, and would end each sample before it begins")
+        mistakes.append("--stop: an empty text would end each sample before it begins")
     if mistakes:
         raise UserError(*mistakes)
 

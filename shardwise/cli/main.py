@@ -1,4 +1,4 @@
-"""The `shardwise` command: finds the verb, lets its file do the work, and turns a user's mistake into a sentence.
+"""The `shardwise` command: finds the verb, lets its file do the work, and prints a user's mistake as a sentence.
 
 Each verb is a file with `HELP`, `add_arguments` and `execute`; only the chosen one is imported, so that help and errors
 answer at once. `--section.key=value` anywhere on the line overrides the run, for every verb that takes one.
@@ -18,16 +18,19 @@ from typing import NoReturn
 from shardwise import __version__
 from shardwise.run.problems import UserError, nearest
 
-# Verb to (module, what it does). The words are here so that `--help` imports nothing.
+# Verb to (module, what it does). The texts are here so that `--help` imports nothing.
 VERBS: dict[str, tuple[str, str]] = {
     "plan": ("shardwise.cli.plan", "what a run needs and how fast it goes; the best layout for it"),
-    "train": ("shardwise.cli.train", "train a run, or go on with one that was begun"),
-    "checkpoints": ("shardwise.cli.checkpoints", "what a run folder has to go on from, and whether it is whole"),
+    "train": ("shardwise.cli.train", "train a run, or resume one"),
+    "checkpoints": ("shardwise.cli.checkpoints", "list the checkpoints of a run, and verify them"),
     "profile": ("shardwise.cli.profile", "record a few steps of a run, for `shardwise trace`; cost by module"),
-    "trace": ("shardwise.cli.trace", "say where the time of a profile went, and what to change first"),
-    "verify": ("shardwise.cli.verify", "compare plan and run, account by account; one rank of any job without data"),
+    "trace": ("shardwise.cli.trace", "explain where the time of a profile went, and what to change first"),
+    "verify": (
+        "shardwise.cli.verify",
+        "compare plan and run, account by account; --dry: one rank of any job, without data",
+    ),
     "validate": ("shardwise.cli.validate", "predict published measurements and print the errors"),
-    "bench": ("shardwise.cli.bench", "measure this machine into a profile the planner reads"),
+    "bench": ("shardwise.cli.bench", "measure this machine into a profile for the planner"),
     "generate": ("shardwise.cli.generate", "continue text with a checkpoint"),
     "config": ("shardwise.cli.config", "print the resolved run, or every key there is"),
     "data": ("shardwise.cli.data", "turn text, JSONL or Parquet into token shards"),
@@ -51,7 +54,7 @@ def overview() -> str:
             *lines,
             "",
             "A run is a TOML file; --section.key=value overrides it (shardwise config --schema lists the keys).",
-            "`shardwise VERB --help` says more; `shardwise --version` prints the version.",
+            "`shardwise VERB --help` explains a verb; `shardwise --version` prints the version.",
         ]
     )
 
@@ -102,7 +105,7 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def missing_part(error: ModuleNotFoundError) -> str | None:
-    """How to install the optional part of the package that a module belongs to, or None."""
+    """How to install the extra that a module belongs to, or None."""
     extras = {"torch": "train", "safetensors": "train", "tokenizers": "train", "pyarrow": "parquet", "msgspec": "trace"}
     name = (error.name or "").partition(".")[0]
     if name not in extras:
@@ -111,14 +114,13 @@ def missing_part(error: ModuleNotFoundError) -> str | None:
 
 
 def _memory(error: Exception) -> str | None:
-    """What to say of an error that memory is too small; None of any other. PyTorch has a class of its own for GPUs, and none for
-    CPUs."""
+    """The message of an out-of-memory error; None for any other error. PyTorch has a class for GPUs, and none for CPUs."""
     full = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     if not full and "can't allocate memory" not in str(error):
         return None
     found = re.search(r"(?:allocate|Unable to allocate) ([\d.]+ \w+)", str(error))
     much = f" for another {found[1]}" if found else ""
-    return f"memory is full{much}; `shardwise plan` tells what a run takes, and which layouts would fit"
+    return f"memory is full{much}; `shardwise plan` shows what a run needs and which layouts fit"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -136,11 +138,11 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {message}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # Whoever read our output has had enough. Python would complain once more when it flushes at exit.
+        # The reader of our output closed the pipe. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except UnicodeEncodeError as e:
-        print(f"error: {e.object[e.start : e.end]!a} is no text that can be written as {e.encoding}", file=sys.stderr)
+        print(f"error: {e.object[e.start : e.end]!a} is no text that can be encoded as {e.encoding}", file=sys.stderr)
         return 2
     except OSError as e:
         where = f"{e.filename}: " if e.filename else ""
@@ -151,7 +153,7 @@ def main(arguments: Sequence[str]) -> int:
         if message is None:
             raise
         print(f"error: {message}", file=sys.stderr)
-        # A rank may have better luck when it is started anew: other programs come and go.
+        # A restarted rank may succeed: other programs come and go.
         return 1 if "SHARDWISE_WATCHED" in os.environ else 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -160,12 +162,12 @@ def main(arguments: Sequence[str]) -> int:
 
 def entry() -> NoReturn:
     """The console script."""
-    for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a letter shows another in its place
+    for stream in (sys.stdout, sys.stderr):  # replace letters that the terminal cannot show
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     code = main(sys.argv[1:])
     if sys.argv[1:2] == ["plan"]:
-        # Letting go of a search's records one by one takes a seventh of its time, and a plan has nothing else to put away.
+        # Freeing a search's records one by one takes a seventh of its time, and a plan has nothing else to clean up.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -1,4 +1,4 @@
-"""Kinds of arguments that several verbs take: refused with a sentence before anything is begun."""
+"""Argument types of several verbs; a bad value is refused before anything starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def at_least(least: float, kind: type[int] | type[float] = int) -> Callable[[str
             value = kind(text)
         except ValueError:
             value = kind(least) - 1
-        if not value >= least:  # nor not a number
+        if not value >= least:  # also NaN
             raise argparse.ArgumentTypeError(f'"{text}" is not a {"whole " * (kind is int)}number of {least:g} or more')
         return value
 
@@ -23,7 +23,7 @@ def at_least(least: float, kind: type[int] | type[float] = int) -> Callable[[str
 
 
 def new_file(text: str) -> str:
-    """A file that can be written, as far as its folder says."""
+    """The name of a file whose folder exists."""
     path = Path(text)
     if not text or path.is_dir():
         raise argparse.ArgumentTypeError(f'"{text}" is not the name of a file')

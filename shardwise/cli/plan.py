@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from shardwise.plan.plan import Plan
     from shardwise.plan.search import SearchResult
 
-HELP = """Predict a run before it runs: does it fit, how fast is it, where does the time go, what does it cost. With
-layout = "auto" in the run, search for the best layouts."""
+HELP = """Predict a run: does it fit, how fast is it, where does the time go, what does it cost. With layout = "auto" in the run,
+search for the best layouts."""
 
 SHOWN_MICROBATCHES = 24
-"""Of a step with many, a picture shows so many; `--trace` writes all."""
+"""Microbatches that a chart shows of a step; `--trace` writes all."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,26 +29,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="?", help="the run, a TOML file")
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument(
-        "--html", type=new_file, metavar="FILE", help="also write a page with pictures, which works offline"
+        "--html", type=new_file, metavar="FILE", help="also write a page with charts, which works offline"
     )
     parser.add_argument(
         "--trace", type=new_file, metavar="FILE", help="also write the predicted timeline of a step, for Perfetto"
     )
     parser.add_argument(
-        "--devices", metavar="N,N,…", help="search: compare these numbers of devices, the best layout of each"
+        "--devices", metavar="N,N,…", help="search: compare the best layouts of these numbers of devices"
     )
     parser.add_argument("--keep", type=int, default=12, help="search: layouts to show (default 12)")
     parser.add_argument(
         "--max-microbatch",
         type=int,
         default=0,
-        help="search: largest microbatch to consider, of those that train.microbatch = 0 leaves to the search (default 0: any)",
+        help="search: largest microbatch to consider when train.microbatch = 0 (default 0: any)",
     )
 
 
 def execute(args: argparse.Namespace) -> int:
     """Plan or search, and show it. Exit code 1 when the given layout does not fit."""
-    # A plan makes hundreds of thousands of small records and no circles of them: looking for those takes a sixth of a search.
+    # A plan makes hundreds of thousands of small records without cycles: looking for cycles takes a sixth of a search.
     gc.disable()
     try:
         return _execute(args)
@@ -130,10 +130,10 @@ def figures(best: Plan) -> list[tuple[str, str, str]]:
         saved = f"with {saved} (train.checkpoint_every = {steps})"
     return [
         ("model", run.model.preset or "custom", size),
-        ("devices", f"{lay.world} {chip}", f"{memory.capacity / GIB:.1f} GiB of each to use"),
+        ("devices", f"{lay.world} {chip}", f"{memory.capacity / GIB:.1f} GiB usable on each"),
         ("layout", sizes, ", ".join(extra)),
         ("memory", f"{memory.peak / GIB:.1f} GiB", f"on the fullest rank: {fits}"),
-        ("step", words.seconds(account.step_seconds), f"8 in 10: {words.seconds(best.low)} to {words.seconds(best.high)}"),
+        ("step", words.seconds(account.step_seconds), f"80% interval: {words.seconds(best.low)} to {words.seconds(best.high)}"),
         ("speed", words.rate(account.tokens_per_second, "tokens"), f"{words.count(account.tokens)} tokens a step"),
         ("MFU", words.percent(best.mfu), f"{CONVENTION}; of {peak[0]} of {peak[1] / 1e12:,.3g} TFLOP/s"),
         ("limit", best.binds.partition(":")[0], best.binds.partition(": ")[2]),
@@ -144,11 +144,11 @@ def figures(best: Plan) -> list[tuple[str, str, str]]:
 
 
 def _columns(*, several: bool) -> list[Any]:
-    """Of the ranking; the number of devices where there are several."""
+    """The columns of the ranking, with the number of devices where they differ."""
     from shardwise.report import words
     from shardwise.report.pick import Column
 
-    # The narrower the terminal, the fewer of these are shown, from the last on.
+    # A narrow terminal leaves out the last ones.
     columns = [
         Column("layout", "layout"),
         Column("step_seconds", "step", words.seconds, "low"),
@@ -180,7 +180,7 @@ def _rows(plans: list[Plan], changes: list[str] | None = None) -> list[dict[str,
 
 
 def short_layout(plan: Plan) -> str:
-    """A layout on one line: what is not 1, and how it is run."""
+    """A layout on one line: sizes above 1, and its options."""
     lay = plan.run.layout
     words = [f"{axis[0] if axis != 'context' else 'c'}{getattr(lay, axis)}" for axis in AXES if getattr(lay, axis) > 1]
     if lay.shard * lay.context > 1:
@@ -204,16 +204,16 @@ def _several(found: SearchResult) -> bool:
 
 
 def _all_figures(best: Plan, found: SearchResult | None) -> list[tuple[str, str, str]]:
-    """The figures of a plan; of the best of a search also what the next change would bring."""
+    """The figures of a plan; of the best of a search also the gain of the next change."""
     change = found.next_changes[0] if found is not None else ""
     what, _, brings = change.partition(": ")
     return figures(best) + ([("next change", what, brings)] if change else [])
 
 
 def _print(best: Plan, found: SearchResult | None) -> None:
-    from shardwise.cli.console import Console
     from shardwise.plan.time.timeline import timeline
     from shardwise.report import terminal
+    from shardwise.report.terminal import Console
 
     console = Console()
     if found is not None:
@@ -222,7 +222,7 @@ def _print(best: Plan, found: SearchResult | None) -> None:
         console.print(terminal.ranking_table(_rows(found.ranking, found.next_changes), columns))
         for reason in found.without.values():
             console.print(f"\n{reason}", style="yellow")
-        console.print(f"\n{LETTERS}; the best in full:\n", style="dim")
+        console.print(f"\n{LETTERS}; the best one in detail:\n", style="dim")
     console.print(terminal.key_figures(_all_figures(best, found)))
     for part in (
         terminal.memory_bars(best.account.memory),

@@ -1,4 +1,4 @@
-"""`shardwise profile`: a few steps of a run under the profiler, kept in a folder with everything that explains them."""
+"""`shardwise profile`: records a few steps of a run with the profiler, in a folder with everything that explains them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from shardwise.run import Problem, Run, UserError, read_run
 if TYPE_CHECKING:
     from shardwise.train.launch import Place
 
-HELP = """Record a few steps of the real trainer on all ranks: a trace of each, memory by owner, the run and its plan, into a folder
-that `shardwise trace` explains. --modules also counts operations, memory and time by module."""
+HELP = """Record a few steps of the real trainer on all ranks: a trace of each, memory by owner, the run and its plan, in a folder
+that `shardwise trace` explains. --modules also counts FLOPs, memory and time by module."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,11 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="the run, a TOML file; override it with --section.key=value")
     parser.add_argument("--out", type=Path, metavar="DIR", help="the profile's folder (default: runs/NAME/profile)")
     parser.add_argument("--steps", type=int, default=3, help="steps to record (default 3)")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before them (default 3)")
+    parser.add_argument("--warmup", type=int, default=3, help="warm-up steps before them (default 3)")
     parser.add_argument(
         "--ranks", metavar="0,3-5", help="ranks to record (default all); the others take part unrecorded"
     )
-    parser.add_argument("--modules", action="store_true", help="also print what each module costs, and keep it")
+    parser.add_argument("--modules", action="store_true", help="also print and store what each module costs")
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -49,10 +49,10 @@ def execute(args: argparse.Namespace) -> int:
     where = launch.place(os.environ)
     launch.check_here(run, where)
     if where is None:
-        open_data(run)  # what is wrong with the data is said once, not by every rank
+        open_data(run)  # report what is wrong with the data once, not on every rank
         prepare_folder(folder)
-        # Also a single rank, since what the profiler says of itself belongs into a log.
-        return launch.start_local(_again(args, folder), run.layout.world, folder / "logs")
+        # Also for a single rank, so that the profiler's own messages go to a log.
+        return launch.start_local(_rank_arguments(args, folder), run.layout.world, folder / "logs")
     return _joined(run, args, folder, where, ranks)
 
 
@@ -72,7 +72,7 @@ def chosen_ranks(text: str | None, world: int) -> tuple[int, ...] | None:
     return tuple(sorted(found))
 
 
-def _again(args: argparse.Namespace, folder: Path) -> list[str]:
+def _rank_arguments(args: argparse.Namespace, folder: Path) -> list[str]:
     """The arguments of this command, for the ranks."""
     words = ["profile", args.run, "--out", str(folder), "--steps", str(args.steps), "--warmup", str(args.warmup)]
     words += ["--ranks", args.ranks] if args.ranks else []
@@ -89,15 +89,15 @@ def _joined(run: Run, args: argparse.Namespace, folder: Path, where: Place, rank
     try:
         if first:
             prepare_folder(folder)
-        told = print_now if first and not args.json else lambda what: None
-        record(run, folder, Recording(args.steps, args.warmup, ranks, args.modules), told)
+        log = print_now if first and not args.json else lambda what: None
+        record(run, folder, Recording(args.steps, args.warmup, ranks, args.modules), log)
     finally:
         launch.leave()
     return _show(folder, args) if first else 0
 
 
 def print_now(what: str) -> None:
-    """Progress, seen at once also where the output is not a terminal."""
+    """Print progress at once, also where the output is not a terminal."""
     print(what, flush=True)
 
 
@@ -113,19 +113,19 @@ def _show(folder: Path, args: argparse.Namespace) -> int:
         _show_answers(folder)
     ranks = "1 rank" if len(manifest["ranks"]) == 1 else f"{len(manifest['ranks'])} ranks"
     print(
-        f"\n{manifest['steps']} steps of {ranks} are in {folder}; shardwise trace {folder} says more, --html draws it"
+        f"\n{manifest['steps']} steps of {ranks} are in {folder}; shardwise trace {folder} explains them, --html makes a page"
     )
     return 0
 
 
 def _show_answers(folder: Path) -> None:
-    """The answers in short, where the packages that read traces are installed."""
+    """The explanation in short, where the packages that read traces are installed."""
     from shardwise.cli import trace
-    from shardwise.cli.console import Console
     from shardwise.cli.main import missing_part
     from shardwise.cli.trace_read import explained
     from shardwise.ledger import as_dict
     from shardwise.report import terminal, terminal_trace, trace_view
+    from shardwise.report.terminal import Console
 
     parser = argparse.ArgumentParser()
     trace.add_arguments(parser)
@@ -146,8 +146,8 @@ def _show_answers(folder: Path) -> None:
 
 
 def _show_modules(modules: dict[str, Any], manifest: dict[str, Any]) -> None:
-    from shardwise.cli.console import Console
     from shardwise.report import terminal, words
+    from shardwise.report.terminal import Console
     from shardwise.report.terminal_modules import folded, merged, module_table
 
     places = modules["pipeline_ranks"]
@@ -163,8 +163,8 @@ def _show_modules(modules: dict[str, Any], manifest: dict[str, Any]) -> None:
     console.print(
         terminal.notes(
             [
-                f"{ranks}; a step's operations ({modules['convention']}), kept: bytes of one microbatch",
-                f"time: of kernels on a GPU, of operators on a CPU, without communication; of peak: {modules['peak_source']}",
+                f"{ranks}; FLOPs of a step ({modules['convention']}); saved: activations of one microbatch",
+                f"time: kernels on a GPU, operators on a CPU, without communication; of peak: {modules['peak_source']}",
                 f"the whole step: {words.percent(utilization)} MFU ({manifest['flops_convention']})",
             ]
         )

@@ -138,9 +138,9 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _print(answers: Explanation, problems: tuple[str, ...]) -> None:
-    from shardwise.cli.console import Console
     from shardwise.ledger import as_dict
     from shardwise.report import terminal_trace
+    from shardwise.report.terminal import Console
 
     console = Console()
     for at, part in enumerate(terminal_trace.sections(as_dict(answers))):

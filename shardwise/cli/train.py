@@ -11,9 +11,9 @@ from shardwise.hardware.chips import unknown_chip
 from shardwise.run import read_run
 
 HELP = (
-    "Train a run. Its folder (runs/NAME, or --out) gets run.toml, metrics.jsonl and checkpoints/; started again, it goes on. "
-    "A layout of several ranks is started on this machine, unless torchrun or Slurm started them. Told to stop (SIGTERM, SIGUSR1, "
-    "Ctrl-C) it saves and ends with exit code 75: start it again to go on."
+    "Train a run. Its folder (runs/NAME, or --out) gets run.toml, metrics.jsonl and checkpoints/; started again, it resumes. "
+    "A layout of several ranks is started on this machine, unless torchrun or Slurm started them. On SIGTERM, SIGUSR1 or Ctrl-C "
+    "it saves a checkpoint and ends with exit code 75: start it again to resume."
 )
 
 
@@ -39,9 +39,8 @@ def execute(args: argparse.Namespace) -> int:
     if where is not None and run.train.elastic:
         run = fit(run, where.world, max(1, where.world // where.local_world), launch.chip_here(run))
     launch.check_here(run, where)
-    if (
-        where is None and run.layout.world == 1 and run.layout.offload
-    ):  # a kind of sharding, which wants a group, be it of one
+    if where is None and run.layout.world == 1 and run.layout.offload:
+        # Offload is a kind of sharding, which needs a process group, be it of one rank.
         where = launch.Place(0, 1, 0, "127.0.0.1", free_port())
     if where is None and run.layout.world > 1:
         check(run, out)
@@ -57,9 +56,8 @@ def execute(args: argparse.Namespace) -> int:
     except OSError as e:
         if where is None or not where.watched:
             raise
-        print(
-            f"error: {e}", file=sys.stderr
-        )  # a full disk or a lost mount may pass; a mistake of the user's is found before
+        # A full disk or a lost mount may pass, so the run is restarted; a user's mistake was found before.
+        print(f"error: {e}", file=sys.stderr)
         return os.EX_IOERR
     finally:
         launch.leave()

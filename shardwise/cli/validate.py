@@ -15,22 +15,22 @@ from shardwise.run import Problem, UserError
 if TYPE_CHECKING:
     from shardwise.plan.published.prediction import Prediction
 
-HELP = """Predict rows of published measurements and print how far off the predictions are, by source and overall. Without
-ROWS, those that come with the package. Each source is predicted with constants fitted without it."""
+HELP = """Predict rows of published measurements and print the errors, by source and overall. Without ROWS, those that come with
+the package. Each source is predicted with constants fitted without it."""
 
 KINDS = ("training", "layer", "inference")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What follows the verb."""
-    parser.add_argument(
-        "rows", nargs="*", help="JSON files, each a list of rows (docs/validation.md says what is in one)"
-    )
+    parser.add_argument("rows", nargs="*", help="JSON files, each a list of rows (see docs/validation.md)")
     parser.add_argument("--json", action="store_true", help="for programs: every row and the summaries")
     parser.add_argument(
         "--seen", action="store_true", help="use the constants fitted to all sources, the row's own included"
     )
-    parser.add_argument("--worst", type=at_least(0), default=10, help="rows furthest off to list (default 10)")
+    parser.add_argument(
+        "--worst", type=at_least(0), default=10, help="rows with the largest errors to list (default 10)"
+    )
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -50,7 +50,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file, or a sentence on what is wrong with it."""
+    """The rows of a file, checked."""
     try:
         rows = json.loads(path.read_text("utf-8"))
     except OSError as e:
@@ -107,14 +107,14 @@ def _by_group(predictions: list[Prediction]) -> dict[str, list[Prediction]]:
 def _print(predictions: list[Prediction], worst: int, *, seen: bool) -> None:
     from rich.table import Table
 
-    from shardwise.cli.console import Console
     from shardwise.plan.published.validate import summary
     from shardwise.report import words
+    from shardwise.report.terminal import Console
 
     console = Console()
     table = Table(box=None, padding=(0, 1), header_style="dim")
     table.add_column("source", no_wrap=True)
-    for name in ("rows", "known", "median", "mean", "held", "memory", "median"):
+    for name in ("rows", "predicted", "median", "mean", "in 80%", "memory", "median"):
         table.add_column(name, justify="right")
 
     def add(name: str, members: list[Prediction], **style: Any) -> None:
@@ -134,7 +134,7 @@ def _print(predictions: list[Prediction], worst: int, *, seen: bool) -> None:
     console.print(table)
     how = "constants fitted to all sources" if seen else "each source predicted with constants fitted without it"
     console.print(
-        f"\nErrors are relative, without sign; {how}.\nheld: measurements inside the 80% interval.\n", style="dim"
+        f"\nErrors are relative, without sign; {how}.\nin 80%: measurements inside the 80% interval.\n", style="dim"
     )
     far = sorted((p for p in predictions if p.error is not None), key=lambda p: -abs(p.error or 0))[:worst]
     for p in far:

@@ -17,21 +17,21 @@ from shardwise.run import Run, UserError, read_run
 if TYPE_CHECKING:
     from shardwise.measure.verify import Verdict
 
-HELP = """Run a few steps of the real trainer, count, and print plan and run side by side: operations, bytes on every axis, memory
-by owner, the schedule, time. --dry builds one rank of any size of job here, without data. Exit code 1 when they differ."""
+HELP = """Run a few steps of the real trainer, count, and print plan and run side by side: FLOPs, bytes on every axis, memory by
+owner, the schedule, time. --dry runs one rank of a job of any size here, without data. Exit code 1 when they differ."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What follows the verb."""
     parser.add_argument("run", help="the run, a TOML file")
-    parser.add_argument("--dry", action="store_true", help="one rank, with tensors and messages without data")
+    parser.add_argument("--dry", action="store_true", help="one rank, with tensors and communication without data")
     parser.add_argument("--rank", type=at_least(0), help="dry: which rank (default 0)")
     parser.add_argument("--steps", type=at_least(1), default=3, help="steps to time (default 3)")
     parser.add_argument(
         "--time",
         type=at_least(0, float),
         metavar="SHARE",
-        help="also fail when the step's time is further off than this",
+        help="also fail when the step time differs by more than this share",
     )
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument("--html", type=new_file, metavar="FILE", help="also write a page")
@@ -40,10 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Count and compare."""
     if args.rank is not None and not args.dry:
-        raise UserError("--rank chooses the one rank of --dry; without that all ranks run")
+        raise UserError("--rank is the rank of --dry; without --dry all ranks run")
     run = read_run(args.run, args.overrides, (unknown_chip,))
     if args.time is not None and (args.dry or not (run.cluster.chip or run.cluster.profile)):
-        reason = "a dry rank takes none" if args.dry else "set cluster.chip or cluster.profile to have one planned"
+        reason = "a dry run is not timed" if args.dry else "set cluster.chip or cluster.profile to plan one"
         raise UserError(f"--time: there is no time to compare; {reason}")
     if run.layout.auto:
         from shardwise.plan.search import resolve
@@ -59,14 +59,14 @@ def execute(args: argparse.Namespace) -> int:
     launch.check_here(run, where)
     if where is None and run.layout.world > 1:
         logs = Path(tempfile.mkdtemp(prefix="shardwise-verify-"))
-        code = launch.start_local(_again(args), run.layout.world, logs)
-        if code != 1:  # after a failure they are told of
+        code = launch.start_local(_rank_arguments(args), run.layout.world, logs)
+        if code != 1:  # a failure's message names them
             shutil.rmtree(logs, ignore_errors=True)
         return 1 if code == launch.ANSWER else code
     return _joined(run, args, where)
 
 
-def _again(args: argparse.Namespace) -> list[str]:
+def _rank_arguments(args: argparse.Namespace) -> list[str]:
     """The arguments of this command, for the ranks."""
     words = ["verify", args.run, "--steps", str(args.steps), *(f"--{override}" for override in args.overrides)]
     words += ["--json"] if args.json else []
@@ -103,7 +103,7 @@ def _tolerance(args: argparse.Namespace) -> dict[str, float]:
 
 
 def _show(verdicts: list[Verdict], args: argparse.Namespace) -> int:
-    """Print what was found: the first rank that differs, or the first; exit code 1 when one differs."""
+    """Print the first rank that differs, or the first rank; exit code 1 when one differs."""
     from shardwise.measure.verify import as_dict
     from shardwise.train.launch import answer
 
@@ -120,8 +120,8 @@ def _show(verdicts: list[Verdict], args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(as_dict(verdicts, tolerance)))
         return answer(agrees)
-    from shardwise.cli.console import Console
     from shardwise.report import terminal
+    from shardwise.report.terminal import Console
 
     console = Console()
     console.print(terminal.comparison_table(differences, shown))
@@ -133,9 +133,9 @@ def _show(verdicts: list[Verdict], args: argparse.Namespace) -> int:
 def _sentences(verdicts: list[Verdict], worst: Verdict) -> list[str]:
     same = sum(v.schedule for v in verdicts)
     ranks = f"{len(verdicts)} ranks" if len(verdicts) > 1 else f"rank {worst.rank}"
-    said = [f"{ranks} compared, rank {worst.rank} shown; routing was even, tokens random"]
+    found = [f"{ranks} compared, rank {worst.rank} shown; with even routing and random tokens"]
     if same == len(verdicts):
-        said.append(f"the pipeline did its {worst.actions} actions in the order of the list")
+        found.append(f"the pipeline executed its {worst.actions} actions in the order of the schedule")
     else:
-        said.append(f"{len(verdicts) - same} ranks did not do the actions of the list in its order")
-    return said
+        found.append(f"{len(verdicts) - same} ranks did not execute the schedule in its order")
+    return found

@@ -1,5 +1,4 @@
-"""Text to token shards to batches. The order of samples is a function of the seed and the sample number
-alone. No torch."""
+"""Text to token shards to batches. The order of samples is a function of the seed and the sample index alone. No torch."""
 
 from shardwise.data.batches import IGNORE_INDEX, Batch, Samples, Windows
 from shardwise.data.corpus import builtin_corpus, corpus_texts

@@ -1,6 +1,5 @@
-"""From token sets to batches. A sample is a window of consecutive tokens, packed documents and all; which
-window sample number i is follows from (seed, i) alone, so batches of any composition, on any number of ranks,
-hold the same samples."""
+"""Token sets to batches. A sample is a window of consecutive tokens, with documents packed. Which window sample i is follows
+from (seed, i) alone, so any number of ranks and any batch size draw the same samples."""
 
 from __future__ import annotations
 
@@ -13,31 +12,31 @@ from numpy.typing import ArrayLike, NDArray
 from shardwise.data.order import key_of, mixture, permute
 from shardwise.data.shards import TokenSet
 
-# Targets with this value are not learned; the value PyTorch's cross entropy leaves out by default.
+# Targets with this value have no loss; PyTorch's cross entropy ignores it by default.
 IGNORE_INDEX = -100
 
-# Tell the two uses of the seed apart.
+# Keep the two uses of the seed apart.
 _ORDER, _MIXTURE = 1, 2
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of tokens and what should be predicted at each of them."""
+    """Rows of tokens and their targets."""
 
     tokens: NDArray[np.int64]  # [rows, length]
-    targets: NDArray[np.int64]  # [rows, length], IGNORE_INDEX where nothing is to be learned
+    targets: NDArray[np.int64]  # [rows, length], IGNORE_INDEX where there is no loss
     positions: NDArray[np.int64] | None = None  # [rows, length], from 0 in each document
     documents: NDArray[np.int32] | None = None  # [rows, length], 0, 1, … in each row
 
     @property
     def loss_tokens(self) -> int:
-        """Targets that count."""
+        """Targets with a loss."""
         return int(np.count_nonzero(self.targets != IGNORE_INDEX))
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Some windows of a set: numbers first to first + count, each `length` tokens behind the one before."""
+    """Windows `first` to `first + count` of a set, each `length` tokens after the one before."""
 
     tokens: TokenSet
     first: int
@@ -45,16 +44,16 @@ class Windows:
 
 
 def windows_in(tokens: int, length: int) -> int:
-    """Windows of a set: each needs one token more than its length, the last target."""
+    """The number of windows of a set; each needs one token more than its length, the last target."""
     return max((tokens - 1) // length, 0)
 
 
 class Samples:
     """Samples numbered 0, 1, 2, … without end; each `count` of them are one epoch.
 
-    Shuffled, an epoch without weights visits every window of every set once, in an order of its own. With
-    weights, sets are drawn by their share and each set has its own epochs. Not shuffled, windows come in
-    order, the sets by turns, so that the first few samples speak for all of them.
+    Shuffled, an epoch without weights visits every window of every set once, in an order of its own. With weights, sets are
+    drawn by their share and each set has its own epochs. Not shuffled, windows come in order, the sets in turn, so that the
+    first few samples represent all of them.
     """
 
     def __init__(
@@ -99,14 +98,14 @@ class Samples:
             if positions is not None and documents is not None:
                 ends = part.tokens.ends_between(start, start + self.length) - start
                 positions[row], documents[row] = _inside_documents(ends, self.length)
-                # Behind the last token of a document comes another document, which nothing foretells.
+                # The last token of a document cannot predict the next document.
                 targets[row, ends - 1] = IGNORE_INDEX
         return Batch(np.ascontiguousarray(rows[:, :-1]), targets, positions, documents)
 
     __call__ = take
 
     def _find(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The part each sample lies in, and its window there."""
+        """The part each sample is in, and its window there."""
         if not self.shuffled:
             return self._by_turns(numbers % self.count)
         if not self.weights:
@@ -123,9 +122,9 @@ class Samples:
         return chosen, window
 
     def _by_turns(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Sample numbers dealt to the parts one after another; a part that has no more is passed over."""
+        """Sample numbers dealt to the parts in turn; a part that has no more is skipped."""
         chosen, window = np.empty_like(numbers), np.empty_like(numbers)
-        dealt = below = 0  # samples and windows of each part given out in earlier stretches
+        dealt = below = 0  # samples, and windows of each part, dealt in earlier rounds
         for size in np.unique(self._counts[self._counts > 0]).tolist():
             players = np.flatnonzero(self._counts >= size)
             stop = dealt + (size - below) * len(players)

@@ -1,6 +1,6 @@
-"""Builds a token set: workers tokenise units of input side by side, and their outputs are joined in the order
-of the inputs into shards. The result is the same for any number of workers and however often the build was
-interrupted, because the units are cut by the inputs alone and a finished unit is never done twice."""
+"""Builds a token set: workers tokenise units of input in parallel, and their outputs are joined into shards in the order of the
+inputs. The result does not depend on the number of workers or on interruptions, because the inputs alone decide how units are
+split and a finished unit is never done twice."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.data.encode import Done, Job, PartFiles
-from shardwise.data.inputs import Unit, cut, find_inputs, refuse_changed
+from shardwise.data.encode import Done, Job, PartFiles, run_units
+from shardwise.data.inputs import Unit, find_inputs, refuse_changed, split_into_units
 from shardwise.data.plan import WORK, locked, make_plan, prepare
-from shardwise.data.progress import Progress, Silent
-from shardwise.data.shards import DTYPES, ENDS, Index, read_index
+from shardwise.data.shards import DTYPES, ENDS, SHARD_TOKENS, Index, ShardWriter, read_index
 from shardwise.data.tokenizer import load_tokenizer
-from shardwise.data.workers import run_units
-from shardwise.data.writer import SHARD_TOKENS, ShardWriter
 from shardwise.run.problems import Problem, UserError
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a build is. Bytes of input are known from the start, so they measure the way."""
+
+    total: int
+    before: int  # bytes that an earlier, interrupted build had done
+    done: int
+    tokens: int  # made by this build
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -49,16 +57,16 @@ def build(
     workers: int = 0,
     shard_tokens: int = SHARD_TOKENS,
     restart: bool = False,
-    progress: Progress | None = None,
+    progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Summary:
-    """Turn text, JSONL and Parquet files, or folders of them, into a token set in the folder `out`. 0
-    workers: one for each core. Run again after an interruption, it goes on where it was."""
+    """Turn text, JSONL and Parquet files, or folders of them, into a token set in the folder `out`. 0 workers: one for each core.
+    Run again after an interruption, it resumes."""
     begun = time.monotonic()
     folder = Path(out)
     job = _job(inputs, folder / WORK, tokenizer, end, field, workers, shard_tokens)
-    units = cut(job.inputs)
+    units = split_into_units(job.inputs)
     plan = make_plan(job.inputs, job.tokenizer, field, shard_tokens)
-    with locked(folder), _one_thread_a_process(), progress or Silent() as shown:
+    with locked(folder), _one_thread_a_process():
         try:
             if prepare(folder, plan, restart):
                 return Summary(
@@ -68,9 +76,14 @@ def build(
                 joining = _Joining(job, writer, units)
                 todo = joining.missing()
                 before = _bytes(units) - _bytes(todo)
-                shown.start(_bytes(units), before)
+                started = time.monotonic()
+
+                def report(done: int, tokens: int) -> None:
+                    progress(Progress(_bytes(units), before, done, tokens, time.monotonic() - started))
+
+                report(before, 0)
                 joining.advance()
-                run_units(job, todo, workers or _cores(), before, shown, joining.add)
+                run_units(job, todo, workers or _cores(), before, report, joining.add)
                 refuse_changed(job.inputs)
                 index = joining.finish([str(name) for name in inputs])
             shutil.rmtree(folder / WORK, ignore_errors=True)
@@ -89,7 +102,7 @@ def _job(
     workers: int,
     shard_tokens: int,
 ) -> Job:
-    """Everything checked before work starts, so that all mistakes are told at once."""
+    """Everything checked before work starts, so that all mistakes are reported at once."""
     problems: list[Problem] = []
     loaded, found = None, []
     if workers < 0:
@@ -119,8 +132,7 @@ def _cores() -> int:
 
 @contextlib.contextmanager
 def _one_thread_a_process() -> Iterator[None]:
-    """The tokenizers library reads this variable at each call, and has no other switch. Workers inherit
-    it."""
+    """Switch off the threads of the tokenizers library, which has only this variable for it. Workers inherit it."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
@@ -134,8 +146,8 @@ def _one_thread_a_process() -> Iterator[None]:
 
 
 class _Joining:
-    """Joins the outputs of units, in order, as soon as they are there; what lies in a finished shard is then
-    removed, so the work folder stays small."""
+    """Joins the outputs of units, in order, as soon as they are ready. Outputs that are in a finished shard are removed, so the
+    work folder stays small."""
 
     def __init__(self, job: Job, writer: ShardWriter, units: Sequence[Unit]) -> None:
         self.job = job
@@ -173,7 +185,7 @@ class _Joining:
         self.advance()
 
     def advance(self) -> None:
-        """Write every unit whose turn it is."""
+        """Write every unit that is next in order."""
         while done := self.done.get(self._next):
             files = PartFiles(self.job.folder, self._next)
             stop = self._offset + done.tokens

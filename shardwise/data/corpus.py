@@ -1,6 +1,6 @@
-"""The built-in corpus: the text every CPython brings along, its documentation topics and its standard
-library, as bytes. So a first run needs no download. It is built once into a cache folder named after its
-content, and split into training and validation by a hash of each document's name."""
+"""The built-in corpus: the documentation topics and the standard library of CPython, as bytes, so that a first run needs no
+download. It is built once into a cache folder named after its content, and split into training and validation by a hash of
+each document's name."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.data.shards import TokenSet
+from shardwise.data.shards import ShardWriter, TokenSet
 from shardwise.data.tokenizer import ByteTokenizer
-from shardwise.data.writer import ShardWriter
 from shardwise.run.problems import Problem, UserError
 
 VALIDATION_SHARE = 0.05
-# Folders that are not the library itself: what users installed, tests, code tables, and files of one
-# machine's build.
+# Folders that are not the library itself: installed packages, tests, code tables, and files of the machine's build.
 _OTHER_FOLDERS = {
     "site-packages",
     "dist-packages",
@@ -78,8 +76,8 @@ def _is_data(content: bytes) -> bool:
 
 
 def split(names: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Names for training and for validation. Both are ordered by hash, so that a stretch of either holds a
-    bit of everything; of each kind of document some go to validation."""
+    """Names for training and for validation, some of each kind of document in both. Both are ordered by hash, so that any
+    stretch of either has a bit of everything."""
     by_hash = sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())
     train, validation = [], []
     for kind in sorted({name.partition("/")[0] for name in by_hash}):
@@ -92,8 +90,7 @@ def split(names: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def builtin_corpus() -> Path:
-    """The folder of the built-in corpus, with token sets `train` and `validation` in it; made when it isn't
-    there yet."""
+    """The folder of the built-in corpus, with the token sets `train` and `validation`; built when it does not exist."""
     texts = corpus_texts()
     if not texts:
         message = "this Python brings neither its library's source nor its documentation; build a set of your own"
@@ -109,7 +106,7 @@ def builtin_corpus() -> Path:
             return _cached(parent / name, texts)
         except OSError as e:
             reasons.append(f"{parent} ({e.strerror})")
-    message = f"the built-in corpus has no place: {', '.join(reasons)}; set XDG_CACHE_HOME to another folder"
+    message = f"the built-in corpus cannot be written: {', '.join(reasons)}; set XDG_CACHE_HOME to another folder"
     raise UserError(Problem(message, "data.sets"))
 
 

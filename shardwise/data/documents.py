@@ -1,6 +1,6 @@
-"""Reads the documents of a piece of input, one after another and never the whole of it. Text files are one
-document each, cut at line ends into parts that fit in memory; JSONL holds one a line and Parquet one a row.
-What cannot be read is told with its file and line."""
+"""Reads the documents of a piece of input one by one, never the whole piece. A text file is one document, split at line ends
+into parts that fit in memory; JSONL has a document a line, Parquet one a row. What cannot be read is reported with its file
+and line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import IO, Any
 from shardwise.data.inputs import Input, Piece, import_parquet
 from shardwise.run.problems import Problem, UserError
 
-# A text longer than this is tokenised in parts, cut at line ends.
+# A text longer than this is tokenised in parts, split at line ends.
 TEXT_PART = 2**20
 _ROWS = 256
 # Enough to see a pattern; a file that is wrong throughout must not fill the screen.
@@ -25,7 +25,7 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(slots=True)
 class Part:
-    """A document, or a part of a long one. `place` finds it again for a message: a byte offset or a row."""
+    """A document, or a part of a long one. `place` is where it starts, for messages: a byte offset or a row."""
 
     text: str
     consumed: int  # bytes of input, for the progress bar
@@ -35,14 +35,14 @@ class Part:
 
 
 class Reader:
-    """The documents of one piece; problems are gathered, and raised at the end or when there are many."""
+    """The documents of one piece; problems are collected, and raised at the end or when there are many."""
 
     def __init__(self, file: Input, piece: Piece, field: str) -> None:
         self.file = file
         self.piece = piece
         self.field = field
         self.problems: list[Problem] = []
-        self._told = piece.start
+        self._reported = piece.start
 
     def __iter__(self) -> Iterator[Part]:
         try:
@@ -60,13 +60,13 @@ class Reader:
         return open(self.file.path, "rb", buffering=TEXT_PART)
 
     def _consumed(self, source: Any, at: int) -> int:
-        """Bytes of the file read since the last call; of a gzip file, of what lies on disk."""
+        """Bytes of the file read since the last call; of a gzip file, compressed bytes."""
         position = source.fileobj.tell() if self.file.zipped else at
-        told, self._told = self._told, max(self._told, position)
-        return self._told - told
+        before, self._reported = self._reported, max(self._reported, position)
+        return self._reported - before
 
     def refuse(self, place: int, message: str) -> None:
-        """Note what is wrong with the document at `place`."""
+        """Record what is wrong with the document at `place`."""
         if self.file.kind == "parquet":
             where = f"{self.file.path}: row group {self.piece.start}, row {place + 1}"
         else:
@@ -170,7 +170,7 @@ class Reader:
 
 
 def _to_line_start(source: IO[bytes], offset: int) -> int:
-    """The first start of a line at or behind an offset."""
+    """The first start of a line at or after an offset."""
     if offset == 0:
         return 0
     source.seek(offset - 1)
@@ -183,8 +183,8 @@ def _to_line_start(source: IO[bytes], offset: int) -> int:
 
 
 def _text_edge(source: IO[bytes], offset: int) -> int:
-    """Where to cut a text at or behind an offset: at a line end if one is near, else at a space, else between
-    characters. Two neighbouring pieces find the same place, and neither reads far for it."""
+    """Where to split a text at or after an offset: at a line end if one is near, else at a space, else between characters. Two
+    neighbouring pieces find the same offset, and neither reads far for it."""
     if offset == 0:
         return 0
     source.seek(offset - 1)
@@ -201,8 +201,7 @@ def _text_edge(source: IO[bytes], offset: int) -> int:
 
 
 def _good_edge(data: bytes) -> int:
-    """Where to cut a text that goes on: behind its last line end, else its last space, else between
-    characters."""
+    """Where to split a text that continues: after its last line end, else before its last space, else between characters."""
     edge = data.rfind(b"\n") + 1 or data.rfind(b" ")  # tokens like to begin with their space
     if edge <= 0:
         edge = len(data)

@@ -1,12 +1,20 @@
-"""One unit of work: read its documents, tokenise them in batches, and leave its tokens and document ends in
-the work folder. The small record that says how many there are is renamed into place last, and marks the unit
-as done."""
+"""Units of work: read a unit's documents, tokenise them in batches, and leave its tokens and document ends in the work folder.
+The record that says how many there are is renamed into place last, and marks the unit as done.
+
+Units run in this process or in several side by side. A worker gets the job once and then only unit numbers; each uses one
+thread of the tokenizers library, so that as many cores are busy as there are workers.
+"""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -23,12 +31,16 @@ from shardwise.run.problems import Problem, UserError
 # Characters tokenised in one call: enough to hide the cost of the call, few enough to stay small in memory.
 _BATCH = 2**19
 
+_MOST_SHOWN = 20
+
 Report = Callable[[int, int], None]
+"""Called with bytes of input and tokens."""
+Finished = Callable[["Unit", "Done"], None]
 
 
 @dataclass(frozen=True)
 class Done:
-    """What a finished unit holds."""
+    """The record of a finished unit."""
 
     tokens: int
     documents: int
@@ -37,7 +49,7 @@ class Done:
 
 
 class PartFiles:
-    """Where a unit's outputs lie in the work folder."""
+    """The files of a unit in the work folder."""
 
     def __init__(self, folder: Path, number: int) -> None:
         self.tokens = folder / f"{number:06d}.tokens"
@@ -45,7 +57,7 @@ class PartFiles:
         self.record = folder / f"{number:06d}.json"
 
     def done(self) -> Done | None:
-        """The record of a unit that was finished earlier."""
+        """The record, if the unit was finished earlier."""
         try:
             return Done(**json.loads(self.record.read_bytes()))
         except (OSError, ValueError, TypeError):
@@ -54,7 +66,7 @@ class PartFiles:
 
 @dataclass(frozen=True)
 class Job:
-    """What is the same for every unit; each worker process gets it once."""
+    """What all units share; each worker process gets it once."""
 
     inputs: Sequence[Input]
     field: str
@@ -65,12 +77,12 @@ class Job:
         """Do one unit. `report(bytes, tokens)` is called as they are done."""
         files = PartFiles(self.folder, unit.number)
         total = sum(piece.bytes for piece in unit.pieces)
-        told = 0
+        reported = 0
 
         def tell(consumed: int, tokens: int) -> None:
-            nonlocal told
-            consumed = min(consumed, total - told)  # sizes of row groups are estimates
-            told += consumed
+            nonlocal reported
+            consumed = min(consumed, total - reported)  # sizes of row groups are estimates
+            reported += consumed
             report(consumed, tokens)
 
         drafts = [path.with_name(f"{path.name}.{os.getpid()}.tmp") for path in (files.tokens, files.ends, files.record)]
@@ -107,7 +119,7 @@ class Job:
 
 
 class _Batches:
-    """Gathers parts of documents, tokenises them together and writes them."""
+    """Collects parts of documents, tokenises them in batches and writes the tokens."""
 
     def __init__(self, tokenizer: Tokenizer, out: IO[bytes], tell: Report) -> None:
         self.tokenizer = tokenizer
@@ -133,7 +145,7 @@ class _Batches:
             self.flush()
 
     def drop(self) -> None:
-        """Forget what was gathered: the unit has failed."""
+        """Drop what was collected: the unit has failed."""
         self._parts, self._characters, self._consumed = [], 0, 0
 
     def flush(self) -> None:
@@ -166,7 +178,7 @@ class _Batches:
             raise
 
     def _blame(self) -> None:
-        """JSON can spell half a character; find the documents that do."""
+        """JSON can contain half of a surrogate pair; report the documents that do."""
         assert self._reader is not None
         for part in self._parts:
             try:
@@ -180,3 +192,91 @@ class _Batches:
 
 def _utf8(text: str) -> bytes:
     return text.encode("utf-8", errors="surrogatepass")
+
+
+def run_units(job: Job, todo: Sequence[Unit], workers: int, before: int, progress: Report, finished: Finished) -> None:
+    """Do the units and call `finished` for each, in whatever order they come. `progress` gets bytes and tokens done by now;
+    `before` bytes were done earlier."""
+    workers = min(workers, len(todo))
+    if workers > 1:
+        _run_pool(job, todo, workers, before, progress, finished)
+        return
+    counts = [before, 0]
+
+    def report(consumed: int, tokens: int) -> None:
+        counts[0] += consumed
+        counts[1] += tokens
+        progress(counts[0], counts[1])
+
+    for unit in todo:
+        finished(unit, job.encode(unit, report))
+
+
+def _run_pool(job: Job, todo: Sequence[Unit], workers: int, before: int, progress: Report, finished: Finished) -> None:
+    # Spawned, not forked: a fork would copy the locks of whatever threads the caller has running.
+    context = multiprocessing.get_context("spawn")
+    counts = context.Array("q", 2)
+    waiting = iter(todo)
+    running: dict[Future[Done | list[Problem]], Unit] = {}
+    failed: dict[int, list[Problem]] = {}
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(job, counts))
+    try:
+        while True:
+            while not failed and len(running) < 2 * workers and (unit := next(waiting, None)):
+                running[pool.submit(_encode, unit)] = unit
+            if not running:
+                break
+            ready, _ = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
+            for future in ready:
+                unit = running.pop(future)
+                result = future.result()
+                if isinstance(result, Done):
+                    finished(unit, result)
+                else:
+                    failed[unit.number] = result
+            progress(before + counts[0], counts[1])
+    except BrokenProcessPool:
+        message = (
+            "a worker process died, most likely because memory ran out; finished work is kept: run the same "
+            "command again, with fewer --workers if it happens again"
+        )
+        raise UserError(message) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+    if failed:
+        problems = [problem for number in sorted(failed) for problem in failed[number]]
+        raise UserError(*problems[:_MOST_SHOWN])
+
+
+# What a worker process gets once, when it starts: the job, and the counters it shares with its parent.
+_worker: list[Any] = []
+
+
+def _begin(job: Job, counts: Any) -> None:
+    # Ctrl-C reaches the whole group; the parent decides what happens then.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _worker[:] = [job, counts]
+    # A parent that is killed cannot stop its workers, which would wait for work for ever.
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+
+
+def _leave_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+    os._exit(1)
+
+
+def _encode(unit: Unit) -> Done | list[Problem]:
+    job, counts = _worker
+
+    def report(consumed: int, tokens: int) -> None:
+        with counts.get_lock():
+            counts[0] += consumed
+            counts[1] += tokens
+
+    try:
+        return job.encode(unit, report)
+    except UserError as e:
+        # As plain values: an exception loses its parts on the way to another process.
+        return e.problems

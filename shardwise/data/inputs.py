@@ -1,6 +1,6 @@
-"""What a set is built from: the files behind the names a user gave, and how they are cut into units of work.
-The cut depends on the files alone, never on the number of workers, so the result doesn't either; and one
-large file still keeps every worker busy, because it is cut at line ends or row groups."""
+"""The input files of a token set, and how they are split into units of work. The split depends on the files alone, not on the
+number of workers, so neither does the result. A large file is split at line ends or row groups, so that it keeps every worker
+busy."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ TEXT = (".txt", ".md", ".rst", ".text")
 JSONL = (".jsonl", ".ndjson")
 PARQUET = (".parquet",)
 
-# Enough units to share out evenly, but neither so small that starting one shows nor so many that a folder
-# groans.
+# Enough units for an even load, but neither so small that starting one costs much nor so many that a folder gets slow.
 _UNITS = 512
 _SMALLEST, _LARGEST = 2**18, 2**26
 
 
 @dataclass(frozen=True)
 class Input:
-    """One file. `rows` holds, for Parquet, the bytes of each row group."""
+    """One file. `row_groups` has, for Parquet, the bytes of each row group."""
 
     path: str
     kind: str  # "text", "jsonl" or "parquet"
@@ -36,8 +35,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an input: a range of bytes, or of row groups. Lines belong to the piece their first byte
-    stands in."""
+    """A range of bytes, or of row groups, of an input. A line belongs to the piece that its first byte is in."""
 
     input: int
     start: int
@@ -47,14 +45,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Unit:
-    """What a worker does at a time, and what is kept or lost when a build is interrupted."""
+    """What a worker does at a time; an interrupted build keeps or loses whole units."""
 
     number: int
     pieces: tuple[Piece, ...]
 
 
 def kind_of(path: Path) -> tuple[str, bool] | None:
-    """What a file's name says it holds, and whether it is gzipped; None for a name that says nothing."""
+    """The kind of a file by its name, and whether it is gzipped; None for an unknown name."""
     suffixes = [s.lower() for s in path.suffixes]
     zipped = bool(suffixes) and suffixes[-1] == ".gz"
     inner = suffixes[-2:-1] if zipped else suffixes[-1:]
@@ -112,14 +110,14 @@ def _add(path: Path, field: str, found: dict[str, Input]) -> None:
     resolved = str(path.resolve())
     if resolved in found:
         raise UserError(Problem("is named twice, by itself or through a folder", where=str(path)))
-    with open(path, "rb"):  # before work starts, not in the middle of it
+    with open(path, "rb"):  # fails before work starts, not in the middle of it
         stat = path.stat()
     groups = _row_groups(path, field) if kind == "parquet" else ()
     found[resolved] = Input(resolved, kind, zipped, stat.st_size, stat.st_mtime_ns, groups)
 
 
 def _row_groups(path: Path, field: str) -> tuple[int, ...]:
-    """The bytes of each row group, with the column to be read found and fit to be text."""
+    """The bytes of each row group; checks that the column exists and holds text."""
     arrow, parquet = import_parquet(str(path))
     try:
         file = parquet.ParquetFile(path)
@@ -140,7 +138,7 @@ def _row_groups(path: Path, field: str) -> tuple[int, ...]:
 
 
 def refuse_changed(inputs: Sequence[Input]) -> None:
-    """A file that changes while it is read would leave a set that is neither the old one nor the new."""
+    """Raise when a file changed while it was read: the set would be neither the old nor the new one."""
     problems = []
     for file in inputs:
         try:
@@ -149,14 +147,14 @@ def refuse_changed(inputs: Sequence[Input]) -> None:
         except OSError:
             same = False
         if not same:
-            message = "changed while the set was built; build again with --restart when it is at rest"
+            message = "changed while the set was built; build again with --restart when it no longer changes"
             problems.append(Problem(message, where=file.path))
     if problems:
         raise UserError(*problems)
 
 
 def import_parquet(where: str) -> tuple[Any, Any]:
-    """pyarrow, or a sentence that says how to get it."""
+    """pyarrow, or a message that says how to install it."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -167,11 +165,11 @@ def import_parquet(where: str) -> tuple[Any, Any]:
 
 
 def unit_bytes(inputs: Sequence[Input]) -> int:
-    """How large units of work are, by what there is to do."""
+    """The size of a unit of work, by the size of all inputs."""
     return min(max(sum(i.bytes for i in inputs) // _UNITS, _SMALLEST), _LARGEST)
 
 
-def cut(inputs: Sequence[Input]) -> list[Unit]:
+def split_into_units(inputs: Sequence[Input]) -> list[Unit]:
     """All inputs, in order, as units of about equal size."""
     size = unit_bytes(inputs)
     units: list[Unit] = []
@@ -191,8 +189,7 @@ def cut(inputs: Sequence[Input]) -> list[Unit]:
 def _pieces(inputs: Sequence[Input], size: int) -> Iterator[Piece]:
     for number, file in enumerate(inputs):
         if file.kind == "parquet":
-            # The groups' sizes are those of all columns; scaled, they add up to the file's, as the progress
-            # bar needs.
+            # The groups' sizes are uncompressed; scaled, they add up to the file's, as the progress bar needs.
             total = max(sum(file.row_groups), 1)
             for group, group_bytes in enumerate(file.row_groups):
                 yield Piece(number, group, group + 1, group_bytes * file.bytes // total)

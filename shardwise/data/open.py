@@ -1,5 +1,5 @@
-"""Opens the data of a run: its sets or the built-in corpus, checked against each other and against the model,
-as samples to train on and samples to evaluate on."""
+"""Opens the data of a run: its token sets or the built-in corpus, checked against each other and the model, as samples for
+training and samples for evaluation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwise.run import Problem, Run, UserError
 
 @dataclass(frozen=True)
 class Data:
-    """What a run learns from. `fingerprint` changes when any token of any set does."""
+    """The data of a run. `fingerprint` changes when any token of any set does."""
 
     train: Samples
     validation: Samples
@@ -25,7 +25,7 @@ class Data:
 
 
 def open_data(run: Run) -> Data:
-    """The data a run names, with everything that is wrong with it told at once."""
+    """The data a run names; everything that is wrong with it is reported at once."""
     data, length = run.data, run.train.seq_len
     problems: list[Problem] = []
     if data.sets:

@@ -1,6 +1,6 @@
-"""The order of samples as arithmetic: where sample number i stands in a shuffled epoch, and which set of a
-mixture it comes from, each computed from (seed, i) alone. Nothing is stored, so a run continues anywhere, on
-any number of ranks, and a set of 10^13 samples is shuffled as cheaply as one of ten."""
+"""The order of samples as arithmetic: the position of sample i in a shuffled epoch, and the set of a mixture it comes from,
+are computed from (seed, i) alone. Nothing is stored: a run resumes anywhere, on any number of ranks, and shuffling 10^13
+samples costs no more than shuffling ten."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ def _scramble(x: Words) -> Words:
 
 
 def key_of(*parts: ArrayLike) -> Words:
-    """One 64-bit key from several whole numbers (or arrays of them); any change of any part gives an
-    unrelated key."""
+    """One 64-bit key from several integers (or arrays of them); a change of any of them gives an unrelated key."""
     key: Words = np.zeros(1, dtype=np.uint64)
     for part in parts:
         words = np.atleast_1d(np.asarray(part)).astype(np.uint64)
@@ -64,9 +63,9 @@ def permute(index: ArrayLike, n: int, key: ArrayLike) -> Ints:
     while outside.size:
         walked, walking_keys = x[outside], keys[outside]
         high, low = walked >> low_bits, walked & low_mask
-        for turn in range(_ROUNDS):
-            round_keys = walking_keys + np.uint64((turn + 1) * _GOLDEN & _WORD)
-            if turn % 2:
+        for step in range(_ROUNDS):
+            round_keys = walking_keys + np.uint64((step + 1) * _GOLDEN & _WORD)
+            if step % 2:
                 low = low ^ (_scramble(high ^ _scramble(round_keys)) & low_mask)
             else:
                 high = high ^ (_scramble(low ^ _scramble(round_keys)) & high_mask)
@@ -76,8 +75,8 @@ def permute(index: ArrayLike, n: int, key: ArrayLike) -> Ints:
 
 
 def quotas(weights: Sequence[float]) -> Ints:
-    """Samples each set gives to a block: its share of BLOCK, rounded by largest remainder, so that they add
-    up exactly. A set with any weight gives at least one, or it would never be seen."""
+    """Samples of each set in a block: its share of BLOCK, rounded by largest remainder, so that they add up exactly. A set with
+    any weight gives at least one, or it would never be used."""
     exact = [Fraction(w) for w in weights]
     total = sum(exact)
     if total <= 0 or min(exact) < 0 or sum(w > 0 for w in exact) > BLOCK:

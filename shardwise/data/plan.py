@@ -1,6 +1,5 @@
-"""The plan of a build, written before any work: which inputs, how large, how old, which settings. An
-interrupted build goes on only under the same plan; under another one the pieces would not belong together, so
-it is refused and told what differs."""
+"""The plan of a build, written before any work: the inputs with size and date, and the settings. An interrupted build resumes
+only under the same plan. Under another one the parts would not fit together, so it is refused with what differs."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ _MOST_NAMED = 5
 
 
 def make_plan(inputs: Sequence[Input], tokenizer: Tokenizer, field: str, shard_tokens: int) -> dict[str, Any]:
-    """Everything that decides what a build's result is."""
+    """Everything that determines the result of a build."""
     return {
         "version": _VERSION,
         "tokenizer": {
@@ -43,7 +42,7 @@ def make_plan(inputs: Sequence[Input], tokenizer: Tokenizer, field: str, shard_t
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """What a person would say has changed between two plans."""
+    """The differences between two plans, as sentences."""
     changes = []
     for name, flag in (("field", "--field"), ("shard_tokens", "--shard-tokens")):
         if old.get(name) != new[name]:
@@ -76,7 +75,7 @@ def _describe(tokenizer: Any) -> str:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep a second build out of a folder while one works in it."""
+    """Lock the folder against a second build."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -100,7 +99,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def prepare(folder: Path, plan: dict[str, Any], restart: bool) -> bool:
-    """Make a folder ready for a plan. True: it already holds the finished set of this very plan."""
+    """Prepare a folder for a plan. True: it already holds the finished set of the same plan."""
     ours = (folder / PLAN).exists() or (folder / INDEX).exists()
     if not ours and any(folder.iterdir()):
         message = "holds other files; give a new or empty folder"
@@ -111,8 +110,9 @@ def prepare(folder: Path, plan: dict[str, Any], restart: bool) -> bool:
         changes = differences(_read_plan(folder / PLAN), plan)
         if changes:
             state = "a finished set" if (folder / INDEX).exists() else "a build"
-            told = "; ".join(changes)
-            message = f"holds {state} of another plan ({told}); use --restart to replace it, or another --out"
+            message = (
+                f"holds {state} of another plan ({'; '.join(changes)}); use --restart to replace it, or another --out"
+            )
             raise UserError(Problem(message, "--out", str(folder)))
         if (folder / INDEX).exists():
             TokenSet.open(folder)
@@ -131,8 +131,7 @@ def _read_plan(path: Path) -> dict[str, Any]:
 
 
 def _clear(folder: Path) -> None:
-    """Remove what a build makes, and nothing else; the index first, so that no half-removed set looks
-    whole."""
+    """Remove what a build makes and nothing else; the index first, so that no half-removed set looks whole."""
     names = [INDEX, DOCUMENTS, FILE, MARKER, *(p.name for p in sorted(folder.glob("tokens-*.bin")))]
     names += [p.name for p in sorted(folder.glob("*.tmp"))]
     for name in names:

@@ -1,11 +1,17 @@
-"""A token set on disk: shards of raw little-endian token numbers, the offsets at which documents end, and an
-index. The index is written last and in one step, so a folder has one only when everything it speaks of is
-whole; a folder without one, or whose files disagree with it, is refused as half-written."""
+"""A token set on disk: shards of raw little-endian token ids, the offsets at which documents end, and an index.
+
+A shard gets its final name when it is full and safely on disk, and the index is written last and in one step. So a folder has
+an index only when everything in it is whole, and an interrupted build continues behind its finished shards. A folder without
+an index, or whose files disagree with it, is refused as half-written.
+"""
 
 from __future__ import annotations
 
 import bisect
+import hashlib
 import json
+import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -25,18 +31,20 @@ VERSION = 1
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 ENDS: np.dtype[Any] = np.dtype("<u8")
 
+# A gigabyte of uint16.
+SHARD_TOKENS = 2**29
 # Each mapped file keeps a descriptor open, and a large set has more shards than a process may open files.
 _MAPPED_AT_ONCE = 128
 
 
 def dtype_for(vocab: int) -> str:
-    """The smaller of the two kinds of token number that holds a vocabulary."""
+    """The smaller of the two dtypes that holds a vocabulary."""
     return "uint16" if vocab <= 2**16 else "uint32"
 
 
 @dataclass(frozen=True)
 class Index:
-    """What `index.json` says."""
+    """The content of `index.json`."""
 
     dtype: str
     tokens: int
@@ -54,7 +62,7 @@ class Index:
 
 
 def read_index(folder: str | Path) -> Index:
-    """The index of a set, with everything the code relies on checked."""
+    """The index of a set, checked."""
     path = Path(folder) / INDEX
 
     def refuse(message: str, where: Path = path) -> UserError:
@@ -66,7 +74,7 @@ def read_index(folder: str | Path) -> Index:
         if not Path(folder).is_dir():
             raise refuse("there is no such folder", Path(folder)) from None
         raise refuse(
-            f"holds no {INDEX}, so it is no token set or half of one: `shardwise data build` finishes it",
+            f"holds no {INDEX}, so it is not a token set, or half of one: `shardwise data build` finishes it",
             Path(folder),
         ) from None
     except (OSError, ValueError, RecursionError) as e:
@@ -114,7 +122,7 @@ def _whole(value: Any) -> int:
 
 
 class TokenSet:
-    """A set opened for reading. Nothing is loaded: windows are read from memory-mapped files."""
+    """A token set opened for reading. Nothing is loaded: windows are read from memory-mapped files."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -163,7 +171,7 @@ class TokenSet:
         return load_tokenizer(self.folder)
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
-        """Tokens start to stop of the whole set, copied across shard boundaries where need be."""
+        """Tokens start to stop of the whole set, also across shards."""
         if not 0 <= start <= stop <= self.tokens:
             raise IndexError(f"[{start}, {stop}) is not within the {self.tokens} tokens of {self.folder}")
         out = np.empty(stop - start, dtype=self._dtype)
@@ -184,8 +192,8 @@ class TokenSet:
         return out
 
     def ends_between(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Where documents end (one past their last token) in start < end <= stop."""
-        # The bounds must be of the array's own type, or NumPy would convert, and so load, the whole array.
+        """Ends of documents (one past their last token) with start < end <= stop."""
+        # With bounds of another dtype NumPy would convert, and so load, the whole array.
         first, last = np.searchsorted(self.ends, np.array([start, stop], dtype=ENDS), side="right")
         return self.ends[first:last].astype(np.int64)
 
@@ -202,3 +210,104 @@ class TokenSet:
 def _map(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
     # An empty file cannot be mapped.
     return np.memmap(path, dtype=dtype, mode="r", shape=(count,)) if count else np.empty(0, dtype=dtype)
+
+
+class ShardWriter:
+    """Writes tokens, in order, into shards of `shard_tokens`. `finished` counts the tokens in full shards; a writer opened on a
+    folder that has some continues after them."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS) -> None:
+        self.folder = folder
+        self.tokenizer = tokenizer
+        self.dtype = dtype_for(tokenizer.vocab)
+        self.shard_tokens = shard_tokens
+        self._hash = hashlib.sha256(f"{tokenizer.digest}\n{self.dtype}\n".encode())
+        self._shards: list[tuple[str, int]] = []
+        self._file: Any = None
+        self._in_file = 0
+        while (folder / self._name()).exists():
+            self._adopt(folder / self._name())
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # An interrupted shard keeps its temporary name, and is written again next time.
+        if self._file is not None:
+            self._file.close()
+
+    @property
+    def finished(self) -> int:
+        return sum(tokens for _, tokens in self._shards)
+
+    def _name(self) -> str:
+        return f"tokens-{len(self._shards):05d}.bin"
+
+    def _adopt(self, path: Path) -> None:
+        with open(path, "rb") as file:
+            while block := file.read(2**22):
+                self._hash.update(block)
+        self._shards.append((path.name, path.stat().st_size // DTYPES[self.dtype].itemsize))
+
+    def append(self, tokens: NDArray[Any]) -> None:
+        """Append tokens."""
+        at = 0
+        while at < len(tokens):
+            if self._file is None:
+                self._file = open(self.folder / f"{self._name()}.tmp", "wb")  # noqa: SIM115  closed when the shard is full
+            piece = np.ascontiguousarray(tokens[at : at + self.shard_tokens - self._in_file], dtype=DTYPES[self.dtype])
+            self._file.write(piece.data)
+            self._hash.update(piece.data)
+            self._in_file += len(piece)
+            at += len(piece)
+            if self._in_file == self.shard_tokens:
+                self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            os.replace(self.folder / f"{self._name()}.tmp", self.folder / self._name())
+            self._shards.append((self._name(), self._in_file))
+            self._file, self._in_file = None, 0
+
+    def finish(
+        self,
+        ends: Iterable[NDArray[Any]],
+        *,
+        skipped: int = 0,
+        text_bytes: int = 0,
+        source: Iterable[str] = (),
+    ) -> Index:
+        """Close the last shard; write the ends of documents, the tokenizer and, last, the index."""
+        self._close()
+        documents = 0
+        with open(self.folder / f"{DOCUMENTS}.tmp", "wb") as file:
+            for some in ends:
+                block = np.ascontiguousarray(some, dtype=ENDS)
+                file.write(block.data)
+                self._hash.update(block.data)
+                documents += len(block)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(self.folder / f"{DOCUMENTS}.tmp", self.folder / DOCUMENTS)
+        self.tokenizer.save(self.folder)
+        index = Index(
+            dtype=self.dtype,
+            tokens=self.finished,
+            documents=documents,
+            skipped=skipped,
+            text_bytes=text_bytes,
+            shards=tuple(self._shards),
+            tokenizer={
+                "kind": self.tokenizer.kind,
+                "vocab": self.tokenizer.vocab,
+                "end": self.tokenizer.end,
+                "digest": self.tokenizer.digest,
+            },
+            source=tuple(source),
+            fingerprint=self._hash.hexdigest(),
+        )
+        index.write(self.folder)
+        return index

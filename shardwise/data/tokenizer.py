@@ -1,6 +1,5 @@
-"""From text to token numbers and back: raw bytes, or any `tokenizer.json` of the `tokenizers` library. A
-tokenizer saves itself into the folder of a data set or a checkpoint, so that what reads the folder later uses
-the same numbers."""
+"""Text to token ids and back: raw bytes, or any `tokenizer.json` of the `tokenizers` library. A tokenizer saves itself into
+the folder of a token set or a checkpoint, so that readers of the folder use the same ids."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ FILE = "tokenizer.json"
 MARKER = "shardwise_tokenizer.json"
 BYTE = "byte"
 
-# Names under which published tokenizers keep their end of document, most telling first.
+# Names that published tokenizers give the end of a document, the least ambiguous first.
 END_NAMES = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -44,7 +43,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab(self) -> int:
-        """One more than the largest token number."""
+        """One more than the largest token id."""
 
     @property
     def end(self) -> int:
@@ -52,16 +51,16 @@ class Tokenizer(Protocol):
 
     @property
     def digest(self) -> str:
-        """Two tokenizers with the same digest give the same numbers."""
+        """Two tokenizers with the same digest give the same ids."""
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, with no special token added."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """The tokens of several texts, each an array."""
+        """The tokens of several texts, an array each."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of some tokens; special tokens leave no trace."""
+        """The text of some tokens; special tokens are left out."""
 
     def save(self, folder: str | Path) -> None:
         """Write into a folder what `load_tokenizer(folder)` needs."""
@@ -82,7 +81,7 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        # A sample may be cut in the middle of a character, and a model may say bytes that are no text at all.
+        # A sample may end in the middle of a character, and a model may generate bytes that are not text.
         return bytes(i for i in map(int, ids) if 0 <= i < 256).decode("utf-8", errors="replace")
 
     def save(self, folder: str | Path) -> None:
@@ -90,18 +89,18 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """A `tokenizer.json`. Its truncation and padding are switched off: a data set holds every token once."""
+    """A `tokenizer.json`. Truncation and padding are off: a token set holds every token once."""
 
     kind = "json"
 
     def __init__(self, content: bytes, *, end: str = "", hint: str = "", where: str = FILE) -> None:
-        """`end` names the end of document; `hint` is a name to try before the usual ones."""
+        """`end` names the end-of-document token; `hint` is a name to try before the usual ones."""
         self._content = content
         self._library = _read(content, where)
         vocabulary = self._library.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise UserError(Problem("is a tokenizer without a single token", where=where))
-        # Numbers may have gaps, so the count of tokens would be too small.
+        # Ids may have gaps, so the count of tokens would be too small.
         self.vocab = max(vocabulary.values()) + 1
         self.end_name = _find_end(vocabulary, end, hint, where)
         self.end: int = vocabulary[self.end_name]
@@ -112,7 +111,7 @@ class JsonTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         kind = np.uint16 if self.vocab <= 2**16 else np.uint32
-        # The fast call skips offsets, which nothing here looks at.
+        # The fast call skips offsets, which nothing here needs.
         encodings = self._library.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=kind) for encoding in encodings]
 
@@ -127,8 +126,8 @@ class JsonTokenizer:
 
 
 def load_tokenizer(where: str | Path, end: str = "") -> Tokenizer:
-    """The tokenizer called "byte", of a `tokenizer.json`, or of a folder that holds one. `end` names the
-    token that ends a document, where the usual names do not find it."""
+    """The tokenizer called "byte", of a `tokenizer.json`, or of a folder with one. `end` names the end-of-document token where
+    it has no usual name."""
     path = Path(where)
     if str(where) == BYTE:
         if end:
@@ -188,7 +187,7 @@ def _find_end(vocabulary: dict[str, int], end: str, hint: str, where: str) -> st
 
 
 def _published_end(folder: Path) -> str:
-    """The end of document that a published model's `tokenizer_config.json` names, if it does."""
+    """The end-of-document token that a published model's `tokenizer_config.json` names, or ""."""
     try:
         named = json.loads((folder / "tokenizer_config.json").read_bytes())["eos_token"]
         return named if isinstance(named, str) else str(named["content"])

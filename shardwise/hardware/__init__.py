@@ -1,14 +1,13 @@
-"""Chips, links and clusters: what they can do by their makers, and how much of it kernels and collectives reach.
+"""Chips, links and clusters: their specified peaks, and how much of these kernels and collectives reach.
 
 Every time is in seconds and every function takes numbers or arrays that broadcast. No torch.
 """
 
 from shardwise.hardware.attention import attention_flops, attention_seconds, kernel_on
-from shardwise.hardware.bandwidth import memory_seconds
 from shardwise.hardware.chips import ALIASES, CHIPS, Chip, chip_of_driver_name, find_chip, unknown_chip
 from shardwise.hardware.cluster import Cluster, make_cluster
-from shardwise.hardware.collectives import OPERATIONS, Operation, choose, collective_seconds, wire_bytes
-from shardwise.hardware.efficiency import borrowed_from, sustained_seen
+from shardwise.hardware.collectives import OPERATIONS, Operation, collective_seconds
+from shardwise.hardware.efficiency import memory_seconds
 from shardwise.hardware.gemm import gemm_seconds, grouped_gemm_seconds
 from shardwise.hardware.profile import Profile, load_profile
 
@@ -22,9 +21,7 @@ __all__ = [
     "Profile",
     "attention_flops",
     "attention_seconds",
-    "borrowed_from",
     "chip_of_driver_name",
-    "choose",
     "collective_seconds",
     "find_chip",
     "gemm_seconds",
@@ -33,7 +30,5 @@ __all__ = [
     "load_profile",
     "make_cluster",
     "memory_seconds",
-    "sustained_seen",
     "unknown_chip",
-    "wire_bytes",
 ]

@@ -1,9 +1,9 @@
 """How long attention takes in one fused kernel (FlashAttention), which never writes the scores to memory.
 
-Queries are cut into blocks that go over the keys one after the other; blocks are dealt out to the chip's units. Three things
-keep it from its best speed: the start and end of each block, and the half-empty squares on the diagonal of a causal mask
-(together: some keys more to go over); the last blocks, during which other units idle; and too few blocks to fill the chip.
-With one query for each sequence, as in decoding, reading the keys and values takes the time.
+Queries are split into blocks that loop over the keys; blocks are distributed over the chip's units. Three things cost speed:
+the start and end of each block and the half-empty tiles on the diagonal of a causal mask (modelled as some extra keys); the
+tail, when the last blocks run and other units idle; and too few blocks to fill the chip. With one query for each sequence,
+as in decoding, reading the keys and values takes the time.
 
 Sources of the model: FlashAttention (Dao et al. 2022), FlashAttention-2 (Dao 2023), FlashAttention-3 (Shah et al. 2024).
 """
@@ -21,9 +21,9 @@ Kernel = Literal["flash1", "flash2", "flash3"]
 Direction = Literal["forward", "backward"]
 
 BLOCK = 128  # rows of a block of queries (forward) or keys (backward)
-# Products per pair of query and key: the forward pass has two, the backward pass repeats one and adds four.
+# GEMMs per pair of query and key: the forward has two, the backward recomputes one and adds four.
 BACKWARD_FLOPS = 2.5
-# The backward pass reads queries, keys, values, output and its gradient, and writes three gradients.
+# The backward reads queries, keys, values, output and its gradient, and writes three gradients.
 BACKWARD_BYTES = 2.5
 
 
@@ -37,10 +37,10 @@ def attention_flops(
     causal: bool = True,
     direction: Direction = "forward",
 ) -> Any:
-    """FLOPs that count: pairs that a causal mask hides are left out. The queries are the last ones of the keys."""
+    """FLOPs without the pairs that a causal mask hides. The queries are the last positions of the keys."""
     width = np.asarray(head_dim, dtype=float) + (head_dim if v_dim is None else v_dim)
-    seen = _seen(np.asarray(queries, dtype=float), np.asarray(keys, dtype=float), causal)
-    flops = 2.0 * width * batch * heads * queries * seen
+    visible = _visible_keys(np.asarray(queries, dtype=float), np.asarray(keys, dtype=float), causal)
+    flops = 2.0 * width * batch * heads * queries * visible
     return flops * BACKWARD_FLOPS if direction == "backward" else flops
 
 
@@ -61,8 +61,7 @@ def attention_seconds(
 ) -> Any:
     """Device time of attention over `batch` sequences and `heads` query heads.
 
-    `kv_heads` says how many heads the keys and values have (default: as many). "flash3" stands for FlashAttention-3 and
-    cuDNN.
+    `kv_heads` is the number of heads of the keys and values (default: `heads`). "flash3" is FlashAttention-3 or cuDNN.
     """
     kernel = kernel_on(chip, kernel)
     fitted = constants("attention", chip)[kernel][direction]["constants"]
@@ -79,7 +78,7 @@ def attention_seconds(
 
 
 def kernel_on(chip: Chip, kernel: Kernel) -> Kernel:
-    """What runs on a chip in the place of a kernel: FlashAttention-2 where that one does not."""
+    """The kernel that runs on a chip: the one asked for, or FlashAttention-2 where it is not supported."""
     return kernel if kernel in constants("attention", chip) else "flash2"
 
 
@@ -98,7 +97,7 @@ def model_seconds(
     dtype: str,
     sustained: Any,
 ) -> Any:
-    """The model itself, of any constants: what the fit calls."""
+    """The model itself, with any constants; the fit calls it."""
     batch, heads, queries, keys = (np.asarray(value, dtype=float) for value in (batch, heads, queries, keys))
     width = np.add(head_dim, v_dim, dtype=float)
     backward = direction == "backward"
@@ -107,8 +106,8 @@ def model_seconds(
     flops = 2.0 * width * (BACKWARD_FLOPS if backward else 1.0)  # of a query and a key
 
     idle_keys = fitted["extra"] + (fitted["diagonal"] if causal else 0.0)
-    total = flops * batch * heads * queries * (_seen(queries, keys, causal) + idle_keys) / speed
-    # The longest block, on one unit: the last queries see all keys.
+    total = flops * batch * heads * queries * (_visible_keys(queries, keys, causal) + idle_keys) / speed
+    # The longest block, on one unit: the last queries attend to all keys.
     longest = flops * np.minimum(queries, BLOCK) * (keys + idle_keys) / (speed / chip.units)
     blocks = batch * heads * np.ceil(queries / BLOCK)
     computing = np.where(blocks <= chip.units, np.maximum(longest, total), total + fitted["tail"] * longest)
@@ -122,6 +121,6 @@ def model_seconds(
     return seconds if seconds.ndim else float(seconds)
 
 
-def _seen(queries: Any, keys: Any, causal: bool) -> Any:
-    """Keys a query sees on average; with a causal mask the queries are the last of the keys, so half when all are there."""
+def _visible_keys(queries: Any, keys: Any, causal: bool) -> Any:
+    """Keys that a query attends to, on average; with a causal mask the queries are the last positions of the keys."""
     return keys - np.minimum(queries, keys) / 2 if causal else keys

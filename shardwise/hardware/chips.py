@@ -1,7 +1,7 @@
 """Accelerators by name: peak speed, memory and links as their makers state them, dense (no sparsity), and what a device
 costs to rent. A *device* is what the framework calls one: half of an MI250X, a whole TPU chip.
 
-How much of a peak is reached stands elsewhere: `efficiency.json`, fitted to measurements, and the functions beside it.
+How much of a peak is reached is fitted to measurements: see `efficiency.py`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ GB, GIB = 10**9, 2**30
 
 @dataclass(frozen=True)
 class Chip:
-    """One accelerator device and its place in the platform it is usually sold in. Speeds are per second, sizes in bytes."""
+    """One accelerator device in the platform it is usually sold in. Speeds are per second, sizes in bytes."""
 
     name: str
     maker: str
-    generation: str  # whose kernels run on it: names a set of constants in efficiency.json
+    generation: str  # names the planner's fitted constants
     peak: dict[str, float] = field(hash=False)  # FLOP/s by dtype, dense
     memory: int
     hbm: float
-    units: int  # multiprocessors, compute units, matrix units or cores: what a kernel's tiles are dealt out to
+    units: int  # multiprocessors, compute units, matrix units or cores: tiles are distributed over them
     l2: int
     power: float  # W
     devices_per_node: int
@@ -52,9 +52,9 @@ class Chip:
         return replace(self, clock=clock, hbm=hbm_gbs * GB if hbm_gbs else self.hbm)
 
     def speed(self, dtype: str) -> float:
-        """Peak FLOP/s for products of `dtype`, under the power cap if there is one."""
+        """Peak FLOP/s of GEMMs in `dtype`, under the power cap if there is one."""
         if dtype not in self.peak:
-            raise UserError(Problem(f"{self.name} has no {dtype} products; it has {', '.join(self.peak)}"))
+            raise UserError(Problem(f"{self.name} has no {dtype} GEMMs; it has {', '.join(self.peak)}"))
         return self.peak[dtype] * self.clock
 
 
@@ -72,8 +72,8 @@ ITEM_BYTES = {
 
 
 def _tera(**speeds: float) -> dict[str, float]:
-    """Peaks in FLOP/s from TFLOP/s; float32 is the rate outside tensor cores, which is what PyTorch uses unless TF32 is
-    asked for. `half` is both 16-bit formats."""
+    """Peaks in FLOP/s from TFLOP/s. float32 is the rate without tensor cores, which PyTorch uses unless TF32 is enabled;
+    `half` is both 16-bit formats."""
     half = speeds.pop("half", 0.0)
     named = dict(speeds, float16=half, bfloat16=half) if half else speeds
     return {name: speed * 1e12 for name, speed in named.items()}
@@ -86,7 +86,7 @@ def _tera(**speeds: float) -> dict[str, float]:
 # 200 or 400 Gb/s for each device; DGX B300: of 800).
 # Prices: public on-demand prices of 2025 in machines of eight: Lambda (V100, A100, H100, B200), RunPod (H200 and the PCIe
 # cards), CoreWeave (GB200), Vultr (MI300X and later), Google Cloud (TPU). A800 and H800 stand at the price of the chip they
-# were cut from, B300 and GB300 a fifth above B200 and GB200, for want of a list that names them.
+# were cut from, B300 and GB300 a fifth above B200 and GB200: no list has them.
 _V100 = Chip(
     name="v100-sxm-32g",
     maker="NVIDIA",
@@ -188,7 +188,7 @@ _TPU_V4 = Chip(
     name="tpu-v4",
     maker="Google",
     generation="tpu",
-    # float32 products are made of bfloat16 passes; six of them keep full precision.
+    # A float32 GEMM is made of bfloat16 passes; six of them keep full precision.
     peak=_tera(float32=275 / 6, bfloat16=275, int8=275),
     memory=32 * GIB,
     hbm=1.228e12,
@@ -205,7 +205,7 @@ _TPU_V4 = Chip(
 
 
 def _cpu() -> Chip:
-    """This machine, by a modest guess: 50 GFLOP/s in float32 and 5 GB/s of memory a core. A measured profile says better."""
+    """This machine, by a modest guess: 50 GFLOP/s in float32 and 5 GB/s of memory a core. A measured profile is better."""
     cores = os.cpu_count() or 1
     try:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -232,7 +232,7 @@ def _cpu() -> Chip:
     )
 
 
-# A driver's name is looked up in this order, so the more exact name stands first.
+# A driver's name is looked up in this order, so the more exact name comes first.
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
@@ -370,7 +370,7 @@ ALIASES = {
 
 
 def unknown_chip(run: Run) -> Iterator[Broken]:
-    """The rule that a run's chip must be one of the catalogue."""
+    """The rule that a run's chip is in the catalogue."""
     try:
         find_chip(run.cluster.chip or "cpu")
     except UserError as problem:
@@ -378,7 +378,7 @@ def unknown_chip(run: Run) -> Iterator[Broken]:
 
 
 def find_chip(name: str) -> Chip:
-    """The chip called `name`, by its catalogue name or a shorter one; a user's mistake names what comes near."""
+    """The chip called `name`, by its catalogue name or an alias."""
     wanted = name.strip().lower().replace("_", "-")
     wanted = ALIASES.get(wanted, wanted)
     if wanted not in CHIPS:

@@ -1,7 +1,7 @@
-"""Devices joined to a cluster: how many stand in a machine, how many share the fast link, and what runs between them.
+"""A cluster of devices: how many are in a machine, how many share the fast link, and the network between them.
 
-Ranks are numbered so that the axes lie, from the innermost: tensor, context, shard, replicate, pipeline. A group of an axis
-is then given by its size and its stride, the product of the sizes inside it: members are `stride` ranks apart.
+The axes of the rank order are, from the innermost: tensor, context, shard, replicate, pipeline. A group of an axis is given
+by its size and its stride, the product of the sizes inside it: members are `stride` ranks apart.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardwise.run.problems import Problem, UserError
 Fabric = Literal["rail", "fat-tree", "ethernet", "torus"]
 FABRICS: tuple[Fabric, ...] = ("rail", "fat-tree", "ethernet", "torus")
 
-# A hop over a cloud's Ethernet against one over InfiniBand, where cards do by themselves what software does there: from the
+# Latency of a hop over a cloud's Ethernet, where software does what InfiniBand cards do, relative to InfiniBand: from the
 # published all-reduces of four B200 machines on EFA.
 ETHERNET_LATENCY = 20.0
 # Machines under one pair of leaf switches in the usual scalable unit; a tapered fat tree is narrower above them.
@@ -27,7 +27,7 @@ POD_NODES = 32
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the collectives' times depend on. Bandwidths are bytes/s of a device in one direction, latencies seconds a hop."""
+    """What collectives depend on. Bandwidths are bytes/s of a device in one direction, latencies seconds a hop."""
 
     chip: Chip
     devices: int
@@ -41,8 +41,8 @@ class Cluster:
     taper: float = 1.0  # how many times less bandwidth each device has beyond its pod
     pod: int = 0  # devices below the taper
     torus_dims: int = 0  # dimensions of the torus that the fast link forms; 0: it is a switch
-    in_switch: bool = False  # the fast link's switch adds up (NVLink SHARP)
-    sharp: bool = False  # the network's switches add up too
+    in_switch: bool = False  # the fast link's switch reduces (NVLink SHARP)
+    sharp: bool = False  # the network's switches reduce too
     profile: Any = None
 
     @property
@@ -55,11 +55,11 @@ class Cluster:
         return np.clip(np.floor_divide(self.domain, stride), 1, size)
 
     def spans(self, size: Any, stride: Any = 1) -> Any:
-        """How many fast-link domains a group reaches over."""
+        """How many fast-link domains a group spans."""
         return np.ceil(np.divide(size, self.members_in_domain(size, stride)))
 
     def network(self, size: Any, stride: Any = 1, sharing: Any = 1) -> Any:
-        """Bytes/s of one device's network card for a group: less beyond a pod of a tapered tree, or when it is shared."""
+        """Bytes/s of one device's network card for a group: less beyond a pod of a tapered tree, or when groups share it."""
         beyond = np.where(np.multiply(size, stride) > self.pod, self.taper, 1.0)
         return self.inter / (beyond * sharing)
 
@@ -77,7 +77,7 @@ def make_cluster(
     fabric: str = "",
     profile: Any = None,
 ) -> Cluster:
-    """`nodes` machines of a chip; a 0 or "" stands for what is usual for that chip."""
+    """`nodes` machines of a chip; 0 or "" is the usual value of that chip."""
     chip = find_chip(chip_name) if isinstance(chip_name, str) else chip_name
     problems = [
         Problem(f"is {value}, but has to be at least {least}", name)
@@ -98,7 +98,7 @@ def make_cluster(
     if profile is not None:
         chip = replace(chip, profile=profile)
     per_node = per_node or chip.devices_per_node
-    # A fast link that reaches beyond a machine does so whatever number of devices a machine has; one that does not, does not.
+    # A fast link that joins machines keeps its domain whatever per_node is; one that does not ends at the machine.
     domain = domain or (chip.domain if chip.domain > chip.devices_per_node else per_node)
     fitted = constants("collectives", chip)["constants"]
     torus = kind == "torus"

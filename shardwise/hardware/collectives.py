@@ -1,13 +1,12 @@
-"""How long a collective takes: the algorithms that NCCL has, each with its hops, its bytes and the bandwidth it reaches, and
-the fastest of them.
+"""How long a collective takes: NCCL's algorithms, each with its hops, bytes and bandwidth, and the fastest of them.
 
 Bytes follow nccl-tests: the whole buffer of an all-reduce, the gathered output of an all-gather, the whole input of a
-reduce-scatter, what a rank holds in an all-to-all, the message of a broadcast or a send.
+reduce-scatter, the input of a rank in an all-to-all, the message of a broadcast or a send.
 
 A ring sends (n-1)/n of the buffer over each link and passes n-1 hops, twice for an all-reduce (Patarasuk and Yuan 2009).
 Between machines each member has a network card of its own, so with g members in a machine the ring crosses at g cards'
-bandwidth. Trees pass log2 hops (Sanders et al. 2009); a switch that adds up itself takes the buffer once. Pipelining a buffer
-through hops costs a term with the square root of its size on top of latency and bandwidth.
+bandwidth. Trees pass log2 hops (Sanders et al. 2009); with in-switch reduction the buffer passes a link once. Pipelining a
+buffer through hops adds a term with the square root of its size to latency and bandwidth.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def collective_seconds(
 ) -> Any:
     """Time of one collective over groups of `size` ranks `stride` apart, all groups of the axis at the same time.
 
-    `sharing` says how many groups use each network card at once, where it is more than that one axis's.
+    `sharing` is how many groups use each network card at once, where other axes use it too.
     """
     fitted = constants("collectives", cluster.chip)["constants"]
     times = candidates(cluster, fitted, operation, bytes, size, stride, sharing)
@@ -41,25 +40,9 @@ def collective_seconds(
     return seconds if seconds.ndim else float(seconds)
 
 
-def choose(cluster: Cluster, operation: Operation, bytes: Any, size: Any, stride: Any = 1, sharing: Any = 1) -> Any:
-    """The name of the algorithm that `collective_seconds` took."""
-    fitted = constants("collectives", cluster.chip)["constants"]
-    times = candidates(cluster, fitted, operation, bytes, size, stride, sharing)
-    names = np.array(list(times))[np.argmin(np.stack(np.broadcast_arrays(*times.values())), axis=0)]
-    return names if names.ndim else str(names)
-
-
-def wire_bytes(operation: Operation, bytes: Any, size: Any) -> Any:
-    """Bytes each rank has to send at least, whatever the algorithm without help from switches."""
-    size = np.asarray(size, dtype=float)
-    passes = {"all_reduce": 2.0, "send": 1.0, "broadcast": 1.0}.get(operation, 1.0)
-    whole = operation in ("broadcast", "send")
-    return np.asarray(bytes) * passes * np.where(size > 1, 1.0 if whole else (size - 1) / size, 0.0)
-
-
 @dataclass(frozen=True)
 class _Group:
-    """A group of ranks on a cluster, as arrays: what every algorithm starts from."""
+    """A group of ranks on a cluster, as arrays; the input of every algorithm."""
 
     cluster: Cluster
     fitted: dict[str, Any]
@@ -85,12 +68,12 @@ class _Group:
         return np.maximum(fast, np.where(self.domains > 1, moved_across / self.slow(), 0.0))
 
     def latency(self, inside_hops: Any, crossing_hops: Any) -> Any:
-        """Seconds that a first byte needs."""
+        """Seconds until the first byte arrives."""
         return inside_hops * self.cluster.intra_latency + crossing_hops * self.cluster.inter_latency
 
     def time(self, steady: Any, first: Any) -> Any:
-        """The better of two protocols: one that sends flags with the data, quick to start and slow, and one that fills
-        buffers, which is slower to start and pays for pipelining."""
+        """The faster of two protocols: flags sent with the data (LL: quick to start, slow), or filled buffers (Simple: slower to
+        start, with a cost of pipelining)."""
         fitted = self.fitted
         flagged = fitted["base"] + first + steady / fitted["flagged_share"]
         buffered = fitted["buffered_base"] + first + steady + fitted["pipelining"] * np.sqrt(first * steady)
@@ -98,7 +81,7 @@ class _Group:
 
 
 def _torus_share(cluster: Cluster, size: Any) -> Any:
-    """Share of a device's links that a group uses: a group of up to eight lies on one dimension of the torus, and so on."""
+    """Share of a device's links that a group uses: up to eight ranks lie on one dimension of the torus, and so on."""
     if not cluster.torus_dims:
         return 1.0
     return np.clip(np.ceil(np.log2(np.maximum(size, 2)) / 3), 1, cluster.torus_dims) / cluster.torus_dims
@@ -107,7 +90,7 @@ def _torus_share(cluster: Cluster, size: Any) -> Any:
 def candidates(
     cluster: Cluster, fitted: dict[str, Any], operation: str, bytes: Any, size: Any, stride: Any, sharing: Any
 ) -> dict[str, Any]:
-    """Seconds by algorithm, with any constants; infinite where an algorithm cannot be used."""
+    """Seconds by algorithm, with any constants; infinite where an algorithm does not apply."""
     size = np.asarray(size, dtype=float)
     group = _Group(
         cluster=cluster,
@@ -144,13 +127,13 @@ def _tree(operation: str, passes: float) -> Callable[[_Group], Any]:
 
 
 def _tree_share(group: _Group) -> Any:
-    """Two domains send each other their sums at once, which halves what crosses; in larger trees some pass on both ways."""
+    """Two domains exchange their sums at once, which halves what crosses; in larger trees some ranks forward both ways."""
     return np.where(group.domains > 2, 1.0, 0.5)
 
 
 def _in_switch(group: _Group) -> Any:
-    """The fast link's switch adds up and hands out, so the buffer passes each device's link once (NVLink SHARP). Across
-    domains trees join the switches, or, with in-network reduction, the network's switches add up as well."""
+    """The fast link's switch reduces and broadcasts, so the buffer passes each device's link once (NVLink SHARP). Across domains
+    trees join the switches or, with SHARP in the network, its switches reduce as well."""
     cluster, fitted = group.cluster, group.fitted
     if not cluster.in_switch:
         return np.full(np.broadcast(group.bytes, group.size).shape, np.inf)
@@ -163,7 +146,7 @@ def _in_switch(group: _Group) -> Any:
 
 
 def _doubling(operation: str) -> Callable[[_Group], Any]:
-    """Gathering or scattering in log2 rounds; NCCL has it (PAT, since 2.23) for groups with one rank in a machine."""
+    """Recursive doubling in log2 rounds; NCCL has it (PAT, since 2.23) for groups with one rank in a machine."""
 
     def seconds(group: _Group) -> Any:
         moved = group.bytes * (group.size - 1) / group.size / group.fitted["tree_share"]
@@ -174,10 +157,10 @@ def _doubling(operation: str) -> Callable[[_Group], Any]:
 
 
 def _exchange(group: _Group) -> Any:
-    """Every rank sends a part to every other: those of its own domain over the fast link, the rest over its card."""
+    """Every rank sends a slice to every other: in its own domain over the fast link, to the rest over its card."""
     cluster, fitted = group.cluster, group.fitted
     part = group.bytes / group.size
-    # On a torus a part travels a quarter of the ring in each dimension.
+    # On a torus a slice travels a quarter of the ring in each dimension.
     dims = cluster.torus_dims
     travelled = np.maximum(group.inside ** (1 / dims) * dims / 4, 1) if dims else 1.0
     inside = part * (group.inside - 1) * travelled / group.fast("all_to_all")
@@ -189,7 +172,7 @@ def _exchange(group: _Group) -> Any:
 
 
 def _send(group: _Group) -> Any:
-    """One message to a neighbour in the group: over the network as soon as some neighbours stand in different domains."""
+    """One message to a neighbour in the group: over the network as soon as some neighbours are in different domains."""
     fitted, cluster = group.fitted, group.cluster
     crosses = group.domains > 1
     fast = cluster.intra * fitted["send_share"] * _torus_share(cluster, 2)

@@ -2,7 +2,8 @@
 
 The file is written by `benchmarks/fit_hardware.py` and says for each set of constants what it was fitted to and how far it
 is off. A chip without measurements of its own names the chip whose constants it borrows; since they are relative to peak,
-memory bandwidth, units and links, they scale with those.
+memory bandwidth, units and links, they scale with those. The simplest model that uses them is here too: a kernel that only
+moves bytes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import json
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from shardwise.hardware.chips import Chip
 
@@ -22,25 +25,29 @@ def efficiency_file() -> dict[str, Any]:
 
 
 @cache
-def _entry(kind: str, chip_name: str) -> tuple[str, dict[str, Any]]:
+def _entry(kind: str, chip_name: str) -> dict[str, Any]:
     table = efficiency_file()[kind]
     entry = table[chip_name]
     while isinstance(entry, str):
-        chip_name, entry = entry, table[entry]
-    return chip_name, entry
+        entry = table[entry]
+    return entry
 
 
 def constants(kind: str, chip: Chip) -> dict[str, Any]:
     """The constants of one kind ("gemm", "memory", "attention" or "collectives") that hold for `chip`."""
-    return _entry(kind, chip.name)[1]
+    return _entry(kind, chip.name)
 
 
-def borrowed_from(kind: str, chip: Chip) -> str:
-    """The chip whose measurements stand in for `chip`'s own, or "" where it has its own."""
-    lender = _entry(kind, chip.name)[0]
-    return "" if lender == chip.name else lender
+def memory_seconds(chip: Chip, bytes: Any, words: tuple[str, str, str] | None = None) -> Any:
+    """Device time of an elementwise kernel, norm, copy or optimizer step that reads and writes `bytes` in all: a start-up time,
+    then a steady share of the memory bandwidth, so half of that speed is reached at a few megabytes. No bytes take no time.
 
-
-def sustained_seen(chip: Chip) -> float:
-    """Speed that products kept in a long run without pause, relative to a short one, where that was measured; else 1."""
-    return constants("gemm", chip)["bfloat16"].get("sustained", 1.0)
+    `words` name the operation of the network, its direction and its dtype: a profile may have measured it.
+    """
+    moved = np.asarray(bytes, dtype=float)
+    fitted = constants("memory", chip)["constants"]
+    seconds = np.where(moved > 0, fitted["floor"] + moved / (chip.hbm * fitted["share"]), 0.0)
+    if chip.profile is not None:
+        factor = chip.profile.elementwise_factor(chip, moved, words) if words else None
+        seconds = seconds * (chip.profile.memory_factor(chip, moved) if factor is None else factor)
+    return seconds if seconds.ndim else float(seconds)

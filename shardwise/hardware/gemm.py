@@ -1,9 +1,9 @@
-"""How long a matrix product takes on the device, without the launch.
+"""How long a GEMM takes on the device, without the launch.
 
-A library cuts the output into tiles and deals them out to the chip's units; what is left over in the last wave idles. Small
-products are cut along k as well, so that all units have work, at the cost of adding up the parts. Beside that stands the
-time to read the inputs and write the output once. The library picks the tile that is fastest, and so does this model: the
-least over a few tile shapes, each with a share of the peak that was fitted (`efficiency.json`).
+A library splits the output into tiles and distributes them over the chip's units; in the last wave some units idle. A small
+GEMM is also split along k (split-K), so that all units have work, at the cost of a reduction. Reading the inputs and writing
+the output once takes time too. The library picks the fastest tile, and so does this model: the least over a few tile shapes,
+each with a fitted share of the peak (`efficiency.json`).
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ import numpy as np
 from shardwise.hardware.chips import ITEM_BYTES, Chip
 from shardwise.hardware.efficiency import constants
 
-# Beyond the largest products that were measured, the loss of clock is held where it was there.
+# Beyond the largest GEMMs that were measured, the loss of clock stays as it was there.
 MOST_DOUBLINGS = 8.0
 
 
 @dataclass(frozen=True)
 class GemmConstants:
-    """What was fitted for one chip and dtype; all relative to the chip's figures, or in seconds."""
+    """Fitted constants of one chip and dtype, relative to the chip's figures or in seconds."""
 
     tiles: tuple[tuple[int, int, float], ...]  # rows, columns, share of the peak while it computes
     depth: float  # steps of k that starting and ending a tile cost
-    split_depth: float  # least k that is left to a part when a product is cut along k
-    split_seconds: float  # adding the parts up
-    quantum: float  # share of the last wave's idle units that is really lost
+    split_depth: float  # least k of a split-K slice
+    split_seconds: float  # the reduction of split-K
+    quantum: float  # share of the last wave's idle time that is lost
     memory: float  # share of the memory bandwidth
     memory_ramp: float  # seconds until it is reached
-    norm: float  # how computing and reading add up: 1 one after the other, infinity side by side
+    norm: float  # how compute and memory time add up: 1 in sequence, infinity overlapped
     floor: float  # seconds of the smallest kernel
     droop: float  # speed lost for each doubling of the work beyond droop_flops: the chip reaches its power limit
     droop_flops: float
-    grouped: float = 1.0  # speed of many products in one kernel, relative to a single one
+    grouped: float = 1.0  # speed of a grouped GEMM relative to a single one
 
 
 @cache
@@ -50,10 +50,10 @@ def gemm_constants(chip: Chip, dtype: str) -> GemmConstants:
 def gemm_seconds(
     chip: Chip, m: Any, n: Any, k: Any, dtype: str = "bfloat16", count: Any = 1, sustained: Any = 1.0
 ) -> Any:
-    """Device time of `count` independent products of m×k by k×n in one kernel.
+    """Device time of `count` independent GEMMs of m×k by k×n in one kernel.
 
-    `sustained` is the clock in a long run relative to that in the measurements; inputs are of `dtype`, outputs too but never
-    narrower than two bytes.
+    `sustained` is the clock in a long run relative to that in the measurements. Inputs are of `dtype`; outputs too, but of at
+    least two bytes.
     """
     seconds = model_seconds(gemm_constants(chip, dtype), chip, m, n, k, dtype, count, sustained)
     if chip.profile is not None:

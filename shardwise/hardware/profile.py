@@ -1,7 +1,7 @@
 """A measured profile of this machine, as `shardwise bench` writes it, and how it corrects the catalogue.
 
 Each measured point gives a factor: measured over modelled time. A shape that was not measured takes the factors of the
-nearest measured ones, weighted by distance in the logarithm of its sizes, so the model's form stays and its level is this
+nearest measured ones, weighted by the distance of their log sizes. So the model keeps its form, and its level is the
 machine's.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardwise.hardware.chips import Chip
     from shardwise.hardware.cluster import Cluster
 
-# What each kind of point holds: numbers that are sizes, then words, then `seconds`.
+# The fields of each kind of point: sizes, then words; `seconds` besides.
 SIZES = {
     "gemm": ("m", "n", "k"),
     "grouped": ("tokens", "n", "k", "experts"),
@@ -38,7 +38,7 @@ WORDS = {
     "collective": ("operation",),
     "attention": ("kernel", "direction", "dtype", "causal"),
 }
-# What is known of the whole: words, then numbers.
+# Facts of the whole profile: texts, then numbers.
 TEXTS = ("machine", "chip", "torch", "date")
 NUMBERS = ("threads", "kernel_seconds", "launch", "overhead", "layer_overhead")
 VERSION = 2
@@ -63,15 +63,13 @@ class Profile:
     date: str = ""
     threads: float = 0  # of a CPU
     kernel_seconds: float = 0  # a tiny operation, when they follow each other
-    launch: float = (
-        0  # seconds of the host for each kernel that the planner counts in a step of training; 0: not measured
-    )
+    launch: float = 0  # host seconds for each kernel that the planner counts in a training step; 0: not measured
     overhead: float = 0  # seconds of a step of training besides
     layer_overhead: float = 0  # and for each layer of a rank, once a step: its optimizer
     _factors: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def gemm_factor(self, chip: Chip, m: Any, n: Any, k: Any, dtype: str, count: Any = 1) -> Any:
-        """What the measured products say about one; many products in a kernel count as one of as many more rows."""
+        """The factor of a GEMM; several in one kernel count as one with as many more rows."""
         from shardwise.hardware.gemm import gemm_seconds
 
         plain = replace(chip, profile=None)
@@ -79,7 +77,7 @@ class Profile:
         return self._factor("gemm", (dtype,), plain, sizes, lambda m, n, k: gemm_seconds(plain, m, n, k, dtype))
 
     def grouped_factor(self, chip: Chip, tokens: Any, n: Any, k: Any, experts: Any, dtype: str) -> Any:
-        """What the measured products of many experts say about one."""
+        """The factor of a grouped GEMM."""
         from shardwise.hardware.gemm import grouped_gemm_seconds
 
         plain = replace(chip, profile=None)
@@ -87,12 +85,12 @@ class Profile:
         return self._factor("grouped", (dtype,), plain, sizes, lambda *each: grouped_gemm_seconds(plain, *each, dtype))  # type: ignore[call-arg]
 
     def measures(self, kind: str, dtype: str) -> bool:
-        """Whether there are points of a kind in this format."""
+        """Whether there are points of a kind in this dtype."""
         return any(point["dtype"] == dtype for point in getattr(self, kind))
 
     def elementwise_factor(self, chip: Chip, bytes: Any, words: tuple[str, str, str]) -> Any | None:
-        """What a measured operation of a network says about one that moves so many bytes; None where it was not measured."""
-        from shardwise.hardware.bandwidth import memory_seconds
+        """The factor of an elementwise operation that moves so many bytes; None where it was not measured."""
+        from shardwise.hardware.efficiency import memory_seconds
 
         if not any(tuple(point[word] for word in WORDS["elementwise"]) == words for point in self.elementwise):
             return None
@@ -100,8 +98,8 @@ class Profile:
         return self._factor("elementwise", words, plain, (bytes,), lambda moved: memory_seconds(plain, moved))
 
     def memory_factor(self, chip: Chip, bytes: Any) -> Any:
-        """What the measured copies say about one."""
-        from shardwise.hardware.bandwidth import memory_seconds
+        """The factor of a copy."""
+        from shardwise.hardware.efficiency import memory_seconds
 
         plain = replace(chip, profile=None)
         return self._factor("memory", (), plain, (bytes,), lambda moved: memory_seconds(plain, moved))
@@ -119,7 +117,7 @@ class Profile:
         direction: str,
         dtype: str,
     ) -> Any:
-        """What the measured attention kernels say about one."""
+        """The factor of an attention kernel."""
         from shardwise.hardware.attention import attention_seconds
 
         plain = replace(chip, profile=None)
@@ -132,8 +130,7 @@ class Profile:
         )
 
     def collective_factor(self, cluster: Cluster, operation: str, bytes: Any, size: Any, stride: Any = 1) -> Any:
-        """What the measured collectives say about one. They were measured inside a machine: a group that leaves it is
-        not corrected."""
+        """The factor of a collective. They were measured inside a machine: a group that spans several is not corrected."""
         from shardwise.hardware.collectives import collective_seconds
 
         plain = replace(cluster, profile=None)
@@ -149,7 +146,7 @@ class Profile:
     def _factor(
         self, kind: str, words: tuple[Any, ...], subject: Any, sizes: tuple[Any, ...], model: Callable[..., Any]
     ) -> Any:
-        """Measured over modelled time at `sizes`, for the chip or cluster `subject` that `model` is of."""
+        """Measured over modelled time at `sizes`; `subject` is the chip or cluster of `model`."""
         key = (kind, words, subject)
         if key not in self._factors:
             self._factors[key] = self._measured(kind, words, model)
@@ -172,7 +169,7 @@ class Profile:
 
 
 def _interpolate(places: Any, logs: Any, asked: Any) -> Any:
-    """The logarithm of the factor at `asked`: that of the nearest places, weighted by the inverse square of distance."""
+    """The logarithm of the factor at `asked`: the mean of the nearest points, weighted by the inverse square of distance."""
     distance = ((asked[:, None, :] - places[None, :, :]) ** 2).sum(axis=-1)
     count = min(NEIGHBOURS, len(logs))
     near = np.argpartition(distance, count - 1, axis=1)[:, :count]
@@ -181,7 +178,7 @@ def _interpolate(places: Any, logs: Any, asked: Any) -> Any:
 
 
 def load_profile(path: str | Path) -> Profile:
-    """Read a profile; everything wrong with it is said at once."""
+    """Read a profile; everything wrong with it is reported at once."""
     where = str(path)
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))

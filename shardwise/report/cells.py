@@ -1,5 +1,5 @@
-"""Quantities on a grid of characters: how many cells each part of a bar gets, and which span each cell of a timeline
-shows. No text library here, only arithmetic."""
+"""Quantities on a grid of characters: how many cells each part of a bar gets, and which span each cell of a timeline shows.
+Arithmetic only; `terminal` draws."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from shardwise.ledger import Span
 
 OWNER_LETTERS = {"parameters": "P", "gradients": "G", "optimizer": "O", "activations": "A", "logits": "L",
                  "gathered": "Z", "buffers": "B", "workspace": "W"}  # fmt: skip
-"""What stands for an owner where there is no colour; Z is for ZeRO, which gathers."""
+"""The letter of an owner where there is no colour; Z is for ZeRO, which gathers."""
 
 KIND_LETTERS = {"forward": ">", "recompute": "r", "backward": "<", "backward_input": "<", "backward_weight": "w",
                 "optimizer": "o", "matmul": "m", "attention": "a", "memory": "y", "host": "h", "replicate": "R",
                 "shard": "S", "context": "C", "tensor": "T", "pipeline": "P", "expert": "E", "data": "d",
                 "checkpoint": "k", "other": "x"}  # fmt: skip
-"""What stands for a pass or category where there is no colour: computing in small letters, traffic in capitals."""
+"""The letter of a pass or category where there is no colour: compute in lower case, communication in capitals."""
 
 IDLE = "."
 
@@ -31,8 +31,8 @@ class Piece:
 
 
 def stacked(values: Sequence[float], scale: float, width: int) -> list[int]:
-    """Cells for each part of a bar that is `width` long at `scale`. The sums are rounded, not the parts, so the bar as a
-    whole has the right length."""
+    """Cells for each part of a bar that is `width` long at `scale`. Running sums are rounded, not parts, so that the whole bar
+    has the right length."""
     if not scale > 0 or not isfinite(scale):
         return [0] * len(values)
     cells, so_far, used = [], 0.0, 0
@@ -45,16 +45,16 @@ def stacked(values: Sequence[float], scale: float, width: int) -> list[int]:
 
 
 def paint(spans: Iterable[Span], seconds: float, width: int) -> list[Piece]:
-    """One row of a timeline. A cell shows what computes in most of it, else what traffic fills most of it, else nothing:
-    traffic behind computing costs no time."""
-    computing: list[tuple[float, Span | None]] = [(0.0, None)] * width
-    traffic = computing.copy()
+    """One row of a timeline. A cell shows the compute that fills at least half of it, else the communication that does, else
+    nothing: overlapped communication costs no time."""
+    compute: list[tuple[float, Span | None]] = [(0.0, None)] * width
+    traffic = compute.copy()
     busy = [0.0] * width
     for span in spans:
         if span.category == "bubble" or not seconds > 0:
             continue
         start, end = span.start / seconds * width, (span.start + span.seconds) / seconds * width
-        best = computing if span.stream == "compute" else traffic
+        best = compute if span.stream == "compute" else traffic
         for cell in range(max(0, int(start)), min(width, ceil(end))):
             cover = min(end, cell + 1) - max(start, cell)
             if span.stream == "compute":
@@ -62,7 +62,7 @@ def paint(spans: Iterable[Span], seconds: float, width: int) -> list[Piece]:
             if cover > best[cell][0]:
                 best[cell] = (cover, span)
     shown = [
-        computing[cell][1] if busy[cell] >= 0.5 else traffic[cell][1] if traffic[cell][0] >= 0.5 else None
+        compute[cell][1] if busy[cell] >= 0.5 else traffic[cell][1] if traffic[cell][0] >= 0.5 else None
         for cell in range(width)
     ]
     return _joined(shown)
@@ -85,7 +85,7 @@ def caption(span: Span, cells: int) -> str:
 
 
 def rows_shown(ranks: Sequence[int], most: int) -> list[int | None]:
-    """The ranks to draw: all, or as many from both ends as fit around a None that stands for those between."""
+    """The ranks to draw: all, or as many from both ends as fit; None stands for those between."""
     if len(ranks) <= most:
         return list(ranks)
     head = (most - 1) // 2 + (most - 1) % 2

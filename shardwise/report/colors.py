@@ -1,17 +1,13 @@
-"""One colour for each axis, category of time, owner of memory and pass, on light and dark paper alike.
+"""One colour for each axis, category of time, owner of memory and pass, for light and dark backgrounds alike.
 
-Colours that meet in one picture were moved apart until they stay distinct in OKLab under normal sight, protanopia and
-deuteranopia, each kept at a contrast of 1.9 or more with both papers; the tests measure it. A picture never rests on
-colour alone: bars carry names, cells carry letters.
+Colours that meet in one chart are distinct in OKLab under normal sight, protanopia and deuteranopia, each with a contrast of
+1.9 or more to both backgrounds; the tests measure it. No chart relies on colour alone: bars have names, cells have letters.
 """
 
 from __future__ import annotations
 
 from shardwise.ledger import Span
 from shardwise.report.pick import pass_of
-
-PAPER_LIGHT = "#ffffff"
-PAPER_DARK = "#16181d"
 
 AXIS = {
     "replicate": "#e391d2",
@@ -43,7 +39,7 @@ OWNER = {
     "optimizer": OPTIMIZER,
     "activations": "#5bb8fe",
     "logits": "#c32420",
-    "gathered": AXIS["shard"],  # whole layers of ZeRO: the shard axis holds them
+    "gathered": AXIS["shard"],  # unsharded layers of ZeRO: the shard axis causes them
     "buffers": "#b58b5b",
     "workspace": "#a6abb1",
 }
@@ -74,22 +70,22 @@ def of_owner(name: str) -> str:
 
 
 def of_span(span: Span) -> str:
-    """Computing has the colour of its pass where the name tells it; all else that of its category."""
+    """The colour of the pass for compute whose name gives it; else the colour of the category."""
     return PASS.get(pass_of(span)) or of_category(span.category)
 
 
 def ink_on(color: str) -> str:
-    """Black or white, whichever is easier to read on this colour."""
+    """Black or white text, whichever is easier to read on this colour."""
     red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
     return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#ffffff"
 
 
 def shade(color: str, share: float) -> str:
-    """The colour moved towards white by a share, so that neighbours of one kind can be told apart."""
+    """The colour moved towards white by a share, so that neighbours of one kind can be distinguished."""
     parts = (int(color[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
 
 
 def ramp(position: float) -> str:
-    """The colour of a place between 0, little, and 1, much."""
+    """The colour of a position between 0, little, and 1, much."""
     return RAMP[min(len(RAMP) - 1, max(0, round(position * (len(RAMP) - 1))))]

@@ -1,5 +1,5 @@
-"""The ledger as one HTML file: no font, script or picture from elsewhere, so it opens offline, prints, and can be sent to
-anyone. The functions mirror those of `terminal`; each returns a section, and `page` puts sections together.
+"""The ledger as one HTML file that loads nothing from elsewhere: it opens offline, prints, and can be sent to anyone. The
+functions mirror those of `terminal`; each returns a section, and `page` puts sections together.
 
 Every text passes through `escape` where it enters the page.
 """
@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib.resources import files
 from typing import Any
 from zlib import crc32
 
 from shardwise.ledger import Account, Difference, Memory, Timeline, Traffic
 from shardwise.report import colors, html_charts, html_timeline, pick, words
-from shardwise.report.html_script import SCRIPT
-from shardwise.report.html_style import STYLE
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,10 @@ def page(title: str, sections: Iterable[Section], remark: str = "") -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>"
+        f"<title>{escape(title)}</title><style>\n{_inlined('page.css')}</style></head><body>"
         f'<header><h1>{escape(title)}</h1><p class="remark">{escape(remark)}</p></header>\n'
         + "\n".join(_section(section) for section in sections)
-        + f'\n<div id="tip"></div><script>{SCRIPT}</script></body></html>\n'
+        + f'\n<div id="tip"></div><script>\n{_inlined("page.js")}</script></body></html>\n'
     )
 
 
@@ -49,7 +48,7 @@ def key_figures(figures: Iterable[tuple[str, str, str]]) -> Section:
 
 
 def memory_bars(memory: Memory) -> Section:
-    """Peak memory of each pipeline rank by owner against what a device holds, then the numbers."""
+    """Peak memory of each pipeline rank by owner against a device's capacity, then the numbers."""
     if not memory.ranks:
         return Section("Memory", "Not known.", "")
     bars, owners = pick.memory_bars(memory), pick.owners_of(memory)
@@ -60,8 +59,10 @@ def memory_bars(memory: Memory) -> Section:
     total = [cell("all"), *(cell(words.gib(bar.total), "n") for bar in bars)]
     heads = ["GiB", *(f"{b.label} ({b.note})" if b.note else f"rank {b.label}" for b in bars)]
     table = table_of(heads, rows, total, numbers_from=1)
-    remark = "Peak of each pipeline rank by what holds it"
-    remark += f"; the dashed line is what a device holds, {words.size(memory.capacity)}." if memory.capacity else "."
+    remark = "Peak of each pipeline rank by owner"
+    remark += (
+        f"; the dashed line is the capacity of a device, {words.size(memory.capacity)}." if memory.capacity else "."
+    )
     key = html_charts.legend([(owner, colors.of_owner(owner)) for owner in owners])
     return Section("Memory", remark, f'<div class="keep">{html_charts.memory_chart(memory)}{key}</div>{table}')
 
@@ -112,11 +113,11 @@ def traffic_table(traffic: Traffic) -> Section:
     )
 
 
-STEP = "Computing of each pipeline rank by pass, numbered by microbatch; the thin rows are its traffic by axis."
+STEP = "Computation of each pipeline rank by pass, numbered by microbatch; the thin rows are its traffic by axis."
 
 
 def timeline(timeline: Timeline, title: str = "One step", remark: str = STEP) -> Section:
-    """Each rank with its streams, to zoom into."""
+    """Each rank with its streams; can be zoomed."""
     if not timeline.spans:
         return Section(title, "Not known.", "")
     rows = html_timeline.timeline_rows(timeline)
@@ -125,12 +126,12 @@ def timeline(timeline: Timeline, title: str = "One step", remark: str = STEP) ->
     if timeline.left_out:
         remark = remark.removesuffix(".") + pick.left_out(timeline) + "."
     if shown < ranks:
-        remark += f" {shown} of {ranks} ranks are shown, evenly spread."
+        remark += f" {shown} of {ranks} ranks are shown, evenly spaced."
     if (
         sum(len(row.spans) for row in rows) < sum(span.category != "bubble" for span in timeline.spans)
         and shown == ranks
     ):
-        remark += " Neighbouring spans too short to be seen are drawn as one."
+        remark += " Neighbouring spans too short to see are drawn as one."
     kinds = {kind[0]: kind[1] for kind in data["kinds"]}
     known = [name.replace("_", " ") for name in (*colors.PASS, *colors.CATEGORY)]
     key = html_charts.legend([(kind, kinds[kind]) for kind in pick.ordered(kinds, known)])
@@ -166,16 +167,14 @@ def scatter(
     size: pick.Column | None = None,
     label: pick.Column | None = None,
     limit: float | None = None,
-    title: str = "What nothing beats",
+    title: str = "Pareto front",
 ) -> Section:
-    """Candidates as points, numbered as in their ranking. A point is filled when no other is as good in all of the columns
-    and better in one; `size` is a third column, told by colour, and `limit` a line across `x`."""
+    """Candidates as points, numbered in their order; those on the Pareto front of the columns are filled. `size` is a third
+    column, shown by colour, and `limit` a line across `x`."""
     if not rows:
         return Section(title, "No candidates.", "")
     sides = " and ".join(column.title for column in (x, y, size) if column and column.better)
-    remark = (
-        f"Filled and numbered as in the ranking: nothing is as good in {sides} and better in one. Rings are beaten."
-    )
+    remark = f"Filled points are on the Pareto front of {sides}, rings are dominated. Point at one to read its layout."
     key = ""
     if size:
         values = {row[size.key]: row for row in sorted(rows, key=lambda row: row[size.key])}
@@ -192,7 +191,7 @@ def comparison_table(
     tolerance: float | Mapping[str, float],
     names: tuple[str, str] = ("plan", "run"),
 ) -> Section:
-    """Two accounts side by side; what is further apart than the tolerance is marked and can be shown alone."""
+    """Two accounts side by side; differences beyond the tolerance are marked and can be shown alone."""
     remark = pick.agreement(differences, tolerance)
     if not differences:
         return Section("Comparison", remark, "")
@@ -219,6 +218,10 @@ def notes(sentences: Iterable[str]) -> Section:
     return Section("Notes", "", f'<ul class="notes">{"".join(f"<li>{escape(each)}</li>" for each in sentences)}</ul>')
 
 
+def _inlined(name: str) -> str:
+    return files("shardwise.report").joinpath(name).read_text("utf-8")
+
+
 def _section(section: Section) -> str:
     title = f"<h2>{escape(section.title)}</h2>" if section.title else ""
     remark = f'<p class="remark">{escape(section.remark)}</p>' if section.remark else ""
@@ -230,7 +233,7 @@ def _class(name: str) -> str:
 
 
 def cell(text: str, kind: str = "", color: str = "") -> str:
-    """A cell of a table; with a colour, its key before the text."""
+    """A cell of a table; with a colour, a swatch before the text."""
     if color:
         return f'<td class="name">{html_charts.swatch(color)}{escape(text)}</td>'
     return f"<td{_class(kind)}>{escape(text)}</td>"
@@ -244,7 +247,7 @@ def table_of(
     wide: bool = False,
     classes: Sequence[str] = (),
 ) -> str:
-    """A table of finished cells; heads from `numbers_from` on stand over numbers, `total` is set apart below."""
+    """A table of finished cells; heads from `numbers_from` on are right-aligned, `total` is a last row set apart."""
     head = "".join(
         f"<th{_class('n' if at >= numbers_from else '')}>{escape(name)}</th>" for at, name in enumerate(heads)
     )

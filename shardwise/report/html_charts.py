@@ -1,4 +1,5 @@
-"""The page's pictures that stand still, as inline SVG: stacked bars of memory and time, and points nothing beats."""
+"""The page's charts that stand still, as inline SVG: of a plan, stacked bars of memory and time and the Pareto front; of a
+profile, a bar for each rank, curves of memory, and the order of a pipeline's actions."""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ from shardwise.report import colors, pick, words
 
 WIDE = 1024
 MOST_BARS = 64
+MOST_ACTIONS = 96
 
 
 def swatch(color: str) -> str:
-    """The key of a colour."""
+    """A small square of a colour."""
     return f'<svg class="swatch"><rect width="11" height="11" fill="{color}"/></svg>'
 
 
@@ -26,7 +28,7 @@ def legend(entries: Sequence[tuple[str, str]]) -> str:
 
 
 def memory_chart(memory: Memory) -> str:
-    """A bar for each pipeline rank, its owners one after the other, and a line at what a device holds."""
+    """A stacked bar of owners for each pipeline rank, and a line at the capacity of a device."""
     bars, owners = pick.memory_bars(memory, MOST_BARS), pick.owners_of(memory)
     high = 24 if len(bars) <= 16 else 16 if len(bars) <= 32 else 11
     gap = high // 4
@@ -35,8 +37,8 @@ def memory_chart(memory: Memory) -> str:
     scale = max(memory.capacity, memory.peak) or 1.0
     across = (WIDE - left - right) / scale
     bottom = top + len(bars) * (high + gap)
-    marks = _marks(0.0, scale, 6, 2.0**30)
-    drawn = [grid_line(left + mark * across, top - 4, bottom, words.size(mark)) for mark in marks]
+    marks = _marks(0.0, scale, 2.0**30)
+    drawn = [_grid_line(left + mark * across, top - 4, bottom, words.size(mark)) for mark in marks]
     for at, bar in enumerate(bars):
         drawn.append(_memory_bar(bar, owners, left, top + at * (high + gap), high, across))
         drawn.append(
@@ -46,7 +48,7 @@ def memory_chart(memory: Memory) -> str:
         x = left + memory.capacity * across
         drawn.append(f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="{top - 8}" y2="{bottom}"/>')
         drawn.append(f'<text x="{x:.1f}" y="{top - 11}" text-anchor="middle">{words.size(memory.capacity)}</text>')
-    return svg(bottom + 20, "Memory of each pipeline rank by owner", drawn)
+    return _svg(bottom + 20, "Memory of each pipeline rank by owner", drawn)
 
 
 def _memory_bar(bar: pick.MemoryBar, owners: Sequence[str], left: float, y: float, high: float, across: float) -> str:
@@ -59,7 +61,7 @@ def _memory_bar(bar: pick.MemoryBar, owners: Sequence[str], left: float, y: floa
         wide = held * across
         if wide > 0:
             tip = f"{label}, {owner}: {words.size(held)}, {words.percent(held / bar.total)} of {words.size(bar.total)}"
-            drawn.append(rect(x, y, wide, high, colors.of_owner(owner), tip))
+            drawn.append(_rect(x, y, wide, high, colors.of_owner(owner), tip))
         x += wide
     return "".join(drawn)
 
@@ -78,12 +80,12 @@ def stacked_bar(parts: Sequence[tuple[str, float, str]]) -> str:
     drawn, x = [], 0.0
     for name, amount, color in parts:
         wide = amount / total * WIDE
-        drawn.append(rect(x, 0, wide, 34, color, f"{name}: {words.seconds(amount)}, {words.percent(amount / total)}"))
+        drawn.append(_rect(x, 0, wide, 34, color, f"{name}: {words.seconds(amount)}, {words.percent(amount / total)}"))
         if wide > 9 * len(name) + 8:
             ink = colors.ink_on(color)
             drawn.append(f'<text x="{x + 8:.1f}" y="22" style="fill:{ink};pointer-events:none">{escape(name)}</text>')
         x += wide
-    return svg(34, "Where the time goes", drawn)
+    return _svg(34, "Where the time goes", drawn)
 
 
 def small_bar(share: float, color: str) -> str:
@@ -99,13 +101,13 @@ def scatter_chart(
     label: pick.Column | None,
     limit: float | None,
 ) -> str:
-    """A point for each row; those that nothing beats are filled and numbered, the others are rings."""
+    """A point for each row; those on the Pareto front are filled and numbered, the others are rings."""
     left, right, top, high = 78, 20, 26, 380
-    best = pick.front(rows, [column for column in (x, y, size) if column])
+    best = pick.pareto_front(rows, [column for column in (x, y, size) if column])
     xs, ys = [float(row[x.key]) for row in rows], [float(row[y.key]) for row in rows]
     place_x, marks_x = _scale([*xs, limit] if limit else xs, x.unit, left, WIDE - right)
     place_y, marks_y = _scale(ys, y.unit, top + high, top)
-    drawn = [grid_line(place_x(mark), top, top + high, x.words(mark)) for mark in marks_x]
+    drawn = [_grid_line(place_x(mark), top, top + high, x.words(mark)) for mark in marks_x]
     for mark in marks_y:
         at = place_y(mark)
         drawn.append(f'<line class="grid" x1="{left}" x2="{WIDE - right}" y1="{at:.1f}" y2="{at:.1f}"/>')
@@ -119,7 +121,7 @@ def scatter_chart(
     if limit:
         at = place_x(limit)
         drawn.append(f'<line class="limit" x1="{at:.1f}" x2="{at:.1f}" y1="{top}" y2="{top + high}"/>')
-    # Those that nothing beats are drawn last, so that none of them is hidden.
+    # The front is drawn last, so that none of it is hidden.
     for place in sorted(range(len(rows)), key=lambda at: (best[at], -at)):
         row = rows[place]
         color = ramp_of(rows, size, row)
@@ -135,19 +137,102 @@ def scatter_chart(
         drawn.append(f'<circle cx="{a:.1f}" cy="{b:.1f}" r="{7 if best[place] else 4.5}" {look} data-tip="{tip}"/>')
         if best[place]:
             drawn.append(f'<text x="{a + 10:.1f}" y="{b + 4:.1f}" font-size="12">{place + 1}</text>')
-    return svg(top + high + 46, f"{y.title} against {x.title}", drawn)
+    return _svg(top + high + 46, f"{y.title} against {x.title}", drawn)
 
 
 def ramp_of(rows: Sequence[Mapping[str, Any]], size: pick.Column | None, row: Mapping[str, Any]) -> str:
-    """The colour of a row by the third column: its place among the values that occur."""
+    """The colour of a row by the third column: its rank among the values that occur."""
     if size is None:
         return colors.ramp(0.6)
     values = sorted({each[size.key] for each in rows})
     return colors.ramp(values.index(row[size.key]) / (len(values) - 1) if len(values) > 1 else 0.5)
 
 
+def rank_bars(ranks: Mapping[int, Mapping[str, float]], palette: Mapping[str, str], steps: int) -> str:
+    """A stacked bar for each rank, all on one scale of seconds a step."""
+    high, gap = (22, 6) if len(ranks) <= 12 else (13, 3) if len(ranks) <= 32 else (7, 2)
+    left, right, top = 66, 78, 4
+    longest = max((sum(parts.values()) for parts in ranks.values()), default=0) / steps / 1e9 or 1.0
+    across = (WIDE - left - right) / longest
+    bottom = top + len(ranks) * (high + gap)
+    drawn = [_grid_line(left + mark * across, top, bottom, words.seconds(mark)) for mark in _marks(0.0, longest, 1e-3)]
+    free = -99.0
+    for at, (rank, parts) in enumerate(ranks.items()):
+        y, x, whole = top + at * (high + gap), float(left), sum(parts.values()) or 1
+        if y - free >= 13:
+            drawn.append(f'<text class="quiet" x="0" y="{y + high / 2 + 4.5:.1f}">rank {rank}</text>')
+            total = words.seconds(sum(parts.values()) / steps / 1e9)
+            drawn.append(f'<text x="{WIDE}" y="{y + high / 2 + 4.5:.1f}" text-anchor="end">{total}</text>')
+            free = y
+        for name, took in parts.items():
+            wide = took / steps / 1e9 * across
+            if wide > 0.05:
+                tip = f"rank {rank}, {name}: {words.seconds(took / steps / 1e9)} a step, {words.percent(took / whole)}"
+                drawn.append(_rect(x, y, wide, high, palette.get(name, colors.UNKNOWN), tip))
+            x += wide
+    return _svg(bottom + 20, "Time of each rank by what it did", drawn)
+
+
+def memory_lines(curves: Sequence[tuple[int, Mapping[str, Any]]]) -> tuple[str, list[tuple[str, str]]]:
+    """Bytes allocated over time, a line for each rank; and the legend."""
+    left, right, top, high = 78, 12, 10, 220
+    end = max((curve["times"][-1] for _, curve in curves if curve["times"]), default=0) or 1
+    most = max(curve["peak"] for _, curve in curves) or 1
+    unit = 2.0 ** (10 * min(4, max(0, (int(most).bit_length() - 1) // 10)))
+
+    def place(time: float, size: float) -> tuple[float, float]:
+        return left + time / end * (WIDE - left - right), top + high - size / most * high
+
+    drawn = [
+        _grid_line(place(mark * 1e9, 0)[0], top, top + high, words.seconds(mark))
+        for mark in _marks(0.0, end / 1e9, 1e-3)
+    ]
+    for mark in _marks(0.0, most, unit):
+        y = place(0, mark)[1]
+        drawn.append(f'<line class="grid" x1="{left}" x2="{WIDE - right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        drawn.append(f'<text class="quiet" x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{words.size(mark)}</text>')
+    key = []
+    for at, (rank, curve) in enumerate(curves):
+        color = colors.ramp(at / (len(curves) - 1) if len(curves) > 1 else 1.0)
+        points = " ".join(
+            "{:.1f},{:.1f}".format(*place(t, b)) for t, b in zip(curve["times"], curve["allocated"], strict=True)
+        )
+        tip = escape(f"rank {rank}: {words.size(curve['peak'])} at the most, {words.size(curve['reserved'])} reserved")
+        drawn.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.6" data-tip="{tip}"/>')
+        key.append((f"rank {rank}, peak {words.size(curve['peak'])}", color))
+    return _svg(top + high + 22, "Memory over time", drawn), key
+
+
+def action_order(step: Mapping[str, Any]) -> str:
+    """A row for each rank of a pipeline: its actions in the order it executed them, coloured by pass."""
+    left, high, gap, right = 66, 24, 5, 92
+    rows = list(step["ranks"].items())
+    most = max((len(rank["actions"]) for _, rank in rows), default=0)
+    shown = min(most, MOST_ACTIONS)
+    wide = (WIDE - left - right) / max(1, shown)
+    drawn = []
+    for at, (rank, row) in enumerate(rows):
+        y = at * (high + gap)
+        drawn.append(f'<text class="quiet" x="0" y="{y + 16}">rank {rank}</text>')
+        for place, action in enumerate(row["actions"][:shown]):
+            color = colors.PASS.get(pick.pass_of_action(action), colors.UNKNOWN)
+            x = left + place * wide
+            drawn.append(_rect(x, y, max(0.5, wide - 1), high, color, f"rank {rank}: {action}"))
+            text = action if wide > 34 else action[1:].partition(".")[2] if wide > 15 else ""
+            if text:
+                ink = colors.ink_on(color)
+                centre = x + wide / 2
+                style = f"fill:{ink};pointer-events:none;font-size:11px"
+                drawn.append(
+                    f'<text x="{centre:.1f}" y="{y + 16}" text-anchor="middle" style="{style}">{escape(text)}</text>'
+                )
+        bubble = words.percent(row["bubble"] / step["window"]) if step["window"] else words.DASH
+        drawn.append(f'<text x="{WIDE}" y="{y + 16}" text-anchor="end">{bubble} bubble</text>')
+    return _svg(len(rows) * (high + gap), "Actions of each pipeline rank in order", drawn)
+
+
 def _scale(values: Sequence[float], unit: float, start: float, end: float) -> tuple[Any, list[float]]:
-    """Where a value stands between two pixels, and where the marks are; logarithmic where values spread widely."""
+    """A function from value to pixel, and the tick marks; logarithmic where values spread widely."""
     low, high = min(values), max(values)
     if low > 0 and 6 < high / low < 1e9:  # beyond that no marks could be read
         span = math.log(high * 1.1) - math.log(low / 1.1)
@@ -157,16 +242,11 @@ def _scale(values: Sequence[float], unit: float, start: float, end: float) -> tu
         return lambda value: start + (math.log(value) - math.log(low / 1.1)) / span * (end - start), inside
     room = (high - low) * 0.08 or abs(high) * 0.1 or 1.0
     low, high = (0.0 if 0 <= low <= high * 0.5 else low - room), high + room
-    return lambda value: start + (value - low) / (high - low) * (end - start), _marks(low, high, 6, unit)
+    return lambda value: start + (value - low) / (high - low) * (end - start), _marks(low, high, unit)
 
 
-def round_marks(high: float, unit: float, most: int = 6) -> list[float]:
-    """Round numbers from 0 to another, for the marks of an axis."""
-    return _marks(0.0, high, most, unit)
-
-
-def _marks(low: float, high: float, most: int, unit: float) -> list[float]:
-    """Round numbers between two: 1, 2 or 5 times a power of ten of the unit apart, at most `most` steps."""
+def _marks(low: float, high: float, unit: float, most: int = 6) -> list[float]:
+    """Tick marks between two values: 1, 2 or 5 times a power of ten of the unit apart, at most `most` steps."""
     raw = (high - low) / unit / most
     if not raw > 0 or not math.isfinite(raw):
         return []
@@ -175,19 +255,19 @@ def _marks(low: float, high: float, most: int, unit: float) -> list[float]:
     return [at * step for at in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def grid_line(x: float, top: float, bottom: float, text: str) -> str:
-    """A line across the picture with its mark below."""
+def _grid_line(x: float, top: float, bottom: float, text: str) -> str:
+    """A vertical grid line with its label below."""
     line = f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"/>'
     return f'{line}<text class="quiet" x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{escape(text)}</text>'
 
 
-def rect(x: float, y: float, wide: float, high: float, color: str, tip: str) -> str:
-    """A coloured box that says what it is when pointed at."""
+def _rect(x: float, y: float, wide: float, high: float, color: str, tip: str) -> str:
+    """A coloured box with a tooltip."""
     place = f'x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{high}"'
     return f'<rect {place} fill="{color}" data-tip="{escape(tip)}"/>'
 
 
-def svg(high: float, said: str, drawn: Sequence[str]) -> str:
-    """A picture as wide as the page."""
-    head = f'<svg class="chart" viewBox="0 0 {WIDE} {high}" role="img" aria-label="{escape(said)}">'
+def _svg(high: float, label: str, drawn: Sequence[str]) -> str:
+    """A chart as wide as the page; `label` is read to those who cannot see it."""
+    head = f'<svg class="chart" viewBox="0 0 {WIDE} {high}" role="img" aria-label="{escape(label)}">'
     return f"{head}{''.join(drawn)}</svg>"

@@ -1,4 +1,4 @@
-"""One step on the page: every pipeline rank with a row for each stream, as arrays small enough to travel in the file.
+"""The timeline of a step on the page: a row for each stream of each pipeline rank, as arrays small enough for the file.
 
 A profile can hold millions of spans and a page cannot. Beyond a limit, spans shorter than a slice of the step are joined
 with their neighbours in that slice; the joined one lasts as long as they did together, so time still adds up.
@@ -24,7 +24,7 @@ MOST_RANKS = 128
 
 @dataclass(frozen=True)
 class Row:
-    """A strip of the picture: spans of one stream of one rank that do not overlap. The first of a rank has its label."""
+    """Spans of one stream of one rank that do not overlap. The first row of a rank has its label."""
 
     label: str
     stream: str
@@ -32,7 +32,7 @@ class Row:
 
 
 def timeline_rows(timeline: Timeline, most_spans: int = MOST_SPANS) -> list[Row]:
-    """The strips from top to bottom, thinned to about `most_spans`."""
+    """The rows from top to bottom, thinned to about `most_spans`."""
     ranks = evenly(sorted({span.rank for span in timeline.spans}), MOST_RANKS)
     kept: dict[int, dict[str, list[Span]]] = {rank: {} for rank in ranks}
     for span in timeline.spans:
@@ -48,8 +48,8 @@ def timeline_rows(timeline: Timeline, most_spans: int = MOST_SPANS) -> list[Row]
     if sum(len(row.spans) for row in rows) <= most_spans:
         return rows
     end = max(span.start + span.seconds for row in rows for span in row.spans)
-    # In a row each slice leaves at most a joined span and a long one, so this many slices are sure to be few enough;
-    # twice as many often are, too.
+    # A slice of a row leaves at most one joined span and one long one, so this many slices are sure to be few enough. Often
+    # twice as many are, too.
     slices = max(1, most_spans // (2 * len(rows)))
     best = [replace(row, spans=thinned(row.spans, end / slices)) for row in rows]
     for _ in range(4):
@@ -62,21 +62,23 @@ def timeline_rows(timeline: Timeline, most_spans: int = MOST_SPANS) -> list[Row]
 
 
 def evenly(ranks: Sequence[int], most: int) -> list[int]:
-    """All of them, or `most` spread evenly with the first and the last."""
+    """All ranks, or `most` of them evenly spaced, the first and the last included."""
     if len(ranks) <= most:
         return list(ranks)
     return [ranks[round(at * (len(ranks) - 1) / (most - 1))] for at in range(most)]
 
 
-def thinned(spans: Iterable[Span], piece: float) -> list[Span]:
-    """Spans of a lane with the short ones that start in one slice of the step joined; the longest gives kind and place."""
+def thinned(spans: Iterable[Span], slice_seconds: float) -> list[Span]:
+    """Spans of a lane, short ones that start in the same slice joined; the longest gives the joined one its name and kind."""
     result: list[Span] = []
     group: list[Span] = []
     for span in spans:
-        if group and (span.seconds >= piece or int(span.start / piece) != int(group[0].start / piece)):
+        if group and (
+            span.seconds >= slice_seconds or int(span.start / slice_seconds) != int(group[0].start / slice_seconds)
+        ):
             result.append(_joined(group))
             group = []
-        if span.seconds >= piece:
+        if span.seconds >= slice_seconds:
             result.append(span)
         else:
             group.append(span)
@@ -94,17 +96,17 @@ def _joined(group: Sequence[Span]) -> Span:
 
 
 def timeline_data(timeline: Timeline, rows: Sequence[Row]) -> dict[str, Any]:
-    """What the script draws. A row's spans are columns of binary numbers (`packed`): time since the start of the one before,
-    time it takes, both in units of nanoseconds, and kind and name in one; where it has them, microbatches and stages."""
+    """What page.js draws. The spans of a row are columns of binary numbers (`packed`): start relative to the span before,
+    duration, both in `unit` nanoseconds, kind and name in one number and, where known, microbatch and stage."""
     kinds: dict[str, tuple[int, str]] = {}
     names: dict[str, int] = {}
-    strips = []
+    drawn_rows = []
     ranks = sum(bool(row.label) for row in rows)
     high, low, gap = (20, 7, 7) if ranks <= 20 else (13, 5, 4) if ranks <= 48 else (8, 3, 2)
     last_end = max((pick.nanoseconds(span)[1] for row in rows for span in row.spans), default=1)
-    unit = max(1, -(-last_end // (2**32 - 1)))  # of a picture of over four seconds, some nanoseconds
+    unit = max(1, -(-last_end // (2**32 - 1)))  # more than one nanosecond when the timeline is longer than four seconds
     for row in rows:
-        starts, lengths, whats, places = array("I"), array("I"), array("I"), array("h")
+        starts, lengths, kinds_and_names, places = array("I"), array("I"), array("I"), array("h")
         last = 0
         for span in row.spans:
             start, end = (time // unit for time in pick.nanoseconds(span))
@@ -112,14 +114,16 @@ def timeline_data(timeline: Timeline, rows: Sequence[Row]) -> dict[str, Any]:
             name = names.setdefault(span.name.replace("_", " "), len(names))
             starts.append(start - last)
             lengths.append(end - start)
-            whats.append(kind << 24 | name)
+            kinds_and_names.append(kind << 24 | name)
             last = start
         if any(span.microbatch >= 0 or span.stage >= 0 for span in row.spans):
             places = array(
                 "h", [min(span.microbatch, 32767) for span in row.spans] + [span.stage for span in row.spans]
             )
-        strip = {"label": row.label, "stream": row.stream, "high": high if row.stream == "compute" else low}
-        strips.append(strip | {"d": packed(starts + lengths + whats)} | ({"m": packed(places)} if places else {}))
+        drawn_row = {"label": row.label, "stream": row.stream, "high": high if row.stream == "compute" else low}
+        drawn_rows.append(
+            drawn_row | {"d": packed(starts + lengths + kinds_and_names)} | ({"m": packed(places)} if places else {})
+        )
     return {
         "end": max(1, round(timeline.seconds * 1e9), last_end),
         "unit": unit,
@@ -129,12 +133,12 @@ def timeline_data(timeline: Timeline, rows: Sequence[Row]) -> dict[str, Any]:
             for kind, (_, color) in kinds.items()
         ],
         "names": list(names),
-        "rows": strips,
+        "rows": drawn_rows,
     }
 
 
 def packed(numbers: array[int]) -> str:
-    """Numbers as little-endian bytes in base64: a third of their digits."""
+    """Numbers as little-endian bytes in base64, a third of the size of their digits."""
     if sys.byteorder == "big":
         numbers = array(numbers.typecode, numbers)
         numbers.byteswap()
@@ -142,16 +146,16 @@ def packed(numbers: array[int]) -> str:
 
 
 def timeline_body(data: dict[str, Any], legend: str) -> str:
-    """The picture's place on the page, its tools and its numbers."""
+    """The canvas, its buttons, its legend and its data."""
     # Inside a script element only "<" could end it early.
     numbers = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     height = sum(row["high"] + 1 for row in data["rows"]) + 40
-    said = escape(f"Timeline, {sum(bool(row['label']) for row in data['rows'])} ranks")
+    label = escape(f"Timeline, {sum(bool(row['label']) for row in data['rows'])} ranks")
     return (
         '<div class="timeline"><div class="tools"><button value="0.5">+</button><button value="2">−</button>'
         '<button value="all">whole</button>'
         "<span>drag to move, double-click or Ctrl + wheel to zoom, point to read</span></div>"
-        f'<canvas tabindex="0" role="img" aria-label="{said}" style="height:{height}px"></canvas>{legend}'
-        "<noscript><p>The picture needs JavaScript, which this page carries within it.</p></noscript>"
+        f'<canvas tabindex="0" role="img" aria-label="{label}" style="height:{height}px"></canvas>{legend}'
+        "<noscript><p>The timeline needs JavaScript, which this page contains.</p></noscript>"
         f'<script type="application/json">{numbers}</script></div>'
     )

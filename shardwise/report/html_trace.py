@@ -1,6 +1,6 @@
-"""An explained profile as sections of a page: what to change first, then where the time went, then everything behind it.
+"""An explained profile as sections of a page: what to change first, then where the time went, then the details.
 
-Takes the explanation as plain data, like `trace_view`, which decides what is shown; `html` makes the page.
+`trace_view` decides what is shown, and `html` makes the page.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from html import escape
 
 from shardwise.ledger import Timeline
-from shardwise.report import colors, html, html_charts, html_trace_charts, pick, trace_view, words
+from shardwise.report import colors, html, html_charts, pick, trace_view, words
 from shardwise.report.html import Section, cell, table_of
 from shardwise.report.html_timeline import evenly
 from shardwise.report.trace_view import Explained
@@ -25,14 +25,14 @@ CAUSE_COLORS = {
     "device": colors.CATEGORY["memory"],
     "unknown": colors.UNKNOWN,
 }
-"""Why a device was idle; what an axis causes has the axis's colour."""
+"""Why a device was idle; idle time that an axis causes has the axis's colour."""
 
 
 def sections(
     explained: Explained, timeline: Timeline, closeup: Timeline | None = None, problems: Sequence[str] = ()
 ) -> list[Section]:
-    """The whole page. `timeline` is drawn of all ranks, `closeup` of a step of some, kernel by kernel."""
-    remark = "What each rank computed, coloured by kind; the thin rows are copies, and traffic by axis."
+    """The whole page. `timeline` shows all ranks, `closeup` one step of some ranks, kernel by kernel."""
+    remark = "What each rank computed, coloured by kind; the thin rows are memory copies and communication by axis."
     found = [
         html.key_figures(trace_view.figures(explained)),
         findings(explained),
@@ -50,16 +50,16 @@ def sections(
         found.append(html.timeline(closeup, f"One step, {what} by {what}", f"Every {what} of {who}."))
     found += [communication(explained), idle(explained), pipeline(explained), modules(explained), kernels(explained)]
     found += [memory(explained), critical_path(explained)]
-    said = [*problems, *trace_view.remarks(explained)]
-    if said:
-        found.append(html.notes(said))
+    remarks = [*problems, *trace_view.remarks(explained)]
+    if remarks:
+        found.append(html.notes(remarks))
     return [section for section in found if section.body]
 
 
 def findings(explained: Explained) -> Section:
-    """What to change, most to win first."""
+    """What to change, largest gain first."""
     if not explained["findings"]:
-        return Section("What to change", "", "<p>Nothing that the evidence would carry.</p>")
+        return Section("What to change", "", "<p>The profile shows nothing worth changing.</p>")
     cards = []
     for at, each in enumerate(explained["findings"], 1):
         evidence = "".join(f"<li>{escape(line)}</li>" for line in each["evidence"])
@@ -69,20 +69,18 @@ def findings(explained: Explained) -> Section:
             f'<li class="finding"><h3>{at}. {escape(each["title"])}</h3><p class="gain"><b>{escape(gain)}</b> {escape(cost)}</p>'
             f'<p>{escape(each["advice"][:1].upper() + each["advice"][1:])}.</p><ul class="evidence">{evidence}</ul></li>'
         )
-    return Section("What to change first", "Gains do not add up: each is what that change alone could bring at most.",
+    return Section("What to change first", "Gains do not add up: each is the most that one change alone could bring.",
                    f'<ol class="findings">{"".join(cards)}</ol>')  # fmt: skip
 
 
 def breakdown(explained: Explained) -> Section:
-    """Each rank's step by category, and the numbers."""
+    """The time of each rank by category, and the numbers."""
     ranks = trace_view.categories(explained)
     if not ranks:
         return Section("Where the time went", "", "")
     shown = evenly(list(ranks), MOST_BARS)
     names = list(next(iter(ranks.values())))
-    bars = html_trace_charts.rank_bars(
-        {rank: ranks[rank] for rank in shown}, colors.CATEGORY, trace_view.steps_of(explained)
-    )
+    bars = html_charts.rank_bars({rank: ranks[rank] for rank in shown}, colors.CATEGORY, trace_view.steps_of(explained))
     key = html_charts.legend([(name, colors.of_category(name)) for name in names])
     columns = [pick.Column("rank", "rank"), pick.Column("span", "time", words.seconds)]
     columns += [
@@ -97,14 +95,14 @@ def breakdown(explained: Explained) -> Section:
         }
         for rank, row in explained["ranks"].items()
     ]
-    remark = "Every moment has one category: what was computed, else traffic that nothing hid, else why nothing ran. Of a step."
+    remark = "A step by category: each moment is computation, else exposed communication, else idle with its cause."
     numbers = html.ranking_table(rows, columns).body
     folded = f"<details><summary>Every rank in numbers, over all steps</summary>{numbers}</details>"
     return Section("Where the time went", remark, f'<div class="keep">{bars}{key}</div>{folded}')
 
 
 def communication(explained: Explained) -> Section:
-    """Traffic by axis and collective, exposed and hidden."""
+    """Communication by axis and collective, exposed and overlapped."""
     rows = trace_view.axis_rows(explained)
     if not rows:
         return Section("Communication", "", "")
@@ -131,35 +129,33 @@ def communication(explained: Explained) -> Section:
         ])  # fmt: skip
         last = row.axis
     heads = ["axis", "collective", "messages", "sent", "time", "exposed", "of it waiting", "bus bandwidth", ""]
-    remark = "Of one rank and step, mean of the ranks. Full colour: nothing was computed meanwhile; pale: hidden behind computing."
+    remark = "One step of one rank, mean of the ranks. Full colour: exposed; pale: overlapped with computation."
     return Section("Communication", remark, table_of(heads, lines, numbers_from=2, wide=True))
 
 
 def idle(explained: Explained) -> Section:
-    """Why devices had nothing to do."""
+    """Idle time of the devices by cause."""
     causes = trace_view.idle_by_cause(explained)
     if not causes:
         return Section("Idle", "", "")
     ranks = {rank: {name: row.get(name, 0) for name in causes} for rank, row in explained["idle"].items()}
     shown = evenly(list(ranks), MOST_BARS)
-    bars = html_trace_charts.rank_bars(
-        {rank: ranks[rank] for rank in shown}, CAUSE_COLORS, trace_view.steps_of(explained)
-    )
+    bars = html_charts.rank_bars({rank: ranks[rank] for rank in shown}, CAUSE_COLORS, trace_view.steps_of(explained))
     key = html_charts.legend(
         [(f"{name}, {words.seconds(took)}", CAUSE_COLORS.get(name, colors.UNKNOWN)) for name, took in causes.items()]
     )
     remark = (
-        "Nothing ran on the device, by cause: the host launched late or had waited, data, other ranks, another stage."
+        "Time in which nothing ran on the device: late launches, synchronisation, data, other ranks, another stage."
     )
     return Section("Idle by cause", remark, f'<div class="keep">{bars}{key}</div>')
 
 
 def pipeline(explained: Explained) -> Section:
-    """The executed schedule of the pipeline and step with most bubble."""
+    """The executed schedule, of the pipeline and step with the largest bubble."""
     step = trace_view.pipeline_of(explained)
     if step is None:
         return Section("Pipeline", "", "")
-    name = step["schedule"] or "a schedule without a name"
+    name = step["schedule"] or "an unknown schedule"
     shares = sorted(trace_view.bubble_share(each) for each in explained["pipelines"])
     remark = (
         f"As executed: {name}, {len(step['ranks'])} ranks, {step['microbatches']} microbatches, "
@@ -170,7 +166,7 @@ def pipeline(explained: Explained) -> Section:
     passes = [("forward", "F"), ("backward", "B"), ("backward_input", "I"), ("backward_weight", "W")]
     seen = {action[:1] for rank in step["ranks"].values() for action in rank["actions"]}
     key = html_charts.legend([(name.replace("_", " "), colors.PASS[name]) for name, letter in passes if letter in seen])
-    return Section("Pipeline", remark, f'<div class="keep">{html_trace_charts.action_order(step)}{key}</div>')
+    return Section("Pipeline", remark, f'<div class="keep">{html_charts.action_order(step)}{key}</div>')
 
 
 def modules(explained: Explained) -> Section:
@@ -192,15 +188,15 @@ def modules(explained: Explained) -> Section:
             cell(words.flops(row.speed, "FLOP/s") if row.speed else words.DASH, "n quiet"),
             bar,
         ])  # fmt: skip
-    told = explained["modules"]["attributed"]
-    least = f" {words.percent(min(told.values()))} of the time is told, on the rank with least." if told else ""
-    remark = f"Time that each launched itself, of a step and rank; layers alike are added up.{least}"
+    attributed = explained["modules"]["attributed"]
+    least = f" At least {words.percent(min(attributed.values()))} of a rank's time is attributed." if attributed else ""
+    remark = f"Device time of what each module launched itself, of a step and rank; layers alike are added up.{least}"
     heads = ["module", *names, "time", "share", "speed", ""]
     return Section("Modules", remark, table_of(heads, lines, numbers_from=1, wide=True) + _more(len(rows)))
 
 
 def kernels(explained: Explained) -> Section:
-    """The kernels that took most."""
+    """The kernels that took longest."""
     rows = explained["kernels"]
     if not rows:
         return Section("Kernels", "", "")
@@ -218,7 +214,7 @@ def kernels(explained: Explained) -> Section:
         for row in rows[:MOST_ROWS]
     ]
     heads = ["kernel", "kind", "calls", "each", "longest", "time", "share"]
-    remark = "Of a step and rank, most first; without a device, operators with their own time."
+    remark = "Of a step and rank, longest first; without a device, operators by self time."
     return Section("Kernels", remark, table_of(heads, lines, numbers_from=2, wide=True) + _more(len(rows)))
 
 
@@ -227,18 +223,18 @@ def memory(explained: Explained) -> Section:
     curves = trace_view.memory_curves(explained)
     if not curves:
         return Section("Memory", "", "")
-    picture, key = html_trace_charts.memory_lines(curves)
+    chart, key = html_charts.memory_lines(curves)
     ranks = len([1 for each in explained["memory"].values() if each])
-    some = f" The {len(curves)} of {ranks} ranks that need most." if ranks > len(curves) else ""
+    some = f" The {len(curves)} of {ranks} ranks with the highest peak." if ranks > len(curves) else ""
     return Section(
         "Memory",
         f"Bytes allocated over the steps.{some}",
-        f'<div class="keep">{picture}{html_charts.legend(key)}</div>',
+        f'<div class="keep">{chart}{html_charts.legend(key)}</div>',
     )
 
 
 def critical_path(explained: Explained) -> Section:
-    """The chain of work and waiting that the time of the steps hangs on."""
+    """The chain of work and waiting, across ranks, that sets the time of the steps."""
     path = explained["critical_path"]
     if not path or not path["length"]:
         return Section("Critical path", "", "")
@@ -259,8 +255,8 @@ def critical_path(explained: Explained) -> Section:
     ranks = sorted(path["ranks"].items(), key=lambda pair: -pair[1])[:6]
     through = ", ".join(f"rank {rank} {words.percent(took / path['length'])}" for rank, took in ranks)
     remark = (
-        f"What the {words.seconds(path['length'] / 1e9)} of all steps hang on, over ranks: making anything else faster wins "
-        f"nothing. Through {through}."
+        f"The chain of work and waiting across ranks that sets the {words.seconds(path['length'] / 1e9)} of all steps; making "
+        f"anything else faster gains nothing. Through {through}."
     )
     return Section("Critical path", remark, f'<div class="keep">{bar}</div>')
 

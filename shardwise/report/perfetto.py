@@ -1,8 +1,8 @@
 """Timelines as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open: a process for each timeline and
 pipeline rank, a thread for each stream.
 
-The format's clock is microseconds, with decimals allowed; times are rounded to whole nanoseconds once and written with
-three decimals as text, so nothing is lost to floating point and spans that touch still touch.
+The format counts microseconds, with decimals allowed. Times are rounded to whole nanoseconds once and written with three
+decimals, so nothing is lost to floating point and spans that touch still touch.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ CNAME = {
 }
 
 _BACKWARD = "bad"
-"""Backward work stands out from forward work of the same category."""
+"""The backward gets a colour that the forward of the same category does not have."""
 
 
 def chrome_trace(timelines: Mapping[str, Timeline]) -> Iterator[str]:
-    """The pieces of one JSON text, a line for each event; a process is named by its timeline and its rank."""
+    """One JSON text in parts, a line for each event; a process is named by its timeline and rank."""
     yield '{"displayTimeUnit": "ms", "traceEvents": [\n'
     first = True
     for event in _events(timelines):
@@ -49,7 +49,7 @@ def chrome_trace(timelines: Mapping[str, Timeline]) -> Iterator[str]:
 
 
 def write_chrome_trace(timelines: Mapping[str, Timeline], path: str | Path) -> None:
-    """The trace as a file; compressed when its name ends in .gz, which Perfetto opens as it is."""
+    """The trace as a file; compressed when its name ends in .gz, which Perfetto opens directly."""
     opened = gzip.open if Path(path).suffix == ".gz" else open
     with opened(path, "wt", encoding="utf-8") as file:
         file.writelines(chrome_trace(timelines))

@@ -1,5 +1,5 @@
-"""What a picture shows of a record, decided once for both renderers: which ranks, in which order, what a span is, which
-points nothing beats."""
+"""What a chart shows of a record, decided once for terminal and page: which ranks, in which order, what a span is, which
+points are on the Pareto front."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _PASS_NAMES = (*PASSES, "backward")
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a ranking: the key in each row, its title, how its values are written, and which of them is better."""
+    """A column of a ranking: the key in each row, its title, how to write its values, and whether low or high is better."""
 
     key: str
     title: str
     words: Callable[[Any], str] = str
     better: Literal["low", "high", ""] = ""
     unit: float = 1.0
-    """What the marks on an axis are round multiples of: 2**30 for bytes."""
+    """Tick marks on an axis are round multiples of this: 2**30 for bytes."""
 
     def text(self, row: Mapping[str, Any]) -> str:
         """A row's value in words; a row may lack it."""
@@ -57,13 +57,13 @@ class MemoryBar:
 
     @property
     def total(self) -> float:
-        """Its length."""
+        """All owners."""
         return sum(self.owners.values())
 
 
 @dataclass(frozen=True)
 class TrafficRow:
-    """What one collective moved along one axis."""
+    """Bytes and messages of one collective on one axis."""
 
     axis: str
     collective: str
@@ -117,7 +117,7 @@ def memory_bars(memory: Memory, longest: int = ALL_BARS) -> list[MemoryBar]:
 
 
 def breakdown(account: Account) -> list[tuple[str, float]]:
-    """Categories that took time, longest first; what they leave of the step is "not accounted for"."""
+    """Categories that took time, longest first; the rest of the step is "not accounted for"."""
     parts = [(name, taken) for name, taken in account.breakdown.items() if taken > 0]
     missing = account.step_seconds - sum(taken for _, taken in parts)
     if parts and missing > 1e-3 * account.step_seconds:
@@ -127,7 +127,7 @@ def breakdown(account: Account) -> list[tuple[str, float]]:
 
 
 def traffic_rows(traffic: Traffic) -> list[TrafficRow]:
-    """Every axis and collective that moved anything, in the order of the axes."""
+    """Every axis and collective with traffic, in the order of the axes."""
     rows = []
     for axis in ordered([*traffic.bytes, *traffic.messages], AXES):
         moved, sent = traffic.bytes.get(axis, {}), traffic.messages.get(axis, {})
@@ -139,12 +139,12 @@ def traffic_rows(traffic: Traffic) -> list[TrafficRow]:
 
 
 def streams_of(spans: Iterable[Span]) -> list[str]:
-    """The streams that occur: computing first, then the axes."""
+    """The streams that occur: compute first, then the axes."""
     return ordered((span.stream for span in spans), ("compute", *AXES))
 
 
 def lanes(spans: Iterable[Span]) -> list[list[Span]]:
-    """Spans of one stream by start, laid in as few lanes as are needed for none to overlap within a lane."""
+    """Spans of one stream by start, in as few lanes as possible without overlap within a lane."""
     found: list[list[Span]] = []
     ends: list[int] = []
     for span in sorted(spans, key=lambda each: each.start):
@@ -164,17 +164,17 @@ def nanoseconds(span: Span) -> tuple[int, int]:
 
 
 def left_out(timeline: Timeline) -> str:
-    """What a picture of some of a step's microbatches says of the others, to go on a sentence with."""
+    """A half-sentence on the microbatches that a timeline leaves out."""
     return f"; {timeline.left_out} more, and their time, left out" if timeline.left_out else ""
 
 
 def tolerance_of(account: str, tolerance: float | Mapping[str, float]) -> float:
-    """How far two accounts may differ: one share for all, or one for each account; one not named must be equal."""
+    """How far two accounts may differ, relatively: one limit for all, or one for each account (0 for one not named)."""
     return tolerance.get(account, 0.0) if isinstance(tolerance, Mapping) else tolerance
 
 
 def beyond(difference: Difference, tolerance: float | Mapping[str, float]) -> bool:
-    """Whether two numbers are further apart than they may be; a number that is none never agrees."""
+    """Whether two numbers differ by more than the tolerance; NaN always does."""
     return not abs(difference.relative) <= tolerance_of(difference.account, tolerance)
 
 
@@ -188,13 +188,13 @@ def agreement(differences: Sequence[Difference], tolerance: float | Mapping[str,
     return f"{apart} of {len(differences)} quantities differ by more than the tolerance."
 
 
-def front(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> list[bool]:
-    """Which rows nothing beats: no other row is as good in every column that has a better side and better in one."""
+def pareto_front(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> list[bool]:
+    """Which rows are not dominated: no other row is as good in every column that has a better side and better in one."""
     sides = [column for column in columns if column.better]
     scores = [tuple(row[c.key] if c.better == "low" else -row[c.key] for c in sides) for row in rows]
     distinct = sorted(set(scores))
     best: set[tuple[Any, ...]] = set()
-    # In sorted order a row can only be beaten by one already seen, and then by one that nothing beats.
+    # In sorted order a row can only be dominated by one already seen, and then by one of the front.
     for score in distinct:
         if not any(all(a <= b for a, b in zip(other, score, strict=True)) for other in best):
             best.add(score)

@@ -1,6 +1,6 @@
 """The ledger in a terminal. Each function returns something rich can print; the caller owns the console and its width.
 
-Where there is no colour (a pipe, a log, NO_COLOR) the same pictures are drawn with letters, and the legend says which.
+Where there is no colour (a pipe, a log, NO_COLOR) the same charts are drawn with letters, which the legend explains.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 
 from rich import box
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console as RichConsole
+from rich.console import ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.segment import Segment
 from rich.style import Style
@@ -23,10 +24,17 @@ from shardwise.report import cells, colors, pick, words
 
 WIDEST_BAR = 100
 MOST_ROWS = 24
-"""Pipeline ranks a timeline draws; of a longer pipeline the two ends."""
+"""Pipeline ranks that a timeline draws; of a longer pipeline the two ends."""
 
 EIGHTHS = " ▏▎▍▌▋▊▉"
 WARNING = "bold red"
+
+
+class Console(RichConsole):
+    """Rich's console; a reader that closed the pipe is an error for `main` to handle, where rich would exit."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
 def key_figures(figures: Iterable[tuple[str, str, str]]) -> RenderableType:
@@ -36,26 +44,26 @@ def key_figures(figures: Iterable[tuple[str, str, str]]) -> RenderableType:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(style="dim", overflow="fold")
     for label, value, note in figures:
-        table.add_row(said(label), said(value), said(note))
+        table.add_row(safe(label), safe(value), safe(note))
     return table
 
 
 def memory_bars(memory: Memory) -> RenderableType:
-    """Peak memory of each pipeline rank by owner against what a device holds, then the numbers, which are the legend."""
+    """Peak memory of each pipeline rank by owner against a device's capacity, then the numbers, which are the legend."""
     bars, owners = pick.memory_bars(memory), pick.owners_of(memory)
     if not bars:
         return Group(title("Memory"), Text("not known", style="dim"))
     scale = max(memory.capacity, memory.peak)
-    picture = plain_table(show_header=False)
-    picture.add_column(justify="right", no_wrap=True)
-    picture.add_column()
-    picture.add_column(justify="right", no_wrap=True)
+    chart = plain_table(show_header=False)
+    chart.add_column(justify="right", no_wrap=True)
+    chart.add_column()
+    chart.add_column(justify="right", no_wrap=True)
     for bar in bars:
         parts = [_Part(cells.OWNER_LETTERS.get(o, "?"), colors.of_owner(o), bar.owners.get(o, 0.0)) for o in owners]
-        picture.add_row(_rank_label(bar), _Bar(parts, scale, memory.capacity), _room(bar.total, memory.capacity))
+        chart.add_row(_rank_label(bar), _Bar(parts, scale, memory.capacity), _fill(bar.total, memory.capacity))
     size = f"; a device holds {words.size(memory.capacity)}, marked |" if memory.capacity else ""
     head = title("Memory", f"peak of each pipeline rank{size}")
-    return Group(head, picture, "", _memory_numbers(bars, owners))
+    return Group(head, chart, "", _memory_numbers(bars, owners))
 
 
 def breakdown_bar(account: Account) -> RenderableType:
@@ -72,7 +80,7 @@ def breakdown_bar(account: Account) -> RenderableType:
     for name, taken in parts:
         bar = _Bar([_Part("#", colors.of_category(name), taken)], longest)
         share = taken / account.step_seconds if account.step_seconds else float("nan")
-        table.add_row(said(name), Text(words.seconds(taken)), Text(words.percent(share), style="dim"), bar)
+        table.add_row(safe(name), Text(words.seconds(taken)), Text(words.percent(share), style="dim"), bar)
     return Group(title("Time", f"of {words.seconds(account.step_seconds)} a step, on the slowest rank"), table)
 
 
@@ -90,7 +98,7 @@ def traffic_table(traffic: Traffic) -> RenderableType:
     for row in rows:
         table.add_row(
             named(row.axis, colors.of_category(row.axis)) if row.axis != last else "",
-            said(row.collective.replace("_", " ")),
+            safe(row.collective.replace("_", " ")),
             Text(words.size(row.bytes)),
             Text(words.percent(row.bytes / total if total else 0.0), style="dim"),
             Text(words.count(row.messages) if row.messages else words.DASH),
@@ -104,7 +112,7 @@ def traffic_table(traffic: Traffic) -> RenderableType:
 
 
 def timeline(timeline: Timeline, width: int | None = None) -> RenderableType:
-    """One step: a row for each pipeline rank, coloured by pass, with the microbatch's number where there is room."""
+    """One step: a row for each pipeline rank, coloured by pass, with the microbatch's number where it fits."""
     if not timeline.spans:
         return Group(title("One step"), Text("not known", style="dim"))
     remark = "each row a pipeline rank, numbers are microbatches" + pick.left_out(timeline)
@@ -122,7 +130,7 @@ def comparison_table(
     names: tuple[str, str] = ("plan", "run"),
     only_beyond: bool = False,
 ) -> RenderableType:
-    """Two accounts side by side; what is further apart than the tolerance is marked. `only_beyond` leaves out the rest."""
+    """Two accounts side by side; differences beyond the tolerance are marked. `only_beyond` leaves out the rest."""
     head = title("Comparison", pick.agreement(differences, tolerance))
     rows = [each for each in differences if not only_beyond or pick.beyond(each, tolerance)]
     if not rows:
@@ -131,13 +139,13 @@ def comparison_table(
     table.add_column("account")
     table.add_column("quantity", overflow="fold")
     for name in (*names, "difference", ""):
-        table.add_column(said(name), justify="right", no_wrap=True)
+        table.add_column(safe(name), justify="right", no_wrap=True)
     last = ""
     for each in rows:
         apart = pick.beyond(each, tolerance)
         table.add_row(
-            said(each.account if each.account != last else "", "dim"),
-            said(each.name.replace("_", " ")),
+            safe(each.account if each.account != last else "", "dim"),
+            safe(each.name.replace("_", " ")),
             Text(words.quantity(each.account, each.name, each.first)),
             Text(words.quantity(each.account, each.name, each.second)),
             Text(words.change(each.relative), style=WARNING if apart else "dim"),
@@ -153,7 +161,7 @@ def notes(sentences: Iterable[str]) -> RenderableType:
     table.add_column(style="dim")
     table.add_column(overflow="fold")
     for sentence in sentences:
-        table.add_row("-", said(sentence))
+        table.add_row("-", safe(sentence))
     return table
 
 
@@ -166,16 +174,16 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Bar:
-    """A bar of coloured parts as wide as its place, with a mark at `limit`."""
+    """A bar of coloured parts, as wide as its column, with a mark at `limit`."""
 
     parts: Sequence[_Part]
     scale: float
     limit: float = 0.0
 
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+    def __rich_measure__(self, console: RichConsole, options: ConsoleOptions) -> Measurement:
         return Measurement(min(8, options.max_width), min(options.max_width, WIDEST_BAR))
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
         room = min(options.max_width, WIDEST_BAR) - bool(self.limit)
         mark = round(self.limit / self.scale * room) if self.limit and self.scale > 0 else None
         plain = _plain(console)
@@ -188,7 +196,7 @@ class _Bar:
         drawn: list[tuple[str, Style]] = []
         for part, width in zip(self.parts, cells.stacked([p.value for p in self.parts], self.scale, room), strict=True):
             drawn += [(part.letter if plain else "█", Style() if plain else Style(color=part.color))] * width
-        # A single bar ends within a cell, so that small values still differ.
+        # A bar of one part may end within a cell, so that small values still differ.
         if not plain and len(self.parts) == 1 and self.scale > 0:
             eighths = round(min(1.0, self.parts[0].value / self.scale) * room * 8)
             style = Style(color=self.parts[0].color)
@@ -198,15 +206,15 @@ class _Bar:
 
 @dataclass(frozen=True)
 class _Swatch:
-    """The key of a colour: a square, or the letter that stands for it where there is no colour."""
+    """A square of a colour, or its letter where there is no colour."""
 
     letter: str
     color: str
 
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+    def __rich_measure__(self, console: RichConsole, options: ConsoleOptions) -> Measurement:
         return Measurement(1, 1)
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
         yield Segment(self.letter) if _plain(console) else Segment("■", Style(color=self.color))
 
 
@@ -215,7 +223,7 @@ class _Timeline:
     timeline: Timeline
     width: int | None
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
         spans, step = self.timeline.spans, self.timeline.seconds
         step = max(step, max(span.start + span.seconds for span in spans))
         by_rank: dict[int, list[Span]] = {rank: [] for rank in sorted({span.rank for span in spans})}
@@ -245,17 +253,17 @@ class _Ranking:
     rows: Sequence[Mapping[str, Any]]
     columns: Sequence[pick.Column]
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
         kept, left = self._fitting(options.max_width)
         table = plain_table()
         table.add_column("", justify="right", style="dim", no_wrap=True)
         for column in kept:
-            table.add_column(said(column.title), justify="right" if self._numeric(column) else "left", overflow="fold")
+            table.add_column(safe(column.title), justify="right" if self._numeric(column) else "left", overflow="fold")
         for place, row in enumerate(self.rows, 1):
-            table.add_row(str(place), *(said(column.text(row)) for column in kept), style="bold" if place == 1 else "")
+            table.add_row(str(place), *(safe(column.text(row)) for column in kept), style="bold" if place == 1 else "")
         yield table
         if left:
-            yield said(f"not shown for want of width: {', '.join(column.title for column in left)}", "dim")
+            yield safe(f"not shown, the terminal is too narrow: {', '.join(column.title for column in left)}", "dim")
 
     def _numeric(self, column: pick.Column) -> bool:
         return all(isinstance(row.get(column.key), int | float | None) for row in self.rows)
@@ -271,12 +279,12 @@ class _Ranking:
         return kept, list(self.columns[len(kept) :])
 
 
-def _plain(console: Console) -> bool:
+def _plain(console: RichConsole) -> bool:
     return console.color_system is None or console.no_color
 
 
-def said(text: str, style: str | Style = "") -> Text:
-    """Text from outside: no markup, and no control characters, which could drive the reader's terminal."""
+def safe(text: str, style: str | Style = "") -> Text:
+    """Text from outside, without markup and without control characters, which could drive the reader's terminal."""
     return Text("".join(letter if letter.isprintable() else " " for letter in text), style=style)
 
 
@@ -299,15 +307,15 @@ def plain_table(show_header: bool = True) -> Table:
 
 def named(name: str, color: str) -> Text:
     """A name in its colour."""
-    return said(name, Style(color=color, bold=True))
+    return safe(name, Style(color=color, bold=True))
 
 
 def _rank_label(bar: pick.MemoryBar) -> Text:
     return Text(f"{bar.label} ({bar.note})" if bar.note else bar.label, style="dim")
 
 
-def _room(total: float, capacity: float) -> Text:
-    """How full: the total, and what is left or lacking."""
+def _fill(total: float, capacity: float) -> Text:
+    """The total, and its share of the capacity or how far it is over."""
     text = Text(words.size(total), style="bold")
     if not capacity:
         return text
@@ -324,7 +332,7 @@ def _memory_numbers(bars: Sequence[pick.MemoryBar], owners: Sequence[str]) -> Ta
         table.add_column(Text(bar.label), justify="right", no_wrap=True)
     for owner in owners:
         key = _Swatch(cells.OWNER_LETTERS.get(owner, "?"), colors.of_owner(owner))
-        table.add_row(key, said(owner), *(words.gib(bar.owners.get(owner, 0.0)) for bar in bars))
+        table.add_row(key, safe(owner), *(words.gib(bar.owners.get(owner, 0.0)) for bar in bars))
     table.add_section()
     table.add_row("", "all", *(words.gib(bar.total) for bar in bars), style="bold")
     return table
@@ -335,7 +343,7 @@ def _piece(piece: cells.Piece, plain: bool) -> Text:
     if span is None:
         return Text((cells.IDLE if plain else " ") * piece.cells, style="" if plain else "on default")
     if plain:
-        # The letter tells the pass, so it comes before the number.
+        # The letter shows the pass, so it comes before the number.
         letter = cells.KIND_LETTERS.get(pick.kind_of(span), "?")
         return Text(f"{cells.caption(span, piece.cells - 1):{letter}>{piece.cells}}")
     color = colors.of_span(span)
@@ -352,5 +360,5 @@ def _legend(spans: Sequence[Span], plain: bool) -> Text:
     for kind in pick.ordered(seen, tuple(cells.KIND_LETTERS)):
         key = cells.KIND_LETTERS.get(kind, "?") if plain else "■"
         legend.append(key, style="" if plain else Style(color=colors.of_span(seen[kind])))
-        legend.append_text(said(f" {kind.replace('_', ' ')}   "))
+        legend.append_text(safe(f" {kind.replace('_', ' ')}   "))
     return legend.append(f"{cells.IDLE if plain else '□'} idle")

@@ -1,5 +1,4 @@
-"""What each module of a network costs, as a tree in the terminal. Layers that cost alike are one row, since a network of eighty
-layers has no more to say than one of two; programs read all of them in JSON."""
+"""What each module of a network costs, as a tree in the terminal. Layers of equal cost are one row; JSON has all of them."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ def merged(ranks: Sequence[Sequence[Row] | None], chosen: Sequence[int]) -> list
 
 
 def _order(name: str, known: list[str]) -> tuple[Any, ...]:
-    """The network first, its layers by number, phases of the step last; otherwise as they came."""
+    """Sort key: the network first, its layers by number, phases of the step last; otherwise as they came."""
     if name.startswith("("):
         return 2, known.index(name)
     first, _, rest = name.partition(".")
@@ -47,7 +46,7 @@ def _sum(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def folded(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The rows with layers that cost alike as one."""
+    """The rows, with layers of equal cost as one."""
     layers: dict[str, list[Row]] = {}
     for row in rows:
         parts = row["module"].split(".")
@@ -75,7 +74,7 @@ def folded(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _span(layers: Sequence[str]) -> str:
-    """Layers in few words: 0-3, or 0,2,5."""
+    """Layer numbers in short: 0-3, or 0,2,5."""
     numbers = [int(layer) for layer in layers]
     if len(numbers) == 1:
         return str(numbers[0])
@@ -86,16 +85,16 @@ def _span(layers: Sequence[str]) -> str:
 
 
 def module_table(rows: Sequence[Row], peak: float, depth: int = 4) -> Table:
-    """The tree: indented by depth, each row with everything below it."""
+    """The tree, indented by depth; each row includes everything below it."""
     table = Table(box=None, pad_edge=False, header_style="dim", collapse_padding=True)
     table.add_column("module", no_wrap=True)
-    for head in ("weights", "forward", "repeated", "backward", "kept", "time", "share", "FLOP/s", "of peak"):
+    for head in ("weights", "forward", "recompute", "backward", "saved", "time", "share", "FLOP/s", "of peak"):
         table.add_column(head, justify="right", no_wrap=True)
     total = sum(_seconds(row) for row in rows if row["module"] == ROOT or row["module"].startswith("("))
     for row in rows:
         level = 0 if row["module"] == ROOT or row["module"].startswith("(") else row["module"].count(".") + 1
         level -= row["module"].startswith("layers.")
-        # `layers` itself is a list of layers, not a module that runs; others may have nothing to say.
+        # `layers` itself is a list, not a module that runs; other modules may cost nothing.
         costs = row["parameters"] or row["activations"] or any(row["flops"].values()) or _seconds(row)
         if row["module"] != "layers" and level < depth and costs:
             name = row["module"] if level < 2 else row["module"].rpartition(".")[2]

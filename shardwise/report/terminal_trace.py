@@ -1,6 +1,6 @@
-"""An explained profile in a terminal: the numbers that matter, what to change, then where each rank's time went and why.
+"""An explained profile in a terminal: the numbers that matter, where each rank's time went and why, then what to change.
 
-Takes the explanation as plain data, like `trace_view`, which decides what is shown. Pages of JSON hold the rest.
+`trace_view` decides what is shown; `--json` has the rest.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def sections(explained: Explained, problems: Sequence[str] = ()) -> Iterator[Ren
         part(explained) for part in (communication, idle, pipeline, modules, kernels) if _has(explained, part.__name__)
     )
     yield findings(explained)
-    said = [*problems, *trace_view.remarks(explained)]
-    if said:
-        yield terminal.notes(said)
+    remarks = [*problems, *trace_view.remarks(explained)]
+    if remarks:
+        yield terminal.notes(remarks)
 
 
 def _has(explained: Explained, part: str) -> bool:
@@ -43,7 +43,7 @@ def _has(explained: Explained, part: str) -> bool:
 
 
 def breakdown(explained: Explained) -> RenderableType:
-    """A row for each rank: its step, and the share of what it did."""
+    """A row for each rank: its step, and the share of each activity."""
     table = terminal.plain_table()
     table.add_column("rank", justify="right")
     for name in ("step", "compute", "communication", "of it exposed", "copy", "idle"):
@@ -58,11 +58,11 @@ def breakdown(explained: Explained) -> RenderableType:
         shares = [row[name] / span for name in ("compute", "communication", "exposed_communication", "copy", "idle")]
         length = words.seconds(row["span"] / trace_view.steps_of(explained) / 1e9)
         table.add_row(str(rank), length, *map(words.percent, shares))
-    return Group(terminal.title("Time", "of each rank; communication may run beside computing"), table)
+    return Group(terminal.title("Time", "of each rank; communication may overlap with compute"), table)
 
 
 def communication(explained: Explained) -> RenderableType:
-    """Traffic by axis and collective."""
+    """Communication by axis and collective."""
     table = _narrow()
     table.add_column("axis", no_wrap=True)
     table.add_column("collective", no_wrap=True)
@@ -72,7 +72,7 @@ def communication(explained: Explained) -> RenderableType:
     for row in trace_view.axis_rows(explained):
         table.add_row(
             terminal.named(row.axis, colors.of_category(row.axis)) if row.axis != last else "",
-            terminal.said(row.collective.replace("_", " ")),
+            terminal.safe(row.collective.replace("_", " ")),
             words.count(round(row.messages)),
             words.size(row.bytes) if row.bytes else words.DASH,
             words.seconds(row.seconds),
@@ -81,15 +81,13 @@ def communication(explained: Explained) -> RenderableType:
             words.rate(row.bandwidth, "B") if row.bandwidth else words.DASH,
         )
         last = row.axis
-    return Group(
-        terminal.title("Communication", "of one rank and step; exposed: nothing was computed meanwhile"), table
-    )
+    return Group(terminal.title("Communication", "of one rank and step; exposed: not overlapped with compute"), table)
 
 
 def idle(explained: Explained) -> RenderableType:
-    """Why devices had nothing to do."""
+    """Idle time of the devices by cause."""
     parts = [f"{name} {words.seconds(took)}" for name, took in trace_view.idle_by_cause(explained).items()]
-    return Group(terminal.title("Idle", "of a rank and step, by cause"), terminal.said("   ".join(parts)))
+    return Group(terminal.title("Idle", "of a rank and step, by cause"), terminal.safe("   ".join(parts)))
 
 
 def pipeline(explained: Explained) -> RenderableType:
@@ -98,33 +96,33 @@ def pipeline(explained: Explained) -> RenderableType:
     assert step is not None
     shares = sorted(trace_view.bubble_share(each) for each in explained["pipelines"])
     text = (
-        f"{step['schedule'] or 'a schedule without a name'}, {len(step['ranks'])} ranks, {step['microbatches']} microbatches: "
+        f"{step['schedule'] or 'an unknown schedule'}, {len(step['ranks'])} ranks, {step['microbatches']} microbatches: "
         f"bubble {words.percent(shares[0])} to {words.percent(shares[-1])}"
     )
-    return Group(terminal.title("Pipeline", "as executed"), terminal.said(text))
+    return Group(terminal.title("Pipeline", "as executed"), terminal.safe(text))
 
 
 def modules(explained: Explained) -> RenderableType:
-    """The modules that took most."""
-    table = _costs(("module", "forward", "repeated", "backward", "time", "share"))
+    """The modules that took longest."""
+    table = _costs(("module", "forward", "recompute", "backward", "time", "share"))
     for row in trace_view.module_rows(explained)[:MOST_ROWS]:
         took = [row.passes.get(name, 0.0) for name in ("forward", "recompute", "backward")]
         table.add_row(
-            terminal.said(row.name + (f" ×{row.layers}" if row.layers > 1 else "")),
+            terminal.safe(row.name + (f" ×{row.layers}" if row.layers > 1 else "")),
             *(words.seconds(value) if value else words.DASH for value in took),
             words.seconds(row.seconds),
             words.percent(row.share),
         )
-    return Group(terminal.title("Modules", "time that each launched itself, of a rank and step"), table)
+    return Group(terminal.title("Modules", "device time of what each launched itself, of a rank and step"), table)
 
 
 def kernels(explained: Explained) -> RenderableType:
-    """The kernels that took most."""
+    """The kernels that took longest."""
     of = trace_view.steps_of(explained) * max(1, len(explained["seen"]))
     table = _costs(("kernel", "calls", "each", "time", "share"))
     for row in explained["kernels"][:MOST_ROWS]:
         table.add_row(
-            terminal.said(trace_view.short_kernel(row["name"], 44)),
+            terminal.safe(trace_view.short_kernel(row["name"], 44)),
             words.count(round(row["count"] / of)),
             words.seconds(row["total"] / max(1, row["count"]) / 1e9),
             words.seconds(row["total"] / of / 1e9),
@@ -134,21 +132,21 @@ def kernels(explained: Explained) -> RenderableType:
 
 
 def findings(explained: Explained) -> RenderableType:
-    """What to change, most to win first."""
+    """What to change, largest gain first."""
     if not explained["findings"]:
-        return Group(terminal.title("What to change"), Text("nothing that the evidence would carry", style="dim"))
+        return Group(terminal.title("What to change"), Text("the profile shows nothing worth changing", style="dim"))
     lines: list[RenderableType] = [terminal.title("What to change first")]
     for at, each in enumerate(explained["findings"], 1):
         gain = f"up to {words.seconds(each['gain'] / 1e9)} a step, {words.percent(each['share'])}"
         cost = f"{words.digits(each['gpu_hours_per_day'])} device-hours a day"
-        lines.append(terminal.said(f"{at}. {each['title']}: {gain}, {cost}", "bold"))
-        lines.append(terminal.said(f"   {each['advice']}"))
-        lines += [terminal.said(f"   - {evidence}", "dim") for evidence in each["evidence"]]
+        lines.append(terminal.safe(f"{at}. {each['title']}: {gain}, {cost}", "bold"))
+        lines.append(terminal.safe(f"   {each['advice']}"))
+        lines += [terminal.safe(f"   - {evidence}", "dim") for evidence in each["evidence"]]
     return Group(*lines)
 
 
 def _narrow() -> Table:
-    """A table of many columns, with less room between them."""
+    """A table of many columns, with less padding."""
     table = terminal.plain_table()
     table.padding = (0, 1, 0, 0)
     return table

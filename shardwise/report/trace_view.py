@@ -1,7 +1,7 @@
-"""What a report shows of an explained profile, decided once for terminal and page: rows in the order of what they cost, of a step
-and rank, layers that are alike folded into one.
+"""What a report shows of an explained profile, decided once for terminal and page: rows by cost, of a step and rank, layers
+that are alike folded into one.
 
-It reads the explanation as plain data (`ledger.as_dict` of the trace reader's record): times in nanoseconds, ranks as keys.
+The explanation is plain data (`ledger.as_dict` of the trace reader's record): times in nanoseconds, ranks as keys.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _LAYER = re.compile(r"\b(layers|h|blocks?)\.(\d+)\b")
 
 
 def steps_of(explained: Explained) -> int:
-    """Steps that were looked at; the whole window counts as one."""
+    """Number of steps in the profile; without step marks the whole window counts as one."""
     return max(1, len(explained["steps"]))
 
 
 def slowest(explained: Explained) -> int:
-    """The rank that took longest, the first of several."""
+    """The rank that took longest; of equals, the first."""
     spans = {rank: row["span"] for rank, row in explained["ranks"].items()}
     return min(spans, key=lambda rank: (-spans[rank], rank), default=0)
 
 
 def share(explained: Explained, name: str) -> float:
-    """Mean over the ranks of a part of their time."""
+    """Mean over the ranks of one activity's share of the time."""
     parts = [row[name] / row["span"] for row in explained["ranks"].values() if row["span"]]
     return fmean(parts) if parts else 0.0
 
@@ -50,14 +50,14 @@ def figures(explained: Explained) -> list[tuple[str, str, str]]:
     found = [
         ("step", words.seconds(explained["step_time"] / 1e9),
          f"rank {slowest(explained)}, the slowest; " + (f"steps {numbers}" if steps else "the whole file")),
-        ("ranks", f"{len(seen)} of {world}" if world else str(len(seen)), ", ".join(devices) or "on the host alone"),
-        ("computing", words.percent(share(explained, "compute")), "of the time, mean of the ranks"),
-        ("exposed traffic", words.percent(share(explained, "exposed_communication")),
+        ("ranks", f"{len(seen)} of {world}" if world else str(len(seen)), ", ".join(devices) or "host only"),
+        ("compute", words.percent(share(explained, "compute")), "of the time, mean of the ranks"),
+        ("exposed comms", words.percent(share(explained, "exposed_communication")),
          f"most of it {most.axis} {most.collective.replace('_', ' ')}" if most and most.exposed else "none"),
         ("idle", words.percent(share(explained, "idle")),
          f"most of it: {max(causes, key=lambda name: causes[name])}" if any(causes.values()) else "none"),
-        ("not computing", f"{words.digits(lost * max(world, len(seen)) * 24)} h",
-         "of device time a day, exposed or idle, all ranks"),
+        ("exposed or idle", f"{words.digits(lost * max(world, len(seen)) * 24)} h",
+         "of device time a day, all ranks"),
     ]  # fmt: skip
     used = explained["flops"]["utilisation"]
     if used:
@@ -65,12 +65,12 @@ def figures(explained: Explained) -> list[tuple[str, str, str]]:
     peaks = [(curve["peak"], rank) for rank, curves in explained["memory"].items() for curve in curves]
     if peaks:
         peak, rank = max(peaks)
-        found.append(("memory", words.size(peak), f"the most allocated, rank {rank}"))
+        found.append(("memory", words.size(peak), f"peak allocated, rank {rank}"))
     return found
 
 
 def categories(explained: Explained) -> dict[int, dict[str, int]]:
-    """Where each rank's time went, in the ledger's categories, which add up to its span."""
+    """Time of each rank in the ledger's categories; they add up to its span."""
     known = ordered(
         (name for row in explained["categories"].values() for name, took in row.items() if took), CATEGORIES
     )
@@ -79,7 +79,7 @@ def categories(explained: Explained) -> dict[int, dict[str, int]]:
 
 @dataclass(frozen=True)
 class AxisRow:
-    """Traffic of one axis and collective: means over the ranks that took part, of a step."""
+    """Communication of one axis and collective in a step, mean over the ranks that took part."""
 
     axis: str
     collective: str
@@ -89,13 +89,13 @@ class AxisRow:
     seconds: float
     exposed: float
     waiting: float
-    """The share of its summed time that ranks waited for the last one."""
+    """The share of its summed time in which ranks waited for the last one."""
     bandwidth: float
     """Bytes a second on the wire while data moved; 0 where sizes are not known."""
 
 
 def axis_rows(explained: Explained) -> list[AxisRow]:
-    """All of them, in the order of the axes."""
+    """Communication by axis and collective, in the order of the axes."""
     steps, rows = steps_of(explained), []
     for each in explained["axes"]:
         ranks = list(each["ranks"].values())
@@ -119,7 +119,7 @@ def axis_rows(explained: Explained) -> list[AxisRow]:
 
 
 def idle_by_cause(explained: Explained) -> dict[str, float]:
-    """Seconds of a step by cause, mean of the ranks, most first."""
+    """Idle seconds of a step by cause, mean of the ranks, longest first."""
     rows, steps = list(explained["idle"].values()), steps_of(explained)
     names = dict.fromkeys(name for row in rows for name in row)
     means = {name: fmean(row.get(name, 0) for row in rows) / steps / 1e9 for name in names}
@@ -145,7 +145,7 @@ class ModuleRow:
 
 
 def module_rows(explained: Explained) -> list[ModuleRow]:
-    """Modules by what they cost."""
+    """Modules by device time, longest first."""
     folded: dict[str, list[Mapping[str, Any]]] = {}
     for row in explained["modules"]["rows"]:
         folded.setdefault(_LAYER.sub(r"\1.*", row["module"]), []).append(row)
@@ -165,14 +165,14 @@ def module_rows(explained: Explained) -> list[ModuleRow]:
 
 
 def short_kernel(name: str, most: int = 90) -> str:
-    """A kernel's name without what templates add to it."""
+    """A kernel's name without namespaces and arguments."""
     plain = re.sub(r"\bvoid\s+|\bat::native::|\bc10::|\bstd::|\(anonymous namespace\)::", "", name)
     plain = plain.split("(")[0] if "<" not in plain.split("(")[0] else plain
     return plain if len(plain) <= most else plain[: most - 1] + "…"
 
 
 def memory_curves(explained: Explained, most: int = 8) -> list[tuple[int, Mapping[str, Any]]]:
-    """One curve for each of a few ranks, those that need most: of the device where there is one."""
+    """One curve for each of the ranks with the highest peaks."""
     chosen = [
         (rank, max(curves, key=lambda curve: curve["peak"])) for rank, curves in explained["memory"].items() if curves
     ]
@@ -180,20 +180,20 @@ def memory_curves(explained: Explained, most: int = 8) -> list[tuple[int, Mappin
 
 
 def pipeline_of(explained: Explained) -> Mapping[str, Any] | None:
-    """The pipeline and step with the largest share of bubble."""
+    """The pipeline and step with the largest bubble."""
     return max(explained["pipelines"], key=bubble_share, default=None)
 
 
 def bubble_share(step: Mapping[str, Any]) -> float:
-    """The part of the ranks' time that is bubble."""
+    """The share of the ranks' time that is bubble."""
     total = step["window"] * len(step["ranks"])
     return sum(rank["bubble"] for rank in step["ranks"].values()) / total if total else 0.0
 
 
 def remarks(explained: Explained) -> list[str]:
-    """What else there is to say: stragglers, clocks, and what the profiles do not show."""
-    said = [
-        f"rank {each['rank']} holds others up ({each['reason']}): {words.seconds(each['excess'] / 1e9)} a step, "
+    """Remarks on stragglers, clocks, and what the profiles do not show."""
+    found = [
+        f"rank {each['rank']} is a straggler ({each['reason']}): {words.seconds(each['excess'] / 1e9)} a step, "
         f"{words.percent(each['share'])}; {each['evidence']}"
         for each in explained["stragglers"]
     ]
@@ -201,5 +201,5 @@ def remarks(explained: Explained) -> list[str]:
     if moved:
         far = max(moved, key=lambda rank: abs(moved[rank]))
         length = words.seconds(abs(moved[far]) / 1e9)
-        said.append(f"clocks of {len(moved)} ranks were moved to meet the others, rank {far} most: {length}")
-    return [*said, *explained["unseen"]]
+        found.append(f"clocks of {len(moved)} ranks were shifted to match the others, rank {far} most: {length}")
+    return [*found, *explained["unseen"]]

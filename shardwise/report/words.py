@@ -1,4 +1,4 @@
-"""Numbers as people read them: three digits that matter and a unit. Both renderers use these and no others; what is not a
+"""Numbers as people read them: three significant digits and a unit. Terminal and page use these and no others; what is not a
 finite number is a dash."""
 
 from __future__ import annotations
@@ -35,8 +35,20 @@ def seconds(amount: float) -> str:
     return f"{digits(amount / 86400)} days"
 
 
+def clock(amount: float) -> str:
+    """A duration to the second: 42s, 3m07s, 5h12m, 3d04h."""
+    s = max(0, round(amount))
+    if s < 60:
+        return f"{s}s"
+    if s < 3600:
+        return f"{s // 60}m{s % 60:02d}s"
+    if s < 86400:
+        return f"{s // 3600}h{s % 3600 // 60:02d}m"
+    return f"{s // 86400}d{s % 86400 // 3600:02d}h"
+
+
 def count(amount: float) -> str:
-    """How many: 12, 16,384, 131 k, 1.25 M, 405 B (billions), 15.0 T. Whole numbers stay exact below 100,000."""
+    """A count: 12, 16,384, 131 k, 1.25 M, 405 B (billions), 15.0 T. Whole numbers stay exact below 100,000."""
     if math.isfinite(amount) and abs(amount) < 100_000 and amount == int(amount):
         return f"{int(amount):,}"
     return _scaled(amount, 1000, _DECIMAL).rstrip()
@@ -48,14 +60,14 @@ def flops(amount: float, unit: str = "FLOPs") -> str:
 
 
 def rate(amount: float, unit: str) -> str:
-    """So many a second: 1.25 M tokens/s; bytes as 340 GB/s, since links are sold by the decimal gigabyte."""
+    """A rate: 1.25 M tokens/s; bytes as 340 GB/s, since links are specified in decimal gigabytes."""
     if unit == "B":
         return _scaled(amount, 1000, tuple(prefix + "B/s" for prefix in _METRIC))
     return f"{count(amount)} {unit}/s"
 
 
 def percent(share: float) -> str:
-    """A share: 43.2%, 100%; what is there but small is <0.1%."""
+    """A share: 43.2%, 100%; small but not zero is <0.1%."""
     if not math.isfinite(share * 100):
         return DASH
     if 0 < share < 0.0005:
@@ -65,7 +77,7 @@ def percent(share: float) -> str:
 
 
 def change(share: float) -> str:
-    """How far something is from something else: +3.2%, -0.5%, 0%; from nothing it is "new"."""
+    """A relative difference: +3.2%, -0.5%, 0%; relative to zero it is "new"."""
     if math.isnan(share):
         return DASH
     if math.isinf(share):
@@ -98,7 +110,7 @@ def quantity(account: str, name: str, value: float) -> str:
 
 
 def digits(amount: float) -> str:
-    """Three digits that matter: 1.23, 12.3, 123, 1,234."""
+    """Three significant digits: 1.23, 12.3, 123, 1,234."""
     if not math.isfinite(amount):
         return DASH
     magnitude = abs(amount)

@@ -1,10 +1,7 @@
-"""Pipeline schedules as lists of actions: made, checked, timed and drawn. Pure Python; imports no array library."""
+"""Pipeline schedules as lists of actions: made by name and timed. Pure Python; imports no array library."""
 
-from shardwise.schedules.actions import KINDS, Action, Kind, Message, Schedule, message_of, transfers
-from shardwise.schedules.check import Report, check
-from shardwise.schedules.draw import draw
-from shardwise.schedules.make import SCHEDULES, SPLIT_BACKWARD, legal, make_schedule, usual_chunks
-from shardwise.schedules.memory import held, high_water
+from shardwise.schedules.actions import KINDS, Action, Kind, Message, Schedule, high_water, message_of, transfers
+from shardwise.schedules.make import SCHEDULES, SPLIT_BACKWARD, cached_schedule, fewer_rounds, legal, make_schedule
 from shardwise.schedules.stages import split_layers
 from shardwise.schedules.timing import Cost, Stuck, Timing, time
 
@@ -16,13 +13,11 @@ __all__ = [
     "Cost",
     "Kind",
     "Message",
-    "Report",
     "Schedule",
     "Stuck",
     "Timing",
-    "check",
-    "draw",
-    "held",
+    "cached_schedule",
+    "fewer_rounds",
     "high_water",
     "legal",
     "make_schedule",
@@ -30,5 +25,4 @@ __all__ = [
     "split_layers",
     "time",
     "transfers",
-    "usual_chunks",
 ]

@@ -1,14 +1,15 @@
 """A pipeline schedule is one list of actions for each rank: the planner times that list and the trainer executes it.
 
-An action names what is computed, for which stage and microbatch. Communication is not listed, because it follows from
-where the stages stand: a forward sends its output to the next stage, a backward sends its gradient to the stage before,
-and nothing is sent between two stages of one rank.
+An action names what is computed, for which stage and microbatch. Communication is not listed, because it follows from the
+placement of the stages: a forward sends its output to the next stage, a backward sends its gradient to the stage before, and
+nothing is sent between two stages of one rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B", "I", "W"]
@@ -21,7 +22,7 @@ KINDS: tuple[Kind, ...] = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 
 
 class Action(NamedTuple):
-    """One piece of work on one rank; `str()` is short, "F2.5" for the forward of stage 2 on microbatch 5."""
+    """One pass of one stage for one microbatch; `str()` is short, "F2.5" for the forward of stage 2 on microbatch 5."""
 
     kind: Kind
     stage: int
@@ -46,7 +47,7 @@ class Schedule:
         return len(self.placement)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that stand on a rank, in the order of the network."""
+        """The stages of a rank, in the order of the network."""
         return tuple(stage for stage, home in enumerate(self.placement) if home == rank)
 
 
@@ -59,7 +60,7 @@ class Message(NamedTuple):
 
 
 def message_of(action: Action, placement: Sequence[int]) -> tuple[int, Message] | None:
-    """The rank that waits for what this action computes, and the message; None when it stays on its rank."""
+    """The rank that receives the result of this action, and the message; None when it stays on its rank."""
     kind, stage, microbatch = action
     if kind == FORWARD:
         receiver, what = stage + 1, Message("activation", stage, microbatch)
@@ -76,7 +77,7 @@ def transfers(schedule: Schedule) -> dict[tuple[int, int], tuple[Message, ...]]:
     """For each directed pair of ranks (sender, receiver), the messages in the order the sender produces them.
 
     Point-to-point calls between two processes match in order, so a receiver that posts its receives in this order gets
-    each message where it expects it, also where two ranks share several pairs of stages.
+    each message where it expects it, also where two ranks have several neighbouring stages.
     """
     channels: dict[tuple[int, int], list[Message]] = {}
     for sender, actions in enumerate(schedule.ranks):
@@ -88,7 +89,7 @@ def transfers(schedule: Schedule) -> dict[tuple[int, int], tuple[Message, ...]]:
 
 
 def loop_placement(ranks: int, chunks: int) -> tuple[int, ...]:
-    """Stages dealt round the ranks `chunks` times: stage s stands on rank s mod ranks."""
+    """Stages dealt round the ranks `chunks` times: stage s is on rank s mod ranks."""
     return tuple(stage % ranks for stage in range(ranks * chunks))
 
 
@@ -100,7 +101,34 @@ def v_placement(ranks: int) -> tuple[int, ...]:
 def keep_microbatches(lists: Iterable[Iterable[Action]], microbatches: int) -> tuple[tuple[Action, ...], ...]:
     """The lists without the microbatches from `microbatches` on.
 
-    No action depends on another microbatch, so what is left of a schedule without deadlock has no deadlock. This is how
-    the regular schedules serve irregular counts: the next regular count is scheduled and the surplus left out.
+    No action depends on another microbatch, so leaving some out cannot cause a deadlock. This is how regular schedules serve
+    irregular counts: the next regular count is scheduled, and the surplus left out.
     """
     return tuple(tuple(action for action in actions if action.microbatch < microbatches) for actions in lists)
+
+
+def held(
+    schedule: Schedule, whole: Sequence[float] | None = None, after_input: Sequence[float] | None = None
+) -> tuple[tuple[float, ...], ...]:
+    """Saved activations of each rank after each of its actions: they live from F until the backward no longer needs them.
+
+    `whole[stage]` is what one microbatch keeps between F and B or I, and `after_input[stage]` what is left of it between
+    I and W (by default all). By default each counts 1, and the result is a number of microbatch-stages. A split backward
+    costs something between two counts: everything held until W, and nothing held after I.
+    """
+    whole = [1] * schedule.stages if whole is None else whole
+    after_input = whole if after_input is None else after_input
+    change = {
+        "F": list(whole),
+        "B": [-size for size in whole],
+        "I": [left - size for size, left in zip(whole, after_input, strict=True)],
+        "W": [-left for left in after_input],
+    }
+    return tuple(tuple(accumulate([change[kind][stage] for kind, stage, _ in actions])) for actions in schedule.ranks)
+
+
+def high_water(
+    schedule: Schedule, whole: Sequence[float] | None = None, after_input: Sequence[float] | None = None
+) -> tuple[float, ...]:
+    """The most each rank holds at any time; arguments as for `held`."""
+    return tuple(max(levels, default=0) for levels in held(schedule, whole, after_input))

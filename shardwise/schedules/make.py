@@ -6,20 +6,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 from shardwise.schedules.actions import Schedule
-from shardwise.schedules.breadth_first import breadth_first
-from shardwise.schedules.dualpipe import dualpipe_v
-from shardwise.schedules.gpipe import gpipe
+from shardwise.schedules.all_forward_all_backward import breadth_first, gpipe
 from shardwise.schedules.one_forward_one_backward import interleaved, one_forward_one_backward
-from shardwise.schedules.zero_bubble import zb_h1, zb_v
+from shardwise.schedules.split_backward import dualpipe_v, zb_h1, zb_v
 
 
 class _Family(NamedTuple):
     build: Callable[[int, int, int], Schedule]
     chunks: int
-    """Stages a rank when nothing is said."""
+    """Stages a rank by default."""
     any_chunks: bool = False
 
 
@@ -34,12 +33,7 @@ _FAMILIES: dict[str, _Family] = {
 }
 SCHEDULES = tuple(_FAMILIES)
 SPLIT_BACKWARD = ("zb-h1", "zb-v", "dualpipe-v")
-"""Those that need a stage able to go back for its input and for its weights apart."""
-
-
-def usual_chunks(name: str) -> int:
-    """Stages a rank holds when the number is not given: 1, or 2 for the schedules that are about having several."""
-    return _FAMILIES[name].chunks
+"""Those that split the backward into one for the input and one for the weights."""
 
 
 def legal(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> list[str]:
@@ -68,3 +62,18 @@ def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None =
         raise ValueError("; ".join(reasons))
     family = _FAMILIES[name]
     return family.build(ranks, microbatches, family.chunks if chunks is None else chunks)
+
+
+@lru_cache(maxsize=512)
+def cached_schedule(name: str, ranks: int, microbatches: int, chunks: int) -> Schedule:
+    """`make_schedule`, cached: plans ask for the same schedule many times."""
+    return make_schedule(name, ranks, microbatches, chunks)
+
+
+def fewer_rounds(ranks: int, microbatches: int, rounds: int) -> int:
+    """The microbatches of at most so many rounds, and those that do not fill a round.
+
+    A round is as many microbatches as the pipeline has ranks. Long schedules repeat their middle, so questions about order
+    and occupancy have the same answer after a few rounds.
+    """
+    return min(microbatches, rounds * ranks + microbatches % ranks)

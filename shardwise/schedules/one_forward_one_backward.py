@@ -2,7 +2,7 @@
 (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM").
 
 A rank goes forward until its first backward can come, then alternates one forward with one backward, so that a
-microbatch is freed as soon as it can be. With P ranks, rank r, m >= P microbatches, F and B the times of one stage:
+microbatch's activations are freed as soon as possible. With P ranks, rank r, m >= P microbatches, F and B the times of one stage:
 
 - 1F1B: bubble (P - 1)(F + B) as in GPipe; rank r holds P - r microbatches, whatever m is.
 - Interleaved, v stages a rank dealt round in a loop: bubble (P - 1)(F + B), a v-th of that, since a stage is a v-th of
@@ -45,10 +45,10 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def _groups(ranks: int, microbatches: int) -> tuple[list[list[int | None]], int]:
-    """Microbatches dealt evenly into groups no shorter than the ring, each filled up with None to one size.
+    """Microbatches dealt evenly into groups no shorter than the ring, each padded with None to one size.
 
-    The places filled with None are scheduled like any other and left out afterwards. So the pace is that of a regular
-    schedule, which has no deadlock, and leaving out whole microbatches cannot bring one about.
+    The padding is scheduled like any microbatch and left out afterwards. So the pace is that of a regular schedule, which has
+    no deadlock, and leaving out whole microbatches cannot cause one.
     """
     count = max(1, microbatches // ranks)
     shortest, longer = divmod(microbatches, count)

@@ -1,8 +1,8 @@
-"""Which layers stand on which stage: the slowest stage sets the pace of a pipeline, so its cost is made least.
+"""Which layers are on which stage: the slowest stage sets the pace of a pipeline, so its cost is minimised.
 
 The embedding counts as work of the first stage and the head, norm and loss as work of the last, so those get fewer
-layers. The result is exact: the least bottleneck is one of the sums of neighbouring layers, and a greedy fill says of
-each such sum whether it suffices.
+layers. The result is exact: the least bottleneck is one of the sums of neighbouring layers, and a greedy fill tests
+whether such a sum suffices.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from itertools import accumulate
 
 
 def split_layers(costs: Sequence[float], stages: int, first: float = 0, last: float = 0) -> tuple[int, ...]:
-    """Layers of each stage, in order, such that the costliest stage costs least; each has at least one layer.
+    """Layers of each stage, in order, such that the slowest stage is as fast as possible; each has at least one layer.
 
     `costs` has a number for each layer, `first` is added to the first stage and `last` to the last. Of the splits with
-    that bottleneck it is the most even in layers (least sum of squares), and of those the one that has fewer layers
-    early, where a pipeline holds the most microbatches.
+    that bottleneck it is the most even in layers (least sum of squares), and of those the one with fewer layers early,
+    where a pipeline has the most microbatches in flight.
     """
     layers = len(costs)
     if stages < 1 or stages > layers:
-        raise ValueError(f"{layers} layers cannot be cut into {stages} stages: each stage needs at least one layer")
+        raise ValueError(f"{layers} layers cannot be split into {stages} stages: each stage needs at least one layer")
     if min(*costs, first, last) < 0:
         raise ValueError("a layer with a negative cost: the work of a layer, the embedding and the head is 0 or more")
 
@@ -29,7 +29,7 @@ def split_layers(costs: Sequence[float], stages: int, first: float = 0, last: fl
     sums = sorted(set().union(*totals))
 
     def fitting(most: float) -> list[int]:
-        """Layers from each on that a stage may hold, when none may cost more than `most`. Totals only grow."""
+        """For each first layer, how many layers a stage may have when it may cost at most `most`. Totals only grow."""
         return [bisect_right(some, most) for some in totals]
 
     bottleneck = sums[bisect_left(sums, True, key=lambda most: _fewest_stages(fitting(most)) <= stages)]
@@ -59,7 +59,7 @@ def _totals(costs: Sequence[float], start: int, first: float, last: float) -> li
 
 
 def _starts(longest: Sequence[int], stages: int) -> list[range]:
-    """Where each stage can start, with what is before and after it filling the other stages: a short stretch."""
+    """Where each stage can start such that the layers before and after it fill the other stages."""
     layers = len(longest)
     latest = [0]
     for _ in range(stages - 1):
@@ -74,7 +74,7 @@ def _starts(longest: Sequence[int], stages: int) -> list[range]:
 
 
 def _fewest_stages(longest: Sequence[int]) -> float:
-    """Stages needed when a stage that begins at a layer holds at most so many; infinite when one layer alone is too many."""
+    """Stages needed when a stage has at most `longest[first layer]` layers; infinite when one layer alone is too many."""
     start = count = 0
     while start < len(longest):
         if longest[start] == 0:

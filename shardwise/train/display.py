@@ -9,20 +9,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from shardwise.report.words import clock
+
 BARS = "▁▂▃▄▅▆▇█"
 LINE_SECONDS = 5.0
-
-
-def clock(seconds: float) -> str:
-    """A duration as people say it: 42s, 3m07s, 5h12m, 3d04h."""
-    s = max(0, round(seconds))
-    if s < 60:
-        return f"{s}s"
-    if s < 3600:
-        return f"{s // 60}m{s % 60:02d}s"
-    if s < 86400:
-        return f"{s // 3600}h{s % 3600 // 60:02d}m"
-    return f"{s // 86400}d{s % 86400 // 3600:02d}h"
 
 
 def sparkline(values: list[float], width: int) -> str:

@@ -23,9 +23,10 @@ from shardwise.data.open import Data, open_data
 from shardwise.files import write_atomically
 from shardwise.parallel.mesh import Mesh
 from shardwise.plan.cost.flops import CONVENTION, parameters, training_flops
+from shardwise.report.words import clock
 from shardwise.run import AXES, Run, UserError, to_toml
 from shardwise.train import cuda_graph, saves, tune_gemms
-from shardwise.train.display import PlainDisplay, Progress, clock, make_display
+from shardwise.train.display import PlainDisplay, Progress, make_display
 from shardwise.train.faults.guard import History
 from shardwise.train.faults.stop import Preempted
 from shardwise.train.faults.watch import RollBack, Watch

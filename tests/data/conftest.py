@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwise.data.shards import TokenSet
+from shardwise.data.shards import ShardWriter, TokenSet
 from shardwise.data.tokenizer import ByteTokenizer, JsonTokenizer
-from shardwise.data.writer import ShardWriter
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.\n" * 5,

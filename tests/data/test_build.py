@@ -248,7 +248,7 @@ def test_other_files_are_left_alone(tmp_path: Path, write_jsonl: Callable[..., P
 
 KILLED = """
 import os, signal, sys
-from shardwise.data import inputs, workers
+from shardwise.data import inputs
 from shardwise.data.build import build, _Joining
 inputs._SMALLEST = 1000
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli.data import add_arguments, execute
-from shardwise.data.progress import Bar, Lines, clock, megabytes, progress_for
+from shardwise.cli.data import add_arguments, execute, megabytes, progress_on
+from shardwise.data.build import Progress
 from shardwise.run import UserError
 
 
@@ -82,19 +82,14 @@ def test_data_imports_nothing_heavy() -> None:
     )
 
 
-def test_lines_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr("shardwise.data.progress.time.monotonic", lambda: now[0])
+def test_lines_in_a_log() -> None:
     stream = io.StringIO()
-    with progress_for(stream) as progress:
-        assert isinstance(progress, Lines)
-        progress.start(10_000_000, 2_000_000)
-        now[0] += 9
-        progress.update(3_000_000, 100)
+    with progress_on(stream) as progress:
+        progress(Progress(10_000_000, 2_000_000, 2_000_000, 0, 0.0))
+        progress(Progress(10_000_000, 2_000_000, 3_000_000, 100, 9.0))
         assert stream.getvalue() == ""
-        now[0] += 1
-        progress.update(4_000_000, 5000)
-    assert stream.getvalue() == "40.0%  4.0 MB of 10.0 MB, 500 tokens/s, 0:30 left\n"
+        progress(Progress(10_000_000, 2_000_000, 4_000_000, 5000, 10.0))
+    assert stream.getvalue() == "40.0%  4.0 MB of 10.0 MB, 500 tokens/s, 30s left\n"
 
 
 def test_a_bar_on_a_terminal() -> None:
@@ -103,16 +98,13 @@ def test_a_bar_on_a_terminal() -> None:
             return True
 
     stream = Terminal()
-    with progress_for(stream) as progress:
-        assert isinstance(progress, Bar)
-        progress.start(2_000_000, 0)
-        progress.update(1_000_000, 5000)
+    with progress_on(stream) as progress:
+        progress(Progress(2_000_000, 0, 1_000_000, 5000, 1.0))
     text = stream.getvalue()
     assert "tokenising" in text
     assert "50%" in text
     assert "tokens/s" in text
 
 
-def test_numbers_for_people() -> None:
-    assert [clock(s) for s in (7, 750, 11_045)] == ["0:07", "12:30", "3:04:05"]
+def test_bytes_for_people() -> None:
     assert [megabytes(b) for b in (12, 1500, 2.5e6, 3e12)] == ["12 bytes", "1.5 kB", "2.5 MB", "3000.0 GB"]

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from shardwise.data import shards
-from shardwise.data.shards import TokenSet, dtype_for
+from shardwise.data.shards import ShardWriter, TokenSet, dtype_for
 from shardwise.data.tokenizer import ByteTokenizer
-from shardwise.data.writer import ShardWriter
 from shardwise.files import write_atomically
 from shardwise.run import UserError
 

@@ -105,5 +105,5 @@ def test_a_power_cap_slows_and_other_memory_replaces() -> None:
 
 
 def test_a_dtype_a_chip_lacks_is_the_users_mistake() -> None:
-    with pytest.raises(UserError, match="v100-sxm-32g has no bfloat16 products; it has float64, float32, float16"):
+    with pytest.raises(UserError, match="v100-sxm-32g has no bfloat16 GEMMs; it has float64, float32, float16"):
         CHIPS["v100-sxm-32g"].speed("bfloat16")

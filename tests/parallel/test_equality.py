@@ -123,7 +123,9 @@ def test_fewer_experts_than_ranks_that_share_them(ranks: RankPool, model: str, l
 @pytest.mark.parametrize("schedule", cases.SCHEDULES)
 @pytest.mark.parametrize(("model", "more"), [("tied", {}), ("mixture", dict(shard=2, expert=2, recompute="full"))])
 def test_each_schedule_runs_as_listed(ranks: RankPool, model: str, more: Layout, schedule: str) -> None:
-    from shardwise.schedules import check, make_schedule
+    from schedule_check import check
+
+    from shardwise.schedules import make_schedule
 
     layout = dict(pipeline=2, schedule=schedule, **more)
     run = cases.make_run(model, layout, microbatch=1)

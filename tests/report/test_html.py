@@ -17,7 +17,7 @@ from records import accounts, memories, pipeline_memory, pipeline_step, texts, t
 from shardwise.ledger import Account, Difference, Memory, Span, Timeline, Traffic
 from shardwise.report import html, words
 from shardwise.report.html_timeline import timeline_data, timeline_rows
-from shardwise.report.pick import Column, front
+from shardwise.report.pick import Column, pareto_front
 
 quick = settings(max_examples=25, deadline=None)
 ATTACK = "</script><script>alert('x')</script>\"&"
@@ -186,7 +186,7 @@ def test_the_front_is_what_nothing_beats(scores: list[tuple[int, int, int]]) -> 
     expected = [
         not any(q != p and all(x <= y for x, y in zip(q, p, strict=True)) for q in points) for p in points
     ]  # fmt: skip
-    assert front(rows, columns) == expected
+    assert pareto_front(rows, columns) == expected
 
 
 @quick

@@ -126,7 +126,7 @@ def test_a_ranking_drops_columns_that_do_not_fit_and_says_so() -> None:
     rows = [{"layout": "tensor 8", "step": 1.5, "note": "x" * 70}, {"layout": "tensor 4", "step": 2.5}]
     columns = [Column("layout", "layout"), Column("step", "step", words.seconds), Column("note", "remark")]
     narrow = "\n".join(lines(terminal.ranking_table(rows, columns)))
-    assert "not shown for want of width: remark" in narrow
+    assert "not shown, the terminal is too narrow: remark" in narrow
     assert "1.50 s" in narrow
     assert "x" * 70 in "\n".join(lines(terminal.ranking_table(rows, columns), 160))
     lines(terminal.ranking_table([], columns))

@@ -136,8 +136,8 @@ def test_figures_are_means_over_ranks_and_steps() -> None:
     axes = [dict(axis="tensor", collective="all_gather", group=2, ranks={0: moved, 1: moved | dict(exposed=40)})]
     explained = EMPTY | dict(ranks=ranks, seen=(0, 1), world=8, steps=(3, 4), axes=axes, step_time=100)
     said = {name: value for name, value, _ in trace_view.figures(explained)}
-    assert said["computing"] == words.percent((0.6 + 0.5) / 2)
-    assert said["not computing"] == f"{words.digits(((0.3 + 0.2) / 2 + (0.1 + 0.3) / 2) * 8 * 24)} h"
+    assert said["compute"] == words.percent((0.6 + 0.5) / 2)
+    assert said["exposed or idle"] == f"{words.digits(((0.3 + 0.2) / 2 + (0.1 + 0.3) / 2) * 8 * 24)} h"
     row = trace_view.axis_rows(explained)[0]
     assert (row.messages, row.bytes, row.exposed, row.waiting) == (2, 400, pytest.approx(17.5e-9), 0.5)
     assert row.bandwidth == 1600 * 1e9 / 50

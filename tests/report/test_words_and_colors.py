@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -120,7 +122,9 @@ def test_colours_show_on_both_papers() -> None:
     def luminance(color: str) -> float:
         return sum(a * b for a, b in zip((0.2126, 0.7152, 0.0722), _linear(color), strict=True))
 
+    papers = re.findall(r"--paper: (#\w{6})", (Path(colors.__file__).parent / "page.css").read_text())
+    assert len(papers) == 2  # light and dark
     for color in {*colors.CATEGORY.values(), *colors.OWNER.values(), *colors.PASS.values()}:
-        for paper in (colors.PAPER_LIGHT, colors.PAPER_DARK):
+        for paper in papers:
             dim, bright = sorted((luminance(color), luminance(paper)))
             assert (bright + 0.05) / (dim + 0.05) >= 1.85, (color, paper)

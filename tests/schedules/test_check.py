@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedule_check import check
 
-from shardwise.schedules import SCHEDULES, Action, Cost, Schedule, Stuck, check, make_schedule, time
+from shardwise.schedules import SCHEDULES, Action, Cost, Schedule, Stuck, make_schedule, time
 
 
 def with_rank(schedule: Schedule, rank: int, actions: list[Action]) -> Schedule:

@@ -62,7 +62,7 @@ def test_the_embedding_and_the_head_take_the_place_of_layers() -> None:
 
 
 def test_what_cannot_be_split_is_said() -> None:
-    with pytest.raises(ValueError, match="3 layers cannot be cut into 4 stages"):
+    with pytest.raises(ValueError, match="3 layers cannot be split into 4 stages"):
         split_layers([1, 1, 1], 4)
     with pytest.raises(ValueError, match="negative"):
         split_layers([1, -1, 1], 2)

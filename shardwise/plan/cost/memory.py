@@ -20,8 +20,7 @@ from shardwise.plan.cost.operations import chunked_share, embedding
 from shardwise.plan.cost.parameters import Held, cast_copies, layer_parameters, stage_parameters, zero_groups
 from shardwise.plan.time.step import layers_by_stage, played
 from shardwise.run.derive import CHUNK_BYTES
-from shardwise.schedules import high_water
-from shardwise.schedules.rounds import cached_schedule
+from shardwise.schedules import cached_schedule, high_water
 
 Number = Any
 GIB = 2.0**30

@@ -24,8 +24,7 @@ from shardwise.plan.cost.passes import Passes, Piece, Pieces, host_seconds, pass
 from shardwise.plan.cost.stages import stage_counts
 from shardwise.plan.time.waves import Waves
 from shardwise.plan.trainer.muon import seconds as muon_seconds
-from shardwise.schedules import Cost, Timing, time
-from shardwise.schedules.rounds import cached_schedule, fewer_rounds
+from shardwise.schedules import Cost, Timing, cached_schedule, fewer_rounds, time
 
 Number = Any
 OPTIMIZER_BYTES = 40.0

@@ -13,8 +13,7 @@ from shardwise.plan.cost.constants import constants_of
 from shardwise.plan.cost.job import Job
 from shardwise.plan.cost.passes import passes
 from shardwise.plan.time.step import Prepared, Step, prepare, step_time
-from shardwise.schedules import Cost, time
-from shardwise.schedules.rounds import cached_schedule
+from shardwise.schedules import Cost, cached_schedule, time
 
 NAMES = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
 TRAFFIC = ("tensor", "context", "expert", "shard")

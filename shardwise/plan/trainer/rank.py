@@ -17,8 +17,7 @@ from shardwise.plan.cost.layer_memory import layer_kept
 from shardwise.plan.cost.stages import layers_of_stages
 from shardwise.run import ModelConfig, Run
 from shardwise.run.derive import chunks_loss, keeps_compute_copies, planned_on_gpu, shard_dim, uses_fp8_all_gather
-from shardwise.schedules import SPLIT_BACKWARD, Schedule
-from shardwise.schedules.rounds import cached_schedule, fewer_rounds
+from shardwise.schedules import SPLIT_BACKWARD, Schedule, cached_schedule, fewer_rounds
 
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number."""

@@ -9,8 +9,7 @@ from shardwise.plan.trainer.rank import Place, Stage, Weight, piece
 from shardwise.plan.trainer.saved import Rows, Saved, repeated, saved
 from shardwise.run import Run
 from shardwise.run.derive import chunk_rows, compiles, planned_on_gpu
-from shardwise.schedules import Schedule, high_water
-from shardwise.schedules.rounds import cached_schedule, fewer_rounds
+from shardwise.schedules import Schedule, cached_schedule, fewer_rounds, high_water
 
 STEPS = 4
 """Bytes of the count of steps that AdamW keeps with every parameter."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.train.display import clock
+from shardwise.report.words import clock
 
 LOSSES = ("start-up", "checkpoints", "evaluation", "skipped", "repeated", "hangs", "restarts", "other")
 

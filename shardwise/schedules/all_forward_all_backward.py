@@ -1,7 +1,14 @@
-"""Breadth-first pipeline (Lamy-Poirier 2023, "Breadth-First Pipeline Parallelism").
+"""GPipe and the breadth-first pipeline: all microbatches go forward, then all go back.
 
-Each rank holds v stages, dealt round the ranks in a loop, and takes all microbatches through one of them before it
-turns to the next; then back the same way. With P ranks, m >= P microbatches, F and B the times of one of the v stages:
+GPipe (Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism"): with P ranks,
+m microbatches, F and B the times of one stage, the bubble on each rank is (P - 1)(F + B), and every rank holds the
+activations of m microbatches, which is what all later schedules improve on. The paper goes back in reverse order. Here
+microbatches go back in the order they went forward, as in every schedule of this folder: a stage adds up its gradients in
+one order, and all schedules give the same sum, bit for bit.
+
+Breadth-first (Lamy-Poirier 2023, "Breadth-First Pipeline Parallelism"): each rank holds v stages, dealt round the ranks in a
+loop, and takes all microbatches through one of them before it turns to the next; then back the same way. With m >= P
+microbatches, F and B the times of one of the v stages:
 
 - bubble on each rank: (P - 1)(F + B), a v-th of GPipe's, since a stage is a v-th of a rank's layers;
 - activations held: m on each of v stages, m v in all, as much as GPipe.
@@ -13,7 +20,14 @@ while the next stage computes. With fewer microbatches than ranks a rank waits f
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shardwise.schedules.actions import Action, Schedule, loop_placement
+
+
+def gpipe(ranks: int, microbatches: int) -> Schedule:
+    """All forwards, then all backwards."""
+    return replace(breadth_first(ranks, microbatches, chunks=1), name="gpipe")
 
 
 def breadth_first(ranks: int, microbatches: int, chunks: int) -> Schedule:

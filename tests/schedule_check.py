@@ -1,4 +1,4 @@
-"""Checks a schedule before anyone times or executes it: nothing missing, nothing twice, nothing before its input, and no
+"""Checks a schedule that a test made: nothing missing, nothing twice, nothing before its input, and no
 two ranks that wait for each other.
 
 The lists are played as the trainer plays them, with receives that block and sends that do not. Everything found is
@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from shardwise.schedules.actions import KINDS, Action, Schedule
-from shardwise.schedules.memory import held
+from shardwise.schedules.actions import KINDS, Action, Schedule, held
 
 
 @dataclass(frozen=True)
