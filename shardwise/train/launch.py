@@ -156,13 +156,13 @@ def start_local(arguments: Sequence[str], world: int, logs: Path) -> int:
         ranks.end(GRACE)
         if failed[1] == ANSWER:
             return ANSWER
-        message = ranks.story(*failed)
+        message = ranks.failure(*failed)
         if failed[1] != MISTAKE:
             message = f"error: {message}\nthe other ranks were stopped; all they said is in {logs}"
         print(message, file=sys.stderr)
         return MISTAKE if failed[1] == MISTAKE else 1
     finally:
-        ranks.close()
+        ranks.end(0.0)
 
 
 def answer(yes: bool) -> int:
@@ -191,7 +191,7 @@ def start_ranks(run: Run, out: Path, arguments: Sequence[str]) -> int:
     def saved_step() -> int:
         return max((step_of(folder) or 0 for folder in complete(out)), default=-1)
 
-    with contextlib.closing(ranks), _meeting(run) as handler:
+    with _meeting(run) as handler:
         spec = WorkerSpec("rank", local, handler, entrypoint=sys.executable, max_restarts=1)
         agent = Agent(spec, run.train, out, ranks, arguments_for, saved_step)
         try:

@@ -29,7 +29,7 @@ from shardwise.run.config import TrainConfig
 from shardwise.train.faults.arrivals import Beat, explain
 from shardwise.train.faults.events import record
 from shardwise.train.faults.heartbeat import interval, limit_in, path_of, read_beat
-from shardwise.train.faults.ranks import GRACE, MISTAKE, Ranks, environment_of, free_port, how_it_ended
+from shardwise.train.faults.ranks import GRACE, MISTAKE, Ranks, environment_of, free_port, describe_exit
 from shardwise.train.faults.restarts import Restarts
 from shardwise.train.faults.stop import PREEMPTED, SIGNALS, Preempted
 
@@ -162,7 +162,7 @@ class Agent(SimpleElasticAgent):
         step = self.saved_step()
         saved = f"its last checkpoint is of step {step}" if step >= 0 else "it has no checkpoint yet"
         for rank, code in failed.items():
-            print(f"error: rank {rank} {how_it_ended(code)} while the run was to be saved", file=sys.stderr)
+            print(f"error: rank {rank} {describe_exit(code)} while the run was to be saved", file=sys.stderr)
         if self.code:
             print(f"told to stop: the run can go on later; {saved}", file=sys.stderr, flush=True)
         return self._over()
@@ -170,7 +170,7 @@ class Agent(SimpleElasticAgent):
     def _failed(self, rank: int, code: int, why: str = "") -> RunResult:
         """One rank failed: end the others, tell it, and start again or give up."""
         self.ranks.end(GRACE if not why else 0.0)
-        message = why or self.ranks.story(rank, code)
+        message = why or self.ranks.failure(rank, code)
         if code == MISTAKE:
             print(message, file=sys.stderr, flush=True)
             self.code = MISTAKE
