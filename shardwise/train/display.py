@@ -14,7 +14,7 @@ LINE_SECONDS = 5.0
 
 
 def clock(seconds: float) -> str:
-    """A duration as people say it: 42s, 3m07s, 5h12m, 3d04h."""
+    """A duration for people: 42s, 3m07s, 5h12m, 3d04h."""
     s = max(0, round(seconds))
     if s < 60:
         return f"{s}s"
@@ -26,7 +26,7 @@ def clock(seconds: float) -> str:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The course of a number, newest at the right, each column the mean of its share."""
+    """Values over time, newest at the right, each column the mean of its share."""
     finite = [v for v in values if v == v and abs(v) != float("inf")]
     if not finite:
         return ""
@@ -47,7 +47,7 @@ class Progress:
     grad_norm: float
     learning_rate: float
     tokens_per_s: float
-    utilization: float
+    mfu: float
     memory: int
     seconds_left: float
 
@@ -59,7 +59,7 @@ class Progress:
             "grad norm": f"{self.grad_norm:.3f}",
             "lr": f"{self.learning_rate:.2e}",
             "tokens/s": f"{self.tokens_per_s:,.0f}",
-            "MFU": f"{self.utilization:.1%}",
+            "MFU": f"{self.mfu:.1%}",
             "memory": f"{self.memory / 2**30:.2f} GiB",
             "left": clock(self.seconds_left),
         }
@@ -74,7 +74,7 @@ class PlainDisplay:
 
     def __init__(self) -> None:
         self.last = float("-inf")
-        self.heard = True
+        self.readable = True
 
     def __enter__(self) -> PlainDisplay:
         return self
@@ -83,13 +83,13 @@ class PlainDisplay:
         pass
 
     def log(self, text: str) -> None:
-        """A sentence that stays. Where nobody reads any more, or a log is full, the run goes on in silence."""
-        if not self.heard:
+        """Print a sentence. Where nobody reads any more, or a log is full, the run goes on in silence."""
+        if not self.readable:
             return
         try:
             print(text, flush=True)
         except OSError:
-            self.heard = False
+            self.readable = False
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # also for what is flushed at the end
 
     def show(self, progress: Progress) -> None:
@@ -101,7 +101,7 @@ class PlainDisplay:
 
 
 class LiveDisplay(PlainDisplay):
-    """A panel that is redrawn in place: progress, numbers, and the course of the loss."""
+    """A panel that is redrawn in place: progress, numbers, and the loss curve."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class LiveDisplay(PlainDisplay):
 
 
 class QuietDisplay(PlainDisplay):
-    """Nothing: one rank speaks for all."""
+    """Nothing: the first rank's display stands for all."""
 
     def log(self, text: str) -> None:
         pass
