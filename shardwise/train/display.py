@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a live panel on a terminal, plain lines elsewhere."""
+"""Progress of a run for people: a live panel on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def sparkline(values: list[float], width: int) -> str:
 
 @dataclass
 class Progress:
-    """The numbers of one step, ready to be shown."""
+    """What is shown of one step."""
 
     step: int
     steps: int
@@ -72,9 +72,9 @@ class Progress:
 class PlainDisplay:
     """A line every few seconds, for logs and pipes."""
 
-    def __init__(self) -> None:
+    def __init__(self, quiet: bool = False) -> None:
         self.last = float("-inf")
-        self.readable = True
+        self.quiet = quiet
 
     def __enter__(self) -> PlainDisplay:
         return self
@@ -84,12 +84,12 @@ class PlainDisplay:
 
     def log(self, text: str) -> None:
         """Print a sentence. Where nobody reads any more, or a log is full, the run goes on in silence."""
-        if not self.readable:
+        if self.quiet:
             return
         try:
             print(text, flush=True)
         except OSError:
-            self.readable = False
+            self.quiet = True
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # also for what is flushed at the end
 
     def show(self, progress: Progress) -> None:
@@ -141,15 +141,6 @@ class LiveDisplay(PlainDisplay):
         self.live.update(Panel(Group(grid, bar, curve), title="training", border_style="dim"))
 
 
-class QuietDisplay(PlainDisplay):
-    """Nothing: the first rank's display stands for all."""
-
-    def log(self, text: str) -> None:
-        pass
-
-
 def make_display(quiet: bool = False) -> PlainDisplay:
     """The live panel on a terminal, lines elsewhere, nothing when `quiet`."""
-    if quiet:
-        return QuietDisplay()
-    return LiveDisplay() if sys.stdout.isatty() else PlainDisplay()
+    return LiveDisplay() if sys.stdout.isatty() and not quiet else PlainDisplay(quiet)

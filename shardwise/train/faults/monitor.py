@@ -137,7 +137,7 @@ class FaultMonitor:
         return self.train_state.train_step(
             batch,
             stop=self.stop.wanted,
-            accept=self.guard.accept if train.guard == "skip" else None,
+            accept=(lambda *values: self.guard.fault(*values) is None) if train.guard == "skip" else None,
             recheck=bool(train.recheck_every) and number % train.recheck_every == 0,
         )
 
@@ -155,7 +155,7 @@ class FaultMonitor:
         if policy == "stop":
             advice = f'train.guard = "skip" or "rollback" would go on without batch {batch}'
             raise UserError(f"step {step}: {fault}; {advice}")
-        if self.guard.exhausted:
+        if history.bad >= limit:  # too many in a row to be an accident
             raise UserError(f"step {step}: {fault}; that makes {history.bad} bad steps in a row (train.guard_limit)")
         if policy == "rollback":
             if len(history.excluded) >= limit:
