@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import pytest
 
 from shardwise.run import UserError, read_run
 from shardwise.train.faults.heartbeat import Heartbeat, read_heartbeat
+from shardwise.train.faults.ranks import _die_with_command
 from shardwise.train.launch import RankEnvironment, check_here, first_host, rank_environment
 from shardwise.train.metrics import read_metrics
 
@@ -102,6 +104,21 @@ def test_a_rank_that_dies_takes_the_others_down_with_one_message(tmp_path: Path)
     for rank in ranks:
         with pytest.raises(ProcessLookupError):
             os.kill(rank, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread does it, which stops as well")
+def test_a_rank_dies_with_its_command_even_while_it_is_stopped() -> None:
+    lifeline, held_by_the_command = multiprocessing.Pipe(duplex=False)
+    pid = os.fork()
+    if pid == 0:
+        held_by_the_command.close()
+        os.setsid()
+        _die_with_command(lifeline)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    os.waitpid(pid, os.WUNTRACED)
+    held_by_the_command.close()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
 
 def test_a_mistake_that_a_rank_finds_is_one_sentence_and_no_restart(tmp_path: Path) -> None:
