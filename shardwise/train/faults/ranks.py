@@ -88,7 +88,6 @@ class Ranks:
         self._codes: dict[int, int] = {}
         self._lifelines: list[Connection] = []
         self._log_starts: dict[int, int] = {}
-        start_fork_server()
 
     def start(self, arguments: Sequence[str], environments: Mapping[int, Mapping[str, str]]) -> None:
         """Run `shardwise ARGUMENTS` once for each environment."""
@@ -117,9 +116,8 @@ class Ranks:
                 if code == UNKNOWN:
                     self._kill_orphan(rank)
                     code = -signal.SIGKILL
-                self._codes.setdefault(
-                    rank, code
-                )  # a signal handler may have come first, and only the first is told it
+                # A signal handler that interrupts this line has read the code already, and it can be read only once.
+                self._codes.setdefault(rank, code)
         return self._codes
 
     def _kill_orphan(self, rank: int) -> None:
