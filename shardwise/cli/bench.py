@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from shardwise.hardware import Profile
     from shardwise.measure.bench import Told
-    from shardwise.train.launch import Place
+    from shardwise.train.launch import RankEnvironment
 
 HELP = """Measure this machine: GEMMs, attention, copies, the host overhead of a training step and, with --ranks, collectives. Use
 the profile with `shardwise plan RUN --cluster.profile=FILE`."""
@@ -49,11 +49,11 @@ def execute(args: argparse.Namespace) -> int:
     """Measure what was asked for, write it, show it."""
     from shardwise.train import launch
 
-    where = launch.place(os.environ)
-    _check(args, where)
+    environment = launch.rank_environment(os.environ)
+    _check(args, environment)
     args.seconds = args.seconds or (QUICK_SECONDS if args.quick else SECONDS)
-    if where is not None:
-        return _as_rank(args, where)
+    if environment is not None:
+        return _as_rank(args, environment)
     profile = _kernels(args) if args.only != "collectives" else None
     if (args.ranks or 1) > 1:
         from shardwise.measure.bench import described
@@ -64,7 +64,7 @@ def execute(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check(args: argparse.Namespace, where: Place | None) -> None:
+def _check(args: argparse.Namespace, environment: RankEnvironment | None) -> None:
     """Report everything wrong with the command before anything is measured."""
     from shardwise.train.step import choose_device
 
@@ -73,10 +73,12 @@ def _check(args: argparse.Namespace, where: Place | None) -> None:
         problems.append(Problem(f"is {args.ranks}, but a machine has at least one rank", "--ranks", "command line"))
     if args.seconds is not None and not args.seconds > 0:
         problems.append(Problem(f"is {args.seconds:g}, but has to be above 0", "--seconds", "command line"))
-    if args.only == "collectives" and where is None and (args.ranks or 1) < 2:
+    if args.only == "collectives" and environment is None and (args.ranks or 1) < 2:
         problems.append(Problem("needs --ranks of 2 or more", "--only collectives", "command line"))
-    if where is not None and args.ranks not in (None, where.world):
-        problems.append(Problem(f"is {args.ranks}, but {where.world} ranks were started", "--ranks", "command line"))
+    if environment is not None and args.ranks not in (None, environment.world_size):
+        problems.append(
+            Problem(f"is {args.ranks}, but {environment.world_size} ranks were started", "--ranks", "command line")
+        )
     try:
         choose_device(args.device)
     except UserError:
@@ -126,14 +128,14 @@ def _collectives(args: argparse.Namespace) -> tuple[dict[str, Any], ...]:
         return load_profile(out).collective
 
 
-def _as_rank(args: argparse.Namespace, where: Place) -> int:
+def _as_rank(args: argparse.Namespace, environment: RankEnvironment) -> int:
     """One of the ranks that torchrun, Slurm or this command started; the first measures the kernels, writes and prints."""
     from shardwise.measure.bench import described
     from shardwise.measure.bench_collectives import collective_points
     from shardwise.train import launch
 
-    first = where.rank == 0
-    launch.join(where, replace(Run(), train=replace(Run().train, device=args.device)))
+    first = environment.rank == 0
+    launch.join(environment, replace(Run(), train=replace(Run().train, device=args.device)))
     try:
         import torch.distributed as dist
 

@@ -153,8 +153,8 @@ def main(arguments: Sequence[str]) -> int:
         if message is None:
             raise
         print(f"error: {message}", file=sys.stderr)
-        # A restarted rank may succeed: other programs come and go.
-        return 1 if "SHARDWISE_WATCHED" in os.environ else 2
+        # A rank may have better luck when it is started anew: other programs come and go.
+        return 1 if "SHARDWISE_AGENT" in os.environ else 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

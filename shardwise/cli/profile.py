@@ -13,7 +13,7 @@ from shardwise.hardware.chips import unknown_chip
 from shardwise.run import Problem, Run, UserError, read_run
 
 if TYPE_CHECKING:
-    from shardwise.train.launch import Place
+    from shardwise.train.launch import RankEnvironment
 
 HELP = """Record a few steps of the real trainer on all ranks: a trace of each, memory by owner, the run and its plan, in a folder
 that `shardwise trace` explains. --modules also counts FLOPs, memory and time by module."""
@@ -34,9 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Record, or start the ranks that do."""
-    from shardwise.train.faults.replan import settle
+    from shardwise.train import launch
 
-    run = settle(read_run(args.run, args.overrides, (unknown_chip,)), args.overrides)
+    run = launch.resolve_layout(read_run(args.run, args.overrides, (unknown_chip,)), args.overrides)
     for key in ("steps", "warmup"):
         if getattr(args, key) < 1:
             raise UserError(Problem("at least one step is needed", f"--{key}", "command line"))
@@ -44,16 +44,15 @@ def execute(args: argparse.Namespace) -> int:
     folder = args.out or Path("runs") / run.name / "profile"
     from shardwise.data.open import open_data
     from shardwise.measure.profile import prepare_folder
-    from shardwise.train import launch
 
-    where = launch.place(os.environ)
-    launch.check_here(run, where)
-    if where is None:
+    environment = launch.rank_environment(os.environ)
+    launch.check_here(run, environment)
+    if environment is None:
         open_data(run)  # report what is wrong with the data once, not on every rank
         prepare_folder(folder)
         # Also for a single rank, so that the profiler's own messages go to a log.
         return launch.start_local(_rank_arguments(args, folder), run.layout.world, folder / "logs")
-    return _joined(run, args, folder, where, ranks)
+    return _joined(run, args, folder, environment, ranks)
 
 
 def chosen_ranks(text: str | None, world: int) -> tuple[int, ...] | None:
@@ -80,12 +79,14 @@ def _rank_arguments(args: argparse.Namespace, folder: Path) -> list[str]:
     return words + [f"--{override}" for override in args.overrides]
 
 
-def _joined(run: Run, args: argparse.Namespace, folder: Path, where: Place, ranks: tuple[int, ...] | None) -> int:
+def _joined(
+    run: Run, args: argparse.Namespace, folder: Path, environment: RankEnvironment, ranks: tuple[int, ...] | None
+) -> int:
     from shardwise.measure.profile import Recording, prepare_folder, record
     from shardwise.train import launch
 
-    first = where.rank == 0
-    launch.join(where, run)
+    first = environment.rank == 0
+    launch.join(environment, run)
     try:
         if first:
             prepare_folder(folder)

@@ -25,38 +25,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Train."""
-    from shardwise.train.faults.replan import fit, settle
-
-    # Before PyTorch is imported, which takes a while.
-    run = settle(read_run(args.run, args.overrides, (unknown_chip,)), args.overrides)
     from shardwise.train import launch
-    from shardwise.train.faults.ranks import free_port
-    from shardwise.train.faults.stop import PREEMPTED, Preempted
+    from shardwise.train.faults.ranks import free_port, start_fork_server
+
+    # A mistake is found before PyTorch is imported, which takes a while; the fork server imports it meanwhile.
+    run = launch.resolve_layout(read_run(args.run, args.overrides, (unknown_chip,)), args.overrides)
+    environment = launch.rank_environment(os.environ)
+    starts_ranks = environment is None and run.layout.world > 1
+    if starts_ranks:
+        start_fork_server()
+    from shardwise.train.faults.monitor import PREEMPTED, Preempted
     from shardwise.train.loop import check, train
 
     out = args.out or Path("runs") / run.name
-    where = launch.place(os.environ)
-    if where is not None and run.train.elastic:
-        run = fit(run, where.world, max(1, where.world // where.local_world), launch.chip_here(run))
-    launch.check_here(run, where)
-    if where is None and run.layout.world == 1 and run.layout.offload:
-        # Offload is a kind of sharding, which needs a process group, be it of one rank.
-        where = launch.Place(0, 1, 0, "127.0.0.1", free_port())
-    if where is None and run.layout.world > 1:
+    if environment is not None and run.train.elastic:
+        nodes = max(1, environment.world_size // environment.local_world_size)
+        run = launch.fit_layout(run, environment.world_size, nodes, launch.chip_here(run))
+    launch.check_here(run, environment)
+    if starts_ranks:
         check(run, out)
         overrides = [f"--{override}" for override in args.overrides]
         return launch.start_ranks(run, out, ["train", args.run, "--out", str(out), *overrides])
-    if where is not None and (where.world > 1 or run.layout.offload):
-        launch.join(where, run)
+    if environment is None and run.layout.offload:  # `fully_shard` wants a process group, be it of one rank
+        environment = launch.RankEnvironment(0, 1, 0, "127.0.0.1", free_port())
+    has_agent = environment is not None and environment.has_agent
+    if environment is not None and (environment.world_size > 1 or run.layout.offload):
+        launch.join(environment, run)
     try:
-        train(run, out, watched=where is not None and where.watched)
+        train(run, out, has_agent)
     except Preempted as stop:
         print(stop, file=sys.stderr)
         return PREEMPTED
     except OSError as e:
-        if where is None or not where.watched:
+        if not has_agent:
             raise
-        # A full disk or a lost mount may pass, so the run is restarted; a user's mistake was found before.
+        # A full disk or a lost mount may pass, so the agent restarts; a user's mistake was found before.
         print(f"error: {e}", file=sys.stderr)
         return os.EX_IOERR
     finally:

@@ -55,15 +55,15 @@ def execute(args: argparse.Namespace) -> int:
         return _show([verify_dry(run, args.rank or 0)], args)
     from shardwise.train import launch
 
-    where = launch.place(os.environ)
-    launch.check_here(run, where)
-    if where is None and run.layout.world > 1:
+    environment = launch.rank_environment(os.environ)
+    launch.check_here(run, environment)
+    if environment is None and run.layout.world > 1:
         logs = Path(tempfile.mkdtemp(prefix="shardwise-verify-"))
         code = launch.start_local(_rank_arguments(args), run.layout.world, logs)
         if code != 1:  # a failure's message names them
             shutil.rmtree(logs, ignore_errors=True)
         return 1 if code == launch.ANSWER else code
-    return _joined(run, args, where)
+    return _joined(run, args, environment)
 
 
 def _rank_arguments(args: argparse.Namespace) -> list[str]:
@@ -75,15 +75,15 @@ def _rank_arguments(args: argparse.Namespace) -> list[str]:
     return words + (["--html", args.html] if args.html else [])
 
 
-def _joined(run: Run, args: argparse.Namespace, where: object) -> int:
+def _joined(run: Run, args: argparse.Namespace, environment: object) -> int:
     import torch.distributed as dist
 
     from shardwise.measure.verify import verify_rank
     from shardwise.train import launch
 
-    if where is None:
+    if environment is None:
         return _show([verify_rank(run, args.steps)], args)
-    launch.join(where, run)  # type: ignore[arg-type]
+    launch.join(environment, run)  # type: ignore[arg-type]
     try:
         verdict = verify_rank(run, args.steps)
         every: list[Verdict | None] = [None] * run.layout.world

@@ -1,11 +1,10 @@
-"""The passes of a step recorded once and replayed (a CUDA graph), where one GPU works faster than its host can tell it what to do.
+"""Forward and backward of a step captured once as a CUDA graph and replayed, where one GPU is faster than its host launches.
 
-A step of a small model is thousands of kernels of some microseconds, and launching one takes the host longer than that. Recorded,
-they are a single launch: the same kernels on the same memory, in which the next batch takes the place of the last. It helps
-nothing where the device is the slower of the two, and keeps the memory of the activations to itself; so, unless it is asked for,
-it is decided after some steps by looking: a host that has launched everything and finds that the device is done as well was the
-one that was waited for. Steps computed twice, evaluations and whatever does not have the shape of the recorded batch are launched
-one by one, as are the steps of `shardwise profile`, which says what each kernel is for.
+A step of a small model is thousands of kernels of some microseconds, and launching one takes the host longer than that. A graph is
+a single launch: the same kernels on the same memory, into which the next batch is copied. It does not help where the device is the
+slower of the two, and it keeps the memory of the activations. So, unless it is asked for, some steps are measured first: a host
+that has launched everything and finds the device done as well was the slower one. Kernel by kernel are launched steps computed
+twice, evaluations, batches of another shape, and the steps of `shardwise profile`, which says what each kernel is for.
 """
 
 from __future__ import annotations
@@ -22,22 +21,23 @@ from shardwise.parallel.pipeline import Microbatch
 from shardwise.run.derive import replays
 from shardwise.train.step import TrainState
 
-WARM = 3
-"""Steps that are compiled, tuned and allocated for; they say nothing."""
-LOOKED_AT = 3
+WARM_UP = 3
+"""Steps of compiling, tuning and allocating, which are not measured."""
+MEASURED = 3
+"""Steps measured to decide."""
 BEHIND = (0.05, 0.005)
-"""A device that ends this share of a step, and these seconds, after its host at most has waited for it. A host that is ahead is so
-by a thousand launches, or by all there are."""
+"""A device that ends at most this share of a step, and these seconds, after its host has waited for it. A host that is ahead is
+ahead by a thousand launches, or by all there are."""
 
 
 def attach(train_state: TrainState, log: Callable[[str], None] = lambda _: None) -> None:
-    """Let the steps of a trainee be replayed, if its run can be."""
+    """Let the steps of a train state be replayed, if its run can be."""
     if replays(train_state.run, gpu=train_state.device.type == "cuda"):
         train_state.replay = GraphedPasses(train_state, log)
 
 
 class GraphedPasses:
-    """Runs the passes of steps: launched at first, then, if that is worth it, replayed."""
+    """Forward and backward of steps: launched at first, then, if that is worth it, replayed."""
 
     def __init__(self, train_state: TrainState, log: Callable[[str], None]) -> None:
         self.train_state, self.log = train_state, log
@@ -47,22 +47,22 @@ class GraphedPasses:
         self.off = False
 
     def __call__(self, batch: Batch) -> Tensor:
-        """The passes of a step, in the place of `TrainState.passes`."""
+        """A step's forward and backward, instead of `TrainState.passes`."""
         self.steps += 1
         if self.graph is not None:
             return self._replayed(batch)
-        if self.off or self.steps <= WARM:
+        if self.off or self.steps <= WARM_UP:
             return self.train_state.passes(batch)
         if self.train_state.run.train.cuda_graph == "auto":
-            if len(self.host_slower) < LOOKED_AT:
-                return self._looked_at(batch)
-            if 2 * sum(self.host_slower) < LOOKED_AT:
+            if len(self.host_slower) < MEASURED:
+                return self._measured(batch)
+            if 2 * sum(self.host_slower) < MEASURED:
                 self.off = True
                 return self.train_state.passes(batch)
-        return self._recorded(batch)
+        return self._captured(batch)
 
-    def _looked_at(self, batch: Batch) -> Tensor:
-        """Launched, and waited for, to see which of the two was slower."""
+    def _measured(self, batch: Batch) -> Tensor:
+        """Launch and wait, to see whether host or device was slower."""
         torch.cuda.synchronize()
         began = time.perf_counter()
         loss = self.train_state.passes(batch)
@@ -72,8 +72,8 @@ class GraphedPasses:
         self.host_slower.append(ended - launched < min(BEHIND[0] * (ended - began), BEHIND[1]))
         return loss
 
-    def _recorded(self, batch: Batch) -> Tensor:
-        """Record the passes, and replay them for this batch; launch them if that can't be done."""
+    def _captured(self, batch: Batch) -> Tensor:
+        """Capture the graph, and replay it for this batch; launch kernel by kernel if that can't be done."""
         train_state = self.train_state
         if train_state.tuner is not None:
             train_state.tuner.stop()
@@ -81,7 +81,7 @@ class GraphedPasses:
         self.leaves = [held.leaf for held in train_state.parallel.parameters]
         graph, pool, stream = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
         try:
-            # What other threads do meanwhile, such as writing a checkpoint, is none of its business.
+            # Other threads may use the GPU meanwhile, for instance to write a checkpoint.
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 self.loss = train_state.passes_of(self.batch)
         except RuntimeError as error:  # memory, or something that waits for the device
@@ -108,7 +108,7 @@ class GraphedPasses:
                     assert there is not None
                     there.copy_(value)
         assert self.graph is not None
-        self.train_state.refresh()  # the recorded passes do not see whether somebody has changed a parameter
+        self.train_state.refresh()  # the graph does not see whether a parameter was changed
         self.graph.replay()
         for leaf, gradient in zip(self.leaves, self.gradients, strict=True):
             leaf.grad = gradient
@@ -116,8 +116,8 @@ class GraphedPasses:
 
 
 def recover(stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
-    """After a recording that failed PyTorch stays on the stream it was made on, its generator of random numbers and its allocator
-    believe that it still goes on, and the memory set apart for it stays so: all as they were before."""
+    """Undo a capture that failed: PyTorch stays on its stream, the random generator and the allocator believe that it still goes
+    on, and its memory pool stays reserved."""
     torch.cuda.set_stream(stream)
     device = stream.device_index
     generator = torch.cuda.default_generators[device]
@@ -128,7 +128,7 @@ def recover(stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
 
 
 def alike(these: Sequence[Microbatch], those: Sequence[Microbatch]) -> bool:
-    """Whether one batch can take the place of another in memory."""
+    """Whether one batch can be copied over another."""
 
     def shapes(batch: Sequence[Microbatch]) -> list[dict[str, object]]:
         return [{name: None if x is None else (x.shape, x.dtype) for name, x in one.items()} for one in batch]

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a live panel on a terminal, plain lines elsewhere."""
+"""Progress of a run for people: a live panel on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LINE_SECONDS = 5.0
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The course of a number, newest at the right, each column the mean of its share."""
+    """Values over time, newest at the right, each column the mean of its share."""
     finite = [v for v in values if v == v and abs(v) != float("inf")]
     if not finite:
         return ""
@@ -29,7 +29,7 @@ def sparkline(values: list[float], width: int) -> str:
 
 @dataclass
 class Progress:
-    """The numbers of one step, ready to be shown."""
+    """What is shown of one step."""
 
     step: int
     steps: int
@@ -37,7 +37,7 @@ class Progress:
     grad_norm: float
     learning_rate: float
     tokens_per_s: float
-    utilization: float
+    mfu: float
     memory: int
     seconds_left: float
 
@@ -49,7 +49,7 @@ class Progress:
             "grad norm": f"{self.grad_norm:.3f}",
             "lr": f"{self.learning_rate:.2e}",
             "tokens/s": f"{self.tokens_per_s:,.0f}",
-            "MFU": f"{self.utilization:.1%}",
+            "MFU": f"{self.mfu:.1%}",
             "memory": f"{self.memory / 2**30:.2f} GiB",
             "left": clock(self.seconds_left),
         }
@@ -62,9 +62,9 @@ class Progress:
 class PlainDisplay:
     """A line every few seconds, for logs and pipes."""
 
-    def __init__(self) -> None:
+    def __init__(self, quiet: bool = False) -> None:
         self.last = float("-inf")
-        self.heard = True
+        self.quiet = quiet
 
     def __enter__(self) -> PlainDisplay:
         return self
@@ -73,13 +73,13 @@ class PlainDisplay:
         pass
 
     def log(self, text: str) -> None:
-        """A sentence that stays. Where nobody reads any more, or a log is full, the run goes on in silence."""
-        if not self.heard:
+        """Print a sentence. Where nobody reads any more, or a log is full, the run goes on in silence."""
+        if self.quiet:
             return
         try:
             print(text, flush=True)
         except OSError:
-            self.heard = False
+            self.quiet = True
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # also for what is flushed at the end
 
     def show(self, progress: Progress) -> None:
@@ -91,7 +91,7 @@ class PlainDisplay:
 
 
 class LiveDisplay(PlainDisplay):
-    """A panel that is redrawn in place: progress, numbers, and the course of the loss."""
+    """A panel that is redrawn in place: progress, numbers, and the loss curve."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,15 +131,6 @@ class LiveDisplay(PlainDisplay):
         self.live.update(Panel(Group(grid, bar, curve), title="training", border_style="dim"))
 
 
-class QuietDisplay(PlainDisplay):
-    """Nothing: one rank speaks for all."""
-
-    def log(self, text: str) -> None:
-        pass
-
-
 def make_display(quiet: bool = False) -> PlainDisplay:
     """The live panel on a terminal, lines elsewhere, nothing when `quiet`."""
-    if quiet:
-        return QuietDisplay()
-    return LiveDisplay() if sys.stdout.isatty() else PlainDisplay()
+    return LiveDisplay() if sys.stdout.isatty() and not quiet else PlainDisplay(quiet)

@@ -1,14 +1,16 @@
 """Gets the ranks of a run going: joins those that torchrun, Slurm or Kubernetes started, or starts them on this machine, or on
 several that meet at `cluster.rendezvous`.
 
-Started here, an agent watches (`watch/agent.py`): the first rank that fails takes the others down within seconds, the user reads
-one message that names it, and all are started again. Every rank's messages are kept in the run folder under `logs/`; the first
-rank also draws the display.
+Ranks started here have an agent (`faults/agent.py`): the first rank that fails takes the others down within seconds, the user
+reads one message that names it, and all are started again. Where there are other ranks than the layout was made for, and
+`train.elastic` allows it, the planner finds the best layout for them. Model and global batch stay, so the run goes on with the
+same losses, to rounding; and every machine and rank finds the same layout by itself, since a search repeats itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import re
@@ -21,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.hardware.chips import chip_of_driver_name
-from shardwise.run import Problem, Run, UserError
+from shardwise.run import LayoutConfig, Problem, Run, UserError, to_dict
 from shardwise.run.check import broken_rules
-from shardwise.train.faults.arrivals import remember_collectives
+from shardwise.train.faults.heartbeat import enable_flight_recorder
 from shardwise.train.faults.ranks import GRACE, MISTAKE, Ranks, environment_of, free_port
-from shardwise.train.faults.replan import fit, layout_overrides, layout_words
 
 ANSWER = 3
 """Exit code of a rank that ended well, and whose answer is no."""
@@ -35,40 +36,41 @@ JOIN_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a process stands among those that were started together."""
+class RankEnvironment:
+    """What the launcher of a process says about its rank."""
 
     rank: int
-    world: int
+    world_size: int
     local_rank: int
     address: str
     port: int
-    local_world: int = 1
-    watched: bool = False
+    local_world_size: int = 1
+    has_agent: bool = False
     """Started by this package's own agent."""
 
 
-def place(environment: Mapping[str, str]) -> Place | None:
-    """What torchrun (also under Kubernetes) or Slurm say about this process; None when nobody started it as a rank."""
+def rank_environment(environment: Mapping[str, str]) -> RankEnvironment | None:
+    """Read the variables of torchrun (also under Kubernetes) or Slurm; None when nobody started this process as a rank."""
     e = environment
     if "RANK" in e and "WORLD_SIZE" in e:
-        local = int(e.get("LOCAL_RANK", "0"))
-        return Place(
+        return RankEnvironment(
             int(e["RANK"]),
             int(e["WORLD_SIZE"]),
-            local,
+            int(e.get("LOCAL_RANK", "0")),
             e.get("MASTER_ADDR", "127.0.0.1"),
             int(e.get("MASTER_PORT", "29500")),
             int(e.get("LOCAL_WORLD_SIZE", e["WORLD_SIZE"])),
-            "SHARDWISE_WATCHED" in e,
+            "SHARDWISE_AGENT" in e,
         )
     if "SLURM_PROCID" in e and int(e.get("SLURM_NTASKS", "1")) > 1:
-        address = e.get("MASTER_ADDR") or first_host(e.get("SLURM_STEP_NODELIST") or e.get("SLURM_JOB_NODELIST", ""))
-        # Jobs that share a node must not share a port.
-        port = int(e.get("MASTER_PORT") or 20000 + int(e.get("SLURM_JOB_ID", "0")) % 20000)
-        here = int(e.get("SLURM_NTASKS_PER_NODE") or 1)
-        return Place(
-            int(e["SLURM_PROCID"]), int(e["SLURM_NTASKS"]), int(e.get("SLURM_LOCALID", "0")), address, port, here
+        return RankEnvironment(
+            int(e["SLURM_PROCID"]),
+            int(e["SLURM_NTASKS"]),
+            int(e.get("SLURM_LOCALID", "0")),
+            e.get("MASTER_ADDR") or first_host(e.get("SLURM_STEP_NODELIST") or e.get("SLURM_JOB_NODELIST", "")),
+            # Jobs on the same node need different ports.
+            int(e.get("MASTER_PORT") or 20000 + int(e.get("SLURM_JOB_ID", "0")) % 20000),
+            int(e.get("SLURM_NTASKS_PER_NODE") or 1),
         )
     return None
 
@@ -81,8 +83,8 @@ def first_host(nodes: str) -> str:
     return found[1] + (found[2] or "")
 
 
-def check_here(run: Run, where: Place | None) -> None:
-    """What there is here must be what the run needs: its ranks, and a GPU for what CPUs do not do."""
+def check_here(run: Run, environment: RankEnvironment | None) -> None:
+    """Refuse a run that needs other ranks than were started, or a GPU where there is none."""
     on_cpu = replace(run, train=replace(run.train, device="cpu"))
     broken = list(broken_rules(on_cpu)) if run.train.device == "auto" else []
     if broken:
@@ -91,12 +93,12 @@ def check_here(run: Run, where: Place | None) -> None:
         if not torch.cuda.device_count():
             raise UserError(*(Problem(f"there is no GPU here: {rule.reason}", key=rule.key) for rule in broken))
     needed = run.layout.world
-    if where is not None and where.world != needed:
-        sizes = " x ".join(
-            f"{axis} {getattr(run.layout, axis)}" for axis in ("replicate", "shard", "context", "tensor", "pipeline")
-        )
-        raise UserError(Problem(f"needs {needed} ranks ({sizes}), but {where.world} were started", key="layout"))
-    if where is None and run.cluster.nodes > 1 and not run.cluster.rendezvous:
+    if environment is not None and environment.world_size != needed:
+        axes = ("replicate", "shard", "context", "tensor", "pipeline")
+        sizes = " x ".join(f"{axis} {getattr(run.layout, axis)}" for axis in axes)
+        reason = f"needs {needed} ranks ({sizes}), but {environment.world_size} were started"
+        raise UserError(Problem(reason, key="layout"))
+    if environment is None and run.cluster.nodes > 1 and not run.cluster.rendezvous:
         reason = (
             f"{run.cluster.nodes} nodes: start the same command on each of them with torchrun or srun, {needed} ranks in all, or "
             f"by hand with cluster.rendezvous = HOST:PORT of one of them"
@@ -104,36 +106,36 @@ def check_here(run: Run, where: Place | None) -> None:
         raise UserError(Problem(reason, key="cluster.nodes"))
 
 
-def join(where: Place, run: Run) -> None:
-    """Become one of the ranks: choose a device and meet the others."""
+def join(environment: RankEnvironment, run: Run) -> None:
+    """Become one of the ranks: choose a device and initialize the process group."""
     import torch
     import torch.distributed as dist
 
-    remember_collectives(os.environ)
+    enable_flight_recorder(os.environ)
     gpus = torch.cuda.device_count() if run.train.device != "cpu" else 0
-    shared = gpus > 0 and int(os.environ.get("LOCAL_WORLD_SIZE", where.world)) > gpus
+    oversubscribed = gpus > 0 and int(os.environ.get("LOCAL_WORLD_SIZE", environment.world_size)) > gpus
     layout = run.layout
-    if shared and (layout.pipeline > 1 or (layout.context > 1 and layout.context_method == "ring")):
+    if oversubscribed and (layout.pipeline > 1 or (layout.context > 1 and layout.context_method == "ring")):
         reason = (
             f"{layout.world} ranks would share {gpus} GPU(s), and gloo, which they then talk through, carries no point-to-point "
             'messages of GPUs; pipelines and ring attention need them. Use train.device = "cpu" or more GPUs'
         )
         raise UserError(Problem(reason, key="layout"))
     if gpus:
-        torch.cuda.set_device(where.local_rank % gpus)
+        torch.cuda.set_device(environment.local_rank % gpus)
     dist.init_process_group(
         # NCCL wants a GPU for each rank; gloo carries collectives of CUDA tensors too, where ranks share one.
-        "cpu:gloo,cuda:nccl" if gpus and not shared else "gloo",
-        init_method=f"tcp://{where.address}:{where.port}",
-        rank=where.rank,
-        world_size=where.world,
-        # Longer than the watch waits, so that a hang is explained before it is an error of the transport.
+        "cpu:gloo,cuda:nccl" if gpus and not oversubscribed else "gloo",
+        init_method=f"tcp://{environment.address}:{environment.port}",
+        rank=environment.rank,
+        world_size=environment.world_size,
+        # Longer than the agent waits, so that a hang is explained before it is an error of the transport.
         timeout=timedelta(seconds=max(600.0, 2 * run.train.hang_seconds)),
     )
 
 
 def leave() -> None:
-    """Part from the other ranks."""
+    """Destroy the process group."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -142,13 +144,12 @@ def leave() -> None:
 
 def start_local(arguments: Sequence[str], world: int, logs: Path) -> int:
     """Run `shardwise ARGUMENTS` once as `world` ranks on this machine; gives the exit code: 0 when all ended well, ANSWER when
-    the first one's answer is no, 2 for a user's mistake, 1 for a failure. For verbs that are soon done: the first failure
-    ends it."""
+    the first one's answer is no, 2 for a user's mistake, 1 for a failure. For short verbs: the first failure ends it."""
     ranks = Ranks(logs)
     port = free_port()
     environments = {r: environment_of(r, r, world, world, "127.0.0.1", port) for r in range(world)}
-    ranks.start(arguments, {r: environment | {_ANSWERS: "yes"} for r, environment in environments.items()})
     try:
+        ranks.start(arguments, {r: environment | {_ANSWERS: "yes"} for r, environment in environments.items()})
         while (failed := ranks.failed()) is None and ranks.running():
             time.sleep(0.1)
         if failed is None:
@@ -156,44 +157,43 @@ def start_local(arguments: Sequence[str], world: int, logs: Path) -> int:
         ranks.end(GRACE)
         if failed[1] == ANSWER:
             return ANSWER
-        message = ranks.story(*failed)
+        message = ranks.failure(*failed)
         if failed[1] != MISTAKE:
-            message = f"error: {message}\nthe other ranks were stopped; all they said is in {logs}"
+            message = f"error: {message}\nthe other ranks were stopped; their output is in {logs}"
         print(message, file=sys.stderr)
         return MISTAKE if failed[1] == MISTAKE else 1
     finally:
-        ranks.close()
+        ranks.end(0.0)
 
 
 def answer(yes: bool) -> int:
-    """The exit code of a verb that asks something; a rank's tells a no from a failure."""
+    """The exit code of a verb that asks something; a rank's differs between a no and a failure."""
     return 0 if yes else ANSWER if _ANSWERS in os.environ else 1
 
 
 def start_ranks(run: Run, out: Path, arguments: Sequence[str]) -> int:
-    """Run `shardwise ARGUMENTS` as the ranks that the layout needs, this machine's share of them; gives the exit code: 0 when
-    all ended well, 75 when told to stop, 2 for a user's mistake, 1 when it was given up."""
+    """Run `shardwise ARGUMENTS` as this machine's share of the ranks that the layout needs; gives the exit code: 0 when all ended
+    well, 75 when told to stop, 2 for a user's mistake, 1 when it was given up."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
     from shardwise.train.faults.agent import Agent
     from shardwise.train.saves.folder import complete, step_of
 
-    ranks = Ranks(out / "logs")
     local = ranks_here(run)
 
     def arguments_for(world: int) -> list[str]:
         if world == run.layout.world:
             return list(arguments)
-        fitted = fit(run, world, max(1, world // local), chip_here(run))
-        print(f"{world} of {run.layout.world} ranks are here; going on with {layout_words(fitted)}", file=sys.stderr)
+        fitted = fit_layout(run, world, max(1, world // local), chip_here(run))
+        print(f"{world} of {run.layout.world} ranks are here; going on with {describe_layout(fitted)}", file=sys.stderr)
         return [*arguments, *(f"--{override}" for override in layout_overrides(fitted))]
 
     def saved_step() -> int:
         return max((step_of(folder) or 0 for folder in complete(out)), default=-1)
 
-    with contextlib.closing(ranks), _meeting(run) as handler:
+    with _rendezvous(run) as handler:
         spec = WorkerSpec("rank", local, handler, entrypoint=sys.executable, max_restarts=1)
-        agent = Agent(spec, run.train, out, ranks, arguments_for, saved_step)
+        agent = Agent(spec, run.train, out, Ranks(out / "logs"), arguments_for, saved_step)
         try:
             return agent.execute()
         finally:
@@ -202,12 +202,12 @@ def start_ranks(run: Run, out: Path, arguments: Sequence[str]) -> int:
 
 
 @contextlib.contextmanager
-def _meeting(run: Run) -> Iterator[Any]:
-    """Where the machines of a run meet, be it one; what goes wrong there is told in a sentence."""
+def _rendezvous(run: Run) -> Iterator[Any]:
+    """Where the machines of a run meet, be it one; an error there becomes a sentence."""
     from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, registry
 
-    # The ranks have a store of their own. The one PyTorch would share is announced at the first meeting only, so that a machine
-    # which comes later waits for it forever.
+    # The ranks have a store of their own. The one PyTorch would share is announced at the first rendezvous only, so that a
+    # machine which comes later waits for it forever.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     nodes = run.cluster.nodes
@@ -244,10 +244,57 @@ def ranks_here(run: Run) -> int:
 
 
 def chip_here(run: Run) -> str:
-    """The catalogue's name of what this machine computes with, empty when it has none."""
+    """The catalogue's name of this machine's chip, empty when it is not in the catalogue."""
     import torch
 
     if run.train.device == "cpu" or not torch.cuda.is_available():
         return "cpu"
     chip = chip_of_driver_name(torch.cuda.get_device_name(0))
     return chip.name if chip is not None else ""
+
+
+def fit_layout(run: Run, world: int, nodes: int, chip: str) -> Run:
+    """The run on `world` ranks of `nodes` machines: as it is where that fits, replanned where `train.elastic` allows it."""
+    if world == run.layout.world:
+        return run
+    if not run.train.elastic:
+        reason = (
+            f"needs {run.layout.world} ranks, and {world} are here; train.elastic = true plans another layout for them"
+        )
+        raise UserError(Problem(reason, key="layout"))
+    from shardwise.plan.search import resolve
+
+    cluster = replace(run.cluster, nodes=nodes, devices_per_node=world // nodes, chip=run.cluster.chip or chip)
+    found = resolve(replace(run, layout=LayoutConfig(auto=True, fixed=run.layout.fixed), cluster=cluster))
+    return replace(found, cluster=replace(found.cluster, chip=run.cluster.chip))
+
+
+def resolve_layout(run: Run, overrides: list[str]) -> Run:
+    """The run with its layout searched for where it is `auto`; the layout found is printed, and added to the overrides that ranks
+    are started with."""
+    if not run.layout.auto:
+        return run
+    from shardwise.plan.search import resolve
+
+    run = resolve(run)
+    overrides += layout_overrides(run)
+    print(f"layout: {describe_layout(run)}", file=sys.stderr)
+    return run
+
+
+def layout_overrides(run: Run) -> list[str]:
+    """A layout that was searched for, as overrides, so that every rank trains with the same one. All its keys, since the run's
+    file may set those that have their default value here."""
+    values = to_dict(run)
+    keys = {f"layout.{k}": v for k, v in values["layout"].items() if k != "fixed"} | {"layout.auto": False}
+    keys |= {"train.microbatch": run.train.microbatch}
+    keys |= {f"cluster.{k}": values["cluster"][k] for k in ("nodes", "devices_per_node")}
+    return [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+
+
+def describe_layout(run: Run) -> str:
+    """A layout for people: all keys that have not their default value, and the microbatch."""
+    defaults = LayoutConfig()
+    chosen = {k: getattr(run.layout, k) for k in to_dict(run)["layout"] if k not in ("auto", "fixed")}
+    words = [f"{k} {v}" for k, v in chosen.items() if v != getattr(defaults, k)]
+    return ", ".join([*words, f"microbatch {run.train.microbatch}"])

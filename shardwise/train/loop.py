@@ -1,7 +1,7 @@
-"""The training loop, as a story: batch, step, record, evaluate, save; until the last step.
+"""The training loop: batch, forward, backward, step, record, evaluate, save; until the last step.
 
 The samples of a step are a function of its number alone (and of the batches that were left out as bad), so a resumed run sees
-what the unbroken one would have seen. Whether all goes well is the business of `watch`.
+what the unbroken one would have seen. What can go wrong is the business of the fault monitor (`faults/monitor.py`).
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 import gc
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,8 +27,7 @@ from shardwise.run import AXES, Run, UserError, to_toml
 from shardwise.train import cuda_graph, saves, tune_gemms
 from shardwise.train.display import PlainDisplay, Progress, make_display
 from shardwise.train.faults.guard import History
-from shardwise.train.faults.stop import Preempted
-from shardwise.train.faults.watch import RollBack, Watch
+from shardwise.train.faults.monitor import FaultMonitor, Preempted, RollBack
 from shardwise.train.metrics import Metrics
 from shardwise.train.speed import peak_flops, peak_memory
 from shardwise.train.step import StepResult, TrainState, choose_device
@@ -44,30 +42,30 @@ def check(run: Run, out: Path) -> None:
         saves.check_folder(run, out)
 
 
-def train(run: Run, out: Path, watched: bool = False) -> None:
-    """Train the run into the folder `out`, going on from its newest checkpoint if there is one. Every rank calls this; `watched`
-    when the process that started it keeps the account of failures. Raises `Preempted` when told to stop, after saving."""
+def train(run: Run, out: Path, has_agent: bool = False) -> None:
+    """Train the run into the folder `out`, going on from its newest checkpoint if there is one. Every rank calls this; `has_agent`
+    when the process that started it records failures. Raises `Preempted` when told to stop, after saving."""
     data = open_data(run)
     mesh = Mesh(run.layout, choose_device(run.train.device).type)
     with (
         make_display(quiet=mesh.rank > 0) as display,
         saves.held(run, out, mesh, display.log),
-        Watch(run, out, mesh.rank, watched) as watch,
+        FaultMonitor(run, out, mesh.rank, has_agent) as monitor,
     ):
         excluded: list[int] = []
         while True:
             try:
-                _attempt(run, out, data, mesh, watch, display, excluded)
+                _attempt(run, out, data, mesh, monitor, display, excluded)
                 return
             except RollBack as bad:
-                watch.end()
+                monitor.detach()
                 excluded.append(bad.batch)
                 display.log(f"{bad}; going back to the last checkpoint, and on without batch {bad.batch}")
-            gc.collect()  # a trainee and what replays its steps hold each other, and the next one needs their memory
+            gc.collect()  # a train state and its CUDA graph refer to each other, and the next one needs their memory
 
 
 def _attempt(
-    run: Run, out: Path, data: Data, mesh: Mesh, watch: Watch, display: PlainDisplay, excluded: list[int]
+    run: Run, out: Path, data: Data, mesh: Mesh, monitor: FaultMonitor, display: PlainDisplay, excluded: list[int]
 ) -> None:
     """From the newest checkpoint to the last step, leaving out the batches that earlier attempts found bad."""
     train_state = TrainState(run, mesh)
@@ -85,13 +83,15 @@ def _attempt(
     if mesh.rank == 0:
         write_atomically(out / "run.toml", to_toml(run).encode())
         metrics = Metrics(out, run, display.log, resumed_step=train_state.step)
-        watch.event("repeat", steps=metrics.dropped_steps, seconds=metrics.dropped_seconds)
+        monitor.event("repeat", steps=metrics.dropped_steps, seconds=metrics.dropped_seconds)
     saver = saves.Saver(out, mesh, data.tokenizer, data.fingerprint, display.log)
-    watch.begin(train_state)
+    monitor.attach(train_state)
     tune_gemms.attach(train_state, display.log)
     cuda_graph.attach(train_state, display.log)
+    began = time.perf_counter()
     try:
-        _steps(train_state, data, out, metrics, saver, display, watch)
+        _steps(train_state, data, metrics, saver, display, monitor)
+        _finish(train_state, metrics, saver, display, monitor)
     except RollBack:
         saver.finish()
         raise
@@ -101,83 +101,75 @@ def _attempt(
     finally:
         if metrics is not None:
             metrics.close()
+    took = clock(time.perf_counter() - began)
+    display.log(f"trained {train_state.tokens:,} tokens in {took}; everything is in {out}")
 
 
 def _steps(
     train_state: TrainState,
     data: Data,
-    out: Path,
     metrics: Metrics | None,
     saver: saves.Saver,
     display: PlainDisplay,
-    watch: Watch,
+    monitor: FaultMonitor,
 ) -> None:
+    """All steps to the last, or to the one after which a rank was told to stop."""
     train = train_state.run.train
-    peak, peak_source = peak_flops(train_state.device, train_state.dtype)
-    flops = training_flops(train_state.run.model, train.seq_len) * train_state.run.batch_tokens
-    display.log(f"MFU: {CONVENTION}; of {peak_source}")
-    began = time.perf_counter()
-
-    def note(step: int, **values: Any) -> None:
-        if metrics is not None:
-            metrics.record(step=step, **values)
-
-    report = _Report(train_state, peak, flops, note, display, watch)
-    stop = False
+    step_log = _StepLog(train_state, metrics, display, monitor)
     for batch in batches(data.train, train_state, train.steps):
-        report.take(watch.step(batch))
-        step, ending = train_state.step, train_state.step == train.steps
-        compares = watch.stragglers.due(step)
-        evaluates = bool(train.eval_every) and (ending or step % train.eval_every == 0)
-        saves_now = ending or (bool(train.checkpoint_every) and step % train.checkpoint_every == 0)
-        stop = report.read(all_of_them=compares or evaluates or saves_now)
+        step_log.add(monitor.step(batch))
+        step, last = train_state.step, train_state.step == train.steps
+        evaluates = bool(train.eval_every) and (last or step % train.eval_every == 0)
+        saves_now = last or (bool(train.checkpoint_every) and step % train.checkpoint_every == 0)
+        stop = step_log.read(all_steps=monitor.stragglers.due(step) or evaluates or saves_now)
         if stop:
-            report.read(all_of_them=True)
-        compared = watch.stragglers.compare(step)
-        if compared is not None:
-            note(step, compute_seconds=compared.seconds, slowest=compared.slowest, slowest_ratio=compared.ratio)
+            step_log.read(all_steps=True)
+        compared = monitor.stragglers.compare(step)
+        if compared is not None and metrics is not None:
+            slowest = dict(slowest=compared.slowest, slowest_ratio=compared.ratio)
+            metrics.record(step=step, compute_seconds=compared.seconds, **slowest)
         if evaluates and not stop:
-            with watch.phase("evaluation", done="evaluated"):
-                eval_loss = train_state.evaluate(
-                    data.validation.take, _spread(data.validation.count, train.eval_sequences)
-                )
-            note(step, eval_loss=eval_loss)
+            with monitor.phase("evaluation", done="evaluated"):
+                samples = _evenly_spaced(data.validation.count, train.eval_sequences)
+                eval_loss = train_state.evaluate(data.validation.take, samples)
+            if metrics is not None:
+                metrics.record(step=step, eval_loss=eval_loss)
             display.log(f"step {step}: validation loss {eval_loss:.4f}")
         if saves_now or stop:
-            with watch.phase("saving", done="saved"):
+            with monitor.phase("saving", done="saved"):
                 saver.save(train_state, asdict(train_state.history))
-        if stop and not ending:
-            break
-        report.go_on()
-    with watch.phase("saving", done="saved"):
+        if stop and not last:
+            return
+        step_log.restart_clock()
+
+
+def _finish(
+    train_state: TrainState, metrics: Metrics | None, saver: saves.Saver, display: PlainDisplay, monitor: FaultMonitor
+) -> None:
+    """Wait for the last checkpoint, tried again where it is the run's end; then report the whole run."""
+    train, step = train_state.run.train, train_state.step
+    with monitor.phase("saving", done="saved"):
         problem = saver.finish()
-        for again in range(train.restarts if train_state.step == train.steps else 0):
+        for retry in range(train.restarts if step == train.steps else 0):
             if not problem:
                 break
-            wait = train.restart_wait * 2**again
+            wait = train.restart_wait * 2**retry
             display.log(f"the end of the run is not saved; trying again in {wait:g} s")
             time.sleep(wait)
             saver.save(train_state, asdict(train_state.history))
             problem = saver.finish()
-    if train_state.step < train.steps:
-        what = (
-            f"step {train_state.step} of {train.steps} is not saved: {problem}"
-            if problem
-            else f"saved step {train_state.step}"
-        )
-        raise Preempted(f"told to stop; {what}")
+    if step < train.steps:
+        saved = f"step {step} of {train.steps} is not saved: {problem}" if problem else f"saved step {step}"
+        raise Preempted(f"told to stop; {saved}")
     if problem:
         raise UserError(f"the end of the run is not saved: {problem}")
     if metrics is not None:
-        account = watch.goodput()
-        note(train_state.step, **account.record())
-        display.log(account.sentence())
-    slow = watch.stragglers.summary()
+        goodput = monitor.goodput()
+        metrics.record(step=step, **goodput.record())
+        display.log(goodput.sentence())
+    slow = monitor.stragglers.summary()
     if slow:
         display.log(slow)
-    display.log(
-        f"trained {train_state.tokens:,} tokens in {clock(time.perf_counter() - began)}; everything is in {out}"
-    )
 
 
 def steps_behind(device: torch.device) -> int:
@@ -185,39 +177,36 @@ def steps_behind(device: torch.device) -> int:
     return 1 if device.type == "cuda" else 0
 
 
-class _Report:
-    """What steps measured, read once it is there. A GPU's host reads a step only when it has begun the next: it would otherwise
-    wait for the last kernel, and the GPU then for the first. Steps are read at once before anything that rests on them."""
+class _StepLog:
+    """Reads, checks, records and shows what steps measured. On a GPU the host reads a step only when it has begun the next: it
+    would otherwise wait for the last kernel, and the GPU then for the first. Before anything that rests on them, all are read."""
 
     def __init__(
-        self,
-        train_state: TrainState,
-        peak: float,
-        flops: float,
-        note: Callable[..., None],
-        display: PlainDisplay,
-        watch: Watch,
+        self, train_state: TrainState, metrics: Metrics | None, display: PlainDisplay, monitor: FaultMonitor
     ) -> None:
-        self.train_state, self.note, self.display, self.watch = train_state, note, display, watch
-        self.peak, self.flops = peak * train_state.run.layout.world, flops
-        self.behind = steps_behind(train_state.device)
+        self.train_state, self.metrics, self.display, self.monitor = train_state, metrics, display, monitor
+        run = train_state.run
+        peak, source = peak_flops(train_state.device, train_state.dtype)
+        display.log(f"MFU: {CONVENTION}; of {source}")
+        self.peak = peak * run.layout.world
+        self.flops = training_flops(run.model, run.train.seq_len) * run.batch_tokens
         self.unread: deque[tuple[StepResult, int]] = deque()
         self.pace = 0.0
         self.last = time.perf_counter()
 
-    def take(self, result: StepResult) -> None:
+    def add(self, result: StepResult) -> None:
         """A step that was begun."""
         self.unread.append((result, self.train_state.tokens))
 
-    def go_on(self) -> None:
-        """What came since the last step, an evaluation or a checkpoint, is not part of the next."""
+    def restart_clock(self) -> None:
+        """Time since the last step, of an evaluation or a checkpoint, is not part of the next."""
         if not self.unread:
             self.last = time.perf_counter()
 
-    def read(self, all_of_them: bool) -> bool:
+    def read(self, all_steps: bool) -> bool:
         """Read the steps that are due; gives whether a rank was told to stop."""
         stop = False
-        while len(self.unread) > (0 if all_of_them else self.behind):
+        while len(self.unread) > (0 if all_steps else steps_behind(self.train_state.device)):
             stop = self._read(*self.unread.popleft()) or stop
         return stop
 
@@ -226,17 +215,18 @@ class _Report:
         loss, grad_norm, stop = result.read()
         now = time.perf_counter()
         seconds, self.last = now - self.last, now
-        skipped = self.watch.judge(loss, grad_norm, result, self.display.log)
-        self.note(
-            result.step,
-            loss=loss,
-            grad_norm=grad_norm,
-            lr=result.learning_rate,
-            tokens=tokens,
-            tokens_per_s=run.batch_tokens / seconds,
-            seconds=seconds,
-            **({"skipped": True} if skipped else {}),
-        )
+        skipped = self.monitor.judge(loss, grad_norm, result, self.display.log)
+        if self.metrics is not None:
+            self.metrics.record(
+                step=result.step,
+                loss=loss,
+                grad_norm=grad_norm,
+                lr=result.learning_rate,
+                tokens=tokens,
+                tokens_per_s=run.batch_tokens / seconds,
+                seconds=seconds,
+                **({"skipped": True} if skipped else {}),
+            )
         # The first steps are slow; a moving mean forgets them soon.
         self.pace = seconds if result.step <= 2 or not self.pace else 0.95 * self.pace + 0.05 * seconds
         self.display.show(
@@ -247,7 +237,7 @@ class _Report:
                 grad_norm=grad_norm,
                 learning_rate=result.learning_rate,
                 tokens_per_s=run.batch_tokens / self.pace,
-                utilization=self.flops / self.pace / self.peak,
+                mfu=self.flops / self.pace / self.peak,
                 memory=peak_memory(self.train_state.device),
                 seconds_left=self.pace * (run.train.steps - result.step),
             )
@@ -273,8 +263,8 @@ def batches(samples: Samples, train_state: TrainState, last: int) -> Iterator[Ba
             yield batch
 
 
-def _spread(count: int, wanted: int) -> np.ndarray:
-    """The same samples each time, spread evenly, so that a few speak for the whole set."""
+def _evenly_spaced(count: int, wanted: int) -> np.ndarray:
+    """The same samples each time, spread evenly, so that a few stand for the whole set."""
     wanted = min(wanted, count)
     return np.arange(wanted) * count // wanted
 

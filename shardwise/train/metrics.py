@@ -1,11 +1,16 @@
-"""A run's numbers as they are made: `metrics.jsonl` always, TensorBoard and Weights & Biases when the run asks.
+"""A run's metrics: `metrics.jsonl` always, TensorBoard and Weights & Biases when the run asks.
 
-One JSON object a step and one an evaluation. A resumed run cuts the file back to the step it resumes from, so that every
-step stands there once; it is cut in place, so that a crash meanwhile loses none of what is kept.
+One JSON object a step and one an evaluation. A resumed run truncates the file to the step it resumes from, so that every step is
+there once; it does so in place, so that a crash meanwhile loses nothing.
+
+Files of records, which are metrics and events, are only appended to. A line is one write, so lines of two writers do not mix, and
+a crash or a damaged disk costs the records it hit and no others. A record that cannot be written, on a full disk say, is left out:
+it must not end the run.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable
@@ -13,18 +18,47 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.run import Run, UserError, to_dict
-from shardwise.train import records
 
 FILE = "metrics.jsonl"
 
 
+def append_record(path: Path, record: dict[str, Any]) -> OSError | None:
+    """Append a record; gives why it could not be written."""
+    line = json.dumps(record) + "\n"
+    try:
+        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            length = os.fstat(file).st_size
+            torn = length > 0 and os.pread(file, 1, length - 1) != b"\n"  # the last writer did not get to the end
+            os.write(file, b"\n" * torn + line.encode())
+        finally:
+            os.close(file)
+    except OSError as e:
+        return e
+    return None
+
+
+def parse_record(line: bytes) -> dict[str, Any]:
+    """The record of a line; empty where there is none."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def read_lines(path: Path) -> list[bytes]:
+    """The lines of a file; the last is what follows the last newline."""
+    return path.read_bytes().split(b"\n") if path.exists() else []
+
+
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The records of a run folder."""
-    return [record for line in records.lines_of(folder / FILE) if (record := _parse(line))]
+    return [record for line in read_lines(folder / FILE) if (record := _parse(line))]
 
 
 def _parse(line: bytes) -> dict[str, Any]:
-    record = records.parse(line)
+    record = parse_record(line)
     return record if isinstance(record.get("step"), int) else {}
 
 
@@ -44,9 +78,9 @@ class Metrics:
     def record(self, **values: Any) -> None:
         """Append one record. JSON has no NaN, so a number that is not finite is written as text."""
         clean = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        problem = records.append(self.path, clean)
+        problem = append_record(self.path, clean)
         if problem is not None and self.writable:
-            self.log(f"warning: {self.path} cannot be written: {problem.strerror}; training goes on without")
+            self.log(f"warning: {self.path} cannot be written: {problem.strerror}; training goes on without it")
         self.writable = problem is None
         numbers = {k: v for k, v in values.items() if k != "step" and not isinstance(v, list)}
         if self.board is not None:
@@ -66,7 +100,7 @@ class Metrics:
 def _length_up_to(path: Path, step: int) -> int:
     """Bytes of the file's first lines that are whole and of no later step; damaged ones among them stay as they are."""
     length = 0
-    for line in records.lines_of(path)[:-1]:
+    for line in read_lines(path)[:-1]:
         if _parse(line).get("step", 0) > step:
             break
         length += len(line) + 1

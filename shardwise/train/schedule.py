@@ -1,11 +1,16 @@
-"""The learning rate at each step, as a share of its peak: linear warm-up, then cosine, linear, stable-then-decay
-(Hu et al. 2024) or constant. A pure function of the step, so that a resumed run needs no state for it."""
+"""Two scalars of a step. The learning rate, as a share of its peak: linear warm-up, then cosine, linear, stable-then-decay
+(Hu et al. 2024) or constant; a pure function of the step, so that a resumed run needs no state for it. And the dynamic loss scale
+of float16 (Micikevicius et al. 2018), by which the loss is multiplied so that small gradients survive."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from shardwise.run import TrainConfig
+
+GROWTH_INTERVAL = 2000
+"""Good steps in a row after which the loss scale is doubled."""
 
 
 def learning_rate_factor(train: TrainConfig, step: int) -> float:
@@ -21,3 +26,22 @@ def learning_rate_factor(train: TrainConfig, step: int) -> float:
     if train.schedule == "cosine":
         return train.final_lr + (1 - train.final_lr) * 0.5 * (1 + math.cos(math.pi * done))
     return 1 - (1 - train.final_lr) * done
+
+
+@dataclass
+class LossScale:
+    """The loss scale, and how many steps in a row were good. PyTorch's GradScaler decides per optimizer whether to skip; here one
+    gradient norm over everything decides for all of them, so that no half of the parameters is ever updated alone."""
+
+    scale: float
+    good: int = 0
+
+    def update(self, finite: bool) -> bool:
+        """Adapt after a step whose gradients were finite, or not; gives whether a lower scale may mend the next one."""
+        if not finite:
+            before, self.scale, self.good = self.scale, max(1.0, self.scale / 2), 0
+            return self.scale < before
+        self.good += 1
+        if self.good == GROWTH_INTERVAL:
+            self.scale, self.good = self.scale * 2, 0
+        return False

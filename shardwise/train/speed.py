@@ -1,19 +1,35 @@
-"""How fast and how full: the peak a utilisation is taken of, and the memory in use."""
+"""How fast and how full: the peak that MFU is measured against, the memory in use, and stragglers, which are ranks whose own work
+takes longer than that of the others, so that all wait for them.
+
+All ranks of a step take equally long, since they wait for each other; what differs is the time they do not wait. On a CPU that is
+the time the training thread ran or was ready to run, which Linux accounts for: a slow core and a core shared with others both
+show. On a GPU, kernels that compute and kernels that wait for other ranks look alike without a profiler, so every rank times the
+same GEMM between two steps: a throttled or shared GPU shows, a slow host does not.
+"""
 
 from __future__ import annotations
 
 import resource
 import sys
 import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from shardwise.hardware.chips import chip_of_driver_name
+
+STRAGGLER = 1.2
+"""A rank that takes so many times the median is named."""
+PROBE_SIZE = 4096
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """FLOP/s to measure a run against, and where that number is from: the maker's figure for a known GPU, otherwise the
-    best of a few matrix products timed here."""
+    best of a few GEMMs timed here."""
     name = str(dtype).removeprefix("torch.")
     if device.type == "cuda":
         chip = chip_of_driver_name(torch.cuda.get_device_name(device))
@@ -22,15 +38,20 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     size = 8192 if device.type == "cuda" else 1024
     # Its own generator: a run's must not depend on how often it was started.
     a = torch.randn(size, size, device=device, generator=torch.Generator(device)).to(dtype)
-    best = float("inf")
+    flops = 2 * size**3 / min(_gemm_seconds(a))
+    return flops, f"{flops / 1e9:,.0f} GFLOP/s, this machine's {name} matrix product as measured at the start"
+
+
+def _gemm_seconds(a: Tensor) -> list[float]:
+    """The seconds of five GEMMs of a square matrix with itself."""
+    times = []
     for _ in range(5):
-        synchronize(device)
+        synchronize(a.device)
         start = time.perf_counter()
         a @ a
-        synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    flops = 2 * size**3 / best
-    return flops, f"{flops / 1e9:,.0f} GFLOP/s, this machine's {name} matrix product as measured at the start"
+        synchronize(a.device)
+        times.append(time.perf_counter() - start)
+    return times
 
 
 def synchronize(device: torch.device) -> None:
@@ -45,3 +66,73 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return used if sys.platform == "darwin" else used * 1024
+
+
+def busy_seconds() -> float:
+    """Seconds this thread has run or waited for a core so far."""
+    try:
+        ran, ready, _ = Path("/proc/thread-self/schedstat").read_text().split()
+        return (int(ran) + int(ready)) / 1e9
+    except (OSError, ValueError):  # not Linux: how long it was ready is unknown
+        return time.thread_time()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The ranks' own seconds: for one step on a CPU, for the probe on a GPU."""
+
+    seconds: list[float]
+
+    @property
+    def slowest(self) -> int:
+        """The rank that takes longest."""
+        return max(range(len(self.seconds)), key=self.seconds.__getitem__)
+
+    @property
+    def ratio(self) -> float:
+        """Its time over the median rank's."""
+        return max(self.seconds) / max(median(self.seconds), 1e-9)
+
+    def sentence(self) -> str | None:
+        """Names the slowest rank where that means something."""
+        if self.ratio < STRAGGLER:
+            return None
+        return f"rank {self.slowest} computes {self.ratio:.2f} times as long as the median rank"
+
+
+class Stragglers:
+    """Compares the ranks every so many steps."""
+
+    def __init__(self, every: int, device: torch.device, dtype: torch.dtype, world: int, rank: int) -> None:
+        self.every = every if world > 1 else 0
+        self.device, self.dtype, self.world, self.rank = device, dtype, world, rank
+        self.last: tuple[int, float] | None = None
+        self.comparisons: list[Comparison] = []
+
+    def due(self, step: int) -> bool:
+        """Whether it is time to compare."""
+        return bool(self.every) and step % self.every == 0
+
+    def compare(self, step: int) -> Comparison | None:
+        """The comparison of the steps since the last one, when it is time for it. Every rank must call it after every step."""
+        if not self.due(step):
+            return None
+        if self.device.type == "cuda":
+            own = median(_gemm_seconds(torch.ones(PROBE_SIZE, PROBE_SIZE, device=self.device, dtype=self.dtype)))
+        else:
+            before, self.last = self.last, (step, busy_seconds())
+            if before is None:
+                return None
+            own = (self.last[1] - before[1]) / (step - before[0])
+        seconds = torch.zeros(self.world, dtype=torch.float64, device=self.device)
+        seconds[self.rank] = own
+        dist.all_reduce(seconds)
+        self.comparisons.append(Comparison(seconds.tolist()))
+        return self.comparisons[-1]
+
+    def summary(self) -> str | None:
+        """The rank that was slowest over all comparisons, where one was."""
+        if not self.comparisons:
+            return None
+        columns = zip(*(c.seconds for c in self.comparisons), strict=True)
+        return Comparison([median(column) for column in columns]).sentence()

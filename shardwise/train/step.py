@@ -32,8 +32,8 @@ from shardwise.run import Run, UserError
 from shardwise.run.derive import uses_varlen_attention
 from shardwise.train.faults.guard import History
 from shardwise.train.faults.recheck import check_repeatable, passes_twice
-from shardwise.train.loss_scale import LossScale
 from shardwise.train.optimizer import Optimizer
+from shardwise.train.schedule import LossScale
 
 
 def choose_device(wanted: str) -> torch.device:

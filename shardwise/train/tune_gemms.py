@@ -1,11 +1,11 @@
-"""Finds the fastest algorithms for a run's matrix products, by the run itself.
+"""Finds the fastest cuBLASLt algorithms for a run's GEMMs, during the run itself.
 
-PyTorch multiplies with cuBLASLt and takes the first of the algorithms that it proposes, which is chosen for a chip at its full
-clock. A chip that multiplies large matrices all day draws all the power it may have and slows down until that is enough. A step
-is then as fast as it is thrifty, and no product that is timed alone for some milliseconds shows that. So for some hundred steps of
-training, which count like any others, the algorithms of all large products are drawn anew for each step, and the times of these
-steps tell which are best together (`products/experiment.py`); some more, made with those or without, tell whether that is true. All
-give the same numbers to the last bit. What was found is kept for the next run on such a machine.
+PyTorch takes the first algorithm that cuBLASLt proposes, which is chosen for a chip at its full clock. A chip that trains all day
+reaches its power limit and lowers its clock. Then the algorithm that draws less power wins, and a GEMM that is timed alone for
+some milliseconds does not show it. So for some hundred steps of training, which count like any others, the algorithms of all large
+GEMMs are drawn at random for each step, and the times of these steps show which are best together (`model/gemm/experiment.py`);
+some more steps, with those or without, confirm it. All give the same result to the last bit. The choice is kept for the next run
+on such a machine.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from shardwise.train.step import TrainState
 STEPS = 256
 """Steps in which algorithms are drawn. Where steps vary by 0.6%, as seen on an H200, an effect is then known to some 0.2%."""
 COMPARED = 64
-"""Steps after those, made by what seemed best or by PyTorch's algorithms: the best of many is in part the luckiest."""
+"""Steps after those, with what seemed best or with PyTorch's algorithms: the best of many is in part the luckiest."""
 SHAPES = 32
-"""Shapes that are looked at; a network has some twenty."""
+"""Most GEMM shapes that are tuned; a network has some twenty."""
 
 
 def attach(train_state: TrainState, log: Callable[[str], None] = lambda _: None) -> None:
-    """Let a trainee find out, if its run is to."""
+    """Tune the GEMMs of a train state, if its run asks for it."""
     gpu = train_state.device.type == "cuda"
     if tunes_gemms(train_state.run, gpu=gpu) and library() is not None:
         train_state.tuner = Tuner(choices(train_state.device.index), log)
 
 
 class Tuner:
-    """Called before every step: looks for candidates after the first, draws among them, compares, and decides."""
+    """Called before every step: finds candidates after the first, draws among them, compares, and decides."""
 
     def __init__(self, known: Choices, log: Callable[[str], None]) -> None:
         self.choices, self.log = known, log
@@ -61,19 +61,19 @@ class Tuner:
         self.starts.append(torch.cuda.Event(enable_timing=True))
         self.starts[-1].record()
         if len(self.starts) > (STEPS if self.best is None else COMPARED):
-            self._look()
+            self._evaluate()
         if not self.done:
             drawn = self.experiment.draw()
-            self._use(drawn if self.best is None else self.best if drawn[0] else self._usual)
+            self._use(drawn if self.best is None else self.best if drawn[0] else self._defaults)
 
     def stop(self) -> None:
-        """Leave what is not known to PyTorch, as where steps are recorded and can't change any more."""
+        """Leave what is not decided to PyTorch, as a CUDA graph can't change any more."""
         if not self.done:
-            self._use(self._usual)
+            self._use(self._defaults)
             self.done = True
 
     @property
-    def _usual(self) -> tuple[int, ...]:
+    def _defaults(self) -> tuple[int, ...]:
         return (0,) * len(self.options)
 
     def _use(self, drawn: tuple[int, ...]) -> None:
@@ -95,8 +95,8 @@ class Tuner:
             count = len(self.options)
             self.log(f"the next {STEPS + COMPARED} steps also find the fastest algorithms for {count} matrix products")
 
-    def _look(self) -> None:
-        """What the steps so far say: what to compare, or what to take."""
+    def _evaluate(self) -> None:
+        """Decide by the times of the steps so far: what to compare, or what to take."""
         assert self.experiment is not None
         self.starts[-1].synchronize()
         times = [a.elapsed_time(b) for a, b in pairwise(self.starts)]
@@ -105,7 +105,7 @@ class Tuner:
             self.best, self.experiment, self.starts = outcome.options, Experiment([2]), self.starts[-1:]
         else:
             self._take(
-                self.best if self.best is not None and any(outcome.options) else self._usual, outcome.saves, times
+                self.best if self.best is not None and any(outcome.options) else self._defaults, outcome.saves, times
             )
 
     def _take(self, options: tuple[int, ...], saves: float, times: list[float]) -> None:

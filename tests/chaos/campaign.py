@@ -67,7 +67,7 @@ KINDS = {
     "flip a bit": 3,
     "truncate": 3,
     "kill the command": 1,
-    "kill the nursery": 1,
+    "kill the fork server": 1,
 }
 """Kinds of faults and how often each comes, in parts; a damaged checkpoint is always followed by a kill, so that it is read."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from campaign import KINDS, ROOT, RUN, campaign_run, losses, plan_faults
 
-from shardwise.train.faults.events import read_events
+from shardwise.train.faults.goodput import read_events
 from shardwise.train.faults.ranks import free_port
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")

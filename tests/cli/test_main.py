@@ -113,17 +113,17 @@ def test_mistakes_get_a_sentence_and_exit_code_2(
     ],
     ids=["cpu", "gpu", "array", "python"],
 )  # fmt: skip
-@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("has_agent", [False, True])
 def test_memory_that_is_full_gets_a_sentence(
-    error: Exception, said: str, watched: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    error: Exception, said: str, has_agent: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_: object) -> int:
         raise error
 
     monkeypatch.setattr("shardwise.cli.main.run_command", full)
-    if watched:
-        monkeypatch.setenv("SHARDWISE_WATCHED", "1")
-    assert main(["train", "run.toml"]) == (1 if watched else 2)
+    if has_agent:
+        monkeypatch.setenv("SHARDWISE_AGENT", "1")
+    assert main(["train", "run.toml"]) == (1 if has_agent else 2)
     assert capsys.readouterr().err.startswith(f"error: memory is full{said}; ")
 
 

@@ -10,7 +10,7 @@ import torch
 
 from shardwise.run import run_from_dict
 from shardwise.train import cuda_graph
-from shardwise.train.cuda_graph import LOOKED_AT, WARM, GraphedPasses, alike, attach
+from shardwise.train.cuda_graph import MEASURED, WARM_UP, GraphedPasses, alike, attach
 
 
 class Clock:
@@ -33,9 +33,9 @@ def played(monkeypatch: pytest.MonkeyPatch, clock: Clock, wanted: Any) -> tuple[
     train_state: Any = SimpleNamespace(run=SimpleNamespace(train=train), passes=clock.passes)
     monkeypatch.setattr(torch.cuda, "synchronize", clock.synchronize)
     monkeypatch.setattr(cuda_graph.time, "perf_counter", lambda: clock.now)
-    monkeypatch.setattr(GraphedPasses, "_recorded", lambda self, batch: "recorded")
+    monkeypatch.setattr(GraphedPasses, "_captured", lambda self, batch: "recorded")
     made = GraphedPasses(train_state, lambda _: None)
-    return made, [made(object()) for _ in range(WARM + LOOKED_AT + 2)]  # type: ignore[arg-type, misc]
+    return made, [made(object()) for _ in range(WARM_UP + MEASURED + 2)]  # type: ignore[arg-type, misc]
 
 
 @pytest.mark.parametrize(
@@ -52,10 +52,10 @@ def test_it_is_recorded_where_the_host_is_slower(
     monkeypatch: pytest.MonkeyPatch, launching: float, behind: float, wanted: Any, recorded: bool
 ) -> None:
     made, done = played(monkeypatch, Clock(launching, behind), wanted)
-    launched = WARM + (LOOKED_AT if wanted == "auto" else 0) if recorded else len(done)
+    launched = WARM_UP + (MEASURED if wanted == "auto" else 0) if recorded else len(done)
     assert done == ["launched"] * launched + ["recorded"] * (len(done) - launched)
     assert made.off is not recorded
-    assert len(made.host_slower) == (LOOKED_AT if wanted == "auto" else 0)
+    assert len(made.host_slower) == (MEASURED if wanted == "auto" else 0)
 
 
 def test_batches_are_alike_if_one_fits_in_the_place_of_the_other() -> None:

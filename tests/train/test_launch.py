@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
@@ -13,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from shardwise.run import UserError, read_run
-from shardwise.train.faults.arrivals import Beat
-from shardwise.train.faults.heartbeat import read_beat
-from shardwise.train.launch import Place, check_here, first_host, place
+from shardwise.train.faults.heartbeat import Heartbeat, read_heartbeat
+from shardwise.train.faults.ranks import _die_with_command
+from shardwise.train.launch import RankEnvironment, check_here, first_host, rank_environment
 from shardwise.train.metrics import read_metrics
 
 RUN = """
@@ -65,11 +66,11 @@ def test_the_command_starts_its_ranks_and_the_curve_is_that_of_one(tmp_path: Pat
     assert read_metrics(tmp_path / "several")[-2]["step"] == 5
 
 
-def beats(folder: Path, world: int) -> list[Beat]:
+def heartbeats(folder: Path, world: int) -> list[Heartbeat]:
     """The heartbeats of all ranks, when each has given one."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        found = [beat for rank in range(world) if (beat := read_beat(folder / "logs", rank)) is not None]
+        found = [beat for rank in range(world) if (beat := read_heartbeat(folder / "logs", rank)) is not None]
         if len(found) == world:
             return found
     raise AssertionError(f"no heartbeats in {folder}")
@@ -93,7 +94,7 @@ def test_a_rank_that_dies_takes_the_others_down_with_one_message(tmp_path: Path)
         "--train.restarts=0",
     )
     until_steps(process)
-    ranks = [beat.process for beat in beats(tmp_path / "out", 3)]
+    ranks = [beat.process for beat in heartbeats(tmp_path / "out", 3)]
     os.kill(ranks[1], signal.SIGKILL)
     # Its end is seen, and not that it does nothing, which would take `train.hang_seconds`, ten minutes.
     _, err = process.communicate(timeout=60)
@@ -103,6 +104,21 @@ def test_a_rank_that_dies_takes_the_others_down_with_one_message(tmp_path: Path)
     for rank in ranks:
         with pytest.raises(ProcessLookupError):
             os.kill(rank, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread does it, which stops as well")
+def test_a_rank_dies_with_its_command_even_while_it_is_stopped() -> None:
+    lifeline, held_by_the_command = multiprocessing.Pipe(duplex=False)
+    pid = os.fork()
+    if pid == 0:
+        held_by_the_command.close()
+        os.setsid()
+        _die_with_command(lifeline)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    os.waitpid(pid, os.WUNTRACED)
+    held_by_the_command.close()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
 
 def test_a_mistake_that_a_rank_finds_is_one_sentence_and_no_restart(tmp_path: Path) -> None:
@@ -125,22 +141,22 @@ def test_other_launchers_are_recognised() -> None:
     torchrun = dict(
         RANK="3", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", MASTER_ADDR="node0", MASTER_PORT="1234"
     )
-    assert place(torchrun) == Place(3, 8, 1, "node0", 1234, 4)
+    assert rank_environment(torchrun) == RankEnvironment(3, 8, 1, "node0", 1234, 4)
     slurm = dict(
         SLURM_PROCID="5", SLURM_NTASKS="16", SLURM_LOCALID="1", SLURM_STEP_NODELIST="gpu[003-007,9]", SLURM_JOB_ID="7"
     )
-    assert place(slurm) == Place(5, 16, 1, "gpu003", 20007)
-    assert place(dict(SLURM_PROCID="0", SLURM_NTASKS="1")) is None
-    assert place({}) is None
+    assert rank_environment(slurm) == RankEnvironment(5, 16, 1, "gpu003", 20007)
+    assert rank_environment(dict(SLURM_PROCID="0", SLURM_NTASKS="1")) is None
+    assert rank_environment({}) is None
     assert [first_host(n) for n in ("a1,b2", "node12", "x[01,05]")] == ["a1", "node12", "x01"]
 
 
 def test_the_ranks_there_are_must_be_those_the_layout_needs() -> None:
     run = read_run(None, ["layout.shard=4"])
-    check_here(run, Place(0, 4, 0, "", 0))
+    check_here(run, RankEnvironment(0, 4, 0, "", 0))
     check_here(run, None)
     with pytest.raises(UserError, match=r"needs 4 ranks .* but 3 were started"):
-        check_here(run, Place(0, 3, 0, "", 0))
+        check_here(run, RankEnvironment(0, 3, 0, "", 0))
     with pytest.raises(UserError, match="torchrun or srun"):
         check_here(read_run(None, ["layout.shard=4", "cluster.nodes=2"]), None)
 

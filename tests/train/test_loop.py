@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from shardwise.model.saved_reader import SavedReader
+from shardwise.report.words import clock
 from shardwise.run import Run, UserError, read_run, run_from_dict
 from shardwise.run.write import to_toml
 from shardwise.train import loop
-from shardwise.train.display import clock, sparkline
+from shardwise.train.display import sparkline
 from shardwise.train.loop import train
 from shardwise.train.metrics import read_metrics
 from shardwise.train.step import StepResult, TrainState

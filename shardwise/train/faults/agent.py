@@ -1,10 +1,10 @@
-"""The agent of a machine: PyTorch's elastic agent, which meets those of other machines, numbers the ranks and starts all of them
-anew when one fails or machines come and go.
+"""The agent of a machine: PyTorch's elastic agent, which meets those of other machines, numbers the ranks and restarts all of them
+when one fails or machines come and go.
 
-Taken from PyTorch are the rendezvous and the loop around it (`SimpleElasticAgent`). Its ready-made `LocalElasticAgent` is not
-used, for what it lacks: it ends ranks with SIGTERM, which here means "save"; it waits 30 seconds for those stuck in a collective;
-it knows no heartbeats, no back-off, no progress that forgives earlier failures, and no exit code that forbids a restart. So this
-class starts and watches the processes itself. A failure is told in one line that names the rank and what it died of.
+The rendezvous and the loop around it are PyTorch's (`SimpleElasticAgent`). Its ready-made `LocalElasticAgent` is not used, for what
+it lacks: it ends ranks with SIGTERM, which here means "save"; it waits 30 seconds for those stuck in a collective; it knows no
+heartbeats, no back-off, no progress that forgives earlier failures, and no exit code that forbids a restart. So this class starts
+and monitors the processes itself. A failure is one line that names the rank and what it died of.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,19 +27,43 @@ from torch.distributed.elastic.agent.server.api import (
 )
 
 from shardwise.run.config import TrainConfig
-from shardwise.train.faults.arrivals import Beat, explain
-from shardwise.train.faults.events import record
-from shardwise.train.faults.heartbeat import interval, limit_in, path_of, read_beat
-from shardwise.train.faults.ranks import GRACE, MISTAKE, Ranks, environment_of, free_port, how_it_ended
-from shardwise.train.faults.restarts import Restarts
-from shardwise.train.faults.stop import PREEMPTED, SIGNALS, Preempted
+from shardwise.train.faults.goodput import record_event
+from shardwise.train.faults.heartbeat import Heartbeat, explain, heartbeat_path, interval, limit_in, read_heartbeat
+from shardwise.train.faults.monitor import PREEMPTED, SIGNALS, Preempted
+from shardwise.train.faults.ranks import GRACE, MISTAKE, Ranks, describe_exit, environment_of, free_port
 
-FIRST_BEAT = 120.0
-"""Seconds within which a rank must have given its first sign of life."""
+FIRST_HEARTBEAT = 120.0
+"""Seconds within which a rank must have given its first heartbeat."""
+LONGEST_WAIT = 64
+"""The wait before a restart is never more than so many times the first one."""
+
+
+@dataclass
+class Restarts:
+    """Counts failures against a limit. A failure after a new checkpoint counts as the first: a run that advances may fail as often
+    as it likes. One that fails again and again without a new checkpoint is broken, and is given up after `limit` restarts, each
+    waiting twice as long as the one before."""
+
+    limit: int
+    wait: float
+    failures: int = 0
+    """Since the last new checkpoint."""
+    step: int = -1
+    """Of the newest checkpoint when the last failure came."""
+
+    def after_failure(self, saved_step: int) -> float | None:
+        """Seconds to wait before the next start, or None to give up. `saved_step` is the newest checkpoint's."""
+        if saved_step > self.step:
+            self.failures = 0
+        self.step = saved_step
+        self.failures += 1
+        if self.failures > self.limit:
+            return None
+        return self.wait * min(2 ** (self.failures - 1), LONGEST_WAIT)
 
 
 class Agent(SimpleElasticAgent):
-    """Starts this machine's ranks, watches them, and decides what a failure leads to. `code` is the outcome."""
+    """Starts this machine's ranks, monitors them, and decides what a failure leads to. `code` is the outcome."""
 
     def __init__(
         self,
@@ -56,14 +81,14 @@ class Agent(SimpleElasticAgent):
         self.code = 1
         self.starts = 0
         self.wait = 0.0
-        self.told: float | None = None  # when this machine was told to stop
+        self.stop_since: float | None = None  # when this machine was told to stop
         self.blocked = False  # waiting where only an exception gets out
-        self.heard: dict[int, tuple[int, float]] = {}
+        self.heartbeats: dict[int, tuple[int, float]] = {}  # rank to its last count and when that was first seen
 
     def execute(self) -> int:
         """Run until all is done; gives the exit code."""
         self.out.mkdir(parents=True, exist_ok=True)
-        before = {number: signal.signal(number, self._told_to_stop) for number in SIGNALS}
+        before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         try:
             self.run()
         except Preempted:
@@ -89,20 +114,22 @@ class Agent(SimpleElasticAgent):
         address = worker_group.master_addr or "127.0.0.1"
         environments = {
             w.global_rank: environment_of(w.global_rank, w.local_rank, world, len(workers), address, port)
-            | {"SHARDWISE_WATCHED": "1"}
+            | {"SHARDWISE_AGENT": "1"}
             for w in workers
         }
         for rank in environments:
-            path_of(self.ranks.logs, rank).unlink(missing_ok=True)
-        self.heard = {rank: (0, time.monotonic()) for rank in environments}
+            heartbeat_path(self.ranks.logs, rank).unlink(missing_ok=True)
         self._record("begin", ranks=world, restart=self.starts > 0)
         self.ranks.start(arguments, environments)
+        self.heartbeats = {rank: (0, time.monotonic()) for rank in environments}
+        if self.stop_since is not None:  # the signal came before there was a rank to pass it on to
+            self.ranks.signal(signal.SIGTERM)
         self.starts += 1
         return {worker.local_rank: self.ranks.pids[worker.global_rank] for worker in workers}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         codes = self.ranks.codes()
-        if PREEMPTED in codes.values() or self.told is not None:
+        if PREEMPTED in codes.values() or self.stop_since is not None:
             return self._preempted()
         failed = self.ranks.failed()
         if failed is not None:
@@ -110,8 +137,7 @@ class Agent(SimpleElasticAgent):
         if len(codes) == len(self.ranks.pids):
             self.code = 0
             return RunResult(WorkerState.SUCCEEDED, {worker.global_rank: None for worker in worker_group.workers}, {})
-        hang = self._hang()
-        return hang if hang is not None else RunResult(WorkerState.HEALTHY, {}, {})
+        return self._hang() or RunResult(WorkerState.HEALTHY, {}, {})
 
     def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
         """Called before every restart: after a failure nothing runs any more; when machines come or go the run saves first."""
@@ -124,7 +150,7 @@ class Agent(SimpleElasticAgent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         deadline = time.monotonic() + self.wait
         while (left := deadline - time.monotonic()) > 0:
-            if self.told is not None:
+            if self.stop_since is not None:
                 raise Preempted("told to stop between two starts")
             time.sleep(min(0.1, left))
         super()._restart_workers(worker_group)
@@ -132,7 +158,7 @@ class Agent(SimpleElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self.blocked = True
         try:
-            if self.told is not None:
+            if self.stop_since is not None:
                 raise Preempted("told to stop between two starts")
             super()._rendezvous(worker_group)
         finally:
@@ -143,50 +169,50 @@ class Agent(SimpleElasticAgent):
 
     # What this machine decides.
 
-    def _told_to_stop(self, number: int, frame: FrameType | None) -> None:
-        if self.told is not None and number == signal.SIGINT:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.stop_since is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        if self.told is None:
-            self.told = time.monotonic()
+        if self.stop_since is None:
+            self.stop_since = time.monotonic()
             self.ranks.signal(signal.SIGTERM)
         if self.blocked:
             raise Preempted("told to stop while waiting for other machines")
 
     def _preempted(self) -> RunResult:
-        """All ranks save after the same step and end; those that do not in time are ended."""
-        since = self.told if self.told is not None else time.monotonic()
+        """All ranks save after the same step and end; those that do not in time are killed."""
+        since = self.stop_since if self.stop_since is not None else time.monotonic()
         self.ranks.end(max(0.0, since + self.train.save_deadline - time.monotonic()))
         codes = self.ranks.codes()
-        failed = {rank: code for rank, code in codes.items() if code not in (0, PREEMPTED)}
-        self.code = 0 if not any(codes.values()) else PREEMPTED
+        self.code = PREEMPTED if any(codes.values()) else 0
         step = self.saved_step()
         saved = f"its last checkpoint is of step {step}" if step >= 0 else "it has no checkpoint yet"
-        for rank, code in failed.items():
-            print(f"error: rank {rank} {how_it_ended(code)} while the run was to be saved", file=sys.stderr)
+        for rank, code in codes.items():
+            if code not in (0, PREEMPTED):
+                print(f"error: rank {rank} {describe_exit(code)} while the run was to be saved", file=sys.stderr)
         if self.code:
             print(f"told to stop: the run can go on later; {saved}", file=sys.stderr, flush=True)
         return self._over()
 
     def _failed(self, rank: int, code: int, why: str = "") -> RunResult:
-        """One rank failed: end the others, tell it, and start again or give up."""
+        """One rank failed: end the others, report it, and start again or give up."""
         self.ranks.end(GRACE if not why else 0.0)
-        message = why or self.ranks.story(rank, code)
+        message = why or self.ranks.failure(rank, code)
         if code == MISTAKE:
             print(message, file=sys.stderr, flush=True)
             self.code = MISTAKE
             return self._over()
         step = self.saved_step()
         wait = self.restarts.after_failure(step)
+        failures, limit = self.restarts.failures, self.restarts.limit
         if wait is None:
-            limit = self.restarts.limit
-            often = f"; it has failed {self.restarts.failures} times without a new checkpoint" if limit else ""
-            where = f"\nthe other ranks were stopped; all they said is in {self.ranks.logs}"
+            often = f"; it has failed {failures} times without a new checkpoint" if limit else ""
+            where = f"\nthe other ranks were stopped; their output is in {self.ranks.logs}"
             print(f"error: {message}{often}{where}", file=sys.stderr, flush=True)
             self._record("gave up", rank=rank, why=message)
             self.code = 1
             return self._over()
         going = f"going on from step {step}" if step >= 0 else "starting again"
-        again = f"{going} in {wait:.1f} s (restart {self.restarts.failures} of {self.restarts.limit})"
+        again = f"{going} in {wait:.1f} s (restart {failures} of {limit})"
         print(f"warning: {message}; all ranks are stopped, {again}", file=sys.stderr, flush=True)
         self._record("failed", rank=rank, why=message)
         self.wait = wait
@@ -198,43 +224,41 @@ class Agent(SimpleElasticAgent):
         return RunResult(WorkerState.FAILED, {}, {})
 
     def _hang(self) -> RunResult | None:
-        """Look at the heartbeats; a rank that gets nothing done for too long ends this start."""
+        """Look at the heartbeats; a rank without progress for too long ends this start."""
         limit, now = self.train.hang_seconds, time.monotonic()
-        beats = self._listen()
-        idle = max((b.idle for b in beats if b.idle > limit_in(b.phase, limit)), default=0.0)
-        for count, heard in self.heard.values():
-            if now - heard > (limit if count else max(limit, FIRST_BEAT)):
-                idle = max(idle, now - heard)
+        idle = max((b.idle for b in self._read_heartbeats() if b.idle > limit_in(b.phase, limit)), default=0.0)
+        for count, since in self.heartbeats.values():
+            if now - since > (limit if count else max(limit, FIRST_HEARTBEAT)):
+                idle = max(idle, now - since)
         if not idle:
             return None
-        # A little later every rank has told where it stands, and those that have not are the silent ones.
+        # A little later every rank has written where it stands, and those that have not are the silent ones.
         pause = 2.5 * interval(limit)
-        before = {rank: count for rank, (count, _) in self.heard.items()}
+        before = {rank: count for rank, (count, _) in self.heartbeats.items()}
         time.sleep(pause)
-        beats = self._listen()
+        beats = self._read_heartbeats()
         running = self.ranks.running()
-        silent = [rank for rank, (count, _) in self.heard.items() if count == before[rank] and rank in running]
-        asked = [rank for rank in running if not self.ranks.stopped(rank)]
-        self.ranks.signal(signal.SIGUSR2, asked)
+        silent = [rank for rank, (count, _) in self.heartbeats.items() if count == before[rank] and rank in running]
+        self.ranks.signal(signal.SIGUSR2, [rank for rank in running if not self.ranks.stopped(rank)])
         time.sleep(0.2)
-        world = self._worker_group.workers[0].world_size
-        others = [b for rank in range(world) if rank not in self.heard and (b := read_beat(self.ranks.logs, rank))]
+        elsewhere = set(range(self._worker_group.workers[0].world_size)) - set(self.heartbeats)
+        others = [beat for rank in elsewhere if (beat := read_heartbeat(self.ranks.logs, rank))]
         why = explain([*beats, *others], silent)
-        halted = [rank for rank in silent if self.ranks.stopped(rank)]
-        if halted:
-            why += f" ({'its process is' if len(halted) == 1 else 'their processes are'} stopped by a signal)"
+        stopped = [rank for rank in silent if self.ranks.stopped(rank)]
+        if stopped:
+            why += f" ({'its process is' if len(stopped) == 1 else 'their processes are'} stopped by a signal)"
         why = f"no progress for {idle:.0f} s: {why}; stacks are in {self.ranks.logs}"
         self._record("hang", seconds=round(idle + pause, 3), why=why)
         culprit = silent[0] if silent else max(beats, key=lambda b: b.idle).rank if beats else 0
         return self._failed(culprit, -signal.SIGKILL, why)
 
-    def _listen(self) -> list[Beat]:
-        beats = [beat for rank in self.heard if (beat := read_beat(self.ranks.logs, rank)) is not None]
+    def _read_heartbeats(self) -> list[Heartbeat]:
+        beats = [beat for rank in self.heartbeats if (beat := read_heartbeat(self.ranks.logs, rank)) is not None]
         for beat in beats:
-            if beat.count != self.heard[beat.rank][0]:
-                self.heard[beat.rank] = (beat.count, time.monotonic())
+            if beat.count != self.heartbeats[beat.rank][0]:
+                self.heartbeats[beat.rank] = (beat.count, time.monotonic())
         return beats
 
     def _record(self, what: str, **values: Any) -> None:
-        if self._worker_group.group_rank in (0, None):  # one machine keeps the account for all
-            record(self.out, what, **values)
+        if self._worker_group.group_rank in (0, None):  # one machine records for all
+            record_event(self.out, what, **values)

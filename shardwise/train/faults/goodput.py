@@ -1,20 +1,36 @@
 """Goodput: of all the time a run folder has been worked on, the share in which steps were computed that count.
 
-The life of a folder is a row of sessions, each from the start of its ranks to their end, read from `events.jsonl`. Steps that
-count are those that stand in `metrics.jsonl` now. Everything else is a loss with a name: start-up, checkpoint stalls,
-evaluation, steps that were refused, steps that were lost to a failure or a rollback and computed again, hangs, waiting between a
-failure and the next start, and what remains unexplained. Time in which nothing ran, between two commands, is told beside it.
+The life of a folder is a row of sessions, each from the start of its ranks to their end, read from `events.jsonl`. The first rank
+and the agent append to it, and unlike `metrics.jsonl` it is never cut back. Steps that count are those in `metrics.jsonl` now.
+Everything else is a loss with a name: start-up, checkpoint stalls, evaluation, skipped steps, steps repeated after a failure or a
+rollback, hangs, waiting between a failure and the next start, and what remains. Time between two commands is listed beside it.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from shardwise.report.words import clock
+from shardwise.train.metrics import append_record, parse_record, read_lines
 
+EVENTS_FILE = "events.jsonl"
 LOSSES = ("start-up", "checkpoints", "evaluation", "skipped", "repeated", "hangs", "restarts", "other")
+MEASURED = {"saved": "checkpoints", "evaluated": "evaluation", "repeat": "repeated", "hang": "hangs"}
+"""Events that carry the seconds of a loss."""
+
+
+def record_event(folder: Path, what: str, **values: Any) -> None:
+    """Append one event with the current time."""
+    append_record(folder / EVENTS_FILE, {"time": round(time.time(), 3), "what": what, **values})
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """All events so far."""
+    return [event for line in read_lines(folder / EVENTS_FILE) if "what" in (event := parse_record(line))]
 
 
 @dataclass(frozen=True)
@@ -44,26 +60,25 @@ class Goodput:
 
     def record(self) -> dict[str, float]:
         """For the metrics."""
-        numbers = {f"lost_{name.replace('-', '_')}": round(s, 3) for name, s in self.lost.items()}
-        return {"goodput": round(self.share, 6), "total_seconds": round(self.total, 3), **numbers}
+        seconds = {f"lost_{name.replace('-', '_')}": round(s, 3) for name, s in self.lost.items()}
+        return {"goodput": round(self.share, 6), "total_seconds": round(self.total, 3), **seconds}
 
 
 def goodput(events: Sequence[dict[str, Any]], metrics: Sequence[dict[str, Any]], now: float) -> Goodput:
     """The account of a folder's life so far. A session is `begin` … `training` … `end` or `failed`; one that was cut off ends
-    with the last thing heard of it."""
+    with its last sign of life."""
     lost = dict.fromkeys(LOSSES, 0.0)
     total = away = 0.0
     failures = 0
     begun: float | None = None
-    training = False
-    heard = now
     ended: float | None = None
-    failed = False
+    training = failed = False
+    last_event = now
     for event in events:
         at, what = event["time"], event["what"]
         if what == "begin":
-            if begun is not None:  # nobody told of the end of the session before
-                last = max(begun, min(at, max(heard, event.get("heard", 0.0))))
+            if begun is not None:  # the session before did not record its end
+                last = max(begun, min(at, max(last_event, event.get("heard", 0.0))))
                 total, ended, failures = total + last - begun, last, failures + 1
             if ended is not None:
                 gap = max(0.0, at - ended)
@@ -82,15 +97,9 @@ def goodput(events: Sequence[dict[str, Any]], metrics: Sequence[dict[str, Any]],
             if not training:
                 lost["start-up"] += at - begun
             total, ended, begun = total + at - begun, at, None
-        elif what == "saved":
-            lost["checkpoints"] += event["seconds"]
-        elif what == "evaluated":
-            lost["evaluation"] += event["seconds"]
-        elif what == "repeat":
-            lost["repeated"] += event["seconds"]
-        elif what == "hang":
-            lost["hangs"] += event["seconds"]
-        heard = at
+        elif what in MEASURED:
+            lost[MEASURED[what]] += event["seconds"]
+        last_event = at
     if begun is not None:
         total += now - begun
     steps = [r for r in metrics if "seconds" in r]

@@ -1,9 +1,9 @@
-"""Bad steps: a loss or gradient norm that is not finite, or that stands far above those of the steps before it.
+"""Bad steps: a loss or gradient norm that is not finite, or far above those of the steps before it.
 
 Far is measured robustly, in deviations of 1.4826 x MAD (median of absolute differences from the median, which for a normal
-distribution is one standard deviation) above the median of a window of accepted steps, so that a spike does not widen the
-measure it is held against. All ranks see the same two numbers and so decide alike. What the decision rests on, the window and
-the batches left out, is saved with every checkpoint: a resumed run decides as the unbroken one would have.
+distribution is one standard deviation) above the median of a window of good steps, so that a spike does not raise its own
+threshold. All ranks see the same two numbers and so decide alike. The window and the batches left out are saved with every
+checkpoint: a resumed run decides as the unbroken one would have.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from statistics import median
 from shardwise.run.config import TrainConfig
 
 FLAT = 1e-3
-"""Least deviation, as a share of the median: the numbers of a run on repeated data may hardly differ."""
+"""Least deviation, as a share of the median: the losses of a run on repeated data may hardly differ."""
 
 
 @dataclass
 class History:
-    """What earlier steps leave to later ones."""
+    """What judging a step needs from earlier ones."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -72,13 +72,9 @@ class Guard:
                     return f"the {name}, {value:.6g}, is {far:.1f} deviations above the median of {len(before)} steps"
         return None
 
-    def accept(self, loss: float, norm: float) -> bool:
-        """For `train_step`: whether the step may change anything."""
-        return self.fault(loss, norm) is None
-
     def note(self, loss: float, norm: float, rescaled: bool = False) -> str | None:
-        """Take a finished step into the history; gives what was bad about it. Gradients that overflowed in float16 are the loss
-        scale's affair and leave no trace, as long as it can be lowered; a loss that is not finite never is, no scale is in it."""
+        """Add a finished step to the history; gives what was bad about it. Gradients that overflowed in float16 are left to the
+        loss scale as long as it can be lowered. A loss that is not finite is always bad: it is not scaled."""
         if self.settings.guard == "none" or (rescaled and math.isfinite(loss)):
             return None
         fault = self.fault(loss, norm)
@@ -87,8 +83,3 @@ class Guard:
         else:
             self.history.bad += 1
         return fault
-
-    @property
-    def exhausted(self) -> bool:
-        """True when too many steps in a row were bad for any of them to be an accident."""
-        return self.history.bad >= self.settings.guard_limit

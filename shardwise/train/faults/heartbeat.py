@@ -1,10 +1,15 @@
-"""Heartbeats: a small file a rank, `logs/rank-N.beat`, that says what the rank is doing, since when, and what it waits for.
+"""Hangs: a heartbeat of each rank, and from all of them the rank that did not arrive.
 
-A thread writes it, so that it goes on while the main thread is stuck in a collective; when the whole process is stopped or
-frozen, the file stands still, and that is a sign too. The main thread only sets two attributes, which costs nothing. The file has
-one fixed size and is written in place, so that a full disk does not silence a healthy rank. Readers compare counters, not
-clocks, so machines need not agree on the time. The thread is also the last resort of a rank that nobody watches (under torchrun
-or srun): long after a watcher would have acted, it tells what it knows and ends the process.
+A thread writes `logs/rank-N.beat`: step, phase, seconds without progress, and for each process group the last collective begun and
+the one waited for. It goes on while the main thread is stuck in a collective; a file that stands still is a stopped or frozen
+process. The file has one fixed size and is written in place, so a full disk does not silence a healthy rank. Readers compare
+counters, not clocks, so machines need not agree on the time. The thread is also the last resort under torchrun or srun, where no
+agent watches: long after an agent would have acted, it prints what it knows and ends the process.
+
+The collectives come from PyTorch's flight recorder, which keeps all that pass a process group, those of `fully_shard` and
+DistributedDataParallel included, on NCCL and on gloo; the group's description is the axis. A rank that waits for number 17 of a
+group waits for those of its members that have not begun number 17. The recorder lacks point-to-point messages on gloo, so a
+pipeline reports itself what it waits for, and groups of which a rank has begun nothing within the recorder's memory.
 """
 
 from __future__ import annotations
@@ -17,109 +22,222 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
-from shardwise.train.faults.arrivals import Arrival, Beat, explain
+if TYPE_CHECKING:
+    from shardwise.parallel.mesh import Mesh
+    from shardwise.parallel.pipeline import Pipeline
 
-SIZE = 4096
-BEATS = 8
-"""Beats in `train.hang_seconds`, so that silence is told from slowness; never more than five seconds apart."""
-START = 60.0
-"""Before the first step, while models are built and files are read, nobody is blamed for less than this."""
+FILE_BYTES = 4096
+HEARTBEATS = 8
+"""Heartbeats in `train.hang_seconds`, so that silence differs from slowness; never more than five seconds apart."""
+START_SECONDS = 60.0
+"""Least limit before the first step, while models are built and files are read."""
 HUNG = 70
 """Exit code of a rank that ended itself because it hung or could not save in time (EX_SOFTWARE)."""
+RECORDED = 256
+"""Collectives the flight recorder keeps where nobody has asked for more."""
+NAME_LENGTH = 16
+"""Letters of a group's name, which is a hash, that are written."""
 
 
-def path_of(logs: Path, rank: int) -> Path:
+@dataclass(frozen=True)
+class GroupProgress:
+    """How far a rank has got in one of its process groups."""
+
+    axis: str
+    group: str
+    begun: int = 0
+    """Number of the last collective it has begun there; 0: none that is recorded."""
+    waits_for: int = 0
+    """Number of the first one that it has begun and that is not over; 0: none."""
+    collective: str = ""
+    """That one, or else the last one begun."""
+    seconds: float = 0.0
+    """Since it began that one."""
+    sender: int = -1
+    """The rank that has to send, for a message of a pipeline."""
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """What a rank writes about itself."""
+
+    rank: int
+    process: int = 0
+    count: int = 0
+    step: int = 0
+    phase: str = "start"
+    idle: float = 0.0
+    """Seconds without progress."""
+    groups: list[GroupProgress] = field(default_factory=list)
+
+
+def heartbeat_path(logs: Path, rank: int) -> Path:
     """The file of a rank's heartbeat."""
     return logs / f"rank-{rank}.beat"
 
 
-def read_beat(logs: Path, rank: int) -> Beat | None:
-    """The last beat of a rank; None when there is none, or when it is just being written."""
+def read_heartbeat(logs: Path, rank: int) -> Heartbeat | None:
+    """The last heartbeat of a rank; None when there is none, or when it is just being written."""
     try:
-        values = json.loads(path_of(logs, rank).read_text())
-        return Beat(**(values | {"arrivals": [Arrival(**a) for a in values["arrivals"]]}))
+        values = json.loads(heartbeat_path(logs, rank).read_text())
+        return Heartbeat(**(values | {"groups": [GroupProgress(**g) for g in values["groups"]]}))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
 def interval(hang_seconds: float) -> float:
-    """Seconds between two beats."""
-    return min(5.0, hang_seconds / BEATS)
+    """Seconds between two heartbeats."""
+    return min(5.0, hang_seconds / HEARTBEATS)
 
 
 def limit_in(phase: str, hang_seconds: float) -> float:
-    """Seconds that a rank may get nothing done."""
-    return hang_seconds if phase != "start" else max(hang_seconds, START)
+    """Seconds that a rank may be without progress."""
+    return hang_seconds if phase != "start" else max(hang_seconds, START_SECONDS)
 
 
-class Heart(threading.Thread):
-    """Beats for this rank until it is closed."""
+class HeartbeatThread(threading.Thread):
+    """Writes this rank's heartbeat until it is closed. The main thread only sets `step` and `phase`."""
 
     def __init__(self, logs: Path, rank: int, world: int, hang_seconds: float) -> None:
         super().__init__(name="heartbeat", daemon=True)
         self.logs, self.rank, self.world, self.limit = logs, rank, world, hang_seconds
         self.step, self.phase = 0, "start"
-        self.done_so_far: Callable[[], int] = lambda: 0
-        self.arrivals: Callable[[], list[Arrival]] = list
+        self.actions_done: Callable[[], int] = lambda: 0
+        self.groups: Callable[[], list[GroupProgress]] = list
         self.deadline: Callable[[], float] = lambda: float("inf")
         self.parent: int | None = None
         self._over = threading.Event()
-        self._dumps: int | None = None
+        self._stacks: int | None = None
 
-    def __enter__(self) -> Heart:
+    def __enter__(self) -> HeartbeatThread:
         self.logs.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(
-            OSError, ValueError, RuntimeError
-        ):  # where stderr is no file, there is nothing to dump to
-            self._dumps = os.dup(sys.stderr.fileno())
-            # Works even while the interpreter is held up: whoever watches this rank asks for stacks with SIGUSR2.
-            faulthandler.register(signal.SIGUSR2, file=self._dumps, all_threads=True)
+        with contextlib.suppress(OSError, ValueError, RuntimeError):  # stderr may be no file
+            self._stacks = os.dup(sys.stderr.fileno())
+            # Works even while the interpreter is held up: the agent asks for stacks with SIGUSR2.
+            faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)
         self.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, _: TracebackType | None) -> None:
         self._over.set()
         self.join()
-        if self._dumps is not None:
+        if self._stacks is not None:
             faulthandler.unregister(signal.SIGUSR2)
-            os.close(self._dumps)
+            os.close(self._stacks)
 
     def run(self) -> None:
-        """Beat, and look after oneself."""
-        file = os.open(path_of(self.logs, self.rank), os.O_WRONLY | os.O_CREAT, 0o644)
-        wait, count = interval(self.limit), 0
-        seen, since = self._now(), time.monotonic()
+        """Write heartbeats, and end the process when it cannot go on."""
+        file = os.open(heartbeat_path(self.logs, self.rank), os.O_WRONLY | os.O_CREAT, 0o644)
+        pause, count = interval(self.limit), 0
+        last, since = self._progress(), time.monotonic()
         while True:
-            now = self._now()
-            if now != seen:
-                seen, since = now, time.monotonic()
+            now = self._progress()
+            if now != last:
+                last, since = now, time.monotonic()
             idle = time.monotonic() - since
             count += 1
-            beat = Beat(self.rank, os.getpid(), count, self.step, self.phase, round(idle, 3), self.arrivals())
+            beat = Heartbeat(self.rank, os.getpid(), count, self.step, self.phase, round(idle, 3), self.groups())
             with contextlib.suppress(OSError):
-                os.pwrite(file, json.dumps(asdict(beat)).encode()[:SIZE].ljust(SIZE), 0)
-            if idle > limit_in(self.phase, self.limit) + 4 * wait:
-                self._give_up(f"no progress for {idle:.0f} s in {self.phase} of step {self.step}")
+                os.pwrite(file, json.dumps(asdict(beat)).encode()[:FILE_BYTES].ljust(FILE_BYTES), 0)
+            if idle > limit_in(self.phase, self.limit) + 4 * pause:
+                self._exit(f"no progress for {idle:.0f} s in {self.phase} of step {self.step}")
             if self.parent is not None and os.getppid() != self.parent:
-                self._give_up("the process that started the ranks is gone")
+                self._exit("the process that started the ranks is gone")
             if time.monotonic() > self.deadline():
-                self._give_up("told to stop, but the last checkpoint was not written within train.save_deadline")
-            if self._over.wait(wait):
+                self._exit("told to stop, but the last checkpoint was not written within train.save_deadline")
+            if self._over.wait(pause):
                 os.close(file)
                 return
 
-    def _now(self) -> tuple[int, str, int]:
-        return self.step, self.phase, self.done_so_far()
+    def _progress(self) -> tuple[int, str, int]:
+        return self.step, self.phase, self.actions_done()
 
-    def _give_up(self, why: str) -> None:
-        """Tell all there is to tell, and end the process: the main thread will not."""
-        beats = [beat for rank in range(self.world) if (beat := read_beat(self.logs, rank)) is not None]
+    def _exit(self, why: str) -> None:
+        """Print all that is known, and end the process: the main thread will not."""
+        beats = [beat for rank in range(self.world) if (beat := read_heartbeat(self.logs, rank)) is not None]
         print(f"error: rank {self.rank}: {why}; {explain(beats, [])}", file=sys.stderr, flush=True)
-        if self._dumps is not None:
-            faulthandler.dump_traceback(file=self._dumps, all_threads=True)
+        if self._stacks is not None:
+            faulthandler.dump_traceback(file=self._stacks, all_threads=True)
         os._exit(HUNG)
+
+
+def enable_flight_recorder(environment: Mapping[str, str]) -> None:
+    """Turn PyTorch's flight recorder on; must come before the first process group."""
+    if "TORCH_FR_BUFFER_SIZE" not in environment and "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environment:
+        os.environ["TORCH_FR_BUFFER_SIZE"] = str(RECORDED)
+
+
+def flight_recorder_entries() -> list[dict[str, Any]]:
+    """The recorder's entries, oldest first."""
+    import torch
+
+    bindings = torch._C._distributed_c10d
+    # Named after NCCL until it learned of other backends.
+    dump = getattr(bindings, "_dump_fr_trace_json", None) or getattr(bindings, "_dump_nccl_trace_json", None)
+    return json.loads(dump(True, False)).get("entries", []) if dump is not None else []
+
+
+def group_progress(mesh: Mesh, pipeline: Pipeline, now_ns: int) -> list[GroupProgress]:
+    """How far this rank has got in each of its process groups."""
+    found = {name: GroupProgress(axis, name[:NAME_LENGTH]) for name, axis in mesh.axes_by_group().items()}
+    for entry in flight_recorder_entries():
+        name, _ = entry["process_group"]
+        # On NCCL messages have numbers of their own, which two ranks cannot compare; those of pipelines are added below.
+        if name not in found or entry["is_p2p"]:
+            continue
+        before, number = found[name], entry["collective_seq_id"]
+        over = entry["retired"] or entry["state"] == "completed"
+        if before.waits_for:  # an earlier one is not over yet, and that is the one to report
+            found[name] = replace(before, begun=number)
+            continue
+        collective = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
+        seconds = round((now_ns - entry["time_created_ns"]) / 1e9, 3)
+        found[name] = GroupProgress(before.axis, before.group, number, 0 if over else number, collective, seconds)
+    result = list(found.values())
+    if pipeline.waiting is not None:
+        message, sender = pipeline.waiting
+        what = f"{message.kind} of stage {message.stage}, microbatch {message.microbatch}"
+        result.append(GroupProgress("pipeline", "message", waits_for=1, collective=what, sender=sender))
+    return result
+
+
+def missing(beats: Sequence[Heartbeat], silent: Sequence[int]) -> list[tuple[int, GroupProgress]]:
+    """The ranks that others wait for while they themselves wait for nobody, or are silent; each with what it is missed in."""
+    by_rank = {beat.rank: beat for beat in beats if beat.rank not in silent}
+    waiting = {rank for rank, beat in by_rank.items() if any(g.waits_for for g in beat.groups)}
+    absent: dict[int, GroupProgress] = {}
+    for rank in sorted(waiting):
+        for wait in by_rank[rank].groups:
+            if not wait.waits_for:
+                continue
+            if wait.sender >= 0:
+                absent.setdefault(wait.sender, wait)
+            for beat in beats:
+                if any(g.group == wait.group and g.begun < wait.waits_for for g in beat.groups):
+                    absent.setdefault(beat.rank, wait)
+    culprits = [rank for rank in absent if rank not in waiting]
+    return [(rank, absent[rank]) for rank in sorted(culprits or absent)]
+
+
+def explain(beats: Sequence[Heartbeat], silent: Sequence[int]) -> str:
+    """A sentence that names the ranks which did not arrive, and where."""
+    found = missing(beats, silent)
+    parts = [
+        f"rank {rank} did not arrive at {wait.collective} number {wait.waits_for} of axis {wait.axis}, "
+        f"which others have waited for since {wait.seconds:.0f} s"
+        if wait.sender < 0
+        else f"rank {rank} did not send the {wait.collective}, along axis {wait.axis}"
+        for rank, wait in found
+    ]
+    named = {rank for rank, _ in found}
+    parts += [f"rank {rank} gives no sign of life" for rank in sorted(set(silent)) if rank not in named]
+    if not parts:
+        doing = ", ".join(f"rank {b.rank} in {b.phase} of step {b.step}" for b in beats if b.idle > 0)
+        parts = [f"no rank waits for another in a collective that is recorded ({doing})"]
+    return "; ".join(parts)

@@ -1,26 +1,38 @@
-"""The ranks of one machine as processes: started together, polled, asked for their stacks, and ended.
+"""The ranks of one machine as processes: started together, polled, asked for their stacks, and killed.
 
-Every rank has a session of its own, so that it can be ended with all it started and a terminal's Ctrl-C reaches the parent
-alone. Its messages are kept in `logs/rank-N.log`, those of later starts behind those of earlier ones; the first rank also
-speaks to the terminal.
+They are processes of `multiprocessing`. Its fork server imports PyTorch once, so a restart takes a second and not one import for
+each rank; where it cannot be had (not on Linux, or no socket can be made), every rank is a fresh interpreter. What the standard
+library lacks is in `_run_rank`: a session for each rank, so that it can be killed with all it started and a terminal's Ctrl-C
+reaches the command alone; its own environment; its output in `logs/rank-N.log`, appended at every start, while the first rank
+also writes to the terminal; and an end when the command dies, which the fork server would outlive together with its ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import multiprocessing
 import os
 import signal
 import socket
+import sys
+import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-
-from shardwise.train.faults.nursery import Nursery, can_fork
+from typing import NoReturn
 
 GRACE = 3.0
 """Seconds that ranks have to end by themselves once one has failed."""
 MISTAKE = 2
 """Exit code of a user's mistake, which a restart does not mend."""
+UNKNOWN = 255
+"""What the standard library gives as exit code of a process whose fork server was killed."""
 
 
 def free_port() -> int:
@@ -31,7 +43,7 @@ def free_port() -> int:
 
 
 def environment_of(rank: int, local_rank: int, world: int, here: int, address: str, port: int) -> dict[str, str]:
-    """What a rank is told about its place, in the words of torchrun. `here` is the number of ranks on this machine."""
+    """The environment of a rank, with the variables of torchrun. `here` is the number of ranks on this machine."""
     cores = max(1, (os.cpu_count() or 1) // here)
     return dict(
         os.environ,
@@ -45,7 +57,7 @@ def environment_of(rank: int, local_rank: int, world: int, here: int, address: s
     )
 
 
-def how_it_ended(code: int) -> str:
+def describe_exit(code: int) -> str:
     """An exit code in words."""
     if code >= 0:
         return f"ended with exit code {code}"
@@ -55,62 +67,70 @@ def how_it_ended(code: int) -> str:
         return f"was killed by signal {-code}"
 
 
+def start_fork_server() -> ForkServerContext | SpawnContext:
+    """The context that ranks are started in, its fork server running. Called early, the server imports PyTorch while the command
+    does; called again, it starts a new one if the last was killed."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # no temporary folder, or its path is too long for a socket
+            forkserver.set_forkserver_preload(["shardwise.train.faults.preload"])
+            forkserver.ensure_running()
+            return multiprocessing.get_context("forkserver")
+    return multiprocessing.get_context("spawn")
+
+
 class Ranks:
-    """Running ranks, by their number in the whole run. Best made before anything else of the command, since it forks."""
+    """Running ranks, by their global rank."""
 
     def __init__(self, logs: Path) -> None:
         self.logs = logs
         self.pids: dict[int, int] = {}
-        self._nursery = Nursery(fork=can_fork())
-        self._start = 0
+        self._processes: dict[int, BaseProcess] = {}
         self._codes: dict[int, int] = {}
-        self._begins: dict[int, int] = {}
+        self._lifelines: list[Connection] = []
+        self._log_starts: dict[int, int] = {}
 
     def start(self, arguments: Sequence[str], environments: Mapping[int, Mapping[str, str]]) -> None:
         """Run `shardwise ARGUMENTS` once for each environment."""
+        context = start_fork_server()
         self.logs.mkdir(parents=True, exist_ok=True)
-        if not self._nursery.alive:
-            self._nursery.close()
-            self._nursery = Nursery(fork=False)
-        self._start += 1
-        self.pids, self._codes = {}, {}
-        births = {}
+        self.pids, self._processes, self._codes, self._lifelines = {}, {}, {}, []
         for rank, environment in environments.items():
-            log = self.logs.absolute() / f"rank-{rank}.log"
-            with log.open("ab") as file:
-                self._begins[rank] = file.tell()
-            births[rank] = dict(environment=dict(environment), log=str(log), speaks=rank == 0)
-        self._nursery.ask(start=self._start, arguments=list(arguments), births=births)
-        while len(self.pids) < len(births):
-            self._listen(wait=1.0)
-            if not self._nursery.alive:
-                self._codes |= dict.fromkeys(births, -signal.SIGKILL)
-                self.pids = dict.fromkeys(births, 0) | self.pids
-
-    def _listen(self, wait: float = 0.0) -> None:
-        for told in self._nursery.answers(wait):
-            if told["start"] == self._start:
-                if "code" in told:
-                    self._codes[told["rank"]] = told["code"]
-                else:
-                    self.pids[told["rank"]] = told["pid"]
-        if not self._nursery.alive:  # nobody is left to tell how they end
-            self._abandon()
-
-    def _abandon(self) -> None:
-        """End ranks whose nursery is gone, and see that they are, since the first one holds the run folder."""
-        for rank, pid in self.pids.items():
-            deadline = time.monotonic() + GRACE
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                while rank not in self._codes and self._state(rank) not in ("Z", "X") and time.monotonic() < deadline:
-                    os.killpg(pid, signal.SIGKILL)
-                    time.sleep(0.01)
-            self._codes.setdefault(rank, -signal.SIGKILL)
+            log = Connection(os.open(self._log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), readable=False)
+            self._log_starts[rank] = os.fstat(log.fileno()).st_size
+            out = Connection(os.dup(1 if rank == 0 else log.fileno()), readable=False)
+            lifeline, ours = context.Pipe(duplex=False)
+            process = context.Process(target=_run_rank, args=(list(arguments), dict(environment), lifeline, out, log))
+            try:
+                process.start()
+                self.pids[rank], self._processes[rank] = process.pid or 0, process
+            except (OSError, EOFError):  # the fork server was killed meanwhile
+                self.pids[rank], self._codes[rank] = 0, -signal.SIGKILL
+            self._lifelines.append(ours)
+            for handed_over in (lifeline, out, log):
+                handed_over.close()
 
     def codes(self) -> dict[int, int]:
         """The exit codes of those that have ended; negative for a signal."""
-        self._listen()
+        for rank, process in self._processes.items():
+            if rank not in self._codes and (code := process.exitcode) is not None:
+                if code == UNKNOWN:
+                    self._kill_orphan(rank)
+                    code = -signal.SIGKILL
+                # A signal handler that interrupts this line has read the code already, and it can be read only once.
+                self._codes.setdefault(rank, code)
         return self._codes
+
+    def _kill_orphan(self, rank: int) -> None:
+        """Kill a rank whose fork server is gone, and see that it is, since the first rank holds the lock of the run folder."""
+        deadline = time.monotonic() + GRACE
+        while self._state(rank) not in ("", "Z", "X") and time.monotonic() < deadline:
+            self._kill(rank)
+            time.sleep(0.01)
+
+    def _kill(self, rank: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(self.pids[rank], signal.SIGKILL)  # it may have no group of its own yet
+            os.killpg(self.pids[rank], signal.SIGKILL)
 
     def failed(self) -> tuple[int, int] | None:
         """A rank that has failed and its code. Ranks that see another go fail soon after it, with an error of their own; so one
@@ -118,13 +138,13 @@ class Ranks:
         failed = {rank: code for rank, code in self.codes().items() if code}
         return min(failed.items(), key=lambda item: (item[1] > 0, item[1] != MISTAKE, item[0]), default=None)
 
-    def story(self, rank: int, code: int) -> str:
-        """What is to be told about a rank that failed: its own sentences for a user's mistake, or else how it ended."""
-        said = self.said(rank)
+    def failure(self, rank: int, code: int) -> str:
+        """The message about a rank that failed: its own sentences for a user's mistake, or else how it ended."""
+        lines = self.log_lines(rank)
         if code == MISTAKE:
-            return "\n".join(line for line in said if line.startswith("error: "))
-        last = f": {said[-1]}" if said and code > 0 else ""
-        return f"rank {rank} {how_it_ended(code)}{last}"
+            return "\n".join(line for line in lines if line.startswith("error: "))
+        last = f": {lines[-1]}" if lines and code > 0 else ""
+        return f"rank {rank} {describe_exit(code)}{last}"
 
     def running(self) -> list[int]:
         """Those that have not ended."""
@@ -138,7 +158,7 @@ class Ranks:
                 os.kill(self.pids[rank], number)
 
     def stopped(self, rank: int) -> bool:
-        """Whether a rank's process is halted by a signal, as Linux tells it."""
+        """Whether a rank's process is stopped by a signal, as Linux reports it."""
         return self._state(rank) in ("T", "t")
 
     def _state(self, rank: int) -> str:
@@ -151,23 +171,70 @@ class Ranks:
     def end(self, grace: float) -> None:
         """Give all ranks `grace` seconds to end by themselves, then kill them with all they started."""
         deadline = time.monotonic() + grace
-        while self.running() and (left := deadline - time.monotonic()) > 0:
-            self._listen(wait=min(left, 1.0))
-        for rank in self.running():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pids[rank], signal.SIGKILL)
-        while self.running():
-            self._listen(wait=1.0)
+        while (running := self.running()) and (left := deadline - time.monotonic()) > 0:
+            wait([self._processes[rank].sentinel for rank in running], min(left, 1.0))
+        while running := self.running():
+            for rank in running:
+                self._kill(rank)
+            wait([self._processes[rank].sentinel for rank in running], 0.1)
 
-    def close(self) -> None:
-        """End all there is."""
-        self.end(0.0)
-        self._nursery.close()
-
-    def said(self, rank: int) -> list[str]:
+    def log_lines(self, rank: int) -> list[str]:
         """What a rank has written since it was started, line by line."""
-        path = self.logs / f"rank-{rank}.log"
         with contextlib.suppress(OSError):
-            text = path.read_bytes()[self._begins.get(rank, 0) :].decode(errors="replace")
+            text = self._log(rank).read_bytes()[self._log_starts.get(rank, 0) :].decode(errors="replace")
             return [line for line in text.splitlines() if line.strip()]
         return []
+
+    def _log(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank}.log"
+
+
+def _run_rank(
+    arguments: list[str], environment: dict[str, str], lifeline: Connection, out: Connection, log: Connection
+) -> NoReturn:
+    """Be a rank, in the new process."""
+    code = 1
+    try:
+        os.setsid()
+        _die_with_command(lifeline)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(out.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        os.environ.clear()
+        os.environ.update(environment)
+        import torch
+
+        # The variable is read when the library is loaded, which the fork server did before it was set.
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+        from shardwise.cli.main import entry
+
+        sys.argv = ["shardwise", *arguments]
+        entry()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)  # without waiting for threads
+
+
+def _die_with_command(lifeline: Connection) -> None:
+    """Kill this rank and all it starts when the other end of a pipe is closed, which only the command holds. On Linux the kernel
+    does it, so also a rank that is stopped, or stuck in native code, does not stay behind."""
+    if sys.platform == "linux":
+        file = lifeline.fileno()
+        fcntl.fcntl(file, fcntl.F_SETOWN, -os.getpid())
+        fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_ASYNC)
+        if lifeline.poll():  # it was closed before
+            os.killpg(0, signal.SIGKILL)
+        return
+
+    def wait_and_die() -> None:
+        lifeline.poll(None)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait_and_die, daemon=True).start()

@@ -1,11 +1,10 @@
 """Silent corruption: a step computed twice on the same batch must give the same bits.
 
-A chip that miscalculates now and then raises no error. So every `train.recheck_every` steps the passes are run a second time
-before anything is updated, and two things are compared bit for bit: this rank's own gradients, taken where automatic
-differentiation hands them over and before they are added to those of other ranks, and its part of the loss. Kept of them is
-one integer sum of their bits a parameter and microbatch, which any single flipped bit changes. It costs the time of one more
-step and next to no memory. Ranks that compute one sample together (tensor, context, pipeline) pass a wrong number on, so all of
-those that saw a difference are named.
+A chip that miscalculates now and then raises no error. So every `train.recheck_every` steps forward and backward run a second
+time before anything is updated, and two things are compared bit for bit: this rank's own gradients, taken from autograd before
+they are reduced over ranks, and its part of the loss. Of each gradient only a checksum is kept, the sum of its values read as
+integers, which any single flipped bit changes. It costs the time of one more step and next to no memory. Ranks that compute one
+sample together (tensor, context, pipeline) pass a wrong value on, so all of those that saw a difference are named.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from shardwise.train.optimizer import Optimizer
 
 
 class Repeatable(Protocol):
-    """What can compute the passes of a step more than once: the trainee, as far as this file needs it."""
+    """What can run forward and backward more than once: the train state, as far as this file needs it."""
 
     run: Run
     device: torch.device
@@ -47,34 +46,34 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Corruption(Exception):
-    """Raised on every rank when a step did not repeat itself; says which ranks saw it."""
+    """Raised on every rank when the two computations of a step differ; names the ranks that saw it."""
 
 
-def bits(x: Tensor) -> Tensor:
-    """The sum of a tensor's numbers read as integers; one bit more or less anywhere changes it."""
+def checksum(x: Tensor) -> Tensor:
+    """The sum of a tensor's values read as integers; a flipped bit anywhere changes it."""
     x = local(x.detach()).contiguous()
     return x.view(INTEGERS[x.element_size()]).sum(dtype=torch.int64)
 
 
 @contextmanager
 def own_gradients(found: list[Tensor]) -> Iterator[None]:
-    """While open, the bits of every gradient that this rank computes for a parameter are appended to `found`, in order.
+    """While open, the checksum of every gradient that this rank computes for a parameter is appended to `found`, in order.
 
-    `fully_shard` puts whole parameters in the place of its shards before a module runs, so that is when they are looked for.
+    `fully_shard` replaces its shards by whole parameters before a module runs, so that is when hooks are put on them.
     """
-    watched: dict[int, Any] = {}
+    hooked: dict[int, Any] = {}
 
-    def look(module: nn.Module, _: Any) -> None:
+    def put_hooks(module: nn.Module, _: Any) -> None:
         for parameter in module.parameters(recurse=False):
-            if parameter.requires_grad and id(parameter) not in watched:
-                watched[id(parameter)] = parameter.register_hook(lambda grad: found.append(bits(grad)))
+            if parameter.requires_grad and id(parameter) not in hooked:
+                hooked[id(parameter)] = parameter.register_hook(lambda grad: found.append(checksum(grad)))
 
-    hook = register_module_forward_pre_hook(look)
+    hook = register_module_forward_pre_hook(put_hooks)
     try:
         yield
     finally:
         hook.remove()
-        for each in watched.values():
+        for each in hooked.values():
             each.remove()
 
 
@@ -87,7 +86,8 @@ def check_repeatable(train_state: Repeatable) -> None:
 
 
 def passes_twice(train_state: Repeatable, batch: Batch) -> Tensor:
-    """A step's passes, run twice; raises `Corruption` on every rank when the two differ on any. Gives the loss of the second."""
+    """Forward and backward of a step, run twice; raises `Corruption` on every rank when the two differ on any. Gives the second
+    loss."""
     digests = []
     for attempt in range(2):
         if attempt:
@@ -97,8 +97,8 @@ def passes_twice(train_state: Repeatable, batch: Batch) -> Tensor:
         found: list[Tensor] = []
         with own_gradients(found):
             loss = train_state.passes(batch)
-        gradients = [bits(h.grad) for h in train_state.parallel.parameters if h.grad is not None]
-        digests.append(torch.stack([bits(loss), *found, *gradients]))
+        gradients = [checksum(h.grad) for h in train_state.parallel.parameters if h.grad is not None]
+        digests.append(torch.stack([checksum(loss), *found, *gradients]))
     same = digests[0].shape == digests[1].shape and bool((digests[0] == digests[1])[: 1 + len(found)].all())
     added = digests[0].shape == digests[1].shape and torch.equal(*digests)
     world = train_state.run.layout.world
@@ -107,12 +107,13 @@ def passes_twice(train_state: Repeatable, batch: Batch) -> Tensor:
     if world > 1:
         dist.all_reduce(votes)
     own, together = (row.nonzero().flatten().tolist() for row in votes)
+    again = f"when step {train_state.step + 1} was computed again"
     if own:
-        raise Corruption(f"{_ranks(own)} computed other gradients when step {train_state.step + 1} was computed again")
+        raise Corruption(f"{_ranks(own)} computed other gradients {again}")
     if together:
         raise Corruption(
-            f"gradients came out different on {_ranks(together)} when step {train_state.step + 1} was computed again, though every "
-            f"rank computed the same ones: the sum over ranks is not to be trusted"
+            f"gradients came out different on {_ranks(together)} {again}, though every rank computed the same ones: the sum over "
+            f"ranks is not to be trusted"
         )
     return loss
 

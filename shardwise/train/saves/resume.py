@@ -25,14 +25,14 @@ from shardwise.parallel.gradients import local
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.place import Box, box
 from shardwise.run import Problem, Run, UserError
-from shardwise.train.faults.events import FILE as EVENTS_FILE
-from shardwise.train.loss_scale import LossScale
+from shardwise.train.faults.goodput import EVENTS_FILE
 from shardwise.train.saves.contents import buffers, random_states, set_random_state
 from shardwise.train.saves.folder import checkpoints_of, clean, complete, folder_of_step, set_aside, step_of
 from shardwise.train.saves.job import check_same_data, check_same_job
 from shardwise.train.saves.lock import FILE as LOCK_FILE
 from shardwise.train.saves.lock import FolderLock
 from shardwise.train.saves.together import first_text, tell
+from shardwise.train.schedule import LossScale
 from shardwise.train.step import TrainState
 
 

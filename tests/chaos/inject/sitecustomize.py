@@ -17,6 +17,7 @@ import json
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -73,7 +74,7 @@ class Injector:
             os.kill(os.getpid(), signal.SIGTERM)
         elif kind == "halt":
             os.kill(os.getpid(), signal.SIGSTOP)
-        elif kind == "kill the nursery":
+        elif kind == "kill the fork server":
             os.kill(os.getppid(), signal.SIGKILL)
         elif kind == "kill the command":
             status = Path(f"/proc/{os.getppid()}/stat").read_text()
@@ -270,12 +271,20 @@ def wrap_step(injector: Injector, module: ModuleType) -> None:
     module.TrainState.train_step = train_step
 
 
-def born() -> None:
-    """In every process that is forked: a rank is known by its environment, and has imported everything already."""
-    if "CHAOS_FOLDER" in os.environ and "RANK" in os.environ:
+def forked() -> None:
+    """In every process that is forked: a rank has imported everything already, and has its environment when its command begins."""
+    command = sys.modules.get("shardwise.cli.main")
+    if "CHAOS_FOLDER" not in os.environ or command is None:
+        return
+    entry = command.entry
+
+    def with_faults() -> None:
         injector = Injector(os.environ["CHAOS_FOLDER"], int(os.environ["RANK"]))
         wrap(injector)
         wrap_step(injector, importlib.import_module("shardwise.train.step"))
+        entry()
+
+    command.entry = with_faults
 
 
-os.register_at_fork(after_in_child=born)
+os.register_at_fork(after_in_child=forked)

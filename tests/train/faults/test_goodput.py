@@ -10,12 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.train.faults.arrivals import Arrival, Beat, explain, missing
-from shardwise.train.faults.events import read_events, record
-from shardwise.train.faults.goodput import goodput
-from shardwise.train.faults.heartbeat import Heart, read_beat
-from shardwise.train.faults.restarts import LONGEST, Restarts
-from shardwise.train.faults.stragglers import Comparison, busy_seconds
+from shardwise.train.faults.agent import LONGEST_WAIT, Restarts
+from shardwise.train.faults.goodput import goodput, read_events, record_event
+from shardwise.train.faults.heartbeat import GroupProgress, Heartbeat, HeartbeatThread, explain, missing, read_heartbeat
+from shardwise.train.speed import Comparison, busy_seconds
 
 
 def test_a_run_that_advances_may_fail_forever_and_one_that_does_not_is_given_up() -> None:
@@ -24,16 +22,16 @@ def test_a_run_that_advances_may_fail_forever_and_one_that_does_not_is_given_up(
     assert [restarts.after_failure(990) for _ in range(3)] == [1.0, 2.0, None]
     assert Restarts(limit=0, wait=1.0).after_failure(-1) is None
     patient = Restarts(limit=100, wait=1.0)
-    assert [patient.after_failure(-1) for _ in range(100)][-1] == LONGEST
+    assert [patient.after_failure(-1) for _ in range(100)][-1] == LONGEST_WAIT
 
 
-def beat(rank: int, *arrivals: Arrival) -> Beat:
-    return Beat(rank, count=9, step=4, phase="training", idle=7.0, arrivals=list(arrivals))
+def beat(rank: int, *groups: GroupProgress) -> Heartbeat:
+    return Heartbeat(rank, count=9, step=4, phase="training", idle=7.0, groups=list(groups))
 
 
 def test_the_rank_that_waits_for_nobody_is_the_one_that_did_not_arrive() -> None:
-    def at(axis: str, group: str, begun: int, waits: bool) -> Arrival:
-        return Arrival(axis, group, begun, begun if waits else 0, "all_gather", 7.0)
+    def at(axis: str, group: str, begun: int, waits: bool) -> GroupProgress:
+        return GroupProgress(axis, group, begun, begun if waits else 0, "all_gather", 7.0)
 
     # Ranks 0 and 1 are tensor partners, so are 2 and 3; 0 and 2, 1 and 3 share data. Rank 3 stands still.
     beats = [
@@ -47,7 +45,7 @@ def test_the_rank_that_waits_for_nobody_is_the_one_that_did_not_arrive() -> None
     assert "rank 3 did not arrive at all_gather number 6 of axis zero" in explain(beats, [])
     # Of a rank that is silent the last word may be old, but it says what it had not begun.
     assert [rank for rank, _ in missing(beats, [3])] == [3]
-    owed = Arrival("pipeline", "message", waits_for=1, collective="activation of stage 0, microbatch 2", owed_by=0)
+    owed = GroupProgress("pipeline", "message", waits_for=1, collective="activation of stage 0, microbatch 2", sender=0)
     assert "rank 0 did not send the activation of stage 0, microbatch 2, along axis pipeline" in explain(
         [beat(0), beat(1, owed)], []
     )
@@ -55,18 +53,20 @@ def test_the_rank_that_waits_for_nobody_is_the_one_that_did_not_arrive() -> None
     assert "no rank waits for another" in explain([beat(0)], [])
 
 
-def test_a_heart_beats_while_nothing_else_happens_and_tells_the_phase(tmp_path: Path) -> None:
-    heart = Heart(tmp_path, rank=3, world=4, hang_seconds=0.4)  # a beat every 50 ms, blamed after a minute of start-up
-    with heart:
-        while read_beat(tmp_path, 3) is None:  # its pace is set by now
-            heart.join(0.01)
-        heart.limit = 1e6
-        heart.step, heart.phase = 5, "evaluation"
-        while (found := read_beat(tmp_path, 3)) is None or found.count < 3 or found.step != 5:
-            heart.join(0.01)
+def test_a_heartbeat_goes_on_while_nothing_else_happens_and_names_the_phase(tmp_path: Path) -> None:
+    thread = HeartbeatThread(
+        tmp_path, rank=3, world=4, hang_seconds=0.4
+    )  # a beat every 50 ms, blamed after a minute of start-up
+    with thread:
+        while read_heartbeat(tmp_path, 3) is None:  # its pace is set by now
+            thread.join(0.01)
+        thread.limit = 1e6
+        thread.step, thread.phase = 5, "evaluation"
+        while (found := read_heartbeat(tmp_path, 3)) is None or found.count < 3 or found.step != 5:
+            thread.join(0.01)
     assert (found.rank, found.process, found.phase) == (3, os.getpid(), "evaluation")
     (tmp_path / "rank-3.beat").write_text('{"rank": 3, "ste')
-    assert read_beat(tmp_path, 3) is None
+    assert read_heartbeat(tmp_path, 3) is None
 
 
 def test_the_slowest_rank_is_named_when_it_matters() -> None:
@@ -79,12 +79,12 @@ def test_the_slowest_rank_is_named_when_it_matters() -> None:
 
 
 def test_events_survive_torn_lines(tmp_path: Path) -> None:
-    record(tmp_path, "begin", ranks=2)
+    record_event(tmp_path, "begin", ranks=2)
     with (tmp_path / "events.jsonl").open("a") as f:
         f.write('[1]\n{"time": 3, "wh')
-    record(tmp_path, "end")
+    record_event(tmp_path, "end")
     assert [e["what"] for e in read_events(tmp_path)] == ["begin", "end"]
-    record(tmp_path / "nowhere", "begin")  # an account that cannot be written ends no run
+    record_event(tmp_path / "nowhere", "begin")  # an account that cannot be written ends no run
 
 
 def test_every_second_of_a_run_s_life_is_accounted_for() -> None:

@@ -18,7 +18,7 @@ from shardwise.data.batches import Batch
 from shardwise.data.open import open_data
 from shardwise.parallel.gradients import local
 from shardwise.run import Run, UserError, run_from_dict
-from shardwise.train.faults.events import read_events
+from shardwise.train.faults.goodput import read_events
 from shardwise.train.faults.guard import FLAT, Guard, History, above
 from shardwise.train.loop import train
 from shardwise.train.metrics import read_metrics

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 import pytest
+from fault_cases import compared, twice
 from parallel_pool import RankPool
-from watch_cases import compared, twice
 
 
 @pytest.mark.parametrize("layout", [{"replicate": 2}, {"shard": 2}, {"shard": 2, "zero": 3}], ids=str)
