@@ -23,12 +23,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from shardwise.checkpoint.folder import folder_of_step
+from shardwise.checkpoint.format import BLOCK
+from shardwise.checkpoint.saver import Saver
 from shardwise.data.batches import Batch
 from shardwise.data.tokenizer import ByteTokenizer
-from shardwise.model.saved_files import BLOCK
 from shardwise.run import run_from_dict
-from shardwise.train.saves import Saver
-from shardwise.train.saves.folder import folder_of_step
 from shardwise.train.step import TrainState
 
 BLOCKED, WRITTEN, MEMORY = 1.5, 0.7, 1.05  # most of a memcpy, least of the disk's speed, most copies in memory

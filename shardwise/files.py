@@ -17,6 +17,15 @@ def write_atomically(path: Path, content: bytes) -> None:
     os.replace(draft, path)
 
 
+def sync(path: Path) -> None:
+    """Bring to the disk what others wrote: a file, or the names in a folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def cache_folder(kind: str) -> Path:
     """Where things of a kind are kept that can be made again: in the user's folder for such."""
     home = os.environ.get("XDG_CACHE_HOME", "")

@@ -34,7 +34,7 @@ def execute(args: argparse.Namespace) -> int:
         raise UserError(f"convert changes no run, so --{args.overrides[0]} has no meaning here")
     import torch
 
-    from shardwise.model.huggingface import from_hf, to_hf
+    from shardwise.checkpoint.huggingface import from_hf, to_hf
 
     begin = time.perf_counter()
     with _progress() as progress:
@@ -58,8 +58,8 @@ def execute(args: argparse.Namespace) -> int:
 
 def _end_of_documents(source: str) -> int | None:
     """The token that a checkpoint's tokenizer ends documents with, if it has one."""
+    from shardwise.checkpoint.folder import checkpoint_folder
     from shardwise.data.tokenizer import load_tokenizer
-    from shardwise.model.weights import checkpoint_folder
 
     try:
         return load_tokenizer(checkpoint_folder(source)).end
