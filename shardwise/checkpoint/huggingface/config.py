@@ -1,7 +1,7 @@
 """`config.json` to the network's keys and back, by the description of its family.
 
-What a config asks for beyond what the network has is refused, every such key at once: a network that is
-almost the published one would load without complaint and answer wrongly.
+What a config asks for beyond what the network has is refused, every such key at once: a network that is almost the published
+one would load without complaint and answer wrongly.
 """
 
 from __future__ import annotations
@@ -16,19 +16,11 @@ from shardwise.run import ModelConfig, Problem, UserError, run_from_dict
 
 Refuse = Callable[[str, str], None]  # a key of config.json, and what is wrong with it
 
-# What happens to numbers only while training; our trainer has its own settings.
+# Noise added only while training; our trainer has its own settings.
 _TRAINING_ONLY = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
 # Keys without meaning in a model of dense layers alone.
-_ROUTED = (
-    "experts",
-    "experts_per_token",
-    "expert_ffn",
-    "shared_experts",
-    "dense_layers",
-    "router",
-    "router_groups",
-    "router_top_groups",
-)
+_MOE_ONLY = ("experts", "experts_per_token", "expert_ffn", "shared_experts", "dense_layers")
+_MOE_ONLY += ("router", "router_groups", "router_top_groups")
 
 
 def model_from_config(values: Keys, where: str = "config.json") -> tuple[ModelConfig, list[str]]:
@@ -67,7 +59,7 @@ def model_from_config(values: Keys, where: str = "config.json") -> tuple[ModelCo
     if problems:
         raise UserError(*problems)
     if family.model_type == "deepseek_v3" and model["dense_layers"] == model["layers"]:
-        model = without(model, *_ROUTED)
+        model = without(model, *_MOE_ONLY)
     return _checked(model, family, where), _training_only(values)
 
 
@@ -98,10 +90,7 @@ def _read_qwen_window(values: Keys, model: Keys, family: Family, refuse: Refuse)
         known = isinstance(first, int) and isinstance(model.get("layers"), int)
         types = [sliding if window and n >= first else full for n in range(model["layers"])] if known else []
     if types not in ([full] * len(types), [sliding] * len(types)):
-        refuse(
-            key,
-            "asks for layers of different kinds; here all attend to everything, or all to the same window",
-        )
+        refuse(key, "asks for layers of different kinds; here all attend to everything, or all to the same window")
     elif sliding in types and not window:
         refuse(key, "asks for sliding layers, but use_sliding_window or sliding_window is not set")
     return window if sliding in types else 0
@@ -116,11 +105,8 @@ def _read_dense_layers(values: Keys, refuse: Refuse) -> int:
 
 
 def config_from_model(config: ModelConfig, where: str = "") -> tuple[str, Keys]:
-    """The architecture in `transformers` that computes what our network does, and the `config.json` that says
-    so.
-
-    It holds rotary settings in the words of transformers 5 and of 4, which each read their own.
-    """
+    """The architecture in `transformers` that computes what our network does, and the `config.json` that says so, with rotary
+    settings in the words of transformers 5 and of 4, which each read their own."""
     family = _family_of(config, where)
     values: Keys = {"architectures": [family.architecture], "model_type": family.model_type}
     for theirs, ours in family.keys.items():
@@ -142,11 +128,7 @@ def config_from_model(config: ModelConfig, where: str = "") -> tuple[str, Keys]:
     elif family.model_type == "mixtral":
         values["intermediate_size"] = config.expert_ffn
     elif family.model_type == "deepseek_v3":
-        values |= {
-            "num_key_value_heads": config.heads,
-            "rope_interleave": True,
-            "num_nextn_predict_layers": 0,
-        }
+        values |= {"num_key_value_heads": config.heads, "rope_interleave": True, "num_nextn_predict_layers": 0}
         if not config.experts:
             values["first_k_dense_replace"] = config.layers
     return family.architecture, values
@@ -159,15 +141,9 @@ def _family_of(config: ModelConfig, where: str) -> Family:
             wanted |= {"kv_heads": config.heads, "head_dim": config.hidden / config.heads}
         if family.model_type == "deepseek_v3" and not config.experts:
             del wanted["router"]
-        return [
-            Problem(
-                f"is {getattr(config, k)!r}; the nearest family, {family.architecture}, has {v!r}",
-                f"model.{k}",
-                where,
-            )
-            for k, v in wanted.items()
-            if getattr(config, k) != v
-        ]
+        nearest = f"the nearest family, {family.architecture}, has"
+        different = {k: getattr(config, k) for k, v in wanted.items() if getattr(config, k) != v}
+        return [Problem(f"is {v!r}; {nearest} {wanted[k]!r}", f"model.{k}", where) for k, v in different.items()]
 
     def distance(family: Family) -> int:
         # What a network is made of counts before how its parts are set.

@@ -1,7 +1,7 @@
 """The families of models that both sides know, each described once, to read `config.json` and to write it.
 
-A family says which of its keys mean the same as ours, what our network is in all its models, and for which of
-its keys our network knows only one value.
+A family says which of its keys mean the same as ours, what our network is in all its models, and for which of its keys our network
+knows only some values.
 """
 
 from __future__ import annotations
@@ -48,23 +48,14 @@ _LLAMA_LIKE: Keys = {
     "qk_norm": False,
     "experts": 0,
 }
-_MIXTURE: Keys = {
-    "router": "softmax",
-    "router_groups": 1,
-    "router_scale": 1.0,
-    "shared_experts": 0,
-}
-_DEFAULTS: Keys = {
-    "initializer_range": 0.02,
-    "tie_word_embeddings": False,
-    "rms_norm_eps": 1e-6,
-    "head_dim": None,
-}
+_MOE: Keys = {"router": "softmax", "router_groups": 1, "router_scale": 1.0, "shared_experts": 0}
+_DEFAULTS: Keys = {"initializer_range": 0.02, "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "head_dim": None}
 _SILU = {"hidden_act": ("silu", "swish")}
 _NO_BIAS = {"attention_bias": (False,)}
 
 
 def without(keys: Keys, *names: str) -> Keys:
+    """The others of the keys."""
     return {name: value for name, value in keys.items() if name not in names}
 
 
@@ -85,13 +76,7 @@ FAMILIES = (
             "tie_word_embeddings": "tied_embeddings",
         },
         _LLAMA_LIKE
-        | {
-            "norm": "layernorm",
-            "activation": "gelu",
-            "bias": "all",
-            "position": "learned",
-            "sliding_window": 0,
-        },
+        | {"norm": "layernorm", "activation": "gelu", "bias": "all", "position": "learned", "sliding_window": 0},
         {
             "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
             "scale_attn_weights": (True,),
@@ -135,7 +120,7 @@ FAMILIES = (
             "moe_intermediate_size": "expert_ffn",
             "norm_topk_prob": "router_normalize",
         },
-        without(_LLAMA_LIKE, "experts") | _MIXTURE | {"qk_norm": True},
+        without(_LLAMA_LIKE, "experts") | _MOE | {"qk_norm": True},
         _SILU | _NO_BIAS | {"decoder_sparse_step": (1,)},
         _DEFAULTS | {"norm_topk_prob": False},
     ),
@@ -143,12 +128,9 @@ FAMILIES = (
         "MixtralForCausalLM",
         "mixtral",
         _GROUPED
-        | {
-            "num_local_experts": "experts",
-            "num_experts_per_tok": "experts_per_token",
-            "sliding_window": "sliding_window",
-        },
-        without(_LLAMA_LIKE, "experts") | _MIXTURE | {"dense_layers": 0, "router_normalize": True},
+        | {"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"}
+        | {"sliding_window": "sliding_window"},
+        without(_LLAMA_LIKE, "experts") | _MOE | {"dense_layers": 0, "router_normalize": True},
         _SILU,
         _DEFAULTS | {"rms_norm_eps": 1e-5, "sliding_window": None},
         theta=1e6,

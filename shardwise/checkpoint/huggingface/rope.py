@@ -1,6 +1,5 @@
-"""Rotary settings of a `config.json`, in the form of transformers 5 (`rope_parameters`) and of 4
-(`rope_theta` and `rope_scaling`, whose kind was once called `type`). Kinds of stretching that our network
-lacks are refused."""
+"""Rotary settings of a `config.json`, in the form of transformers 5 (`rope_parameters`) and of 4 (`rope_theta` and `rope_scaling`,
+whose kind was once called `type`). Kinds of scaling that our network lacks are refused."""
 
 from __future__ import annotations
 
@@ -52,10 +51,7 @@ def read_rope(values: Keys, theta: float, refuse: Callable[[str, str], None], la
         if high <= low:
             refuse(f"{name}.high_freq_factor", f"{high:g} must be above low_freq_factor = {low:g}")
         return keys | {"rope_low_freq": low, "rope_high_freq": high}
-    keys |= {
-        "yarn_beta_fast": number("beta_fast", 32.0) or 32.0,
-        "yarn_beta_slow": number("beta_slow", 1.0) or 1.0,
-    }
+    keys |= {"yarn_beta_fast": number("beta_fast", 32.0) or 32.0, "yarn_beta_slow": number("beta_slow", 1.0) or 1.0}
     if scaling.get("truncate") is False:
         refuse(f"{name}.truncate", "is false; this network rounds YaRN's range to whole pairs")
     mscale, mscale_all = number("mscale", 0.0), number("mscale_all_dim", 0.0)
@@ -68,10 +64,7 @@ def read_rope(values: Keys, theta: float, refuse: Callable[[str, str], None], la
     keys["yarn_mscale_all"] = mscale_all
     keys["yarn_mscale"] = _weight(amplitude * yarn_get_mscale(keys["rope_factor"], mscale_all), keys["rope_factor"])
     if keys["yarn_mscale"] is None:
-        refuse(
-            f"{name}.attention_factor",
-            f"an amplitude of {amplitude:g} is less than this network's YaRN can have",
-        )
+        refuse(f"{name}.attention_factor", f"an amplitude of {amplitude:g} is less than this network's YaRN can have")
     elif mscale and mscale_all and scaling.get("attention_factor") is None:
         keys["yarn_mscale"] = mscale  # as the file says it, free of rounding
     return keys

@@ -1,8 +1,7 @@
 """Which of our tensors hold the same numbers as which of theirs, and how their layouts differ.
 
-The names of our tensors come from the network itself, so none can be forgotten; a table gives the name of
-each in the files of its family. A `Link` ties the two together and makes either side from the other, piece by
-piece.
+The names of our tensors come from the network itself, so none can be forgotten; a table gives the name of each in the files of
+its family. A `Link` ties the two together and makes either side from the other, a chunk at a time.
 """
 
 from __future__ import annotations
@@ -40,21 +39,8 @@ class Link:
         yield source.get(self.ours[0])
 
 
-class Transposed(Link):
-    """GPT-2 keeps its matrices [in, out]."""
-
-    def their_shape(self, shape: Shape) -> Shape:
-        return shape[::-1]
-
-    def to_ours(self, name: str, source: Reader) -> Iterator[Tensor]:
-        yield source.get(self.theirs[0]).t()
-
-    def to_theirs(self, name: str, source: Reader) -> Iterator[Tensor]:
-        yield source.get(self.ours[0]).t()
-
-
 class Fused(Link):
-    """GPT-2 keeps q, k and v side by side in one transposed matrix, and their biases in one vector."""
+    """GPT-2 keeps its matrices transposed, [in, out], q, k and v side by side in one, and their biases in one vector."""
 
     def their_shape(self, shape: Shape) -> Shape:
         return (*shape[1:], len(self.ours) * shape[0])
@@ -82,10 +68,10 @@ class Stacked(Link):
 
 @dataclass(frozen=True)
 class Interleaved(Link):
-    """DeepSeek's rotary pairs are neighbours, and ours are one half of the width with the other. Rows come in
+    """In DeepSeek's files the two rows of a rotary pair are neighbours; in ours one is in each half of the width. Rows come in
     groups (a head, or the whole matrix) whose last `rotated` rows are those pairs."""
 
-    kept: int
+    unrotated: int
     rotated: int
 
     def to_ours(self, name: str, source: Reader) -> Iterator[Tensor]:
@@ -95,10 +81,10 @@ class Interleaved(Link):
         yield self._reordered(source.get(self.ours[0]), (2, self.rotated // 2))
 
     def _reordered(self, rows: Tensor, pairs: tuple[int, int]) -> Tensor:
-        groups = rows.unflatten(0, (-1, self.kept + self.rotated))
-        kept, rotated = groups.split((self.kept, self.rotated), dim=1)
-        turned = rotated.unflatten(1, pairs).transpose(1, 2).flatten(1, 2)
-        return torch.cat((kept, turned), dim=1).flatten(0, 1)
+        groups = rows.unflatten(0, (-1, self.unrotated + self.rotated))
+        unrotated, rotated = groups.split((self.unrotated, self.rotated), dim=1)
+        reordered = rotated.unflatten(1, pairs).transpose(1, 2).flatten(1, 2)
+        return torch.cat((unrotated, reordered), dim=1).flatten(0, 1)
 
 
 _GPT = {
@@ -151,8 +137,8 @@ _LATENT = {
 
 
 def links(config: ModelConfig, ours: Iterable[str], interleaved: bool = True) -> Iterator[Link]:
-    """How each of the network's tensors stands in the files of its family, in the order of `ours`.
-    `interleaved` says how latent attention's rotary rows lie there."""
+    """How each of the network's tensors is stored in the files of its family, in the order of `ours`. `interleaved` says how latent
+    attention's rotary rows lie there."""
     if config.position == "learned":
         table = _GPT
     elif config.attention == "latent":
@@ -184,7 +170,7 @@ def _layer_link(
         return
     theirs = f"{layer}.{table[module]}.{'e_score_correction_bias' if rest == 'ffn.router.bias' else leaf}"
     if table is _GPT and leaf == "weight" and not module.endswith("norm"):
-        yield Transposed((name,), (theirs,))
+        yield Fused((name,), (theirs,))
     elif config.attention == "latent" and interleaved and module == "attention.q":
         yield Interleaved((name,), (theirs,), config.nope_dim, config.rope_dim)
     elif config.attention == "latent" and interleaved and module == "attention.kv_down":
