@@ -42,7 +42,7 @@ def execute(args: argparse.Namespace) -> int:
             done = from_hf(args.source, args.out, progress)
         else:
             dtype = getattr(torch, args.dtype) if args.dtype else None
-            done = to_hf(args.source, args.out, dtype, progress, end=_end_of_documents(args.source))
+            done = to_hf(args.source, args.out, dtype, progress)
     seconds = time.perf_counter() - begin
     print(
         f"{args.out}: {done.architecture}, {done.parameters:,} parameters, {done.bytes / 1e9:.3g} GB in {seconds:.1f} s"
@@ -54,17 +54,6 @@ def execute(args: argparse.Namespace) -> int:
         print(f"to train it further, on a set made by `shardwise data build --tokenizer {run}`:")
         print(f"  shardwise train {run / 'run.toml'} --train.weights={run} --data.sets=SET --out runs/{run.name}")
     return 0
-
-
-def _end_of_documents(source: str) -> int | None:
-    """The token that a checkpoint's tokenizer ends documents with, if it has one."""
-    from shardwise.checkpoint.folder import checkpoint_folder
-    from shardwise.data.tokenizer import load_tokenizer
-
-    try:
-        return load_tokenizer(checkpoint_folder(source)).end
-    except UserError:
-        return None
 
 
 @contextmanager

@@ -53,11 +53,11 @@ def test_sharded_bfloat16(name: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "hf", max_shard_size="12KB")
     assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 2
 
-    from_hf(tmp_path / "hf", tmp_path / "ours", shard_bytes=10_000)
+    from_hf(tmp_path / "hf", tmp_path / "ours", file_bytes=10_000)
     assert len(list((tmp_path / "ours").glob("model-*.safetensors"))) > 2
     run = read_run(tmp_path / "ours" / "run.toml")
     assert (run.name, run.train.dtype) == ("ours", "bfloat16")
-    to_hf(tmp_path / "ours", tmp_path / "back", shard_bytes=9_000)
+    to_hf(tmp_path / "ours", tmp_path / "back", file_bytes=9_000)
     assert_same_tensors(tmp_path / "hf", tmp_path / "back")
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == tensors(tmp_path / "hf").keys()

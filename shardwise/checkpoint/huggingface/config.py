@@ -19,8 +19,8 @@ Refuse = Callable[[str, str], None]  # a key of config.json, and what is wrong w
 # Noise added only while training; our trainer has its own settings.
 _TRAINING_ONLY = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
 # Keys without meaning in a model of dense layers alone.
-_MOE_ONLY = ("experts", "experts_per_token", "expert_ffn", "shared_experts", "dense_layers")
-_MOE_ONLY += ("router", "router_groups", "router_top_groups")
+_MOE_ONLY = ("experts", "experts_per_token", "expert_ffn", "shared_experts", "dense_layers", "router", "router_groups",
+             "router_top_groups")  # fmt: skip
 
 
 def model_from_config(values: Keys, where: str = "config.json") -> tuple[ModelConfig, list[str]]:

@@ -6,13 +6,13 @@ so that a folder that exists is complete.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
@@ -29,6 +29,7 @@ from shardwise.checkpoint.huggingface.tensors import Link, left_out, links
 from shardwise.checkpoint.reader import Reader, open_checkpoint
 from shardwise.checkpoint.weights import compare_shapes, state_shapes
 from shardwise.checkpoint.writer import FILE_BYTES, Entry, write_weights
+from shardwise.data.tokenizer import load_tokenizer
 from shardwise.files import sync, write_atomically
 from shardwise.run import ModelConfig, Problem, UserError, read_run, run_from_dict, to_dict
 from shardwise.run.write import sections_to_toml
@@ -38,18 +39,10 @@ Progress = Callable[[int, int], None]  # bytes written, and in all
 
 GENERATION = "generation_config.json"
 COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "chat_template.jinja", "chat_template.json", GENERATION,
     "shardwise_tokenizer.json",  # a tokenizer of ours; transformers passes it over
-    GENERATION,
-)
+)  # fmt: skip
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -109,10 +102,8 @@ def to_hf(
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
     file_bytes: int = FILE_BYTES,
-    end: int | None = None,
 ) -> Conversion:
-    """Make a Hugging Face folder of a checkpoint, or of a run's newest one; tensors keep their dtype unless one is given. `end`
-    is the token that ends a document, where the checkpoint names none."""
+    """Make a Hugging Face folder of a checkpoint, or of a run's newest one; tensors keep their dtype unless one is given."""
     source, out = checkpoint_folder(checkpoint), Path(out_dir)
     _check_free(out)
     config = read_run(source / RUN_FILE).model
@@ -135,7 +126,8 @@ def to_hf(
         generation = read_json(source / GENERATION) if (source / GENERATION).is_file() else {}
         values |= {key: generation.get(key) for key in TOKEN_IDS}
         if values["eos_token_id"] is None:
-            values["eos_token_id"] = end
+            with contextlib.suppress(UserError):  # not every checkpoint has its tokenizer
+                values["eos_token_id"] = load_tokenizer(source).end
         _write_json(folder / "config.json", values)
         total = _write(folder, entries, progress, file_bytes)
     return Conversion(architecture, _parameters(shapes), total, ())
@@ -220,7 +212,7 @@ def _check_free(out: Path) -> None:
         raise UserError(Problem(f"{reason}; name a folder that does not exist yet", where=str(out)))
 
 
-@contextmanager
+@contextlib.contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
     """A folder to fill that becomes `out` when all went well, and vanishes when not."""
     out = out.resolve()
