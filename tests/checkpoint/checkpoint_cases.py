@@ -32,9 +32,9 @@ def trained(run: Run, steps: int) -> TrainState:
     return train_state
 
 
-def saver_of(train_state: TrainState, out: Path, said: list[str] | None = None) -> Saver:
+def saver_of(train_state: TrainState, out: Path, logged: list[str] | None = None) -> Saver:
     """A saver for a train state outside of the loop."""
-    return Saver(out, train_state.mesh, ByteTokenizer(), DATA, (said if said is not None else []).append)
+    return Saver(out, train_state.mesh, ByteTokenizer(), DATA, (logged if logged is not None else []).append)
 
 
 def train_and_save(rank: int, run: Run, out: Path, steps: int) -> int:
@@ -50,7 +50,7 @@ def train_and_save(rank: int, run: Run, out: Path, steps: int) -> int:
 
 
 def resume_and_train(rank: int, run: Run, out: Path, last: int) -> dict[str, Any]:
-    """Go on from the newest checkpoint; losses, norms, and this rank's parts of the final parameters."""
+    """Go on from the newest checkpoint; losses, norms, and this rank's shards of the final parameters."""
     train_state = TrainState(run)
     found = resume(train_state, out, DATA, print)
     assert found is not None
@@ -64,11 +64,11 @@ def resume_and_train(rank: int, run: Run, out: Path, last: int) -> dict[str, Any
 
 
 def whole_run(rank: int, run: Run, out: Path) -> str:
-    """The loop itself; gives what it said."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    """The loop itself; gives what it logged."""
+    logged = io.StringIO()
+    with contextlib.redirect_stdout(logged):
         train(run, out)
-    return said.getvalue()
+    return logged.getvalue()
 
 
 def save_where_one_rank_fails(rank: int, run: Run, out: Path, mute: bool) -> list[str]:

@@ -124,7 +124,7 @@ def test_a_crash_before_any_file_operation_leaves_the_old_or_the_new(
     assert found.count(2) > 5
 
 
-def test_an_error_of_any_file_operation_is_said_and_costs_nothing_but_that_save(
+def test_an_error_of_any_file_operation_is_logged_and_costs_nothing_but_that_save(
     tmp_path: Path, states: dict[int, TrainState]
 ) -> None:
     number, failures, error = 0, 0, errno.ENOSPC

@@ -1,5 +1,5 @@
-"""What can happen to a checkpoint's files, each told in one sentence: any flipped bit, any cut, any missing file, links, names that
-lead out of the folder, other people's folders, versions to come."""
+"""What can happen to a checkpoint's files, each reported in one sentence: any flipped bit, any cut, any missing file, links, names
+that lead out of the folder, other people's folders, versions to come."""
 
 from __future__ import annotations
 

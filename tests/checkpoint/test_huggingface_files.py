@@ -1,4 +1,4 @@
-"""Hugging Face folders as they are found: older names, extra tensors, 8 bits, copies of tied weights, broken
+"""Hugging Face folders as they are found: older names, extra tensors, fp8, copies of tied weights, broken
 ones; and what conversion needs of memory and of the folder it writes to."""
 
 from __future__ import annotations
@@ -64,27 +64,27 @@ def test_deepseek_with_halves_for_pairs(tmp_path: Path) -> None:
     torch.testing.assert_close(their_logits(again, tokens()), theirs, atol=1e-5, rtol=0)
 
 
-def test_blocks_of_eight_bits_are_widened(tmp_path: Path) -> None:
+def test_fp8_blocks_are_dequantized(tmp_path: Path) -> None:
     save(tmp_path / "hf", *MODELS["deepseek"])
-    wide = tensors(tmp_path / "hf")
-    narrow: dict[str, torch.Tensor] = {}
-    for name, tensor in wide.items():
+    dequantized = tensors(tmp_path / "hf")
+    quantized: dict[str, torch.Tensor] = {}
+    for name, tensor in dequantized.items():
         if not name.endswith("proj.weight"):
-            narrow[name] = tensor
+            quantized[name] = tensor
             continue
         rows, columns = (-(-n // 16) for n in tensor.shape)
         scale = torch.rand(rows, columns) + 0.5
-        dispatch = scale.repeat_interleave(16, 0).repeat_interleave(16, 1)[: tensor.shape[0], : tensor.shape[1]]
-        narrow[name] = (tensor / dispatch).to(torch.float8_e4m3fn)
-        narrow[f"{name}_scale_inv"] = scale
-        wide[name] = (narrow[name].float() * dispatch).bfloat16()
-    save_file(narrow, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+        scales = scale.repeat_interleave(16, 0).repeat_interleave(16, 1)[: tensor.shape[0], : tensor.shape[1]]
+        quantized[name] = (tensor / scales).to(torch.float8_e4m3fn)
+        quantized[f"{name}_scale_inv"] = scale
+        dequantized[name] = (quantized[name].float() * scales).bfloat16()
+    save_file(quantized, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
     edit_config(tmp_path / "hf", quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]})
     from_hf(tmp_path / "hf", tmp_path / "ours")
     to_hf(tmp_path / "ours", tmp_path / "back")
     back = tensors(tmp_path / "back")
-    assert back.keys() == wide.keys()
-    assert all(torch.equal(back[name], tensor) for name, tensor in wide.items())
+    assert back.keys() == dequantized.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in dequantized.items())
 
 
 def test_a_copy_of_the_tied_embedding(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_copy_of_the_tied_embedding(tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
-def test_wrong_tensors_are_told_all_at_once(tmp_path: Path) -> None:
+def test_wrong_tensors_are_reported_all_at_once(tmp_path: Path) -> None:
     save(tmp_path / "hf", *MODELS["mixtral"])
     found = tensors(tmp_path / "hf")
     del found["model.layers.1.block_sparse_moe.experts.3.w2.weight"]

@@ -102,7 +102,7 @@ def test_the_last_ones_and_every_nth_are_kept(tmp_path: Path) -> None:
     assert len(list((tmp_path / "checkpoints").iterdir())) == 3
 
 
-def test_without_room_a_save_is_left_out_and_said_and_the_last_one_is_an_error(
+def test_without_disk_space_a_checkpoint_is_left_out_and_the_last_one_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real = shutil.disk_usage

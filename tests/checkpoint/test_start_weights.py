@@ -1,5 +1,5 @@
-"""Training that begins with weights of a checkpoint, or of a folder made of a Hugging Face one: every rank of any layout holds its
-part of them exactly, and the first loss is theirs."""
+"""Training that starts from weights of a checkpoint, or of a folder made of a Hugging Face one: every rank of any layout holds its
+shard of them exactly, and the first loss is theirs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shardwise.train.metrics import read_metrics
 from shardwise.train.step import TrainState
 
 
-def parts(rank: int, run: Run) -> dict[str, Any]:
+def local_shards(rank: int, run: Run) -> dict[str, Any]:
     """What a rank holds once it has begun."""
     train_state = TrainState(run)
     load_weights(train_state, ByteTokenizer(), print)
@@ -54,7 +54,7 @@ def parts(rank: int, run: Run) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_each_rank_holds_its_part(
+def test_each_rank_holds_its_shard(
     ranks: RankPool, tmp_path: Path, model: str, layout: dict[str, Any], imported: bool
 ) -> None:
     checkpoint_cases.train_and_save(0, cases.make_run(model, {}, microbatch=1), tmp_path / "run", 1)
@@ -66,7 +66,7 @@ def test_each_rank_holds_its_part(
     reader = open_checkpoint(source if imported else complete(source)[0])
     run = cases.make_run(model, layout, weights=str(source))
     covered = {name: np.zeros(reader.shape(name), bool) for name in reader.names}
-    for got in ranks.run(run.layout.world, parts, run):
+    for got in ranks.run(run.layout.world, local_shards, run):
         for name, (where, value) in got.items():
             assert torch.equal(value, reader.get(name)[where])
             covered[name][where] = True
@@ -112,7 +112,7 @@ class OtherTokenizer(ByteTokenizer):
     digest = "another"
 
 
-def test_weights_that_know_other_tokens_are_told(tmp_path: Path) -> None:
+def test_weights_that_know_other_tokens_are_logged(tmp_path: Path) -> None:
     train(make_run(steps=1), tmp_path / "run")
     said: list[str] = []
     train_state = TrainState(make_run(weights=str(tmp_path / "run")))
@@ -132,7 +132,7 @@ def test_an_imported_run_takes_any_layout_and_batch(tmp_path: Path) -> None:
     check(run, tmp_path / "new")
 
 
-def test_what_cannot_be_begun_with_is_told_before_any_rank_starts(tmp_path: Path) -> None:
+def test_what_cannot_be_started_from_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
     train(make_run(steps=2), tmp_path / "run")
     to_hf(tmp_path / "run", tmp_path / "hf")
     from_hf(tmp_path / "hf", tmp_path / "imported")

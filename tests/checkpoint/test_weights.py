@@ -1,5 +1,5 @@
 """Folders of safetensors: what is written loads with the library and comes back the same; what is broken or
-foreign is told in a sentence; and a checkpoint is found and loaded."""
+foreign is refused in a sentence; and a checkpoint is found and loaded."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from shardwise.run import Run, UserError, run_from_dict, to_toml
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 
 
-def entry(name: str, tensor: Tensor, pieces: int = 1) -> Entry:
+def entry(name: str, tensor: Tensor, chunks: int = 1) -> Entry:
     def cut() -> Iterator[Tensor]:
-        yield from tensor.chunk(pieces) if tensor.ndim else [tensor]
+        yield from tensor.chunk(chunks) if tensor.ndim else [tensor]
 
     return Entry(name, tensor.dtype, tuple(tensor.shape), cut)
 
@@ -40,7 +40,7 @@ def test_what_is_written_comes_back(
     tmp_path_factory: pytest.TempPathFactory,
     kinds: list[tuple[torch.dtype, list[int]]],
     file_bytes: int,
-    pieces: int,
+    chunks: int,
 ) -> None:
     folder = tmp_path_factory.mktemp("weights")
     generator = torch.Generator().manual_seed(0)
@@ -48,10 +48,10 @@ def test_what_is_written_comes_back(
         f"t{n}.weight": torch.randint(0, 100, shape, generator=generator).to(dtype)
         for n, (dtype, shape) in enumerate(kinds)
     }
-    told: list[int] = []
-    entries = [entry(name, t, pieces) for name, t in tensors.items()]
-    total = write_weights(folder, entries, file_bytes, progress=told.append)
-    assert total == sum(told) == sum(t.numel() * t.dtype.itemsize for t in tensors.values())
+    written: list[int] = []
+    entries = [entry(name, t, chunks) for name, t in tensors.items()]
+    total = write_weights(folder, entries, file_bytes, progress=written.append)
+    assert total == sum(written) == sum(t.numel() * t.dtype.itemsize for t in tensors.values())
 
     by_library: dict[str, Tensor] = {}
     for file in folder.glob("*.safetensors"):
@@ -71,7 +71,7 @@ def test_every_tensor_is_aligned_and_every_shard_within_its_size(tmp_path: Path)
     tensors = {
         "odd": torch.zeros(3, dtype=torch.uint8),
         "half": torch.zeros(5).half(),
-        "wide": torch.zeros(7),
+        "float": torch.zeros(7),
     }
     write_weights(tmp_path, [entry(name, t) for name, t in tensors.items()])
     raw = (tmp_path / "model.safetensors").read_bytes()
@@ -89,7 +89,7 @@ def test_every_tensor_is_aligned_and_every_shard_within_its_size(tmp_path: Path)
     assert len(open_checkpoint(tmp_path).names) == 7
 
 
-def test_pieces_that_do_not_fill_the_tensor(tmp_path: Path) -> None:
+def test_chunks_that_do_not_fill_the_tensor(tmp_path: Path) -> None:
     short = Entry("a", torch.float32, (4,), lambda: iter([torch.ones(3)]))
     with pytest.raises(RuntimeError, match="12 bytes were given for a tensor of 16"):
         write_weights(tmp_path, [short])
@@ -124,7 +124,7 @@ def test_truncated_files(keep: int, tmp_path: Path) -> None:
     assert caught.value.problems[0].where == str(file)
 
 
-def test_broken_shards_are_told_all_at_once(tmp_path: Path) -> None:
+def test_broken_shards_are_reported_all_at_once(tmp_path: Path) -> None:
     write_weights(tmp_path, [entry(str(n), torch.ones(10)) for n in range(3)], file_bytes=40)
     (tmp_path / "model-00001-of-00003.safetensors").unlink()
     (tmp_path / "model-00003-of-00003.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{}")
