@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from shardwise.run import Problem, UserError
 
@@ -67,6 +68,16 @@ class Shard:
     def bytes(self) -> int:
         """Size in the file."""
         return math.prod(self.size) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """A shard that this rank writes: the whole tensor's name and shape, where the shard begins in it, and its values."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    values: Tensor
 
 
 @dataclass(frozen=True)

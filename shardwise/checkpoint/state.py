@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise.checkpoint.format import LocalShard
 from shardwise.parallel.apply import Parallel
 from shardwise.parallel.gradients import local
 from shardwise.parallel.mesh import Mesh
@@ -56,16 +56,6 @@ class State(Protocol):
 
     @property
     def loss_scale(self) -> LossScale: ...
-
-
-@dataclass(frozen=True)
-class LocalShard:
-    """A shard that this rank writes: the whole tensor's name and shape, where the shard begins in it, and its values."""
-
-    name: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    values: Tensor
 
 
 def local_shards(state: State, smallest: int = SMALLEST) -> list[LocalShard]:

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.format import BLOCK, DTYPES, checksum, shard_file
-from shardwise.checkpoint.state import LocalShard
+from shardwise.checkpoint.format import BLOCK, DTYPES, LocalShard, checksum, shard_file
 from shardwise.files import sync, write_atomically
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -87,7 +87,7 @@ def save_where_one_rank_fails(rank: int, run: Run, out: Path, mute: bool) -> lis
 
                 patch.setattr(os, "write", full)
                 if mute:
-                    patch.setattr(Path, "rename", full)
+                    patch.setattr(os, "replace", full)
             saver.save(train_state)
             results.append(saver.finish())
     return results

@@ -10,8 +10,8 @@ import torch
 from safetensors import safe_open
 
 from shardwise.checkpoint import writer
-from shardwise.checkpoint.format import checksum, read_header
-from shardwise.checkpoint.state import LocalShard, Staging
+from shardwise.checkpoint.format import LocalShard, checksum, read_header
+from shardwise.checkpoint.state import Staging
 
 
 def shards() -> list[LocalShard]:
