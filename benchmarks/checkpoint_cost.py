@@ -23,19 +23,19 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from shardwise.checkpoint.folder import folder_of_step
+from shardwise.checkpoint.format import BLOCK
+from shardwise.checkpoint.saver import Saver
 from shardwise.data.batches import Batch
 from shardwise.data.tokenizer import ByteTokenizer
-from shardwise.model.saved_files import BLOCK
 from shardwise.run import run_from_dict
-from shardwise.train.saves import Saver
-from shardwise.train.saves.folder import folder_of_step
 from shardwise.train.step import TrainState
 
 BLOCKED, WRITTEN, MEMORY = 1.5, 0.7, 1.05  # most of a memcpy, least of the disk's speed, most copies in memory
 
 
-def make_trainee() -> TrainState:
-    """A trainee of 1 GiB, after one step, so that the optimizer has its state."""
+def make_train_state() -> TrainState:
+    """A train state of 1 GiB, after one step, so that the optimizer has its state."""
     model = dict(layers=7, hidden=1024, heads=8, kv_heads=8, ffn=2752, vocab=257)
     train = dict(seq_len=16, global_batch=1, device="cpu", keep=1000, eval_every=0)
     train_state = TrainState(run_from_dict(dict(model=model, train=train)))
@@ -81,7 +81,7 @@ def main() -> int:
     )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    train_state = make_trainee()
+    train_state = make_train_state()
     out = Path(tempfile.mkdtemp(prefix="checkpoint-cost-", dir=args.folder))
     try:
         figures = measure(train_state, out, args.rounds)

@@ -17,6 +17,15 @@ def write_atomically(path: Path, content: bytes) -> None:
     os.replace(draft, path)
 
 
+def sync(path: Path) -> None:
+    """Bring to the disk what others wrote: a file, or the names in a folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def cache_folder(kind: str) -> Path:
     """The user's cache folder for things of one kind, all of which can be made again."""
     home = os.environ.get("XDG_CACHE_HOME", "")

@@ -34,8 +34,8 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _folders(folder: Path) -> list[Path]:
-    from shardwise.model.saved_files import MANIFEST
-    from shardwise.train.saves.folder import complete
+    from shardwise.checkpoint.folder import complete
+    from shardwise.checkpoint.format import MANIFEST
 
     if not folder.is_dir():
         raise UserError(Problem("there is no such folder", where=str(folder)))
@@ -50,9 +50,9 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _describe(folder: Path) -> dict[str, Any]:
-    """A checkpoint as one record, without what cannot be read."""
-    from shardwise.model.saved_files import damage, read_manifest
-    from shardwise.train.saves.folder import step_of
+    """A checkpoint as one record; what cannot be read of it is left out."""
+    from shardwise.checkpoint.folder import step_of
+    from shardwise.checkpoint.format import damage, read_manifest
 
     try:
         manifest = read_manifest(folder)

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shardwise.run.problems import UserError
-
 HELP = "weights to and from Hugging Face safetensors"
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -32,7 +30,7 @@ def execute(args: argparse.Namespace) -> int:
     """Convert, and print what was done."""
     import torch
 
-    from shardwise.model.huggingface import from_hf, to_hf
+    from shardwise.checkpoint.huggingface import from_hf, to_hf
 
     begin = time.perf_counter()
     with _progress() as progress:
@@ -40,7 +38,7 @@ def execute(args: argparse.Namespace) -> int:
             done = from_hf(args.source, args.out, progress)
         else:
             dtype = getattr(torch, args.dtype) if args.dtype else None
-            done = to_hf(args.source, args.out, dtype, progress, end=_end_of_documents(args.source))
+            done = to_hf(args.source, args.out, dtype, progress)
     seconds = time.perf_counter() - begin
     print(
         f"{args.out}: {done.architecture}, {done.parameters:,} parameters, {done.bytes / 1e9:.3g} GB in {seconds:.1f} s"
@@ -52,17 +50,6 @@ def execute(args: argparse.Namespace) -> int:
         print(f"to train it further, on a set made by `shardwise data build --tokenizer {run}`:")
         print(f"  shardwise train {run / 'run.toml'} --train.weights={run} --data.sets=SET --out runs/{run.name}")
     return 0
-
-
-def _end_of_documents(source: str) -> int | None:
-    """The end-of-document token of a checkpoint's tokenizer, if it has one."""
-    from shardwise.data.tokenizer import load_tokenizer
-    from shardwise.model.weights import checkpoint_folder
-
-    try:
-        return load_tokenizer(checkpoint_folder(source)).end
-    except UserError:
-        return None
 
 
 @contextmanager

@@ -52,9 +52,10 @@ def execute(args: argparse.Namespace) -> int:
 
     import torch
 
+    from shardwise.checkpoint.folder import checkpoint_folder
+    from shardwise.checkpoint.weights import load_model
     from shardwise.data.tokenizer import load_tokenizer
     from shardwise.model.generate import Sampling, generate
-    from shardwise.model.weights import checkpoint_folder, load_model
     from shardwise.train.step import choose_device
 
     folder = checkpoint_folder(args.checkpoint)

@@ -1,4 +1,4 @@
-"""The network on one device, its initial weights, generation, and weights to and from Hugging Face."""
+"""The network on one device, its initial weights, and generation."""
 
 import platform
 

@@ -176,8 +176,8 @@ def start_ranks(run: Run, out: Path, arguments: Sequence[str]) -> int:
     well, 75 when told to stop, 2 for a user's mistake, 1 when it was given up."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
+    from shardwise.checkpoint.folder import complete, step_of
     from shardwise.train.faults.agent import Agent
-    from shardwise.train.saves.folder import complete, step_of
 
     local = ranks_here(run)
 

@@ -17,6 +17,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from shardwise.checkpoint.job import check_folder, hold_folder
+from shardwise.checkpoint.resume import check_weights, load_weights, resume
+from shardwise.checkpoint.saver import Saver
 from shardwise.data.batches import Batch, Samples
 from shardwise.data.open import Data, open_data
 from shardwise.files import write_atomically
@@ -24,7 +27,7 @@ from shardwise.parallel.mesh import Mesh
 from shardwise.plan.cost.flops import CONVENTION, parameters, training_flops
 from shardwise.report.words import clock
 from shardwise.run import AXES, Run, UserError, to_toml
-from shardwise.train import cuda_graph, saves, tune_gemms
+from shardwise.train import cuda_graph, tune_gemms
 from shardwise.train.display import PlainDisplay, Progress, make_display
 from shardwise.train.faults.guard import History
 from shardwise.train.faults.monitor import FaultMonitor, Preempted, RollBack
@@ -37,9 +40,9 @@ def check(run: Run, out: Path) -> None:
     """Raise what is wrong with a run's data or with its folder before any rank starts. A machine that comes later than others
     finds the folder in use, by the run that it joins."""
     open_data(run)
-    saves.check_weights(run, out)
+    check_weights(run, out)
     if run.cluster.nodes == 1:
-        saves.check_folder(run, out)
+        check_folder(run, out)
 
 
 def train(run: Run, out: Path, has_agent: bool = False) -> None:
@@ -49,7 +52,7 @@ def train(run: Run, out: Path, has_agent: bool = False) -> None:
     mesh = Mesh(run.layout, choose_device(run.train.device).type)
     with (
         make_display(quiet=mesh.rank > 0) as display,
-        saves.held(run, out, mesh, display.log),
+        hold_folder(run, out, mesh, display.log),
         FaultMonitor(run, out, mesh.rank, has_agent) as monitor,
     ):
         excluded: list[int] = []
@@ -69,9 +72,9 @@ def _attempt(
 ) -> None:
     """From the newest checkpoint to the last step, leaving out the batches that earlier attempts found bad."""
     train_state = TrainState(run, mesh)
-    resumed = saves.resume(train_state, out, data.fingerprint, display.log)
+    resumed = resume(train_state, out, data.fingerprint, display.log)
     if resumed is None:
-        saves.begin(train_state, data.tokenizer, display.log)
+        load_weights(train_state, data.tokenizer, display.log)
     else:
         train_state.history = History(**resumed.more)
     train_state.history.excluded = sorted({*train_state.history.excluded, *excluded})
@@ -84,7 +87,7 @@ def _attempt(
         write_atomically(out / "run.toml", to_toml(run).encode())
         metrics = Metrics(out, run, display.log, resumed_step=train_state.step)
         monitor.event("repeat", steps=metrics.dropped_steps, seconds=metrics.dropped_seconds)
-    saver = saves.Saver(out, mesh, data.tokenizer, data.fingerprint, display.log)
+    saver = Saver(out, mesh, data.tokenizer, data.fingerprint, display.log)
     monitor.attach(train_state)
     tune_gemms.attach(train_state, display.log)
     cuda_graph.attach(train_state, display.log)
@@ -109,7 +112,7 @@ def _steps(
     train_state: TrainState,
     data: Data,
     metrics: Metrics | None,
-    saver: saves.Saver,
+    saver: Saver,
     display: PlainDisplay,
     monitor: FaultMonitor,
 ) -> None:
@@ -144,7 +147,7 @@ def _steps(
 
 
 def _finish(
-    train_state: TrainState, metrics: Metrics | None, saver: saves.Saver, display: PlainDisplay, monitor: FaultMonitor
+    train_state: TrainState, metrics: Metrics | None, saver: Saver, display: PlainDisplay, monitor: FaultMonitor
 ) -> None:
     """Wait for the last checkpoint, tried again where it is the run's end; then report the whole run."""
     train, step = train_state.run.train, train_state.step

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
@@ -172,7 +174,11 @@ def losses(folder: Path) -> list[tuple[Any, ...]]:
 def checksums(folder: Path) -> dict[str, Any]:
     """The checksums of all weights, optimizer states and random generators at the end."""
     last = max((folder / "out" / "checkpoints").glob("step-*"))
-    return {path.name: json.loads(path.read_text())["pieces"] for path in sorted(last.glob("rank-*.json"))}
+    checksums = {}
+    for path in sorted(last.glob("rank-*.safetensors")):
+        with safe_open(path, framework="np") as f:
+            checksums[path.name] = json.loads(f.metadata()["shards"])
+    return checksums
 
 
 def undisturbed(folder: Path, layout: dict[str, int], steps: int) -> dict[int, int]:

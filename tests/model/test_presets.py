@@ -10,8 +10,8 @@ import pytest
 import torch
 from published_sizes import PUBLISHED
 
+from shardwise.checkpoint.huggingface import config_from_model, model_from_config
 from shardwise.model import Transformer
-from shardwise.model.huggingface import config_from_model, model_from_config
 from shardwise.run import PRESETS, run_from_dict
 
 transformers = pytest.importorskip("transformers")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.model.saved_reader import SavedReader
+from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.report.words import clock
 from shardwise.run import Run, UserError, read_run, run_from_dict
 from shardwise.run.write import to_toml
@@ -76,7 +76,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, keys: di
     train(part, tmp_path / "part")
     train(whole, tmp_path / "part")
     assert losses(tmp_path / "part") == losses(tmp_path / "whole")
-    a, b = (SavedReader(tmp_path / which / "checkpoints" / "step-00000006", kind="") for which in ("whole", "part"))
+    a, b = (open_checkpoint(tmp_path / which / "checkpoints" / "step-00000006", kind="") for which in ("whole", "part"))
     assert a.names == b.names
     assert all(torch.equal(a.get(name), b.get(name)) for name in a.names)
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from test_guard import losses, make_run
 
+from shardwise.checkpoint.folder import complete
 from shardwise.cli.main import main
 from shardwise.train.faults.goodput import read_events
 from shardwise.train.faults.monitor import PREEMPTED, Preempted
 from shardwise.train.loop import train
-from shardwise.train.saves.folder import complete
 from shardwise.train.step import TrainState
 
 

@@ -1,0 +1,89 @@
+"""The last steps of a checkpoint, taken by the first rank: every rank's file is there and fits, the manifest is on the disk,
+and one rename makes the checkpoint exist. A crash before it leaves the old state, a crash after it the new one.
+
+Ranks report by files, not by messages: a rank that dies sends no message and would leave a collective hanging, while a file
+that does not come is simply waited for until the run itself ends.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from shardwise.checkpoint.folder import remove
+from shardwise.checkpoint.format import (
+    MANIFEST,
+    RUN_FILE,
+    Manifest,
+    read_shards,
+    shard_file,
+    size_and_checksum,
+    to_json,
+)
+from shardwise.checkpoint.writer import failure_file
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.files import sync, write_atomically
+from shardwise.run import Run, to_dict, to_toml
+
+PAUSE = 0.02  # seconds between looks at the folder
+
+
+class NotSaved(Exception):
+    """A checkpoint that did not come about, and why."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What the first rank knows of a checkpoint, taken when the copy was."""
+
+    run: Run
+    step: int
+    state: Mapping[str, Any]
+    tokenizer: Tokenizer
+
+
+def await_shards(draft: Path, world: int, stop: Event) -> None:
+    """Return when every rank's file is there; raise when one says that it failed, or when `stop` is set."""
+    while True:
+        stopping = stop.is_set()  # looked at first, so that what is there when it is set still counts
+        there = set(os.listdir(draft)) if draft.is_dir() else set()
+        failed = [rank for rank in range(world) if failure_file(rank) in there]
+        if failed:
+            raise NotSaved((draft / failure_file(failed[0])).read_text(errors="replace"))
+        missing = [rank for rank in range(world) if shard_file(rank) not in there]
+        if not missing:
+            return
+        if stopping:
+            raise NotSaved(f"rank {missing[0]} did not write its shards")
+        stop.wait(PAUSE)
+
+
+def commit(draft: Path, target: Path, description: Description) -> Manifest:
+    """Verify the files in the draft, complete it, and give it its name."""
+    run = description.run
+    write_atomically(draft / RUN_FILE, to_toml(run).encode())
+    description.tokenizer.save(draft)
+    shards = {shard_file(rank) for rank in range(run.layout.world)}
+    paths = sorted(draft.iterdir())
+    for path in paths:
+        if path.name not in shards:
+            sync(path)
+    manifest = Manifest(
+        step=description.step,
+        saved=datetime.now(UTC).isoformat(timespec="seconds"),
+        layout=to_dict(run)["layout"],
+        state=dict(description.state),
+        files={path.name: size_and_checksum(path) for path in paths},
+    )
+    read_shards(draft, manifest)  # raises unless all shards are there, and together make up every tensor
+    write_atomically(draft / MANIFEST, to_json(manifest).encode())
+    sync(draft)
+    if target.exists():  # of a run that went back behind this step and came here again
+        remove(target)
+    draft.rename(target)
+    return manifest

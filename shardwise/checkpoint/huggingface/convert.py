@@ -1,0 +1,229 @@
+"""A Hugging Face folder into a checkpoint, and a checkpoint into a Hugging Face folder, a tensor at a time.
+
+Everything is checked before a byte is written. The result is written under another name and takes its own only when it is whole,
+so that a folder that exists is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial, reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.folder import checkpoint_folder
+from shardwise.checkpoint.format import RUN_FILE, read_json
+from shardwise.checkpoint.huggingface.config import config_from_model, model_from_config
+from shardwise.checkpoint.huggingface.families import family_named
+from shardwise.checkpoint.huggingface.quantized import open_published
+from shardwise.checkpoint.huggingface.tensors import Link, left_out, links
+from shardwise.checkpoint.reader import Reader, open_checkpoint
+from shardwise.checkpoint.weights import compare_shapes, state_shapes
+from shardwise.checkpoint.writer import FILE_BYTES, Entry, write_weights
+from shardwise.data.tokenizer import load_tokenizer
+from shardwise.files import sync, write_atomically
+from shardwise.run import ModelConfig, Problem, UserError, read_run, run_from_dict, to_dict
+from shardwise.run.write import sections_to_toml
+
+Shapes = dict[str, tuple[int, ...]]
+Progress = Callable[[int, int], None]  # bytes written, and in all
+
+GENERATION = "generation_config.json"
+COMPANIONS = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "chat_template.jinja", "chat_template.json", GENERATION,
+    "shardwise_tokenizer.json",  # a tokenizer of ours; transformers passes it over
+)  # fmt: skip
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was converted: the architecture, the parameters (tied ones once), the bytes of the tensors written, and what was left
+    out."""
+
+    architecture: str
+    parameters: int
+    bytes: int
+    notes: tuple[str, ...]
+
+
+def from_hf(
+    hf_dir: str | Path, out_dir: str | Path, progress: Progress | None = None, file_bytes: int = FILE_BYTES
+) -> Conversion:
+    """Make a checkpoint of a Hugging Face folder."""
+    source, out = Path(hf_dir), Path(out_dir)
+    if not source.is_dir():
+        raise UserError(Problem("there is no such folder", where=str(source)))
+    if not (source / "config.json").is_file():
+        raise UserError(Problem("holds no config.json, so it is not a Hugging Face folder", where=str(source)))
+    _check_free(out)
+    where = str(source / "config.json")
+    values = read_json(source / "config.json")
+    config, notes = model_from_config(values, where)
+    reader = open_published(source, values, where)
+    shapes = state_shapes(config)
+    found = list(links(config, shapes, interleaved=values.get("rope_interleave") is not False))
+    if config.position == "learned" and not any(name.startswith("transformer.") for name in reader.names):
+        found = [replace(link, theirs=tuple(t.removeprefix("transformer.") for t in link.theirs)) for link in found]
+    notes += _check_theirs(reader, config, found, shapes)
+
+    entries = []
+    for link in found:
+        dtype = _promoted(reader, link.theirs)
+        entries += [Entry(name, dtype, shapes[name], partial(link.to_ours, name, reader)) for name in link.ours]
+    model = {"name": out.resolve().name or "run", "model": asdict(config)}
+    train = {"dtype": _dtype_name(entries), "seq_len": min(512, config.max_positions)}
+    run = run_from_dict({**model, "train": train}, where)
+    with _new_folder(out) as folder:
+        _copy_companions(source, folder)
+        ids = {key: values[key] for key in TOKEN_IDS if values.get(key) is not None}
+        if ids and not (folder / GENERATION).exists():
+            _write_json(folder / GENERATION, ids)
+        # Batch, layout and the like are left to who trains it, and follow from each other where they are not given.
+        sections = {"name": run.name, "model": to_dict(run)["model"], "train": train}
+        write_atomically(folder / RUN_FILE, sections_to_toml(sections).encode())
+        total = _write(folder, entries, progress, file_bytes)
+    return Conversion(family_named(values, where).architecture, _parameters(shapes), total, tuple(notes))
+
+
+def to_hf(
+    checkpoint: str | Path,
+    out_dir: str | Path,
+    dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
+    file_bytes: int = FILE_BYTES,
+) -> Conversion:
+    """Make a Hugging Face folder of a checkpoint, or of a run's newest one; tensors keep their dtype unless one is given."""
+    source, out = checkpoint_folder(checkpoint), Path(out_dir)
+    _check_free(out)
+    config = read_run(source / RUN_FILE).model
+    architecture, values = config_from_model(config, str(source / RUN_FILE))
+    reader, shapes = open_checkpoint(source), state_shapes(config)
+    problems = compare_shapes(reader, shapes, reader.names) + _not_floating(reader)
+    if problems:
+        raise UserError(*problems)
+
+    entries = []
+    for link in links(config, shapes):
+        shape = link.their_shape(shapes[link.ours[0]])
+        # The routers' selection bias moves in tiny steps; transformers too keeps it in float32 beside 16-bit weights.
+        wanted = None if link.ours[0].endswith("router.bias") else dtype
+        target = wanted or _promoted(reader, link.ours)
+        entries += [Entry(name, target, shape, partial(link.to_theirs, name, reader)) for name in link.theirs]
+    values["torch_dtype"] = _dtype_name(entries)
+    with _new_folder(out) as folder:
+        _copy_companions(source, folder)
+        generation = read_json(source / GENERATION) if (source / GENERATION).is_file() else {}
+        values |= {key: generation.get(key) for key in TOKEN_IDS}
+        if values["eos_token_id"] is None:
+            with contextlib.suppress(UserError):  # not every checkpoint has its tokenizer
+                values["eos_token_id"] = load_tokenizer(source).end
+        _write_json(folder / "config.json", values)
+        total = _write(folder, entries, progress, file_bytes)
+    return Conversion(architecture, _parameters(shapes), total, ())
+
+
+def _check_theirs(reader: Reader, config: ModelConfig, found: list[Link], shapes: Shapes) -> list[str]:
+    """Notes on the tensors to be left out; raises when others are missing, unknown or of another shape."""
+    expected = {theirs: link.their_shape(shapes[link.ours[0]]) for link in found for theirs in link.theirs}
+    reasons: Counter[str] = Counter()
+    names = []
+    problems = _not_floating(reader, expected)
+    for name in reader.names:
+        reason = "" if name in expected else left_out(config, name)
+        if name == "lm_head.weight" and config.tied_embeddings:
+            reason = "copy of the embedding (lm_head.weight), to which the output is tied"
+            embedding = next(link.theirs[0] for link in found if link.ours == ("embed.weight",))
+            if embedding in reader and not torch.equal(reader.get(name), reader.get(embedding)):
+                message = f"differs from {embedding}, though config.json says tie_word_embeddings"
+                problems.append(Problem(message, name, str(reader.folder)))
+        if reason:
+            reasons[reason] += 1
+        else:
+            names.append(name)
+    problems += compare_shapes(reader, expected, names)
+    if problems:
+        raise UserError(*problems)
+    return [f"{reason} ({count})" for reason, count in reasons.items()]
+
+
+def _not_floating(reader: Reader, names: Iterable[str] | None = None) -> list[Problem]:
+    """Complaints about tensors that cannot be trained, such as those of a quantized model."""
+    kinds = {reader.dtype(name) for name in (reader.names if names is None else names) if name in reader}
+    odd = sorted(str(kind).removeprefix("torch.") for kind in kinds if not kind.is_floating_point or kind.itemsize < 2)
+    message = f"holds weights in {', '.join(odd)}; they must be float64, float32, bfloat16 or float16"
+    return [Problem(message, where=str(reader.folder))] if odd else []
+
+
+def _promoted(reader: Reader, names: Iterable[str]) -> torch.dtype:
+    """The dtype that holds the values of all these tensors."""
+    return reduce(torch.promote_types, {reader.dtype(name) for name in names})
+
+
+def _dtype_name(entries: Iterable[Entry]) -> str:
+    """The dtype of most elements."""
+    counts: Counter[torch.dtype] = Counter()
+    for entry in entries:
+        counts[entry.dtype] += math.prod(entry.shape)
+    return str(counts.most_common(1)[0][0]).removeprefix("torch.")
+
+
+def _parameters(shapes: Shapes) -> int:
+    # The routers' selection bias is no parameter: it is moved by counting, not learned.
+    return sum(math.prod(shape) for name, shape in shapes.items() if not name.endswith("router.bias"))
+
+
+def _write(folder: Path, entries: list[Entry], progress: Progress | None, file_bytes: int) -> int:
+    total = sum(entry.bytes for entry in entries)
+    done = 0
+
+    def count(written: int) -> None:
+        nonlocal done
+        done += written
+        if progress is not None:
+            progress(done, total)
+
+    return write_weights(folder, entries, file_bytes, count)
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    write_atomically(file, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def _copy_companions(source: Path, folder: Path) -> None:
+    for name in COMPANIONS:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def _check_free(out: Path) -> None:
+    reason = "is a file" if out.exists() and not out.is_dir() else "is not empty"
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(Problem(f"{reason}; name a folder that does not exist yet", where=str(out)))
+
+
+@contextlib.contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """A folder to fill that becomes `out` when all went well, and vanishes when not."""
+    out = out.resolve()
+    folder = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    try:
+        folder.mkdir(parents=True)
+        yield folder
+        sync(folder)
+        folder.rename(out)
+        sync(out.parent)
+    except OSError as e:
+        raise UserError(Problem(f"cannot be written: {e.strerror or e}", where=str(out))) from e
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,173 @@
+"""The families of models that both sides know, each described once, to read `config.json` and to write it.
+
+A family says which of its keys mean the same as ours, what our network is in all its models, and for which of its keys our network
+knows only some values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwise.run import Problem, UserError
+
+Keys = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models that share an architecture in `transformers`."""
+
+    architecture: str
+    model_type: str
+    keys: dict[str, str]  # their key and ours, of the same meaning; their null is our 0
+    ours: Keys  # what our network is in every model of the family
+    only: dict[str, tuple[Any, ...]]  # values our network has, first the one meant by leaving the key out
+    defaults: Keys = field(default_factory=dict)  # keys that may be left out; the other keys must be there
+    theta: float = 10000.0
+
+
+_SHAPE = {
+    "vocab_size": "vocab",
+    "hidden_size": "hidden",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "intermediate_size": "ffn",
+    "max_position_embeddings": "max_positions",
+    "rms_norm_eps": "norm_eps",
+    "initializer_range": "init_std",
+    "tie_word_embeddings": "tied_embeddings",
+}
+_GROUPED = _SHAPE | {"num_key_value_heads": "kv_heads", "head_dim": "head_dim"}
+_LLAMA_LIKE: Keys = {
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "bias": "none",
+    "position": "rotary",
+    "attention": "grouped",
+    "qk_norm": False,
+    "experts": 0,
+}
+_MOE: Keys = {"router": "softmax", "router_groups": 1, "router_scale": 1.0, "shared_experts": 0}
+_DEFAULTS: Keys = {"initializer_range": 0.02, "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "head_dim": None}
+_SILU = {"hidden_act": ("silu", "swish")}
+_NO_BIAS = {"attention_bias": (False,)}
+
+
+def without(keys: Keys, *names: str) -> Keys:
+    """The others of the keys."""
+    return {name: value for name, value in keys.items() if name not in names}
+
+
+# Where two could describe a network, the first is written.
+FAMILIES = (
+    Family(
+        "GPT2LMHeadModel",
+        "gpt2",
+        {
+            "vocab_size": "vocab",
+            "n_embd": "hidden",
+            "n_layer": "layers",
+            "n_head": "heads",
+            "n_inner": "ffn",
+            "n_positions": "max_positions",
+            "layer_norm_epsilon": "norm_eps",
+            "initializer_range": "init_std",
+            "tie_word_embeddings": "tied_embeddings",
+        },
+        _LLAMA_LIKE
+        | {"norm": "layernorm", "activation": "gelu", "bias": "all", "position": "learned", "sliding_window": 0},
+        {
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,),
+        },
+        {"n_inner": None, "layer_norm_epsilon": 1e-5, "initializer_range": 0.02, "tie_word_embeddings": True},
+    ),
+    Family(
+        "LlamaForCausalLM",
+        "llama",
+        _GROUPED,
+        _LLAMA_LIKE | {"sliding_window": 0},
+        _SILU | _NO_BIAS | {"mlp_bias": (False,)},
+        _DEFAULTS | {"num_key_value_heads": None},
+    ),
+    Family(
+        "MistralForCausalLM",
+        "mistral",
+        _GROUPED | {"sliding_window": "sliding_window"},
+        _LLAMA_LIKE,
+        _SILU,
+        _DEFAULTS | {"sliding_window": 4096},
+    ),
+    Family("Qwen2ForCausalLM", "qwen2", _GROUPED, _LLAMA_LIKE | {"bias": "qkv"}, _SILU, _DEFAULTS),
+    Family(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        _GROUPED,
+        _LLAMA_LIKE | {"qk_norm": True},
+        _SILU | _NO_BIAS,
+        _DEFAULTS | {"head_dim": 128},
+    ),
+    Family(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        _GROUPED
+        | {
+            "num_experts": "experts",
+            "num_experts_per_tok": "experts_per_token",
+            "moe_intermediate_size": "expert_ffn",
+            "norm_topk_prob": "router_normalize",
+        },
+        without(_LLAMA_LIKE, "experts") | _MOE | {"qk_norm": True},
+        _SILU | _NO_BIAS | {"decoder_sparse_step": (1,)},
+        _DEFAULTS | {"norm_topk_prob": False},
+    ),
+    Family(
+        "MixtralForCausalLM",
+        "mixtral",
+        _GROUPED
+        | {"num_local_experts": "experts", "num_experts_per_tok": "experts_per_token"}
+        | {"sliding_window": "sliding_window"},
+        without(_LLAMA_LIKE, "experts") | _MOE | {"dense_layers": 0, "router_normalize": True},
+        _SILU,
+        _DEFAULTS | {"rms_norm_eps": 1e-5, "sliding_window": None},
+        theta=1e6,
+    ),
+    Family(
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        _SHAPE
+        | {
+            "q_lora_rank": "q_rank",
+            "kv_lora_rank": "kv_rank",
+            "qk_nope_head_dim": "nope_dim",
+            "qk_rope_head_dim": "rope_dim",
+            "v_head_dim": "v_dim",
+            "n_routed_experts": "experts",
+            "num_experts_per_tok": "experts_per_token",
+            "moe_intermediate_size": "expert_ffn",
+            "n_shared_experts": "shared_experts",
+            "first_k_dense_replace": "dense_layers",
+            "n_group": "router_groups",
+            "topk_group": "router_top_groups",
+            "norm_topk_prob": "router_normalize",
+            "routed_scaling_factor": "router_scale",
+        },
+        without(_LLAMA_LIKE, "experts") | {"attention": "latent", "router": "sigmoid", "sliding_window": 0},
+        _SILU | _NO_BIAS | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
+        without(_DEFAULTS, "head_dim") | {"norm_topk_prob": True},
+    ),
+)
+
+
+def family_named(values: Keys, where: str) -> Family:
+    """The family that a config says it is."""
+    known = ", ".join(family.architecture for family in FAMILIES)
+    said = values.get("architectures") or []
+    for family in FAMILIES:
+        if said == [family.architecture] or (not said and values.get("model_type") == family.model_type):
+            return family
+    name = ", ".join(map(str, said)) if isinstance(said, list) and said else values.get("model_type")
+    raise UserError(Problem(f"{name} is not a known architecture; known: {known}", "architectures", where))

@@ -1,0 +1,191 @@
+"""Which of our tensors hold the same numbers as which of theirs, and how their layouts differ.
+
+The names of our tensors come from the network itself, so none can be forgotten; a table gives the name of each in the files of
+its family. A `Link` ties the two together and makes either side from the other, a chunk at a time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.reader import Reader
+from shardwise.run import ModelConfig
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Link:
+    """One tensor on each side, in the same layout."""
+
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]
+
+    def their_shape(self, shape: Shape) -> Shape:
+        """The shape of their tensor (or of each), from that of ours."""
+        return shape
+
+    def to_ours(self, name: str, source: Reader) -> Iterator[Tensor]:
+        """Our tensor `name`, from theirs."""
+        yield source.get(self.theirs[0])
+
+    def to_theirs(self, name: str, source: Reader) -> Iterator[Tensor]:
+        """Their tensor `name`, from ours."""
+        yield source.get(self.ours[0])
+
+
+class Fused(Link):
+    """GPT-2 keeps its matrices transposed, [in, out], q, k and v side by side in one, and their biases in one vector."""
+
+    def their_shape(self, shape: Shape) -> Shape:
+        return (*shape[1:], len(self.ours) * shape[0])
+
+    def to_ours(self, name: str, source: Reader) -> Iterator[Tensor]:
+        yield source.get(self.theirs[0]).t().chunk(len(self.ours))[self.ours.index(name)]
+
+    def to_theirs(self, name: str, source: Reader) -> Iterator[Tensor]:
+        yield torch.cat([source.get(ours) for ours in self.ours]).t()
+
+
+class Stacked(Link):
+    """Their files keep each expert's matrix by itself."""
+
+    def their_shape(self, shape: Shape) -> Shape:
+        return shape[1:]
+
+    def to_ours(self, name: str, source: Reader) -> Iterator[Tensor]:
+        for theirs in self.theirs:
+            yield source.get(theirs)
+
+    def to_theirs(self, name: str, source: Reader) -> Iterator[Tensor]:
+        yield source.row(self.ours[0], self.theirs.index(name))
+
+
+@dataclass(frozen=True)
+class Interleaved(Link):
+    """In DeepSeek's files the two rows of a rotary pair are neighbours; in ours one is in each half of the width. Rows come in
+    groups (a head, or the whole matrix) whose last `rotated` rows are those pairs."""
+
+    unrotated: int
+    rotated: int
+
+    def to_ours(self, name: str, source: Reader) -> Iterator[Tensor]:
+        yield self._reordered(source.get(self.theirs[0]), (self.rotated // 2, 2))
+
+    def to_theirs(self, name: str, source: Reader) -> Iterator[Tensor]:
+        yield self._reordered(source.get(self.ours[0]), (2, self.rotated // 2))
+
+    def _reordered(self, rows: Tensor, pairs: tuple[int, int]) -> Tensor:
+        groups = rows.unflatten(0, (-1, self.unrotated + self.rotated))
+        unrotated, rotated = groups.split((self.unrotated, self.rotated), dim=1)
+        reordered = rotated.unflatten(1, pairs).transpose(1, 2).flatten(1, 2)
+        return torch.cat((unrotated, reordered), dim=1).flatten(0, 1)
+
+
+_GPT = {
+    "embed": "transformer.wte",
+    "positions": "transformer.wpe",
+    "norm": "transformer.ln_f",
+    "head": "lm_head",
+    "attention_norm": "ln_1",
+    "attention.out": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn.up": "mlp.c_fc",
+    "ffn.down": "mlp.c_proj",
+}
+_OTHERS = {
+    "embed": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "attention_norm": "input_layernorm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.out": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn.gate": "mlp.gate_proj",
+    "ffn.up": "mlp.up_proj",
+    "ffn.down": "mlp.down_proj",
+    "ffn.router": "mlp.gate",
+    "ffn.experts.gate": "mlp.experts.{}.gate_proj",
+    "ffn.experts.up": "mlp.experts.{}.up_proj",
+    "ffn.experts.down": "mlp.experts.{}.down_proj",
+    "ffn.shared.gate": "mlp.shared_experts.gate_proj",
+    "ffn.shared.up": "mlp.shared_experts.up_proj",
+    "ffn.shared.down": "mlp.shared_experts.down_proj",
+}
+_MIXTRAL = {
+    "ffn.router": "block_sparse_moe.gate",
+    "ffn.experts.gate": "block_sparse_moe.experts.{}.w1",
+    "ffn.experts.up": "block_sparse_moe.experts.{}.w3",
+    "ffn.experts.down": "block_sparse_moe.experts.{}.w2",
+}
+_LATENT = {
+    "attention.q_down": "self_attn.q_a_proj",
+    "attention.q_norm": "self_attn.q_a_layernorm",
+    "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.kv": "self_attn.kv_b_proj",
+}
+
+
+def links(config: ModelConfig, ours: Iterable[str], interleaved: bool = True) -> Iterator[Link]:
+    """How each of the network's tensors is stored in the files of its family, in the order of `ours`. `interleaved` says how latent
+    attention's rotary rows lie there."""
+    if config.position == "learned":
+        table = _GPT
+    elif config.attention == "latent":
+        table = _OTHERS | _LATENT | ({"attention.q": "self_attn.q_b_proj"} if config.q_rank else {})
+    else:
+        table = _OTHERS | (_MIXTRAL if config.experts and not config.qk_norm else {})
+    for name in ours:
+        match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+        if match is None:
+            module, leaf = name.rsplit(".", 1)
+            yield Link((name,), (f"{table[module]}.{leaf}",))
+        else:
+            layer = f"transformer.h.{match[1]}" if table is _GPT else f"model.layers.{match[1]}"
+            yield from _layer_link(config, name, match[2], layer, table, interleaved)
+
+
+def _layer_link(
+    config: ModelConfig, name: str, rest: str, layer: str, table: dict[str, str], interleaved: bool
+) -> Iterator[Link]:
+    if rest in table:  # a stack of experts, which has no `.weight` of its own
+        theirs = f"{layer}.{table[rest]}.weight"
+        yield Stacked((name,), tuple(theirs.format(e) for e in range(config.experts)))
+        return
+    module, leaf = rest.rsplit(".", 1)
+    if table is _GPT and module in ("attention.q", "attention.k", "attention.v"):
+        if module == "attention.q":  # one link serves all three
+            fused = tuple(f"{name.removesuffix(f'q.{leaf}')}{letter}.{leaf}" for letter in "qkv")
+            yield Fused(fused, (f"{layer}.attn.c_attn.{leaf}",))
+        return
+    theirs = f"{layer}.{table[module]}.{'e_score_correction_bias' if rest == 'ffn.router.bias' else leaf}"
+    if table is _GPT and leaf == "weight" and not module.endswith("norm"):
+        yield Fused((name,), (theirs,))
+    elif config.attention == "latent" and interleaved and module == "attention.q":
+        yield Interleaved((name,), (theirs,), config.nope_dim, config.rope_dim)
+    elif config.attention == "latent" and interleaved and module == "attention.kv_down":
+        yield Interleaved((name,), (theirs,), config.kv_rank, config.rope_dim)
+    else:
+        yield Link((name,), (theirs,))
+
+
+def left_out(config: ModelConfig, name: str) -> str:
+    """Why a tensor of their files that no link names may be left out, or "" when it may not."""
+    if config.position == "learned" and re.fullmatch(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias", name):
+        return "attention masks"
+    if name.endswith("rotary_emb.inv_freq"):
+        return "tables of rotary frequencies"
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    if config.attention == "latent" and layer and int(layer[1]) >= config.layers:
+        return "tensors of layers that predict further tokens"
+    return ""

@@ -1,0 +1,107 @@
+"""Whether a run may use a folder: no other run is in it, and its checkpoints are of the same job.
+
+Two runs are the same job, so that one may go on from the other's checkpoint, by the network, the data and its order, and the
+optimizer whose state was saved. The rest may change: the layout, how long to train, learning rates, what is recorded and kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shardwise.checkpoint.folder import LOCK, FolderLock, complete, is_checkpoint
+from shardwise.checkpoint.format import RUN_FILE, OtherFormat, check_file, read_manifest
+from shardwise.checkpoint.gather import gather
+from shardwise.parallel.mesh import Mesh
+from shardwise.run import Problem, Run, UserError, read_run, to_dict
+
+# Which samples a step sees follows from these and the step's number; which data sets they name, from their fingerprint.
+_FIXED = {
+    "data": ("weights", "holdout", "separate_documents"),
+    "train": ("seq_len", "global_batch", "seed", "optimizer"),
+}
+_BEFORE_THE_RUN = ("logs", "events.jsonl")  # what starting the ranks leaves in a folder before the run is in it
+
+
+def model_differences(before: Run, now: Run) -> list[str]:
+    """All keys in which two networks differ, as `section.key: before -> now`."""
+    return _differences(before, now, {"model": tuple(key for key in to_dict(now)["model"] if key != "preset")})
+
+
+def _differences(before: Run, now: Run, keys: dict[str, tuple[str, ...]]) -> list[str]:
+    old, new = to_dict(before), to_dict(now)
+    pairs = [(section, key) for section, fixed in keys.items() for key in fixed]
+    return [f"{s}.{k}: {old[s][k]!r} -> {new[s][k]!r}" for s, k in pairs if old[s][k] != new[s][k]]
+
+
+def check_same_job(checkpoint: Path, run: Run) -> None:
+    """Refuse to go on from a checkpoint of another job, with all that differs."""
+    before = read_run(checkpoint / RUN_FILE)
+    changed = model_differences(before, run) + _differences(before, run, _FIXED)
+    if changed:
+        reason = f"holds another job: {'; '.join(changed)}. Give --out another folder, or restore these keys"
+        raise UserError(Problem(reason, where=str(checkpoint)))
+
+
+def check_same_data(checkpoint: Path, before: object, now: str) -> None:
+    """Refuse data with other tokens in it."""
+    if before != now:
+        reason = "was trained on other data than the run now names (or the built-in corpus of another Python version)"
+        raise UserError(Problem(reason, key="data.sets", where=str(checkpoint)))
+
+
+def check_folder(run: Run, out: Path) -> None:
+    """Raise what forbids a run to use a folder, before any rank starts: it is another's, or in use, or of another job."""
+    _lock(run, out).release()
+
+
+@contextmanager
+def hold_folder(run: Run, out: Path, mesh: Mesh, log: Callable[[str], None]) -> Iterator[None]:
+    """The folder is this run's alone, held by the first rank for all of them. Refused on one, refused on all."""
+    lock: FolderLock | None = None
+    problem: UserError | None = None
+    if mesh.rank == 0:
+        try:
+            lock = _lock(run, out)
+        except UserError as e:
+            problem = e
+    refused, _ = gather(mesh, str(problem or ""))
+    if refused:
+        raise problem or UserError(refused)
+    try:
+        if lock is not None and lock.warning:
+            log(f"warning: {lock.warning}")
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _lock(run: Run, out: Path) -> FolderLock:
+    """The lock of a folder that a run may use."""
+    if out.is_dir() and not (out / RUN_FILE).exists() and not (out / LOCK).exists():
+        foreign = sorted(path.name for path in out.iterdir() if path.name not in _BEFORE_THE_RUN)
+        if foreign:
+            reason = f"holds {foreign[0]} but no {RUN_FILE}, so it is no run folder; give --out a new one"
+            raise UserError(Problem(reason, where=str(out)))
+    if is_checkpoint(out):
+        reason = (
+            f'holds weights, and is no run folder; to begin with them, give --out a new one and train.weights = "{out}"'
+        )
+        raise UserError(Problem(reason, where=str(out)))
+    lock = FolderLock(out)
+    try:
+        for folder in reversed(complete(out)):
+            try:
+                check_file(folder, RUN_FILE, read_manifest(folder))
+            except OtherFormat:
+                raise
+            except UserError:
+                continue  # reported when it is found not to verify
+            check_same_job(folder, run)
+            break
+    except UserError:
+        lock.release()
+        raise
+    return lock

@@ -1,0 +1,160 @@
+"""Where a run starts: from the newest of its checkpoints that verifies, or else from the weights that `train.weights` names.
+
+Ranks verify together, each its share of the files. Then each reads the boxes that it holds, whatever layout wrote them. Random
+generators go on where the same ranks left them. Of `train.weights`, another run or a folder that `shardwise convert from-hf`
+made, only weights are taken: steps are counted from 1, and the optimizer starts empty.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.folder import (
+    checkpoint_folder,
+    checkpoints_of,
+    clean,
+    complete,
+    folder_of_step,
+    set_aside,
+    step_of,
+)
+from shardwise.checkpoint.format import RUN_FILE, OtherFormat, damage, read_manifest
+from shardwise.checkpoint.gather import gather
+from shardwise.checkpoint.job import check_same_data, check_same_job, model_differences
+from shardwise.checkpoint.reader import Reader, open_checkpoint
+from shardwise.checkpoint.state import State, buffers, random_states
+from shardwise.checkpoint.weights import open_weights
+from shardwise.data.tokenizer import Tokenizer, load_tokenizer
+from shardwise.parallel.gradients import local
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.place import box
+from shardwise.run import Problem, Run, UserError, read_run
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run goes on from, and what was kept beside its counters."""
+
+    folder: Path
+    step: int
+    more: dict[str, Any]
+
+
+def resume(state: State, out: Path, fingerprint: str, log: Callable[[str], None]) -> Resumed | None:
+    """Bring a new train state to the newest checkpoint of a run folder, whatever layout wrote it; None when there is none. Every
+    rank calls it."""
+    if state.mesh.rank == 0:
+        clean(out)
+    folder = _choose(out, state.mesh, log)
+    if folder is None:
+        return None
+    check_same_job(folder, state.run)
+    manifest = read_manifest(folder)
+    check_same_data(folder, manifest.state.get("data"), fingerprint)
+    _load(state, open_checkpoint(folder, kind=""))
+    try:
+        scale = manifest.state["loss_scale"]
+        state.loss_scale.scale, state.loss_scale.good = scale["scale"], scale["good"]
+        state.step, state.tokens, more = manifest.step, manifest.state["tokens"], manifest.state["more"]
+    except (KeyError, TypeError):
+        raise UserError(Problem("does not say how far training had come", where=str(folder))) from None
+    return Resumed(folder, manifest.step, more)
+
+
+def _choose(out: Path, mesh: Mesh, log: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint that verifies; newer ones that do not are named with the reason, and set aside."""
+    candidates = complete(out) if mesh.rank == 0 else []
+    reasons: list[str] = []
+    damaged: list[Path] = []
+    # The first rank's view of the folder counts; names may reach other machines a little later.
+    while (step := gather(mesh, numbers=[_next_step(candidates)])[1][0][0]) >= 0:
+        folder = folder_of_step(out, step)
+        other, problem = False, ""
+        try:
+            problem = str(next(damage(folder, (mesh.rank, mesh.layout.world)), ""))
+        except OtherFormat as e:
+            other, problem = True, str(e)
+        problem, others = gather(mesh, problem, [other])
+        if any(other for (other,) in others):
+            raise OtherFormat(problem)
+        if not problem:
+            for each in damaged if mesh.rank == 0 else []:
+                log(f"{each.name} is set aside as {set_aside(each).name}; going on from {folder.name}, the one before")
+            return folder
+        log(f"warning: {problem}")
+        reasons.append(problem)
+        damaged.append(folder)
+    if reasons:
+        hint = f"no checkpoint of {out} verifies; mend them, or remove {checkpoints_of(out)} to begin anew"
+        raise UserError(*reasons, hint)
+    return None
+
+
+def _next_step(candidates: list[Path]) -> int:
+    """The newest of the checkpoints not yet looked at, -1 when there is none."""
+    step = step_of(candidates.pop()) if candidates else None
+    return -1 if step is None else step
+
+
+def check_weights(run: Run, out: Path) -> None:
+    """Raise what is wrong with the weights that a run starts from, before any rank starts. One that has checkpoints of its own
+    goes on from those, and the weights may be gone."""
+    if run.train.weights and not complete(out):
+        open_weights(checkpoint_folder(run.train.weights), run.model)
+
+
+def load_weights(state: State, tokenizer: Tokenizer, log: Callable[[str], None]) -> None:
+    """Give a new train state the weights that its run starts from. Every rank calls it, and reads what it holds. Warns when they
+    were trained with another tokenizer than the data's, which is nearly always a mistake."""
+    if not state.run.train.weights:
+        return
+    reader = open_weights(checkpoint_folder(state.run.train.weights), state.run.model)
+    _load_model(state, reader)
+    changed = model_differences(read_run(reader.folder / RUN_FILE), state.run)
+    log(f"beginning with the weights of {reader.folder}" + (f", with {'; '.join(changed)}" if changed else ""))
+    with contextlib.suppress(UserError):  # not every folder has its tokenizer
+        before = load_tokenizer(reader.folder)
+        if before.digest != tokenizer.digest:
+            theirs, ours = (f"{each.kind}, {each.vocab:,}" for each in (before, tokenizer))
+            log(f"warning: those weights know other tokens ({theirs}) than the data's ({ours})")
+
+
+@torch.no_grad()
+def _load_model(state: State, reader: Reader, prefix: str = "") -> None:
+    for held in state.parallel.parameters:
+        where = box(held, state.mesh)
+        local(held.parameter).copy_(reader.read(prefix + held.name, where.offset, where.size))
+    for name, buffer in buffers(state):
+        buffer.copy_(reader.read(prefix + name, (0,) * buffer.ndim, buffer.shape))
+
+
+@torch.no_grad()
+def _load(state: State, reader: Reader) -> None:
+    """Read what this rank holds of a checkpoint."""
+    _load_model(state, reader, "model/")
+    keys: dict[str, list[str]] = {}  # of the optimizer's state, by parameter
+    for name in reader.names:
+        if name.startswith("optimizer/"):
+            parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
+            keys.setdefault(parameter, []).append(key)
+    for n, held in enumerate(state.parallel.parameters):
+        where, values = box(held, state.mesh), {}
+        for key in keys.get(held.name, ()):
+            name = f"optimizer/{held.name}/{key}"
+            if reader.shape(name):
+                values[key] = reader.read(name, where.offset, where.size).to(held.parameter.dtype)
+            else:  # one number for the whole parameter
+                values[key] = reader.get(name)
+        if values:
+            state.optimizer.set_state(n, values)
+    for device, _ in random_states(state):
+        name = f"random/{state.mesh.rank}/{device}"
+        if name in reader:
+            generator = reader.get(name)
+            torch.set_rng_state(generator) if device == "cpu" else torch.cuda.set_rng_state(generator, state.device)

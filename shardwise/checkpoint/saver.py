@@ -1,0 +1,173 @@
+"""Writes checkpoints of a run while it trains: training waits for the copy, a thread of its own does the rest.
+
+Every rank writes its copy; the first rank commits, and removes what `train.keep` does not keep. A checkpoint that fails is
+logged and leaves those before it as they are; training goes on, and only the last one of a run must succeed. The next one waits
+for the one before. Whatever ranks must agree on they gather here, in the thread that trains: collectives of another thread
+would fall between those of the training, in another order on every rank.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.checkpoint.commit import Description, NotSaved, await_shards, commit
+from shardwise.checkpoint.folder import checkpoints_of, draft_of_step, folder_of_step, remove, retire
+from shardwise.checkpoint.format import LocalShard
+from shardwise.checkpoint.gather import gather
+from shardwise.checkpoint.state import Staging, State, local_shards
+from shardwise.checkpoint.writer import report_failure, write_shards
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.files import sync
+from shardwise.parallel.mesh import Mesh
+from shardwise.report import words
+from shardwise.run import UserError
+
+SPARE = 64 << 20  # bytes that a checkpoint leaves free, for the metrics and logs of the run
+ROUND = 30.0  # seconds after which ranks that wait for each other's shards ask again
+PATIENCE = 2.0  # seconds that the other ranks have for their shards when a run ends by an error
+
+
+@dataclass
+class _Pending:
+    """A checkpoint being written."""
+
+    description: Description
+    draft: Path
+    shards: list[LocalShard]
+    began: float
+    problem: str = ""
+    written: Event = field(default_factory=Event)  # this rank's shards are on the disk, or have failed
+    stop: Event = field(default_factory=Event)  # wait for no other rank any more
+
+
+class Saver:
+    """The checkpoints of a run in its folder. Every rank has one, and all call the same methods in the same order."""
+
+    def __init__(
+        self, out: Path, mesh: Mesh, tokenizer: Tokenizer, fingerprint: str, log: Callable[[str], None]
+    ) -> None:
+        self.out, self.mesh, self.log = out, mesh, log
+        self.tokenizer, self.fingerprint = tokenizer, fingerprint
+        self.staging = Staging()
+        self.problem = ""  # why the last checkpoint did not come about; "" when it did
+        self.attempt, _ = gather(mesh, secrets.token_hex(4) if mesh.rank == 0 else "")
+        self._pending: _Pending | None = None
+        self._thread: Thread | None = None
+
+    def save(self, state: State, more: Mapping[str, Any] | None = None) -> None:
+        """Copy the state as it is now and have it written. `more` is kept beside the counters, plain JSON, and given back on
+        resuming."""
+        self._settle()
+        shards = local_shards(state)
+        needed = sum(shard.values.nbytes for shard in shards)
+        _, every = gather(self.mesh, numbers=[needed, self._free()])
+        total, free = sum(needed for needed, _ in every), min(free for _, free in every)
+        if total + SPARE > free:
+            self.problem = (
+                f"the disk of {self.out} has {words.size(free)} free, and a checkpoint takes {words.size(total)}, "
+                f"with {words.size(SPARE)} to spare"
+            )
+            self.log(f"warning: step {state.step} is not saved: {self.problem}")
+            return
+        self.problem = ""
+        began = time.perf_counter()
+        staged = self.staging.copy(shards)
+        counters = dict(
+            tokens=state.tokens,
+            loss_scale=dict(scale=state.loss_scale.scale, good=state.loss_scale.good),
+            data=self.fingerprint,
+            more=dict(more or {}),
+        )
+        description = Description(state.run, state.step, counters, self.tokenizer)
+        draft = draft_of_step(self.out, state.step, self.attempt)
+        self._pending = pending = _Pending(description, draft, shards, began)
+
+        def work() -> None:
+            self._write(pending, staged)
+            pending.written.set()
+            if self.mesh.rank == 0:
+                self._commit(pending)
+
+        self._thread = Thread(target=work, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> str:
+        """Wait for the checkpoint being written; gives why the last one did not come about, or "". The same on all ranks."""
+        self._settle()
+        self.problem, _ = gather(self.mesh, self.problem if self.mesh.rank == 0 else "")
+        return self.problem
+
+    def abandon(self) -> None:
+        """End without the other ranks, which may be gone: what is whole by now is still committed."""
+        if self._pending is not None and self._thread is not None:
+            self._pending.written.wait()
+            self._thread.join(PATIENCE)
+            self._pending.stop.set()
+            self._thread.join()
+
+    def _settle(self) -> None:
+        """Wait for the checkpoint before, on all ranks."""
+        pending, thread = self._pending, self._thread
+        if pending is None or thread is None:
+            return
+        everyone = False
+        while not everyone:  # in rounds, because a collective gives up on ranks that are merely slow to write
+            written = pending.written.wait(ROUND)
+            failed, every = gather(self.mesh, pending.problem, [written])
+            everyone = all(written for (written,) in every)
+        if failed:
+            pending.stop.set()  # the rank that failed may not even have been able to say so in a file
+        thread.join()
+        self.problem = pending.problem
+        if self.problem and self.mesh.rank == 0:
+            remove(pending.draft)  # once more, now that no rank writes into it
+        self._pending = self._thread = None
+
+    def _write(self, pending: _Pending, staged: Tensor) -> None:
+        try:
+            write_shards(pending.draft, self.mesh.rank, pending.shards, staged)
+        except Exception as e:  # whatever it is, the other ranks must not wait for these shards
+            reason = e.strerror if isinstance(e, OSError) else repr(e)
+            pending.problem = f"rank {self.mesh.rank} cannot write {pending.draft}: {reason}"
+            report_failure(pending.draft, self.mesh.rank, pending.problem)
+
+    def _commit(self, pending: _Pending) -> None:
+        """The first rank's work when its own shards are written."""
+        train, step = pending.description.run.train, pending.description.step
+        target = folder_of_step(self.out, step)
+        try:
+            if pending.problem:
+                raise NotSaved(pending.problem)
+            await_shards(pending.draft, self.mesh.layout.world, pending.stop)
+            for records in self.out.glob("*.jsonl"):
+                sync(records)  # a power cut must not leave a checkpoint ahead of the metrics of its steps
+            manifest = commit(pending.draft, target, pending.description)
+        except Exception as e:
+            known = isinstance(e, NotSaved | UserError | OSError)
+            pending.problem = pending.problem or (str(e) if known else repr(e))
+            self.log(f"warning: step {step} is not saved: {pending.problem}; the checkpoints before it stay")
+            remove(pending.draft)
+            return
+        taken = words.seconds(time.perf_counter() - pending.began)
+        self.log(f"step {step}: saved {target} ({words.size(manifest.bytes)} in {taken})")
+        try:
+            sync(target.parent)
+            retire(self.out, train.keep, train.keep_every)
+        except OSError as e:
+            self.log(f"warning: after step {step} was saved, older checkpoints stay: {e.strerror}")
+
+    def _free(self) -> int:
+        """Bytes free where checkpoints go."""
+        place = checkpoints_of(self.out)
+        while not place.exists():
+            place = place.parent
+        return shutil.disk_usage(place).free

@@ -1,0 +1,174 @@
+"""What a checkpoint holds of this rank: shards of whole tensors by name, so that any other layout can find its own shards in them.
+
+`model/NAME` are parameters and buffers, `optimizer/NAME/KEY` the optimizer's state of each parameter, `random/RANK/DEVICE` the
+random generators. What several ranks hold is written by one of them, or by all in equal shares where it is large. Training
+waits until the shards are copied aside, and for nothing else; the copy is made in memory taken once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.format import LocalShard
+from shardwise.parallel.apply import Parallel
+from shardwise.parallel.gradients import local
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.place import box, copy_place, leads, stage_place
+from shardwise.parallel.split import bounds
+from shardwise.run import Run
+
+SMALLEST = 1 << 20  # bytes; a shard is divided among the ranks that hold it down to this, and below goes to one of them
+
+
+class OptimizerState(Protocol):
+    """The optimizer's tensors, by the number of their parameter."""
+
+    def state_of(self, index: int) -> dict[str, Tensor]: ...
+
+    def set_state(self, index: int, values: dict[str, Tensor]) -> None: ...
+
+
+class LossScale(Protocol):
+    """The loss scale of float16, and how many steps in a row were good."""
+
+    scale: float
+    good: int
+
+
+class State(Protocol):
+    """What of a run in progress a checkpoint saves and restores. `train.step.TrainState` is one."""
+
+    run: Run
+    mesh: Mesh
+    device: torch.device
+    step: int
+    tokens: int
+    parallel: Parallel
+
+    @property
+    def optimizer(self) -> OptimizerState: ...
+
+    @property
+    def loss_scale(self) -> LossScale: ...
+
+
+def local_shards(state: State, smallest: int = SMALLEST) -> list[LocalShard]:
+    """Everything this rank writes; together the ranks write each element once. Long dtypes come first: safetensors allows no gaps,
+    so this order keeps every shard aligned to its itemsize."""
+    shards = (shard for shard in _shards(state, smallest) if shard.values.numel())
+    return sorted(shards, key=lambda shard: -shard.values.itemsize)
+
+
+def _shards(state: State, smallest: int) -> Iterator[LocalShard]:
+    mesh = state.mesh
+    for n, held in enumerate(state.parallel.parameters):
+        if held.copy_of_other_stage:
+            continue
+        offset, (replicas, which) = box(held, mesh).offset, copy_place(held, mesh)
+        tensors = [(f"model/{held.name}", local(held.parameter.detach()))]
+        tensors += [(f"optimizer/{held.name}/{key}", v) for key, v in sorted(state.optimizer.state_of(n).items())]
+        # Which replica writes follows from the parameter's number, the same on all of them.
+        for turn, (name, values) in enumerate(tensors, start=n):
+            if values.ndim == 0:  # one number for the whole parameter, such as AdamW's count of steps
+                if leads(held, mesh) and turn % replicas == which:
+                    yield LocalShard(name, (), (), values)
+                continue
+            shares = min(replicas, max(1, values.nbytes // smallest), values.shape[0] or 1)
+            share = (which - turn) % replicas
+            if share < shares:
+                start, stop = bounds(values.shape[0], shares, share)
+                yield LocalShard(name, held.whole, (offset[0] + start, *offset[1:]), values[start:stop])
+    ranks, which = stage_place(mesh)
+    for turn, (name, buffer) in enumerate(buffers(state)):
+        if turn % ranks == which:
+            yield _whole(f"model/{name}", buffer)
+    for device, generator in random_states(state):
+        yield _whole(f"random/{mesh.rank}/{device}", generator)
+
+
+def _whole(name: str, values: Tensor) -> LocalShard:
+    return LocalShard(name, tuple(values.shape), (0,) * values.ndim, values)
+
+
+def buffers(state: State) -> Iterator[tuple[str, Tensor]]:
+    """The state of the network besides its parameters: the routers' selection biases. Every rank of a stage has them all."""
+    for model in state.parallel.models:
+        for prefix, module in model.named_modules():
+            for leaf, buffer in module.named_buffers(recurse=False):
+                if leaf not in module._non_persistent_buffers_set:
+                    yield (f"{prefix}.{leaf}" if prefix else leaf), buffer
+
+
+def random_states(state: State) -> Iterator[tuple[str, Tensor]]:
+    """The states of this rank's random generators. A step draws nothing today; what is added to it may."""
+    yield "cpu", torch.get_rng_state()
+    if state.device.type == "cuda":
+        yield "cuda", torch.cuda.get_rng_state(state.device)
+
+
+class Staging:
+    """Memory for one copy of what this rank writes, taken at the first checkpoint and used by all later ones.
+
+    From a GPU the copies run side by side into pinned memory, and one wait at the end is enough. In a CPU's memory a few
+    threads take an equal share of the bytes each and meet once: PyTorch's own copies would meet after every tensor, which on a
+    busy machine costs many times the copying.
+    """
+
+    def __init__(self) -> None:
+        self.block = torch.empty(0, dtype=torch.uint8)
+        self.pinned = False
+
+    def _allocate(self, size: int, pinned: bool) -> None:
+        """Exactly so many bytes; PyTorch's own pinned memory comes in powers of two."""
+        if self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.block.data_ptr())
+        self.block = torch.empty(0, dtype=torch.uint8)  # lets the old one go first
+        self.block = torch.empty(size, dtype=torch.uint8)
+        # Refused, the copies are slower and as good.
+        self.pinned = pinned and int(torch.cuda.cudart().cudaHostRegister(self.block.data_ptr(), size, 0)) == 0
+
+    def copy(self, shards: Sequence[LocalShard]) -> Tensor:
+        """The bytes of the shards as they are now, one after another. Good until the next copy."""
+        needed = sum(shard.values.nbytes for shard in shards)
+        if self.block.numel() != needed:
+            self._allocate(needed, pinned=any(shard.values.is_cuda for shard in shards))
+        views, at = [], 0
+        for shard in shards:
+            target = self.block[at : at + shard.values.nbytes]
+            source = shard.values.contiguous().flatten().view(torch.uint8)
+            if source.is_cuda:
+                target.copy_(source, non_blocking=True)
+            else:
+                views.append((target.numpy(), source.numpy()))
+            at += len(target)
+        _copy_in_threads(views, torch.get_num_threads())
+        for device in {shard.values.device for shard in shards if shard.values.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        return self.block
+
+
+def _copy_in_threads(views: list[tuple[np.ndarray, np.ndarray]], threads: int) -> None:
+    """Copy each second array to its first, an equal share of the bytes by each thread."""
+    total = sum(len(target) for target, _ in views)
+    shares: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(threads)]
+    done = 0
+    for target, source in views:
+        start = 0
+        while start < len(target):
+            share = done * threads // total
+            stop = min(len(target), start - done + -(-(share + 1) * total // threads))
+            shares[share].append((target[start:stop], source[start:stop]))
+            done, start = done + stop - start, stop
+
+    def work(share: list[tuple[np.ndarray, np.ndarray]]) -> None:
+        for target, source in share:
+            np.copyto(target, source)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(work, shares))

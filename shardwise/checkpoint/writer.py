@@ -1,0 +1,168 @@
+"""Safetensors files written as a stream: a rank's shards out of the copy made of them, or weights a chunk at a time.
+
+The library writes tensors that it is given whole, in one call and out of memory of its own. Here the header, which follows from
+names, dtypes and shapes, is made beforehand, and the bytes follow in that order: memory never holds the model a second time,
+shards go to the disk while their checksums are computed, and a conversion holds one chunk.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.format import BLOCK, DTYPES, LocalShard, checksum, shard_file
+from shardwise.files import sync, write_atomically
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+FLUSH = 1 << 26  # bytes written before they are sent on to the disk
+FILE_BYTES = 5_000_000_000  # the customary size of a shard on the Hugging Face hub
+
+
+def write_shards(draft: Path, rank: int, shards: Sequence[LocalShard], staged: Tensor) -> None:
+    """Write a rank's file of the staged bytes of its shards. It takes its name only when all of it is on the disk, so that whoever
+    sees it can count on it."""
+    begins = [0, *accumulate(shard.values.nbytes for shard in shards)]
+    data = staged.numpy().data
+    draft.mkdir(parents=True, exist_ok=True)
+    path, writing = draft / shard_file(rank), _writing(draft, rank)
+    if path.exists():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    handle = os.open(writing, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        # Checksums are computed beside the writing; both leave Python's lock to the training.
+        with ThreadPoolExecutor(1, "checksums") as beside:
+            sums = [beside.submit(checksum, data[a:b]) for a, b in pairwise(begins)]
+            os.lseek(handle, len(_shards_header(shards, [0] * len(shards))), os.SEEK_SET)
+            _write(handle, data)
+            header = _shards_header(shards, [crc.result() for crc in sums])
+        os.lseek(handle, 0, os.SEEK_SET)
+        _write(handle, memoryview(header))
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    writing.rename(path)
+
+
+def _writing(draft: Path, rank: int) -> Path:
+    return draft / f"{shard_file(rank)}.writing"
+
+
+def _shards_header(shards: Sequence[LocalShard], sums: Sequence[int]) -> bytes:
+    """Equally long whatever the checksums."""
+    boxes = {s.name: dict(shape=s.shape, offset=s.offset, crc32=f"{c:08x}") for s, c in zip(shards, sums, strict=True)}
+    tensors = [(s.name, s.values.dtype, tuple(s.values.shape)) for s in shards]
+    return _header(tensors, {"shards": json.dumps(boxes, separators=(",", ":"))})
+
+
+def _header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
+    # Some readers, transformers 4 among them, refuse a file that does not say which library's layout it has.
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"} | metadata}
+    offset = 0
+    for name, dtype, shape in tensors:
+        span = [offset, offset := offset + math.prod(shape) * dtype.itemsize]
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": span}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write(handle: int, data: memoryview) -> None:
+    """Write, and send what is written on to the disk at once, beside the writing: left to the end, the disk would stand idle until
+    then."""
+    flushing: Future[None] | None = None
+    with ThreadPoolExecutor(1, "flush") as beside:
+        done, sent = 0, 0
+        while done < len(data):
+            done += os.write(handle, data[done : done + BLOCK])
+            if done - sent >= FLUSH and (flushing is None or flushing.done()):
+                flushing, sent = beside.submit(os.fdatasync, handle), done
+    if flushing is not None:
+        flushing.result()  # an error of the disk is reported once, and may have been reported there
+
+
+def failure_file(rank: int) -> str:
+    """Where a rank says why it could not write its shards."""
+    return f"rank-{rank:05d}.failed"
+
+
+def report_failure(draft: Path, rank: int, reason: str) -> None:
+    """Give the disk back what was written of the shards, and say why, as far as the disk still lets us. The rank that commits
+    then stops waiting."""
+    try:
+        _writing(draft, rank).unlink(missing_ok=True)
+        write_atomically(draft / failure_file(rank), reason.encode())
+    except OSError:
+        return  # ranks learn of it by `gather` before the next checkpoint
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to be written: what it is, known beforehand, and its data, made when its turn comes as chunks that follow each other
+    along the first dimension. A chunk of another dtype is cast."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: Callable[[], Iterator[Tensor]]
+
+    @property
+    def bytes(self) -> int:
+        """Size in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_weights(
+    folder: Path, entries: Iterable[Entry], file_bytes: int = FILE_BYTES, progress: Callable[[int], None] | None = None
+) -> int:
+    """Write `model.safetensors`, or numbered files of at most `file_bytes` (or one larger tensor) and their index; gives the bytes
+    of all tensors. `progress` is given the bytes of every chunk written."""
+    files: list[list[Entry]] = []
+    left = 0
+    for entry in entries:
+        if not files or entry.bytes > left:
+            files.append([])
+            left = file_bytes
+        files[-1].append(entry)
+        left -= entry.bytes
+    files, count = files or [[]], len(files)
+    names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    where: dict[str, str] = {}
+    total = 0
+    for name, members in zip(names if count > 1 else ["model.safetensors"], files, strict=True):
+        _write_file(folder / name, members, progress or (lambda _: None))
+        where |= {entry.name: name for entry in members}
+        total += sum(entry.bytes for entry in members)
+    if count > 1:
+        content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        write_atomically(folder / "model.safetensors.index.json", (json.dumps(content, indent=2) + "\n").encode())
+    sync(folder)
+    return total
+
+
+def _write_file(file: Path, entries: list[Entry], progress: Callable[[int], None]) -> None:
+    # Long dtypes first: the format allows no gaps, so this order keeps every tensor aligned to its itemsize.
+    entries = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+    with open(file, "wb") as f:
+        f.write(_header([(entry.name, entry.dtype, entry.shape) for entry in entries], {}))
+        for entry in entries:
+            written = 0
+            for chunk in entry.chunks():
+                data = chunk.detach().to("cpu", entry.dtype).contiguous().flatten().view(torch.uint8)
+                f.write(data.numpy().data)
+                written += len(data)
+                progress(len(data))
+            if written != entry.bytes:
+                raise RuntimeError(f"{entry.name}: {written} bytes were given for a tensor of {entry.bytes}")
+        f.flush()
+        os.fsync(f.fileno())

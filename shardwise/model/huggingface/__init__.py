@@ -1,7 +1,0 @@
-"""Weights and `config.json` to and from Hugging Face folders: GPT-2, Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE,
-Mixtral and DeepSeek-V3. Families and layouts are described once, and that description serves both ways."""
-
-from shardwise.model.huggingface.config import config_from_model, model_from_config
-from shardwise.model.huggingface.convert import Conversion, from_hf, to_hf
-
-__all__ = ["Conversion", "config_from_model", "from_hf", "model_from_config", "to_hf"]
