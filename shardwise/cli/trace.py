@@ -50,9 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="mark what differs from --against by more (default 10)",
     )
     parser.add_argument(
-        "--chip", metavar="NAME", help="the chip whose peak MFU is told by (default: by the device's name)"
+        "--chip", metavar="NAME", help="the chip whose peak the MFU is measured against (default: by the device name)"
     )
-    parser.add_argument("--dtype", default="bfloat16", help="of the products, for the peak (default bfloat16)")
+    parser.add_argument("--dtype", default="bfloat16", help="dtype of the GEMMs, for the peak (default bfloat16)")
     parser.add_argument(
         "--html", type=new_file, metavar="FILE", help="also write a page with pictures, which works offline"
     )
