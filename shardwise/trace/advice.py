@@ -307,7 +307,9 @@ def recompute(answers: Explanation) -> Advice | None:
     return Advice(answers.per_step(total), "Recompute takes time", advice, evidence, answers.seen)
 
 
-RULES: tuple[Callable[[Explanation], Advice | None], ...] = (
+Rule = Callable[[Explanation], Advice | None]
+
+RULES: tuple[Rule, ...] = (
     host_bound, synchronisation, data_stall, exposed_axis, small_messages, slow_rank, imbalance, bubble,
     tiny_kernels, copies, single_precision, loose_optimizer, allocator, recompute,
 )  # fmt: skip
@@ -315,16 +317,19 @@ RULES: tuple[Callable[[Explanation], Advice | None], ...] = (
 
 def findings(answers: Explanation) -> tuple[Finding, ...]:
     """What the rules find, if it matters; the largest gain first."""
-    found = []
-    for rule in RULES:
-        one = rule(answers)
-        share = one.gain / answers.step_time if one is not None and answers.step_time else 0.0
-        if one is None or share < ENOUGH:
-            continue
-        hours = 24 * max(answers.world, len(answers.seen)) * min(share, 1.0)
-        texts = one.title, one.advice, tuple(one.evidence), tuple(one.ranks)
-        found.append(Finding(rule.__name__, *texts, int(one.gain), share, hours))
+    found = [one for rule in RULES if (one := finding(rule, answers)) is not None]
     return tuple(sorted(found, key=lambda one: (-one.gain, one.rule)))
+
+
+def finding(rule: Rule, answers: Explanation) -> Finding | None:
+    """What one rule finds, if it matters."""
+    found = rule(answers)
+    share = found.gain / answers.step_time if found is not None and answers.step_time else 0.0
+    if found is None or share < ENOUGH:
+        return None
+    hours = 24 * max(answers.world, len(answers.seen)) * min(share, 1.0)
+    texts = found.title, found.advice, tuple(found.evidence), tuple(found.ranks)
+    return Finding(rule.__name__, *texts, int(found.gain), share, hours)
 
 
 def not_recorded(answers: Explanation, dropped: int, lost: Mapping[int, int]) -> tuple[str, ...]:

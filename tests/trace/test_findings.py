@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from shardwise.trace.answers import (
     Clock,
     CommTime,
     Explanation,
-    Finding,
     Flops,
     KernelTime,
     LaunchQueue,
@@ -87,7 +85,7 @@ def pipeline(bubble: int, members: tuple[int, ...] = (0, 1)) -> PipelineStep:
     return PipelineStep(5, members, STEP, {0: rank, 1: rank}, "1f1b", 1, 8)
 
 
-SPEAKS: list[tuple[Callable[[Explanation], Finding | None], dict[str, Any], int]] = [
+SPEAKS: list[tuple[advice.Rule, dict[str, Any], int]] = [
     (advice.host_bound, dict(idle=idle("host"), launches=queue(late=900)), 10 * MS),
     (advice.synchronisation, dict(idle=idle("synchronisation"), calls=(call("cudaStreamSynchronize"),)), 10 * MS),
     (advice.data_stall, dict(idle=idle("data")), 10 * MS),
@@ -105,7 +103,7 @@ SPEAKS: list[tuple[Callable[[Explanation], Finding | None], dict[str, Any], int]
     (advice.recompute, dict(modules=Modules((module("a", forward=60 * MS, recompute=40 * MS),), {}, {})), 20 * MS),
 ]  # fmt: skip
 
-SILENT: list[tuple[Callable[[Explanation], Finding | None], dict[str, Any]]] = [
+SILENT: list[tuple[advice.Rule, dict[str, Any]]] = [
     (advice.host_bound, dict(idle=idle("host"), launches=queue(late=20))),  # the queue says it is not the launches
     (advice.host_bound, dict(idle=idle("host", 0.01), launches=queue(late=900))),
     (advice.host_bound, dict(idle=idle("host"))),
@@ -135,8 +133,8 @@ SILENT: list[tuple[Callable[[Explanation], Finding | None], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("rule", "given", "gain"), SPEAKS, ids=lambda value: getattr(value, "__name__", ""))
-def test_speaks(rule: Callable[[Explanation], Finding | None], given: dict[str, Any], gain: int) -> None:
-    found = rule(answers(**given))
+def test_speaks(rule: advice.Rule, given: dict[str, Any], gain: int) -> None:
+    found = advice.finding(rule, answers(**given))
     assert found is not None
     assert found.rule == rule.__name__
     assert found.gain == pytest.approx(gain, abs=2)
@@ -147,8 +145,8 @@ def test_speaks(rule: Callable[[Explanation], Finding | None], given: dict[str, 
 
 
 @pytest.mark.parametrize(("rule", "given"), SILENT, ids=lambda value: getattr(value, "__name__", ""))
-def test_says_nothing(rule: Callable[[Explanation], Finding | None], given: dict[str, Any]) -> None:
-    assert rule(answers(**given)) is None
+def test_says_nothing(rule: advice.Rule, given: dict[str, Any]) -> None:
+    assert advice.finding(rule, answers(**given)) is None
 
 
 def test_every_rule_is_tried_and_ranked() -> None:

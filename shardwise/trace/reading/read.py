@@ -347,7 +347,7 @@ def _one_a_rank(profiles: list[Profile]) -> tuple[tuple[Profile, ...], list[str]
     for profile in sorted(profiles, key=lambda p: not p.rank_known):
         if profile.rank_known and profile.rank in by_rank:
             other = by_rank[profile.rank].path
-            problems.append(f"{profile.path}: is of rank {profile.rank}, as {other} is; it is left out")
+            problems.append(f"{profile.path}: says it is rank {profile.rank}, as {other} does; it is left out")
             continue
         rank = profile.rank if profile.rank_known else next(n for n in range(len(profiles)) if n not in by_rank)
         by_rank[rank] = replace(profile, rank=rank)
