@@ -153,24 +153,23 @@ def step_windows(found: list[dict[str, Any]], numbers: Iterable[int]) -> list[In
 
 def check(path: Path) -> tuple[int, list[str]]:
     """Compare both accounts of a file: over all events, and over its complete steps. Gives events and differences."""
-    from shardwise.trace.reading.parse import read_profile
-    from shardwise.trace.spans.breakdown import break_down
-    from shardwise.trace.spans.classes import classify
-    from shardwise.trace.spans.steps import choose
+    from shardwise.trace.reading.read import read_profile
+    from shardwise.trace.spans.activity import activity_of
+    from shardwise.trace.spans.steps import break_down, choose
 
     profile = read_profile(path)
-    classified = classify(profile)
+    activity = activity_of(profile)
     found = spans(load(path))
     parts = pieces(found)
     differences = [*profile.problems]
     if len(found) != len(profile.events):
         differences.append(f"{len(profile.events)} spans instead of {len(found)}")
-    chosen = choose(profile, classified)
-    cases = {"all events": (choose(profile, classified, all_events=True), whole(parts))}
+    chosen = choose(activity)
+    cases = {"all events": (choose(activity, all_events=True), whole(parts))}
     if chosen.steps:
         cases[f"steps {', '.join(map(str, chosen.numbers))}"] = chosen, step_windows(found, chosen.numbers)
     for name, (looked_at, windows) in cases.items():
-        ours, right = asdict(break_down(classified, looked_at.windows)), breakdown(parts, windows)
+        ours, right = asdict(break_down(activity, looked_at.windows)), breakdown(parts, windows)
         differences += [
             f"{name}: {key} is {ours[key]} instead of {right[key]}" for key in right if ours[key] != right[key]
         ]

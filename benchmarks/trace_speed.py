@@ -44,17 +44,16 @@ print("RESULT", json.dumps({"seconds": time.perf_counter() - begun, "ranks": len
 
 def measure(folder: Path, cache: Path | None) -> dict[str, float]:
     """Ours: read all profiles of a folder and break their time down."""
-    from shardwise.trace.reading.open import open_profiles
-    from shardwise.trace.spans.breakdown import break_down
-    from shardwise.trace.spans.classes import classify
-    from shardwise.trace.spans.steps import choose
+    from shardwise.trace.reading.read import open_profiles
+    from shardwise.trace.spans.activity import activity_of
+    from shardwise.trace.spans.steps import break_down, choose
 
     begun = time.perf_counter()
     opened = open_profiles([folder], cache)
     breakdowns = []
     for profile in opened.profiles:
-        classified = classify(profile)
-        breakdowns.append(break_down(classified, choose(profile, classified).windows))
+        activity = activity_of(profile)
+        breakdowns.append(break_down(activity, choose(activity).windows))
     seconds = time.perf_counter() - begun
     assert not opened.problems, opened.problems
     return {"seconds": seconds, "ranks": len(breakdowns)}

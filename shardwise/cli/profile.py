@@ -123,7 +123,7 @@ def _show_answers(folder: Path) -> None:
     """The explanation in short, where the packages that read traces are installed."""
     from shardwise.cli import trace
     from shardwise.cli.main import missing_part
-    from shardwise.cli.trace_read import explained
+    from shardwise.cli.trace_read import read_and_explain
     from shardwise.ledger import as_dict
     from shardwise.report import terminal, terminal_trace, trace_view
     from shardwise.report.terminal import Console
@@ -131,14 +131,14 @@ def _show_answers(folder: Path) -> None:
     parser = argparse.ArgumentParser()
     trace.add_arguments(parser)
     try:
-        read = explained([folder / "ranks"], parser.parse_args([str(folder / "ranks")]))
+        explained = read_and_explain([folder / "ranks"], parser.parse_args([str(folder / "ranks")]))
     except ModuleNotFoundError as e:
         message = missing_part(e)
         if message is None:
             raise
         print(message.replace("this verb", "explaining what was recorded"))
         return
-    answers = as_dict(read.answers)
+    answers = as_dict(explained.answers)
     console = Console()
     console.print(terminal.key_figures(trace_view.figures(answers)))
     for part in (terminal_trace.breakdown(answers), terminal_trace.findings(answers)):

@@ -1,24 +1,22 @@
-"""`shardwise trace`: where the time of a profile went, which rank and axis it was lost on, and what to change first."""
+"""`shardwise trace`: where the time of a profile went, on which rank and axis it was lost, and what to change first."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.options import at_least, new_file
-from shardwise.cli.trace_read import Read, explained
+from shardwise.cli.trace_read import Explained, read_and_explain
 from shardwise.hardware.chips import ITEM_BYTES
 from shardwise.run import UserError
 from shardwise.run.problems import nearest
 
 if TYPE_CHECKING:
-    from shardwise.cli.trace_against import Beside
+    from shardwise.cli.trace_against import Comparison
     from shardwise.trace.answers import Explanation
-    from shardwise.trace.spans.steps import Chosen
 
 HELP = """Explain profiles that PyTorch's profiler wrote (Kineto's JSON, plain or gzipped), of this trainer or of any program, on
 GPUs of NVIDIA or AMD or on CPUs alone: where each rank's time went, what it waited for, and what to change first. Give
@@ -52,9 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="mark what differs from --against by more (default 10)",
     )
     parser.add_argument(
-        "--chip", metavar="NAME", help="the chip whose peak MFU is told by (default: by the device's name)"
+        "--chip", metavar="NAME", help="the chip whose peak the MFU is measured against (default: by the device name)"
     )
-    parser.add_argument("--dtype", default="bfloat16", help="of the products, for the peak (default bfloat16)")
+    parser.add_argument("--dtype", default="bfloat16", help="dtype of the GEMMs, for the peak (default bfloat16)")
     parser.add_argument(
         "--html", type=new_file, metavar="FILE", help="also write a page with pictures, which works offline"
     )
@@ -71,57 +69,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Read, choose, explain, compare, show. Exit code 1 when the gate of `--fail-above` is not passed."""
     _check(args)
-    read = explained(args.paths, args)
-    answers, chosen, problems = read.answers, read.chosen, read.problems
-    found = None
+    explained = read_and_explain(args.paths, args)
+    comparison = None
     if args.against is not None:
-        from shardwise.cli.trace_against import beside
+        from shardwise.cli.trace_against import compare_with
 
-        found = beside(args, answers)
-    passed = found is None or args.fail_above is None or found.slower <= args.fail_above
+        comparison = compare_with(args, explained.answers)
+    passed = comparison is None or args.fail_above is None or comparison.slower <= args.fail_above
     if args.export:
-        _export(read, found, args)
+        _export(explained, comparison, args)
     if args.html:
         from shardwise.cli.trace_page import write_page
 
-        write_page(read, found, args.html, args.within)
+        write_page(explained, comparison, args.html, args.within)
         print(f"wrote {args.html}", file=sys.stderr)
     if args.json:
-        compared = {"against": found.as_dict() | {"passed": passed}} if found else {}
-        print(json.dumps(as_json(answers, chosen, problems) | compared))
+        compared = {"against": comparison.as_dict() | {"passed": passed}} if comparison else {}
+        print(json.dumps(_as_json(explained) | compared))
     else:
-        _print(answers, problems)
-        if found is not None:
+        _print(explained.answers, explained.problems)
+        if comparison is not None:
             from shardwise.cli.trace_against import show
 
-            show(found, passed, args)
+            show(comparison, passed, args)
     return 0 if passed else 1
 
 
-def _export(read: Read, found: Beside | None, args: argparse.Namespace) -> None:
+def _export(explained: Explained, comparison: Comparison | None, args: argparse.Namespace) -> None:
     """All ranks, and the plan beside them where there is one, as a Chrome trace."""
-    from shardwise.cli.trace_against import timeline_beside
+    from shardwise.cli.trace_against import planned_timeline
     from shardwise.report.perfetto import write_chrome_trace
-    from shardwise.trace.export import whole_timeline
+    from shardwise.trace.timeline import timeline
 
-    planned = found.timeline if found is not None else timeline_beside(args.paths)
-    lines = {"run: rank": whole_timeline(read.profiles, read.chosen, read.classified, read.answers.clocks)}
+    planned = comparison.timeline if comparison is not None else planned_timeline(args.paths)
+    ranks = {r.profile.rank: r for r in explained.ranks}
+    lines = {"run: rank": timeline(ranks, explained.answers.clocks, None)}
     if planned is not None:
         lines = {"plan: pipeline rank": planned} | lines
     write_chrome_trace(lines, args.export)
     print(f"wrote {args.export}", file=sys.stderr)
 
 
-def as_json(answers: Explanation, chosen: Mapping[int, Chosen], problems: tuple[str, ...]) -> dict[str, Any]:
+def _as_json(explained: Explained) -> dict[str, Any]:
     """What `--json` prints: every answer under its name, the windows looked at, and what could not be read."""
-    from shardwise.trace.written import written
+    from shardwise.trace.export import as_json
 
     windows: dict[str, list[list[int | None]]] = {}
-    for rank, one in chosen.items():
-        whole = zip(*one.windows, strict=True)
-        by_step: list[list[int | None]] = [[step.number, step.start, step.end] for step in one.steps]
-        windows[str(rank)] = by_step or [[None, int(start), int(end)] for start, end in whole]
-    return {**written(answers), "windows": windows, "problems": list(problems)}
+    for r in explained.ranks:
+        by_step: list[list[int | None]] = [[step.number, step.start, step.end] for step in r.chosen.steps]
+        whole = zip(*r.windows, strict=True)
+        windows[str(r.profile.rank)] = by_step or [[None, int(start), int(end)] for start, end in whole]
+    return {**as_json(explained.answers), "windows": windows, "problems": list(explained.problems)}
 
 
 def _check(args: argparse.Namespace) -> None:

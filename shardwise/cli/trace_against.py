@@ -1,7 +1,7 @@
-"""`shardwise trace --against`: a profile beside its plan, or beside another profile; and the gate for continuous integration.
+"""`shardwise trace --against`: a profile compared with its plan or with another profile, and the gate for continuous integration.
 
-What stands behind `--against` decides which: the word `plan` is the run that `shardwise profile` kept beside the traces; a run
-(TOML) or what `shardwise plan --json` printed is a plan; anything else is another profile, recorded before.
+The word `plan` means the run that `shardwise profile` kept beside the traces; a run (TOML) or the output of `shardwise plan
+--json` is a plan; anything else is another profile, recorded before.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from shardwise.run import Problem, Run, UserError, read_run
 
 if TYPE_CHECKING:
     from shardwise.trace.answers import Explanation
-    from shardwise.trace.compare import KernelChange
+    from shardwise.trace.export import KernelChange
 
 SHOWN = 12
 """Kernels whose change is printed."""
 
 
 @dataclass(frozen=True)
-class Beside:
+class Comparison:
     """A profile and what it is compared with."""
 
     names: tuple[str, str]
     differences: tuple[Difference, ...]
     before: float
-    """Seconds of a step there."""
+    """Seconds of a step of the other."""
     after: float
-    """… and here."""
+    """Seconds of a step of the profile."""
     kernels: tuple[KernelChange, ...] = ()
     timeline: Timeline | None = None
-    """What was predicted, where a run says how."""
+    """The predicted timeline, when compared with a run."""
 
     @property
     def slower(self) -> float:
@@ -54,19 +54,17 @@ class Beside:
         }
 
 
-def beside(args: argparse.Namespace, answers: Explanation) -> Beside:
-    """What `--against` asks for."""
+def compare_with(args: argparse.Namespace, answers: Explanation) -> Comparison:
+    """The comparison that `--against` asks for."""
     if args.against == "plan":
-        return _plan_of_run(_run_beside(args.paths), answers)
+        return _with_run(_run_beside(args.paths), answers)
     path = Path(args.against)
     if not path.exists():
         raise UserError(Problem(f"{path} is not there; give a plan, a run or a profile, or the word plan", "--against"))
     if path.suffix == ".toml":
-        return _plan_of_run(read_run(path, []), answers)
+        return _with_run(read_run(path, []), answers)
     planned = _read_plan(path)
-    if planned is not None:
-        return _plan(planned, answers)
-    return _other_run(args, path, answers)
+    return _with_plan(planned, answers) if planned is not None else _with_profile(args, path, answers)
 
 
 def _run_beside(paths: list[Path]) -> Run:
@@ -78,8 +76,8 @@ def _run_beside(paths: list[Path]) -> Run:
     raise UserError(Problem("no run.toml lies beside these profiles; name the run or its plan", "--against plan"))
 
 
-def timeline_beside(paths: list[Path]) -> Timeline | None:
-    """The predicted timeline of the run that was kept with the profiles; None where none was."""
+def planned_timeline(paths: list[Path]) -> Timeline | None:
+    """The predicted timeline of the run that was kept with the profiles; None when there is none."""
     from shardwise.plan.plan import plan
     from shardwise.plan.time.timeline import timeline
 
@@ -89,23 +87,19 @@ def timeline_beside(paths: list[Path]) -> Timeline | None:
         return None
 
 
-def _plan_of_run(run: Run, answers: Explanation) -> Beside:
+def _with_run(run: Run, answers: Explanation) -> Comparison:
     from shardwise.plan.plan import plan
     from shardwise.plan.time.timeline import timeline
     from shardwise.plan.trainer.traffic import traffic
 
     found = plan(run)
-    rank = _slowest(answers)
+    rank = answers.slowest
     account = replace(found.account, traffic=traffic(run, rank if rank < run.layout.world else None))
-    return replace(_plan(account, answers, run.batch_tokens), timeline=timeline(found.job))
-
-
-def _slowest(answers: Explanation) -> int:
-    return max(answers.ranks, key=lambda rank: answers.ranks[rank]["span"], default=0)
+    return replace(_with_plan(account, answers, run.batch_tokens), timeline=timeline(found.job))
 
 
 def _read_plan(path: Path) -> Account | None:
-    """What `shardwise plan --json` printed, or None for any other file."""
+    """The output of `shardwise plan --json`, or None for any other file."""
     if path.is_dir() or path.suffix != ".json" or path.stat().st_size > 16 * 2**20:
         return None
     try:
@@ -129,28 +123,27 @@ def _read_plan(path: Path) -> Account | None:
         raise UserError(Problem(f"{path} looks like a plan, but its numbers cannot be read", "--against")) from None
 
 
-def _plan(planned: Account, answers: Explanation, tokens: float = 0.0) -> Beside:
-    from shardwise.trace.account import account
+def _with_plan(planned: Account, answers: Explanation, tokens: float = 0.0) -> Comparison:
+    from shardwise.trace.export import account
 
     measured = account(answers, tokens=tokens or planned.tokens)
     if not planned.traffic.messages:
         measured = replace(measured, traffic=replace(measured.traffic, messages={}))
     found = [d for d in compare(planned, measured) if d.first or d.second]
-    return Beside(("plan", "trace"), tuple(found), planned.step_seconds, measured.step_seconds)
+    return Comparison(("plan", "trace"), tuple(found), planned.step_seconds, measured.step_seconds)
 
 
-def _other_run(args: argparse.Namespace, path: Path, answers: Explanation) -> Beside:
-    from shardwise.cli.trace_read import explained
-    from shardwise.trace.compare import compare_runs
+def _with_profile(args: argparse.Namespace, path: Path, after: Explanation) -> Comparison:
+    from shardwise.cli.trace_read import read_and_explain
+    from shardwise.trace.export import differences, kernel_changes
 
-    change = compare_runs(explained([path], args).answers, answers)
-    return Beside(
-        ("before", "after"), change.differences, change.step_before / 1e9, change.step_after / 1e9, change.kernels
-    )
+    before = read_and_explain([path], args).answers
+    found, kernels = differences(before, after), kernel_changes(before, after)
+    return Comparison(("before", "after"), found, before.step_time / 1e9, after.step_time / 1e9, kernels)
 
 
-def show(found: Beside, passed: bool, args: argparse.Namespace) -> None:
-    """Print it for a person; what is further apart than `--within` is marked."""
+def show(comparison: Comparison, passed: bool, args: argparse.Namespace) -> None:
+    """Print it for a person; what differs by more than `--within` is marked."""
     from rich.console import Console
     from rich.table import Table
 
@@ -158,19 +151,19 @@ def show(found: Beside, passed: bool, args: argparse.Namespace) -> None:
 
     console = Console()
     console.print()
-    console.print(terminal.comparison_table(list(found.differences), args.within / 100, found.names))
-    if found.kernels:
+    console.print(terminal.comparison_table(list(comparison.differences), args.within / 100, comparison.names))
+    if comparison.kernels:
         table = Table(box=None, padding=(0, 1), header_style="dim")
         for name in ("kernel", "module", "calls", "", "time a step", "", "change"):
-            said = name in ("kernel", "module")
+            text = name in ("kernel", "module")
             table.add_column(
                 name,
-                justify="left" if said else "right",
+                justify="left" if text else "right",
                 no_wrap=True,
                 overflow="ellipsis",
-                max_width=28 if said else None,
+                max_width=28 if text else None,
             )
-        for one in found.kernels[:SHOWN]:
+        for one in comparison.kernels[:SHOWN]:
             name = (one.after or one.before)[0]
             table.add_row(
                 name, one.module, f"{one.calls_before:.1f}", f"{one.calls_after:.1f}",
@@ -178,7 +171,9 @@ def show(found: Beside, passed: bool, args: argparse.Namespace) -> None:
                 f"{'+' if one.change > 0 else '-'}{words.seconds(abs(one.change) / 1e9)}",
             )  # fmt: skip
         console.print(table)
-    than = f"{abs(found.slower):.1f} % {'slower' if found.slower > 0 else 'faster'} than {found.names[0]}"
-    console.print(f"The step takes {words.seconds(found.after)}: {than}.", highlight=False)
+    than = (
+        f"{abs(comparison.slower):.1f} % {'slower' if comparison.slower > 0 else 'faster'} than {comparison.names[0]}"
+    )
+    console.print(f"The step takes {words.seconds(comparison.after)}: {than}.", highlight=False)
     if not passed:
         console.print(f"That is more than the {args.fail_above:g} % allowed.", highlight=False)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.ledger import Timeline, as_dict
 
 if TYPE_CHECKING:
-    from shardwise.cli.trace_against import Beside
-    from shardwise.cli.trace_read import Read
+    from shardwise.cli.trace_against import Comparison
+    from shardwise.cli.trace_read import Explained
+    from shardwise.trace.rank import Rank
 
 SPANS = 90_000
 """Spans of the timeline of all ranks, about."""
@@ -17,47 +19,47 @@ CLOSE_UP = 60_000
 """Kernels of a close-up, about: what a page can carry."""
 
 
-def write_page(read: Read, found: Beside | None, path: str, within: float) -> None:
-    """One file that works offline."""
+def write_page(explained: Explained, comparison: Comparison | None, path: str, within: float) -> None:
+    """Write one file that works offline."""
     from shardwise.report import html, html_trace
-    from shardwise.trace.export import whole_timeline
+    from shardwise.trace.timeline import timeline
 
-    answers = read.answers
+    answers = explained.answers
     points = min(max(SPANS // (3 * max(1, len(answers.seen))), 100), 1500)
-    drawn = whole_timeline(read.profiles, read.chosen, read.classified, answers.clocks, points)
-    sections = html_trace.sections(as_dict(answers), drawn, close_up(read), read.problems)
-    if found is not None:
-        sections.insert(2, html.comparison_table(found.differences, within / 100, found.names))
-    first = Path(read.profiles[0].path)
+    drawn = timeline({r.profile.rank: r for r in explained.ranks}, answers.clocks, points)
+    sections = html_trace.sections(as_dict(answers), drawn, close_up(explained), explained.problems)
+    if comparison is not None:
+        sections.insert(2, html.comparison_table(comparison.differences, within / 100, comparison.names))
+    first = Path(explained.ranks[0].profile.path)
     name = first.parent.parent.name if first.parent.name == "ranks" else first.parent.name or first.stem
     devices = sorted({device for device in answers.devices.values() if device})
     remark = f"{len(answers.seen)} of {answers.world} ranks" + (f" on {', '.join(devices)}" if devices else "")
     Path(path).write_bytes(html.page(f"Profile of {name}", sections, remark).encode())
 
 
-def close_up(read: Read) -> Timeline | None:
-    """Every kernel of one step: of the slowest rank, then of the fastest and of others as long as there is room."""
-    from shardwise.trace.export import whole_timeline
+def close_up(explained: Explained) -> Timeline | None:
+    """Every kernel of one step: of the slowest rank, then of the fastest, then of others as far as they fit."""
     from shardwise.trace.spans.intervals import window
     from shardwise.trace.spans.steps import Chosen
+    from shardwise.trace.timeline import timeline
 
-    spans = {rank: row["span"] for rank, row in read.answers.ranks.items()}
+    ranks = {r.profile.rank: r for r in explained.ranks}
+    spans = {rank: row["span"] for rank, row in explained.answers.ranks.items()}
     order = sorted(spans, key=lambda rank: (-spans[rank], rank))
     order = list(dict.fromkeys([*order[:1], *order[-1:], *order]))
-    steps = read.chosen[order[0]].steps if order else ()
+    steps = ranks[order[0]].chosen.steps if order else ()
     if not steps:
         return None
     number = max(steps, key=lambda step: step.end - step.start).number
-    chosen: dict[int, Chosen] = {}
-    room = CLOSE_UP
+    drawn: dict[int, Rank] = {}
+    left = CLOSE_UP
     for rank in order:
-        step = next((step for step in read.chosen[rank].steps if step.number == number), None)
+        step = next((step for step in ranks[rank].chosen.steps if step.number == number), None)
         if step is None:
             continue
-        busy = read.classified[rank]
-        room -= int(((busy.start < step.end) & (busy.end > step.start)).sum())
-        if room < 0 and chosen:
+        busy = ranks[rank].activity
+        left -= int(((busy.start < step.end) & (busy.end > step.start)).sum())
+        if left < 0 and drawn:
             break
-        chosen[rank] = Chosen(window(step.start, step.end), (step,))
-    profiles = [profile for profile in read.profiles if profile.rank in chosen]
-    return whole_timeline(profiles, chosen, read.classified, read.answers.clocks)
+        drawn[rank] = replace(ranks[rank], chosen=Chosen(window(step.start, step.end), (step,)))
+    return timeline(dict(sorted(drawn.items())), explained.answers.clocks, None)

@@ -1,51 +1,45 @@
-"""Profiles read and explained, as the arguments of `shardwise trace` say: what the verb shows, compares and draws."""
+"""Reads and explains profiles as the arguments of `shardwise trace` say."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.run import UserError
 
 if TYPE_CHECKING:
     from shardwise.trace.answers import Explanation
-    from shardwise.trace.reading.events import Profile
-    from shardwise.trace.spans.classes import Classified
-    from shardwise.trace.spans.steps import Chosen
+    from shardwise.trace.rank import Rank
+    from shardwise.trace.reading.profile import Profile
 
 
-class Read(NamedTuple):
+class Explained(NamedTuple):
     """Some profiles, read and explained."""
 
-    profiles: tuple[Profile, ...]
-    classified: Mapping[int, Classified]
-    chosen: Mapping[int, Chosen]
+    ranks: tuple[Rank, ...]
     answers: Explanation
     problems: tuple[str, ...]
 
 
-def explained(paths: list[Path], args: argparse.Namespace) -> Read:
+def read_and_explain(paths: list[Path], args: argparse.Namespace) -> Explained:
     """Read profiles and explain them, as the arguments say."""
     from shardwise.trace.explain import explain
     from shardwise.trace.reading.cache import default_folder
-    from shardwise.trace.reading.open import open_profiles
-    from shardwise.trace.spans.classes import classify
+    from shardwise.trace.reading.read import open_profiles
 
     folder = None if args.no_cache else args.cache or default_folder()
-    with _reading() as told:
-        opened = open_profiles(paths, folder, told)
-    classified = {profile.rank: classify(profile) for profile in opened.profiles}
-    chosen, said = _choose(opened.profiles, classified, args)
-    answers = explain(opened.profiles, chosen, classified=classified, peak_flops=_peak(opened.profiles, args))
-    return Read(opened.profiles, classified, chosen, answers, (*opened.problems, *said))
+    with _progress_bar() as progress:
+        opened = open_profiles(paths, folder, progress)
+    ranks, notes = _choose(opened.profiles, args)
+    return Explained(ranks, explain(ranks, _peak(opened.profiles, args)), (*opened.problems, *notes))
 
 
 def _peak(profiles: tuple[Profile, ...], args: argparse.Namespace) -> float:
-    """Operations a second of the chip that the user names, or else of the devices; 0 where neither is known."""
+    """Operations a second of the chip that the user names, or else of the device; 0 when neither is known."""
     from shardwise.hardware.chips import chip_of_driver_name, find_chip
 
     if args.chip:
@@ -56,39 +50,33 @@ def _peak(profiles: tuple[Profile, ...], args: argparse.Namespace) -> float:
     return chip.peak.get(args.dtype, 0.0) if chip is not None else 0.0
 
 
-def _choose(
-    profiles: tuple[Profile, ...], classified: Mapping[int, Any], args: argparse.Namespace
-) -> tuple[dict[int, Chosen], tuple[str, ...]]:
-    """What is looked at of each rank, and what is worth saying about that."""
+def _choose(profiles: tuple[Profile, ...], args: argparse.Namespace) -> tuple[tuple[Rank, ...], tuple[str, ...]]:
+    """Each rank with the steps to look at, and notes for the user about that."""
+    from shardwise.trace.rank import Rank
+    from shardwise.trace.spans.activity import activity_of
     from shardwise.trace.spans.steps import choose, find_steps
 
-    chosen = {p.rank: choose(p, classified[p.rank], args.from_step, args.to_step, args.all_events) for p in profiles}
+    activities = [activity_of(profile) for profile in profiles]
+    ranks = tuple(Rank(one, choose(one, args.from_step, args.to_step, args.all_events)) for one in activities)
     asked = args.from_step is not None or args.to_step is not None
-    empty = [p for p in profiles if asked and not chosen[p.rank].steps]
-    if len(empty) == len(profiles):
+    without = [r.profile for r in ranks if not r.chosen.steps]
+    notes = []
+    if asked and len(without) == len(profiles):
         there = sorted({step.number for p in profiles for step in find_steps(p)})
-        have = (
-            f"; the profiles have {there[0]} to {there[-1]}"
-            if there
-            else "; the profiles have no profiler steps at all"
-        )
-        raise UserError(f"no profiler step in what --from-step and --to-step choose{have}")
-    said = [f"{p.path}: has none of the steps asked for, so rank {p.rank} is left out" for p in empty]
-    if not args.all_events and not asked:
-        said += [
-            f"{p.path}: has no complete profiler step, so all of it is looked at"
-            for p in profiles
-            if not chosen[p.rank].steps
-        ]
-    numbers = {one.numbers for rank, one in chosen.items() if one.steps}
-    if len(numbers) > 1:
-        said.append("the ranks have different profiler steps; each is looked at over its own")
-    return chosen, tuple(said)
+        have = f"have {there[0]} to {there[-1]}" if there else "have no profiler steps at all"
+        raise UserError(f"no profiler step in what --from-step and --to-step choose; the profiles {have}")
+    if asked:
+        notes = [f"{p.path}: has none of the steps asked for, so rank {p.rank} is left out" for p in without]
+    elif not args.all_events:
+        notes = [f"{p.path}: has no complete profiler step, so all of it is looked at" for p in without]
+    if len({r.chosen.numbers for r in ranks if r.chosen.steps}) > 1:
+        notes.append("the ranks have different profiler steps; each is looked at over its own")
+    return ranks, tuple(notes)
 
 
 @contextmanager
-def _reading() -> Iterator[Callable[[int, int], None] | None]:
-    """A bar while profiles are read, where a person watches."""
+def _progress_bar() -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar while profiles are read, on a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -98,12 +86,12 @@ def _reading() -> Iterator[Callable[[int, int], None] | None]:
     bar = Progress(TextColumn("reading"), BarColumn(), DownloadColumn(), console=Console(stderr=True), transient=True)
     task = bar.add_task("", total=None)
 
-    def told(done: int, total: int) -> None:
-        if not bar.live.is_started:  # only now: reading in processes of their own must begin before any thread
+    def progress(done: int, total: int) -> None:
+        if not bar.live.is_started:  # only now: processes must be forked before any thread starts
             bar.start()
         bar.update(task, completed=done, total=total)
 
     try:
-        yield told
+        yield progress
     finally:
         bar.stop()

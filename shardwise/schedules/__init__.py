@@ -3,7 +3,7 @@
 from shardwise.schedules.actions import KINDS, Action, Kind, Message, Schedule, high_water, message_of, transfers
 from shardwise.schedules.make import SCHEDULES, SPLIT_BACKWARD, cached_schedule, fewer_rounds, legal, make_schedule
 from shardwise.schedules.stages import split_layers
-from shardwise.schedules.timing import Cost, Stuck, Timing, time
+from shardwise.schedules.timing import Cost, Stuck, Timing, play, time
 
 __all__ = [
     "KINDS",
@@ -22,6 +22,7 @@ __all__ = [
     "legal",
     "make_schedule",
     "message_of",
+    "play",
     "split_layers",
     "time",
     "transfers",

@@ -88,24 +88,37 @@ def time(schedule: Schedule, cost: Cost, latency: float | Sequence[float] = 0) -
         raise ValueError(f"{schedule.name} has {stages} stages: a cost needs that many durations of each kind")
     wire = [latency] * (stages - 1) if isinstance(latency, int | float) else latency
     hop = [float(wire[s]) if placement[s] != placement[s + 1] else 0.0 for s in range(stages - 1)]
+    works = [[durations[kind][stage] for kind, stage, _ in actions] for actions in schedule.ranks]
+    forward = [seconds for seconds in (*hop, 0.0) for _ in range(microbatches)]
+    backward = [seconds for seconds in (0.0, *hop) for _ in range(microbatches)]
+    return play(schedule.ranks, stages, microbatches, works, forward, backward)
 
+
+def play(
+    ranks: Sequence[Sequence[Action]],
+    stages: int,
+    microbatches: int,
+    works: Sequence[Sequence[float]],
+    forward: Sequence[float],
+    backward: Sequence[float],
+) -> Timing:
+    """Plays lists of actions, each with a duration of its own in `works`. `forward` and `backward` are the latencies of what the
+    forward and the backward of each stage and microbatch send, at stage * microbatches + microbatch. Raises `Stuck`."""
     # Arrival of what each forward or backward gives the next stage. Slots run by (stage, microbatch); the stage "before
     # the first" and the stage "after the last" have always arrived.
     size = stages * microbatches
     activation: list[float | None] = [0.0] * microbatches + [None] * size  # what stage s reads is at s * microbatches
     gradient: list[float | None] = [None] * size + [0.0] * microbatches  # … and here at (s + 1) * microbatches
-    forward_hop = [*hop, 0.0]
-    backward_hop = [0.0, *hop]
     asleep: dict[int, int] = {}  # slot waited for -> rank; gradients are numbered after the activations
     gradient_slots = size + microbatches
 
-    starts: list[list[float]] = [[] for _ in schedule.ranks]
-    ends: list[list[float]] = [[] for _ in schedule.ranks]
-    clock = [0.0] * len(schedule.ranks)
-    ready = list(reversed(range(len(schedule.ranks))))
+    starts: list[list[float]] = [[] for _ in ranks]
+    ends: list[list[float]] = [[] for _ in ranks]
+    clock = [0.0] * len(ranks)
+    ready = list(reversed(range(len(ranks))))
     while ready:
         rank = ready.pop()
-        actions, start, end, now = schedule.ranks[rank], starts[rank], ends[rank], clock[rank]
+        actions, work, start, end, now = ranks[rank], works[rank], starts[rank], ends[rank], clock[rank]
         for at in range(len(end), len(actions)):
             kind, stage, microbatch = actions[at]
             here = stage * microbatches + microbatch
@@ -119,12 +132,12 @@ def time(schedule: Schedule, cost: Cost, latency: float | Sequence[float] = 0) -
                 if arrival > now:
                     now = arrival
                 start.append(now)
-                now += durations["F"][stage]
-                activation[after] = now + forward_hop[stage]
+                now += work[at]
+                activation[after] = now + forward[here]
                 woken = asleep.pop(after, None)
             elif kind == "W":
                 start.append(now)
-                now += durations["W"][stage]
+                now += work[at]
             else:
                 arrival = gradient[after]
                 if arrival is None:
@@ -133,17 +146,15 @@ def time(schedule: Schedule, cost: Cost, latency: float | Sequence[float] = 0) -
                 if arrival > now:
                     now = arrival
                 start.append(now)
-                now += durations[kind][stage]
-                gradient[here] = now + backward_hop[stage]
+                now += work[at]
+                gradient[here] = now + backward[here]
                 woken = asleep.pop(gradient_slots + here, None)
             end.append(now)
             if woken is not None:
                 ready.append(woken)
         clock[rank] = now
 
-    stuck = {
-        rank: actions[len(ends[rank])] for rank, actions in enumerate(schedule.ranks) if len(ends[rank]) < len(actions)
-    }
+    stuck = {rank: actions[len(ends[rank])] for rank, actions in enumerate(ranks) if len(ends[rank]) < len(actions)}
     if stuck:
         raise Stuck(stuck)
     busy = tuple(sum(map(sub, end, start)) for start, end in zip(starts, ends, strict=True))

@@ -1,29 +1,29 @@
-"""What is said of a profile: plain records, one for each question. Times are whole nanoseconds, bytes and operations are
-numbers; each answer is kept for every rank seen, and `spread` says how the ranks differ.
+"""The answers about a profile as plain records, one for each question. Times are integer nanoseconds. Each answer is kept for every
+rank seen, and `spread` says how the ranks differ.
 
-The records hold no columns of events and no code that looks at them, so a report, a comparison or a program can take them
-as they are; `as_dict` of the ledger makes JSON of them.
+The records hold no columns of events and no code that looks at them, so a report, a comparison or a program can use them as they
+are; `as_dict` of the ledger makes JSON of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from shardwise.ledger import Timeline
 
 CAUSES = ("host", "synchronisation", "data", "peer", "pipeline", "device", "unknown")
-"""Why a device had nothing to run: the host launched late; the host had waited for the device and the queue ran dry; a batch
-was awaited; the host waited for other ranks, or for another stage; the work was launched in time but began later (its stream
-waited for another, or the launch took that long); nothing in the profile tells."""
+"""Why a device had nothing to run: the host launched late; the host had waited for the device and the queue ran dry; the next
+batch was not ready; the host waited for other ranks, or for another stage; the kernel was launched in time but began later (its
+stream waited for another, or the launch took that long); the profile does not tell."""
 
 PASSES = ("forward", "recompute", "backward", "other")
-"""Which part of a step launched a kernel, as far as a profile shows it; `other` is outside the model (optimizer, data)."""
+"""Which pass launched a kernel, as far as the profile shows it; `other` is outside the model (optimizer, data)."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """One quantity over the ranks seen."""
+    """How one quantity differs over the ranks seen."""
 
     total: float
     mean: float
@@ -34,7 +34,7 @@ class Spread:
 
 
 def spread(values: Mapping[int, float]) -> Spread:
-    """Total, mean, and who has least and most of it (the lowest rank of those that have as much)."""
+    """Total, mean, and the ranks with the least and the most of it (the lowest rank of equals)."""
     if not values:
         return Spread(0, 0.0, 0, -1, 0, -1)
     low = min(values, key=lambda rank: (values[rank], rank))
@@ -45,43 +45,44 @@ def spread(values: Mapping[int, float]) -> Spread:
 
 @dataclass(frozen=True)
 class Clock:
-    """How a rank's clock stands to that of the reference rank, from collectives that both took part in."""
+    """A rank's clock against that of the reference rank, from collectives that both took part in."""
 
     offset: int
-    """Nanoseconds to add to this rank's times; 0 where the offset found is within its uncertainty."""
+    """Nanoseconds to add to this rank's times; 0 if smaller than the uncertainty."""
     uncertainty: int
-    """Half of the matched collectives agree with the offset to within this; -1: nothing to tell it by."""
+    """Half of the matched collectives agree with the offset to within this; -1 when there are none."""
     matched: int
-    """Collectives it was told by."""
+    """Collectives that the offset was found from."""
 
 
 @dataclass(frozen=True)
-class Moved:
-    """Messages of one axis and collective on one rank."""
+class CommTime:
+    """Collective events of one axis and kind on one rank."""
 
     messages: int
+    """How many."""
     bytes: float
-    """On the wire, by the convention of the ledger's traffic; 0 where the profile does not tell sizes."""
+    """On the wire, by the convention of the ledger's traffic; 0 where sizes are not recorded."""
     payload: float
-    """Of the whole tensor that the collective is about: what `algorithm` bandwidth divides by the time."""
+    """Of the whole tensor, for the algorithm bandwidth."""
     sized: int
-    """Messages whose size is known."""
+    """Those whose size is known."""
     time: int
-    """While at least one such message was under way."""
+    """While at least one was in flight."""
     exposed: int
     """Of that, while nothing was computed."""
     summed: int
-    """Durations added up, so messages that overlap count twice."""
+    """Sum of durations; events that overlap count twice."""
     wait: int
     """Of the summed time, waiting for the last rank to arrive; 0 where no other rank was seen."""
     matched: int
-    """Messages that were found on another rank too, so that `wait` is known."""
+    """Those that were found on another rank too, so that `wait` is known."""
     timed: int = 0
-    """Summed time without waiting, of the messages whose size is known: what bandwidth divides by."""
+    """Summed time without waiting of those whose size is known, for the bandwidths."""
 
     @property
     def bus_bandwidth(self) -> float:
-        """Bytes a second that a rank put on the wire while data moved (`busbw` of nccl-tests)."""
+        """Bytes a second on the wire of a rank while data moved (`busbw` of nccl-tests)."""
         return self.bytes * 1e9 / self.timed if self.timed else 0.0
 
     @property
@@ -95,22 +96,22 @@ class AxisTime:
     """One axis and collective over the ranks."""
 
     axis: str
-    """An axis of the layout, or the name of a process group that is none."""
+    """An axis of the layout, or the name of a process group that belongs to none."""
     collective: str
-    ranks: Mapping[int, Moved]
+    ranks: Mapping[int, CommTime]
     group: int = 0
-    """Ranks that talk with each other, the most seen; 0 where it is not known."""
+    """Ranks in the process group, the most seen; 0 when not known."""
 
     @property
-    def total(self) -> Moved:
+    def total(self) -> CommTime:
         """Over all ranks seen."""
         rows = list(self.ranks.values())
-        return Moved(*(sum(getattr(row, name) for row in rows) for name in Moved.__dataclass_fields__))
+        return CommTime(*(sum(getattr(row, name) for row in rows) for name in CommTime.__dataclass_fields__))
 
 
 @dataclass(frozen=True)
 class KernelTime:
-    """Kernels of one name; on a profile without a device, operators with their own time."""
+    """Kernels of one name; on a profile without a device, operators with their self time."""
 
     name: str
     kind: str
@@ -123,7 +124,7 @@ class KernelTime:
     ranks: Mapping[int, int]
     """Total on each rank that ran it."""
     module: str = ""
-    """Where most of its time was launched from."""
+    """The module that launched most of its time."""
 
     @property
     def mean(self) -> float:
@@ -133,7 +134,7 @@ class KernelTime:
 
 @dataclass(frozen=True)
 class CallTime:
-    """Calls of the driver or runtime of one name, on the host."""
+    """Calls of one function of the driver or runtime."""
 
     name: str
     count: int
@@ -144,15 +145,15 @@ class CallTime:
 
 @dataclass(frozen=True)
 class ModuleTime:
-    """Device time that a module launched itself, without the modules in it."""
+    """Device time that a module launched itself, without its submodules."""
 
     module: str
-    """Its name, or `(phase optimizer)` and the like for a part of a step that is no module."""
+    """Its name, or `(phase optimizer)` and the like for a part of a step outside the model."""
     passes: Mapping[str, int]
     """Summed nanoseconds by pass, over the ranks seen."""
     kernels: int
     flops: float
-    """Of its matrix products and attention, where shapes were recorded."""
+    """Of its GEMMs and attention, where shapes were recorded."""
     ranks: Mapping[int, int]
     """Summed nanoseconds on each rank."""
 
@@ -164,7 +165,7 @@ class ModuleTime:
 
 @dataclass(frozen=True)
 class Modules:
-    """Kernels by module, and how much of the device's time could be told."""
+    """Device time by module, and how much of it could be attributed."""
 
     rows: tuple[ModuleTime, ...]
     attributed: Mapping[int, float]
@@ -182,19 +183,18 @@ class LaunchQueue:
     """Nanoseconds from a launch call to the start of its kernel."""
     longest_delay: int
     late: int
-    """Kernels that the device waited for: launched when it had nothing left to do."""
+    """Kernels that the device waited for: launched when it had nothing left to run."""
     mean_depth: float
-    """Kernels launched and not yet begun, over the time of the window."""
+    """Kernels launched and not yet begun, mean over the window."""
     deepest: int
     empty: int
-    """Nanoseconds during which nothing was queued and nothing ran."""
+    """Nanoseconds in which nothing was queued and nothing ran."""
     short: int
-    """Kernels shorter than the time of one launch call, so that a host that launches one after another is too slow."""
+    """Kernels shorter than the time from one launch to the next: the host cannot keep up with them."""
     launch_time: int
     """Median nanoseconds from one launch to the next on the thread that launches most."""
     short_gaps: int
-    """Nanoseconds between kernels that were launched in time, in gaps no longer than a launch takes: the price of starting
-    a kernel, whatever is in it."""
+    """Nanoseconds in gaps no longer than `launch_time` before kernels that were launched in time: the cost of starting a kernel."""
 
 
 @dataclass(frozen=True)
@@ -207,13 +207,12 @@ class PipelineRank:
     end: int
     work: int
     bubble: int
-    """Nanoseconds of the pipeline's window in which this rank did not work: before its first action, waiting for a message,
-    after its last."""
+    """Nanoseconds of the pipeline's window in which this rank did not work: before its first action, waiting for messages, after
+    its last action."""
     scheduled: int
-    """The bubble of the executed lists when they are played: each action takes as long as it worked, and each message that was
-    waited for as long as it did."""
+    """The bubble when the executed lists are played with the measured work of each action and delay of each message."""
     instant: int
-    """The same when messages arrive at once: what the schedule alone costs."""
+    """The same when messages arrive at once: the bubble of the schedule alone."""
 
 
 @dataclass(frozen=True)
@@ -227,13 +226,13 @@ class PipelineStep:
     """Nanoseconds from the first work of any rank to the end of the last."""
     ranks: Mapping[int, PipelineRank]
     schedule: str
-    """The name of the schedule these lists are; empty when they are none that is known or ranks are missing."""
+    """The name of the schedule that was executed; empty when it is unknown or ranks are missing."""
     stages_per_rank: int
     microbatches: int
 
     @property
     def share(self) -> float:
-        """The part of the ranks' time that is bubble."""
+        """The share of the ranks' time that is bubble."""
         total = self.window * len(self.ranks)
         return sum(rank.bubble for rank in self.ranks.values()) / total if total else 0.0
 
@@ -244,7 +243,7 @@ class Straggler:
 
     rank: int
     reason: str
-    """`compute`: its own work takes longer; `late`: it comes late to collectives with no more work than others."""
+    """`compute`: its own work takes longer; `late`: it arrives late at collectives with no more work than others."""
     excess: int
     """Nanoseconds a step, against the median of its peers."""
     share: float
@@ -261,9 +260,9 @@ class CriticalPath:
     """`compute`, `communication AXIS`, `copy`, `host`, `idle`."""
     ranks: Mapping[int, int]
     kernels: Mapping[str, int]
-    """The names that hold most of it."""
+    """Those with the most time on it."""
     segments: tuple[tuple[int, str, str, int, int], ...]
-    """Rank, category, name, start and end; at most a few thousand, the longest."""
+    """Rank, category, name, start and end of the longest segments, a few thousand at most."""
 
 
 @dataclass(frozen=True)
@@ -278,24 +277,24 @@ class MemoryCurve:
     """The most that the allocator held."""
     times: tuple[int, ...]
     allocated: tuple[int, ...]
-    """Decimated; the highest point of each piece is kept."""
+    """Thinned; the highest point of each piece is kept."""
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Operations of the matrix products and attention whose shapes were recorded."""
+    """Operations of the GEMMs and attention whose shapes were recorded."""
 
     convention: str
     ranks: Mapping[int, float]
     peak: float
-    """Operations a second of one device; 0 where it is not known."""
+    """Operations a second of one device; 0 when not known."""
     utilisation: Mapping[int, float]
-    """Operations over span times peak; empty where the peak is not known."""
+    """Operations over span times peak; empty when the peak is not known."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing to change, and what it would bring."""
+    """One thing to change, and what it would gain."""
 
     rule: str
     title: str
@@ -303,16 +302,16 @@ class Finding:
     evidence: tuple[str, ...]
     ranks: tuple[int, ...]
     gain: int
-    """Nanoseconds a step that could be won at most, on the ranks that hold the others up."""
+    """Nanoseconds a step that could be gained at most, on the ranks that hold the others up."""
     share: float
     """Of the step."""
     gpu_hours_per_day: float
-    """Device hours won in a day of the whole job."""
+    """Device hours gained in a day of the whole job."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """All answers. What could not be told is empty, and `unseen` says why."""
+    """All answers. What the profiles do not show is empty, and `unseen` says why."""
 
     world: int
     """Ranks of the job, as the profiles say."""
@@ -320,7 +319,7 @@ class Explanation:
     devices: Mapping[int, str]
     """Name of each rank's device; empty for a rank that ran on the host alone."""
     steps: tuple[int, ...]
-    """Profiler steps that were looked at; empty when the whole file was."""
+    """Profiler steps looked at; empty when the whole file was."""
     step_time: int
     """Mean nanoseconds of a step on the slowest rank (of the whole window where there are no steps)."""
     ranks: Mapping[int, Mapping[str, int]]
@@ -334,7 +333,7 @@ class Explanation:
     idle: Mapping[int, Mapping[str, int]]
     """Idle by cause on each rank; the causes add up to its `idle`."""
     exposed_copy: Mapping[int, int]
-    """Copies that neither computing nor communication hid, on each rank."""
+    """Copies that neither compute nor communication overlapped, on each rank."""
     kernels: tuple[KernelTime, ...]
     calls: tuple[CallTime, ...]
     modules: Modules
@@ -346,9 +345,23 @@ class Explanation:
     flops: Flops
     findings: tuple[Finding, ...]
     waits: Mapping[int, int]
-    """Nanoseconds each rank waited in matched collectives for the last one to come, without its first collective of the window,
-    which takes up how ranks began."""
+    """Nanoseconds each rank waited in matched collectives for the last rank to arrive, without the first collective of the window,
+    whose waiting shows only how the ranks began."""
     timeline: Timeline
-    """What ran when on each rank, on one clock; joined and cut so that it can be drawn."""
-    unseen: tuple[str, ...] = field(default=())
+    """What ran when on each rank, on one clock, short enough to draw."""
+    unseen: tuple[str, ...] = ()
     """What the profiles do not show, in sentences."""
+
+    @property
+    def step_count(self) -> int:
+        """Steps looked at; the whole file counts as one."""
+        return max(len(self.steps), 1)
+
+    @property
+    def slowest(self) -> int:
+        """The rank whose steps took longest."""
+        return max(self.ranks, key=lambda rank: self.ranks[rank]["span"], default=0)
+
+    def per_step(self, total: float) -> float:
+        """A sum over ranks and steps, as the mean of one step of one rank."""
+        return total / max(len(self.seen), 1) / self.step_count

@@ -1,9 +1,9 @@
-"""Operations of the matrix products, convolutions and attention of a profile, from the shapes that were recorded.
+"""Operations of the GEMMs, convolutions and attention of a profile, from the recorded shapes.
 
-Only operators that do the work themselves are counted, not those that call them; of counted ones inside of each other, the outer
-one. A multiply-add is two. Attention is counted in full, also where a causal kernel skips half, since a shape does not say it; its
-backward pass repeats the scores, so it is 2.5 times the forward pass (FlashAttention, Dao et al. 2022). What is recomputed is
-counted again, as hardware FLOPs are.
+Only operators that do the work themselves are counted, not those that call them; of two counted ones inside each other, the
+outer. A multiply-add is two operations. Attention is counted in full, also where a causal kernel skips half, since shapes do not
+say so. Its backward recomputes the scores, so it is 2.5 times the forward (FlashAttention, Dao et al. 2022). Recompute counts, as
+in hardware FLOPs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.trace.reading.events import Integers, Profile
-from shardwise.trace.spans.nesting import nest
+from shardwise.trace.reading.profile import Integers, Profile
+from shardwise.trace.spans.intervals import nest
 
 CONVENTION = "hardware FLOPs of matrix products, convolutions and attention: full attention, recomputation in"
 
@@ -26,11 +26,11 @@ _ATTENTION = (
 )  # fmt: skip
 _BACKWARD_OF_ATTENTION = 2.5
 _OWN_GEMMS = ("shardwise::gemm", "shardwise::fp8_gemm", "shardwise::product")
-"""How this project's GEMMs with tuned algorithms begin (`model/gemm`); the last, in profiles of version 0.1."""
+"""Prefixes of this project's GEMMs with tuned algorithms (`model/gemm`); the last is that of version 0.1."""
 
 
 def flops_of(name: str, shapes: list[Any], values: list[Any]) -> float:
-    """Operations of one call, 0 for an operator that is not counted or whose inputs are not those expected."""
+    """Operations of one call, 0 for an operator that is not counted or has unexpected inputs."""
     try:
         return _flops(name, shapes, values)
     except (IndexError, TypeError, ValueError, ZeroDivisionError):
@@ -40,7 +40,7 @@ def flops_of(name: str, shapes: list[Any], values: list[Any]) -> float:
 def _flops(name: str, shapes: list[Any], values: list[Any]) -> float:
     match name:
         case "aten::mm" | "aten::_scaled_mm" | "aten::_int_mm" | "aten::_grouped_mm":
-            return _product(shapes)
+            return _gemm(shapes)
         case "aten::addmm" | "aten::_addmm_activation":
             (m, k), (_, n) = shapes[1], shapes[2]
             return 2.0 * m * n * k
@@ -59,11 +59,11 @@ def _flops(name: str, shapes: list[Any], values: list[Any]) -> float:
         case "aten::convolution":
             return _convolution(shapes[1], _output(shapes[0], shapes[1], values))
         case "aten::convolution_backward":
-            # Once for the input's gradient and once for the weight's, where they are wanted; each as much as forward.
+            # Once for the input's gradient and once for the weight's, where wanted; each costs as much as the forward.
             wanted = values[-1].strip("[]").split(",")[:2] if values and "[" in str(values[-1]) else ["True", "True"]
             return sum(word.strip() == "True" for word in wanted) * _convolution(shapes[2], shapes[0])
         case _ if name.startswith(_OWN_GEMMS):
-            return _product(shapes)
+            return _gemm(shapes)
         case _ if name in _ATTENTION:
             return _attention(*shapes[:3])
         case "aten::_flash_attention_forward":
@@ -78,19 +78,19 @@ def _flops(name: str, shapes: list[Any], values: list[Any]) -> float:
             return 0.0
 
 
-def _product(shapes: list[Any]) -> float:
-    """Rows times a matrix, or each row times one of several."""
+def _gemm(shapes: list[Any]) -> float:
+    """Rows times a matrix, or each row times one of several (grouped)."""
     (m, k), n = shapes[0], shapes[1][-1]
     return 2.0 * m * n * k if len(shapes[1]) > 1 else 0.0
 
 
 def _convolution(weight: list[int], output: list[int]) -> float:
-    """Every element of the output is a sum over a filter: input channels of its group times the kernel."""
+    """Each element of the output is a sum over a filter: input channels of its group times the kernel."""
     return 2.0 * prod(output) * prod(weight[1:])
 
 
 def _output(given: list[int], weight: list[int], values: list[Any]) -> list[int]:
-    """The shape of a convolution's output, by its stride, padding and dilation; a transposed one is not counted."""
+    """The output shape of a convolution, by stride, padding and dilation; a transposed one is not counted."""
     stride, padding, dilation = ([int(n) for n in values[at].strip("[]").split(",")] for at in (3, 4, 5))
     if values[6] != "False":
         return [0]
@@ -99,26 +99,25 @@ def _output(given: list[int], weight: list[int], values: list[Any]) -> list[int]
 
 
 def _attention(q: list[int], k: list[int], v: list[int]) -> float:
-    """Scores and the weighted sum of values; batch, heads, sequence, width."""
+    """Scores and the weighted sum of values; shapes are batch, heads, sequence, width."""
     batch, heads, queries, width = q
     return 2.0 * batch * heads * queries * k[2] * (width + v[3])
 
 
 def _packed_attention(q: list[int], v: list[int], longest: Any, back: list[Any]) -> float:
-    """Documents one after the other, [positions, heads, width], as if all were as long as the longest may be; or as far as
-    they look back, if they do not look back to the beginning."""
+    """Packed documents, [positions, heads, width], counted as if all were as long as the longest, or as the sliding window."""
     positions, heads, width = q
     keys = min([int(longest), *(int(steps) + 1 for steps in back if str(steps).isdigit())])
     return 2.0 * positions * heads * keys * (width + v[2])
 
 
 def event_flops(profile: Profile) -> tuple[Integers, NDArray[np.float64]]:
-    """Events that do counted operations, and how many."""
+    """Events whose operations are counted, and how many those are."""
     shapes, events = profile.shapes, profile.events
     if not len(shapes):
         return np.zeros(0, np.int64), np.zeros(0)
     columns = (events.name[shapes.event], shapes.dims, shapes.values)
-    counted = np.array([flops_counted(name) for name in events.names])[columns[0]]
+    counted = np.array([_may_count(name) for name in events.names])[columns[0]]
     event = shapes.event[counted].astype(np.int64)
     lines = np.stack([column[counted] for column in columns], 1).astype(np.int64)
     distinct, which = np.unique(lines, axis=0, return_inverse=True)
@@ -129,8 +128,8 @@ def event_flops(profile: Profile) -> tuple[Integers, NDArray[np.float64]]:
     return event[outer], found[outer]
 
 
-def flops_counted(name: str) -> bool:
-    """Whether operators of this name may be counted; spares looking at the shapes of all others."""
+def _may_count(name: str) -> bool:
+    """Whether operators of this name may be counted; the shapes of all others need not be decoded."""
     return name.startswith(_OWN_GEMMS) or (
         name.startswith(("aten::", "mkldnn::"))
         and any(word in name for word in ("mm", "mv", "dot", "linear", "conv", "attention"))

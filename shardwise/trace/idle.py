@@ -1,111 +1,194 @@
-"""Why a device had nothing to run. Idle time is what is left of the window when everything that ran is taken away; each piece of
-it gets one cause, so the causes add up to it exactly.
+"""Why a device had nothing to run, how far the host is ahead of it, and a rank's whole time in the ledger's categories.
 
-In this order: the host was fetching a batch; the host itself was in a collective, or in a message between stages; the host had
-waited for the device when it ran out of work, so that nothing was queued; what came next was launched after the device had
-fallen idle; it was launched before, and still began later. The end of a window, where nothing comes next, is unknown.
+Each piece of idle time gets one cause, so the causes add up to it exactly. In this order: the host was fetching a batch; the host
+was in a point-to-point message or another collective; the host was waiting for the device when it ran dry, so nothing was queued;
+the next kernel was launched after the device had fallen idle; it was launched before and still began later. At the end of a
+window, where nothing comes next, the cause is unknown.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.trace.answers import CAUSES
-from shardwise.trace.critical import blocking_calls
-from shardwise.trace.places import phase_of
-from shardwise.trace.reading.events import Events, Integers
-from shardwise.trace.sending.axes import POINT_TO_POINT, collective_of
-from shardwise.trace.spans.activity import Activity, lost_launches
-from shardwise.trace.spans.intervals import Intervals, difference, intersect, nothing, total, union
+from shardwise.ledger import CATEGORIES
+from shardwise.trace.answers import CAUSES, LaunchQueue
+from shardwise.trace.attribution import phase_of
+from shardwise.trace.comms.describe import AXES, POINT_TO_POINT, collective_of
+from shardwise.trace.comms.overlap import busy_intervals
+from shardwise.trace.rank import Rank
+from shardwise.trace.reading.profile import Events, Integers
+from shardwise.trace.spans.activity import COMPUTE, COPY, Activity, blocking_calls, category_of
+from shardwise.trace.spans.intervals import Intervals, difference, distinct, intersect, nothing, total, union
+
+_CATEGORY_OF_CAUSE = {
+    "host": "host", "synchronisation": "host", "data": "data", "peer": "other", "pipeline": "bubble", "device": "other",
+    "unknown": "other",
+}  # fmt: skip
+"""The planner has no word for work that was launched in time and began late."""
 
 
-def idle_causes(activity: Activity, idle: Intervals) -> dict[str, int]:
-    """Nanoseconds of each cause; `idle` is what is idle of the window."""
-    pieces = idle_pieces(activity, idle)
+def idle_causes(rank: Rank) -> dict[str, int]:
+    """Nanoseconds of idle time by cause."""
+    pieces = _idle_pieces(rank.activity, rank.idle)
     return {cause: total(pieces[cause]) for cause in CAUSES}
 
 
-def idle_pieces(activity: Activity, idle: Intervals) -> dict[str, Intervals]:
-    """The idle time apart by cause."""
+def _idle_pieces(activity: Activity, idle: Intervals) -> dict[str, Intervals]:
+    """The idle time split by cause."""
     events = activity.profile.events
     found: dict[str, Intervals] = {}
     left = idle
-    seen = {"data": _data(events), "pipeline": _host_messages(events, True), "peer": _host_messages(events, False)}
-    for cause, spans in seen.items():
+    for cause, spans in (
+        ("data", _intervals(events, events.named(lambda name: phase_of(name) == "data", "annotation", "cpu_op"))),
+        ("pipeline", _host_comms(events, point_to_point=True)),
+        ("peer", _host_comms(events, point_to_point=False)),
+    ):
         found[cause] = intersect(left, spans)
         left = difference(left, spans)
     if activity.on_host:
-        # The time between operators is the host's own: the interpreter, or what the profiler does not see.
+        # Time between operators is the host's own: the interpreter, or what the profiler does not record.
         return dict.fromkeys(CAUSES, nothing()) | found | {"host": left}
-    launch = _launch_of_next(activity, left[1])
-    blocked = _blocked_at(events, left[0])
     start, end = left
+    launch = _launch_of_next(activity, end)
+    blocked = _blocked_at(events, start)
     # Up to the launch the host was late; from the launch on the device was.
-    ready = np.clip(launch, start, end)
     known = launch >= 0
-    # Before the first thing recorded, and after launches of which nothing was, the device may have been busy.
+    ready = np.where(known, np.clip(launch, start, end), start)
+    # Before the first recorded kernel, and after launches whose kernels are missing, the device may have been busy.
     began = int(activity.start[0]) if len(activity) else 0
-    untold = known & ((end <= began) | _something_lost(activity, end))
-    late = (start, np.where(known, ready, start))
-    found["synchronisation"] = union(late[0][blocked], late[1][blocked])
-    found["host"] = union(late[0][~blocked], late[1][~blocked])
-    found["device"] = union(ready[known & ~untold], end[known & ~untold])
-    found["unknown"] = union(np.where(untold, ready, start)[~known | untold], end[~known | untold])
+    unknown = ~known | (end <= began) | _after_lost_launch(activity, end)
+    found["synchronisation"] = union(start[blocked], ready[blocked])
+    found["host"] = union(start[~blocked], ready[~blocked])
+    found["device"] = union(ready[~unknown], end[~unknown])
+    found["unknown"] = union(ready[unknown], end[unknown])
     return found
 
 
-def _data(events: Events) -> Intervals:
-    wanted = [phase_of(name) == "data" for name in events.names]
-    rows = events.named(np.array(wanted or [False])) & events.of_kind("annotation", "cpu_op")
+def _intervals(events: Events, rows: NDArray[np.bool_] | Integers) -> Intervals:
     return union(events.start[rows], events.end[rows])
 
 
-def _host_messages(events: Events, between_stages: bool) -> Intervals:
-    """When the host itself was carrying a message, with a backend of the host's (a device's are launched and let go)."""
-    wanted = []
-    for name in events.names:
+def _host_comms(events: Events, point_to_point: bool) -> Intervals:
+    """When the host itself carried out a collective. A device's are launched and left alone."""
+
+    def wanted(name: str) -> bool:
         host = name.startswith(("gloo:", "mpi:", "c10d::barrier", "c10d::monitored_barrier"))
         kind = collective_of(name) if host else ""
-        wanted.append(bool(kind) and (kind in POINT_TO_POINT) == between_stages)
-    rows = events.named(np.array(wanted or [False])) & events.of_kind("annotation", "cpu_op")
-    return union(events.start[rows], events.end[rows])
+        return bool(kind) and (kind in POINT_TO_POINT) == point_to_point
+
+    return _intervals(events, events.named(wanted, "annotation", "cpu_op"))
 
 
 def _launch_of_next(activity: Activity, gap_end: Integers) -> Integers:
-    """When what ends each gap was launched (the call's start); -1 where nothing comes next or its launch is not known."""
+    """When the kernel after each gap was launched (start of the call); -1 where none follows or its launch is not known."""
     if not len(activity) or not len(gap_end):
         return np.full(len(gap_end), -1, np.int64)
+    # A gap may also end where a cause that goes first begins; then it waited for whatever comes later.
     at = np.searchsorted(activity.start, gap_end, side="left")
-    following = np.minimum(at, len(activity) - 1)
-    # A gap may also end where a cause of higher rank begins; then what follows it later is what it waited for.
-    call = activity.launch[following]
+    call = activity.launch[np.minimum(at, len(activity) - 1)]
     return np.where((at < len(activity)) & (call >= 0), activity.profile.events.start[call], -1)
 
 
-def _something_lost(activity: Activity, gap_end: Integers) -> NDArray[np.bool_]:
-    """Whether something was launched before what ends each gap, and after what came before it on its stream, that the
-    profile does not show."""
+def _after_lost_launch(activity: Activity, gap_end: Integers) -> NDArray[np.bool_]:
+    """Whether something that the profile does not show was launched before the kernel after each gap, and after the kernel before
+    that on its stream."""
     events = activity.profile.events
-    lost = np.sort(events.start[lost_launches(activity)])
+    lost = np.sort(events.start[activity.lost_launches])
     if not len(lost) or not len(gap_end):
         return np.zeros(len(gap_end), np.bool_)
-    order = np.lexsort((activity.start, activity.lane))
-    before = np.full(len(activity), -1, np.int64)
-    same = activity.lane[order[1:]] == activity.lane[order[:-1]]
-    before[order[1:]] = np.where(same, order[:-1], -1)
     following = np.minimum(np.searchsorted(activity.start, gap_end), len(activity) - 1)
-    call, previous = activity.launch[following], activity.launch[before[following]]
+    before = activity.before[following]
+    call, previous = activity.launch[following], activity.launch[before]
     until = np.searchsorted(lost, events.start[call])
-    since = np.searchsorted(lost, np.where((before[following] >= 0) & (previous >= 0), events.start[previous], -1))
+    since = np.searchsorted(lost, np.where((before >= 0) & (previous >= 0), events.start[previous], -1))
     return (call >= 0) & (until > since)
 
 
 def _blocked_at(events: Events, moment: Integers) -> NDArray[np.bool_]:
     """Whether the host was waiting for its device at these moments."""
-    rows = blocking_calls(events)
-    start, end = union(events.start[rows], events.end[rows])
+    start, end = _intervals(events, blocking_calls(events))
     if not len(start):
         return np.zeros(len(moment), np.bool_)
     at = np.searchsorted(start, moment, side="right") - 1
     return (at >= 0) & (moment <= end[np.maximum(at, 0)])
+
+
+def launch_queue(rank: Rank) -> LaunchQueue | None:
+    """How far the host is ahead: a host that is ahead keeps a queue of launched kernels, and the device never waits. None where
+    launches are not known (a profile without a device, or of the device alone)."""
+    activity, span = rank.activity, total(rank.windows)
+    rows = np.flatnonzero(rank.rows & (activity.launch >= 0))
+    if not len(rows) or span <= 0:
+        return None
+    call = activity.profile.events.start[activity.launch[rows]]
+    start, end = activity.start[rows], activity.end[rows]
+    # Clocks of host and device differ a little: a kernel that seems to begin before its launch was not delayed.
+    delay = np.maximum(start - call, 0)
+    busy_until = np.concatenate(([np.iinfo(np.int64).min], np.maximum.accumulate(end)[:-1]))
+    interval = _launch_interval(activity, rows)
+    gap = np.where(np.arange(len(rows)) > 0, start - busy_until, 0)
+    change = np.repeat((1, -1), len(rows))
+    # A kernel that begins as it is launched was never queued, so at equal times starts count first.
+    depth = np.cumsum(change[np.lexsort((change, np.concatenate((call, np.maximum(start, call)))))])
+    covered = total(union(np.minimum(call, start), end))
+    reach = int(end.max() - min(int(call.min()), int(start.min())))
+    return LaunchQueue(
+        launches=len(rows),
+        median_delay=int(np.sort(delay)[(len(delay) - 1) // 2]),
+        longest_delay=int(delay.max()),
+        late=int((call > busy_until).sum()),
+        mean_depth=float(delay.sum() / span),
+        deepest=int(depth.max()),
+        empty=max(reach - covered, 0),
+        short=int(((end - start) < interval).sum()),
+        launch_time=interval,
+        short_gaps=int(gap[(call <= busy_until) & (gap > 0) & (gap <= interval)].sum()),
+    )
+
+
+def _launch_interval(activity: Activity, rows: Integers) -> int:
+    """Median time from one launch to the next on the thread that launches most."""
+    events = activity.profile.events
+    call = distinct(activity.launch[rows])
+    lane = np.bincount(events.lane[call]).argmax()
+    steps = np.diff(events.start[call[events.lane[call] == lane]])
+    return int(np.sort(steps)[(len(steps) - 1) // 2]) if len(steps) else 0
+
+
+def categories(rank: Rank) -> dict[str, int]:
+    """Nanoseconds of each of the ledger's categories within the windows. Every moment has exactly one category, so they add up to
+    the span: compute comes first, then exposed communication by axis, then copies, then idle time by cause."""
+    found = dict.fromkeys(CATEGORIES, 0)
+    left = rank.windows
+    for category, moments in _categories_in_order(rank):
+        found[category] += total(intersect(left, moments))
+        left = difference(left, moments)
+    for cause, moments in _idle_pieces(rank.activity, left).items():
+        found[_CATEGORY_OF_CAUSE[cause]] += total(moments)
+    return found
+
+
+def _categories_in_order(rank: Rank) -> Iterator[tuple[str, Intervals]]:
+    activity, comms, attribution = rank.activity, rank.comms, rank.attribution
+    words = ("matmul", "attention", "memory")
+    kind = activity.profile.events.by_name(lambda name: words.index(category_of(name)))[activity.name]
+    optimizer = np.array([name == "(phase optimizer)" for name in attribution.names])[attribution.owner]
+    computing = activity.kind == COMPUTE
+    for category, rows in (
+        ("matmul", computing & (kind == 0) & ~optimizer),
+        ("attention", computing & (kind == 1) & ~optimizer),
+        ("optimizer", computing & optimizer),
+        ("memory", computing & (kind == 2) & ~optimizer),
+    ):
+        yield category, busy_intervals(activity, comms, rows)
+    for axis in AXES:
+        mine = comms.mask(lambda d: d.axis == axis)  # noqa: B023
+        # A receive lasts from when it is posted: nearly all of it is waiting for the stage before.
+        waits = mine & comms.mask(lambda d: d.axis == "pipeline" and d.collective in ("recv", "send_recv"))
+        yield axis, union(comms.start[mine & ~waits], comms.end[mine & ~waits])
+        yield "bubble", union(comms.start[waits], comms.end[waits])
+    yield "memory", activity.intervals(COPY)
+    yield "other", activity.intervals()

@@ -1,4 +1,4 @@
-"""Kernels by name, and device time by module, over the ranks: how often, how long, what share."""
+"""Device time by kernel and by module over the ranks, calls of the runtime by name, and operations by module."""
 
 from __future__ import annotations
 
@@ -8,101 +8,125 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.trace.answers import PASSES, KernelTime, Modules, ModuleTime
-from shardwise.trace.places import NO_LAUNCH, NO_PLACE, Places
-from shardwise.trace.reading.events import Integers
-from shardwise.trace.spans.activity import Activity
-from shardwise.trace.spans.classes import CLASSES
-from shardwise.trace.spans.nesting import distinct
+from shardwise.trace.answers import PASSES, CallTime, Flops, KernelTime, Modules, ModuleTime
+from shardwise.trace.attribution import NO_LAUNCH, UNATTRIBUTED
+from shardwise.trace.flops import CONVENTION, event_flops
+from shardwise.trace.rank import Rank
+from shardwise.trace.reading.profile import Integers
+from shardwise.trace.spans.activity import CLASSES
+from shardwise.trace.spans.intervals import distinct, total
 
 
-def kernels(
-    activities: Mapping[int, Activity], chosen: Mapping[int, NDArray[np.bool_]], places: Mapping[int, Places]
-) -> tuple[KernelTime, ...]:
-    """Names by total time; `chosen` says which rows of each rank are looked at. A name that stands for computing on one rank
-    does so on all."""
+def kernel_times(ranks: Mapping[int, Rank]) -> tuple[KernelTime, ...]:
+    """Kernels by total time, one entry for each name and class."""
     count: dict[tuple[str, int], int] = defaultdict(int)
     longest: dict[tuple[str, int], int] = defaultdict(int)
-    ranks: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
+    times: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
     modules: dict[tuple[str, int], dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    for rank, activity in activities.items():
-        rows = np.flatnonzero(chosen[rank])
-        if not len(rows):
-            continue
+    for rank, r in ranks.items():
+        activity, attribution, names = r.activity, r.attribution, r.profile.events.names
+        rows = np.flatnonzero(r.rows)
         length = (activity.end - activity.start)[rows]
         key = activity.name[rows].astype(np.int64) * len(CLASSES) + activity.kind[rows]
         keys, which = np.unique(key, return_inverse=True)
-        total, most = np.zeros(len(keys), np.int64), np.zeros(len(keys), np.int64)
-        np.add.at(total, which, length)
+        named = [(names[one // len(CLASSES)], one % len(CLASSES)) for one in keys.tolist()]
+        most = np.zeros(len(keys), np.int64)
         np.maximum.at(most, which, length)
-        # A piece of an operator's own time is not a call of it: calls are counted by their events.
-        most_events = len(activity.profile.events)
-        calls = distinct(which * most_events + activity.event[rows]) // most_events if activity.on_host else which
-        times = np.bincount(calls, minlength=len(keys))
-        width = len(places[rank].names)
-        pairs, pair = np.unique(which * width + places[rank].place[rows], return_inverse=True)
-        shares = np.zeros(len(pairs), np.int64)
-        np.add.at(shares, pair, length)
-        for at, place, share in zip((pairs // width).tolist(), (pairs % width).tolist(), shares.tolist(), strict=True):
-            one = int(keys[at])
-            name = (activity.profile.events.names[one // len(CLASSES)], one % len(CLASSES))
-            modules[name][places[rank].names[place]] += share
-        for at, one in enumerate(keys.tolist()):
-            name = (activity.profile.events.names[one // len(CLASSES)], one % len(CLASSES))
-            count[name] += int(times[at])
-            longest[name] = max(longest[name], int(most[at]))
-            ranks[name][rank] = int(total[at])
-    everything = sum(sum(of.values()) for of in ranks.values())
-    rows_found = [
+        # Several pieces of an operator's self time are one call: calls are counted by their events.
+        events = len(r.profile.events)
+        calls = distinct(which * events + activity.event[rows]) // events if activity.on_host else which
+        width = len(attribution.names)
+        pairs, pair = np.unique(which * width + attribution.owner[rows], return_inverse=True)
+        for one, share in zip(pairs.tolist(), _sums(pair, length, len(pairs)).tolist(), strict=True):
+            modules[named[one // width]][attribution.names[one % width]] += share
+        columns = (np.bincount(calls, minlength=len(keys)), most, _sums(which, length, len(keys)))
+        for name, number, high, time in zip(named, *(column.tolist() for column in columns), strict=True):
+            count[name] += number
+            longest[name] = max(longest[name], high)
+            times[name][rank] = time
+    everything = sum(sum(of.values()) for of in times.values())
+    found = [
         KernelTime(
             name, CLASSES[kind], count[name, kind], sum(of.values()), longest[name, kind],
             sum(of.values()) / everything if everything else 0.0, of, max(modules[name, kind].items(), key=lambda m: m[1])[0],
         )
-        for (name, kind), of in ranks.items()
+        for (name, kind), of in times.items()
     ]  # fmt: skip
-    return tuple(sorted(rows_found, key=lambda row: (-row.total, row.name)))
+    return tuple(sorted(found, key=lambda row: (-row.total, row.name)))
 
 
-def modules(
-    activities: Mapping[int, Activity],
-    chosen: Mapping[int, NDArray[np.bool_]],
-    places: Mapping[int, Places],
-    flops: Mapping[int, Mapping[str, float]],
-) -> Modules:
-    """Device time by module and pass, by total time; `places` has one place for each row of the activity."""
+def _sums(which: NDArray[np.integer], value: Integers, count: int) -> Integers:
+    """Sums of values by group; exact, unlike those of `np.bincount`, which are floats."""
+    found = np.zeros(count, np.int64)
+    np.add.at(found, which, value)
+    return found
+
+
+def module_times(ranks: Mapping[int, Rank], flops: Mapping[int, Mapping[str, float]]) -> Modules:
+    """Device time by module and pass; modules by total time. `flops` are those of each rank and module."""
     passes: dict[str, Integers] = defaultdict(lambda: np.zeros(len(PASSES), np.int64))
-    kernel: dict[str, int] = defaultdict(int)
-    ranks: dict[str, dict[int, int]] = defaultdict(dict)
+    kernels: dict[str, int] = defaultdict(int)
+    times: dict[str, dict[int, int]] = defaultdict(dict)
     attributed: dict[int, float] = {}
     inside: dict[int, float] = {}
-    for rank, activity in activities.items():
-        rows = np.flatnonzero(chosen[rank])
-        place = places[rank]
+    for rank, r in ranks.items():
+        activity, attribution = r.activity, r.attribution
+        rows = np.flatnonzero(r.rows)
+        owner = attribution.owner[rows]
         length = (activity.end - activity.start)[rows]
-        table = np.zeros((len(place.names), len(PASSES)), np.int64)
-        np.add.at(table, (place.place[rows], place.passes[rows]), length)
-        counted = np.bincount(place.place[rows], minlength=len(place.names))
+        table = np.zeros((len(attribution.names), len(PASSES)), np.int64)
+        np.add.at(table, (owner, attribution.passes[rows]), length)
+        counted = np.bincount(owner, minlength=len(attribution.names))
+        for at in np.flatnonzero(counted).tolist():
+            name = attribution.names[at]
+            passes[name] += table[at]
+            kernels[name] += int(counted[at])
+            times[name][rank] = int(table[at].sum())
+        known = [name not in (UNATTRIBUTED, NO_LAUNCH) for name in attribution.names]
         everything = int(length.sum())
-        for at, name in enumerate(place.names):
-            if counted[at]:
-                passes[name] += table[at]
-                kernel[name] += int(counted[at])
-                ranks[name][rank] = int(table[at].sum())
-        told = [name not in (NO_PLACE, NO_LAUNCH) for name in place.names]
-        attributed[rank] = int(table[told].sum()) / everything if everything else 0.0
-        inside[rank] = int(table[place.module].sum()) / everything if everything else 0.0
-    by_module: dict[str, float] = defaultdict(float)
-    for of_rank in flops.values():
-        for name, operations in of_rank.items():
-            by_module[name] += operations
-    rows_found = [
+        attributed[rank] = int(table[known].sum()) / everything if everything else 0.0
+        inside[rank] = int(table[attribution.is_module].sum()) / everything if everything else 0.0
+    found = [
         ModuleTime(
             name,
             dict(zip(PASSES, passes[name].tolist(), strict=True)),
-            kernel[name],
-            by_module.get(name, 0.0),
-            ranks[name],
+            kernels[name],
+            sum(of_rank.get(name, 0.0) for of_rank in flops.values()),
+            times[name],
         )
         for name in passes
     ]
-    return Modules(tuple(sorted(rows_found, key=lambda row: (-row.total, row.module))), attributed, inside)
+    return Modules(tuple(sorted(found, key=lambda row: (-row.total, row.module))), attributed, inside)
+
+
+def call_times(ranks: Mapping[int, Rank]) -> tuple[CallTime, ...]:
+    """Calls of the driver and runtime, by total time."""
+    count: dict[str, int] = defaultdict(int)
+    time: dict[str, dict[int, int]] = defaultdict(dict)
+    for rank, r in ranks.items():
+        events = r.profile.events
+        rows = np.flatnonzero(events.of_kind("runtime"))
+        rows = rows[r.on_host(rows)]
+        counts = np.bincount(events.name[rows], minlength=len(events.names))
+        totals = _sums(events.name[rows], events.duration[rows], len(events.names))
+        for at in np.flatnonzero(counts).tolist():
+            count[events.names[at]] += int(counts[at])
+            time[events.names[at]][rank] = int(totals[at])
+    found = [CallTime(name, count[name], sum(of.values()), of) for name, of in time.items()]
+    return tuple(sorted(found, key=lambda row: (-row.total, row.name)))
+
+
+def flops_of_ranks(ranks: Mapping[int, Rank], peak: float) -> tuple[Flops, dict[int, dict[str, float]]]:
+    """Operations of each rank, and of its modules; `peak` is what a device can do a second, 0 when not known."""
+    by_module: dict[int, dict[str, float]] = {}
+    for rank, r in ranks.items():
+        event, operations = event_flops(r.profile)
+        inside = r.on_host(event)
+        event, operations = event[inside], operations[inside]
+        found = r.finder.find(r.profile.events.lane[event], r.profile.events.start[event])
+        sums = np.bincount(found.owner, operations, minlength=len(found.names))
+        by_module[rank] = {found.names[at]: float(sums[at]) for at in np.flatnonzero(sums)}
+    each = {rank: sum(of.values()) for rank, of in by_module.items() if of}
+    span = {rank: total(ranks[rank].windows) for rank in each}
+    used = {rank: each[rank] / (peak * span[rank] / 1e9) for rank in each if peak and span[rank]}
+    return Flops(CONVENTION, each, peak, used), by_module

@@ -1,66 +1,66 @@
-"""The pipeline as it was executed: the actions of each rank in their order, whether that is a known schedule, and the bubble.
+"""The pipeline as it was executed: the actions of each rank in order, which schedule that is, and the bubble.
 
-A rank's time, from its first action to the end of its last, is split at the beginnings of its actions; what it spends in one of
-the pieces without waiting for a message is the work of that action. All else in the window that the pipeline's ranks share is
-bubble. The lists are then played once more with exactly these works, and with the delays that messages were seen to have: if the
-profile was read rightly, that gives the same bubble. Played with messages that arrive at once, it is the schedule's own.
+A rank's time, from the start of its first action to the end of its last, is split at the starts of its actions. The time in an
+action that was not spent waiting for a message is the work of that action; everything else in the window of the pipeline is
+bubble. The lists are then played with these works and the measured delays of the messages: if the profile was read correctly,
+that gives the same bubble. Played with messages that arrive at once, it gives the bubble of the schedule alone.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
 from shardwise.labels import read_label
-from shardwise.schedules import KINDS, SCHEDULES, Action, legal, make_schedule
+from shardwise.schedules import KINDS, SCHEDULES, Action, Stuck, legal, make_schedule, play
 from shardwise.trace.answers import PipelineRank, PipelineStep
-from shardwise.trace.reading.events import Profile
-from shardwise.trace.sending.axes import POINT_TO_POINT, axis_of
-from shardwise.trace.sending.sent import Sent, label_spans
-from shardwise.trace.spans.activity import Activity
-from shardwise.trace.spans.classes import COMMUNICATION
-from shardwise.trace.spans.intervals import Intervals, difference, intersect, total, union, window
+from shardwise.trace.comms.describe import POINT_TO_POINT, UNKNOWN, axis_of
+from shardwise.trace.comms.events import CollectiveEvents
+from shardwise.trace.rank import Rank
+from shardwise.trace.reading.profile import Profile
+from shardwise.trace.spans.activity import COMPUTE, COPY, Activity, label_spans
+from shardwise.trace.spans.intervals import Intervals, difference, intersect, join, total, union, window
 
 
 @dataclass(frozen=True)
 class Executed:
-    """One rank's actions in one step: beginnings, the end of the last, and when it waited for messages; reference clock."""
+    """One rank's actions in one step, on the reference clock."""
 
     actions: tuple[Action, ...]
-    begin: tuple[int, ...]
-    end: int
+    edges: tuple[int, ...]
+    """Start of each action, and the end of the last."""
     waits: Intervals
+    """When it waited for messages."""
 
-    @property
-    def first(self) -> tuple[int, int]:
-        """Beginning and end of the first action."""
-        return self.begin[0], self.begin[1] if len(self.begin) > 1 else self.end
+    @cached_property
+    def waited(self) -> list[int]:
+        """How long it waited in each action."""
+        return [total(intersect(self.waits, window(start, end))) for start, end in pairwise(self.edges)]
 
+    @cached_property
     def works(self) -> list[int]:
-        """What each action took without waiting."""
-        edges = [*self.begin, self.end]
-        return [
-            after - before - total(intersect(self.waits, window(before, after))) for before, after in pairwise(edges)
-        ]
+        """How long each action took without waiting."""
+        return [end - start - wait for (start, end), wait in zip(pairwise(self.edges), self.waited, strict=True)]
 
 
 def read_action(text: str) -> Action | None:
-    """The action of a label's word, "F2.5"; None for what is none."""
+    """The action that a label names, as in "F2.5"; None for any other text."""
     stage, dot, microbatch = text[1:].partition(".")
     if text[:1] in KINDS and dot and stage.isdigit() and microbatch.isdigit():
         return Action(text[0], int(stage), int(microbatch))  # type: ignore[arg-type]
     return None
 
 
-def executed(activity: Activity, sent: Sent, shift: int, start: int, end: int) -> Executed | None:
-    """What a rank did in a window; `shift` takes the profile's clock to the reference. None without labels of actions."""
-    profile = activity.profile
-    events = profile.events
+def executed(rank: Rank, shift: int, start: int, end: int) -> Executed | None:
+    """The actions of a rank in a window; `shift` takes the profile's clock to the reference. None without labels of actions."""
+    activity, events = rank.activity, rank.profile.events
     found: list[tuple[int, int, int, Action]] = []
-    for event in label_spans(profile, "action").event.tolist():
+    for event in label_spans(events, "action").event.tolist():
         label = read_label(events.names[events.name[event]])
         action = read_action(label.words[0]) if label else None
         if action is not None and events.start[event] < end and events.end[event] > start:
@@ -72,15 +72,15 @@ def executed(activity: Activity, sent: Sent, shift: int, start: int, end: int) -
         begin, last = [one[0] for one in found], max(one[1] for one in found)
     else:
         begin, last = _on_device(activity, found)
-    waits = _waits(activity, sent, int(events.lane[found[0][2]]))
+    waits = _waits(activity, rank.comms, int(events.lane[found[0][2]]))
     inside = intersect(waits, window(begin[0], last))
-    moved = union(inside[0] + shift, inside[1] + shift)
-    return Executed(tuple(one[3] for one in found), tuple(b + shift for b in begin), last + shift, moved)
+    edges = tuple(time + shift for time in (*begin, last))
+    return Executed(tuple(one[3] for one in found), edges, Intervals(inside.start + shift, inside.end + shift))
 
 
 def _on_device(activity: Activity, found: Sequence[tuple[int, int, int, Action]]) -> tuple[list[int], int]:
-    """When the device began what each action launched, and ended the last of it. An action that launched nothing begins with
-    the one after it."""
+    """When the device began the first kernel of each action, and ended the last of all. An action that launched nothing begins
+    with the next one."""
     events = activity.profile.events
     first = np.array([one[0] for one in found])
     finish = np.array([one[1] for one in found])
@@ -98,39 +98,39 @@ def _on_device(activity: Activity, found: Sequence[tuple[int, int, int, Action]]
     return begin.tolist(), end
 
 
-def _waits(activity: Activity, sent: Sent, lane: int) -> Intervals:
-    """When a rank had nothing to do but wait for a message of the pipeline: a receive was under way, and its device did nothing
-    else, or the host's thread that runs the actions."""
-    waiting = sent.those(
-        lambda d: d.collective in POINT_TO_POINT and d.collective != "send" and d.axis in ("pipeline", "unknown")
-    )
-    receives = union(sent.start[waiting], sent.end[waiting])
+def _waits(activity: Activity, comms: CollectiveEvents, lane: int) -> Intervals:
+    """When a rank only waited for a message of the pipeline: a receive was in flight, and its device, or the host's thread that
+    runs the actions, did nothing else."""
+    waiting = comms.mask(lambda d: d.collective in ("recv", "send_recv") and d.axis in ("pipeline", UNKNOWN))
+    receives = union(comms.start[waiting], comms.end[waiting])
     if activity.on_host:
-        asked = np.zeros(len(activity.profile.events), np.bool_)
-        asked[sent.carrier[sent.carrier >= 0]] = True
-        busy = (activity.lane == lane) & ~asked[activity.event]
+        carried = np.zeros(len(activity.profile.events), np.bool_)
+        carried[comms.carrier[comms.carrier >= 0]] = True
+        busy = (activity.lane == lane) & ~carried[activity.event]
         return difference(receives, union(activity.start[busy], activity.end[busy]))
-    busy = activity.kind != COMMUNICATION
-    others = ~sent.those(lambda d: d.collective in POINT_TO_POINT)
-    computing = union(
-        np.concatenate((activity.start[busy], sent.start[others])),
-        np.concatenate((activity.end[busy], sent.end[others])),
-    )
+    others = ~comms.mask(lambda d: d.collective in POINT_TO_POINT)
+    computing = join(activity.intervals(COMPUTE, COPY), union(comms.start[others], comms.end[others]))
     return difference(receives, computing)
 
 
-def pipelines(profiles: Mapping[int, Profile], steps: Mapping[int, Mapping[int, Executed]]) -> tuple[PipelineStep, ...]:
-    """Every pipeline in every step; `steps` has what each rank executed, by step and rank."""
-    found = []
-    for step, ranks in sorted(steps.items()):
-        for members in _members(profiles, ranks):
-            seen = {rank: ranks[rank] for rank in members if rank in ranks}
-            found.append(_one(step, members, seen))
-    return tuple(found)
+def pipelines(ranks: Mapping[int, Rank], shifts: Mapping[int, int]) -> tuple[PipelineStep, ...]:
+    """Every pipeline in every step; `shifts` take each rank's times to the reference clock."""
+    steps: dict[int, dict[int, Executed]] = defaultdict(dict)
+    for rank, r in ranks.items():
+        for number, start, end in r.steps:
+            one = executed(r, shifts[rank], start, end)
+            if one is not None:
+                steps[number][rank] = one
+    profiles = {rank: r.profile for rank, r in ranks.items()}
+    return tuple(
+        _pipeline_step(step, members, {rank: of_rank[rank] for rank in members if rank in of_rank})
+        for step, of_rank in sorted(steps.items())
+        for members in _members(profiles, of_rank)
+    )
 
 
 def _members(profiles: Mapping[int, Profile], ranks: Mapping[int, Executed]) -> Iterator[tuple[int, ...]]:
-    """The pipelines that these ranks belong to: their groups of that axis, or each for itself where none is named."""
+    """The pipelines of these ranks: their process groups of that axis, or each rank by itself where no group is named."""
     done: set[int] = set()
     for rank in sorted(ranks):
         if rank in done:
@@ -144,89 +144,65 @@ def _members(profiles: Mapping[int, Profile], ranks: Mapping[int, Executed]) -> 
         yield members
 
 
-def _one(step: int, members: tuple[int, ...], seen: Mapping[int, Executed]) -> PipelineStep:
+def _pipeline_step(step: int, members: tuple[int, ...], seen: Mapping[int, Executed]) -> PipelineStep:
     # A rank that waits for its first message has not begun.
-    start = min(one.begin[0] + total(intersect(one.waits, window(*one.first))) for one in seen.values())
-    end = max(one.end for one in seen.values())
-    works = {rank: one.works() for rank, one in seen.items()}
+    start = min(one.edges[0] + one.waited[0] for one in seen.values())
+    end = max(one.edges[-1] for one in seen.values())
     lists = {rank: one.actions for rank, one in seen.items()}
-    whole = len(seen) == len(members)
-    played = play(lists, works, _latencies(seen)) if whole else None
-    instant = play(lists, works, {}) if whole else None
+    scheduled = instant = None
+    if len(seen) == len(members):
+        parts = list(seen.values())
+        scheduled, instant = played(parts, _latencies(parts)), played(parts, {})
     name, chunks, microbatches = _schedule(members, lists)
     ranks = {}
     for rank, one in seen.items():
-        work = sum(works[rank])
+        work = sum(one.works)
         ranks[rank] = PipelineRank(
-            tuple(map(str, one.actions)), one.begin[0], one.end, work, end - start - work,
-            played - work if played is not None else 0, instant - work if instant is not None else 0,
+            tuple(map(str, one.actions)), one.edges[0], one.edges[-1], work, end - start - work,
+            scheduled - work if scheduled is not None else 0, instant - work if instant is not None else 0,
         )  # fmt: skip
     return PipelineStep(step, members, end - start, ranks, name, chunks, microbatches)
 
 
-def _input(action: Action, last: int) -> tuple[str, int, int] | None:
-    """What an action needs from another stage, as `_output` names it."""
-    kind, stage, microbatch = action
-    if kind == "F" and stage > 0:
-        return "F", stage - 1, microbatch
-    return ("B", stage + 1, microbatch) if kind in ("B", "I") and stage < last else None
-
-
-def _output(action: Action) -> tuple[str, int, int]:
-    """What an action makes; both kinds of backward pass for the input make the gradient that travels on."""
-    return ("B" if action.kind == "I" else action.kind), action.stage, action.microbatch
-
-
-def _latencies(seen: Mapping[int, Executed]) -> dict[tuple[str, int, int], int]:
-    """Of each message: from the end of the action that made it to when the action that needs it could have begun, had it waited
-    first and worked then. Less than nothing where it was sent before its action was over."""
-    ended: dict[tuple[str, int, int], int] = {}
-    for one in seen.values():
-        for action, end in zip(one.actions, (*one.begin[1:], one.end), strict=True):
-            ended[_output(action)] = end
-    last = max((action.stage for one in seen.values() for action in one.actions), default=0)
-    found: dict[tuple[str, int, int], int] = {}
-    for one in seen.values():
-        for action, begin, end in zip(one.actions, one.begin, (*one.begin[1:], one.end), strict=True):
-            needs = _input(action, last)
-            if needs is not None and needs in ended:
-                waited = total(intersect(one.waits, window(begin, end)))
+def _latencies(seen: Sequence[Executed]) -> dict[Action, int]:
+    """Of each message, named by the forward or backward that made it: from the end of that action to when the action that needs it
+    could have begun, had it waited first and worked then. Negative where it was sent before its action was over."""
+    ended = {_maker(action): end for one in seen for action, end in zip(one.actions, one.edges[1:], strict=True)}
+    found: dict[Action, int] = {}
+    for one in seen:
+        for (kind, stage, microbatch), begin, waited in zip(one.actions, one.edges, one.waited, strict=False):
+            if kind == "W":
+                continue
+            needs = Action("F", stage - 1, microbatch) if kind == "F" else Action("B", stage + 1, microbatch)
+            if needs in ended:
                 found[needs] = begin + waited - ended[needs] if waited else min(0, begin - ended[needs])
     return found
 
 
-def play(
-    lists: Mapping[int, Sequence[Action]],
-    works: Mapping[int, Sequence[int]],
-    latency: Mapping[tuple[str, int, int], int],
-) -> int | None:
-    """From the first start to the last end when every action begins as soon as its rank is free and its input is there, with a
-    duration of its own for each; None when the lists wait for each other. In whole nanoseconds, which is why this is not
-    `schedules.time`."""
-    done: dict[tuple[str, int, int], int] = {}
-    last = max((action.stage for actions in lists.values() for action in actions), default=0)
-    at = dict.fromkeys(lists, 0)
-    clock = dict.fromkeys(lists, 0)
-    moved = True
-    while moved:
-        moved = False
-        for rank, actions in lists.items():
-            while at[rank] < len(actions):
-                action = actions[at[rank]]
-                needs = _input(action, last)
-                if needs is not None and needs not in done:
-                    break
-                arrival = done[needs] + latency.get(needs, 0) if needs is not None else 0
-                clock[rank] = max(clock[rank], arrival) + works[rank][at[rank]]
-                done[_output(action)] = clock[rank]
-                at[rank] += 1
-                moved = True
-    stuck = any(at[rank] < len(actions) for rank, actions in lists.items())
-    return None if stuck else max(clock.values(), default=0)
+def _maker(action: Action) -> Action:
+    """The action as the maker of a message: both kinds of backward for the input make the gradient that is sent on."""
+    return action._replace(kind="B") if action.kind == "I" else action
+
+
+def played(seen: Sequence[Executed], latency: Mapping[Action, int]) -> int | None:
+    """From the first start to the last end when every action begins as soon as its rank is free and its input has arrived. None
+    when the lists wait for each other. Exact: floats hold integers of up to 2^53, and a step has fewer nanoseconds."""
+    actions = [action for one in seen for action in one.actions]
+    stages = 1 + max(action.stage for action in actions)
+    microbatches = 1 + max(action.microbatch for action in actions)
+    forward, backward = (
+        [float(latency.get(Action(kind, s, m), 0)) for s in range(stages) for m in range(microbatches)]
+        for kind in ("F", "B")
+    )
+    works = [list(map(float, one.works)) for one in seen]
+    try:
+        return int(play([one.actions for one in seen], stages, microbatches, works, forward, backward).makespan)
+    except Stuck:
+        return None
 
 
 def _schedule(members: tuple[int, ...], lists: Mapping[int, Sequence[Action]]) -> tuple[str, int, int]:
-    """The name of the schedule that these lists are, stages a rank, and microbatches; "" where it is none."""
+    """The name of the schedule that these lists are, "" when unknown; stages per rank; microbatches."""
     actions = [action for rank in lists for action in lists[rank]]
     microbatches = len({action.microbatch for action in actions})
     stages = len({action.stage for action in actions})

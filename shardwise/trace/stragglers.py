@@ -1,7 +1,7 @@
-"""Which rank the others wait for, and why: its own work takes longer than that of its peers, or it comes late to collectives.
+"""Which rank the others wait for, and why: its own work takes longer than that of its peers, or it arrives late at collectives.
 
-Something is said only where it shows in nearly every step, stands out from the spread of the peers, and matters for the step.
-Ranks of different pipeline stages have different work, so a rank's peers are those of its stage.
+A rank is named only if it shows in nearly every step, stands out from the spread of its peers, and matters for the step. Pipeline
+stages differ in work, so a rank's peers are the ranks of its stage.
 """
 
 from __future__ import annotations
@@ -13,31 +13,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.trace.answers import Clock, Straggler
-from shardwise.trace.reading.events import Profile
-from shardwise.trace.sending.axes import axis_of
-from shardwise.trace.sending.matching import Matches, Waiting
+from shardwise.trace.comms.describe import axis_of
+from shardwise.trace.comms.matching import Matches, Waiting
+from shardwise.trace.rank import Rank
+from shardwise.trace.reading.profile import Profile
+from shardwise.trace.spans.intervals import intersect, total, window
 
 ENOUGH = 0.02
-"""Share of a step below which nothing is said."""
+"""Share of a step below which a rank is not named."""
 STANDS_OUT = 3
 """How many times the median deviation of its peers a rank must differ by."""
 OFTEN = 0.8
-"""Share of steps in which it must show, and of collectives to which it must be last."""
+"""Share of steps in which it must show, and of collectives at which it must be last."""
 FEWEST_PEERS = 2
 FEWEST_COLLECTIVES = 5
 
 
 def stragglers(
-    profiles: Mapping[int, Profile],
-    compute: Mapping[int, Sequence[int]],
+    ranks: Mapping[int, Rank],
     step_time: int,
     matches: Matches,
     waiting: Waiting,
     first: NDArray[np.bool_],
     clocks: Mapping[int, Clock],
-    steps: int,
 ) -> tuple[Straggler, ...]:
-    """`compute` is each rank's computing time in each step; `first` are rows of collectives that take up how ranks began."""
+    """Stragglers by excess; `first` are rows of collectives whose waiting shows only how the ranks began."""
+    compute = {
+        rank: [total(intersect(r.computing, window(start, end))) for _, start, end in r.steps]
+        for rank, r in ranks.items()
+    }
+    steps = max((len(of) for of in compute.values()), default=1)
+    profiles = {rank: r.profile for rank, r in ranks.items()}
     found = [*_slow(profiles, compute, step_time), *_late(matches, waiting, first, clocks, step_time, steps)]
     slow = {one.rank for one in found if one.reason == "compute"}
     kept = [one for one in found if one.reason == "compute" or one.rank not in slow]
@@ -62,14 +68,14 @@ def _slow(profiles: Mapping[int, Profile], compute: Mapping[int, Sequence[int]],
         table = np.array([compute[other] for other in others])
         middle = np.median(table, axis=0)
         excess = np.array(compute[rank]) - middle
-        stray = float(np.median(np.abs(table - middle)))
+        deviation = float(np.median(np.abs(table - middle)))
         mean = int(excess.mean())
-        often = float((excess > STANDS_OUT * stray).mean())
-        if step_time and mean > ENOUGH * step_time and mean > STANDS_OUT * stray and often >= OFTEN:
+        often = float((excess > STANDS_OUT * deviation).mean())
+        if step_time and mean > ENOUGH * step_time and mean > STANDS_OUT * deviation and often >= OFTEN:
             usual = float(middle.mean())
             evidence = (
                 f"computes {np.mean(compute[rank]) / 1e6:.2f} ms a step, its {len(others)} peers {usual / 1e6:.2f} ms "
-                f"(half of them within {stray / 1e6:.2f} ms), in {often:.0%} of {len(compute[rank])} steps"
+                f"(half of them within {deviation / 1e6:.2f} ms), in {often:.0%} of {len(compute[rank])} steps"
             )
             found.append(Straggler(rank, "compute", mean, mean / step_time, evidence))
     return found
@@ -83,20 +89,20 @@ def _late(
     step_time: int,
     steps: int,
 ) -> list[Straggler]:
-    """Ranks that nearly every collective they take part in waits for."""
+    """Ranks at which nearly every collective they take part in waits."""
     if not len(matches):
         return []
     taken: dict[int, int] = defaultdict(int)
     last: dict[int, int] = defaultdict(int)
     caused: dict[int, int] = defaultdict(int)
-    sure = {rank: max(clock.uncertainty, 0) for rank, clock in clocks.items()}
+    uncertainty = max((clock.uncertainty for clock in clocks.values() if clock.uncertainty > 0), default=0)
     heads = np.append(True, np.diff(matches.collective) != 0)
     members = np.bincount(matches.collective)[matches.collective]
     for at in range(len(matches)):
         if members[at] <= FEWEST_PEERS or first[at]:
             continue
         taken[int(matches.rank[at])] += 1
-        if heads[at] and waiting.lateness[at] > 2 * max(sure.values(), default=0):
+        if heads[at] and waiting.lateness[at] > 2 * uncertainty:
             rank = int(waiting.last[at])
             last[rank] += 1
             caused[rank] += int(waiting.lateness[at])
@@ -106,8 +112,8 @@ def _late(
         if taken[rank] < FEWEST_COLLECTIVES or count < OFTEN * taken[rank] or excess <= ENOUGH * step_time:
             continue
         evidence = (
-            f"comes last to {count} of its {taken[rank]} matched collectives, on the whole {excess / 1e6:.2f} ms a step after "
-            f"the rank before it (clocks known to {max(sure.values(), default=0) / 1e3:.0f} us)"
+            f"arrives last at {count} of its {taken[rank]} matched collectives, in total {excess / 1e6:.2f} ms a step after "
+            f"the rank before it (clocks known to {uncertainty / 1e3:.0f} us)"
         )
         found.append(Straggler(rank, "late", excess, excess / step_time if step_time else 0.0, evidence))
     return found

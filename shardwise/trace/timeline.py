@@ -1,7 +1,7 @@
-"""What ran when on each rank, on one clock, for drawing and for export: the ledger's timeline, made of what was recorded.
+"""What is drawn over time: what ran when on each rank, on one clock, as the ledger's timeline; and memory.
 
-A profile has more spans than a picture has points. Spans of one stream that are shorter than a point is wide, and begin in the same
-point, are drawn as one; so what is drawn stays small and still shows every stretch of work and every gap that could be seen.
+A profile has more spans than a picture has pixels. Short spans of one stream that begin in the same pixel are drawn as one, so a
+timeline stays small and still shows every stretch of work and every visible gap. A memory curve keeps its peaks likewise.
 """
 
 from __future__ import annotations
@@ -10,49 +10,46 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shardwise.ledger import Span, Timeline
-from shardwise.trace.reading.events import Integers
-from shardwise.trace.sending.sent import Sent
-from shardwise.trace.spans.activity import Activity
-from shardwise.trace.spans.classes import COMMUNICATION, COPY
-from shardwise.trace.spans.intervals import Intervals
-from shardwise.trace.spans.kinds import category_of
-from shardwise.trace.spans.working import row_axes
+from shardwise.trace.answers import Clock, MemoryCurve
+from shardwise.trace.comms.overlap import row_axes
+from shardwise.trace.rank import Rank
+from shardwise.trace.reading.profile import Integers, Profile
+from shardwise.trace.spans.activity import COMMUNICATION, COPY, category_of
 
 SPANS = 24_000
 """Of all ranks together, about, when spans are joined."""
 FEWEST, MOST = 60, 600
-"""Points across one stream of one rank."""
+"""Pixels across one stream of one rank."""
 STREAMS = 3
 """That a rank usually has."""
+POINTS = 400
+"""Of a memory curve."""
+
+_DEVICE_TYPES = {0: "cpu", 1: "gpu", 12: "xpu"}
 
 
-def timeline(
-    ranks: Mapping[int, tuple[Activity, Sent, Intervals]],
-    shifts: Mapping[int, int],
-    joined: bool = True,
-    points: int = 0,
-) -> Timeline:
-    """Every rank's rows in its windows; `shifts` takes its times to nanoseconds from the beginning. Not `joined`, every row is
-    a span of its own, as an export wants it; `points` is how many a stream is drawn with (0: by the number of ranks)."""
+def timeline(ranks: Mapping[int, Rank], clocks: Mapping[int, Clock], points: int | None = 0) -> Timeline:
+    """Every rank's rows in its windows, in seconds from the first window, on one clock. `points` is how many pixels a stream is
+    drawn with (0: by the number of ranks); with None no rows are joined, as an export wants it."""
+    ranks = {rank: r for rank, r in ranks.items() if rank in clocks and len(r.windows.start)}
+    absolute = {rank: r.profile.base + clocks[rank].offset for rank, r in ranks.items()}
+    origin = min((int(r.windows.start[0]) + absolute[rank] for rank, r in ranks.items()), default=0)
     found: list[Span] = []
     length = 0
-    points = points or min(max(SPANS // max(STREAMS * len(ranks), 1), FEWEST), MOST)
-    for rank, (activity, sent, windows) in ranks.items():
-        if not len(windows.start):
-            continue
-        first, last = int(windows.start[0]), int(windows.end[-1])
-        grain = max((last - first) // points, 1) if joined else 0
-        found += _spans(rank, activity, sent, (first, last), shifts[rank], grain)
-        length = max(length, last + shifts[rank])
+    across = points or min(max(SPANS // max(STREAMS * len(ranks), 1), FEWEST), MOST)
+    for rank, r in ranks.items():
+        first, last = int(r.windows.start[0]), int(r.windows.end[-1])
+        grain = max((last - first) // across, 1) if points is not None else 0
+        found += _spans(r, (first, last), absolute[rank] - origin, grain)
+        length = max(length, last + absolute[rank] - origin)
     return Timeline(tuple(found), length / 1e9)
 
 
-def _spans(rank: int, activity: Activity, sent: Sent, window: tuple[int, int], shift: int, grain: int) -> list[Span]:
-    category, stream, words = _categories(activity, sent)
-    names = activity.profile.events.names
+def _spans(rank: Rank, window: tuple[int, int], shift: int, grain: int) -> list[Span]:
+    activity, names = rank.activity, rank.profile.events.names
+    category, stream, words = _categories(rank)
     plural = "operators" if activity.on_host else "kernels"
     rows = np.flatnonzero((activity.end > window[0]) & (activity.start < window[1]) & (activity.end > activity.start))
     start, end = np.maximum(activity.start[rows], window[0]), np.minimum(activity.end[rows], window[1])
@@ -69,12 +66,12 @@ def _spans(rank: int, activity: Activity, sent: Sent, window: tuple[int, int], s
             else:
                 weight = np.bincount(category[rows[these]], length[these])
                 name, kind = f"{len(these)} {plural}", int(weight.argmax())
-            found.append(Span(rank, words[lane], name, words[kind], begin / 1e9, (finish - begin) / 1e9))
+            found.append(Span(rank.profile.rank, words[lane], name, words[kind], begin / 1e9, (finish - begin) / 1e9))
     return sorted(found, key=lambda span: span.start)
 
 
 def _groups(start: Integers, end: Integers, grain: int, begin: int) -> Iterator[slice]:
-    """Which of the rows of one stream are drawn as one: neighbours that are short and begin in the same point."""
+    """Which rows of one stream are drawn as one: neighbours that are short and begin in the same pixel."""
     if not len(start):
         return
     long = (end - start) >= grain
@@ -86,19 +83,46 @@ def _groups(start: Integers, end: Integers, grain: int, begin: int) -> Iterator[
         yield slice(low, high)
 
 
-def _categories(activity: Activity, sent: Sent) -> tuple[NDArray[np.int64], NDArray[np.int64], list[str]]:
-    """Category and stream of each row, as numbers of words: the ledger's categories, `compute`, `copy`, and axes."""
+def _categories(rank: Rank) -> tuple[Integers, Integers, list[str]]:
+    """Category and stream of each row, as indices into a list of words: the ledger's categories, `compute`, `copy`, and axes."""
+    activity = rank.activity
     words = ["matmul", "attention", "memory", "compute", "copy", "communication", "other"]
     number = {word: at for at, word in enumerate(words)}
-    by_name = np.array([number[category_of(name)] for name in activity.profile.events.names] or [0], np.int64)
-    category = by_name[activity.name]
+    category = rank.profile.events.by_name(lambda name: number[category_of(name)])[activity.name]
     stream = np.full(len(activity), number["compute"], np.int64)
     copying, communicating = activity.kind == COPY, activity.kind == COMMUNICATION
     category[copying], stream[copying] = number["memory"], number["copy"]
     category[communicating], stream[communicating] = number["other"], number["communication"]
-    axis, axes = row_axes(activity, sent)
+    axis, axes = row_axes(activity, rank.comms)
     at = np.array([number.setdefault(word, len(number)) for word in axes] or [0], np.int64)
     words = list(number)
     known = axis >= 0
     category[known] = stream[known] = at[axis[known]]
     return category, stream, words
+
+
+def memory(profile: Profile, start: int, end: int) -> tuple[MemoryCurve, ...]:
+    """A curve for each device on which memory was allocated in a window; times count from the window's start. Where the allocator
+    does not say how much is allocated, changes are added up from the start of the profile."""
+    found = profile.allocations
+    curves = []
+    for kind, device in sorted(set(zip(found.device_type.tolist(), found.device.tolist(), strict=True))):
+        mine = (found.device_type == kind) & (found.device == device)
+        added = np.cumsum(found.bytes[mine])
+        known = found.allocated[mine]
+        allocated = known if np.all(known >= 0) else added - min(0, int(added.min()))
+        time, reserved = found.time[mine], found.reserved[mine]
+        inside = (time >= start) & (time < end)
+        if not inside.any():
+            continue
+        time, allocated, reserved = time[inside] - start, allocated[inside], reserved[inside]
+        at = int(allocated.argmax())
+        # The highest point of each piece, so that thinning never hides a peak.
+        pieces = np.unique(np.linspace(0, len(time), min(POINTS, len(time)) + 1).astype(np.int64))[:-1]
+        highest = np.maximum.reduceat(allocated, pieces)
+        name = f"{_DEVICE_TYPES.get(kind, f'device type {kind}')} {device}" if kind else "cpu"
+        curves.append(MemoryCurve(
+            name, int(allocated[at]), int(time[at]), max(int(reserved.max()), 0), tuple(time[pieces].tolist()),
+            tuple(highest.tolist()),
+        ))  # fmt: skip
+    return tuple(curves)

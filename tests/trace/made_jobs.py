@@ -11,7 +11,8 @@ from profile_files import kernel, read, span, text_of
 
 from shardwise.trace.answers import Explanation
 from shardwise.trace.explain import explain
-from shardwise.trace.spans.classes import classify
+from shardwise.trace.rank import Rank
+from shardwise.trace.spans.activity import activity_of
 from shardwise.trace.spans.steps import choose
 
 HOST = dict(pid=1, tid=1)
@@ -66,9 +67,8 @@ def message(
 def explained(folder: Path, ranks: Mapping[int, tuple[str, Sequence[str]]], peak: float = 0.0) -> Explanation:
     """Write, read and explain ranks: each has its member and its events."""
     profiles = [read(folder / f"rank-{rank}.json", text_of(events, before)) for rank, (before, events) in ranks.items()]
-    classified = {p.rank: classify(p) for p in profiles}
-    chosen = {p.rank: choose(p, classified[p.rank]) for p in profiles}
-    return explain(profiles, chosen, classified=classified, peak_flops=peak)
+    activities = [activity_of(profile) for profile in profiles]
+    return explain([Rank(activity, choose(activity)) for activity in activities], peak)
 
 
 def moments(spans: Sequence[tuple[int, int]]) -> set[int]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from shardwise.trace.reading.parse import read_profile
+from shardwise.trace.reading.read import read_profile
 
 SPELLINGS = ("three", "fewest", "exponent", "many", "text")
 BASES = (0, 75_548_353_325_031, 1_712_195_495_519_689_047, -4_000)

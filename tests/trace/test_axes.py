@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from shardwise.ledger import wire_bytes
-from shardwise.trace.sending.axes import axis_of, collective_of, element_bytes
+from shardwise.trace.comms.describe import axis_of, collective_of, element_bytes
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from profile_files import BASES, device_events, host_events, kernel, read, span, step, text_of
 
-from shardwise.trace.spans.breakdown import break_down
-from shardwise.trace.spans.classes import classify
+from shardwise.trace.spans.activity import activity_of
 from shardwise.trace.spans.intervals import covered, difference, intersect, join, own_pieces, total, union
-from shardwise.trace.spans.steps import choose
+from shardwise.trace.spans.steps import break_down, choose
 
 quick = settings(max_examples=120, deadline=None)
 
@@ -29,19 +28,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def compare(path: Path, text: bytes) -> None:
     profile = read(path, text)
     assert profile.problems == ()
-    classified = classify(profile)
+    activity = activity_of(profile)
     found = oracle.spans(oracle.load(path))
     parts = oracle.pieces(found)
     low = min((start for start, _, _ in parts), default=0)
     shifted = [(start - low, end - low, kind) for start, end, kind in parts]
     for all_events in (True, False):
-        chosen = choose(profile, classified, all_events=all_events)
+        chosen = choose(activity, all_events=all_events)
         windows = oracle.step_windows(found, chosen.numbers) if chosen.steps else oracle.whole(parts)
         right = oracle.breakdown(parts, windows)
         assert right == oracle.breakdown_by_sets(shifted, [(start - low, end - low) for start, end in windows])
-        ours = asdict(break_down(classified, chosen.windows))
+        ours = asdict(break_down(activity, chosen.windows))
         assert ours == right
-        assert ours["span"] == ours["idle"] + total(intersect(classified.intervals(), chosen.windows))
+        assert ours["span"] == ours["idle"] + total(intersect(activity.intervals(), chosen.windows))
 
 
 @quick
@@ -78,9 +77,9 @@ def compare_large(path: Path, text: bytes) -> None:
     assert np.array_equal(np.sort(profile.events.correlation), np.arange(12_000))
     found = oracle.spans(oracle.load(path))
     parts = oracle.pieces(found)
-    classified = classify(profile)
-    chosen = choose(profile, classified)
-    assert asdict(break_down(classified, chosen.windows)) == oracle.breakdown(parts, oracle.whole(parts))
+    activity = activity_of(profile)
+    chosen = choose(activity)
+    assert asdict(break_down(activity, chosen.windows)) == oracle.breakdown(parts, oracle.whole(parts))
 
 
 def test_where_rounding_to_microseconds_loses_time(folder: Path) -> None:
@@ -89,8 +88,8 @@ def test_where_rounding_to_microseconds_loses_time(folder: Path) -> None:
     events = [kernel("gemm", 10_000 + 2000 * n, 1900) for n in range(400)]
     path = folder / "rounding.json"
     profile = read(path, text_of(events))
-    classified = classify(profile)
-    ours = asdict(break_down(classified, choose(profile, classified).windows))
+    activity = activity_of(profile)
+    ours = asdict(break_down(activity, choose(activity).windows))
     parts = oracle.pieces(oracle.spans(oracle.load(path)))
     assert ours == oracle.breakdown(parts, oracle.whole(parts))
     assert (ours["span"], ours["compute"], ours["idle"]) == (799_900, 760_000, 39_900)
@@ -147,13 +146,12 @@ def test_steps(folder: Path) -> None:
     events = [*work, *(kernel("gemm", at, 50) for at in (120, 320, 520, 690)), step(3, 90, 200), step(4, 290, 200),
               step(5, 490, 200), step(6, 690, 5), span("Trace", "PyTorch Profiler (0)", 95, 900, pid="Spans", tid="x")]  # fmt: skip
     profile = read(folder / "steps.json", text_of(events))
-    classified = classify(profile)
-    chosen = choose(profile, classified)
+    activity = activity_of(profile)
+    chosen = choose(activity)
     assert chosen.numbers == (4, 5), "3 begins before the recording does, 6 holds nothing"
-    assert [one.number for one in chosen.left_out] == [3, 6]
-    assert break_down(classified, chosen.windows).span == 400
-    assert choose(profile, classified, 3, 4).numbers == (3, 4)
-    assert choose(profile, classified, first=5).numbers == (5, 6)
-    assert choose(profile, classified, first=9).numbers == ()
-    everything = choose(profile, classified, all_events=True)
+    assert break_down(activity, chosen.windows).span == 400
+    assert choose(activity, 3, 4).numbers == (3, 4)
+    assert choose(activity, first=5).numbers == (5, 6)
+    assert choose(activity, first=9).numbers == ()
+    everything = choose(activity, all_events=True)
     assert (everything.steps, total(everything.windows)) == ((), 740 - 120)

@@ -16,11 +16,10 @@ from profile_files import device_events, distributed, kernel, span, step, text_o
 
 from shardwise.cli.main import main
 from shardwise.trace.reading import text as text_module
-from shardwise.trace.reading.events import Profile
-from shardwise.trace.reading.parse import NoProfile, read_profile
-from shardwise.trace.spans.breakdown import break_down
-from shardwise.trace.spans.classes import classify
-from shardwise.trace.spans.steps import choose
+from shardwise.trace.reading.profile import Profile
+from shardwise.trace.reading.read import NoProfile, read_profile
+from shardwise.trace.spans.activity import activity_of
+from shardwise.trace.spans.steps import break_down, choose
 
 EVENTS = [kernel(f"kernel {n}", 1000 * n, 500, correlation=n) for n in range(40)]
 
@@ -39,8 +38,8 @@ def attempt(path: Path, text: bytes) -> Profile | str:
         assert all(str(path) in str(problem) for problem in refusal.problems)
         return str(refusal)
     assert all(problem.startswith(str(path)) for problem in profile.problems)
-    classified = classify(profile)
-    result = break_down(classified, choose(profile, classified).windows)
+    activity = activity_of(profile)
+    result = break_down(activity, choose(activity).windows)
     assert result.span >= result.idle >= 0
     return profile
 

@@ -10,9 +10,8 @@ import pytest
 from profile_files import distributed, kernel, span, text_of, write
 
 from shardwise.trace.reading import cache
-from shardwise.trace.reading.events import Profile
-from shardwise.trace.reading.open import open_profiles
-from shardwise.trace.reading.parse import read_profile
+from shardwise.trace.reading.profile import Profile
+from shardwise.trace.reading.read import open_profiles, read_profile
 
 MEMORY = '{"ph": "i", "name": "[memory]", "ts": 9.5, "args": {"Bytes": -512, "Addr": 99}}'
 EVENTS = [kernel("ncclKernel ü", 8, 1, **{"Collective name": "allreduce", "Process Group Name": "0"}), MEMORY,

@@ -10,7 +10,7 @@ from made_jobs import Host, job_member, message
 from profile_files import text_of, write
 
 from shardwise.cli.main import main
-from shardwise.trace.compare import bare
+from shardwise.trace.export import bare
 
 
 def profile(folder: Path, gemm: str, work: int) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,19 +10,18 @@ import pytest
 from made_jobs import Host, explained, job_member, message
 
 from shardwise.ledger import Timeline
-from shardwise.trace.advice import findings as rules
+from shardwise.trace import advice
 from shardwise.trace.answers import (
     AxisTime,
     CallTime,
     Clock,
+    CommTime,
     Explanation,
-    Finding,
     Flops,
     KernelTime,
     LaunchQueue,
     Modules,
     ModuleTime,
-    Moved,
     PipelineRank,
     PipelineStep,
     Straggler,
@@ -61,7 +59,7 @@ def axis(name: str = "tensor", collective: str = "all_reduce", **given: Any) -> 
     """Messages of an axis on both ranks: 20 ms, exposed, at 50 GB/s."""
     usual = dict(messages=10, bytes=1e9, payload=1e9, sized=10, time=20 * MS, exposed=20 * MS, summed=20 * MS, wait=0, matched=0,
                  timed=20 * MS)  # fmt: skip
-    return AxisTime(name, collective, {rank: Moved(**usual | given) for rank in (0, 1)}, 8)
+    return AxisTime(name, collective, {rank: CommTime(**usual | given) for rank in (0, 1)}, 8)
 
 
 def kernel(name: str, kind: str = "compute", total: int = 40 * MS) -> KernelTime:
@@ -87,56 +85,56 @@ def pipeline(bubble: int, members: tuple[int, ...] = (0, 1)) -> PipelineStep:
     return PipelineStep(5, members, STEP, {0: rank, 1: rank}, "1f1b", 1, 8)
 
 
-SPEAKS: list[tuple[Callable[[Explanation], Finding | None], dict[str, Any], int]] = [
-    (rules.host_bound, dict(idle=idle("host"), launches=queue(late=900)), 10 * MS),
-    (rules.synchronisation, dict(idle=idle("synchronisation"), calls=(call("cudaStreamSynchronize"),)), 10 * MS),
-    (rules.data_stall, dict(idle=idle("data")), 10 * MS),
-    (rules.exposed_axis, dict(axes=(axis(),)), 20 * MS),
-    (rules.small_messages, dict(axes=(axis(messages=100, sized=100, bytes=1e7), axis(collective="all_gather"))), int(19.8 * MS)),
-    (rules.slow_rank, dict(stragglers=(Straggler(1, "compute", 7 * MS, 0.07, "why"),)), 7 * MS),
-    (rules.imbalance, dict(axes=(axis(wait=12 * MS, matched=30),), waits={0: 12 * MS, 1: 8 * MS}), 10 * MS),
-    (rules.bubble, dict(pipelines=(pipeline(30 * MS),)), 15 * MS),
-    (rules.tiny_kernels, dict(launches=queue(short=1500, short_gaps=6 * MS)), 6 * MS),
-    (rules.copies, dict(kernels=(kernel("Memcpy HtoD (Pageable -> Device)", "copy"),), exposed_copy={0: 9 * MS, 1: 9 * MS}),
+SPEAKS: list[tuple[advice.Rule, dict[str, Any], int]] = [
+    (advice.host_bound, dict(idle=idle("host"), launches=queue(late=900)), 10 * MS),
+    (advice.synchronisation, dict(idle=idle("synchronisation"), calls=(call("cudaStreamSynchronize"),)), 10 * MS),
+    (advice.data_stall, dict(idle=idle("data")), 10 * MS),
+    (advice.exposed_axis, dict(axes=(axis(),)), 20 * MS),
+    (advice.small_messages, dict(axes=(axis(messages=100, sized=100, bytes=1e7), axis(collective="all_gather"))), int(19.8 * MS)),
+    (advice.slow_rank, dict(stragglers=(Straggler(1, "compute", 7 * MS, 0.07, "why"),)), 7 * MS),
+    (advice.imbalance, dict(axes=(axis(wait=12 * MS, matched=30),), waits={0: 12 * MS, 1: 8 * MS}), 10 * MS),
+    (advice.bubble, dict(pipelines=(pipeline(30 * MS),)), 15 * MS),
+    (advice.tiny_kernels, dict(launches=queue(short=1500, short_gaps=6 * MS)), 6 * MS),
+    (advice.copies, dict(kernels=(kernel("Memcpy HtoD (Pageable -> Device)", "copy"),), exposed_copy={0: 9 * MS, 1: 9 * MS}),
      9 * MS),
-    (rules.single_precision, dict(kernels=(kernel("ampere_sgemm_128x64_nn"),)), 10 * MS),
-    (rules.loose_optimizer, dict(launches=queue(), modules=Modules((module("(phase optimizer)", other=4 * MS),), {}, {})), 8 * MS),
-    (rules.allocator, dict(calls=(call("cudaMalloc"), call("cudaFree"))), 10 * MS),
-    (rules.recompute, dict(modules=Modules((module("a", forward=60 * MS, recompute=40 * MS),), {}, {})), 20 * MS),
+    (advice.single_precision, dict(kernels=(kernel("ampere_sgemm_128x64_nn"),)), 10 * MS),
+    (advice.loose_optimizer, dict(launches=queue(), modules=Modules((module("(phase optimizer)", other=4 * MS),), {}, {})), 8 * MS),
+    (advice.allocator, dict(calls=(call("cudaMalloc"), call("cudaFree"))), 10 * MS),
+    (advice.recompute, dict(modules=Modules((module("a", forward=60 * MS, recompute=40 * MS),), {}, {})), 20 * MS),
 ]  # fmt: skip
 
-SILENT: list[tuple[Callable[[Explanation], Finding | None], dict[str, Any]]] = [
-    (rules.host_bound, dict(idle=idle("host"), launches=queue(late=20))),  # the queue says it is not the launches
-    (rules.host_bound, dict(idle=idle("host", 0.01), launches=queue(late=900))),
-    (rules.host_bound, dict(idle=idle("host"))),
-    (rules.synchronisation, dict(idle=idle("synchronisation"))),  # no such call was seen
-    (rules.synchronisation, dict(idle=idle("synchronisation", 0.01), calls=(call("cudaStreamSynchronize"),))),
-    (rules.data_stall, dict(idle=idle("data", 0.01))),
-    (rules.exposed_axis, dict(axes=(axis(wait=20 * MS),))),  # all of it is waiting, which is another finding
-    (rules.exposed_axis, dict(axes=(axis(exposed=MS),))),
-    (rules.small_messages, dict(axes=(axis(messages=100, sized=100, bytes=1e7),))),  # nothing of the axis is faster
-    (rules.small_messages, dict(axes=(axis(messages=100, sized=100), axis(collective="all_gather")))),  # not small
-    (rules.slow_rank, dict()),
-    (rules.imbalance, dict(axes=(axis(wait=12 * MS, matched=4),), waits={0: 12 * MS, 1: 8 * MS})),  # too few
-    (rules.imbalance, dict(axes=(axis(matched=30),), waits={0: 9 * MS, 1: 9 * MS}, clocks={0: Clock(0, 5 * MS, 9)})),  # clocks
-    (rules.imbalance, dict(axes=(axis(wait=12 * MS, matched=30),), waits={0: 12 * MS, 1: 8 * MS},
+SILENT: list[tuple[advice.Rule, dict[str, Any]]] = [
+    (advice.host_bound, dict(idle=idle("host"), launches=queue(late=20))),  # the queue says it is not the launches
+    (advice.host_bound, dict(idle=idle("host", 0.01), launches=queue(late=900))),
+    (advice.host_bound, dict(idle=idle("host"))),
+    (advice.synchronisation, dict(idle=idle("synchronisation"))),  # no such call was seen
+    (advice.synchronisation, dict(idle=idle("synchronisation", 0.01), calls=(call("cudaStreamSynchronize"),))),
+    (advice.data_stall, dict(idle=idle("data", 0.01))),
+    (advice.exposed_axis, dict(axes=(axis(wait=20 * MS),))),  # all of it is waiting, which is another finding
+    (advice.exposed_axis, dict(axes=(axis(exposed=MS),))),
+    (advice.small_messages, dict(axes=(axis(messages=100, sized=100, bytes=1e7),))),  # nothing of the axis is faster
+    (advice.small_messages, dict(axes=(axis(messages=100, sized=100), axis(collective="all_gather")))),  # not small
+    (advice.slow_rank, dict()),
+    (advice.imbalance, dict(axes=(axis(wait=12 * MS, matched=4),), waits={0: 12 * MS, 1: 8 * MS})),  # too few
+    (advice.imbalance, dict(axes=(axis(matched=30),), waits={0: 9 * MS, 1: 9 * MS}, clocks={0: Clock(0, 5 * MS, 9)})),  # clocks
+    (advice.imbalance, dict(axes=(axis(wait=12 * MS, matched=30),), waits={0: 12 * MS, 1: 8 * MS},
                            stragglers=(Straggler(1, "late", 7 * MS, 0.07, ""),))),
-    (rules.bubble, dict(pipelines=(pipeline(3 * MS),))),
-    (rules.bubble, dict(pipelines=(pipeline(30 * MS, (0, 1, 2)),))),  # a rank is missing
-    (rules.tiny_kernels, dict(launches=queue(short=100, short_gaps=6 * MS))),
-    (rules.copies, dict(kernels=(kernel("Memcpy DtoD (Device -> Device)", "copy"),), exposed_copy={0: 9 * MS})),
-    (rules.copies, dict(kernels=(kernel("Memcpy HtoD (Pinned -> Device)", "copy"),), exposed_copy={0: 0, 1: 0})),
-    (rules.single_precision, dict(kernels=(kernel("sm80_xmma_gemm_tf32f32_tn"), kernel("cutlass_80_tensorop_s1688gemm")))),
-    (rules.loose_optimizer, dict(launches=queue(), modules=Modules((module("(phase optimizer)", 60, other=4 * MS),), {}, {}))),
-    (rules.allocator, dict(calls=(call("cudaMalloc", 1),))),
-    (rules.allocator, dict(calls=(call("cudaMallocX", 99),))),
-    (rules.recompute, dict(modules=Modules((module("a", forward=95 * MS, recompute=5 * MS),), {}, {}))),
+    (advice.bubble, dict(pipelines=(pipeline(3 * MS),))),
+    (advice.bubble, dict(pipelines=(pipeline(30 * MS, (0, 1, 2)),))),  # a rank is missing
+    (advice.tiny_kernels, dict(launches=queue(short=100, short_gaps=6 * MS))),
+    (advice.copies, dict(kernels=(kernel("Memcpy DtoD (Device -> Device)", "copy"),), exposed_copy={0: 9 * MS})),
+    (advice.copies, dict(kernels=(kernel("Memcpy HtoD (Pinned -> Device)", "copy"),), exposed_copy={0: 0, 1: 0})),
+    (advice.single_precision, dict(kernels=(kernel("sm80_xmma_gemm_tf32f32_tn"), kernel("cutlass_80_tensorop_s1688gemm")))),
+    (advice.loose_optimizer, dict(launches=queue(), modules=Modules((module("(phase optimizer)", 60, other=4 * MS),), {}, {}))),
+    (advice.allocator, dict(calls=(call("cudaMalloc", 1),))),
+    (advice.allocator, dict(calls=(call("cudaMallocX", 99),))),
+    (advice.recompute, dict(modules=Modules((module("a", forward=95 * MS, recompute=5 * MS),), {}, {}))),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("rule", "given", "gain"), SPEAKS, ids=lambda value: getattr(value, "__name__", ""))
-def test_speaks(rule: Callable[[Explanation], Finding | None], given: dict[str, Any], gain: int) -> None:
-    found = rule(answers(**given))
+def test_speaks(rule: advice.Rule, given: dict[str, Any], gain: int) -> None:
+    found = advice.finding(rule, answers(**given))
     assert found is not None
     assert found.rule == rule.__name__
     assert found.gain == pytest.approx(gain, abs=2)
@@ -147,13 +145,13 @@ def test_speaks(rule: Callable[[Explanation], Finding | None], given: dict[str, 
 
 
 @pytest.mark.parametrize(("rule", "given"), SILENT, ids=lambda value: getattr(value, "__name__", ""))
-def test_says_nothing(rule: Callable[[Explanation], Finding | None], given: dict[str, Any]) -> None:
-    assert rule(answers(**given)) is None
+def test_says_nothing(rule: advice.Rule, given: dict[str, Any]) -> None:
+    assert advice.finding(rule, answers(**given)) is None
 
 
 def test_every_rule_is_tried_and_ranked() -> None:
-    assert {rule for rule, *_ in SPEAKS} == {rule for rule, _ in SILENT} == set(rules.RULES)
-    found = rules.findings(answers(idle=idle("data", 0.03), axes=(axis(),)))
+    assert {rule for rule, *_ in SPEAKS} == {rule for rule, _ in SILENT} == set(advice.RULES)
+    found = advice.findings(answers(idle=idle("data", 0.03), axes=(axis(),)))
     assert [one.rule for one in found] == ["exposed_axis", "data_stall"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from made_jobs import Host, explained, job_member, message
 
 from shardwise.schedules import Action, Cost, make_schedule, time
 from shardwise.trace.answers import Explanation
-from shardwise.trace.pipeline import play, read_action
+from shardwise.trace.pipeline import Executed, played, read_action
+from shardwise.trace.spans.intervals import nothing
 
 CASES = [("1f1b", 2, 4, 1), ("gpipe", 3, 4, 1), ("interleaved", 2, 4, 2), ("zb-h1", 3, 5, 1), ("zb-v", 2, 4, 2)]
 
@@ -79,12 +81,15 @@ def test_a_missing_rank(tmp_path: Path) -> None:
 
 
 def test_playing() -> None:
-    forward, backward = Action("F", 0, 0), Action("B", 0, 0)
-    lists = {0: [forward, backward], 1: [Action("F", 1, 0), Action("B", 1, 0)]}
-    works = {0: [10, 20], 1: [11, 21]}
-    assert play(lists, works, {}) == 10 + 11 + 21 + 20
-    assert play(lists, works, {("F", 0, 0): 5}) == 10 + 5 + 11 + 21 + 20
-    assert play({0: [backward], 1: [Action("F", 1, 0)]}, {0: [1], 1: [1]}, {}) is None
+    def actions(*texts: str, works: tuple[int, ...]) -> Executed:
+        read = [read_action(text) for text in texts]
+        assert None not in read
+        return Executed(tuple(one for one in read if one), (0, *accumulate(works)), nothing())
+
+    parts = [actions("F0.0", "B0.0", works=(10, 20)), actions("F1.0", "B1.0", works=(11, 21))]
+    assert played(parts, {}) == 10 + 11 + 21 + 20
+    assert played(parts, {Action("F", 0, 0): 5}) == 10 + 5 + 11 + 21 + 20
+    assert played([actions("B0.0", works=(1,)), actions("F1.0", works=(1,))], {}) is None
     assert [read_action(text) for text in ("F2.15", "W0.0", "X1.1", "F1", "F.1", "")] == [
         Action("F", 2, 15), Action("W", 0, 0), None, None, None, None,
     ]  # fmt: skip

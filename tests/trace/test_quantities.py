@@ -13,10 +13,9 @@ from made_jobs import Host, explained, job_member, message
 from profile_files import read, span, text_of
 
 from shardwise.ledger import CATEGORIES, compare
-from shardwise.trace.account import account
+from shardwise.trace.export import account, as_json
 from shardwise.trace.flops import flops_of
-from shardwise.trace.memory import POINTS, memory
-from shardwise.trace.written import written
+from shardwise.trace.timeline import POINTS, memory
 
 FLASH = "aten::_scaled_dot_product_flash_attention"
 
@@ -113,7 +112,7 @@ def test_the_timeline_is_in_the_ledgers_words(tmp_path: Path) -> None:
 
 
 def test_as_json(tmp_path: Path) -> None:
-    found = json.loads(json.dumps(written(small_job(tmp_path))))  # type: ignore[arg-type]
+    found = json.loads(json.dumps(as_json(small_job(tmp_path))))  # type: ignore[arg-type]
     gathered = found["axes"]["tensor"]["all_gather"]
     assert gathered["all"]["bytes"] == gathered["ranks"]["0"]["bytes"] == 720
     assert gathered["all"]["bus_bandwidth"] == 720 / 900e-9

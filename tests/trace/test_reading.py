@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from profile_files import BASES, SPELLINGS, distributed, kernel, micro, read, span, text_of, write
 
 from shardwise.run.problems import UserError
-from shardwise.trace.reading.decimals import LIMIT, nanoseconds
-from shardwise.trace.reading.events import CODE, KIND_OF_CATEGORY, KINDS
-from shardwise.trace.reading.open import open_profiles
+from shardwise.trace.reading.profile import CODE, KIND_OF_CATEGORY, KINDS
+from shardwise.trace.reading.read import open_profiles
+from shardwise.trace.reading.records import LIMIT, nanoseconds
 
 TIMES = st.one_of(
     st.decimals(allow_nan=True, allow_infinity=True).map(str),
@@ -104,16 +104,17 @@ def test_messages_shapes_and_allocations(tmp_path: Path) -> None:
               span("cpu_op", "aten::add", 6, 1, **shapes), span("cpu_op", "aten::add", 5, 1, **shapes), json.dumps(memory),
               span("cpu_op", "c10d::send", 9, 1, **{"Collective name": "send", "Src Rank": 0, "Dst Rank": 3})]  # fmt: skip
     profile = read(tmp_path / "a.json", text_of(events))
-    sent = profile.messages
-    assert sent.event.tolist() == [2, 3, 4]
-    assert [sent.text(sent.collective, row) for row in range(3)] == ["", "allreduce", "send"]
-    assert (sent.text(sent.group, 1), sent.text(sent.description, 1), sent.text(sent.ranks, 1)) == (
+    messages = profile.messages
+    assert messages.event.tolist() == [2, 3, 4]
+    assert messages.collective[0] == -1
+    assert [messages.texts[text] for text in messages.collective[1:]] == ["allreduce", "send"]
+    assert [messages.texts[column[1]] for column in (messages.group, messages.description, messages.ranks)] == [
         "7",
         "tensor",
         "[0, 1]",
-    )
-    assert (sent.elements_in[1], sent.elements_out[1], sent.size[1], sent.sequence[1]) == (10, 20, 2, 5)
-    assert (sent.source.tolist(), sent.destination.tolist()) == ([-1, -1, 0], [-1, -1, 3])
+    ]
+    assert (messages.elements_in[1], messages.elements_out[1], messages.size[1], messages.sequence[1]) == (10, 20, 2, 5)
+    assert (messages.source.tolist(), messages.destination.tolist()) == ([-1, -1, 0], [-1, -1, 3])
     found = profile.shapes
     assert found.event.tolist() == [0, 1]
     assert found.decode(found.dims[0]) == [[2, 3], []]

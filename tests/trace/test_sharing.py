@@ -8,8 +8,8 @@ import pytest
 from profile_files import distributed, kernel, span, text_of, write
 from test_cache import equal
 
-from shardwise.trace.reading import open as open_module
-from shardwise.trace.reading.parse import read_profile, read_rest
+from shardwise.trace.reading import read as read_module
+from shardwise.trace.reading.read import read_profile, read_rest
 
 NESTED = {"deep": [{"a": [{}, {"ph": 1}]}, {"b": "}, {"}] * 40}
 
@@ -45,9 +45,9 @@ def test_two_processes_read_what_one_does(tmp_path: Path, monkeypatch: pytest.Mo
     path = write(tmp_path / "rank.json.gz", TEXTS[case])
     assert len(TEXTS[case]) > 2 << 20
     alone = read_profile(path)
-    monkeypatch.setattr(open_module, "_WORTH_SHARING", 1 << 20)
-    monkeypatch.setattr(open_module, "_cores", lambda: 2)
-    together = open_module.open_profiles([path]).profiles[0]
+    monkeypatch.setattr(read_module, "_WORTH_SHARING", 1 << 20)
+    monkeypatch.setattr(read_module, "_cores", lambda: 2)
+    together = read_module.open_profiles([path]).profiles[0]
     assert equal(alone, together)
     assert len(alone.events) > 1000
 

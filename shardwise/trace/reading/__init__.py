@@ -1,1 +1,1 @@
-"""From Kineto files to columns: gzip or plain JSON, broken or whole, exact to the nanosecond, remembered in Parquet."""
+"""From Kineto files to columns: gzipped or plain JSON, broken or whole, exact to the nanosecond, cached as Parquet."""

@@ -1,8 +1,9 @@
 """Keeps what was read of a profile as Parquet tables, so that the next question about it is answered at once. Any tool that reads
-Parquet can open them too.
+Parquet can open them.
 
-A profile has a folder by its path. It is written beside and then moved into place, so nobody sees half of one; each of its tables
-says which file it was read from, by size, time and format, and one that does not fit or cannot be read is as good as none.
+Each profile has a folder named after its path. The folder is written elsewhere and renamed into place, so nobody reads half of
+one. Each table carries the size, time and format of the file it was read from; one that does not fit, or cannot be read, is
+ignored.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shardwise.files import cache_folder
-from shardwise.trace.reading.events import Allocations, Device, Events, Group, Lane, Messages, Profile, Shapes
+from shardwise.trace.reading.profile import Allocations, Device, Events, Group, Lane, Messages, Profile, Shapes
 
 FORMAT = 1
-"""Raise it whenever what is read of a file, or how it is kept, changes."""
+"""Raise it whenever what is read of a file, or how it is stored, changes."""
 
 TABLES: Mapping[str, Any] = {"events": Events, "messages": Messages, "shapes": Shapes, "allocations": Allocations}
 _STAMP, _REST = b"shardwise.stamp", b"shardwise.rest"
+_PLAIN = ("rank", "world", "base", "groups", "devices", "backend", "rank_known", "problems")
 
 
 class _Rest(msgspec.Struct):
-    """What of a profile is no column."""
+    """The parts of a profile that are not columns."""
 
     rank: int
     world: int
@@ -50,56 +52,54 @@ class _Rest(msgspec.Struct):
 
 
 def default_folder() -> Path:
-    """Where caches go: the user's folder for such things."""
+    """The user's cache folder."""
     return cache_folder("traces")
 
 
-def _place(folder: Path, path: Path) -> Path:
-    whole = os.fsencode(path.resolve())
-    return folder / f"{hashlib.sha256(whole).hexdigest()[:24]}"
+def _entry(folder: Path, path: Path) -> Path:
+    return folder / hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:24]
 
 
 def stamp(path: Path) -> bytes:
-    """What tells a file from what it was at another time."""
+    """Changes when the file or the format of the cache does."""
     about = path.stat()
     return f"{FORMAT} {about.st_size} {about.st_mtime_ns}".encode()
 
 
 def store(folder: Path, profile: Profile, stamped: bytes) -> None:
-    """Keep a profile that was read when its file had this stamp. A full disk or a folder that cannot be written is no error."""
-    place = _place(folder, Path(profile.path))
-    beside = place.with_name(f"{place.name}.{os.getpid()}.new")
-    old = place.with_name(f"{place.name}.{os.getpid()}.old")
+    """Store a profile that was read when its file had this stamp. A full disk or a folder without write access is no error."""
+    entry = _entry(folder, Path(profile.path))
+    new = entry.with_name(f"{entry.name}.{os.getpid()}.new")
+    old = entry.with_name(f"{entry.name}.{os.getpid()}.old")
     rest = _Rest(
-        **{name: getattr(profile, name) for name in ("rank", "world", "base", "path", "groups", "devices", "backend")},
-        rank_known=profile.rank_known,
-        problems=profile.problems,
+        **{name: getattr(profile, name) for name in _PLAIN},
+        path=profile.path,
         names=profile.events.names,
         lanes=profile.events.lanes,
         message_texts=profile.messages.texts,
         shape_texts=profile.shapes.texts,
     )
     with contextlib.suppress(OSError, pa.ArrowException):
-        beside.mkdir(parents=True)
+        new.mkdir(parents=True)
         for name in TABLES:
             metadata = {_STAMP: stamped, **({_REST: msgspec.json.encode(rest)} if name == "events" else {})}
             table = pa.table(_columns(getattr(profile, name))).replace_schema_metadata(metadata)
             pq.write_table(
-                table, beside / f"{name}.parquet", compression="lz4", use_dictionary=False, write_statistics=False
+                table, new / f"{name}.parquet", compression="lz4", use_dictionary=False, write_statistics=False
             )
         with contextlib.suppress(FileNotFoundError):
-            place.rename(old)
-        beside.rename(place)
-    shutil.rmtree(beside, ignore_errors=True)
+            entry.rename(old)
+        new.rename(entry)
+    shutil.rmtree(new, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
 
 
 def load(folder: Path, path: Path) -> Profile | None:
-    """The kept profile of a file as it is now, or None."""
-    place = _place(folder, path)
+    """The stored profile of a file as it is now, or None."""
+    entry = _entry(folder, path)
     try:
         now = stamp(path)
-        tables = {name: _table(place / f"{name}.parquet", now) for name in TABLES}
+        tables = {name: _table(entry / f"{name}.parquet", now) for name in TABLES}
         rest = msgspec.json.decode(tables["events"].schema.metadata[_REST], type=_Rest)
         columns = {name: _arrays(table) for name, table in tables.items()}
         texts: dict[str, dict[str, Any]] = {
@@ -109,18 +109,7 @@ def load(folder: Path, path: Path) -> Profile | None:
             "allocations": {},
         }
         parts = {name: kind(**columns[name], **texts[name]) for name, kind in TABLES.items()}
-        return Profile(
-            rank=rest.rank,
-            world=rest.world,
-            base=rest.base,
-            path=str(path),
-            groups=rest.groups,
-            devices=rest.devices,
-            backend=rest.backend,
-            rank_known=rest.rank_known,
-            problems=rest.problems,
-            **parts,
-        )
+        return Profile(path=str(path), **{name: getattr(rest, name) for name in _PLAIN}, **parts)
     except (OSError, KeyError, TypeError, ValueError, pa.ArrowException, msgspec.MsgspecError):
         return None
 

@@ -1,5 +1,5 @@
-"""Turns batches of records into columns. Names, lanes and shapes repeat, so each distinct one is kept once and referred to by
-number; what the columns need of a batch is taken out of it, and the batch is gone.
+"""Turns batches of records into columns. Names, lanes and shapes repeat, so each distinct one is kept once and referred to by a
+number. Only what the columns need is taken out of a batch.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.trace.reading import records as record_types
-from shardwise.trace.reading.decimals import nanoseconds
-from shardwise.trace.reading.events import (
+from shardwise.trace.reading.profile import (
     CODE,
     KIND_OF_CATEGORY,
     NONE,
@@ -24,8 +22,7 @@ from shardwise.trace.reading.events import (
     Messages,
     Shapes,
 )
-from shardwise.trace.reading.problems import Problems
-from shardwise.trace.reading.records import Arguments, Instant, Naming, Record, Span
+from shardwise.trace.reading.records import Arguments, Instant, Naming, Problems, Record, Scalar, Span, nanoseconds
 
 LONGEST_NAME = 1 << 14
 _ON_DEVICE = np.zeros(len(CODE), np.bool_)
@@ -37,7 +34,7 @@ _ALLOCATION_NUMBERS = ("bytes", "allocated", "reserved", "device_type", "device"
 
 
 class Interned(dict[Any, int]):
-    """Gives each distinct thing a number, in the order they come."""
+    """Numbers distinct keys in the order they come."""
 
     def __missing__(self, key: Any) -> int:
         number = len(self)
@@ -50,10 +47,10 @@ class Columns:
 
     def __init__(self, problems: Problems) -> None:
         self._problems = problems
-        self._names, self._lanes, self._places = Interned(), Interned(), Interned()
+        self._names, self._lanes, self._tracks = Interned(), Interned(), Interned()
         self._shaped, self._message_texts = Interned(), Interned()
         self._kind_of: list[int] = []
-        """Of each place: a category, process and thread."""
+        """Of each track: a category, process and thread."""
         self._lane_of: list[int] = []
         self._streams: dict[int, tuple[int, int]] = {}
         self._thread_names: dict[tuple[Any, Any], str] = {}
@@ -81,10 +78,10 @@ class Columns:
         self._problems.count("have a negative duration, taken as 0", position, int((duration < 0).sum()))
         empty = Arguments()
         arguments = [span.args or empty for span in spans]
-        names, places = self._names, self._places
+        names, tracks = self._names, self._tracks
         name = np.array([names[span.name] for span in spans], np.int32)
-        place = np.array([places[span.cat, span.pid, span.tid] for span in spans], np.int32)
-        kind, lane = self._kinds_and_lanes(place)
+        track = np.array([tracks[span.cat, span.pid, span.tid] for span in spans], np.int32)
+        kind, lane = self._kinds_and_lanes(track)
         self._learn_streams(lane, arguments)
         external = whole([a.external for a in arguments])
         if (external == NONE).any():
@@ -97,16 +94,16 @@ class Columns:
         self._add_messages(arguments, name)
         self._count += len(spans)
 
-    def _kinds_and_lanes(self, place: NDArray[np.int32]) -> tuple[NDArray[np.int8], NDArray[np.int32]]:
-        """Kind and lane of each span. A lane's number is even for a thread and odd for a stream: theirs may coincide."""
-        for category, process, thread in islice(self._places, len(self._kind_of), None):
+    def _kinds_and_lanes(self, track: NDArray[np.int32]) -> tuple[NDArray[np.int8], NDArray[np.int32]]:
+        """Kind and lane of each span. A lane's number is even for a thread and odd for a stream, since their ids may coincide."""
+        for category, process, thread in islice(self._tracks, len(self._kind_of), None):
             code = CODE[KIND_OF_CATEGORY.get(category, "other")]
             self._kind_of.append(code)
             self._lane_of.append(self._lanes[process, thread] * 2 + int(_ON_DEVICE[code]))
-        return np.array(self._kind_of, np.int8)[place], np.array(self._lane_of, np.int32)[place]
+        return np.array(self._kind_of, np.int8)[track], np.array(self._lane_of, np.int32)[track]
 
     def _learn_streams(self, lane: NDArray[np.int32], arguments: Sequence[Arguments]) -> None:
-        """Note stream and device of lanes seen for the first time."""
+        """Note stream and device of new lanes."""
         for number in np.flatnonzero(np.bincount(lane)).tolist():
             if number % 2 and number not in self._streams:
                 first = arguments[int(np.argmax(lane == number))]
@@ -121,9 +118,9 @@ class Columns:
 
     def _add_messages(self, arguments: Sequence[Arguments], name: NDArray[np.int32]) -> None:
         rows = [row for row, a in enumerate(arguments) if a.collective is not None]
-        unsaid = self._names.get("record_param_comms")
-        if unsaid is not None:
-            rows = sorted({*rows, *np.flatnonzero(name == unsaid).tolist()})
+        recorded = self._names.get("record_param_comms")
+        if recorded is not None:
+            rows = sorted({*rows, *np.flatnonzero(name == recorded).tolist()})
         texts = self._message_texts
         for row in rows:
             a = arguments[row]
@@ -135,7 +132,7 @@ class Columns:
             ])  # fmt: skip
 
     def _add_others(self, position: int, records: list[Instant | Naming]) -> None:
-        """Allocations, and names of threads."""
+        """Add allocations and names of threads."""
         memory = [r for r in records if type(r) is Instant and r.name == "[memory]" and r.args is not None]
         if memory:
             time, known = nanoseconds([record.ts for record in memory])
@@ -180,8 +177,8 @@ class Columns:
         ties = np.diff(start[order]) == 0
         if (ties & (np.diff(duration[order]) > 0)).any():
             order = np.lexsort((-duration, start))
-        places = np.flatnonzero(np.bincount(lane))
-        lane = np.searchsorted(places, lane)
+        used = np.flatnonzero(np.bincount(lane))
+        lane = np.searchsorted(used, lane)
         pairs = list(self._lanes)
         correlation, external, sequence, forward_thread = (column[order] for column in numbers)
         events = Events(
@@ -195,11 +192,11 @@ class Columns:
             sequence=sequence,
             forward_thread=forward_thread,
             names=tuple(text[:LONGEST_NAME] for text in self._names),
-            lanes=tuple(self._lane(int(place), pairs[place // 2]) for place in places),
+            lanes=tuple(self._lane(int(number), pairs[number // 2]) for number in used),
         )
-        rank_of = np.empty(len(order), np.int32)
-        rank_of[order] = np.arange(len(order), dtype=np.int32)
-        return events, self._finish_messages(rank_of), self._finish_shapes(rank_of), self._finish_allocations()
+        position = np.empty(len(order), np.int32)
+        position[order] = np.arange(len(order), dtype=np.int32)
+        return events, self._finish_messages(position), self._finish_shapes(position), self._finish_allocations()
 
     def _joined(self) -> list[NDArray[Any]]:
         kinds = (np.int8, np.int32, np.int64, np.int64, np.int32, *[np.int64] * 4)
@@ -209,25 +206,27 @@ class Columns:
         self._parts = []
         return columns
 
-    def _lane(self, place: int, pair: tuple[Any, Any]) -> Lane:
+    def _lane(self, number: int, pair: tuple[Any, Any]) -> Lane:
         process, thread = pair
         stream, device = NONE, NONE
-        if place % 2:
-            stream, device = self._streams[place]
+        if number % 2:
+            stream, device = self._streams[number]
             stream = stream if stream >= 0 else max(_number(thread), 0)
             device = device if device >= 0 else max(_number(process), 0)
         return Lane(str(process), str(thread), self._thread_names.get(pair, ""), stream, device)
 
-    def _finish_messages(self, rank_of: NDArray[np.int32]) -> Messages:
+    def _finish_messages(self, position: NDArray[np.int32]) -> Messages:
         width = 1 + len(_MESSAGE_TEXTS) + len(_MESSAGE_NUMBERS)
         table = whole([number for row in self._messages for number in row]).reshape(-1, width).T
-        event, group, description, collective, dtype, ranks, splits_in, splits_out, *numbers = _in_order(table, rank_of)
+        event, group, description, collective, dtype, ranks, splits_in, splits_out, *numbers = _in_order(
+            table, position
+        )
         short = (c.astype(np.int32) for c in (group, description, collective, dtype, ranks, splits_in, splits_out))
         return Messages(event.astype(np.int32), *short, *numbers, texts=tuple(self._message_texts))  # type: ignore[misc]
 
-    def _finish_shapes(self, rank_of: NDArray[np.int32]) -> Shapes:
+    def _finish_shapes(self, position: NDArray[np.int32]) -> Shapes:
         table = np.concatenate(self._shapes, axis=1) if self._shapes else np.zeros((2, 0), np.int64)
-        event, inputs = _in_order(table, rank_of)
+        event, inputs = _in_order(table, position)
         texts = Interned()
         parts = [[texts[text] if text else NONE for text in shaped.split(b"\0")] for shaped in self._shaped]
         dims, types, values = np.array(parts, np.int32).reshape(-1, 3).T
@@ -239,22 +238,22 @@ class Columns:
         return Allocations(*table[:, np.argsort(table[0], kind="stable")])
 
 
-def _in_order(table: Integers, rank_of: NDArray[np.int32]) -> Integers:
-    """Columns whose first refers to events, in the order of the sorted events."""
+def _in_order(table: Integers, position: NDArray[np.int32]) -> Integers:
+    """Columns whose first refers to events, in the order of the sorted events; `position` is where each event went."""
     if table.shape[1]:
-        table[0] = rank_of[table[0]]
+        table[0] = position[table[0]]
     return table[:, np.argsort(table[0], kind="stable")]
 
 
 def whole(numbers: Sequence[int]) -> Integers:
-    """Numbers as a column; those beyond 64 bits become `NONE`."""
+    """Integers as a column; those beyond 64 bits become `NONE`."""
     try:
         return np.array(numbers, np.int64)
     except OverflowError:
         return np.array([n if abs(n) < 1 << 63 else NONE for n in numbers], np.int64)
 
 
-def _number(value: record_types.Scalar) -> int:
+def _number(value: Scalar) -> int:
     try:
         return int(value) if value is not None and abs(int(value)) < 1 << 31 else NONE
     except (ValueError, OverflowError):

@@ -1,25 +1,103 @@
-"""The events of a file as typed records. A whole piece of text is decoded at once; only what is wanted of each event becomes an
-object, and times stay text until a column of them is made. An event of a wrong form is mended if its sense is clear.
+"""Events as typed records. A whole batch of text is decoded at once; only the wanted fields of each event become objects, and times
+stay text until a column of them is made. What JSON forbids is mended first, an event with fields of wrong types is kept as far as
+it makes sense, and what is wrong with the file is collected.
+
+Times are microseconds such as 1712195495519689.047. A float keeps 53 bits, which for a date is a quarter of a microsecond: kernels
+would overlap that did not, and short ones would vanish. So digits are read as digits, into exact nanoseconds.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
+import re
+from collections.abc import Sequence
+from decimal import ROUND_HALF_EVEN, Context, Decimal, InvalidOperation
 from typing import Any
 
 import msgspec
+import numpy as np
 from msgspec import Raw, Struct, field
+from numpy.typing import NDArray
 
-from shardwise.trace.reading.events import NONE
+from shardwise.trace.reading.profile import NONE
+
+
+class Problems:
+    """The problems of one file: each kind once, with how often it came and where first."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._sentences: list[str] = []
+        self._counted: dict[str, list[int]] = {}
+
+    def add(self, sentence: str) -> None:
+        """A problem of the file as a whole."""
+        self._sentences.append(f"{self.path}: {sentence}")
+
+    def count(self, what: str, position: int, times: int = 1) -> None:
+        """A problem of some events; `what` follows their number, as in "3 events have no name"."""
+        if times:
+            self._counted.setdefault(what, [0, position])[0] += times
+
+    def absorb(self, later: Problems) -> None:
+        """Add the problems of a later part of the same file."""
+        self._sentences += later._sentences
+        for what, (times, first) in later._counted.items():
+            self.count(what, first, times)
+
+    def sentences(self) -> tuple[str, ...]:
+        """All problems, for people."""
+        counted = (
+            f"{self.path}: {count} event{'' if count == 1 else 's'} {what}; the first at or after byte {first} of the text"
+            for what, (count, first) in self._counted.items()
+        )
+        return (*self._sentences, *counted)
+
+
+_STRING_OR_NO_NUMBER = re.compile(
+    rb'"(?:[^"\\]+|\\.)*+(?:"|\\?\Z)|[-+]?\b(?:nan|inf|infinity)\b(?:\(\w*\))?', re.IGNORECASE | re.DOTALL
+)
+_ESCAPE = re.compile(rb'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|\\')
+_BAD_ESCAPE = re.compile(rb'\\(?:[^"\\/bfnrtu]|u(?![0-9a-fA-F]{4}))', re.DOTALL)
+_LONE_BYTE = re.compile("[\udc80-\udcff]")
+
+
+def mend(text: bytes) -> bytes:
+    """Replaces what JSON forbids but profilers write: `nan` and `inf` of a bandwidth divided by zero, Windows paths with single
+    backslashes, names cut in the middle of a letter. The length stays, so that bytes keep their positions."""
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError:
+        # A letter that the end cuts may be completed by the next block.
+        letters, used = codecs.utf_8_decode(text, "surrogateescape", False)
+        text = _LONE_BYTE.sub("?", letters).encode("utf-8") + text[used:]
+    small = text.lower()
+    if b"nan" in small or b"inf" in small or _BAD_ESCAPE.search(text):
+        return _STRING_OR_NO_NUMBER.sub(_mend_token, text)
+    return text
+
+
+def _mend_token(found: re.Match[bytes]) -> bytes:
+    token = found[0]
+    if not token.startswith(b'"'):
+        return b'""'.ljust(len(token))
+    whole = b"\\" in token and len(token) > 1 and token.endswith(b'"')
+    return _ESCAPE.sub(_mend_escape, token) if whole else token
+
+
+def _mend_escape(found: re.Match[bytes]) -> bytes:
+    return found[0] if len(found[0]) > 1 else b"/"
+
 
 Scalar = int | float | str | bool | None
-"""What stands for a process, a thread or a stream: mostly a number, sometimes a word."""
+"""A process, a thread or a stream: mostly a number, sometimes a word."""
 
 
 class Arguments(Struct, gc=False):
-    """What is wanted of an event's `args`; everything else is passed over."""
+    """The wanted fields of an event's `args`."""
 
-    # In the order in which files have them, since the decoder looks for each field after the one before.
+    # In the order of the files, since the decoder looks for each field after the one before.
     external: int = field(default=NONE, name="External id")
     sequence: int = field(default=NONE, name="Sequence number")
     forward_thread: int = field(default=NONE, name="Fwd thread id")
@@ -58,7 +136,7 @@ class Span(Struct, gc=False, kw_only=True, tag_field="ph", tag="X"):
 
 
 class MemoryArguments(Struct, gc=False):
-    """What an allocation says of itself."""
+    """The fields of an allocation."""
 
     bytes: int = field(default=0, name="Bytes")
     allocated: int = field(default=NONE, name="Total Allocated")
@@ -69,7 +147,7 @@ class MemoryArguments(Struct, gc=False):
 
 
 class Instant(Struct, gc=False, tag_field="ph", tag="i"):
-    """A moment; only allocations are wanted, whose name is `[memory]`."""
+    """An instant event; only allocations are wanted, which are named `[memory]`."""
 
     name: str = ""
     ts: Raw = Raw()
@@ -83,7 +161,7 @@ class NameArguments(Struct, gc=False):
 
 
 class Naming(Struct, gc=False, tag_field="ph", tag="M"):
-    """Says what a thread is called."""
+    """Metadata: names a thread."""
 
     name: str = ""
     pid: Scalar = None
@@ -91,42 +169,42 @@ class Naming(Struct, gc=False, tag_field="ph", tag="M"):
     args: NameArguments | None = None
 
 
-# Arrows, counters, samples and the rest: their fields are skipped, nothing is made of them but a mark.
-_PASSED_OVER = tuple(
-    msgspec.defstruct(f"PassedOver{number}", [], tag_field="ph", tag=phase, gc=False)
+# Arrows, counters, samples and the rest: their fields are skipped.
+_SKIPPED = tuple(
+    msgspec.defstruct(f"Skipped{number}", [], tag_field="ph", tag=phase, gc=False)
     for number, phase in enumerate(
         ("s", "t", "f", "B", "E", "I", "b", "e", "n", "C", "P", "N", "O", "D", "R", "c", "v", "V")
     )
 )
 
 Record = Any
-"""A `Span`, `Instant`, `Naming`, or a mark of something passed over."""
+"""A `Span`, `Instant` or `Naming`, or an empty record of a skipped event."""
 
 _union: Any = Span | Instant | Naming
-for _kind in _PASSED_OVER:
+for _kind in _SKIPPED:
     _union = _union | _kind
 
-many = msgspec.json.Decoder(list[_union])
+record_list = msgspec.json.Decoder(list[_union])
 """Decodes a list of events."""
 
-apart = msgspec.json.Decoder(list[Raw])
-"""Takes a list of events apart without looking into them."""
+raw_list = msgspec.json.Decoder(list[Raw])
+"""Splits a list of events without decoding them."""
 
 MALFORMED = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
-"""What decoders raise on text that is not JSON, or not of the wanted types."""
+"""What decoders raise on text that is not JSON, or has wrong types."""
 
 _one = msgspec.json.Decoder(_union)
 _TEXT = (str, int, float)
 
 
 def read_one(element: bytes) -> tuple[Record | None, str, bool]:
-    """One event by itself, as far as it makes sense; the reason where it makes none, and whether it is JSON at all."""
+    """One event, as far as it makes sense; else None and the reason. And whether it is JSON at all."""
     try:
         return _one.decode(element), "", True
     except MALFORMED:
         pass
     try:
-        value = json.loads(element, strict=False)  # more forgiving than the quick decoder
+        value = json.loads(element, strict=False)  # more forgiving than msgspec
     except RecursionError:
         return None, "nests too deep", True
     except ValueError:
@@ -138,7 +216,7 @@ def read_one(element: bytes) -> tuple[Record | None, str, bool]:
 
 
 def _made(element: bytes, value: Any) -> tuple[Record | None, str]:
-    """An event whose fields are of wrong types, with those that fit or can be made to, or None and the reason."""
+    """An event with fields of wrong types: those that fit or can be converted, or None and the reason."""
     if not isinstance(value, dict):
         return None, "is not an object"
     phase = value.get("ph")
@@ -171,7 +249,7 @@ class _Times(Struct, gc=False):
 
 
 def _arguments(given: dict[str, Any]) -> Arguments:
-    """The arguments that have a fitting type, or one that turns into it."""
+    """The arguments whose types fit or can be converted."""
     result = Arguments()
     for info in msgspec.structs.fields(Arguments):
         value = given.get(info.encode_name)
@@ -189,7 +267,7 @@ def _arguments(given: dict[str, Any]) -> Arguments:
 
 
 def _number(value: Any) -> int:
-    """A whole number within 64 bits, or `NONE`."""
+    """An integer within 64 bits, or `NONE`."""
     try:
         number = int(value) if isinstance(value, _TEXT) and value == value else NONE
     except (ValueError, OverflowError):
@@ -203,3 +281,65 @@ def _scalar(value: Any) -> Scalar:
 
 def _word(value: Any) -> str:
     return str(value) if isinstance(value, _TEXT) else ""
+
+
+LIMIT = 1 << 62
+"""Nanoseconds that no time may reach, so that sums and differences of two stay within 64 bits."""
+
+_SCALE = np.array([1000, 100, 10, 1], np.int64)
+_LONGEST = 18  # digits that surely fit 64 bits
+_LONGEST_ODD = 400
+_EXACT = Context(prec=_LONGEST_ODD + 10)
+
+
+def nanoseconds(texts: Sequence[bytes]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Texts of microseconds in nanoseconds, and which of them are times; 0 for those that are not. What is finer is rounded to the
+    nearest nanosecond, halves to even. Texts may be any buffers, so that none is copied."""
+    if not texts:
+        return np.zeros(0, np.int64), np.zeros(0, np.bool_)
+    joined = b",".join([*texts, b""])
+    if joined.translate(None, b"0123456789.-,"):
+        return _one_by_one(texts)
+    characters = np.frombuffer(joined, np.uint8)
+    ends = np.flatnonzero(characters == ord(","))
+    if len(ends) != len(texts):
+        return _one_by_one(texts)
+    dots = np.flatnonzero(characters == ord("."))
+    minus = np.flatnonzero(characters == ord("-")) if b"-" in joined else dots[:0]
+    each_has_one = len(dots) == len(ends) and (dots < ends).all() and (dots[1:] > ends[:-1]).all()
+    owner = np.arange(len(ends)) if each_has_one else np.searchsorted(ends, dots)
+    decimals = np.zeros(len(texts), np.int64)
+    decimals[owner] = ends[owner] - dots - 1
+    digits = np.diff(ends, prepend=-1) - 1
+    digits[owner] -= 1
+    digits[np.searchsorted(ends, minus)] -= 1
+    regular = decimals.max() <= 3 and digits.min() >= 1 and digits.max() <= _LONGEST
+    if not regular or (owner[1:] == owner[:-1]).any() or (characters[minus - 1] != ord(",")).any():
+        return _one_by_one(texts)
+    values = np.fromstring(joined.translate(None, b".")[:-1], np.int64, sep=",")
+    scale = _SCALE[decimals]
+    known = np.abs(values.astype(np.float64) * scale) < LIMIT
+    return np.where(known, values * scale, 0), known
+
+
+def _one_by_one(texts: Sequence[bytes]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """The same for any texts: exponents, many digits, quotes, words."""
+    values = [_exact(bytes(text)) for text in texts]
+    known = np.array([value is not None for value in values], np.bool_)
+    return np.array([value or 0 for value in values], np.int64), known
+
+
+def _exact(text: bytes) -> int | None:
+    """One text of microseconds in nanoseconds, None when it is not a number or out of range."""
+    if len(text) > _LONGEST_ODD:
+        return None
+    try:
+        micro = Decimal(text.decode("ascii").strip().strip('"'))
+        if not micro.is_finite() or micro.adjusted() > _LONGEST:
+            return None
+        if micro.adjusted() < -_LONGEST:
+            return 0
+        value = int(micro.scaleb(3, _EXACT).to_integral_value(ROUND_HALF_EVEN, _EXACT))
+    except (InvalidOperation, ValueError, OverflowError):
+        return None
+    return value if abs(value) < LIMIT else None

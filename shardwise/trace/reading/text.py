@@ -1,26 +1,134 @@
-"""Takes a profile's text apart as it arrives: what stands before the events, the events in pieces of a few megabytes, what follows.
+"""The text of a profile, block by block, cut into batches of events as it arrives; the whole text is never held. Files may be plain
+or gzipped, whatever their name. One that ends too early or turns to garbage gives all that came before, and says where it stopped.
 
-A piece is cut where one event seems to end and the next to begin, and decoded; that the decoder accepts it proves the cut.
-Only where it does not (the list ended, a string holds what looks like an end, the text is broken) is every bracket looked at.
+A batch of a few megabytes is cut where one event seems to end and the next to begin, and decoded. If the decoder accepts it, the
+cut was right. Only if not (the list ended, a string looks like an end, the text is broken) is every bracket looked at.
 """
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from shardwise.trace.reading.mend import mend
-from shardwise.trace.reading.problems import Problems
-from shardwise.trace.reading.records import MALFORMED, Record, apart, many, read_one
-from shardwise.trace.reading.source import BLOCK, Source
+from shardwise.trace.reading.records import MALFORMED, Problems, Record, mend, raw_list, read_one, record_list
+
+try:  # four times as fast as zlib, with the same interface, but not on every platform
+    deflate: Any = importlib.import_module("isal.isal_zlib")
+except ImportError:
+    deflate = zlib
+
+BLOCK = 1 << 20
+_COMPRESSED_BLOCK = 1 << 18
+_CAREFUL_BLOCK = 1 << 9
+_GZIP = 31
+_MAGIC = b"\x1f\x8b"
+
+
+class Source:
+    """A file's text, block by block. Afterwards `problem` says what cut it short, if anything did."""
+
+    def __init__(self, path: Path, progress: Callable[[int], None] | None = None) -> None:
+        self._file = path.open("rb")
+        self._progress = progress
+        zipped = self._file.peek(2)[:2] == _MAGIC
+        self._blocks = self._unzipped() if zipped else iter(lambda: self._file.read(BLOCK), b"")
+        self._given = 0
+        """Bytes of text given of this gzip member."""
+        self._member = 0
+        """Where in the file the member begins."""
+        self.problem = ""
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def read(self) -> bytes:
+        """The next block of text, b"" at the end."""
+        try:
+            block = next(self._blocks, b"")
+        except OSError as e:
+            self.problem = f"cannot be read at byte {self._file.tell()}: {e.strerror or e}"
+            block = b""
+        if self._progress:
+            self._progress(self._file.tell())
+        return block
+
+    def _unzipped(self) -> Iterator[bytes]:
+        inflate, waiting = deflate.decompressobj(_GZIP), b""
+        while True:
+            if inflate.eof:  # gzip files may be concatenated, and padded with zeros
+                waiting = inflate.unused_data or self._file.read(_COMPRESSED_BLOCK)
+                if not waiting.strip(b"\0"):
+                    return
+                inflate, self._given, self._member = deflate.decompressobj(_GZIP), 0, self._file.tell() - len(waiting)
+            waiting = waiting or self._file.read(_COMPRESSED_BLOCK)
+            if not waiting:
+                self.problem = f"its gzip stream ends too early, at byte {self._file.tell()} of the file"
+                return
+            try:
+                block = bytes(inflate.decompress(waiting, BLOCK))
+            except (zlib.error, deflate.error, EOFError):
+                yield from self._up_to_the_damage()
+                return
+            waiting = inflate.unconsumed_tail
+            self._given += len(block)
+            if block:
+                yield block
+
+    def _up_to_the_damage(self) -> Iterator[bytes]:
+        """The text before the damage: the member is read again in small steps, at last in single bytes, without what was given."""
+        self._file.seek(self._member)
+        inflate, skipped = zlib.decompressobj(_GZIP), self._given
+        while piece := self._file.read(_CAREFUL_BLOCK):
+            before = inflate.copy()
+            try:
+                text = inflate.decompress(piece)
+            except zlib.error as e:
+                start = self._file.tell() - len(piece)
+                self.problem = f"its gzip stream is damaged after byte {start} of the file ({e})"
+                yield _byte_by_byte(before, piece)[skipped:]
+                return
+            if len(text) > skipped:
+                yield text[skipped:]
+            skipped = max(0, skipped - len(text))
+
+
+def _byte_by_byte(inflate: Any, piece: bytes) -> bytes:
+    """The text of a piece up to where it fails."""
+    text = b""
+    for byte in piece:
+        try:
+            text += inflate.decompress(bytes((byte,)))
+        except zlib.error:
+            break
+    return text
+
+
+def text_size(path: Path) -> int:
+    """About how many bytes of text a file holds. For gzip that is the note at its end, right for a single stream below 4 GiB."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        if file.read(2) != _MAGIC or size < 18:
+            return size
+        file.seek(-4, os.SEEK_END)
+        return int.from_bytes(file.read(4), "little")
+
 
 LARGEST = 1 << 24
-"""Bytes that one event, or what stands around the events, may have; more is passed over, and said."""
+"""The most bytes of one event, or of what stands before or after the events; more is skipped and reported."""
 
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
-_KEY_LENGTH = 1 << 12  # a key, its colon and spaces; more than anyone writes
+_KEY_LENGTH = 1 << 12  # of a key with colon and spaces
 _SPACE = re.compile(rb"[\s,]*")
 _BETWEEN = re.compile(rb"\}\s*,\s*\{")
 _LAST = re.compile(rb"\}\s*\]")
@@ -33,7 +141,7 @@ _EVENT_OR_END = re.compile(rb'\{\s*"(?:ph|name|cat|pid|tid|ts|id|args)"\s*:|\]\s
 
 
 class Text:
-    """The text of a profile. After `records` is used up, `head` and `tail` hold what stands around the events, as objects."""
+    """The text of a profile. After `records` is used up, `head` and `tail` hold what stands around the events, as JSON."""
 
     def __init__(self, source: Source, problems: Problems) -> None:
         self._source = source
@@ -45,10 +153,10 @@ class Text:
         self.head = b""
         self.tail = b""
         self.is_other_json = False
-        """Found to be an object without events."""
+        """The text is an object without events."""
 
     def begin(self) -> str:
-        """Go to the first event. Gives "" or the reason why there is none."""
+        """Go to the first event. Gives "", or the reason why there is none."""
         self._more()
         if self._buffer.startswith(b"\xef\xbb\xbf"):
             self._drop(3)
@@ -70,7 +178,7 @@ class Text:
                 self.is_other_json = not self._source.problem
                 return "is not a profile: it has no list of traceEvents"
         if head is None:
-            self._problems.say(
+            self._problems.add(
                 f"what stands before its events, up to byte {self.position}, is too large and was not read"
             )
         else:
@@ -113,7 +221,7 @@ class Text:
         self._finish()
 
     def skip(self, position: int) -> bool:
-        """Go to the first cut between events at or after a byte, by the same cuts as `records` makes; False if there is none."""
+        """Go to the first cut at or after a byte, with the same cuts as in `records`; False if there is none."""
         while self.position < position:
             while len(self._buffer) < BLOCK and self._more():
                 pass
@@ -131,20 +239,20 @@ class Text:
         while len(self._buffer) <= LARGEST and self._more():
             pass
         if len(self._buffer) > LARGEST:
-            self._problems.say(f"what follows its events, from byte {self.position} on, is too large and was not read")
+            self._problems.add(f"what follows its events, from byte {self.position} on, is too large and was not read")
             self._buffer = b""
         rest = _SPACE.sub(b"", self._buffer, count=1)
         self.tail = b"{" + rest if rest.startswith(b'"') else b""
         if self._source.problem:
-            self._problems.say(self._source.problem)
+            self._problems.add(self._source.problem)
 
     def _truncated(self, where: str) -> None:
         problem = self._source.problem
         because = f": {problem}" if problem else "; it seems cut off"
-        self._problems.say(f"ends {where}, at byte {self.position + len(self._buffer)} of the text{because}")
+        self._problems.add(f"ends {where}, at byte {self.position + len(self._buffer)} of the text{because}")
 
     def _decode(self) -> tuple[list[Record], int, bool] | None:
-        """Events at the beginning of the buffer, the bytes they take and whether the list ended there; None if no cut holds."""
+        """Events at the start of the buffer, their bytes, and whether the list ended there; None if no cut is right."""
         for cut in self._cuts()[: -_TRIES - 1 : -1]:
             if (records := self._list(cut + 1)) is not None:
                 return records, cut + 1, False
@@ -165,16 +273,16 @@ class Text:
         return []
 
     def _list(self, end: int) -> list[Record] | None:
-        """The first bytes of the buffer as a list of events, None if they are not JSON."""
+        """The first bytes of the buffer as a list of events; None if they are not JSON."""
         text = b"".join((b"[", memoryview(self._buffer)[:end], b"]"))
         try:
-            return many.decode(text)
+            return record_list.decode(text)
         except msgspec.ValidationError:
-            pass  # JSON, but not all of it as it should be
+            pass  # JSON, but some fields have wrong types
         except MALFORMED:
             return None
         try:
-            elements = apart.decode(text)
+            elements = raw_list.decode(text)
         except MALFORMED:
             return None
         records = []
@@ -187,21 +295,21 @@ class Text:
         return records
 
     def _walk(self) -> tuple[list[Record], int, bool]:
-        """Events at the beginning of the buffer one by one, passing over what is broken; bytes used, whether the list ended."""
+        """Events at the start of the buffer, one by one, without broken ones; the bytes used; whether the list ended."""
         records: list[Record] = []
         at = failures = 0
         while True:
             at = _after_space(self._buffer, at)
             if at >= len(self._buffer) or self._buffer[at : at + 1] == b"]":
                 return records, at, at < len(self._buffer)
-            # In text where quotes have lost their partners every event seems to go on to the end: soon look only so far.
+            # With unbalanced quotes every event seems to go on to the end, so after some failures look only a little ahead.
             stop = len(self._buffer) if failures < _FAILURES else min(at + _NEAR, len(self._buffer))
-            end = end_of_object(self._buffer, at, stop) if self._buffer[at : at + 1] == b"{" else 0
+            end = _end_of_object(self._buffer, at, stop) if self._buffer[at : at + 1] == b"{" else 0
             if end <= 0:
                 following = _EVENT_OR_END.search(self._buffer, at + 1)
                 unfinished = len(self._buffer) - at <= LARGEST if not self._ended else not following
                 if end < 0 and stop == len(self._buffer) and unfinished:
-                    return records, at, False  # the rest of it is still to come, or was cut off
+                    return records, at, False  # its rest is still to come, or was cut off
                 failures += 1
                 what = "could not be read: no end found" if end < 0 else "could not be read: not an object"
                 self._problems.count(what, self.position + at)
@@ -230,7 +338,7 @@ class Text:
             self.position += count
 
     def _skip_space(self) -> bytes:
-        """Drop spaces and commas; the byte that follows, b"" at the end."""
+        """Drop spaces and commas; gives the byte that follows, b"" at the end."""
         while True:
             self._drop(_after_space(self._buffer, 0))
             if self._buffer or not self._more():
@@ -238,13 +346,13 @@ class Text:
 
 
 def _after_space(text: bytes, at: int) -> int:
-    """Where the next byte is that is no space or comma."""
+    """The position of the next byte that is no space or comma."""
     found = _SPACE.match(text, at)
     return found.end() if found else at
 
 
-def end_of_object(text: bytes, start: int, stop: int) -> int:
-    """Where the object that begins at `start` ends, -1 when it does not before `stop`."""
+def _end_of_object(text: bytes, start: int, stop: int) -> int:
+    """Where the object that begins at `start` ends; -1 if not before `stop`."""
     depth = 0
     for found in _BRACKET_OR_STRING.finditer(text, start, stop):
         token = found[0]

@@ -1,1 +1,1 @@
-"""What a rank did when: sets of intervals, steps, classes of work, which span lies in which, and the first breakdown."""
+"""What a rank did when: intervals and nesting, the activity of its device or threads, and the steps looked at."""

@@ -1,7 +1,8 @@
-"""What kept a rank's device busy, one row a kernel, copy or set, joined with the call that launched it. On a profile without
-a device the host's threads stand in its place: rows are the pieces of operators' own time, and messages as they were carried.
+"""What kept a rank busy: one row for each kernel, copy or memset of its device, classified as compute, communication or copy and
+joined with the call that launched it. Most questions are asked of this table.
 
-This is the table that most questions are asked of; it is made once for each rank.
+On a profile without a device the rows are the self time of the operators on the host's threads. A kernel communicates if it
+carries the arguments of a collective (NCCL and RCCL write them since PyTorch 2.3), or else if its name says so.
 """
 
 from __future__ import annotations
@@ -13,37 +14,31 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.trace.reading.events import Events, Integers, Profile
-from shardwise.trace.spans.classes import Classified, classify
-from shardwise.trace.spans.nesting import Nest, nest
+from shardwise.labels import read_label
+from shardwise.trace.reading.profile import DEVICE_KINDS, Events, Integers, Profile
+from shardwise.trace.spans.intervals import Intervals, Nest, nest, own_pieces, union
 
+CLASSES = ("compute", "communication", "copy")
+COMPUTE, COMMUNICATION, COPY = range(3)
+
+_ATTENTION = re.compile(r"flash|fmha|attention|softmax|sdpa|mha_", re.IGNORECASE)
+_MATMUL = re.compile(
+    r"gemm|gemv|cutlass|cublas|nvjet|xmma|wgrad|dgrad|conv|cijk_|matmul|::(?:mm|bmm|addmm|baddbmm|linear|mkldnn_linear|mv|addmv)$"
+    r"|splitk|triton_\w*_mm_|(?:^|_)mm_",
+    re.IGNORECASE,
+)
+# Communication libraries, then kernels that inference and MoE libraries bring themselves.
+_COMMUNICATING_KERNEL = re.compile(
+    r"(?:^|[\s:_*])(?:nccl|rccl|oneccl|msccl|nvshmem)|deep_ep::|cross_device_reduce"
+    r"|(?:one|two)_?shot_?all_?reduce|multimem_\w*(?:reduce|gather)|allreduce_fusion_kernel|all_?reduce_?kernel",
+    re.IGNORECASE,
+)
+_COMMUNICATING_OPERATOR = re.compile(
+    r"(?:gloo|nccl|mpi|ucc|xccl):|_?c10d(?:_functional)?(?:_autograd)?::|record_param_comms$|symm_mem::"
+)
+_COPYING_OPERATOR = frozenset(("aten::copy_", "aten::_copy_from", "aten::_copy_from_and_resize", "aten::_pin_memory"))
 _LAUNCH = re.compile(r"^(?:cuda|hip|cu)(?:Ext)?(?:Module|Graph|Launch)*Launch(?:Cooperative)?(?:Kernel\w*)?$")
-
-
-@dataclass(frozen=True)
-class Spans:
-    """Some spans of the host's threads, to ask which of them encloses a moment."""
-
-    event: Integers
-    """Into the events."""
-    nest: Nest
-
-    def innermost(self, lane: NDArray[np.integer], time: Integers) -> Integers:
-        """The event of these that is innermost at each moment, or -1."""
-        found = self.nest.innermost(lane, time)
-        return np.where(found >= 0, self.event[found] if len(self.event) else -1, -1)
-
-    @cached_property
-    def outer(self) -> dict[int, int]:
-        """Each event to the one of these that encloses it, -1 for none."""
-        parent = np.where(self.nest.parent >= 0, self.event[self.nest.parent], -1) if len(self.event) else self.event
-        return dict(zip(self.event.tolist(), parent.tolist(), strict=True))
-
-
-def spans_of(events: Events, wanted: NDArray[np.bool_]) -> Spans:
-    """The spans that `wanted` says yes to, which stand on threads."""
-    event = np.flatnonzero(wanted & (events.stream < 0))
-    return Spans(event, nest(events.lane[event], events.start[event], events.end[event]))
+_BLOCKING = re.compile(r"Synchronize|cudaMemcpy|hipMemcpyWithStream")
 
 
 @dataclass(frozen=True)
@@ -52,17 +47,22 @@ class Activity:
 
     profile: Profile
     on_host: bool
-    """No device in this profile: rows are pieces of operators on threads."""
+    """The profile has no device: rows are pieces of operators on threads."""
     event: Integers
     start: Integers
     end: Integers
     kind: NDArray[np.int8]
-    """`COMPUTE`, `COMMUNICATION` or `COPY` of the classes."""
-    launch: Integers
-    """Event of the runtime call that launched it, -1 when none is known; on a host-only profile always -1."""
+    """`COMPUTE`, `COMMUNICATION` or `COPY`."""
 
     def __len__(self) -> int:
         return len(self.start)
+
+    def intervals(self, *kinds: int) -> Intervals:
+        """When rows of any of these classes ran; of all classes when none is named."""
+        if not kinds:
+            return union(self.start, self.end)
+        wanted = np.isin(self.kind, kinds)
+        return union(self.start[wanted], self.end[wanted])
 
     @cached_property
     def lane(self) -> NDArray[np.int32]:
@@ -74,41 +74,121 @@ class Activity:
         """Name of each row, into the events' names."""
         return self.profile.events.name[self.event]
 
+    @cached_property
+    def launch(self) -> Integers:
+        """The runtime call that launched each row, by the correlation number both carry. -1 where it was not recorded, and on a
+        profile without a device."""
+        events = self.profile.events
+        calls = np.flatnonzero(events.of_kind("runtime") & (events.correlation >= 0))
+        if self.on_host or not len(calls):
+            return np.full(len(self), -1, np.int64)
+        order = np.argsort(events.correlation[calls], kind="stable")
+        numbers = events.correlation[calls][order]
+        at = np.minimum(np.searchsorted(numbers, events.correlation[self.event]), len(calls) - 1)
+        return np.where(numbers[at] == events.correlation[self.event], calls[order[at]], -1)
+
+    @cached_property
+    def before(self) -> Integers:
+        """The row before each row on its lane, -1 for none."""
+        return previous_on_lane(self.lane, self.start)
+
     def rows_of(self, event: Integers) -> Integers:
-        """A row of each event, the first where it has several; -1 where it has none."""
+        """The first row of each event, -1 where it has none."""
         if not len(self):
             return np.full(len(event), -1, np.int64)
         order = np.argsort(self.event, kind="stable")
         at = np.minimum(np.searchsorted(self.event[order], event), len(self) - 1)
         return np.where(self.event[order][at] == event, order[at], -1)
 
+    @cached_property
+    def lost_launches(self) -> Integers:
+        """Calls that launched something the profile does not show: graphs whose kernels were not recorded, dropped events."""
+        events = self.profile.events
+        launching = events.named(lambda name: _LAUNCH.search(name) is not None, "runtime")
+        calls = np.flatnonzero(launching & (events.correlation >= 0))
+        return calls[~np.isin(calls, self.launch)]
 
-def activity(profile: Profile, classified: Classified | None = None) -> Activity:
-    """The table of one rank, from its busy time where that is already known."""
-    found = classified or classify(profile)
-    order = np.argsort(found.start, kind="stable")
-    event = found.event[order]
-    launch = launches(profile.events, event) if found.on_device else np.full(len(event), -1, np.int64)
-    return Activity(
-        profile, not found.on_device, event, found.start[order], found.end[order], found.kind[order], launch
+
+def previous_on_lane(lane: NDArray[np.int32], start: Integers) -> Integers:
+    """For each span, the one that began before it on its lane; -1 for none."""
+    order = np.lexsort((start, lane))
+    before = np.full(len(start), -1, np.int64)
+    before[order[1:]] = np.where(lane[order[1:]] == lane[order[:-1]], order[:-1], -1)
+    return before
+
+
+def activity_of(profile: Profile) -> Activity:
+    """What kept the devices of a profile busy, or its threads when it has none."""
+    events = profile.events
+    event = np.flatnonzero(events.of_kind(*DEVICE_KINDS))
+    if len(event):
+        kind = np.where(events.of_kind("kernel")[event], COMPUTE, COPY).astype(np.int8)
+        kind[_communicating_kernels(profile)[event]] = COMMUNICATION
+        return Activity(profile, False, event, events.start[event], events.end[event], kind)
+    comms, copies = events.named(_communicating_operator), events.named(_COPYING_OPERATOR.__contains__)
+    event = np.flatnonzero(host_work(events))
+    piece, start, end = own_pieces(events.lane[event], events.start[event], events.end[event])
+    order = np.argsort(start, kind="stable")
+    event = event[piece[order]]
+    kind = np.where(comms[event], COMMUNICATION, np.where(copies[event], COPY, COMPUTE)).astype(np.int8)
+    return Activity(profile, True, event, start[order], end[order], kind)
+
+
+def host_work(events: Events) -> NDArray[np.bool_]:
+    """Which events are work of the host: its operators, and the ranges that stand for collectives."""
+    # Labels of actions, phases and modules are recorded like operators, but time in them alone is not work.
+    label = events.named(lambda name: read_label(name) is not None and not _communicating_operator(name))
+    return (events.of_kind("cpu_op") & ~label) | events.named(_communicating_operator, "annotation")
+
+
+def blocking_calls(events: Events) -> Integers:
+    """Runtime calls during which the host waits for its device."""
+    return np.flatnonzero(events.named(lambda name: bool(_BLOCKING.search(name)) and "Async" not in name, "runtime"))
+
+
+def category_of(name: str) -> str:
+    """The ledger's category of a kernel or operator that computes, by its name: `attention`, `matmul` or `memory`."""
+    if _ATTENTION.search(name):
+        return "attention"
+    return "matmul" if _MATMUL.search(name) else "memory"
+
+
+def _communicating_kernels(profile: Profile) -> NDArray[np.bool_]:
+    events = profile.events
+    result = events.named(lambda name: _COMMUNICATING_KERNEL.search(name) is not None)
+    result[profile.messages.event] = True
+    return result & events.of_kind("kernel")
+
+
+def _communicating_operator(name: str) -> bool:
+    """Whether an operator or a range on the host is a collective."""
+    found = read_label(name)
+    return found.kind == "message" if found else _COMMUNICATING_OPERATOR.match(name) is not None
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Some spans of the host's threads, to find the innermost one at a moment."""
+
+    event: Integers
+    """Into the events."""
+    nest: Nest
+
+    def innermost(self, lane: NDArray[np.integer], time: Integers) -> Integers:
+        """The event of these that is innermost at each moment, -1 for none."""
+        found = self.nest.innermost(lane, time)
+        return np.where(found >= 0, self.event[found] if len(self.event) else -1, -1)
+
+
+def spans_of(events: Events, wanted: NDArray[np.bool_]) -> Spans:
+    """The wanted spans that stand on threads."""
+    event = np.flatnonzero(wanted & (events.stream < 0))
+    return Spans(event, nest(events.lane[event], events.start[event], events.end[event]))
+
+
+def label_spans(events: Events, kind: str) -> Spans:
+    """The trainer's labels of one kind."""
+    return spans_of(
+        events,
+        events.named(lambda n: (found := read_label(n)) is not None and found.kind == kind, "cpu_op", "annotation"),
     )
-
-
-def lost_launches(activity: Activity) -> Integers:
-    """Calls that launched something of which the profile shows nothing: graphs whose kernels were not recorded, events that
-    were dropped."""
-    events = activity.profile.events
-    launching = [_LAUNCH.search(name) is not None for name in events.names] or [False]
-    calls = np.flatnonzero(events.named(np.array(launching)) & events.of_kind("runtime") & (events.correlation >= 0))
-    return calls[~np.isin(calls, activity.launch)]
-
-
-def launches(events: Events, event: Integers) -> Integers:
-    """The runtime call that launched each of these, by the number both carry; -1 for none."""
-    calls = np.flatnonzero(events.of_kind("runtime") & (events.correlation >= 0))
-    if not len(calls):
-        return np.full(len(event), -1, np.int64)
-    order = np.argsort(events.correlation[calls], kind="stable")
-    numbers = events.correlation[calls][order]
-    at = np.minimum(np.searchsorted(numbers, events.correlation[event]), len(calls) - 1)
-    return np.where(numbers[at] == events.correlation[event], calls[order[at]], -1)

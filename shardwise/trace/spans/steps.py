@@ -1,8 +1,9 @@
-"""Which part of a profile is looked at: the profiler's steps, or the whole file.
+"""Which part of a profile is looked at, the profiler's steps or the whole file, and where its time went: compute, communication,
+copy, idle.
 
-A step's window is that of its `ProfilerStep#N` range on the host, also for what its device did: these windows follow each other
-without gaps, so their sum is the time the steps took. The device runs behind the host, so a window holds the end of the
-step before and lacks the end of its own; over a few steps that evens out. Work that crosses a window's edge is cut there.
+A step's window is its `ProfilerStep#N` range on the host, for the device too: these windows follow each other without gaps, so
+their sum is the time of the steps. The device runs behind the host, so a window holds the end of the step before and lacks the
+end of its own; over a few steps that evens out. Work that crosses the edge of a window is cut there.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.trace.reading.events import DEVICE_KINDS, Events, Profile
-from shardwise.trace.spans.classes import Classified, host_work
-from shardwise.trace.spans.intervals import Intervals, nothing, union, window
+from shardwise.trace.reading.profile import DEVICE_KINDS, Events, Profile
+from shardwise.trace.spans.activity import COMMUNICATION, COMPUTE, COPY, Activity, host_work
+from shardwise.trace.spans.intervals import Intervals, difference, intersect, join, nothing, total, union, window
 
 _STEP = re.compile(r"ProfilerStep#?\s*(\d{1,15})")
 _WHOLE_RECORDING = re.compile(r"PyTorch Profiler \(\d+\)$")
@@ -28,18 +29,16 @@ class Step:
     start: int
     end: int
     complete: bool
-    """Recorded from beginning to end, with work in it. The profiler opens a last, empty one when it is stopped after a step."""
+    """Recorded from start to end, with work in it. A profiler that is stopped after a step opens a last, empty one."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What is looked at of one rank."""
+    """The part of one rank's profile that is looked at."""
 
     windows: Intervals
     steps: tuple[Step, ...] = ()
-    """() when the whole file is."""
-    left_out: tuple[Step, ...] = ()
-    """Steps of the file that are not."""
+    """() when the whole file is looked at."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -48,10 +47,9 @@ class Chosen:
 
 
 def find_steps(profile: Profile) -> tuple[Step, ...]:
-    """The steps of a profile, by number. Of two with one number the longer counts."""
+    """The steps of a profile, by number. Of two with the same number the longer counts."""
     events = profile.events
-    numbers = [int(found[1]) if (found := _STEP.fullmatch(name)) else -1 for name in events.names]
-    number = np.array(numbers or [-1])[events.name]
+    number = events.by_name(lambda name: int(found[1]) if (found := _STEP.fullmatch(name)) else -1)[events.name]
     rows = np.flatnonzero((number >= 0) & events.of_kind("annotation"))
     if not len(rows):  # recorded without the host
         rows = np.flatnonzero((number >= 0) & events.of_kind("gpu_annotation"))
@@ -73,41 +71,61 @@ def find_steps(profile: Profile) -> tuple[Step, ...]:
 
 
 def _recorded(events: Events) -> tuple[int, int]:
-    """From when to when the profiler recorded, as far as it says."""
-    whole = np.array([_WHOLE_RECORDING.match(name) is not None for name in events.names], np.bool_)
-    rows = np.flatnonzero(events.named(whole) & events.of_kind("other"))
+    """When the profiler began and stopped to record, as far as the file says."""
+    rows = np.flatnonzero(events.named(lambda name: _WHOLE_RECORDING.match(name) is not None, "other"))
     if not len(rows):
         return -(1 << 62), 1 << 62
     return int(events.start[rows].min()), int(events.end[rows].max())
 
 
-def choose(
-    profile: Profile,
-    classified: Classified,
-    first: int | None = None,
-    last: int | None = None,
-    all_events: bool = False,
-) -> Chosen:
-    """All complete steps, or those from `first` to `last`, complete or not, or the whole file; that too when it has no steps.
+def choose(activity: Activity, first: int | None = None, last: int | None = None, all_events: bool = False) -> Chosen:
+    """All complete steps; or the steps from `first` to `last`, complete or not; or the whole file, also when it has no steps.
 
-    Asked for steps that a profile lacks, it gives no window at all.
+    When a profile has none of the steps asked for, the result has no window.
     """
-    steps = () if all_events else find_steps(profile)
+    steps = () if all_events else find_steps(activity.profile)
     if first is None and last is None:
         chosen = tuple(step for step in steps if step.complete)
         if not chosen:
-            return Chosen(whole(classified), (), steps)
+            whole = window(int(activity.start.min()), int(activity.end.max())) if len(activity) else nothing()
+            return Chosen(whole)
     else:
         low, high = first or 0, last if last is not None else 1 << 62
         chosen = tuple(step for step in steps if low <= step.number <= high)
-    left_out = tuple(step for step in steps if step not in chosen)
     starts = np.array([step.start for step in chosen], np.int64)
     ends = np.array([step.end for step in chosen], np.int64)
-    return Chosen(union(starts, ends), chosen, left_out)
+    return Chosen(union(starts, ends), chosen)
 
 
-def whole(classified: Classified) -> Intervals:
-    """From the beginning of the first to the end of the last of what took time."""
-    if not len(classified.start):
-        return nothing()
-    return window(int(classified.start.min()), int(classified.end.max()))
+@dataclass(frozen=True)
+class Breakdown:
+    """Nanoseconds of one rank within its windows. Classes may overlap; busy and idle add up to the span exactly."""
+
+    span: int
+    """Length of the windows."""
+    compute: int
+    """While any kernel computed; without a device, while any thread was in an operator."""
+    communication: int
+    """While any collective was in flight, waiting for other ranks included."""
+    copy: int
+    """While memory was copied or set."""
+    idle: int
+    """While none of these ran."""
+    exposed_communication: int
+    """Communication that no compute overlapped. Copies do not count as overlap."""
+
+
+def break_down(activity: Activity, windows: Intervals) -> Breakdown:
+    """Where the time of the windows went."""
+    compute, communication, copy = (
+        intersect(activity.intervals(kind), windows) for kind in (COMPUTE, COMMUNICATION, COPY)
+    )
+    span = total(windows)
+    return Breakdown(
+        span=span,
+        compute=total(compute),
+        communication=total(communication),
+        copy=total(copy),
+        idle=span - total(join(compute, communication, copy)),
+        exposed_communication=total(difference(communication, compute)),
+    )

@@ -1,13 +1,13 @@
-"""What one rank's profile holds, as columns: every span with its exact time in nanoseconds, and beside them, sparsely, what only
-some spans carry: arguments of messages, shapes, allocations. A million spans are a few dozen megabytes this way, and every
-question asked of them is arithmetic on arrays.
+"""One rank's profile as columns: every span with its exact time in nanoseconds, and beside them sparse tables of what only some
+spans carry: arguments of collectives, shapes, allocations. A million spans take a few dozen megabytes, and every question about
+them is arithmetic on arrays.
 
-Arrows between spans (`ac2g`, `fwdbwd`) are not kept: `correlation` and `sequence` say the same, and are exact.
+Arrows between spans (`ac2g`, `fwdbwd`) are not kept: `correlation` and `sequence` hold the same links, exactly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -22,11 +22,11 @@ Indices = NDArray[np.int32]
 KINDS = (
     "cpu_op", "annotation", "runtime", "kernel", "copy", "set", "gpu_annotation", "sync", "python", "other",
 )  # fmt: skip
-"""What a span is: an operator on the CPU, a user's range, a call of the driver or runtime, then on the device a kernel, a memory
-copy, a memory set, a range over the kernels launched in it, waiting for a stream or event; a Python frame; anything else."""
+"""What a span is. On the host: an operator, a user's range, a call of the driver or runtime. On the device: a kernel, a memory
+copy, a memset, a range over the kernels launched in it, waiting for a stream or event. Then a Python frame, and anything else."""
 
 CODE: Mapping[str, int] = {kind: code for code, kind in enumerate(KINDS)}
-"""Kind to its code in the column."""
+"""The code of each kind in the column."""
 
 DEVICE_KINDS = ("kernel", "copy", "set")
 """What keeps a device busy."""
@@ -45,31 +45,31 @@ KIND_OF_CATEGORY: Mapping[str, str] = {
     "cuda_sync": "sync", "hip_sync": "sync", "xpu_sync": "sync",
     "python_function": "python", "Python": "python",
 }  # fmt: skip
-"""Category of a span in the file to its kind; categories not named here are `other`."""
+"""Kind of each category in the file. A category that is not here is `other`."""
 
 NONE = -1
-"""Stands in every column of numbers for "the file does not say"."""
+"""In any column of numbers: the file does not say."""
 
 
 class Lane(NamedTuple):
     """What spans run on: a thread of a process, or a stream of a device."""
 
     process: str
-    """Process id, or what the file has in its place."""
+    """Process id, or what the file has instead."""
     thread: str
     name: str
-    """The thread's name, "" when the file gives none."""
+    """The thread's name, "" when not given."""
     stream: int
-    """Stream of a device, or -1 for a thread."""
+    """Stream of a device, -1 for a thread."""
     device: int
-    """Number of the device, or -1 for a thread."""
+    """Number of the device, -1 for a thread."""
 
 
 class Group(NamedTuple):
     """A process group."""
 
     description: str
-    """What the program called it: Shardwise and DeviceMesh put the axis here."""
+    """What the program called it. Shardwise and DeviceMesh put the axis here."""
     ranks: tuple[int, ...]
     """Its members, () when not listed."""
     size: int
@@ -87,10 +87,10 @@ class Device(NamedTuple):
 
 @dataclass(frozen=True)
 class Events:
-    """The spans of one rank, sorted by start; of equal starts the longer first, so that what encloses comes first."""
+    """The spans of one rank, sorted by start, the longer first at equal starts: a parent comes before its children."""
 
     kind: NDArray[np.int8]
-    """Code of a kind, see `CODE`."""
+    """See `CODE`."""
     name: Indices
     """Into `names`."""
     start: Integers
@@ -102,11 +102,11 @@ class Events:
     correlation: Integers
     """Equal for a launch and what it launched."""
     external: Integers
-    """Operator that a launch or kernel belongs to, by the profiler's number."""
+    """The profiler's number of the operator that a launch or kernel belongs to."""
     sequence: Integers
-    """Autograd's number, equal for a forward operator and its backward."""
+    """Autograd's sequence number, equal for a forward operator and its backward."""
     forward_thread: Integers
-    """On backward operators, the profiler's number of the thread that ran forward."""
+    """On backward operators: the profiler's number of the thread that ran the forward."""
     names: tuple[str, ...]
     lanes: tuple[Lane, ...]
 
@@ -129,24 +129,29 @@ class Events:
         wanted[[CODE[kind] for kind in kinds]] = True
         return wanted[self.kind]
 
-    def named(self, wanted: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Which spans have a name for which `wanted` (one answer a name) says yes."""
-        return wanted[self.name] if len(wanted) else np.zeros(len(self), np.bool_)
+    def by_name(self, value: Callable[[str], int]) -> Integers:
+        """A number for each distinct name, to be indexed by `name`; never empty, so that index -1 is safe."""
+        return np.array([value(name) for name in self.names] or [0], np.int64)
+
+    def named(self, wanted: Callable[[str], bool], *kinds: str) -> NDArray[np.bool_]:
+        """Which spans have a name that `wanted` accepts, of these kinds where any are given. Each distinct name is asked once."""
+        found = (self.by_name(wanted) > 0)[self.name]
+        return found & self.of_kind(*kinds) if kinds else found
 
 
 @dataclass(frozen=True)
 class Messages:
-    """Spans that carry arguments of a collective or a message: `record_param_comms` on the CPU, NCCL's and RCCL's kernels."""
+    """Arguments of collectives and point-to-point messages, from `record_param_comms` on the host and NCCL's or RCCL's kernels."""
 
     event: Indices
-    """Into the events, ascending."""
+    """Into the events, sorted."""
     group: Indices
-    """Name of the process group, into `texts`; likewise the next five. -1: not said."""
+    """Name of the process group, into `texts`, as the next six columns are; -1: not given."""
     description: Indices
     collective: Indices
     dtype: Indices
     ranks: Indices
-    """Members of the group as the file writes them: "[0, 1]", with "..." where it shortens."""
+    """Members of the group as in the file: "[0, 1]", with "..." where it is shortened."""
     splits_in: Indices
     splits_out: Indices
     elements_in: Integers
@@ -156,26 +161,22 @@ class Messages:
     sequence: Integers
     """Number of the collective within its group."""
     source: Integers
-    """Rank that sends, on messages between two."""
+    """The sending rank of a point-to-point message."""
     destination: Integers
     texts: tuple[str, ...]
 
     def __len__(self) -> int:
         return len(self.event)
 
-    def text(self, column: Indices, row: int) -> str:
-        """What a column of texts says in a row, "" for nothing."""
-        return self.texts[column[row]] if column[row] >= 0 else ""
-
 
 @dataclass(frozen=True)
 class Shapes:
-    """Inputs of operators. Most operators repeat the same few, so each distinct one is kept once, as the file's own JSON."""
+    """Inputs of operators. Few are distinct, so each distinct one is kept once, as the file's own JSON."""
 
     event: Indices
-    """Into the events, ascending."""
+    """Into the events, sorted."""
     dims: Indices
-    """Into `texts`, -1: not said; likewise the next two."""
+    """Into `texts`, as the next two columns are; -1: not given."""
     types: Indices
     values: Indices
     """Concrete inputs: scalars as text."""
@@ -185,7 +186,7 @@ class Shapes:
         return len(self.event)
 
     def decode(self, text: int) -> list[Any]:
-        """The list that a column refers to; [] for -1 or for what is no list."""
+        """The list that an index into `texts` stands for; [] for -1 and for anything that is not a list."""
         if text < 0:
             return []
         try:
@@ -197,21 +198,21 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Allocations:
-    """Memory given out and taken back, in the order of time."""
+    """Memory allocated and freed, by time."""
 
     time: Integers
     """Nanoseconds after the profile's `base`."""
     bytes: Integers
-    """Negative when given back."""
+    """Negative when freed."""
     allocated: Integers
-    """Bytes in use on the device afterwards; -1: not said."""
+    """Bytes allocated on the device afterwards; -1: not given."""
     reserved: Integers
-    """Bytes the allocator holds afterwards; -1: not said."""
+    """Bytes the allocator holds afterwards; -1: not given."""
     device_type: Integers
-    """PyTorch's number of the kind of device: 0 CPU, 1 CUDA (also AMD's)."""
+    """PyTorch's number of the device type: 0 CPU, 1 CUDA and ROCm."""
     device: Integers
     address: Integers
-    """Where the block is; equal for giving out and taking back."""
+    """Of the block; equal for its allocation and its free."""
 
     def __len__(self) -> int:
         return len(self.time)
@@ -223,20 +224,33 @@ class Profile:
 
     rank: int
     world: int
-    """Ranks in the job, or -1 when the file does not say."""
+    """Ranks of the job, -1 when not given."""
     base: int
-    """What `start` counts from, in nanoseconds of the recording machine's clock."""
+    """The time that `start` counts from, in nanoseconds of the recording machine's clock."""
     path: str
     events: Events
     messages: Messages
     shapes: Shapes
     allocations: Allocations
     groups: Mapping[str, Group] = field(default_factory=dict)
-    """Process groups by the name that messages use."""
+    """Process groups by the name that collectives use."""
     devices: tuple[Device, ...] = ()
     backend: str = ""
-    """What carries messages: nccl, gloo, …"""
+    """The communication backend: nccl, gloo, …"""
     rank_known: bool = True
-    """Whether the file or its name says the rank; otherwise it is a free number."""
+    """Whether the file or its name gives the rank; otherwise it is any free number."""
     problems: tuple[str, ...] = ()
-    """What could not be read or made sense of, one sentence each, naming file and byte."""
+    """What could not be read, one sentence each, with file and byte."""
+
+
+def row_of(sorted_events: NDArray[np.integer], event: Integers) -> Integers:
+    """Where each event stands in a sorted column of events, -1 for nowhere."""
+    if not len(sorted_events):
+        return np.full(len(event), NONE, np.int64)
+    at = np.minimum(np.searchsorted(sorted_events, event), len(sorted_events) - 1)
+    return np.where(sorted_events[at] == event, at, NONE)
+
+
+def column_at(column: NDArray[np.integer], row: Integers) -> Integers:
+    """A column at some rows, -1 where the row is -1."""
+    return np.where(row >= 0, column[row].astype(np.int64), NONE) if len(column) else np.full(len(row), NONE, np.int64)

@@ -1,10 +1,10 @@
 """The critical path: the chain of work and waiting, over all ranks, that ends with the last thing done. Shortening anything else
 shortens nothing.
 
-It is walked backwards. What began when it did because something else had ended, follows that: the work before it on its
-stream, the call that launched it, work of another stream that ended later than both, and for a collective the rank that came
-last to it, on aligned clocks. A launch leads along the host to the last time the host waited for its device. Each step back is
-a few binary searches, so the walk is as long as the path.
+It is walked backwards. A row began when it did because something had ended: the row before it on its stream, the call that
+launched it, a row of another stream that ended later than both, or, for a collective, the arrival of the last rank, on aligned
+clocks. A launch leads back along the host to the last time the host waited for its device. Each step back is a few binary
+searches, so the walk takes as long as the path.
 """
 
 from __future__ import annotations
@@ -12,101 +12,91 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
 from shardwise.trace.answers import CriticalPath
-from shardwise.trace.reading.events import Events, Integers
-from shardwise.trace.sending.matching import Matches, Waiting
-from shardwise.trace.sending.sent import Sent
-from shardwise.trace.spans.activity import Activity
-from shardwise.trace.spans.classes import CLASSES
-from shardwise.trace.spans.nesting import distinct
-from shardwise.trace.spans.working import resumed, row_axes
+from shardwise.trace.comms.events import CollectiveEvents
+from shardwise.trace.comms.matching import Matches, Waiting
+from shardwise.trace.comms.overlap import resumed, row_axes
+from shardwise.trace.rank import Rank
+from shardwise.trace.reading.profile import Integers
+from shardwise.trace.spans.activity import CLASSES, Activity, blocking_calls, previous_on_lane
+from shardwise.trace.spans.intervals import distinct
 
 SEGMENTS = 2000
-"""Kept of the path to be drawn, the longest."""
+"""Segments of the path that are kept for drawing, the longest."""
 NAMES = 20
-HELD_UP = 20
-"""Times the usual length of a launch call from which on it is taken to have waited."""
-BLOCKING = ("Synchronize", "cudaMemcpy", "hipMemcpyWithStream")
-"""Parts of the names of calls during which a host waits for its device."""
+STALLED = 20
+"""A launch call this many times longer than the median has waited for the device."""
 
 
 @dataclass
 class Chain:
-    """One rank as the walk needs it; times on the reference clock."""
+    """One rank's rows as the walk needs them; times on the reference clock."""
 
     rank: int
     start: Integers
     end: Integers
-    label: list[str]
-    """Category of each row."""
+    category: list[str]
     name: Integers
     names: tuple[str, ...]
     before: Integers
     """The row before on the same lane, -1 for none."""
     launch: Integers
-    """When the call that launched it began; the smallest number where it is not known."""
+    """When the call that launched it began; the smallest integer where it is not known."""
     by_end: Integers
-    """Rows by end."""
+    """Rows sorted by end."""
     ends: Integers
     """Their ends, in that order."""
-    place: Integers
+    position: Integers
     """Where each row stands in that order."""
     sync_start: Integers
     sync_end: Integers
     on_host: bool
     jump: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    """Rows of messages that waited: the rank waited for, its row, and when it came."""
+    """For rows of collectives that waited: the rank waited for, its row, and when it arrived."""
 
 
-def chain(activity: Activity, sent: Sent, shift: int) -> Chain:
-    """A rank's rows, ready to be walked."""
-    events = activity.profile.events
-    start, end = resumed(activity, sent) + shift, activity.end + shift
-    label = [CLASSES[kind] for kind in activity.kind.tolist()]
-    axis, words = row_axes(activity, sent)
+def chain(rank: Rank, shift: int) -> Chain:
+    """A rank's rows, ready to be walked; `shift` takes its times to the reference clock."""
+    activity = rank.activity
+    events = rank.profile.events
+    start, end = resumed(activity, rank.comms) + shift, activity.end + shift
+    category = [CLASSES[kind] for kind in activity.kind.tolist()]
+    axis, words = row_axes(activity, rank.comms)
     for row in np.flatnonzero(axis >= 0).tolist():
-        label[row] = f"communication {words[axis[row]]}"
-    order = np.lexsort((start, activity.lane))
-    before = np.full(len(start), -1, np.int64)
-    same = activity.lane[order[1:]] == activity.lane[order[:-1]]
-    before[order[1:]] = np.where(same, order[:-1], -1)
+        category[row] = f"communication {words[axis[row]]}"
     never = np.iinfo(np.int64).min
     launch = np.where(activity.launch >= 0, events.start[activity.launch] + shift, never)
     by_end = np.lexsort((start, end))
-    place = np.empty(len(start), np.int64)
-    place[by_end] = np.arange(len(start))
-    syncs = np.concatenate((blocking_calls(events), _held_up(activity)))
+    position = np.empty(len(start), np.int64)
+    position[by_end] = np.arange(len(start))
+    syncs = np.concatenate((blocking_calls(events), _stalled_launches(activity)))
     syncs = syncs[np.argsort(events.end[syncs], kind="stable")]
     return Chain(
-        activity.profile.rank, start, end, label, activity.name.astype(np.int64), events.names, before, launch, by_end, end[by_end],
-        place, events.start[syncs] + shift, events.end[syncs] + shift, activity.on_host,
+        rank.profile.rank, start, end, category, activity.name.astype(np.int64), events.names,
+        previous_on_lane(activity.lane, start), launch, by_end, end[by_end], position, events.start[syncs] + shift,
+        events.end[syncs] + shift, activity.on_host,
     )  # fmt: skip
 
 
-def blocking_calls(events: Events) -> Integers:
-    """Calls during which the host waits for its device."""
-    blocks = [any(word in name for word in BLOCKING) and "Async" not in name for name in events.names] or [False]
-    return np.flatnonzero(events.named(np.array(blocks)) & events.of_kind("runtime"))
-
-
-def _held_up(activity: Activity) -> Integers:
-    """Launches that took far longer than others: a full queue lets the host go on only when the device has taken something."""
+def _stalled_launches(activity: Activity) -> Integers:
+    """Launch calls far longer than others: the queue was full, and the host went on only when the device had taken something."""
     calls = distinct(activity.launch[activity.launch >= 0])
     length = activity.profile.events.duration[calls]
-    return calls[length > HELD_UP * np.median(length)] if len(calls) else calls
+    return calls[length > STALLED * np.median(length)] if len(calls) else calls
 
 
-def connect(chains: Mapping[int, Chain], sents: Mapping[int, Sent], matches: Matches, waiting: Waiting) -> None:
-    """Let each message that waited lead to the rank it waited for."""
-    if not len(matches):
-        return
-    bounds = np.append(np.flatnonzero(np.append(True, np.diff(matches.collective) != 0)), len(matches))
-    for low, high in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+def connect(
+    chains: Mapping[int, Chain], comms: Mapping[int, CollectiveEvents], matches: Matches, waiting: Waiting
+) -> None:
+    """Let each collective event that waited lead to the rank it waited for."""
+    bounds = np.append(matches.first_of_each(), len(matches))
+    for low, high in pairwise(bounds.tolist()):
         rows = {
-            int(matches.rank[at]): int(sents[int(matches.rank[at])].row[matches.message[at]]) for at in range(low, high)
+            int(rank): int(comms[rank].row[matches.event[at]]) for at, rank in enumerate(matches.rank[low:high], low)
         }
         last = int(waiting.last[low])
         for at in range(low, high):
@@ -121,25 +111,25 @@ class _Walk:
         self.segments: list[tuple[int, str, str, int, int]] = []
 
     def add(self, rank: int, category: str, name: str, start: int, end: int) -> int:
-        """A piece of the path; gives the time it begins at."""
+        """Add a segment of the path; gives the time it begins at."""
         start = max(start, self.begin)
         if end > start:
             self.segments.append((rank, category, name, start, end))
         return min(start, end)
 
     def walk(self, rank: int, row: int) -> None:
-        """From the end of a row back to the beginning."""
+        """From the end of a row back to the start."""
         now = int(self.chains[rank].end[row])
         for _ in range(sum(len(chain.start) for chain in self.chains.values()) * 2 + 1):
             here = self.chains[rank]
             name = here.names[here.name[row]]
             if row in here.jump and here.jump[row][2] < now:
                 last, other, came = here.jump[row]
-                now = self.add(rank, here.label[row], name, came, now)
+                now = self.add(rank, here.category[row], name, came, now)
                 rank, row = last, other
                 here = self.chains[rank]
             else:
-                now = self.add(rank, here.label[row], name, int(here.start[row]), now)
+                now = self.add(rank, here.category[row], name, int(here.start[row]), now)
             if now <= self.begin:
                 return
             found = self._before(here, row, now)
@@ -148,7 +138,7 @@ class _Walk:
             row, now = found
 
     def _before(self, here: Chain, row: int, now: int) -> tuple[int, int] | None:
-        """The row that the path goes on with, and from which time; None at the beginning."""
+        """The row that the path goes on with, and from which time; None at the start."""
         previous = int(here.before[row])
         ended = int(here.end[previous]) if previous >= 0 and here.end[previous] <= now else self.begin
         launched = int(here.launch[row])
@@ -167,12 +157,12 @@ class _Walk:
 
     @staticmethod
     def _latest(here: Chain, row: int, now: int) -> int:
-        """The row that ended last up to a time, other than this one and what ends with it."""
-        at = min(int(here.ends.searchsorted(now, "right")), int(here.place[row])) - 1
+        """The row that ended last up to a time, other than this one and those after it in the order of ends."""
+        at = min(int(here.ends.searchsorted(now, "right")), int(here.position[row])) - 1
         return int(here.by_end[at]) if at >= 0 else -1
 
     def _along_host(self, here: Chain, row: int, now: int) -> tuple[int, int] | None:
-        """Back over the host to the last call that waited for the device, and to what it waited for."""
+        """Back along the host to the last call that waited for the device, and to the row it waited for."""
         at = int(here.sync_end.searchsorted(now, "right")) - 1
         while at >= 0 and here.sync_end[at] > self.begin:
             latest = self._latest(here, row, int(here.sync_end[at]))
@@ -186,8 +176,7 @@ class _Walk:
 
 
 def critical_path(chains: Mapping[int, Chain], begin: int, end: int) -> CriticalPath | None:
-    """The path that ends with the last row that begins before `end`, back to `begin`; what lies between that row and `end` is
-    not part of it."""
+    """The path back to `begin` from the last row that begins before `end`."""
     last = [
         (int(chain.end[rows].max()), rank, int(rows[chain.end[rows].argmax()]))
         for rank, chain in chains.items()

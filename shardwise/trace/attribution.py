@@ -1,0 +1,202 @@
+"""Which module, and which pass over it, a moment of a host's thread belongs to, and so every kernel that was launched then.
+
+In the forward pass the module is the innermost span of one: a label, a Python frame `nn.Module: …`, or else a user's range. In
+the backward pass autograd runs its nodes itself, but each node carries the sequence number of its forward operator, and that one
+stood in a module. Operators inside a node that number new nodes are a forward pass inside the backward: recompute.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.labels import label, read_label
+from shardwise.trace.answers import PASSES
+from shardwise.trace.reading.profile import Integers, Profile
+from shardwise.trace.spans.activity import Spans, label_spans, spans_of
+from shardwise.trace.spans.intervals import distinct
+
+FORWARD, RECOMPUTE, BACKWARD, OTHER = range(len(PASSES))
+NODE = "autograd::engine::evaluate_function"
+FRAME = "nn.Module: "
+UNATTRIBUTED = "(nowhere)"
+NO_LAUNCH = "(launch not recorded)"
+
+# Ranges that programs name.
+_OPTIMIZER = re.compile(r"^\W*optim(?:izer)?(?:[ _.]?step)?\W*$")
+_DATA = re.compile(r"^\W*(?:load|get|next|fetch)_?batch\W*$|^\W*data_?load(?:er|ing)\W*$")
+_BACKWARD_RANGE = re.compile(r"^\W*backward\W*$", re.IGNORECASE)
+
+_NOT_MODULES = (
+    "ProfilerStep", "nccl:", "gloo:", "mpi:", "ucc:", "shardwise:", "PyTorch Profiler", "Optimizer.", "enumerate(",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """Module or phase, and pass, of each of some moments."""
+
+    names: tuple[str, ...]
+    is_module: NDArray[np.bool_]
+    """Which names are modules; the others are phases, in brackets."""
+    owner: Integers
+    """Of each moment, into `names`."""
+    passes: Integers
+
+
+class ModuleFinder:
+    """The spans of one profile that say where its work belongs."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.events = events = profile.events
+        self.names: list[str] = [UNATTRIBUTED]
+        self._numbers: dict[str, int] = {UNATTRIBUTED: 0}
+        self.modules, self._module_name = self._module_spans()
+        self.phases = self._phase_spans()
+        self.actions = label_spans(events, "action")
+        self.nodes = self._some(lambda name: name.startswith(NODE))
+        numbered = (events.sequence >= 0) & events.named(lambda name: NODE not in name, "cpu_op")
+        self.numbered = spans_of(events, numbered & (events.forward_thread <= 0))
+        self._of_node = self._owners_of_nodes()
+
+    def find(self, lane: NDArray[np.integer], time: Integers) -> Attribution:
+        """Where each moment belongs; lane -1 is no moment."""
+        events = self.events
+        module, node = self.modules.innermost(lane, time), self.nodes.innermost(lane, time)
+        inner = self.numbered.innermost(lane, time)
+        action, phase = self.actions.innermost(lane, time), self.phases.innermost(lane, time)
+        in_node = node >= 0
+        began = np.where(module >= 0, events.start[module], -1)
+        own = (module >= 0) & (~in_node | (began >= events.start[node]))
+        owner = np.where(own, self._module_name[module], np.where(in_node, self._of_node[node], 0))
+        recomputed = in_node & (inner >= 0) & (events.start[inner] >= events.start[node])
+        passes = np.where(in_node, np.where(recomputed, RECOMPUTE, BACKWARD), np.where(module >= 0, FORWARD, OTHER))
+        by_action = (action >= 0) & ~in_node & ((module >= 0) | (owner == 0))
+        passes = np.where(by_action, self._pass_of_action[events.name[action]], passes)
+        for fallback in (phase, action):
+            owner = np.where((owner == 0) & (fallback >= 0), self._fallback[events.name[fallback]], owner)
+        owner = np.where((owner == 0) & in_node, self._number("(backward)"), owner)
+        owner = np.where(lane < 0, self._number(NO_LAUNCH), owner)
+        # A phase is no pass over the model, wherever a module would be.
+        passes = np.where((lane < 0) | ((phase >= 0) & ~own & ~in_node), OTHER, passes)
+        backward = np.array([_BACKWARD_RANGE.match(name) is not None for name in self.names])
+        passes = np.where(backward[owner], BACKWARD, passes)
+        return Attribution(tuple(self.names), np.array([not n.startswith("(") for n in self.names]), owner, passes)
+
+    def _number(self, name: str) -> int:
+        if name not in self._numbers:
+            self._numbers[name] = len(self.names)
+            self.names.append(name)
+        return self._numbers[name]
+
+    def _some(self, wanted: Callable[[str], bool], *kinds: str) -> Spans:
+        return spans_of(self.events, self.events.named(wanted, *(kinds or ("cpu_op", "annotation"))))
+
+    def _module_spans(self) -> tuple[Spans, Integers]:
+        """Spans of modules by the best sign there is, and each event's module name, as a number."""
+        events = self.events
+        of_event = np.zeros(len(events) + 1, np.int64)
+        spans, prefix = label_spans(events, "module"), label("module", "")
+        if not len(spans.event):
+            frames = self._some(lambda name: name.startswith(FRAME), "python")
+            if len(frames.event):
+                of_event[frames.event] = self._paths(frames)
+                return frames, of_event
+            spans = self._some(lambda name: not name.startswith(_NOT_MODULES) and not phase_of(name), "annotation")
+        names = events.name[spans.event].tolist()
+        number = {
+            at: self._number(events.names[at].removeprefix(prefix) or UNATTRIBUTED) for at in dict.fromkeys(names)
+        }
+        of_event[spans.event] = [number[at] for at in names]
+        return spans, of_event
+
+    def _paths(self, frames: Spans) -> list[int]:
+        """Frames carry only the class of a module, so its name is the path of the frames around it."""
+        events = self.events
+        path: dict[tuple[int, int], int] = {}
+        number: list[int] = []
+        parents, names = frames.nest.parent.tolist(), events.name[frames.event].tolist()
+        for at, (parent, name) in enumerate(zip(parents, names, strict=True)):
+            # A parent begins before its children, so its number is known.
+            outer = number[parent] if 0 <= parent < at else 0
+            if (outer, name) not in path:
+                own = events.names[name].removeprefix(FRAME)
+                path[outer, name] = self._number(f"{self.names[outer]}.{own}" if outer else own)
+            number.append(path[outer, name])
+        return number
+
+    def _phase_spans(self) -> Spans:
+        """Parts of a step outside the model: labels, and ranges that PyTorch names. Also notes the stage and pass of actions."""
+        names = self.events.names
+        self._fallback = np.zeros(max(len(names), 1), np.int64)
+        self._pass_of_action = np.full(max(len(names), 1), OTHER)
+        for at, name in enumerate(names):
+            found = read_label(name)
+            if phase := phase_of(name):
+                self._fallback[at] = self._number(f"(phase {phase})")
+            if found is not None and found.kind == "action":
+                action = found.words[0]
+                self._fallback[at] = self._number(f"(stage {action[1:].partition('.')[0]})")
+                self._pass_of_action[at] = FORWARD if action.startswith("F") else BACKWARD
+        return self._some(lambda name: bool(phase_of(name)))
+
+    def _owners_of_nodes(self) -> Integers:
+        """The module of each of autograd's nodes, by event. A node without a forward operator, which accumulates a gradient,
+        belongs with the node that ran before it on its thread."""
+        events, node = self.events, self.nodes.event
+        found = np.zeros(len(events) + 1, np.int64)
+        if not len(node):
+            return found
+        owner = np.zeros(len(node), np.int64)
+        numbered = self.numbered.event
+        outside = self.nodes.innermost(events.lane[numbered], events.start[numbered]) < 0
+        for thread in np.unique(events.forward_thread[node]):
+            mine = np.flatnonzero((events.forward_thread[node] == thread) & (events.sequence[node] >= 0))
+            operator = self._forward_of(node[mine], numbered[outside] if thread <= 0 else numbered)
+            module = self.modules.innermost(events.lane[operator], events.start[operator])
+            owner[mine] = np.where((operator >= 0) & (module >= 0), self._module_name[module], 0)
+        order = np.lexsort((events.start[node], events.lane[node]))
+        known = np.where(owner[order] > 0, np.arange(len(order)), -1)
+        latest = np.maximum.accumulate(known)
+        same = (latest >= 0) & (events.lane[node[order]] == events.lane[node[order[latest]]])
+        found[node[order]] = np.where(same, owner[order[latest]], 0)
+        return found
+
+    def _forward_of(self, node: Integers, operator: Integers) -> Integers:
+        """The operator that made each node: the last one before it with its number, on the thread that has most of them."""
+        events = self.events
+        best = np.full(len(node), -1, np.int64)
+        # Ranks of numbers and times rather than the values, so that both fit into one key.
+        order = np.searchsorted(distinct(events.sequence[operator]), events.sequence)
+        moment = np.searchsorted(distinct(events.start), events.start)
+        key = order * len(events) + moment
+        for lane in np.unique(events.lane[operator]):
+            own = operator[events.lane[operator] == lane]
+            own = own[np.argsort(key[own], kind="stable")]
+            at = np.searchsorted(key[own], key[node]) - 1
+            candidate = own[np.maximum(at, 0)]
+            made = np.where((at >= 0) & (events.sequence[candidate] == events.sequence[node]), candidate, -1)
+            if (made >= 0).sum() > (best >= 0).sum():
+                best = made
+        return best
+
+
+def phase_of(name: str) -> str:
+    """The phase of a step that a label or a range of PyTorch names, "" for any other name."""
+    found = read_label(name)
+    if found is not None and found.kind == "phase":
+        return found.words[0]
+    if name.startswith("Optimizer.step#"):
+        return "optimizer"
+    if name.startswith("Optimizer.zero_grad#"):
+        return "gradients"
+    if name.startswith("enumerate(DataLoader)#"):
+        return "data"
+    word = name.lower() if len(name) < 80 else ""
+    if _OPTIMIZER.search(word):
+        return "optimizer"
+    return "data" if _DATA.search(word) else ""

@@ -1,0 +1,281 @@
+"""The same collective on several ranks, matched by the group's sequence number where the profile has it, else by order within a
+step. By order only where all ranks seen of a group have equally many in the step: a wrong match would be worse than none.
+
+Matches give the clocks and the waiting. All ranks leave a collective such as an all-reduce almost together, so the median
+difference of its ends on two ranks is the difference of their clocks. And no byte moves before the last rank has arrived, so a
+rank's time in a collective up to then is waiting, and the rest is transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.trace.answers import Clock
+from shardwise.trace.comms.events import CollectiveEvents
+from shardwise.trace.reading.profile import Integers
+
+TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+"""Collectives that no rank leaves before every rank has arrived."""
+
+
+@dataclass(frozen=True)
+class RankComms:
+    """One rank's collective events for matching."""
+
+    rank: int
+    comms: CollectiveEvents
+    base: int
+    """The time its times count from, on its machine's clock."""
+    step: Integers
+    """The step of each event, -1 for those outside the windows."""
+
+
+@dataclass(frozen=True)
+class Matches:
+    """Every event that was found on two ranks or more. Sorted by collective, then rank."""
+
+    collective: Integers
+    """A number for each matched collective."""
+    rank: Integers
+    event: Integers
+    """Into that rank's collective events."""
+    dropped: int
+    """Events that could not be matched, since ranks of their group disagree on how many there are."""
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    def first_of_each(self) -> Integers:
+        """The first row of each collective."""
+        return np.flatnonzero(np.append(True, np.diff(self.collective) != 0)[: len(self)])
+
+    def only(self, kept: NDArray[np.bool_]) -> Matches:
+        """Some of the rows; the others count as dropped."""
+        dropped = self.dropped + int((~kept).sum())
+        return Matches(self.collective[kept], self.rank[kept], self.event[kept], dropped)
+
+
+def match(parts: Sequence[RankComms]) -> Matches:
+    """Match collectives, and each send with its receive."""
+    keys: dict[object, int] = {}
+    columns: list[tuple[Integers, ...]] = [(np.zeros(0, np.int64),) * 5]
+    for part in parts:
+        comms = part.comms
+        # A group without a name is that of all ranks.
+        named = comms.column(lambda d: _number(keys, d.group, d.axis, d.collective) if d.collective in TOGETHER else -1)
+        key = np.maximum(named.astype(np.int64), _pair_keys(part, keys))
+        kept = np.flatnonzero((key >= 0) & (part.step >= 0) & comms.first)
+        group, step = key[kept], part.step[kept]
+        numbers = _numbers(group, step, comms.sequence[kept])
+        columns.append((np.full(len(kept), part.rank), kept, group, step, numbers))
+    return _joined(*(np.concatenate(column) for column in zip(*columns, strict=True)))
+
+
+def _number(keys: dict[object, int], *key: object) -> int:
+    return keys.setdefault(key, len(keys))
+
+
+def _pair_keys(part: RankComms, keys: dict[object, int]) -> Integers:
+    """The key of each send and receive: its axis, who sends and who receives; -1 for other events."""
+    found = np.full(len(part.comms), -1, np.int64)
+    for at, one in enumerate(part.comms.descriptions):
+        if one.collective not in ("send", "recv"):
+            continue
+        for row in np.flatnonzero(part.comms.which == at):
+            source, destination = int(part.comms.source[row]), int(part.comms.destination[row])
+            pair = (part.rank, destination) if one.collective == "send" else (source, part.rank)
+            if min(pair) >= 0:
+                found[row] = _number(keys, one.axis, "pair", *pair)
+    return found
+
+
+def _numbers(group: Integers, step: Integers, sequence: Integers) -> Integers:
+    """The group's sequence number; where there is none, how many of this group, collective and step came before, counted from -1
+    downwards so that the two never coincide."""
+    order = np.lexsort((step, group))
+    starts = np.flatnonzero(np.append(True, (np.diff(group[order]) != 0) | (np.diff(step[order]) != 0))[: len(order)])
+    counted = np.empty(len(group), np.int64)
+    sizes = np.diff(np.append(starts, len(order)))
+    counted[order] = np.arange(len(order)) - np.repeat(starts, sizes)
+    return np.where(sequence >= 0, sequence, -1 - counted)
+
+
+def _joined(rank: Integers, event: Integers, group: Integers, step: Integers, number: Integers) -> Matches:
+    if not len(rank):
+        return Matches(rank, rank, rank, 0)
+    counted = number < 0
+    # Steps matter only for matches by order: sequence numbers run through all steps.
+    where = np.where(counted, step, -1)
+    agree = _agreeing(rank, group, where, counted)
+    rows = np.stack((group, where, number), 1)
+    _, collective = np.unique(rows, axis=0, return_inverse=True)
+    collective = collective.reshape(-1)
+    # One number twice on a rank: a library gave it to more than one kernel, so they cannot be told apart.
+    twice = np.unique(np.stack((collective, rank), 1), axis=0, return_counts=True)
+    bad = np.isin(collective, twice[0][twice[1] > 1, 0])
+    kept = agree & ~bad
+    several = np.bincount(collective[kept], minlength=collective.max() + 1) > 1
+    kept &= several[collective]
+    order = np.lexsort((rank[kept], collective[kept]))
+    return Matches(
+        collective[kept][order], rank[kept][order], event[kept][order], int((~agree).sum() + (agree & bad).sum())
+    )
+
+
+def _agreeing(rank: Integers, group: Integers, step: Integers, counted: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Whether all ranks have equally many events of a group in a step; always true where they have sequence numbers."""
+    _, cell = np.unique(np.stack((group, step), 1), axis=0, return_inverse=True)
+    pairs, count = np.unique(np.stack((cell.reshape(-1), rank), 1), axis=0, return_counts=True)
+    most = np.zeros(cell.max() + 1, np.int64)
+    least = np.full(cell.max() + 1, np.iinfo(np.int64).max)
+    np.maximum.at(most, pairs[:, 0], count)
+    np.minimum.at(least, pairs[:, 0], count)
+    return ~counted | (most == least)[cell.reshape(-1)]
+
+
+def trusted(parts: Sequence[RankComms], matches: Matches) -> Matches:
+    """The matches without those of two ranks whose ends differ by more than the collectives last: what was matched there by order
+    is not the same collective."""
+    if not len(matches):
+        return matches
+    ends = _times(parts, matches, "end")
+    length = ends - _times(parts, matches, "start")
+    together = left_together(parts, matches)
+    heads = matches.first_of_each()
+    anchor = np.repeat(matches.rank[heads], np.diff(np.append(heads, len(matches))))
+    bad = np.zeros(len(matches), np.bool_)
+    for (first, second), (_, deviation, _) in _edges(matches, ends, together).items():
+        mine = together & (anchor == first) & (matches.rank == second)
+        if mine.any() and deviation > _median(length[mine]):
+            bad |= np.isin(matches.collective, matches.collective[mine])
+    return matches.only(~bad)
+
+
+def clocks(parts: Sequence[RankComms], matches: Matches) -> dict[int, Clock]:
+    """Each rank's clock against that of the lowest rank it can be compared with, through any number of other ranks."""
+    edges = _edges(matches, _times(parts, matches, "end"), left_together(parts, matches))
+    found = {part.rank: Clock(0, -1, 0) for part in parts}
+    for root in sorted(found):
+        if found[root].uncertainty >= 0:
+            continue
+        reached = {root: Clock(0, 0, 0)}
+        while True:
+            # The least uncertain comparison that reaches one more rank.
+            steps = [
+                (reached[a].uncertainty + u, b, reached[a].offset + shift, n)
+                for (a, b), (shift, u, n) in edges.items()
+                if a in reached and b not in reached
+            ]
+            if not steps:
+                break
+            uncertainty, rank, offset, count = min(steps)
+            reached[rank] = Clock(offset, uncertainty, count)
+        if len(reached) > 1:
+            found |= {
+                rank: Clock(c.offset if abs(c.offset) > c.uncertainty else 0, c.uncertainty, c.matched)
+                for rank, c in reached.items()
+            }
+    return found
+
+
+def _edges(
+    matches: Matches, ends: Integers, together: NDArray[np.bool_]
+) -> dict[tuple[int, int], tuple[int, int, int]]:
+    """For each two ranks that share collectives: what to add to the second's times, the median deviation, how many collectives."""
+    kept = np.flatnonzero(together)
+    collective, rank, end = matches.collective[kept], matches.rank[kept], ends[kept]
+    if not len(kept):
+        return {}
+    starts = np.flatnonzero(np.append(True, np.diff(collective) != 0))
+    anchor = np.repeat(starts, np.diff(np.append(starts, len(kept))))
+    other = np.flatnonzero(np.arange(len(kept)) != anchor)
+    pair = np.stack((rank[anchor[other]], rank[other]), 1)
+    shift = end[anchor[other]] - end[other]
+    distinct, which = np.unique(pair, axis=0, return_inverse=True)
+    edges: dict[tuple[int, int], tuple[int, int, int]] = {}
+    order = np.argsort(which.reshape(-1), kind="stable")
+    for (a, b), values in zip(
+        distinct.tolist(), np.split(shift[order], np.cumsum(np.bincount(which.reshape(-1)))[:-1]), strict=True
+    ):
+        middle = _median(values)
+        deviation = int(np.sort(np.abs(values - middle))[len(values) // 2])
+        edges[a, b] = (middle, deviation, len(values))
+        edges[b, a] = (-middle, deviation, len(values))
+    return edges
+
+
+def _median(values: Integers) -> int:
+    """The lower of the two middle values, so that it is an integer."""
+    return int(np.sort(values)[(len(values) - 1) // 2])
+
+
+def _times(
+    parts: Sequence[RankComms], matches: Matches, which: str, offsets: Mapping[int, int] | None = None
+) -> Integers:
+    """Start or end of each matched event on one clock."""
+    out = np.zeros(len(matches), np.int64)
+    for part in parts:
+        mine = matches.rank == part.rank
+        shift = part.base + (offsets or {}).get(part.rank, 0)
+        out[mine] = getattr(part.comms, which)[matches.event[mine]] + shift
+    return out
+
+
+def left_together(parts: Sequence[RankComms], matches: Matches) -> NDArray[np.bool_]:
+    """Which rows are of collectives that no rank leaves before every rank has arrived."""
+    return _rows_of(parts, matches, *TOGETHER)
+
+
+def _rows_of(parts: Sequence[RankComms], matches: Matches, *collectives: str) -> NDArray[np.bool_]:
+    """Which rows are of these collectives."""
+    out = np.zeros(len(matches), np.bool_)
+    for part in parts:
+        mine = matches.rank == part.rank
+        out[mine] = part.comms.mask(lambda d: d.collective in collectives)[matches.event[mine]]
+    return out
+
+
+def first_ones(parts: Sequence[RankComms], matches: Matches) -> NDArray[np.bool_]:
+    """Which rows belong to a collective that is the first of any of its ranks: its waiting shows only how the ranks began."""
+    start = _times(parts, matches, "start")
+    first = [mine[start[mine].argmin()] for part in parts if len(mine := np.flatnonzero(matches.rank == part.rank))]
+    return np.isin(matches.collective, matches.collective[first]) if first else np.zeros(len(matches), np.bool_)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """For each row of `Matches`: how long its rank waited for the last rank to arrive, and which that was."""
+
+    wait: Integers
+    last: Integers
+    """The rank that arrived last, or the sender; its own wait is 0."""
+    arrival: Integers
+    """When it arrived, on the reference clock."""
+    lateness: Integers
+    """How much later it arrived than the rank before it."""
+
+
+def waiting(parts: Sequence[RankComms], matches: Matches, offsets: Mapping[int, int]) -> Waiting:
+    """Tells waiting from transfer, on aligned clocks."""
+    start = _times(parts, matches, "start", offsets)
+    end = _times(parts, matches, "end", offsets)
+    if not len(matches):
+        return Waiting(start, start, start, start)
+    sender, receiver = _rows_of(parts, matches, "send"), _rows_of(parts, matches, "recv")
+    starts = matches.first_of_each()
+    sizes = np.diff(np.append(starts, len(matches)))
+    # Of a send and its receive only the receiver waits.
+    never = np.iinfo(np.int64).min
+    came = np.where(receiver, never, start)
+    arrival = np.repeat(np.maximum.reduceat(came, starts), sizes)
+    at_last = np.flatnonzero(came == arrival)
+    _, first_of = np.unique(np.repeat(np.arange(len(starts)), sizes)[at_last], return_index=True)
+    last = np.repeat(matches.rank[at_last[first_of]], sizes)
+    wait = np.where(sender, 0, np.clip(arrival - start, 0, end - start))
+    before = np.where(matches.rank == last, never, start)
+    second = np.repeat(np.maximum.reduceat(before, starts), sizes)
+    return Waiting(wait, last, arrival, np.where(second > never, arrival - second, 0))

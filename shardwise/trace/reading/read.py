@@ -1,0 +1,366 @@
+"""Finds the profiles of a job in files and folders and reads them, several at a time, from the cache where it has them.
+
+Any subset of ranks will do. What cannot be read is reported and left out; it is an error only when nothing is left.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from shardwise.run.problems import Problem, UserError
+from shardwise.trace.reading import cache
+from shardwise.trace.reading.columns import Columns
+from shardwise.trace.reading.profile import NONE, Device, Group, Profile
+from shardwise.trace.reading.records import Problems, mend
+from shardwise.trace.reading.text import Source, Text, text_size
+
+_RANK_IN_NAME = re.compile(r"rank[-_ .]?(\d{1,7})(?!\d)", re.IGNORECASE)
+
+
+class NoProfile(UserError):
+    """Nothing of the file could be read."""
+
+
+class NoEvents(NoProfile):
+    """The file is JSON without a list of events, so not a profile."""
+
+
+class _Header(msgspec.Struct):
+    """The wanted members beside the events."""
+
+    distributed: Any = msgspec.field(default=None, name="distributedInfo")
+    devices: Any = msgspec.field(default=None, name="deviceProperties")
+    base: Any = msgspec.field(default=None, name="baseTimeNanoseconds")
+
+
+class Rest(NamedTuple):
+    """The later part of a file."""
+
+    begin: int
+    """The byte of the text at which it begins."""
+    columns: Columns
+    tail: bytes
+
+
+class SecondHalf(NamedTuple):
+    """The part of a file that another process reads."""
+
+    begin: int
+    """It begins at the first cut at or after this byte of the text."""
+    wait: Callable[[], Rest | None]
+
+
+def read_profile(
+    path: Path, progress: Callable[[int], None] | None = None, second_half: SecondHalf | None = None
+) -> Profile:
+    """Read one file. Raises `NoProfile` when nothing of it could be read; any other problem is noted in the profile. `progress`
+    gets the bytes of the file read so far. Another process may read the second half at the same time."""
+    problems = Problems(str(path))
+    columns = Columns(problems)
+    try:
+        with Source(path, progress) as source:
+            text = Text(source, problems)
+            refusal = text.begin()
+            if refusal:
+                kind = NoEvents if text.is_other_json else NoProfile
+                raise kind(Problem(f"{refusal}{': ' + source.problem if source.problem else ''}", where=str(path)))
+            for position, records in text.records():
+                columns.add(position, records)
+                if second_half and text.position >= second_half.begin:
+                    rest, second_half = second_half.wait(), None
+                    if rest and rest.begin == text.position:
+                        columns.absorb(rest.columns)
+                        text.tail = rest.tail
+                        break
+    except OSError as e:
+        raise NoProfile(Problem(f"cannot be read: {e.strerror or e}", where=str(path))) from None
+    headers = _header(text.head, "before", problems), _header(text.tail, "after", problems)
+    info = next((h.distributed for h in headers if isinstance(h.distributed, dict)), {})
+    base = next((h.base for h in headers if isinstance(h.base, int) and abs(h.base) < 1 << 62), 0)
+    devices = next((h.devices for h in headers if isinstance(h.devices, list) and h.devices), [])
+    rank, known = _rank(info, path)
+    events, messages, shapes, allocations = columns.finish()
+    if not len(events):
+        raise NoProfile(*(problems.sentences() or (f"{path}: holds no events",)))
+    if events.of_kind("other").all():  # a timeline, such as that of a plan
+        raise NoProfile(*problems.sentences(), f"{path}: holds events, but none that PyTorch's profiler writes")
+    return Profile(
+        rank=rank,
+        world=_whole(info.get("world_size")),
+        base=base,
+        path=str(path),
+        events=events,
+        messages=messages,
+        shapes=shapes,
+        allocations=allocations,
+        groups=_groups(info.get("pg_config")),
+        devices=tuple(_devices(devices)),
+        backend=info["backend"] if isinstance(info.get("backend"), str) else "",
+        rank_known=known,
+        problems=problems.sentences(),
+    )
+
+
+def read_rest(path: Path, begin: int) -> Rest | None:
+    """The events of a file from about this byte on; None where it cannot be cut."""
+    problems = Problems(str(path))
+    columns = Columns(problems)
+    with Source(path) as source:
+        text = Text(source, problems)
+        if text.begin() or not text.skip(begin):
+            return None
+        begin = text.position
+        for position, records in text.records():
+            columns.add(position, records)
+    return Rest(begin, columns, text.tail)
+
+
+def _header(text: bytes, where: str, problems: Problems) -> _Header:
+    """The members before or after the events."""
+    if not text:
+        return _Header()
+    for attempt in (text, mend(text)):
+        try:
+            return msgspec.json.decode(attempt, type=_Header)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+            continue
+    problems.add(f"what stands {where} its events is not JSON, so rank, groups and devices in it are unknown")
+    return _Header()
+
+
+def _rank(info: dict[str, Any], path: Path) -> tuple[int, bool]:
+    """The rank in the file, else in its name, else 0; and whether it is known."""
+    rank = _whole(info.get("rank"))
+    if rank >= 0:
+        return rank, True
+    found = _RANK_IN_NAME.findall(path.name)
+    return (int(found[-1]), True) if found else (0, False)
+
+
+def _whole(value: Any) -> int:
+    """An integer that may be written as text; `NONE` for anything else."""
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10:
+        value = int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31 else NONE
+
+
+def _groups(config: Any) -> dict[str, Group]:
+    """The process groups by name."""
+    groups = {}
+    for entry in config if isinstance(config, list) else []:
+        if not isinstance(entry, dict):
+            continue
+        ranks = entry.get("ranks")
+        members = tuple(rank for rank in map(_whole, ranks) if rank >= 0) if isinstance(ranks, list) else ()
+        size = _whole(entry.get("pg_size"))
+        groups[str(entry.get("pg_name", ""))] = Group(
+            str(entry.get("pg_desc") or ""), members, size if size >= 0 else len(members)
+        )
+    return groups
+
+
+def _devices(listed: list[Any]) -> list[Device]:
+    return [
+        Device(_whole(d.get("id")), str(d.get("name", "")), _whole(d.get("numSms")), memory)
+        for d in listed
+        if isinstance(d, dict) and isinstance(memory := d.get("totalGlobalMem", NONE), int)
+    ]
+
+
+ENDINGS = (".json", ".json.gz")
+_WORTH_SHARING = 1 << 26  # bytes of text
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes read so far and the bytes of all files."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Profiles by rank, no rank twice, and what could not be read."""
+
+    profiles: tuple[Profile, ...]
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Why a file gave no profile."""
+
+    problems: tuple[str, ...]
+    other_json: bool = False
+    """It is JSON, but not a profile."""
+
+
+@dataclass(frozen=True)
+class File:
+    """A file that may hold a profile."""
+
+    path: Path
+    named: bool
+    """The user named it, and not only its folder: it must be a profile."""
+
+
+def open_profiles(paths: Sequence[Path], cache_folder: Path | None = None, progress: Progress | None = None) -> Opened:
+    """Read every profile that the paths name or hold; without a cache folder nothing is stored or looked up."""
+    files, problems = find_files(paths)
+    profiles: list[Profile] = []
+    for file, result in _results(files, cache_folder, progress):
+        if isinstance(result, Profile):
+            profiles.append(result)
+        elif file.named or not result.other_json:
+            problems += result.problems
+    if not profiles:
+        raise UserError(
+            *(problems or [f"{', '.join(map(str, paths))}: no profile found (files ending in {' or '.join(ENDINGS)})"])
+        )
+    chosen, more = _one_a_rank(profiles)
+    return Opened(chosen, (*problems, *more, *(p for profile in chosen for p in profile.problems)))
+
+
+def find_files(paths: Sequence[Path]) -> tuple[list[File], list[str]]:
+    """The files that paths name, and those in the folders they name, each once; and problems of paths."""
+    files: dict[Path, File] = {}
+    problems = []
+    for path in paths:
+        try:
+            if path.is_dir():
+                inside = sorted(p for p in path.rglob("*") if p.name.endswith(ENDINGS) and p.is_file())
+                for one in inside:
+                    files.setdefault(one.resolve(), File(one, named=False))
+            elif path.exists():
+                files[path.resolve()] = File(path, named=True)
+            else:
+                problems.append(f"{path}: there is no such file or folder")
+        except OSError as e:
+            problems.append(f"{path}: cannot be read: {e.strerror or e}")
+    return list(files.values()), problems
+
+
+def _results(
+    files: list[File], folder: Path | None, progress: Progress | None
+) -> Iterator[tuple[File, Profile | Refused]]:
+    """Each file and its profile, or why it has none, in the order of the files."""
+    results: dict[Path, Profile | Refused] = {}
+    for file in files:
+        if folder is not None and (cached := cache.load(folder, file.path)) is not None:
+            results[file.path] = cached
+    missing = [file.path for file in files if file.path not in results]
+    workers = min(len(missing), _cores())
+    if workers > 1:
+        _read_in_parallel(results, missing, folder, workers, progress)
+    else:
+        _read_in_turn(results, missing, folder, progress)
+    for file in files:
+        yield file, results[file.path]
+
+
+def _read_in_turn(
+    results: dict[Path, Profile | Refused], paths: list[Path], folder: Path | None, progress: Progress | None
+) -> None:
+    """Read files one after the other."""
+    sizes = [_size(path) for path in paths]
+    for number, path in enumerate(paths):
+
+        def advance(done: int, before: int = sum(sizes[:number])) -> None:
+            if progress:
+                progress(before + done, sum(sizes))
+
+        results[path] = _read(path, folder, advance, share=_cores() > 1)
+
+
+def _read_in_parallel(
+    results: dict[Path, Profile | Refused],
+    paths: list[Path],
+    folder: Path | None,
+    workers: int,
+    progress: Progress | None,
+) -> None:
+    """Read files in processes of their own, the largest first."""
+    sizes = {path: _size(path) for path in paths}
+    done = 0
+    try:
+        with ProcessPoolExecutor(workers, _context()) as pool:
+            waiting = {pool.submit(_read, path, folder): path for path in sorted(paths, key=lambda p: -sizes[p])}
+            for future in as_completed(waiting):
+                path = waiting.pop(future)
+                results[path] = future.result()
+                done += sizes[path]
+                if progress:
+                    progress(done, sum(sizes.values()))
+    except BrokenProcessPool:
+        lost = [path for path in paths if path not in results]
+        gone = "reading it was stopped from outside (is there enough memory?)"
+        results.update({path: Refused((f"{path}: {gone}",)) for path in lost})
+
+
+def _read(
+    path: Path, folder: Path | None, progress: Callable[[int], None] | None = None, share: bool = False
+) -> Profile | Refused:
+    """Read one file and store it in the cache. With `share`, a second process reads the second half of a large file."""
+    try:
+        stamp = cache.stamp(path) if folder is not None else b""
+        size = text_size(path) if share else 0
+        if size < _WORTH_SHARING:
+            profile = read_profile(path, progress)
+        else:
+            with ProcessPoolExecutor(1, _context()) as pool:
+                rest = pool.submit(read_rest, path, size // 2)
+                profile = read_profile(path, progress, SecondHalf(size // 2, lambda: _result(rest)))
+    except NoProfile as e:
+        return Refused(tuple(map(str, e.problems)), isinstance(e, NoEvents))
+    except OSError as e:
+        return Refused((f"{path}: cannot be read: {e.strerror or e}",))
+    if folder is not None:
+        cache.store(folder, profile, stamp)
+    return profile
+
+
+def _result(rest: Future[Rest | None]) -> Rest | None:
+    """What another process read; None if it failed, and this one has to read on by itself."""
+    try:
+        return rest.result()
+    except (BrokenProcessPool, OSError):
+        return None
+
+
+def _context() -> BaseContext:
+    """Forking takes a hundredth of the time of starting Python, and no other thread runs here yet."""
+    return multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+
+
+def _one_a_rank(profiles: list[Profile]) -> tuple[tuple[Profile, ...], list[str]]:
+    """Profiles by rank. Those without one get free numbers; of two with the same rank the first counts."""
+    by_rank: dict[int, Profile] = {}
+    problems = []
+    for profile in sorted(profiles, key=lambda p: not p.rank_known):
+        if profile.rank_known and profile.rank in by_rank:
+            other = by_rank[profile.rank].path
+            problems.append(f"{profile.path}: says it is rank {profile.rank}, as {other} does; it is left out")
+            continue
+        rank = profile.rank if profile.rank_known else next(n for n in range(len(profiles)) if n not in by_rank)
+        by_rank[rank] = replace(profile, rank=rank)
+    return tuple(by_rank[rank] for rank in sorted(by_rank)), problems
+
+
+def _cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
