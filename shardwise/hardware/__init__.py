@@ -7,7 +7,7 @@ from shardwise.hardware.attention import attention_flops, attention_seconds, ker
 from shardwise.hardware.bandwidth import memory_seconds
 from shardwise.hardware.chips import ALIASES, CHIPS, Chip, chip_of_driver_name, find_chip, unknown_chip
 from shardwise.hardware.cluster import Cluster, make_cluster
-from shardwise.hardware.collectives import OPERATIONS, Operation, choose, collective_seconds, wire_bytes
+from shardwise.hardware.collectives import COLLECTIVES, Collective, choose, collective_seconds, wire_bytes
 from shardwise.hardware.efficiency import borrowed_from, sustained_seen
 from shardwise.hardware.gemm import gemm_seconds, grouped_gemm_seconds
 from shardwise.hardware.profile import Profile, load_profile
@@ -15,10 +15,10 @@ from shardwise.hardware.profile import Profile, load_profile
 __all__ = [
     "ALIASES",
     "CHIPS",
-    "OPERATIONS",
+    "COLLECTIVES",
     "Chip",
     "Cluster",
-    "Operation",
+    "Collective",
     "Profile",
     "attention_flops",
     "attention_seconds",

@@ -21,12 +21,12 @@ import numpy as np
 from shardwise.hardware.cluster import Cluster
 from shardwise.hardware.efficiency import constants
 
-Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
-OPERATIONS: tuple[str, ...] = get_args(Operation)
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
+COLLECTIVES: tuple[str, ...] = get_args(Collective)
 
 
 def collective_seconds(
-    cluster: Cluster, operation: Operation, bytes: Any, size: Any, stride: Any = 1, sharing: Any = 1
+    cluster: Cluster, operation: Collective, bytes: Any, size: Any, stride: Any = 1, sharing: Any = 1
 ) -> Any:
     """Time of one collective over groups of `size` ranks `stride` apart, all groups of the axis at the same time.
 
@@ -41,7 +41,7 @@ def collective_seconds(
     return seconds if seconds.ndim else float(seconds)
 
 
-def choose(cluster: Cluster, operation: Operation, bytes: Any, size: Any, stride: Any = 1, sharing: Any = 1) -> Any:
+def choose(cluster: Cluster, operation: Collective, bytes: Any, size: Any, stride: Any = 1, sharing: Any = 1) -> Any:
     """The name of the algorithm that `collective_seconds` took."""
     fitted = constants("collectives", cluster.chip)["constants"]
     times = candidates(cluster, fitted, operation, bytes, size, stride, sharing)
@@ -49,7 +49,7 @@ def choose(cluster: Cluster, operation: Operation, bytes: Any, size: Any, stride
     return names if names.ndim else str(names)
 
 
-def wire_bytes(operation: Operation, bytes: Any, size: Any) -> Any:
+def wire_bytes(operation: Collective, bytes: Any, size: Any) -> Any:
     """Bytes each rank has to send at least, whatever the algorithm without help from switches."""
     size = np.asarray(size, dtype=float)
     passes = {"all_reduce": 2.0, "send": 1.0, "broadcast": 1.0}.get(operation, 1.0)

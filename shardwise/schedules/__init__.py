@@ -6,7 +6,7 @@ from shardwise.schedules.draw import draw
 from shardwise.schedules.make import SCHEDULES, SPLIT_BACKWARD, legal, make_schedule, usual_chunks
 from shardwise.schedules.memory import held, high_water
 from shardwise.schedules.stages import split_layers
-from shardwise.schedules.timing import Cost, Stuck, Timing, time
+from shardwise.schedules.timing import Cost, Stuck, Timing, play, time
 
 __all__ = [
     "KINDS",
@@ -27,6 +27,7 @@ __all__ = [
     "legal",
     "make_schedule",
     "message_of",
+    "play",
     "split_layers",
     "time",
     "transfers",

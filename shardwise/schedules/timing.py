@@ -1,7 +1,10 @@
-"""How long a schedule takes: the lists played with a duration for each kind of action and stage.
+"""How long a schedule takes: the lists played with a duration for each action.
 
-A rank does its actions in order and waits when an input has not arrived; sends do not hold up the sender. Each action
-is visited once and a waiting rank is woken by the one action it waits for, so the time is linear in the actions.
+A rank does its actions in order and waits when an input has not arrived; sends do not hold up the sender. Each action is visited
+once and a waiting rank is woken by the one action it waits for, so the time is linear in the actions.
+
+This is the one player. A schedule under planned costs (`time`) and one that was executed and profiled (`trace/pipeline.py`) are
+both played by `play`; `plan/time/waves.py` plays many costs at once, and tests/plan/test_waves.py holds it to this one to the last bit.
 """
 
 from __future__ import annotations
@@ -77,74 +80,71 @@ class Stuck(ValueError):
         super().__init__("; ".join(f"rank {rank} waits before {action}" for rank, action in waiting.items()))
 
 
+def play(
+    ranks: Sequence[Sequence[Action]],
+    durations: Sequence[Sequence[float]],
+    stages: int,
+    microbatches: int,
+    delays: Sequence[float],
+) -> tuple[list[list[float]], list[list[float]]]:
+    """When every action starts and ends, where `durations[rank][i]` is that of `ranks[rank][i]`. `delays` are the transfers after a
+    forward of stage s, at (s + 1) x microbatches + microbatch, and after a backward, at (stages + 1 + s) x microbatches + microbatch.
+    Whole numbers stay whole. Raises `Stuck` where the lists cannot be played to the end."""
+    # Arrivals, by (stage, microbatch) that reads: activations first, gradients after them. What the first stage reads forward, and
+    # the last one backward, has always arrived.
+    gradients = (stages + 1) * microbatches
+    arrived: list[float | None] = [None] * (2 * gradients)
+    arrived[:microbatches] = arrived[2 * gradients - microbatches :] = [0] * microbatches
+    asleep: dict[int, int] = {}  # what is waited for -> rank
+    starts: list[list[float]] = [[] for _ in ranks]
+    ends: list[list[float]] = [[] for _ in ranks]
+    ready = list(reversed(range(len(ranks))))
+    while ready:
+        rank = ready.pop()
+        actions, lengths, start, end = ranks[rank], durations[rank], starts[rank], ends[rank]
+        now = end[-1] if end else 0
+        for at in range(len(end), len(actions)):
+            kind, stage, microbatch = actions[at]
+            writes = -1
+            if kind != "W":
+                here = stage * microbatches + microbatch
+                reads, writes = here, here + microbatches
+                if kind != "F":
+                    reads, writes = gradients + writes, gradients + here
+                arrival = arrived[reads]
+                if arrival is None:
+                    asleep[reads] = rank
+                    break
+                if arrival > now:
+                    now = arrival
+            start.append(now)
+            now += lengths[at]
+            end.append(now)
+            if writes >= 0:
+                arrived[writes] = now + delays[writes]
+                woken = asleep.pop(writes, None)
+                if woken is not None:
+                    ready.append(woken)
+    stuck = {rank: actions[len(ends[rank])] for rank, actions in enumerate(ranks) if len(ends[rank]) < len(actions)}
+    if stuck:
+        raise Stuck(stuck)
+    return starts, ends
+
+
 def time(schedule: Schedule, cost: Cost, latency: float | Sequence[float] = 0) -> Timing:
-    """Plays the lists. `latency` is the time of a transfer between two ranks, or one for each boundary: `latency[s]`
-    between stages s and s + 1, in both directions. The schedule is one that `check` passes; of a mistake in another
-    this sees only that the lists cannot be played to the end, and raises `Stuck`."""
+    """Plays a schedule. `latency` is the time of a transfer between two ranks, or one for each boundary: `latency[s]` between
+    stages s and s + 1, in both directions. The schedule is one that `check` passes; of a mistake in another this sees only that the lists
+    cannot be played to the end, and raises `Stuck`."""
     stages, microbatches, placement = schedule.stages, schedule.microbatches, schedule.placement
     # Plain floats, since arithmetic on the numbers of an array is several times slower.
-    durations = {kind: [float(duration) for duration in cost.of(kind)] for kind in KINDS}
-    if any(len(by_stage) != stages for by_stage in durations.values()):
+    by_stage = {kind: [float(duration) for duration in cost.of(kind)] for kind in KINDS}
+    if any(len(durations) != stages for durations in by_stage.values()):
         raise ValueError(f"{schedule.name} has {stages} stages: a cost needs that many durations of each kind")
     wire = [latency] * (stages - 1) if isinstance(latency, int | float) else latency
     hop = [float(wire[s]) if placement[s] != placement[s + 1] else 0.0 for s in range(stages - 1)]
-
-    # Arrival of what each forward or backward gives the next stage. Slots run by (stage, microbatch); the stage "before
-    # the first" and the stage "after the last" have always arrived.
-    size = stages * microbatches
-    activation: list[float | None] = [0.0] * microbatches + [None] * size  # what stage s reads is at s * microbatches
-    gradient: list[float | None] = [None] * size + [0.0] * microbatches  # … and here at (s + 1) * microbatches
-    forward_hop = [*hop, 0.0]
-    backward_hop = [0.0, *hop]
-    asleep: dict[int, int] = {}  # slot waited for -> rank; gradients are numbered after the activations
-    gradient_slots = size + microbatches
-
-    starts: list[list[float]] = [[] for _ in schedule.ranks]
-    ends: list[list[float]] = [[] for _ in schedule.ranks]
-    clock = [0.0] * len(schedule.ranks)
-    ready = list(reversed(range(len(schedule.ranks))))
-    while ready:
-        rank = ready.pop()
-        actions, start, end, now = schedule.ranks[rank], starts[rank], ends[rank], clock[rank]
-        for at in range(len(end), len(actions)):
-            kind, stage, microbatch = actions[at]
-            here = stage * microbatches + microbatch
-            after = here + microbatches
-            woken = None
-            if kind == "F":
-                arrival = activation[here]
-                if arrival is None:
-                    asleep[here] = rank
-                    break
-                if arrival > now:
-                    now = arrival
-                start.append(now)
-                now += durations["F"][stage]
-                activation[after] = now + forward_hop[stage]
-                woken = asleep.pop(after, None)
-            elif kind == "W":
-                start.append(now)
-                now += durations["W"][stage]
-            else:
-                arrival = gradient[after]
-                if arrival is None:
-                    asleep[gradient_slots + after] = rank
-                    break
-                if arrival > now:
-                    now = arrival
-                start.append(now)
-                now += durations[kind][stage]
-                gradient[here] = now + backward_hop[stage]
-                woken = asleep.pop(gradient_slots + here, None)
-            end.append(now)
-            if woken is not None:
-                ready.append(woken)
-        clock[rank] = now
-
-    stuck = {
-        rank: actions[len(ends[rank])] for rank, actions in enumerate(schedule.ranks) if len(ends[rank]) < len(actions)
-    }
-    if stuck:
-        raise Stuck(stuck)
+    delays = [one for one in (0.0, *hop, 0.0, 0.0, *hop, 0.0) for _ in range(microbatches)]
+    durations = [[by_stage[kind][stage] for kind, stage, _ in actions] for actions in schedule.ranks]
+    starts, ends = play(schedule.ranks, durations, stages, microbatches, delays)
     busy = tuple(sum(map(sub, end, start)) for start, end in zip(starts, ends, strict=True))
-    return Timing(tuple(map(tuple, starts)), tuple(map(tuple, ends)), max(clock, default=0.0), busy)
+    makespan = max((end[-1] for end in ends if end), default=0.0)
+    return Timing(tuple(map(tuple, starts)), tuple(map(tuple, ends)), makespan, busy)

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from shardwise.labels import read_label
-from shardwise.schedules import KINDS, SCHEDULES, Action, legal, make_schedule
+from shardwise.schedules import KINDS, SCHEDULES, Action, Stuck, legal, make_schedule, play
 from shardwise.trace.answers import PipelineRank, PipelineStep
 from shardwise.trace.reading.events import Profile
 from shardwise.trace.sending.axes import POINT_TO_POINT, axis_of
@@ -151,8 +151,8 @@ def _one(step: int, members: tuple[int, ...], seen: Mapping[int, Executed]) -> P
     works = {rank: one.works() for rank, one in seen.items()}
     lists = {rank: one.actions for rank, one in seen.items()}
     whole = len(seen) == len(members)
-    played = play(lists, works, _latencies(seen)) if whole else None
-    instant = play(lists, works, {}) if whole else None
+    played = makespan(lists, works, _latencies(seen)) if whole else None
+    instant = makespan(lists, works, {}) if whole else None
     name, chunks, microbatches = _schedule(members, lists)
     ranks = {}
     for rank, one in seen.items():
@@ -195,34 +195,24 @@ def _latencies(seen: Mapping[int, Executed]) -> dict[tuple[str, int, int], int]:
     return found
 
 
-def play(
+def makespan(
     lists: Mapping[int, Sequence[Action]],
     works: Mapping[int, Sequence[int]],
     latency: Mapping[tuple[str, int, int], int],
 ) -> int | None:
     """From the first start to the last end when every action begins as soon as its rank is free and its input is there, with a
-    duration of its own for each; None when the lists wait for each other. In whole nanoseconds, which is why this is not
-    `schedules.time`."""
-    done: dict[tuple[str, int, int], int] = {}
-    last = max((action.stage for actions in lists.values() for action in actions), default=0)
-    at = dict.fromkeys(lists, 0)
-    clock = dict.fromkeys(lists, 0)
-    moved = True
-    while moved:
-        moved = False
-        for rank, actions in lists.items():
-            while at[rank] < len(actions):
-                action = actions[at[rank]]
-                needs = _input(action, last)
-                if needs is not None and needs not in done:
-                    break
-                arrival = done[needs] + latency.get(needs, 0) if needs is not None else 0
-                clock[rank] = max(clock[rank], arrival) + works[rank][at[rank]]
-                done[_output(action)] = clock[rank]
-                at[rank] += 1
-                moved = True
-    stuck = any(at[rank] < len(actions) for rank, actions in lists.items())
-    return None if stuck else max(clock.values(), default=0)
+    duration of its own for each; None when the lists wait for each other. In whole nanoseconds."""
+    actions = [action for own in lists.values() for action in own]
+    stages = 1 + max((action.stage for action in actions), default=0)
+    microbatches = 1 + max((action.microbatch for action in actions), default=0)
+    delays = [0] * (2 * (stages + 1) * microbatches)
+    for (kind, stage, microbatch), delay in latency.items():
+        delays[(stage + 1 if kind == "F" else stages + 1 + stage) * microbatches + microbatch] = delay
+    try:
+        _, ends = play(list(lists.values()), [works[rank] for rank in lists], stages, microbatches, delays)
+    except Stuck:
+        return None
+    return int(max((end[-1] for end in ends if end), default=0))
 
 
 def _schedule(members: tuple[int, ...], lists: Mapping[int, Sequence[Action]]) -> tuple[str, int, int]:

@@ -28,10 +28,10 @@ def test_operations_of_all_ranks_are_those_of_the_model(model: dict[str, Any], l
     job = make_job(model, **layout)
     m = job.model
     routed = m.layers - m.dense_layers if m.experts else 0
-    pieces = [(m.layers - routed, layer(job, routed=False)), (1, head(job)), (1, embedding(job))]
+    modules = [(m.layers - routed, layer(job, routed=False)), (1, head(job)), (1, embedding(job))]
     if routed:
-        pieces.append((routed, layer(job, routed=True)))
-    done = sum(times * sum(e.flops[FORWARD] for e in tally.entries) for times, tally in pieces)
+        modules.append((routed, layer(job, routed=True)))
+    done = sum(times * sum(e.flops[FORWARD] for e in ops) for times, ops in modules)
     ranks = job.layout.tensor * job.layout.context
     assert done * ranks == pytest.approx(forward_flops(m, job.seq_len) * job.microbatch * job.seq_len, rel=1e-12)
 
@@ -51,7 +51,7 @@ def test_activations_of_a_gpt_layer(
     """34 + 5 a s/h bytes for each of s b h numbers, divided as the equations say."""
     model = GPT | dict(hidden=hidden, heads=heads, ffn=4 * hidden)
     job = make_job(model, "megatron", tensor=tensor, seq_len=seq_len, microbatch=microbatch)
-    job = replace(job, stack=replace(job.stack, sequence_parallel=sequence))
+    job = replace(job, framework=replace(job.framework, sequence_parallel=sequence))
     sbh, square = seq_len * microbatch * hidden, 5 * heads * seq_len / hidden
     whole = sbh / tensor * (34 + square) if sequence else sbh * (10 + (24 + square) / tensor)
     assert float(layer_activations(job, routed=False)[0]) == pytest.approx(whole, rel=1e-12)
@@ -74,22 +74,22 @@ def test_arrays_give_what_numbers_give(model: dict[str, Any], method: str) -> No
     table = layer(many, routed=routed)
     for n, (t, c, b) in enumerate(sizes):
         one = layer(make_job(model, tensor=t, context=c, microbatch=b, context_method=method), routed=routed)
-        assert len(one.entries) == len(table.entries)
-        for single, several in zip(one.entries, table.entries, strict=True):
+        assert len(one) == len(table)
+        for single, several in zip(one, table, strict=True):
             for mine, theirs in zip(single.seconds, several.seconds, strict=True):
                 assert float(mine) == pytest.approx(float(np.broadcast_to(theirs, len(sizes))[n]), rel=1e-9, abs=1e-15)
             assert float(single.saved) == pytest.approx(float(np.broadcast_to(several.saved, len(sizes))[n]), rel=1e-12)
 
 
 def test_recomputation_repeats_the_forward_pass() -> None:
-    from shardwise.plan.cost.passes import FORWARDS, RECOMPUTE, Piece
+    from shardwise.plan.cost.passes import FORWARDS, RECOMPUTE, ModuleCost
 
-    def repeated(stack: str) -> float:
-        piece = Piece.of(layer(make_job(LLAMA, stack, recompute="full"), routed=False))
-        return sum(piece.seconds[RECOMPUTE]) / sum(piece.seconds[FORWARDS])
+    def recomputed(framework: str) -> float:
+        cost = ModuleCost.of(layer(make_job(LLAMA, framework, recompute="full"), routed=False))
+        return sum(cost.seconds[RECOMPUTE]) / sum(cost.seconds[FORWARDS])
 
-    assert repeated("megatron") == pytest.approx(1.0)
-    assert 0.6 < repeated("shardwise") < 0.9  # ends before the last product, whose result nothing needs
+    assert recomputed("megatron") == pytest.approx(1.0)
+    assert 0.6 < recomputed("shardwise") < 0.9  # ends before the last product, whose result nothing needs
 
 
 def test_casts_are_left_out_of_matrices_that_are_kept() -> None:
@@ -97,12 +97,10 @@ def test_casts_are_left_out_of_matrices_that_are_kept() -> None:
     model = dict(layers=2, hidden=256, heads=4, ffn=512, vocab=1000, experts=4, experts_per_token=2, dense_layers=1)
     train = dict(dtype="bfloat16", global_batch=4, seq_len=128)
     job = job_of(run_from_dict(dict(model=model, train=train, cluster=dict(chip="h200"))))
-    assert job.stack.keeps_compute_copies
-    cast = {e.name for routed in (False, True) for e in layer(job, routed=routed).entries if e.name.endswith(" cast")}
-    every = replace(job, stack=replace(job.stack, keeps_compute_copies=False))
-    before = {
-        e.name for routed in (False, True) for e in layer(every, routed=routed).entries if e.name.endswith(" cast")
-    }
+    assert job.framework.keeps_compute_copies
+    cast = {e.name for routed in (False, True) for e in layer(job, routed=routed) if e.name.endswith(" cast")}
+    every = replace(job, framework=replace(job.framework, keeps_compute_copies=False))
+    before = {e.name for routed in (False, True) for e in layer(every, routed=routed) if e.name.endswith(" cast")}
     assert cast
     assert all("expert" in name or "router" in name for name in cast)
     assert {name for name in before if "expert" in name or "router" in name} == cast

@@ -9,7 +9,7 @@ from made_jobs import Host, explained, job_member, message
 
 from shardwise.schedules import Action, Cost, make_schedule, time
 from shardwise.trace.answers import Explanation
-from shardwise.trace.pipeline import play, read_action
+from shardwise.trace.pipeline import makespan, read_action
 
 CASES = [("1f1b", 2, 4, 1), ("gpipe", 3, 4, 1), ("interleaved", 2, 4, 2), ("zb-h1", 3, 5, 1), ("zb-v", 2, 4, 2)]
 
@@ -82,9 +82,9 @@ def test_playing() -> None:
     forward, backward = Action("F", 0, 0), Action("B", 0, 0)
     lists = {0: [forward, backward], 1: [Action("F", 1, 0), Action("B", 1, 0)]}
     works = {0: [10, 20], 1: [11, 21]}
-    assert play(lists, works, {}) == 10 + 11 + 21 + 20
-    assert play(lists, works, {("F", 0, 0): 5}) == 10 + 5 + 11 + 21 + 20
-    assert play({0: [backward], 1: [Action("F", 1, 0)]}, {0: [1], 1: [1]}, {}) is None
+    assert makespan(lists, works, {}) == 10 + 11 + 21 + 20
+    assert makespan(lists, works, {("F", 0, 0): 5}) == 10 + 5 + 11 + 21 + 20
+    assert makespan({0: [backward], 1: [Action("F", 1, 0)]}, {0: [1], 1: [1]}, {}) is None
     assert [read_action(text) for text in ("F2.15", "W0.0", "X1.1", "F1", "F.1", "")] == [
         Action("F", 2, 15), Action("W", 0, 0), None, None, None, None,
     ]  # fmt: skip

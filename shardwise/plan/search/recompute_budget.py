@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwise.plan.cost.job import job_of
-from shardwise.plan.cost.memory import GIB
-from shardwise.plan.plan import Plan, memory_of, plan_job
+from shardwise.plan.cost.job import GIB, job_of
+from shardwise.plan.plan import Plan, plan_job
+from shardwise.plan.trainer.memory import memory_of
 from shardwise.run import Run
 
 STEPS = 7
