@@ -4,7 +4,8 @@ A rank does its actions in order and waits when an input has not arrived; sends 
 once and a waiting rank is woken by the one action it waits for, so the time is linear in the actions.
 
 This is the one player. A schedule under planned costs (`time`) and one that was executed and profiled (`trace/pipeline.py`) are
-both played by `play`; `plan/time/waves.py` plays many costs at once, and tests/plan/test_waves.py holds it to this one to the last bit.
+both played by `play`; `plan/time/waves.py` plays many costs at once, and tests/plan/test_waves.py holds it to this one to the last
+bit.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def play(
     delays: Sequence[float],
 ) -> tuple[list[list[float]], list[list[float]]]:
     """When every action starts and ends, where `durations[rank][i]` is that of `ranks[rank][i]`. `delays` are the transfers after a
-    forward of stage s, at (s + 1) x microbatches + microbatch, and after a backward, at (stages + 1 + s) x microbatches + microbatch.
-    Whole numbers stay whole. Raises `Stuck` where the lists cannot be played to the end."""
+    forward of stage s, at (s + 1) x microbatches + microbatch, and after a backward, at (stages + 1 + s) x microbatches +
+    microbatch. Whole numbers stay whole. Raises `Stuck` where the lists cannot be played to the end."""
     # Arrivals, by (stage, microbatch) that reads: activations first, gradients after them. What the first stage reads forward, and
     # the last one backward, has always arrived.
     gradients = (stages + 1) * microbatches
@@ -133,8 +134,8 @@ def play(
 
 def time(schedule: Schedule, cost: Cost, latency: float | Sequence[float] = 0) -> Timing:
     """Plays a schedule. `latency` is the time of a transfer between two ranks, or one for each boundary: `latency[s]` between
-    stages s and s + 1, in both directions. The schedule is one that `check` passes; of a mistake in another this sees only that the lists
-    cannot be played to the end, and raises `Stuck`."""
+    stages s and s + 1, in both directions. The schedule is one that `check` passes; of a mistake in another this sees only that the
+    lists cannot be played to the end, and raises `Stuck`."""
     stages, microbatches, placement = schedule.stages, schedule.microbatches, schedule.placement
     # Plain floats, since arithmetic on the numbers of an array is several times slower.
     by_stage = {kind: [float(duration) for duration in cost.of(kind)] for kind in KINDS}

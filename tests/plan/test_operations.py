@@ -17,6 +17,8 @@ from shardwise.plan.cost.job import job_of
 from shardwise.plan.cost.layer_memory import layer_activations
 from shardwise.plan.cost.operations import embedding, head, layer
 from shardwise.plan.cost.ops import FORWARD
+from shardwise.plan.cost.passes import recomputed_share
+from shardwise.plan.trainer.work import work
 from shardwise.run import run_from_dict
 
 LATENT = LLAMA | dict(attention="latent", q_rank=384, kv_rank=256, nope_dim=64, rope_dim=32, v_dim=64, kv_heads=0)
@@ -34,6 +36,48 @@ def test_operations_of_all_ranks_are_those_of_the_model(model: dict[str, Any], l
     done = sum(times * sum(e.flops[FORWARD] for e in ops) for times, ops in modules)
     ranks = job.layout.tensor * job.layout.context
     assert done * ranks == pytest.approx(forward_flops(m, job.seq_len) * job.microbatch * job.seq_len, rel=1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    model=st.sampled_from([GPT, LLAMA, LATENT, EXPERTS]),
+    tensor=st.sampled_from([1, 2, 4, 8]),
+    context=st.sampled_from([1, 2, 4]),
+    pipeline=st.sampled_from([1, 2, 4]),
+    expert=st.sampled_from([1, 2]),
+    expert_tensor=st.booleans(),
+    window=st.sampled_from([0, 100]),
+    recompute=st.sampled_from(["none", "full"]),
+)
+def test_flops_of_this_trainer_are_those_its_own_account_counts(
+    model: dict[str, Any], tensor: int, context: int, pipeline: int, expert: int, expert_tensor: bool, window: int,
+    recompute: str,
+) -> None:  # fmt: skip
+    """By design the two differ in two things. An op is the mean over the context ranks, which under a window do not have the same
+    work. And fused attention's backward pass computes the scores again, which takes 2.5 forward passes; the account counts 2."""
+    layout = dict(
+        tensor=tensor, context=context, pipeline=pipeline, shard=2, expert=expert if "experts" in model else 1
+    )
+    layout |= dict(expert_tensor=expert_tensor and "experts" in model, recompute=recompute, context_method="gather")
+    train = dict(global_batch=8, microbatch=2, seq_len=256)
+    run = run_from_dict(dict(model=model | dict(sliding_window=window), layout=layout, train=train))
+    job = replace(job_of(run), imbalance=1.0)
+    done, recomputed = np.zeros(3), 0.0
+    layers = [(d, layer(job, routed=False)) for d, _ in job.stage_layers if d]
+    layers += [(r, layer(job, routed=True)) for _, r in job.stage_layers if r]
+    for times, ops in [*layers, (1, head(job))]:
+        done += [times * sum(op.flops[n] * (0.8 if op.core and n else 1.0) for op in ops) for n in range(3)]
+    for times, ops in layers:
+        recomputed += times * sum(op.flops[FORWARD] * recomputed_share(job, op) for op in ops)
+    stages = range(0, run.layout.world, run.layout.world // pipeline)
+    ranks = [work(run, stage + tensor * n) for stage in stages for n in range(context)]
+
+    def counted(name: str) -> float:
+        return sum(passes.get(name, 0.0) for one in ranks for passes in one.flops.values()) / context
+
+    names = ("forward", "backward_input", "backward_weight")
+    assert (done * job.microbatches).tolist() == pytest.approx([counted(name) for name in names], rel=1e-12)
+    assert recomputed * job.microbatches == pytest.approx(counted("recompute"), rel=1e-12)
 
 
 @settings(max_examples=40, deadline=None)
