@@ -135,26 +135,26 @@ def bytes_moved(job: Job, step: Step) -> dict[str, dict[str, float]]:
 
 
 def notes_of(job: Job) -> list[str]:
-    """Where the prediction stands on thin ice."""
+    """What makes the prediction less certain."""
     notes = []
     cluster = job.cluster
     if cluster.per_node > cluster.chip.devices_per_node and cluster.chip.name != "cpu":
         machines = -(-cluster.per_node // cluster.chip.devices_per_node)
         notes.append(
             f"{cluster.per_node} devices in one machine, where machines of {cluster.chip.name} have "
-            f"{cluster.chip.devices_per_node}: of {machines} of them say cluster.nodes = {machines}"
+            f"{cluster.chip.devices_per_node}: for {machines} machines set cluster.nodes = {machines}"
         )
     if not known_chip(job):
         notes.append(
-            f"no published training run on {job.cluster.chip.name} was fitted: its kernel curves alone speak; "
+            f"no published training run on {job.cluster.chip.name} was fitted: the prediction rests on its kernel curves alone; "
             "`shardwise bench` measures the machine it runs on, and cluster.profile uses that"
         )
     if job.layout.offload:
         notes.append("moving parameters and gradients between host and device is not part of the predicted time")
         if job.muon:
-            notes.append("Muon's products are planned as if the device made them; with layout.offload the host does")
+            notes.append("Muon's GEMMs are planned as if the device made them; with layout.offload the host does")
     if job.fp8 and job.cluster.chip.peak.get("fp8", 0) == 0:
-        notes.append(f"{job.cluster.chip.name} has no 8-bit arithmetic; planned at 16 bits")
+        notes.append(f"{job.cluster.chip.name} has no fp8 arithmetic; planned in 16 bits")
     return notes
 
 
@@ -176,7 +176,7 @@ def what_binds(account: Account, job: Job) -> str:
         "bubble": "waiting for the pipeline",
         "host": "launching kernels from the host",
         "other": "what does not scale with the work",
-        "optimizer": "Muon's products" if job.muon else "the optimizer's memory traffic",
+        "optimizer": "Muon's GEMMs" if job.muon else "the optimizer's memory traffic",
         "pipeline": "sending between stages",
         "data": "reading the batches",
     }.get(worst, f"traffic of the {worst} axis")

@@ -16,7 +16,7 @@ from shardwise.plan.cost.flops import forward_flops
 from shardwise.plan.cost.job import job_of
 from shardwise.plan.cost.layer_memory import layer_activations
 from shardwise.plan.cost.operations import embedding, head, layer
-from shardwise.plan.cost.ops import FORWARD
+from shardwise.plan.cost.ops import FORWARD, Op
 from shardwise.plan.cost.passes import recomputed_share
 from shardwise.plan.trainer.work import work
 from shardwise.run import run_from_dict
@@ -53,8 +53,9 @@ def test_flops_of_this_trainer_are_those_its_own_account_counts(
     model: dict[str, Any], tensor: int, context: int, pipeline: int, expert: int, expert_tensor: bool, window: int,
     recompute: str,
 ) -> None:  # fmt: skip
-    """By design the two differ in two things. An op is the mean over the context ranks, which under a window do not have the same
-    work. And fused attention's backward pass computes the scores again, which takes 2.5 forward passes; the account counts 2."""
+    """By design the two differ in three things. An op is the mean over the context ranks, which under a window do not have the same
+    work. Fused attention's backward pass computes the scores again, which takes 2.5 forward passes; the account counts 2. With
+    `expert_tensor` the ops route the whole sequence on every tensor rank; this trainer routes the rank's slice."""
     layout = dict(
         tensor=tensor, context=context, pipeline=pipeline, shard=2, expert=expert if "experts" in model else 1
     )
@@ -62,13 +63,19 @@ def test_flops_of_this_trainer_are_those_its_own_account_counts(
     train = dict(global_batch=8, microbatch=2, seq_len=256)
     run = run_from_dict(dict(model=model | dict(sliding_window=window), layout=layout, train=train))
     job = replace(job_of(run), imbalance=1.0)
+
+    def factor(op: Op, n: int) -> float:
+        if op.part == "router" and run.layout.expert_tensor:
+            return 1.0 / tensor
+        return 0.8 if op.core and n else 1.0
+
     done, recomputed = np.zeros(3), 0.0
     layers = [(d, layer(job, routed=False)) for d, _ in job.stage_layers if d]
     layers += [(r, layer(job, routed=True)) for _, r in job.stage_layers if r]
     for times, ops in [*layers, (1, head(job))]:
-        done += [times * sum(op.flops[n] * (0.8 if op.core and n else 1.0) for op in ops) for n in range(3)]
+        done += [times * sum(op.flops[n] * factor(op, n) for op in ops) for n in range(3)]
     for times, ops in layers:
-        recomputed += times * sum(op.flops[FORWARD] * recomputed_share(job, op) for op in ops)
+        recomputed += times * sum(op.flops[FORWARD] * recomputed_share(job, op) * factor(op, 0) for op in ops)
     stages = range(0, run.layout.world, run.layout.world // pipeline)
     ranks = [work(run, stage + tensor * n) for stage in stages for n in range(context)]
 

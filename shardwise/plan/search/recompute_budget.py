@@ -1,7 +1,7 @@
-"""Memory that a layout leaves free, spent on activations: where every layer would be computed again, only as many are as must be.
+"""Memory that a layout leaves free, spent on saved activations: only as many layers are recomputed as must be.
 
-The search compares layouts with all layers recomputed or none. For the best of them this finds the largest budget of kept
-activations that still fits (`recompute = "budget"`), since each layer that is kept is one that is not computed twice.
+The search compares layouts with all layers recomputed or none. For the best of them this finds the largest budget of saved
+activations that still fits (`recompute = "budget"`), since a layer whose activations are saved is not computed twice.
 """
 
 from __future__ import annotations

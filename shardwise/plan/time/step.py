@@ -215,9 +215,7 @@ def play(
 
 
 def step_time(
-    prepared: Prepared,
-    constants: Constants | None = None,
-    play_one: Callable[[Job, Cost, float], float] | None = None,
+    prepared: Prepared, constants: Constants | None = None, play_one: Callable[[Job, Cost, float], float] | None = None
 ) -> Step:
     """The step of one layout. `play_one` may stand in for playing the schedule."""
     one, job = _costed(prepared, constants), prepared.job
