@@ -42,7 +42,6 @@ class Plan:
     binds: str
     """What limits it."""
     notes: tuple[str, ...]
-    step: Step
 
     @property
     def fits(self) -> bool:
@@ -104,7 +103,7 @@ def plan_job(
     cost = job_cost(run, job.cluster, step.seconds, devices, parameters(job.model).total * 12.0)
     width = interval("training" if known_chip(job) else "unseen_chip")
     low, high = step.seconds * math.exp(-width), step.seconds * math.exp(width)
-    return Plan(run, job, account, low, high, mfu, cost, what_binds(account, job), tuple(notes_of(job)), step)
+    return Plan(run, job, account, low, high, mfu, cost, what_binds(account, job), tuple(notes_of(job)))
 
 
 def mfu_peak(job: Job) -> tuple[str, float]:

@@ -63,7 +63,7 @@ def counts_of(run: Run, devices: Sequence[int] | None, keep: int, max_microbatch
     return counts, per_node
 
 
-def nothing_legal(run: Run, counts: Sequence[int], per_node: int, max_microbatch: int) -> UserError:
+def nothing_legal(run: Run, counts: Sequence[int], per_node: int) -> UserError:
     """Why no layout keeps the rules: those that the nearest one breaks."""
     count = counts[-1]
     broken = min((_broken(run, trial, count, per_node) for trial in _trials(run, count)), key=len, default=[])

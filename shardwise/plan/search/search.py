@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -75,8 +74,6 @@ class SearchResult:
     """Legal layouts."""
     simulated: int
     """Of these, schedules played in full; the others were screened."""
-    seconds: float
-    """That the search took."""
     without: dict[int, str]
     """For each number of devices that no layout is shown of, why."""
     timed: list[Timed] = field(repr=False)
@@ -97,37 +94,22 @@ class SearchResult:
         ranking = [p.as_dict() | {"next_change": c} for p, c in zip(self.ranking, self.next_changes, strict=True)]
         front = [p.as_dict() for p in self.pareto]
         without = [{"devices": count, "reason": why} for count, why in self.without.items()]
-        return {
-            "searched": self.searched,
-            "simulated": self.simulated,
-            "ranking": ranking,
-            "pareto": front,
-            "without": without,
-        }
+        counts = {"searched": self.searched, "simulated": self.simulated}
+        return counts | {"ranking": ranking, "pareto": front, "without": without}
 
 
-def search(
-    run: Run,
-    *,
-    devices: Sequence[int] | None = None,
-    keep: int = 20,
-    max_microbatch: int = 0,
-    progress: Callable[[float], None] | None = None,
-) -> SearchResult:
-    """The best layouts of a run whose layout is `auto`, on its cluster or on each of several numbers of devices, of which every
-    one has its best layout in the ranking, or a sentence on why there is none.
-
-    `progress` is called with the share that is done. Raises `UserError` with every reason where nothing is legal or fits.
-    """
-    start = time.perf_counter()
+def search(run: Run, *, devices: Sequence[int] | None = None, keep: int = 20, max_microbatch: int = 0) -> SearchResult:
+    """The best layouts of a run whose layout is `auto`, on its cluster or on each of several numbers of devices. Each number has
+    its best layout in the ranking, or a sentence on why there is none. Raises `UserError` with every reason where nothing is
+    legal or fits."""
     counts, per_node = counts_of(run, devices, keep, max_microbatch)
     timed: list[Timed] = []
     spaces = [Space(run, count, per_node, max_microbatch) for count in counts]
-    streams = [_fitting(space, keep, timed, _part(progress, n, len(spaces))) for n, space in enumerate(spaces)]
+    streams = [_fitting(space, keep, timed) for space in spaces]
     firsts = [next(stream, None) for stream in streams]
     found = [first for first in firsts if first is not None]
     if not any(space.count for space in spaces):
-        raise nothing_legal(run, counts, per_node, max_microbatch)
+        raise nothing_legal(run, counts, per_node)
     if not found:
         raise nothing_fits(run, [space for space in spaces if space.count])
     found += islice(heapq.merge(*streams, key=lambda one: one.worth), max(0, keep - len(found)))
@@ -143,8 +125,7 @@ def search(
             spare = _spare([plan.run.layout.world for plan in ranking])
             del ranking[spare], changes[spare]
     without = {space.devices: nothing_there(space) for space, one in zip(spaces, firsts, strict=True) if one is None}
-    took = time.perf_counter() - start
-    return SearchResult(ranking, changes, sum(space.count for space in spaces), len(timed), took, without, timed)
+    return SearchResult(ranking, changes, sum(space.count for space in spaces), len(timed), without, timed)
 
 
 def resolve(run: Run) -> Run:
@@ -155,10 +136,6 @@ def resolve(run: Run) -> Run:
 def _spare(counts: list[int]) -> int:
     """The last of some layouts on so many devices that is not the only one on its number of them."""
     return max(n for n, count in enumerate(counts) if counts.count(count) > 1)
-
-
-def _part(progress: Callable[[float], None] | None, n: int, of: int) -> Callable[[float], None]:
-    return lambda share: progress((n + share) / of) if progress else None
 
 
 class _Pool:
@@ -212,26 +189,24 @@ class _Pool:
         return [Candidate(c[0], c[1], c[2], LayoutIndex(*c[3:])) for c in self.found]
 
 
-def screen_all(space: Space, keep: int, most_memory: float, progress: Callable[[float], None]) -> list[Candidate]:
+def _screen_all(space: Space, keep: int, most_memory: float) -> list[Candidate]:
     """The layouts worth playing of all that need no more memory: the fastest, and the fastest for each amount of memory."""
-    pool, done = _Pool(most_memory, keep), 0
+    pool = _Pool(most_memory, keep)
     for group in space.groups:  # a sample, so that most of the rest is known to be too slow without a closer look
         for one in group.screen(group.schedules[:1], group.rows()[::SAMPLE], pool.most_memory, pool.limit):
             pool.look(one)
     for group in space.groups:
         for one in group.screen(group.schedules, group.rows(), pool.most_memory, pool.limit):
             pool.add(group, one)
-        done += group.count
-        progress(done / space.count)
     return pool.candidates()
 
 
-def _fitting(space: Space, keep: int, timed: list[Timed], progress: Callable[[float], None]) -> Iterator[Found]:
+def _fitting(space: Space, keep: int, timed: list[Timed]) -> Iterator[Found]:
     """The layouts of a space that really fit, the best first; what is played on the way is added to `timed`."""
     seen: set[tuple[Group, LayoutIndex]] = set()
     some = False
     for share in MEMORY_LIMITS:
-        pool = screen_all(space, keep, share * space.capacity, progress)
+        pool = _screen_all(space, keep, share * space.capacity)
         played = _play([one for one in pool if one[2:] not in seen], keep)
         seen |= {candidate[2:] for _, candidate in played}
         timed += played
