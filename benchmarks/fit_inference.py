@@ -20,16 +20,9 @@ from typing import Any
 import numpy as np
 from fit_rows import solve, weights_of
 
-from shardwise.plan.published.prediction import published
-from shardwise.plan.published.rows import Unsupported
-from shardwise.plan.serving.inference import (
-    MEASURES,
-    NAMES,
-    constants_of,
-    first_measured,
-    groups_of,
-    serving_of_row,
-)
+from shardwise.plan.published.rows import Unsupported, published
+from shardwise.plan.published.serving_rows import MEASURES, first_measured, serving_of_row
+from shardwise.plan.serving.inference import NAMES, constants_of, groups_of
 from shardwise.plan.serving.loads import prepare, quantities
 
 PRIOR = {"common": 0.3, "group": 0.15}

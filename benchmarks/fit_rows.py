@@ -23,10 +23,9 @@ import numpy as np
 
 from shardwise.plan.cost.constants import NAMES, constants_of, groups_of
 from shardwise.plan.cost.job import Job
-from shardwise.plan.published.prediction import published
-from shardwise.plan.published.rows import Unsupported, job_of_row, measured_seconds
+from shardwise.plan.published.rows import Unsupported, job_of_row, measured_seconds, published
 from shardwise.plan.published.validate import layer_seconds
-from shardwise.plan.time.step import Played, Prepared, play_schedule, prepare, step_time
+from shardwise.plan.time.step import Prepared, play, prepare, step_time
 from shardwise.schedules import Cost
 
 PRIOR = {"common": 0.3, "group": 0.15}
@@ -54,13 +53,14 @@ class Case:
         """Logarithm of predicted over measured; `near` the effects of the last exact call, without playing the pipeline."""
         constants = constants_of(self.job, effects)
         if self.row["kind"] == "layer":
-            return math.log(layer_seconds(self.prepared, constants) / self.measured)
-        play = self._near if near and self.job.layout.pipeline > 1 else self._exact
-        return math.log(step_time(self.prepared, constants, play).seconds / self.measured)
+            return math.log(layer_seconds(self.job, constants) / self.measured)
+        play_one = self._near if near and self.job.layout.pipeline > 1 else self._exact
+        return math.log(step_time(self.prepared, constants, play_one).seconds / self.measured)
 
-    def _exact(self, job: Job, cost: Cost, wire: float, microbatches: int) -> Played:
-        self.last = play_schedule(job, cost, wire, microbatches), cost, wire, microbatches
-        return self.last[0]
+    def _exact(self, job: Job, cost: Cost, wire: float) -> float:
+        (makespan,) = play(job.layout, [job.microbatches], [cost], [wire])
+        self.last = makespan, cost, wire
+        return makespan
 
     def linearise(self, effects: dict[str, float]) -> None:
         """How the time from first forward to last backward grows with the costs of its passes: it is a sum of them along
@@ -68,20 +68,19 @@ class Case:
         self.residual(effects)
         if self.job.layout.pipeline == 1:
             return
-        (makespan, _, _), cost, wire, microbatches = self.last
+        makespan, cost, wire = self.last
         parts = [cost.forward, cost.backward_input, cost.backward_weight]
         self.slopes = []
         for n, part in enumerate(parts):
             moved = [[1.01 * v for v in p] if n == m else p for m, p in enumerate(parts)]
-            longer = play_schedule(self.job, Cost(*moved), wire, microbatches)[0]
+            (longer,) = play(self.job.layout, [self.job.microbatches], [Cost(*moved)], [wire])
             self.slopes.append((longer - makespan) / (0.01 * sum(part)))
         rest = makespan - sum(g * sum(p) for g, p in zip(self.slopes, parts, strict=True))
         self.wire_slope = rest / wire if wire else 0.0
 
-    def _near(self, job: Job, cost: Cost, wire: float, microbatches: int) -> Played:
+    def _near(self, job: Job, cost: Cost, wire: float) -> float:
         parts = (cost.forward, cost.backward_input, cost.backward_weight)
-        makespan = sum(g * sum(p) for g, p in zip(self.slopes, parts, strict=True)) + self.wire_slope * wire
-        return makespan, self.last[0][1], None
+        return sum(g * sum(p) for g, p in zip(self.slopes, parts, strict=True)) + self.wire_slope * wire
 
     def names(self) -> set[str]:
         """The effects this row depends on."""

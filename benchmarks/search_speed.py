@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.plan.search.layouts import Space
+from shardwise.plan.search.screen import Space
 from shardwise.run import run_from_dict
 
 REQUIRED = 200_000

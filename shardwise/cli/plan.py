@@ -105,8 +105,8 @@ def _devices(text: str | None) -> list[int] | None:
 def figures(best: Plan) -> list[tuple[str, str, str]]:
     """The few numbers that matter."""
     from shardwise.plan.cost.flops import CONVENTION, parameters
-    from shardwise.plan.cost.memory import GIB
-    from shardwise.plan.plan import told_by
+    from shardwise.plan.cost.job import GIB
+    from shardwise.plan.plan import mfu_peak
     from shardwise.report import words
 
     account, run, cost = best.account, best.run, best.cost
@@ -123,7 +123,7 @@ def figures(best: Plan) -> list[tuple[str, str, str]]:
     extra.append(f"microbatch {run.train.microbatch} × {run.accumulation}")
     memory = account.memory
     fits = "fits" if best.fits else "DOES NOT FIT"
-    chip, peak = best.job.cluster.chip.name, told_by(best.job)
+    chip, peak = best.job.cluster.chip.name, mfu_peak(best.job)
     saved = f"a checkpoint every {words.seconds(cost.checkpoint_every_s)}"
     if not run.train.checkpoint_every:
         steps = max(1, round(cost.checkpoint_every_s / account.step_seconds))

@@ -13,7 +13,7 @@ from shardwise.cli.options import at_least
 from shardwise.run import Problem, UserError
 
 if TYPE_CHECKING:
-    from shardwise.plan.published.prediction import Prediction
+    from shardwise.plan.published.validate import Prediction
 
 HELP = """Predict rows of published measurements and print the errors, by source and overall. Without ROWS, those that come with
 the package. Each source is predicted with constants fitted without it."""
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Predict every row and show the errors."""
-    from shardwise.plan.published.prediction import published
+    from shardwise.plan.published.rows import published
     from shardwise.plan.published.validate import validate
 
     rows = [row for path in args.rows for row in _read(Path(path))]

@@ -6,7 +6,7 @@ Every time is in seconds and every function takes numbers or arrays that broadca
 from shardwise.hardware.attention import attention_flops, attention_seconds, kernel_on
 from shardwise.hardware.chips import ALIASES, CHIPS, Chip, chip_of_driver_name, find_chip, unknown_chip
 from shardwise.hardware.cluster import Cluster, make_cluster
-from shardwise.hardware.collectives import OPERATIONS, Operation, collective_seconds
+from shardwise.hardware.collectives import COLLECTIVES, Collective, collective_seconds
 from shardwise.hardware.efficiency import memory_seconds
 from shardwise.hardware.gemm import gemm_seconds, grouped_gemm_seconds
 from shardwise.hardware.profile import Profile, load_profile
@@ -14,10 +14,10 @@ from shardwise.hardware.profile import Profile, load_profile
 __all__ = [
     "ALIASES",
     "CHIPS",
-    "OPERATIONS",
+    "COLLECTIVES",
     "Chip",
     "Cluster",
-    "Operation",
+    "Collective",
     "Profile",
     "attention_flops",
     "attention_seconds",

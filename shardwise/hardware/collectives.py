@@ -20,12 +20,12 @@ import numpy as np
 from shardwise.hardware.cluster import Cluster
 from shardwise.hardware.efficiency import constants
 
-Operation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
-OPERATIONS: tuple[str, ...] = get_args(Operation)
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
+COLLECTIVES: tuple[str, ...] = get_args(Collective)
 
 
 def collective_seconds(
-    cluster: Cluster, operation: Operation, bytes: Any, size: Any, stride: Any = 1, sharing: Any = 1
+    cluster: Cluster, operation: Collective, bytes: Any, size: Any, stride: Any = 1, sharing: Any = 1
 ) -> Any:
     """Time of one collective over groups of `size` ranks `stride` apart, all groups of the axis at the same time.
 

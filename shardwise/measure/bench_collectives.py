@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.hardware import OPERATIONS
+from shardwise.hardware import COLLECTIVES
 
 Point = dict[str, Any]
 
@@ -70,7 +70,7 @@ def collective_points(
     groups = [world >> halving for halving in range(world.bit_length()) if world >> halving > 1]
     step = 4 if quick else 2
     sizes = [2**power for power in range(SMALLEST.bit_length() - 1, LARGEST.bit_length(), step)]
-    operations = [name for name in OPERATIONS if name != "send" or not _shares_gpu(device)]
+    operations = [name for name in COLLECTIVES if name != "send" or not _shares_gpu(device)]
     cases = [(size, name, bytes) for size in groups for bytes in sizes for name in operations]
     made = {size: dist.new_group(list(range(size))) for size in groups}  # every rank makes every group
     # New names for two collectives came with PyTorch 2.13; the old ones work in all versions there are.

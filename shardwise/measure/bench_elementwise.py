@@ -66,10 +66,10 @@ def elementwise_points(watch: Stopwatch, allowance: Allowance, quick: bool) -> l
     for (size, name), most in allowance.each(cases):
         run = elementwise_run(device, *size)
         job = job_of(run)
-        entry = next(e for e in (*layer(job, routed=False).entries, *head(job).entries) if e.name == name)
+        op = next(op for op in (*layer(job, routed=False), *head(job)) if op.name == name)
         work, given = operations(run, device)[name]
         for direction, seconds in _both(watch, work, given, most).items():
-            moved = float(entry.bytes[direction == "backward"])
+            moved = float(op.bytes[direction == "backward"])
             points.append(
                 dict(operation=name, direction=direction, dtype=run.train.dtype, bytes=moved, seconds=seconds,
                      gbs=moved / seconds / 1e9)

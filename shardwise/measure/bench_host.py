@@ -56,7 +56,7 @@ def host_costs(device: torch.device, profile: Profile, most: float) -> Profile:
     jobs = {name: with_profile(job_of(run), profile) for name, run in runs.items()}
     # A GPU works while the host launches; a CPU does one after the other.
     busy = {name: _predicted(job) if device.type == "cpu" else 0.0 for name, job in jobs.items()}
-    launches = {name: float(sum(prepare(job).pieces[0].launches)) for name, job in jobs.items()}
+    launches = {name: float(sum(prepare(job).stages[0].launches)) for name, job in jobs.items()}
 
     def host(name: str) -> float:
         return max(timed[name] - busy[name], 0.0)

@@ -1,11 +1,19 @@
-"""What must fit together in a run: what divides what, and why. Each rule names the keys it speaks of, so that a rule is
-passed over when one of its keys could not even be read, and every broken rule is reported, not just the first."""
+"""What must fit together in a run: what divides what, and why.
+
+Each rule names the keys it speaks of, so that it is passed over when one of them could not even be read, and every broken rule is
+reported, not just the first. Conditions are arithmetic: sizes of the layout and the microbatch may be arrays, and then a rule says
+of every layout whether it is broken. That is how the search reads them (`plan/search/space.py`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
 
+from shardwise.run.axes import RANK_AXES
 from shardwise.run.config import LayoutConfig, Run
 from shardwise.run.derive import REPEATS_PARTS, must_launch, tunes_gemms
 from shardwise.run.problems import nearest
@@ -19,283 +27,239 @@ class Broken(NamedTuple):
     reason: str
 
 
+class Rule(NamedTuple):
+    """A rule, and whether it is broken: a truth value, or an array of them. The reason is only made when it is asked for."""
+
+    broken: Any
+    key: str
+    others: tuple[str, ...]
+    reason: Callable[[], str]
+
+
+def broken_rules(run: Run) -> Iterator[Broken]:
+    """Every rule the resolved run breaks."""
+    laid_out = _search_rules(run) if run.layout.auto else chain(layout_rules(run), batch_rules(run))
+    for rule in chain(_model_rules(run), laid_out, _train_rules(run), fp8_rules(run), _data_rules(run)):
+        if rule.broken:
+            yield Broken(rule.key, rule.others, rule.reason())
+
+
 def _divisors(n: int, most: int = 8) -> str:
     found = [d for d in range(1, min(n, 4096) + 1) if n % d == 0]
     return ", ".join(map(str, found[:most])) + (", …" if len(found) > most else "")
 
 
-def broken_rules(run: Run) -> Iterator[Broken]:
-    """Every rule the resolved run breaks."""
-    yield from _model_rules(run)
-    if run.layout.auto:
-        yield from _search_rules(run)
-    else:
-        yield from _layout_rules(run)
-        yield from _batch_rules(run)
-    if run.train.warmup > run.train.steps:
-        reason = f"{run.train.warmup} is more than train.steps = {run.train.steps}"
-        yield Broken("train.warmup", ("train.steps",), reason)
+# fmt: off
+# A rule is two lines or three: what breaks it and the keys, then the reason.
+
+
+def _train_rules(run: Run) -> Iterator[Rule]:
+    train = run.train
+    yield Rule(train.warmup > train.steps, "train.warmup", ("train.steps",),
+               lambda: f"{train.warmup} is more than train.steps = {train.steps}")
     for name in ("beta1", "beta2", "muon_momentum"):
-        if getattr(run.train, name) >= 1:
-            yield Broken(f"train.{name}", (), "has to be below 1: at 1 nothing new is ever taken in")
-    yield from _fp8_rules(run)
-    yield from _data_rules(run)
+        yield Rule(getattr(train, name) >= 1, f"train.{name}", (),
+                   lambda: "has to be below 1: at 1 nothing new is ever taken in")
 
 
-def _fp8_rules(run: Run) -> Iterator[Broken]:
-    if run.train.fp8 == "none":
-        return
-    if run.train.dtype != "bfloat16":
-        reason = f'{run.train.dtype} arithmetic goes with "none" alone: products in 8 bits give bfloat16'
-        yield Broken("train.fp8", ("train.dtype",), reason)
-    if run.layout.async_tensor:
-        reason = "multiplies pieces as they arrive, in 16 bits, while a scale needs the whole; use one of the two"
-        yield Broken("layout.async_tensor", ("train.fp8",), reason)
+def fp8_rules(run: Run) -> Iterator[Rule]:
+    """What fp8 GEMMs go with."""
+    fp8 = run.train.fp8 != "none"
+    yield Rule(fp8 and run.train.dtype != "bfloat16", "train.fp8", ("train.dtype",),
+               lambda: f'{run.train.dtype} arithmetic goes with "none" alone: products in 8 bits give bfloat16')
+    yield Rule(fp8 and run.layout.async_tensor, "layout.async_tensor", ("train.fp8",),
+               lambda: "multiplies slices as they arrive, in 16 bits, while a scale needs the whole; use one of the two")
 
 
-def _search_rules(run: Run) -> Iterator[Broken]:
+def _search_rules(run: Run) -> Iterator[Rule]:
     known = {name for name in LayoutConfig.__dataclass_fields__ if name not in ("auto", "fixed")}
     for word in run.layout.fixed:
-        if word not in known:
-            yield Broken("layout.fixed", (), f'"{word}" is not a key of this section{nearest(word, known)}')
-    if not run.cluster.chip:
-        yield Broken("cluster.chip", ("layout.auto",), "a search needs to know the chip, and how many: cluster.nodes")
+        reason = partial('"{}" is not a key of this section{}'.format, word, nearest(word, known))
+        yield Rule(word not in known, "layout.fixed", (), reason)
+    yield Rule(not run.cluster.chip, "cluster.chip", ("layout.auto",),
+               lambda: "a search needs to know the chip, and how many: cluster.nodes")
 
 
-def _model_rules(run: Run) -> Iterator[Broken]:
+def _model_rules(run: Run) -> Iterator[Rule]:
     m = run.model
     if m.attention == "grouped":
-        if m.hidden % m.heads and m.head_dim == m.hidden // m.heads:  # a derived width, rounded down
-            yield Broken(
-                "model.heads",
-                ("model.hidden",),
-                f"{m.heads} heads do not divide hidden = {m.hidden}; {_divisors(m.hidden)} would do, or give model.head_dim",
-            )
-        if m.heads % m.kv_heads:
-            yield Broken(
-                "model.kv_heads",
-                ("model.heads",),
-                f"{m.kv_heads} does not divide heads = {m.heads}: each key/value head serves the same number of query heads; "
-                f"{_divisors(m.heads)} would do",
-            )
-        if m.position == "rotary" and m.head_dim % 2:
-            yield Broken(
-                "model.head_dim",
-                ("model.hidden", "model.heads"),
-                f"rotary positions turn pairs of numbers, and a head of {m.head_dim} is odd",
-            )
+        derived = m.head_dim == m.hidden // m.heads  # rounded down
+        yield Rule(m.hidden % m.heads and derived, "model.heads", ("model.hidden",), lambda: (
+            f"{m.heads} heads do not divide hidden = {m.hidden}; {_divisors(m.hidden)} would do, or give model.head_dim"
+        ))
+        yield Rule(m.heads % m.kv_heads, "model.kv_heads", ("model.heads",), lambda: (
+            f"{m.kv_heads} does not divide heads = {m.heads}: each key/value head serves the same number of query heads; "
+            f"{_divisors(m.heads)} would do"
+        ))
+        yield Rule(m.position == "rotary" and m.head_dim % 2, "model.head_dim", ("model.hidden", "model.heads"),
+                   lambda: f"rope rotates pairs of elements, and a head of {m.head_dim} is odd")
     else:
         for name in ("kv_rank", "nope_dim", "rope_dim", "v_dim"):
-            if not getattr(m, name):
-                yield Broken(f"model.{name}", ("model.attention",), "latent attention needs this size; it is 0")
-        if m.rope_dim % 2:
-            yield Broken("model.rope_dim", (), f"rotary positions turn pairs of numbers, and {m.rope_dim} is odd")
-        if m.position != "rotary" or m.qk_norm or m.bias != "none":
-            yield Broken(
-                "model.attention",
-                ("model.position", "model.qk_norm", "model.bias"),
-                'latent attention goes with position = "rotary", bias = "none" and no qk_norm',
-            )
+            yield Rule(not getattr(m, name), f"model.{name}", ("model.attention",),
+                       lambda: "latent attention needs this size; it is 0")
+        yield Rule(m.rope_dim % 2, "model.rope_dim", (),
+                   lambda: f"rope rotates pairs of elements, and {m.rope_dim} is odd")
+        other = m.position != "rotary" or m.qk_norm or m.bias != "none"
+        yield Rule(other, "model.attention", ("model.position", "model.qk_norm", "model.bias"),
+                   lambda: 'latent attention goes with position = "rotary", bias = "none" and no qk_norm')
     if m.experts:
-        if not 1 <= m.experts_per_token <= m.experts:
-            yield Broken(
-                "model.experts_per_token",
-                ("model.experts",),
-                f"{m.experts_per_token} is not between 1 and experts = {m.experts}",
-            )
-        if m.dense_layers > m.layers:
-            yield Broken("model.dense_layers", ("model.layers",), f"{m.dense_layers} is more than layers = {m.layers}")
-        if m.experts % m.router_groups:
-            yield Broken(
-                "model.router_groups",
-                ("model.experts",),
-                f"{m.router_groups} groups do not divide experts = {m.experts}; {_divisors(m.experts)} would do",
-            )
-        elif m.router_top_groups > m.router_groups:
-            yield Broken(
-                "model.router_top_groups",
-                ("model.router_groups",),
-                f"{m.router_top_groups} is more than router_groups = {m.router_groups}",
-            )
-        elif m.experts_per_token > m.router_top_groups * (m.experts // m.router_groups):
-            yield Broken(
-                "model.experts_per_token",
-                ("model.experts", "model.router_groups", "model.router_top_groups"),
-                f"{m.experts_per_token} experts cannot be chosen from {m.router_top_groups} groups of "
-                f"{m.experts // m.router_groups}",
-            )
-        if m.activation != "swiglu" or m.bias == "all":
-            yield Broken(
-                "model.experts",
-                ("model.activation", "model.bias"),
-                "experts are swiglu layers without biases",
-            )
+        yield from _expert_rules(run)
     else:
         for name in ("experts_per_token", "shared_experts", "dense_layers"):
-            if getattr(m, name):
-                yield Broken(f"model.{name}", ("model.experts",), "has no meaning while model.experts is 0")
-    if m.position == "learned" and run.train.seq_len > m.max_positions:
-        yield Broken(
-            "train.seq_len",
-            ("model.max_positions",),
-            f"{run.train.seq_len} is longer than the learned table of model.max_positions = {m.max_positions}",
-        )
+            yield Rule(getattr(m, name), f"model.{name}", ("model.experts",),
+                       lambda: "has no meaning while model.experts is 0")
+    length = run.train.seq_len
+    yield Rule(m.position == "learned" and length > m.max_positions, "train.seq_len", ("model.max_positions",),
+               lambda: f"{length} is longer than the learned table of model.max_positions = {m.max_positions}")
 
 
-def _layout_rules(run: Run) -> Iterator[Broken]:
+def _expert_rules(run: Run) -> Iterator[Rule]:
+    m, chosen, groups = run.model, run.model.experts_per_token, run.model.router_groups
+    yield Rule(not 1 <= chosen <= m.experts, "model.experts_per_token", ("model.experts",),
+               lambda: f"{chosen} is not between 1 and experts = {m.experts}")
+    yield Rule(m.dense_layers > m.layers, "model.dense_layers", ("model.layers",),
+               lambda: f"{m.dense_layers} is more than layers = {m.layers}")
+    if m.experts % groups:
+        yield Rule(True, "model.router_groups", ("model.experts",),
+                   lambda: f"{groups} groups do not divide experts = {m.experts}; {_divisors(m.experts)} would do")
+    elif m.router_top_groups > groups:
+        yield Rule(True, "model.router_top_groups", ("model.router_groups",),
+                   lambda: f"{m.router_top_groups} is more than router_groups = {groups}")
+    else:
+        others = ("model.experts", "model.router_groups", "model.router_top_groups")
+        each = m.experts // groups
+        yield Rule(chosen > m.router_top_groups * each, "model.experts_per_token", others,
+                   lambda: f"{chosen} experts cannot be chosen from {m.router_top_groups} groups of {each}")
+    yield Rule(m.activation != "swiglu" or m.bias == "all", "model.experts", ("model.activation", "model.bias"),
+               lambda: "experts are swiglu layers without biases")
+
+
+def layout_rules(run: Run) -> Iterator[Rule]:
+    """What network and layout ask of each other. The sizes of the layout may be arrays."""
+    yield from _tensor_rules(run)
+    yield from _pipeline_rules(run)
+    yield from _recompute_rules(run)
     m, lay, train = run.model, run.layout, run.train
-    if m.heads % lay.tensor:
-        yield Broken(
-            "layout.tensor",
-            ("model.heads",),
-            f"{lay.tensor} does not divide model.heads = {m.heads}: each rank holds whole heads; {_divisors(m.heads)} would do",
-        )
-    elif m.attention == "grouped" and m.kv_heads % lay.tensor and lay.tensor % m.kv_heads:
-        yield Broken(
-            "layout.tensor",
-            ("model.kv_heads",),
-            f"{lay.tensor} and model.kv_heads = {m.kv_heads} do not divide each other: key/value heads are either split "
-            f"evenly or copied evenly over the ranks",
-        )
+    gpu, alone = train.device != "cpu", replace(run, layout=LayoutConfig(offload=lay.offload))
+    if train.cuda_graph is True:
+        others = ("train.dtype", "train.device", "layout.offload")
+        yield Rule((lay.world > 1) | bool(must_launch(alone, gpu=gpu)), "train.cuda_graph", others,
+                   lambda: f"these steps can't be replayed: {must_launch(run, gpu=gpu)}; use auto")
+    if train.tune_products is True:
+        yield Rule((lay.world > 1) | (not tunes_gemms(alone, gpu=gpu)), "train.tune_products", ("train.dtype", "train.device"),
+                   lambda: "finds algorithms for one GPU that computes in 16 bits; use auto")
+    yield Rule((train.loss == "chunked") & (lay.tensor > 1), "train.loss", ("layout.tensor",),
+               lambda: f"the vocabulary is cut over layout.tensor = {lay.tensor} ranks already; use auto or plain")
+    yield Rule(lay.offload and not gpu, "layout.offload", ("train.device",),
+               lambda: "moves things from a GPU to the CPU; on a CPU they are there already")
+    if m.experts:
+        yield Rule(m.experts % lay.expert > 0, "layout.expert", ("model.experts",), lambda: (
+            f"{lay.expert} does not divide model.experts = {m.experts}: each rank holds whole experts; "
+            f"{_divisors(m.experts)} would do"
+        ))
+    else:
+        yield Rule(lay.expert > 1, "layout.expert", ("model.experts",),
+                   lambda: f"{lay.expert} ranks of experts, but the model has none")
+    ranks = lay.shard * lay.context
+    yield Rule(ranks % lay.expert > 0, "layout.expert", ("layout.shard", "layout.context"), lambda: (
+        f"{lay.expert} does not divide layout.shard x layout.context = {ranks}: experts regroup those ranks and add none"
+    ))
+
+
+def _tensor_rules(run: Run) -> Iterator[Rule]:
+    """What the tensor and context ranks cut."""
+    m, lay, length = run.model, run.layout, run.train.seq_len
+    t, c = lay.tensor, lay.context
+    yield Rule(m.heads % t > 0, "layout.tensor", ("model.heads",), lambda: (
+        f"{t} does not divide model.heads = {m.heads}: each rank holds whole heads; {_divisors(m.heads)} would do"
+    ))
+    if m.attention == "grouped":
+        uneven = (m.heads % t == 0) & (m.kv_heads % t > 0) & (t % m.kv_heads > 0)
+        yield Rule(uneven, "layout.tensor", ("model.kv_heads",), lambda: (
+            f"{t} and model.kv_heads = {m.kv_heads} do not divide each other: key/value heads are either split evenly or "
+            f"copied evenly over the ranks"
+        ))
+    if m.experts and lay.expert_tensor:
+        yield Rule(m.expert_ffn % t > 0, "layout.expert_tensor", ("layout.tensor", "model.expert_ffn"),
+                   lambda: f"layout.tensor = {t} does not divide model.expert_ffn = {m.expert_ffn}")
     widths = {"model.ffn": m.ffn} if not m.experts or m.dense_layers else {}
-    if m.experts and lay.expert_tensor and m.expert_ffn % lay.tensor:
-        yield Broken(
-            "layout.expert_tensor",
-            ("layout.tensor", "model.expert_ffn"),
-            f"layout.tensor = {lay.tensor} does not divide model.expert_ffn = {m.expert_ffn}",
-        )
     if m.experts and m.shared_experts:
         widths["model.expert_ffn"] = m.expert_ffn * m.shared_experts
     for name, width in widths.items():
-        if width % lay.tensor:
-            yield Broken(
-                "layout.tensor",
-                (name,),
-                f"{lay.tensor} does not divide the feed-forward width {width} ({name}): each rank holds equal columns",
-            )
-    if lay.tensor > 1 and train.seq_len % (lay.tensor * lay.context):
-        yield Broken(
-            "train.seq_len",
-            ("layout.tensor", "layout.context"),
-            f"{train.seq_len} is not a multiple of layout.tensor x layout.context = {lay.tensor * lay.context}: between the "
-            f"matrices each rank keeps an equal piece of the sequence",
-        )
-    if lay.context > 1 and train.seq_len % (2 * lay.context):
-        yield Broken(
-            "train.seq_len",
-            ("layout.context",),
-            f"{train.seq_len} is not a multiple of 2 x layout.context = {2 * lay.context}: each rank takes one piece from the "
-            f"front and one from the back, so that causal work is even",
-        )
-    stages = lay.pipeline * lay.stages_per_rank
-    if stages > m.layers:
-        yield Broken(
-            "layout.pipeline",
-            ("model.layers", "layout.schedule", "layout.chunks"),
-            f"{lay.pipeline} ranks with {lay.stages_per_rank} stages each for model.layers = {m.layers}: each stage needs at "
-            f"least one layer",
-        )
-    if lay.stages and (len(lay.stages) != stages or sum(lay.stages) != m.layers or min(lay.stages) < 1):
-        yield Broken(
-            "layout.stages",
-            ("layout.pipeline", "layout.schedule", "layout.chunks", "model.layers"),
-            f"{list(lay.stages)} must be {stages} numbers above 0 that add up to model.layers = {m.layers}",
-        )
-    if lay.context > 1 and lay.context_method == "ulysses" and m.heads % (lay.tensor * lay.context):
-        yield Broken(
-            "layout.context",
-            ("layout.tensor", "model.heads", "layout.context_method"),
-            f"model.heads = {m.heads} is not a multiple of layout.tensor x layout.context = {lay.tensor * lay.context}: ulysses "
-            f"deals whole heads out; ring and gather do not",
-        )
-    unknown = [word for word in lay.recompute_operations if word not in ("attention", "norm", "ffn")]
-    if unknown or (lay.recompute == "operations") != bool(lay.recompute_operations):
-        yield Broken(
-            "layout.recompute_operations",
-            ("layout.recompute",),
-            'names parts of a layer ("attention", "norm", "ffn") when layout.recompute is "operations", and nothing otherwise',
-        )
-    if lay.async_tensor and lay.recompute == "operations" and "ffn" in lay.recompute_operations:
-        yield Broken(
-            "layout.async_tensor",
-            ("layout.recompute", "layout.recompute_operations"),
-            'gathers the sequence outside of the feed-forward layer, which recompute_operations = "ffn" repeats alone; use '
-            'recompute = "full", or leave "ffn" out',
-        )
-    if train.compile is True and lay.recompute in REPEATS_PARTS:
-        yield Broken(
-            "train.compile",
-            ("layout.recompute",),
-            f'compiles whole layers, and layout.recompute = "{lay.recompute}" repeats a part of one; use "full" or "none"',
-        )
-    reason = must_launch(run, gpu=train.device != "cpu")
-    if train.cuda_graph is True and reason:
-        others = ("train.dtype", "train.device", "layout.offload")
-        yield Broken("train.cuda_graph", others, f"these steps can't be replayed: {reason}; use auto")
-    if train.tune_products is True and not tunes_gemms(run, gpu=train.device != "cpu"):
-        why = "finds algorithms for one GPU that computes in 16 bits; use auto"
-        yield Broken("train.tune_products", ("train.dtype", "train.device"), why)
-    if (lay.recompute == "budget") != (lay.recompute_budget > 0):
-        yield Broken(
-            "layout.recompute_budget",
-            ("layout.recompute",),
-            'is above 0 when layout.recompute is "budget", and 0 otherwise',
-        )
-    if train.loss == "chunked" and lay.tensor > 1:
-        reason = f"the vocabulary is cut over layout.tensor = {lay.tensor} ranks already; use auto or plain"
-        yield Broken("train.loss", ("layout.tensor",), reason)
-    if lay.offload and train.device == "cpu":
-        yield Broken(
-            "layout.offload", ("train.device",), "moves things from a GPU to the CPU; on a CPU they are there already"
-        )
-    if lay.expert > 1:
-        if not m.experts:
-            yield Broken("layout.expert", ("model.experts",), f"{lay.expert} ranks of experts, but the model has none")
-        elif m.experts % lay.expert:
-            yield Broken(
-                "layout.expert",
-                ("model.experts",),
-                f"{lay.expert} does not divide model.experts = {m.experts}: each rank holds whole experts; "
-                f"{_divisors(m.experts)} would do",
-            )
-        if (lay.shard * lay.context) % lay.expert:
-            yield Broken(
-                "layout.expert",
-                ("layout.shard", "layout.context"),
-                f"{lay.expert} does not divide layout.shard x layout.context = {lay.shard * lay.context}: experts regroup "
-                f"those ranks and add none",
-            )
+        reason = partial("{} does not divide the feed-forward width {} ({}): each rank holds equal columns".format, t, width, name)
+        yield Rule(width % t > 0, "layout.tensor", (name,), reason)
+    yield Rule((t > 1) & (length % (t * c) > 0), "train.seq_len", ("layout.tensor", "layout.context"), lambda: (
+        f"{length} is not a multiple of layout.tensor x layout.context = {t * c}: between the matrices each rank keeps an equal "
+        f"slice of the sequence"
+    ))
+    yield Rule((c > 1) & (length % (2 * c) > 0), "train.seq_len", ("layout.context",), lambda: (
+        f"{length} is not a multiple of 2 x layout.context = {2 * c}: each rank takes one slice from the front and one from the "
+        f"back, so that causal work is even"
+    ))
 
 
-def _batch_rules(run: Run) -> Iterator[Broken]:
-    lay, train, cluster = run.layout, run.train, run.cluster
-    share = train.microbatch * lay.data_ranks
-    if train.global_batch % share:
-        yield Broken(
-            "train.global_batch",
-            ("train.microbatch", "layout.replicate", "layout.shard"),
+def _pipeline_rules(run: Run) -> Iterator[Rule]:
+    """How layers are dealt to stages, and whole heads to context ranks."""
+    m, lay = run.model, run.layout
+    stages, t, c = lay.pipeline * lay.stages_per_rank, lay.tensor, lay.context
+    yield Rule(stages > m.layers, "layout.pipeline", ("model.layers", "layout.schedule", "layout.chunks"), lambda: (
+        f"{lay.pipeline} ranks with {lay.stages_per_rank} stages each for model.layers = {m.layers}: each stage needs at least "
+        f"one layer"
+    ))
+    if lay.stages:
+        wrong = (stages != len(lay.stages)) | (sum(lay.stages) != m.layers) | (min(lay.stages) < 1)
+        speaks_of = ("layout.pipeline", "layout.schedule", "layout.chunks", "model.layers")
+        yield Rule(wrong, "layout.stages", speaks_of, lambda: (
+            f"{list(lay.stages)} must be {stages} numbers above 0 that add up to model.layers = {m.layers}"
+        ))
+    if lay.context_method == "ulysses":
+        others = ("layout.tensor", "model.heads", "layout.context_method")
+        yield Rule((c > 1) & (m.heads % (t * c) > 0), "layout.context", others, lambda: (
+            f"model.heads = {m.heads} is not a multiple of layout.tensor x layout.context = {t * c}: ulysses deals whole heads "
+            f"out; ring and gather do not"
+        ))
+
+
+def _recompute_rules(run: Run) -> Iterator[Rule]:
+    lay, mode, parts = run.layout, run.layout.recompute, run.layout.recompute_operations
+    wrong = (mode == "operations") != bool(parts) or any(word not in ("attention", "norm", "ffn") for word in parts)
+    yield Rule(wrong, "layout.recompute_operations", ("layout.recompute",), lambda: (
+        'names parts of a layer ("attention", "norm", "ffn") when layout.recompute is "operations", and nothing otherwise'
+    ))
+    alone = lay.async_tensor and mode == "operations" and "ffn" in parts
+    yield Rule(alone, "layout.async_tensor", ("layout.recompute", "layout.recompute_operations"), lambda: (
+        'gathers the sequence outside of the feed-forward layer, which recompute_operations = "ffn" recomputes alone; use '
+        'recompute = "full", or leave "ffn" out'
+    ))
+    yield Rule(run.train.compile is True and mode in REPEATS_PARTS, "train.compile", ("layout.recompute",), lambda: (
+        f'compiles whole layers, and layout.recompute = "{mode}" recomputes a part of one; use "full" or "none"'
+    ))
+    yield Rule((mode == "budget") != (lay.recompute_budget > 0), "layout.recompute_budget", ("layout.recompute",),
+               lambda: 'is above 0 when layout.recompute is "budget", and 0 otherwise')
+
+
+def batch_rules(run: Run) -> Iterator[Rule]:
+    """What batch, layout and devices ask of each other. The sizes of the layout and the microbatch may be arrays."""
+    lay, train, nodes, each = run.layout, run.train, run.cluster.nodes, run.cluster.devices_per_node
+    world, share = lay.world, train.microbatch * lay.data_ranks
+    yield Rule(
+        train.global_batch % share > 0, "train.global_batch", ("train.microbatch", "layout.replicate", "layout.shard"), lambda: (
             f"{train.global_batch} is not a multiple of train.microbatch x layout.replicate x layout.shard = "
-            f"{train.microbatch} x {lay.replicate} x {lay.shard} = {share}: every rank runs the same number of microbatches",
-        )
-    if cluster.devices_per_node == -(-lay.world // cluster.nodes) and lay.world % cluster.nodes:
-        axes = tuple(f"layout.{axis}" for axis in ("replicate", "shard", "context", "tensor", "pipeline"))
-        reason = f"the {lay.world} ranks of the layout do not divide over {cluster.nodes} nodes"
-        yield Broken("cluster.nodes", ("cluster.devices_per_node", *axes), reason)
-    elif cluster.nodes * cluster.devices_per_node != lay.world:
-        yield Broken(
-            "cluster.devices_per_node",
-            (
-                "cluster.nodes",
-                *(f"layout.{axis}" for axis in ("replicate", "shard", "context", "tensor", "pipeline")),
-            ),
-            f"{cluster.nodes} nodes x {cluster.devices_per_node} devices are not the {lay.world} ranks of the layout "
-            f"(replicate x shard x context x tensor x pipeline)",
-        )
+            f"{train.microbatch} x {lay.replicate} x {lay.shard} = {share}: every rank runs the same number of microbatches"
+        ))
+    axes = tuple(f"layout.{axis}" for axis in RANK_AXES)
+    uneven = (each == -(-world // nodes)) & (world % nodes > 0)
+    yield Rule(uneven, "cluster.nodes", ("cluster.devices_per_node", *axes),
+               lambda: f"the {world} ranks of the layout do not divide over {nodes} nodes")
+    yield Rule((uneven == 0) & (nodes * each != world), "cluster.devices_per_node", ("cluster.nodes", *axes), lambda: (
+        f"{nodes} nodes x {each} devices are not the {world} ranks of the layout (replicate x shard x context x tensor x pipeline)"
+    ))
 
 
-def _data_rules(run: Run) -> Iterator[Broken]:
-    data = run.data
-    if data.weights and len(data.weights) != len(data.sets):
-        yield Broken("data.weights", ("data.sets",), f"{len(data.weights)} weights for {len(data.sets)} sets")
-    if data.weights and not (min(data.weights) >= 0 and sum(data.weights) > 0):
-        yield Broken("data.weights", (), "weights must not be negative, and one must be above 0")
+def _data_rules(run: Run) -> Iterator[Rule]:
+    sets, weights = run.data.sets, run.data.weights
+    if weights:
+        yield Rule(len(weights) != len(sets), "data.weights", ("data.sets",),
+                   lambda: f"{len(weights)} weights for {len(sets)} sets")
+        yield Rule(not (min(weights) >= 0 and sum(weights) > 0), "data.weights", (),
+                   lambda: "weights must not be negative, and one must be above 0")

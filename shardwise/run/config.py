@@ -154,7 +154,7 @@ class LayoutConfig:
         """Pipeline stages each rank holds."""
         if self.schedule in ("interleaved", "breadth-first"):
             return self.chunks
-        return 2 if self.schedule in ("zb-v", "dualpipe-v") and self.pipeline > 1 else 1
+        return 1 + (self.pipeline > 1) if self.schedule in ("zb-v", "dualpipe-v") else 1
 
     @property
     def data_ranks(self) -> int:

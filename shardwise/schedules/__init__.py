@@ -1,7 +1,15 @@
 """Pipeline schedules as lists of actions: made by name and timed. Pure Python; imports no array library."""
 
 from shardwise.schedules.actions import KINDS, Action, Kind, Message, Schedule, high_water, message_of, transfers
-from shardwise.schedules.make import SCHEDULES, SPLIT_BACKWARD, cached_schedule, fewer_rounds, legal, make_schedule
+from shardwise.schedules.make import (
+    SCHEDULES,
+    SPLIT_BACKWARD,
+    cached_schedule,
+    fewer_rounds,
+    legal,
+    make_schedule,
+    rounds_to_play,
+)
 from shardwise.schedules.stages import split_layers
 from shardwise.schedules.timing import Cost, Stuck, Timing, play, time
 
@@ -23,6 +31,7 @@ __all__ = [
     "make_schedule",
     "message_of",
     "play",
+    "rounds_to_play",
     "split_layers",
     "time",
     "transfers",

@@ -77,3 +77,10 @@ def fewer_rounds(ranks: int, microbatches: int, rounds: int) -> int:
     and occupancy have the same answer after a few rounds.
     """
     return min(microbatches, rounds * ranks + microbatches % ranks)
+
+
+def rounds_to_play(ranks: int, microbatches: int) -> tuple[int, int]:
+    """Microbatches to play, and how many fewer a second time: the difference is the time that each further round adds. All of them
+    once when they are few."""
+    most = fewer_rounds(ranks, microbatches, 3)
+    return (microbatches, 0) if microbatches <= most + ranks else (most, ranks)

@@ -2,6 +2,9 @@
 
 A rank does its actions in order and waits when an input has not arrived; sends do not hold up the sender. Each action
 is visited once and a waiting rank is woken by the one action it waits for, so the time is linear in the actions.
+
+This is the one player. A schedule under planned costs (`time`) and one that was executed and profiled (`trace/pipeline.py`) are
+both played by `play`. `plan/time/waves.py` plays many costs at once; tests/plan/test_waves.py holds it to this one bit for bit.
 """
 
 from __future__ import annotations

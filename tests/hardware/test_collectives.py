@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardwise.hardware import (
     CHIPS,
-    OPERATIONS,
+    COLLECTIVES,
     collective_seconds,
     make_cluster,
     memory_seconds,
@@ -100,12 +100,12 @@ def test_a_large_ring_runs_at_the_network_cards_of_its_members() -> None:
 
 
 def test_one_rank_or_nothing_to_send_takes_no_time() -> None:
-    for operation in OPERATIONS:
+    for operation in COLLECTIVES:
         assert collective_seconds(A100, operation, 1e6, 1) == 0
         assert collective_seconds(A100, operation, 0, 8) == 0
 
 
-operations = st.sampled_from(OPERATIONS)
+operations = st.sampled_from(COLLECTIVES)
 clusters = st.sampled_from(
     [make_cluster(name, 16) for name in sorted(CHIPS)] + [make_cluster("h100", 64, fabric="fat-tree", taper=3.0)]
 )
@@ -134,7 +134,7 @@ def test_never_faster_than_the_links(operation: str, moved: float, size: int, st
 
 def test_arrays_give_what_numbers_give() -> None:
     moved, sizes, strides = 10.0 ** np.arange(3, 11), np.array([[1], [2], [8], [64]]), np.array([[[1]], [[4]]])
-    for operation in OPERATIONS:
+    for operation in COLLECTIVES:
         together = collective_seconds(H100, operation, moved, sizes, strides)
         each = [
             [[collective_seconds(H100, operation, float(b), int(n), int(s)) for b in moved] for n in sizes[:, 0]]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardwise.cli.main import main
-from shardwise.hardware import OPERATIONS, gemm_seconds, load_profile
+from shardwise.hardware import COLLECTIVES, gemm_seconds, load_profile
 from shardwise.measure.bench import measure_kernels
 from shardwise.measure.bench_collectives import bus_factor
 from shardwise.measure.bench_host import step_seconds
@@ -126,7 +126,7 @@ def test_collectives_of_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[s
     command = ["bench", "--only", "collectives", "--ranks", "2", "--quick", "--seconds", "2", "--device", "cpu"]
     assert main([*command, "--out", str(path)]) == 0
     points: list[dict[str, Any]] = json.loads(path.read_text())["collective"]
-    assert {p["operation"] for p in points} == set(OPERATIONS)
+    assert {p["operation"] for p in points} == set(COLLECTIVES)
     for p in points:
         assert p["size"] == 2
         assert p["algbw"] == pytest.approx(p["bytes"] / p["seconds"] / 1e9)

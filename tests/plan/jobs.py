@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.hardware import make_cluster
-from shardwise.plan.cost.frameworks import STACKS
+from shardwise.plan.cost.frameworks import FRAMEWORKS
 from shardwise.plan.cost.job import Job
 from shardwise.run import LayoutConfig, ModelConfig
 from shardwise.run.derive import derive_model
@@ -27,9 +27,9 @@ EXPERTS: dict[str, Any] = LLAMA | dict(
 )
 
 
-def make_job(model: dict[str, Any], stack: str = "shardwise", **layout: Any) -> Job:
+def make_job(model: dict[str, Any], framework: str = "shardwise", **layout: Any) -> Job:
     """A job on A100s; `microbatch`, `batch` and `seq_len` beside the layout's keys."""
     seq_len, microbatch, batch = layout.pop("seq_len", 2048), layout.pop("microbatch", 1), layout.pop("batch", 64)
     config = derive_model(ModelConfig(**model), seq_len)
     lay = LayoutConfig(**layout)
-    return Job(config, lay, seq_len, batch, microbatch, STACKS[stack], make_cluster("a100-sxm-80g", 64, 8))
+    return Job(config, lay, seq_len, batch, microbatch, FRAMEWORKS[framework], make_cluster("a100-sxm-80g", 64, 8))

@@ -10,10 +10,12 @@ import pytest
 
 from shardwise.hardware import make_cluster
 from shardwise.plan.cost.flops import forward_flops, parameters
-from shardwise.plan.published.prediction import Prediction, published
+from shardwise.plan.published.rows import published
+from shardwise.plan.published.serving_rows import serving_of_row
+from shardwise.plan.published.validate import Prediction, predict
+from shardwise.plan.serving.cost import cache_bytes, capacity, experts_hit, weight_bytes
 from shardwise.plan.serving.engines import FORMATS
-from shardwise.plan.serving.inference import fitted_inference, predict_inference, serve, serving_of_row
-from shardwise.plan.serving.serving import cache_bytes, capacity, experts_hit, weight_bytes
+from shardwise.plan.serving.inference import fitted_inference, serve
 from shardwise.run import PRESETS, ModelConfig, UserError
 from shardwise.run.derive import derive_model
 
@@ -28,7 +30,7 @@ def answer(**keys: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def predictions() -> dict[bool, list[Prediction]]:
     rows = published("inference")
-    return {leave_out: [predict_inference(row, leave_out=leave_out) for row in rows] for leave_out in (False, True)}
+    return {leave_out: [predict(row, leave_out=leave_out) for row in rows] for leave_out in (False, True)}
 
 
 @pytest.mark.parametrize("chip", ["a100", "h100", "h200", "b200"])
@@ -141,7 +143,7 @@ def test_what_a_row_leaves_out_makes_it_unsupported() -> None:
     ):
         changed = deepcopy(row)
         change(changed)
-        found = predict_inference(changed)
+        found = predict(changed)
         assert not found.supported
         assert found.reason
 
@@ -149,9 +151,9 @@ def test_what_a_row_leaves_out_makes_it_unsupported() -> None:
 def test_a_known_source_is_predicted_without_itself() -> None:
     row = published("inference")[0]
     assert row["group"] in fitted_inference()["without"]
-    seen, unseen = (predict_inference(row, leave_out=flag).predicted for flag in (False, True))
+    seen, unseen = (predict(row, leave_out=flag).predicted for flag in (False, True))
     assert seen != unseen
-    assert predict_inference(row | {"group": "another"}).supported
+    assert predict(row | {"group": "another"}).supported
 
 
 def test_every_format_has_a_speed_on_every_chip() -> None:

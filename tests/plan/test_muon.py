@@ -100,7 +100,7 @@ def test_bringing_matrices_together_is_blamed_on_their_axes(layout: dict[str, An
 
 
 def test_what_binds_is_named() -> None:
-    assert plan(make(global_batch=1)).binds.startswith("Muon's products")
+    assert plan(make(global_batch=1)).binds.startswith("Muon's GEMMs")
 
 
 def test_a_stack_of_experts_may_fill_memory_when_it_is_updated() -> None:

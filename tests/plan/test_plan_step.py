@@ -15,9 +15,8 @@ from shardwise.plan.cost.job import job_of
 from shardwise.plan.cost.memory import memory
 from shardwise.plan.cost.operations import layer
 from shardwise.plan.plan import Plan, plan
-from shardwise.plan.time import step as steps
 from shardwise.plan.time.goodput import job_cost
-from shardwise.plan.time.step import play_schedule, prepare, step_time
+from shardwise.plan.time.step import play, prepare, step_time
 from shardwise.plan.time.timeline import timeline
 from shardwise.plan.trainer.rank import Place
 from shardwise.run import Run, run_from_dict
@@ -67,9 +66,9 @@ def test_attention_takes_the_kernel_that_the_trainer_takes() -> None:
     def seconds(context_method: str = "ring", chip: str = "h200", **model: Any) -> float:
         run = on_an_h200(model, dict(context=2, context_method=context_method))
         run = replace(run, cluster=replace(run.cluster, chip=chip))
-        return sum(float(sum(entry.seconds)) for entry in layer(job_of(run), routed=False).entries if entry.core)
+        return sum(float(sum(op.seconds)) for op in layer(job_of(run), routed=False) if op.core)
 
-    assert seconds() > 1.2 * seconds("ulysses")  # pieces of a ring are not cuDNN's
+    assert seconds() > 1.2 * seconds("ulysses")  # kernels of a ring are not cuDNN's
     assert seconds(chip="a100-sxm-80g") == pytest.approx(seconds("ulysses", chip="a100-sxm-80g"), rel=0.05)
     # A window that hides one position costs what a causal mask does, but for the kernel.
     assert seconds("ulysses", sliding_window=8191) > 1.2 * seconds("ulysses")
@@ -128,9 +127,8 @@ def test_a_pipeline_cut_short_takes_as_long_as_one_played_to_its_end(schedule: s
     chunks = job.layout.stages_per_rank
     stages = 4 * chunks
     cost = Cost([1.0 + 0.1 * (s == stages - 1) for s in range(stages)], [1.3] * stages, [0.9] * stages)
-    cut, placement, _ = play_schedule(job, cost, 0.05, microbatches)
+    (cut,) = play(job.layout, [microbatches], [cost], [0.05])
     whole = make_schedule(schedule, 4, microbatches, chunks)
-    assert placement == whole.placement
     assert cut == pytest.approx(time(whole, cost, 0.05).makespan, rel=0.01)
 
 
@@ -244,5 +242,5 @@ def test_a_slower_link_never_helps() -> None:
 def test_few_stages_are_asked_for_once() -> None:
     prepared = prepare(make_job(LLAMA, pipeline=8, microbatch=1))
     assert len(prepared.kinds) == 8
-    assert len(prepared.pieces) <= 4
-    assert steps.layers_by_stage(prepared.job) == prepared.layers
+    assert len(prepared.stages) <= 4
+    assert prepared.job.stage_layers == [(1, 0)] * 8

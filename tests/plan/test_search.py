@@ -17,12 +17,12 @@ from shardwise.plan.cost.memory import memory
 from shardwise.plan.plan import plan
 from shardwise.plan.search import resolve, search
 from shardwise.plan.search.bubbles import Pace, in_flight, makespan
-from shardwise.plan.search.layouts import Space
-from shardwise.plan.search.screen import Place
-from shardwise.plan.search.space import legal
+from shardwise.plan.search.screen import LayoutIndex, Space
+from shardwise.plan.search.space import Sizes, legal, with_choices
 from shardwise.plan.time.step import prepare, step_time
-from shardwise.plan.trainer.rank import Place as Rank
+from shardwise.plan.trainer.rank import Place
 from shardwise.run import LayoutConfig, Run, UserError, run_from_dict, to_dict
+from shardwise.run.check import batch_rules, broken_rules
 from shardwise.schedules import SCHEDULES, Cost, high_water, make_schedule, time
 
 
@@ -72,7 +72,37 @@ def test_legal_is_what_a_run_may_be(
     run = run_from_dict(dict(model=model, layout="auto", train=train, cluster=cluster | dict(chip="h100")))
     arrays = {name: np.array([size]) for name, size in sizes.items()}
     layout = replace(run.layout, **arrays, **words)
-    assert bool(legal(run, layout, np.array([microbatch]), world)[0]) == allowed
+    train_arrays = replace(run.train, microbatch=np.array([microbatch]))
+    many = replace(
+        run, layout=layout, train=train_arrays, cluster=replace(run.cluster, nodes=1, devices_per_node=world)
+    )
+    assert bool(legal(many, batch_rules(many))[0]) == allowed
+
+
+@pytest.mark.parametrize(("model", "devices"), [(SMALL, 6), (MIXED, 4)], ids=["dense", "experts"])
+def test_the_space_holds_every_layout_that_breaks_no_rule_and_no_other(model: dict[str, Any], devices: int) -> None:
+    train = dict(global_batch=8, seq_len=48, device="cpu")
+    run = run_from_dict(
+        dict(model=model, layout="auto", train=train, cluster=dict(chip="h100", devices_per_node=devices))
+    )
+    space = Space(run, devices, devices)
+    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+    layouts = [axes for axes in product(divisors, repeat=5) if np.prod(axes) == devices]
+    keys = dict(
+        context_method=("ring", "ulysses"), async_tensor=(False, True), expert_tensor=(False, True), zero=(1, 3),
+        schedule=("1f1b", "interleaved", "zb-v"), chunks=(2, 3), recompute=("none", "full"),
+    )  # fmt: skip
+    rng, held = random.Random(devices), 0
+    for axes, expert, microbatch in product(layouts, (1, 2, 3, 4), (1, 2, 4, 8)):
+        size = Sizes(*axes, expert, microbatch)
+        for _ in range(6):
+            chosen = {name: rng.choice(values) for name, values in keys.items()}
+            broken = list(broken_rules(with_choices(space.run, size, chosen, devices, devices)))
+            chosen["expert_tensor"] &= bool(model.get("experts"))
+            listed = space.find(size, chosen) is not None
+            assert listed == (not broken), (size, chosen, broken)
+            held += listed
+    assert held > 100
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
@@ -92,7 +122,7 @@ def test_closed_forms_are_near_the_played_schedule(name: str) -> None:
             assert counted == pytest.approx(held, rel=0.01)
 
 
-def places(space: Space, count: int, seed: int) -> list[tuple[Any, Place, float, float]]:
+def places(space: Space, count: int, seed: int) -> list[tuple[Any, LayoutIndex, float, float]]:
     """Some layouts that nearly fit, with what screening says of them."""
     rng = random.Random(seed)
     found = []
@@ -104,7 +134,7 @@ def places(space: Space, count: int, seed: int) -> list[tuple[Any, Place, float,
         cheap = group.pipeline * (schedule[1] if schedule[0] in ("interleaved", "breadth-first") else 1) <= 32
         if len(methods) and cheap and one.memory[0] < 1.5 * space.capacity:
             method = int(rng.choice(methods))
-            found.append((group, Place(*schedule, method, int(row)), one.seconds[method, 0], one.memory[0]))
+            found.append((group, LayoutIndex(*schedule, method, int(row)), one.seconds[method, 0], one.memory[0]))
         if len(found) == count:
             break
     return found
@@ -146,7 +176,7 @@ def test_the_best_of_all_is_found() -> None:
     for group in Space(run, 4, 4).groups:
         for (schedule, chunks), method, row in product(group.schedules, range(len(group.methods)), group.rows()):
             if group.legal[method, row % group.shape[2]]:
-                place = Place(schedule, chunks, method, int(row))
+                place = LayoutIndex(schedule, chunks, method, int(row))
                 times[group.run_at(place)] = step_time(group.prepared_at(place)).seconds
     assert result.searched == len(times) > 1000
     best = min((one for one in times if memory(job_of(one)).fits), key=lambda one: times[one])
@@ -261,10 +291,10 @@ def test_memory_that_is_free_is_spent_on_activations_that_are_kept() -> None:
     assert "none" in found.next_changes[0]
     assert best.binds.startswith("arithmetic: ")  # nine tenths of it compute, though the optimizer takes its share
     assert "optimizer" in best.binds
-    again = [parts for _, parts in Rank(best.run, 0).layers() if parts]
+    again = [parts for _, parts in Place(best.run, 0).layers() if parts]
     assert 0 < len(again) < 16
     more = replace(best.run.layout, recompute_budget=best.run.layout.recompute_budget + 2.0)
-    assert len([parts for _, parts in Rank(replace(best.run, layout=more), 0).layers() if parts]) < len(again)
+    assert len([parts for _, parts in Place(replace(best.run, layout=more), 0).layers() if parts]) < len(again)
     assert not plan(replace(best.run, layout=more)).fits
     fixed = replace(run, layout=replace(run.layout, recompute="full", fixed=("recompute",)))
     assert [p.run.layout.recompute for p in search(fixed).ranking] == ["full"]

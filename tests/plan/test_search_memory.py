@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from shardwise.plan.cost.job import job_of
-from shardwise.plan.cost.memory import GIB, memory
-from shardwise.plan.plan import memory_of, plan
+from shardwise.plan.cost.job import GIB, job_of
+from shardwise.plan.cost.memory import memory
+from shardwise.plan.plan import plan
 from shardwise.plan.search import search
-from shardwise.plan.search.layouts import Space
+from shardwise.plan.search.screen import Space
+from shardwise.plan.trainer.memory import memory_of
 from shardwise.run import Run, UserError, run_from_dict
 
 

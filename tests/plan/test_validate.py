@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli.main import main
-from shardwise.plan.published.prediction import Prediction, published
-from shardwise.plan.published.validate import summary, validate
+from shardwise.plan.published.rows import published
+from shardwise.plan.published.validate import Prediction, summary, validate
 
 
 @functools.cache

@@ -1,8 +1,8 @@
-"""How a training program executes a layout: the facts about software that change what a step costs.
+"""How a training framework executes a layout: the facts about software that change what a step costs.
 
-A layout says where things are; a stack says what the program that runs it keeps, fuses, hides and repeats. Shardwise's own
-is the first; the others describe the programs whose published measurements the planner is held to. What a program does
-is a fact and stands here; how well it does it is fitted, and stands in `fitted.json` under the stack's `family`.
+A layout says where things are; a framework says what the program that runs it saves, fuses, overlaps and recomputes. The first is
+Shardwise; the others are the programs whose published measurements the planner is held to. What a program does is a fact and
+stands here. How well it does it is fitted, and stands in `fitted.json` under the framework's `family`.
 """
 
 from __future__ import annotations
@@ -17,70 +17,70 @@ class Framework:
 
     name: str
     family: str
-    """Stacks of a family share their fitted constants."""
+    """Frameworks of a family have the same fitted constants."""
     attention: Literal["unfused", "flash1", "flash2", "flash3"] = "flash2"
     context_attention: Literal["flash2", "flash3"] | None = None
-    """Of the pieces of a sequence that is split over ranks (ring, gather), where it is another kernel."""
+    """The kernel for a sequence cut over context ranks (ring, gather), where it is another."""
     kernels: Literal["eager", "jit", "compiled"] = "compiled"
-    """How elementwise work is fused: one kernel an operation, a few fused by hand, or by a compiler."""
+    """How elementwise work is fused: not at all, a few kernels by hand, or by a compiler."""
     sequence_parallel: bool = True
-    keeps_gathered: bool = False
-    """Whether the gathered sequence is kept for the backward pass, where it could be gathered again."""
+    saves_gathered: bool = False
+    """Whether the gathered sequence is saved for the backward pass, rather than gathered again."""
     dropout: bool = False
     parameter_bytes: float = 4.0
-    """Of a parameter as it is held, before it is gathered or cast for use."""
+    """Of a parameter as it is held, before it is gathered or cast."""
     gradient_bytes: float = 4.0
     optimizer_bytes: float = 8.0
     """Moments, and a float32 copy of the parameters where they are held in 16 bits."""
     gather_bytes: float = 2.0
     reduce_bytes: float = 4.0
-    """Of a number of the gradient on the wire."""
+    """Of an element of the gradient on the wire."""
     accumulate_bytes: float = 12.0
-    """Moved to add a weight's gradient to those of the microbatches before; 0 where the sum is sent away instead."""
+    """Moved to add a weight's gradient to those of earlier microbatches; 0 where it is reduced every time instead."""
     reduce_every_microbatch: bool = True
-    """ZeRO-2 and 3: whether gradients travel after every microbatch or once a step."""
+    """ZeRO-2 and 3: whether gradients are reduced after every microbatch or once a step."""
     tensor_overlap: float = 0.0
-    """Share of tensor traffic that can hide behind matrix products."""
+    """Share of tensor traffic that can overlap with GEMMs."""
     gradients_overlap: bool = True
-    """Whether gradients travel while the last backward pass still runs."""
+    """Whether gradients are reduced while the last backward pass still runs."""
     gather_overlap: bool = True
-    """Whether updated parameters travel while the first forward pass runs."""
-    pipeline_pieces: bool = True
-    """Whether tensor ranks send only their piece of the stream to the next stage."""
+    """Whether updated parameters are gathered while the first forward pass runs."""
+    pipeline_slices: bool = True
+    """Whether each tensor rank sends only its slice of the residual stream to the next stage."""
     pipeline_blocks: bool = False
     """Whether a stage waits for its transfers where it could compute."""
     expert_overlap: float = 0.0
-    """Share of the experts' all-to-all that can hide behind another microbatch's work."""
+    """Share of the experts' all-to-all that can overlap with another microbatch's work."""
     expert_once: bool = False
-    """Whether a token is sent to a machine once, however many of its experts stand there."""
+    """Whether a token is sent to a machine once, however many of its experts are there."""
     rotary_bytes: float = 4.0
-    """Moved for each number of a turned query or key, forward; one pass over 16-bit numbers."""
+    """Moved for each element of a query or key by rope, forward; the default is one pass in 16 bits."""
     casts_weights: bool = False
     """Whether matrices are cast where they are used, and their gradients back, in every microbatch."""
     loss_bytes: float = 16.0
     """Moved for each logit, forward and backward together."""
-    logits_kept: float = 6.0
+    logit_bytes: float = 6.0
     """Held for each logit at the peak."""
     chunked_loss: bool = False
     """Whether, without tensor ranks, the loss is made of some tokens at a time, with its gradients in the forward pass."""
     keeps_compute_copies: bool = False
-    """Whether the casts of the layers' matrices are kept from step to step, and their gradients never cast."""
+    """Whether the layers' matrices stay cast from step to step, and their gradients are never cast."""
     replays: bool = False
-    """Whether the passes are replayed as one where the host would launch them more slowly than they run."""
+    """Whether the passes are replayed as a CUDA graph where the host would launch them more slowly than they run."""
     runs_ahead: bool = False
-    """Whether a step is launched while the last still runs, so that what the host does between them takes no time."""
-    stops_early: bool = True
-    """Whether recomputation ends with the last tensor that the backward pass needs."""
+    """Whether a step is launched while the last still runs, so that the host's work between them takes no time."""
+    early_stop: bool = True
+    """Whether recomputation stops after the last tensor that the backward pass needs."""
     recompute_selective: tuple[str, ...] = ("attention",)
-    """What the layout's `attention` mode computes again: names of operations, `attention` for all of its core."""
-    recompute_products: float = 0.0
-    """Share of the matrix products it computes again besides."""
-    recompute_keeps: tuple[float, float, float] | None = None
-    """Where what it keeps instead is not the inputs of the rest: numbers a token, in units of hidden, kv and ffn width."""
+    """What the layout's `attention` mode recomputes: names of ops, `attention` for all of its core."""
+    recompute_gemms: float = 0.0
+    """Share of the GEMMs it recomputes besides."""
+    recompute_saves: tuple[float, float, float] | None = None
+    """What it saves where that is not the inputs of the rest: elements a token, in units of hidden, kv and ffn width."""
     bucket_bytes: float = 0.0
     """Buffers in which gradients and parameters are collected for sending."""
     context_gib: float = 1.0
-    """What the driver, its libraries and the communicators hold beside the program's tensors."""
+    """Held by the driver, its libraries and the communicators, beside the program's tensors."""
     fragmentation: float = 0.05
     """What the allocator wastes, as a share of what comes and goes within a step."""
 
@@ -88,14 +88,14 @@ class Framework:
 _OWN = Framework(
     "shardwise",
     "shardwise",
-    attention="flash3",  # what PyTorch prefers: cuDNN's, where there are such
+    attention="flash3",  # what PyTorch prefers: cuDNN's kernels, where there are any
     context_attention="flash2",
     kernels="eager",
-    keeps_gathered=True,
-    rotary_bytes=52.0,  # seven kernels over float32 numbers
+    saves_gathered=True,
+    rotary_bytes=52.0,  # seven kernels in float32
     casts_weights=True,
     loss_bytes=34.0,  # logits cast, normalised, and their gradient cast back
-    logits_kept=12.0,
+    logit_bytes=12.0,
 )
 _MEGATRON = Framework(
     "megatron",
@@ -112,10 +112,10 @@ _MEGATRON = Framework(
     reduce_every_microbatch=False,
     gradients_overlap=False,
     gather_overlap=False,
-    stops_early=False,
+    early_stop=False,
     pipeline_blocks=True,
     loss_bytes=44.0,
-    logits_kept=10.0,
+    logit_bytes=10.0,
 )
 _NEMO = replace(
     _MEGATRON,
@@ -125,17 +125,17 @@ _NEMO = replace(
     kernels="compiled",
     dropout=False,
     gradient_bytes=4.0,
-    accumulate_bytes=4.0,  # the product adds to float32 itself
+    accumulate_bytes=4.0,  # the GEMM adds to float32 itself
     tensor_overlap=0.5,
     gradients_overlap=True,
     gather_overlap=True,
     pipeline_blocks=False,
     loss_bytes=20.0,
-    logits_kept=6.0,
+    logit_bytes=6.0,
 )
-_FSDP = Framework("fsdp", "fsdp", kernels="eager", loss_bytes=36.0, logits_kept=14.0, accumulate_bytes=0.0)
+_FSDP = Framework("fsdp", "fsdp", kernels="eager", loss_bytes=36.0, logit_bytes=14.0, accumulate_bytes=0.0)
 
-STACKS: dict[str, Framework] = {
+FRAMEWORKS: dict[str, Framework] = {
     s.name: s
     for s in (
         _OWN,
@@ -143,26 +143,26 @@ STACKS: dict[str, Framework] = {
         _MEGATRON,
         replace(_MEGATRON, name="megatron-bf16", gradient_bytes=6.0,
                 optimizer_bytes=16.0, reduce_bytes=4.0, accumulate_bytes=12.0, bucket_bytes=3e9),
-        # Gradients are copied to float32 for the step; buckets of 500 million numbers, two to reduce and one to gather.
-        replace(_MEGATRON, name="megatron-deepspeed", optimizer_bytes=16.0, bucket_bytes=3e9, pipeline_pieces=False),
-        # Since 2022 the product adds to the gradient itself, which reads it once more.
+        # Gradients are copied to float32 for the step; buckets of 500 million elements, two to reduce and one to gather.
+        replace(_MEGATRON, name="megatron-deepspeed", optimizer_bytes=16.0, bucket_bytes=3e9, pipeline_slices=False),
+        # Since 2022 the GEMM itself adds to the gradient, which reads it once more.
         replace(_MEGATRON, name="megatron-2022", accumulate_bytes=2.0),
         replace(_MEGATRON, name="megatron-ddp", gradients_overlap=True),
         replace(_MEGATRON, name="megatron-flash1", attention="flash1", dropout=False),
         _NEMO,
         replace(_NEMO, name="nemo-plain",
                 tensor_overlap=0.0, gradients_overlap=False, gather_overlap=False, pipeline_blocks=True, attention="flash3"),
-        replace(_NEMO, name="jax", sequence_parallel=False, reduce_every_microbatch=True, stops_early=True),
+        replace(_NEMO, name="jax", sequence_parallel=False, reduce_every_microbatch=True, early_stop=True),
         _FSDP,
         replace(_FSDP, name="fsdp-flash1", attention="flash1"),
         replace(_FSDP, name="fsdp-pure-flash1", attention="flash1", reduce_bytes=2.0),
-        # Every second product is computed again, and all that is not a product or attention.
-        replace(_FSDP, name="torchtitan", kernels="compiled", loss_bytes=24.0, logits_kept=12.0, recompute_products=0.5,
-                recompute_selective=("norm", "activation", "rotary", "residual"), recompute_keeps=(4.0, 1.0, 1.0)),
+        # Every second GEMM is recomputed, and all that is neither a GEMM nor attention.
+        replace(_FSDP, name="torchtitan", kernels="compiled", loss_bytes=24.0, logit_bytes=12.0, recompute_gemms=0.5,
+                recompute_selective=("norm", "activation", "rotary", "residual"), recompute_saves=(4.0, 1.0, 1.0)),
         replace(_FSDP, name="deepspeed-zero3", family="megatron", attention="unfused", kernels="jit", parameter_bytes=2.0,
                 gradient_bytes=2.0, optimizer_bytes=12.0, reduce_bytes=2.0, dropout=True, loss_bytes=44.0),
         replace(_FSDP, name="colossalai", family="fsdp", parameter_bytes=2.0, gradient_bytes=2.0, optimizer_bytes=12.0,
-                reduce_bytes=2.0, logits_kept=8.0),
+                reduce_bytes=2.0, logit_bytes=8.0),
         replace(_MEGATRON, name="internevo", family="internevo", attention="flash1", dropout=False, gradient_bytes=4.0,
                 optimizer_bytes=20.0,
                 gradients_overlap=True, kernels="jit"),

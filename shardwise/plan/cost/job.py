@@ -1,7 +1,7 @@
-"""What the planner's formulas read: a model, a layout, a batch, a precision, the program that runs it and the machines.
+"""What the planner's formulas read: a model, a layout, a batch, a precision, the framework that runs it and the machines.
 
-A `Job` is made from a `Run`; rows of published measurements make one too, with another stack. The sizes of its layout and
-its microbatch may be arrays: then every formula gives arrays, one entry a layout, which is how the search screens many.
+A `Job` is made from a `Run`; rows of published measurements make one too, with another framework. The sizes of its layout and its
+microbatch may be arrays. Then every formula gives arrays, one entry a layout: that is how the search screens many at once.
 """
 
 from __future__ import annotations
@@ -11,47 +11,56 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.hardware import Cluster, find_chip, load_profile, make_cluster
-from shardwise.plan.cost.frameworks import STACKS, Framework
+from shardwise.plan.cost.frameworks import FRAMEWORKS, Framework
+from shardwise.plan.cost.stages import stage_counts
 from shardwise.run import LayoutConfig, ModelConfig, Problem, Run, UserError
 from shardwise.run.derive import chunks_loss, compiles, keeps_compute_copies, planned_on_gpu, replays
 
+Number = Any
+"""A number, or an array with one entry a layout."""
+GIB = 2.0**30
 BYTES = {"float64": 8.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 
 
 @dataclass(frozen=True)
 class Job:
-    """One step to be accounted for."""
+    """One training step to be accounted for."""
 
     model: ModelConfig
     layout: LayoutConfig
     seq_len: int
     global_batch: int
-    microbatch: Any
-    stack: Framework
+    microbatch: Number
+    framework: Framework
     cluster: Cluster
     dtype: str = "bfloat16"
     fp8: bool = False
-    """Whether matrices are multiplied in 8 bits."""
+    """Whether GEMMs are made in fp8."""
     fp8_gradients: bool = True
-    """Then whether the gradients of weights are too, which keeps inputs in 8 bits alone."""
+    """Then whether those of the weights' gradients are too, so that inputs are saved in fp8 alone."""
     headroom: float = 0.05
     muon: bool = False
-    """Whether the matrices of the layers are orthogonalised in every step."""
+    """Whether the layers' matrices are orthogonalised in every step."""
     imbalance: float = 1.0
     """Load of the busiest expert rank over the mean."""
 
     @property
     def width(self) -> float:
-        """Bytes of an activation."""
+        """Bytes of an element of an activation."""
         return BYTES[self.dtype]
 
     @property
-    def accumulation(self) -> Any:
+    def accumulation(self) -> Number:
         """Microbatches of a data rank in a step."""
         return self.global_batch / (self.microbatch * self.layout.replicate * self.layout.shard)
 
     @property
-    def rows(self) -> Any:
+    def microbatches(self) -> int:
+        """The same of one layout, as a whole number."""
+        return max(1, round(float(self.accumulation)))
+
+    @property
+    def rows(self) -> Number:
         """Tokens of a microbatch on a context rank."""
         return self.microbatch * self.seq_len / self.layout.context
 
@@ -61,9 +70,25 @@ class Job:
         return self.global_batch * self.seq_len
 
     @property
-    def zero_ranks(self) -> Any:
-        """Ranks that share what is shared: a context rank is one more data rank to the parameters."""
+    def zero_ranks(self) -> Number:
+        """Ranks over which ZeRO shards: to the parameters a context rank is one more data rank."""
         return self.layout.shard * self.layout.context
+
+    @property
+    def pipeline_bytes(self) -> Number:
+        """Bytes that a rank sends to the next stage, of one microbatch."""
+        ranks = self.layout.tensor if self.framework.pipeline_slices else 1
+        return self.rows / ranks * self.model.hidden * self.width
+
+    @property
+    def stage_layers(self) -> list[tuple[int, int]]:
+        """Dense and MoE layers of each pipeline stage."""
+        m, result, start = self.model, [], 0
+        for count in stage_counts(m, self.layout, self.seq_len):
+            dense = count if not m.experts else max(0, min(m.dense_layers - start, count))
+            result.append((dense, count - dense))
+            start += count
+        return result
 
 
 def cluster_of(run: Run) -> Cluster:
@@ -75,57 +100,46 @@ def cluster_of(run: Run) -> Cluster:
         raise UserError(
             Problem(f"was measured on {profile.chip}, and cluster.chip is {chip}", "cluster.profile", c.profile)
         )
-    return make_cluster(
-        chip,
-        c.nodes,
-        c.devices_per_node,
-        intra_gbs=c.intra_gbs,
-        inter_gbs=c.inter_gbs,
-        power_w=c.power_w,
-        hbm_gbs=c.hbm_gbs,
-        domain=c.domain,
-        taper=c.taper,
-        fabric=c.fabric,
-        profile=profile,
-    )
+    names = ("intra_gbs", "inter_gbs", "power_w", "hbm_gbs", "domain", "taper", "fabric")
+    return make_cluster(chip, c.nodes, c.devices_per_node, **{n: getattr(c, n) for n in names}, profile=profile)
 
 
 def overlapped(job: Job, overlap: bool) -> Job:
-    """The job with `async_tensor`: traffic in two pieces, one of which travels while the other is multiplied."""
-    return replace(job, stack=replace(job.stack, tensor_overlap=0.5)) if overlap else job
+    """The job with `async_tensor`: traffic in two halves, one of which travels while the other is multiplied."""
+    return replace(job, framework=replace(job.framework, tensor_overlap=0.5)) if overlap else job
 
 
 def job_of(run: Run) -> Job:
     """The job of a run, as this project's trainer executes it."""
-    train = run.train
-    gpu = planned_on_gpu(run)
-    stack = STACKS["shardwise-compiled" if compiles(run, gpu=gpu) else "shardwise"]
-    wide = BYTES[train.dtype] > 2
-    if wide:
-        stack = replace(stack, parameter_bytes=BYTES[train.dtype], gradient_bytes=BYTES[train.dtype],
-                        optimizer_bytes=2 * BYTES[train.dtype], gather_bytes=BYTES[train.dtype],
-                        reduce_bytes=BYTES[train.dtype])  # fmt: skip
-    else:
-        stack = replace(stack, reduce_bytes=BYTES[train.reduce_dtype])
-    stack = replace(stack, chunked_loss=chunks_loss(run, gpu=gpu), replays=replays(run, gpu=gpu))
-    waits = train.dtype == "float16" or train.guard == "skip"  # for what a step has come to, before the next
-    stack = replace(stack, keeps_compute_copies=keeps_compute_copies(run, gpu=gpu), runs_ahead=gpu and not waits)
-    if 0 < run.model.sliding_window < train.seq_len:  # cuDNN's, as PyTorch calls them, know no windows
-        stack = replace(stack, attention="flash2")
+    train, gpu = run.train, planned_on_gpu(run)
+    waits = train.dtype == "float16" or train.guard == "skip"  # for the result of a step, before the next
+    facts: dict[str, Any] = dict(
+        chunked_loss=chunks_loss(run, gpu=gpu),
+        replays=replays(run, gpu=gpu),
+        keeps_compute_copies=keeps_compute_copies(run, gpu=gpu),
+        runs_ahead=gpu and not waits,
+        reduce_bytes=BYTES[train.reduce_dtype],
+    )
+    width = BYTES[train.dtype]
+    if width > 2:
+        facts |= dict.fromkeys(("parameter_bytes", "gradient_bytes", "gather_bytes", "reduce_bytes"), width)
+        facts["optimizer_bytes"] = 2 * width
+    if 0 < run.model.sliding_window < train.seq_len:  # cuDNN's kernels, as PyTorch calls them, know no windows
+        facts["attention"] = "flash2"
     job = Job(
         model=run.model,
         layout=run.layout,
         seq_len=train.seq_len,
         global_batch=train.global_batch,
         microbatch=train.microbatch,
-        stack=stack,
+        framework=replace(FRAMEWORKS["shardwise-compiled" if compiles(run, gpu=gpu) else "shardwise"], **facts),
         cluster=cluster_of(run),
         dtype=train.dtype,
         fp8=train.fp8 != "none",
         fp8_gradients=train.fp8 == "tensorwise",
         headroom=run.cluster.headroom,
         muon=train.optimizer == "muon",
-        # An expert takes no more than its room.
+        # An expert takes no more than its capacity.
         imbalance=min(train.expert_imbalance, run.model.expert_capacity or math.inf) if run.model.experts else 1.0,
     )
     return overlapped(job, run.layout.async_tensor)

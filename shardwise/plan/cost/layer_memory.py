@@ -5,31 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.plan.cost.job import Job
-from shardwise.plan.cost.operations import layer, pieces
+from shardwise.plan.cost.operations import layer, residual_bytes
 from shardwise.plan.cost.parameters import cast_copies, layer_parameters
-from shardwise.plan.cost.passes import repeated, repeated_layers
+from shardwise.plan.cost.passes import recomputed_layers, recomputed_share
 
 Number = Any
 
 
 def layer_activations(job: Job, *, routed: bool) -> tuple[Number, Number]:
     """Bytes one layer keeps for the backward pass of one microbatch; and what its recomputation holds for a moment."""
-    tally = layer(job, routed=routed)
-    stream = pieces(job) * job.model.hidden * job.width
-    whole = sum(entry.saved for entry in tally.entries)
+    ops = layer(job, routed=routed)
+    whole = sum(op.saved for op in ops)
     if job.layout.recompute == "none":
         return whole, 0.0
     if job.layout.recompute in ("full", "budget"):
-        kept, again = stream, whole
-    elif job.layout.recompute == "attention" and job.stack.recompute_keeps:
-        m, units = job.model, job.stack.recompute_keeps
+        kept, again = residual_bytes(job), whole
+    elif job.layout.recompute == "attention" and job.framework.recompute_saves:
+        m, units = job.model, job.framework.recompute_saves
         widths = units[0] * m.hidden + units[1] * m.kv_heads * m.head_dim + units[2] * m.ffn
         kept = job.rows / job.layout.tensor * widths * job.width
         again = whole - kept
     else:
-        kept = sum(entry.saved - repeated(job, entry) * (entry.saved - entry.kept) for entry in tally.entries)
+        kept = sum(op.saved - recomputed_share(job, op) * (op.saved - op.saved_inputs) for op in ops)
         again = whole - kept
-    share = repeated_layers(job, tally)
+    share = recomputed_layers(job, ops)
     return share * kept + (1 - share) * whole, again
 
 

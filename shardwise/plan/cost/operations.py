@@ -1,14 +1,15 @@
 """Every operation of a layer, of the embedding and of the head, for one microbatch on one rank, as closed forms.
 
-An `Entry` is one operation with what it does forward, backward to its input and backward to its weights: operations, bytes
-moved, seconds on the job's chip, what it keeps for the backward pass, what it sends. Recomputation repeats entries. With T
-tokens of a microbatch on a rank, widths h (hidden), q, kv (all heads of queries, of keys), f (feed-forward), t tensor ranks:
+An `Op` holds FLOPs, bytes moved, seconds on the job's chip and saved activations, forward, backward for its input and backward
+for its weights. With T tokens of a microbatch on a rank, widths h (hidden), q, kv (all query, all key heads), f (feed-forward) and
+t tensor ranks:
 
     qkv       T x (q+2kv)/t from h      attention   T x s scores of q/t, half of them when causal
     out       T x h from q/t            up, gate    T x f/t from h         down   T x h from f/t
     experts   as up, gate and down on T k/t rows spread over the rank's experts        head   T x V/t from h
 
-Backward each product costs its forward twice: once for its input, once for its weights.
+The backward pass of a GEMM costs its forward twice: once for the input, once for the weights. For this trainer the FLOPs are those
+that `trainer/work.py` counts rank by rank; tests/plan/test_operations.py holds the two together.
 """
 
 from __future__ import annotations
@@ -18,290 +19,274 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.hardware import Operation, attention_seconds, collective_seconds, gemm_seconds
+from shardwise.hardware import Collective, attention_seconds, collective_seconds, gemm_seconds
 from shardwise.hardware.attention import Direction, Kernel
 from shardwise.plan.cost.flops import keys_seen
-from shardwise.plan.cost.job import Job
-from shardwise.plan.cost.ops import Entry, Number, Tally, span
+from shardwise.plan.cost.job import Job, Number
+from shardwise.plan.cost.ops import ByPass, Op, OpList, span
+
+CHUNKED_BYTES = 6.0
+"""Moved for each 16-bit logit of a chunked loss besides its GEMMs: read for the sum, read and written as a gradient."""
 
 
-def _enter(tally: Tally, part: str) -> None:
-    """What gathers the sequence before matrices cut by columns, and adds up their gradients."""
-    job = tally.job
+def _gather_sequence(ops: OpList, part: str) -> None:
+    """Gathers the sequence before matrices cut by columns; backward, adds up the gradients of their common input."""
+    job = ops.job
     size = job.rows * job.model.hidden * job.width
-    if job.stack.sequence_parallel:
-        tally.exchange(part, "tensor", "all_gather", size, (1.0, 0.0, 0.0))
-        tally.exchange(part, "tensor", "reduce_scatter", size, (0.0, 1.0, 0.0))
+    if job.framework.sequence_parallel:
+        ops.collective(part, "tensor", "all_gather", size, (1.0, 0.0, 0.0))
+        ops.collective(part, "tensor", "reduce_scatter", size, (0.0, 1.0, 0.0))
     else:
-        tally.exchange(part, "tensor", "all_reduce", size, (0.0, 1.0, 0.0))
+        ops.collective(part, "tensor", "all_reduce", size, (0.0, 1.0, 0.0))
 
 
-def _leave(tally: Tally, part: str, *, ends: bool = False) -> None:
-    """What adds up the partial sums of matrices cut by rows."""
-    job = tally.job
+def _scatter_sequence(ops: OpList, part: str, *, early_stop: bool = False) -> None:
+    """Adds up the partial sums of matrices cut by rows, and leaves each rank its slice of the sequence."""
+    job = ops.job
     size = job.rows * job.model.hidden * job.width
-    if job.stack.sequence_parallel:
-        tally.exchange(part, "tensor", "reduce_scatter", size, (1.0, 0.0, 0.0), ends=ends)
-        tally.exchange(part, "tensor", "all_gather", size, (0.0, 1.0, 0.0))
+    if job.framework.sequence_parallel:
+        ops.collective(part, "tensor", "reduce_scatter", size, (1.0, 0.0, 0.0), early_stop=early_stop)
+        ops.collective(part, "tensor", "all_gather", size, (0.0, 1.0, 0.0))
     else:
-        tally.exchange(part, "tensor", "all_reduce", size, (1.0, 0.0, 0.0), ends=ends)
+        ops.collective(part, "tensor", "all_reduce", size, (1.0, 0.0, 0.0), early_stop=early_stop)
 
 
-def pieces(job: Job) -> Number:
+def residual_tokens(job: Job) -> Number:
     """Tokens of the residual stream on a rank, between the matrices."""
-    return job.rows / job.layout.tensor if job.stack.sequence_parallel else job.rows
+    return job.rows / job.layout.tensor if job.framework.sequence_parallel else job.rows
 
 
-def entered_bytes(job: Job) -> Number:
-    """What matrices cut by columns keep of their common input."""
-    tokens = job.rows if job.stack.keeps_gathered else pieces(job)
+def residual_bytes(job: Job) -> Number:
+    """Bytes of the residual stream on a rank."""
+    return residual_tokens(job) * job.model.hidden * job.width
+
+
+def _saved_input(job: Job) -> Number:
+    """Bytes that matrices cut by columns save of their common input."""
+    tokens = job.rows if job.framework.saves_gathered else residual_tokens(job)
     return tokens * job.model.hidden * job.width
 
 
-def _norm(tally: Tally, tokens: Number, width: Number = 0) -> None:
-    job = tally.job
-    size = tokens * (width or job.model.hidden) * job.width
-    tally.stream("norm", "norm", 2 * size, 3 * size, saved=size)
+def _norm(ops: OpList, tokens: Number, width: Number = 0) -> None:
+    size = tokens * (width or ops.job.model.hidden) * ops.job.width
+    ops.elementwise("norm", "norm", 2 * size, 3 * size, saved=size)
 
 
-def _residual(tally: Tally, part: str, *, ends: bool = False) -> None:
-    """The sum with the stream, with dropout's mask where there is dropout."""
-    job = tally.job
-    numbers = pieces(job) * job.model.hidden
-    mask = numbers * 1.0 if job.stack.dropout else 0.0
-    eager = 2.0 if job.stack.dropout and job.stack.kernels == "eager" else 1.0
-    moved = 3 * job.width * numbers * eager + mask, 2 * job.width * numbers + mask
-    tally.stream("residual", part, *moved, saved=mask, ends=ends)
+def _residual(ops: OpList, part: str, *, early_stop: bool = False) -> None:
+    """The sum with the residual stream, and dropout where there is any."""
+    job = ops.job
+    numel, dropout = residual_tokens(job) * job.model.hidden, job.framework.dropout
+    mask = numel * 1.0 if dropout else 0.0
+    eager = 2.0 if dropout and job.framework.kernels == "eager" else 1.0
+    moved = 3 * job.width * numel * eager + mask, 2 * job.width * numel + mask
+    ops.elementwise("residual", part, *moved, saved=mask, early_stop=early_stop)
 
 
-def _attention_core(tally: Tally, heads: Number, kv_heads: Number, head_dim: int, v_dim: int) -> None:
-    job = tally.job
-    chip, stack, lay = job.cluster.chip, job.stack, job.layout
+def _attention_core(ops: OpList, heads: Number, kv_heads: Number, head_dim: int, v_dim: int) -> None:
+    """Scores, softmax and values: in one fused kernel, or in three steps that write the whole matrix of scores."""
+    job = ops.job
+    chip, framework = job.cluster.chip, job.framework
     length, batch, width = job.seq_len, job.microbatch, job.width
-    queries = length / lay.context
-    seen = keys_seen(job.model, length)
-    flops = 2.0 * batch * queries * seen * heads * (head_dim + v_dim)
+    queries = length / job.layout.context
     inputs = batch * queries * (heads * head_dim + kv_heads * (head_dim + v_dim)) * width
-    if stack.attention == "unfused":
+    if framework.attention == "unfused":
         full = 2.0 * batch * heads * queries * length
         for name, columns, inner in (("scores", length, head_dim), ("values", v_dim, length)):
             one = gemm_seconds(chip, queries, columns, inner, job.dtype, count=batch * heads)
             two = gemm_seconds(chip, queries, inner, columns, job.dtype, count=batch * heads)
             three = gemm_seconds(chip, inner, columns, queries, job.dtype, count=batch * heads)
-            part_flops = full * (head_dim if name == "scores" else v_dim)
-            tally.entries.append(
-                Entry(name, "attention", "attention", (one, two + three, 0.0), (part_flops, 2 * part_flops, 0.0),
-                      saved=inputs if name == "scores" else 0.0, kept=inputs if name == "scores" else 0.0,
-                      launches=(1.0, 2.0, 0.0), core=True)
+            flops = full * (head_dim if name == "scores" else v_dim)
+            saved = inputs if name == "scores" else 0.0
+            seconds, by_pass = (one, two + three, 0.0), (flops, 2 * flops, 0.0)
+            ops.append(
+                Op(name, "attention", "attention", seconds, by_pass, saved=saved, saved_inputs=saved,
+                   launches=(1.0, 2.0, 0.0), core=True)
             )  # fmt: skip
-        numbers = batch * heads * queries * length
-        drop = 1.0 if stack.dropout else 0.0
-        move = numbers * (2 * width + drop * (2 * width + 1)), numbers * (3 * width + drop * (2 * width + 1))
-        tally.stream(
-            "softmax", "attention", *move, saved=numbers * (width + drop * (width + 1)), core=True, launches=(2.0, 2.0)
-        )
+        numel = batch * heads * queries * length
+        drop = 1.0 if framework.dropout else 0.0
+        moved = numel * (2 * width + drop * (2 * width + 1)), numel * (3 * width + drop * (2 * width + 1))
+        saved = numel * (width + drop * (width + 1))
+        ops.elementwise("softmax", "attention", *moved, saved=saved, core=True, launches=(2.0, 2.0))
         return
+    seen = keys_seen(job.model, length)
+    flops = 2.0 * batch * queries * seen * heads * (head_dim + v_dim)
     share = seen / length
     shape = dict(batch=batch, heads=heads, queries=queries, keys=2 * share * length, head_dim=head_dim, v_dim=v_dim)
     shape |= dict(causal=True, dtype=job.dtype, kv_heads=kv_heads)
-    forward, backward = (_fused_seconds(job, stack.attention, way, shape) for way in ("forward", "backward"))
-    # The output is kept by the product that follows.
-    tally.entries.append(
-        Entry("attention", "attention", "attention", (forward, backward, 0.0), (flops, 2.5 * flops, 0.0),
-              saved=inputs + 4 * batch * queries * heads, kept=inputs, launches=(2.0, 3.0, 0.0), core=True)
+    forward, backward = (_fused_seconds(job, framework.attention, way, shape) for way in ("forward", "backward"))
+    # The output is saved by the GEMM that follows.
+    ops.append(
+        Op("attention", "attention", "attention", (forward, backward, 0.0), (flops, 2.5 * flops, 0.0),
+           saved=inputs + 4 * batch * queries * heads, saved_inputs=inputs, launches=(2.0, 3.0, 0.0), core=True)
     )  # fmt: skip
 
 
 def _fused_seconds(job: Job, kernel: Kernel, direction: Direction, shape: dict[str, Any]) -> Number:
-    """Of attention in one kernel; of a sequence in pieces by the one for those."""
-    chip, lay, other = job.cluster.chip, job.layout, job.stack.context_attention
+    """Of fused attention; a sequence that is cut over context ranks may need another kernel."""
+    chip, lay, other = job.cluster.chip, job.layout, job.framework.context_attention
     whole = attention_seconds(chip, **shape, kernel=kernel, direction=direction)
     if other is None or lay.context_method == "ulysses":
         return whole
     return np.where(lay.context > 1, attention_seconds(chip, **shape, kernel=other, direction=direction), whole)
 
 
-def _context_traffic(tally: Tally, heads: Number, kv_heads: Number, head_dim: int, v_dim: int) -> None:
-    """What attention needs from the other parts of the sequence (`parallel/context.py`)."""
-    job = tally.job
+def _context_traffic(ops: OpList, heads: Number, kv_heads: Number, head_dim: int, v_dim: int) -> None:
+    """What attention needs from the other slices of the sequence (`parallel/context.py`)."""
+    job = ops.job
     method, c = job.layout.context_method, job.layout.context
     keys = job.rows * kv_heads * (head_dim + v_dim) * job.width
     if method == "ulysses":
         queries = job.rows * heads * (head_dim + v_dim) * job.width
-        tally.exchange("attention", "context", "all_to_all", queries + keys, (1.0, 1.0, 0.0))
+        ops.collective("attention", "context", "all_to_all", queries + keys, (1.0, 1.0, 0.0))
     elif method == "gather":
-        tally.exchange("attention", "context", "all_gather", keys * c, (1.0, 0.0, 0.0))
-        tally.exchange("attention", "context", "reduce_scatter", keys * c, (0.0, 1.0, 0.0))
+        ops.collective("attention", "context", "all_gather", keys * c, (1.0, 0.0, 0.0))
+        ops.collective("attention", "context", "reduce_scatter", keys * c, (0.0, 1.0, 0.0))
     else:
         hop = collective_seconds(job.cluster, "send", keys, *span(job, "context"))
-        hops = (c - 1, 2 * c - 1, 0.0)
-        seconds = (hop * hops[0], hop * hops[1], 0.0)
-        tally.entries.append(Entry("context send", "attention", "context", seconds, launches=(0.0, 0.0, 0.0)))
+        seconds = (hop * (c - 1), hop * (2 * c - 1), 0.0)
+        ops.append(Op("context send", "attention", "context", seconds, launches=(0.0, 0.0, 0.0)))
 
 
-def attention(tally: Tally) -> None:
-    """Norm, attention and its sum with the stream."""
-    job = tally.job
-    m, t, rows, width = job.model, job.layout.tensor, job.rows, job.width
-    _norm(tally, pieces(job))
-    _enter(tally, "attention")
-    entered = entered_bytes(job)
+def _attention(ops: OpList) -> None:
+    """Norm, attention and its sum with the residual stream."""
+    job = ops.job
+    m, t, rows = job.model, job.layout.tensor, job.rows
+    _norm(ops, residual_tokens(job))
+    _gather_sequence(ops, "attention")
+    saved = _saved_input(job)
     if m.attention == "latent":
         heads, kv_heads, head_dim, v_dim = m.heads / t, m.heads / t, m.head_dim, m.v_dim
         if m.q_rank:
-            tally.product("q_down", "attention", rows, m.q_rank, m.hidden, saved=entered)
-            _norm(tally, rows, m.q_rank)
-        tally.product("q_up", "attention", rows, heads * head_dim, m.q_rank or m.hidden)
-        tally.product("kv_down", "attention", rows, m.kv_rank + m.rope_dim, m.hidden, saved=0.0)
-        _norm(tally, rows, m.kv_rank)
-        tally.product("kv_up", "attention", rows, heads * (m.nope_dim + v_dim), m.kv_rank)
+            ops.gemm("q_down", "attention", rows, m.q_rank, m.hidden, saved=saved)
+            _norm(ops, rows, m.q_rank)
+        ops.gemm("q_up", "attention", rows, heads * head_dim, m.q_rank or m.hidden)
+        ops.gemm("kv_down", "attention", rows, m.kv_rank + m.rope_dim, m.hidden, saved=0.0)
+        _norm(ops, rows, m.kv_rank)
+        ops.gemm("kv_up", "attention", rows, heads * (m.nope_dim + v_dim), m.kv_rank)
     else:
         heads, head_dim, v_dim = m.heads / t, m.head_dim, m.head_dim
         kv_heads = _at_least_one(m.kv_heads / t)
-        tally.product("qkv", "attention", rows, (heads + 2 * kv_heads) * head_dim, m.hidden, saved=entered)
-    turned = rows * (heads + kv_heads) * head_dim * width
+        ops.gemm("qkv", "attention", rows, (heads + 2 * kv_heads) * head_dim, m.hidden, saved=saved)
+    numel = rows * (heads + kv_heads) * head_dim
     if m.position == "rotary":
-        moved = turned / width * job.stack.rotary_bytes
-        tally.stream("rotary", "attention", moved, moved)
-    elif job.stack.kernels != "compiled":  # heads are laid out anew for the kernels
-        tally.stream("heads apart", "attention", 2 * turned, 2 * turned)
-    _context_traffic(tally, heads, kv_heads, head_dim, v_dim)
-    _attention_core(tally, heads, kv_heads, head_dim, v_dim)
-    tally.product("out", "attention", rows, m.hidden, heads * v_dim)
-    _leave(tally, "attention")
-    _residual(tally, "attention")
+        moved = numel * job.framework.rotary_bytes
+        ops.elementwise("rotary", "attention", moved, moved)
+    elif job.framework.kernels != "compiled":  # heads are transposed for the kernels
+        ops.elementwise("heads apart", "attention", 2 * numel * job.width, 2 * numel * job.width)
+    _context_traffic(ops, heads, kv_heads, head_dim, v_dim)
+    _attention_core(ops, heads, kv_heads, head_dim, v_dim)
+    ops.gemm("out", "attention", rows, m.hidden, heads * v_dim)
+    _scatter_sequence(ops, "attention")
+    _residual(ops, "attention")
 
 
 def _at_least_one(heads: Number) -> Number:
-    """Key/value heads of a rank: fewer heads than ranks are copied."""
+    """Key/value heads of a rank: where there are fewer heads than ranks, heads are replicated."""
     return heads if isinstance(heads, float | int) and heads >= 1 else (heads < 1) * (1 - heads) + heads
 
 
-def _activation(tally: Tally, part: str, numbers: Number, *, saved: bool = True) -> None:
-    """The function between the matrices of a feed-forward layer, gated or not."""
-    job = tally.job
-    eager = job.stack.kernels == "eager"
-    size = numbers * job.width
-    if job.model.gated:
-        kept = (3 if eager else 2) * size * saved
-        tally.stream("activation", part, (5 if eager else 3) * size, (8 if eager else 5) * size, saved=kept)
+def _activation(ops: OpList, part: str, numel: Number) -> None:
+    """The activation function of a feed-forward layer, gated or not."""
+    eager, size = ops.job.framework.kernels == "eager", numel * ops.job.width
+    if ops.job.model.gated:
+        saved = (3 if eager else 2) * size
+        ops.elementwise("activation", part, (5 if eager else 3) * size, (8 if eager else 5) * size, saved=saved)
     else:
-        tally.stream("activation", part, 2 * size, 3 * size, saved=size * saved)
+        ops.elementwise("activation", part, 2 * size, 3 * size, saved=size)
 
 
-def feed_forward(tally: Tally, width: int, part: str = "ffn") -> None:
-    """Norm, a dense feed-forward layer, and its sum with the stream."""
-    job = tally.job
-    _norm(tally, pieces(job))
-    _enter(tally, part)
-    _dense(tally, width, part, ends=True)
-    _leave(tally, part, ends=True)
-    _residual(tally, part, ends=True)
-
-
-def _dense(tally: Tally, width: int, part: str, *, ends: bool = False) -> None:
-    job = tally.job
+def _feed_forward(ops: OpList, width: int, *, early_stop: bool = False) -> None:
+    """A dense feed-forward layer: the matrices, and the collectives around them."""
+    job, part = ops.job, "ffn"
     own = width / job.layout.tensor
-    columns = own * (2 if job.model.gated else 1)
-    tally.product("up", part, job.rows, columns, job.model.hidden, saved=entered_bytes(job))
-    _activation(tally, part, job.rows * own)
-    tally.product("down", part, job.rows, job.model.hidden, own, ends=ends)
+    _gather_sequence(ops, part)
+    ops.gemm("up", part, job.rows, own * (2 if job.model.gated else 1), job.model.hidden, saved=_saved_input(job))
+    _activation(ops, part, job.rows * own)
+    ops.gemm("down", part, job.rows, job.model.hidden, own, early_stop=early_stop)
+    _scatter_sequence(ops, part, early_stop=early_stop)
 
 
 def _sent_once(job: Job) -> Number:
-    """Share of the rows that travel when a token is sent to a machine once, however many of its experts stand there."""
-    if not job.stack.expert_once:
+    """Share of the rows that travel when a token is sent to a machine once, however many of its experts are there."""
+    if not job.framework.expert_once:
         return 1.0
-    size, stride = span(job, "expert")
-    machines = job.cluster.spans(size, stride)
+    machines = job.cluster.spans(*span(job, "expert"))
     k = job.model.experts_per_token
     share = machines * (1.0 - (1.0 - 1.0 / machines) ** k) / k
     return np.where(machines > 1, share, 1.0)
 
 
-def mixture(tally: Tally) -> None:
-    """Norm, router, experts over ranks and shared ones, and the sum with the stream."""
-    job = tally.job
-    m, lay, width = job.model, job.layout, job.width
-    _norm(tally, pieces(job))
-    tokens = job.rows / lay.tensor if not lay.expert_tensor else job.rows
-    if job.stack.sequence_parallel:
-        routed = tokens
-    else:
-        routed = job.rows / lay.tensor
-    tally.product("router", "router", routed, m.experts, m.hidden, wide=True, saved=0.0)
-    tally.stream("choose", "router", routed * m.experts * 16, routed * m.experts * 16, launches=(6.0, 4.0))
-    rows = routed * m.experts_per_token * job.imbalance
-    moved = rows * m.hidden * width
-    tally.stream("to experts", "experts", 2 * moved, 2 * moved, launches=(2.0, 2.0))
-    tally.exchange("experts", "expert", "all_to_all", moved * _sent_once(job), (2.0, 2.0, 0.0))
-    own_width = m.expert_ffn / lay.tensor if lay.expert_tensor else m.expert_ffn
+def _moe(ops: OpList) -> None:
+    """Router, routed experts and shared experts."""
+    job = ops.job
+    m, lay = job.model, job.layout
+    whole = lay.expert_tensor and job.framework.sequence_parallel
+    tokens = job.rows if whole else job.rows / lay.tensor
+    ops.gemm("router", "router", tokens, m.experts, m.hidden, high_precision=True, saved=0.0)
+    ops.elementwise("choose", "router", tokens * m.experts * 16, tokens * m.experts * 16, launches=(6.0, 4.0))
+    rows = tokens * m.experts_per_token * job.imbalance
+    size = rows * m.hidden * job.width
+    ops.elementwise("to experts", "experts", 2 * size, 2 * size, launches=(2.0, 2.0))
+    ops.collective("experts", "expert", "all_to_all", size * _sent_once(job), (2.0, 2.0, 0.0))
+    width = m.expert_ffn / lay.tensor if lay.expert_tensor else m.expert_ffn
     held = m.experts / lay.expert
-    tally.grouped("expert up", rows, 2 * own_width, m.hidden, held)
-    _activation(tally, "experts", rows * own_width)
-    tally.grouped("expert down", rows, m.hidden, own_width, held)
-    tally.stream("from experts", "experts", 2 * moved, 2 * moved, saved=moved, launches=(2.0, 2.0))
+    ops.grouped_gemm("expert up", rows, 2 * width, m.hidden, held)
+    _activation(ops, "experts", rows * width)
+    ops.grouped_gemm("expert down", rows, m.hidden, width, held)
+    ops.elementwise("from experts", "experts", 2 * size, 2 * size, saved=size, launches=(2.0, 2.0))
     if m.shared_experts:
-        _enter(tally, "ffn")
-        _dense(tally, m.expert_ffn * m.shared_experts, "ffn")
-        _leave(tally, "ffn")
-    _residual(tally, "experts", ends=True)
+        _feed_forward(ops, m.expert_ffn * m.shared_experts)
 
 
-def layer(job: Job, *, routed: bool) -> Tally:
-    """One decoder layer, with experts or dense."""
-    tally = Tally(job)
-    attention(tally)
+def layer(job: Job, *, routed: bool) -> OpList:
+    """One decoder layer, MoE or dense."""
+    ops = OpList(job)
+    _attention(ops)
+    _norm(ops, residual_tokens(job))
     if routed:
-        mixture(tally)
+        _moe(ops)
     else:
-        feed_forward(tally, job.model.ffn)
-    return tally
+        _feed_forward(ops, job.model.ffn, early_stop=True)
+    _residual(ops, "experts" if routed else "ffn", early_stop=True)
+    return ops
 
 
-def embedding(job: Job) -> Tally:
-    """Looking tokens up, and handing each rank its piece of the sequence."""
-    tally = Tally(job)
-    size = pieces(job) * job.model.hidden * job.width
-    mask = pieces(job) * job.model.hidden if job.stack.dropout else 0.0
-    tally.stream("embedding", "embedding", 2 * size + 3 * mask, 4 * size + 3 * mask, saved=mask)
-    operation: Operation = "reduce_scatter" if job.stack.sequence_parallel else "all_reduce"
-    tally.exchange("embedding", "tensor", operation, job.rows * job.model.hidden * job.width, (1.0, 0.0, 0.0))
-    return tally
+def embedding(job: Job) -> OpList:
+    """Looks the tokens up, and leaves each rank its slice of the sequence."""
+    ops = OpList(job)
+    size = residual_bytes(job)
+    mask = residual_tokens(job) * job.model.hidden if job.framework.dropout else 0.0
+    ops.elementwise("embedding", "embedding", 2 * size + 3 * mask, 4 * size + 3 * mask, saved=mask)
+    kind: Collective = "reduce_scatter" if job.framework.sequence_parallel else "all_reduce"
+    ops.collective("embedding", "tensor", kind, job.rows * job.model.hidden * job.width, (1.0, 0.0, 0.0))
+    return ops
 
 
-def head(job: Job) -> Tally:
+def head(job: Job) -> OpList:
     """Last norm, logits and loss."""
-    tally = Tally(job)
-    m = job.model
-    columns = m.vocab / job.layout.tensor
-    _norm(tally, pieces(job))
-    _enter(tally, "head")
-    chunked = chunked_share(job)
-    begun = len(tally.entries)
-    tally.product("head", "head", job.rows, columns, m.hidden, wide=True, saved=entered_bytes(job))
-    moved = job.rows * columns * (chunked * CHUNKED_BYTES + (1.0 - chunked) * job.stack.loss_bytes)
-    tally.stream("loss", "loss", 0.45 * moved, 0.55 * moved, launches=(6.0, 4.0))
+    ops, columns = OpList(job), job.model.vocab / job.layout.tensor
+    _norm(ops, residual_tokens(job))
+    _gather_sequence(ops, "head")
+    chunked, start = chunked_loss(job), len(ops)
+    ops.gemm("head", "head", job.rows, columns, job.model.hidden, high_precision=True, saved=_saved_input(job))
+    moved = job.rows * columns * (chunked * CHUNKED_BYTES + (1.0 - chunked) * job.framework.loss_bytes)
+    ops.elementwise("loss", "loss", 0.45 * moved, 0.55 * moved, launches=(6.0, 4.0))
     if np.any(chunked):
-        tally.entries[begun:] = [_at_once(entry, chunked) for entry in tally.entries[begun:]]
-    tally.exchange("loss", "tensor", "all_reduce", job.rows * 4.0, (3.0, 0.0, 0.0))
-    return tally
+        ops[start:] = [_all_in_forward(op, chunked) for op in ops[start:]]
+    ops.collective("loss", "tensor", "all_reduce", job.rows * 4.0, (3.0, 0.0, 0.0))
+    return ops
 
 
-CHUNKED_BYTES = 6.0
-"""Moved for each 16-bit score of a chunked loss besides its products: read for the sum, read and written as a gradient."""
+def chunked_loss(job: Job) -> Number:
+    """1 where the loss is made of some tokens at a time, 0 where it is not; with tensor ranks it never is."""
+    return job.framework.chunked_loss * (np.asarray(job.layout.tensor) == 1)
 
 
-def chunked_share(job: Job) -> Number:
-    """1 where the loss is made of some tokens at a time, 0 where it is not; it is not with tensor ranks."""
-    return job.stack.chunked_loss * (np.asarray(job.layout.tensor) == 1)
+def _all_in_forward(op: Op, where: Number) -> Op:
+    """An op whose backward pass is done in the forward pass in the layouts where `where` is 1."""
 
-
-def _at_once(entry: Entry, share: Number) -> Entry:
-    """An operation whose backward pass is done in the forward pass, in so many of the layouts."""
-
-    def moved(passes: tuple[Number, Number, Number]) -> tuple[Number, Number, Number]:
+    def moved(passes: ByPass) -> ByPass:
         forward, to_input, to_weight = passes
-        return forward + share * (to_input + to_weight), (1 - share) * to_input, (1 - share) * to_weight
+        return forward + where * (to_input + to_weight), (1 - where) * to_input, (1 - where) * to_weight
 
-    return replace(entry, seconds=moved(entry.seconds), flops=moved(entry.flops), bytes=moved(entry.bytes))
+    return replace(op, seconds=moved(op.seconds), flops=moved(op.flops), bytes=moved(op.bytes))

@@ -1,178 +1,139 @@
-"""One operation of the network, and the list of them that a piece of it makes, each with its time on the job's chip.
+"""One operation of the network with its time on the job's chip, and the list of those that a module runs.
 
-The formulas that fill a tally are in `operations.py`; `passes.py` adds tallies up.
+`operations.py` holds the formulas that fill the lists; `passes.py` adds them up.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.hardware import Operation, collective_seconds, gemm_seconds, grouped_gemm_seconds, memory_seconds
-from shardwise.plan.cost.job import Job
+from shardwise.hardware import Collective, collective_seconds, gemm_seconds, grouped_gemm_seconds, memory_seconds
+from shardwise.plan.cost.job import Job, Number
 
-Number = Any  # a number, or an array with one entry a layout
-
+ByPass = tuple[Number, Number, Number]
+"""Forward, backward for the input, backward for the weights."""
 FORWARD, INPUT, WEIGHT = range(3)
 NOTHING = (0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One operation. Tuples hold forward, backward-input and backward-weight."""
+class Op:
+    """One operation."""
 
     name: str
     part: str
     category: str
-    seconds: tuple[Number, Number, Number]
-    flops: tuple[Number, Number, Number] = NOTHING
-    bytes: tuple[Number, Number, Number] = NOTHING
+    seconds: ByPass
+    flops: ByPass = NOTHING
+    bytes: ByPass = NOTHING
     saved: Number = 0.0
-    """Bytes kept for the backward pass."""
-    kept: Number = 0.0
-    """Of those, what is kept even when this operation is computed again: its inputs."""
-    launches: tuple[float, float, float] = (1.0, 1.0, 0.0)
+    """Bytes saved for the backward pass."""
+    saved_inputs: Number = 0.0
+    """Of those, its inputs: they are saved even when the op is recomputed."""
+    launches: ByPass = (1.0, 1.0, 0.0)
     core: bool = False
     """Belongs to the part of attention whose memory grows with the square of the sequence."""
-    ends: bool = False
-    """Stands after the last operation of its layer whose result the backward pass needs."""
+    early_stop: bool = False
+    """Comes after the last tensor of its layer that the backward pass needs, so recomputation may stop before it."""
 
 
-@dataclass
-class Tally:
-    """The entries of one piece of the network, filled by the functions below."""
+class OpList(list[Op]):
+    """The ops of one module on one rank, for one microbatch."""
 
-    job: Job
-    entries: list[Entry] = field(default_factory=list)
+    def __init__(self, job: Job, ops: Iterable[Op] = ()) -> None:
+        super().__init__(ops)
+        self.job = job
 
-    def product(
-        self, name: str, part: str, rows: Number, columns: Number, inner: Number, *, saved: Number = None, wide: bool = False,
-        ends: bool = False,
+    def gemm(
+        self, name: str, part: str, rows: Number, columns: Number, inner: Number, *, saved: Number = None,
+        high_precision: bool = False, early_stop: bool = False,
     ) -> None:  # fmt: skip
-        """A matrix product with a weight of inner x columns; `wide` ones stay out of 8 bits."""
+        """A GEMM with a weight of inner x columns; a `high_precision` one is never made in fp8."""
         chip, job = self.job.cluster.chip, self.job
-        eight = job.fp8 and not wide
-        dtype = "fp8" if eight else job.dtype
-        flops = 2.0 * rows * columns * inner
+        fp8 = job.fp8 and not high_precision
+        dtype = "fp8" if fp8 else job.dtype
         seconds = (
             gemm_seconds(chip, rows, columns, inner, dtype),
             gemm_seconds(chip, rows, inner, columns, dtype),
             gemm_seconds(chip, inner, columns, rows, dtype if job.fp8_gradients else job.dtype),
         )
-        kept = rows * inner * (1.0 if eight and job.fp8_gradients else job.width) if saved is None else saved
-        self.entries.append(
-            Entry(name, part, "matmul", seconds, (flops,) * 3, saved=kept, launches=(1.0, 1.0, 1.0), ends=ends)
-        )
-        self._accumulate(name, part, columns * inner)
-        self._cast(name, part, columns * inner)
-        if (
-            eight
-        ):  # both inputs of each product are read, scaled, and written in 8 bits, once as they lie and once turned
-            cast = rows * inner * (job.width + 2), rows * columns * (job.width + 2), 0.0
-            self.stream(f"{name} to 8 bits", part, cast[0], cast[1])
+        if saved is None:
+            saved = rows * inner * (1.0 if fp8 and job.fp8_gradients else job.width)
+        self._gemm(name, part, seconds, (rows, columns, inner), 1, saved, fp8=fp8, early_stop=early_stop)
 
-    def _accumulate(self, name: str, part: str, numbers: Number) -> None:
-        """Adding a weight's gradient to those of the microbatches before."""
-        job = self.job
-        if not job.stack.accumulate_bytes:
-            return
-        size = numbers * job.stack.accumulate_bytes * (1.0 - 1.0 / np.maximum(job.accumulation, 1.0))
-        seconds = (0.0, 0.0, memory_seconds(job.cluster.chip, size))
-        entry = Entry(f"{name} added", part, "memory", seconds, bytes=(0.0, 0.0, size), launches=(0.0, 0.0, 1.0))
-        self.entries.append(entry)
-
-    def _cast(self, name: str, part: str, numbers: Number) -> None:
-        """A matrix from the dtype it is held in to that of the product, and its gradient back."""
-        job = self.job
-        if not job.stack.casts_weights or job.width >= job.stack.parameter_bytes:
-            return
-        if job.stack.keeps_compute_copies and part in ("attention", "ffn"):
-            return
-        # Sharded ones are cast before they are gathered, and then copied out of the message: about as much.
-        size = numbers * (job.width + job.stack.parameter_bytes)
-        seconds = memory_seconds(job.cluster.chip, size)
-        self.entries.append(
-            Entry(
-                f"{name} cast",
-                part,
-                "memory",
-                (seconds, 0.0, seconds),
-                bytes=(size, 0.0, size),
-                launches=(1.0, 0.0, 1.0),
-            )
-        )
-
-    def grouped(self, name: str, rows: Number, columns: Number, inner: Number, experts: Number) -> None:
-        """The same product for each of a rank's experts, rows dealt out evenly."""
+    def grouped_gemm(self, name: str, rows: Number, columns: Number, inner: Number, experts: Number) -> None:
+        """The same GEMM for each of a rank's experts, with the rows spread evenly over them."""
         chip, job = self.job.cluster.chip, self.job
-        eight = job.fp8 and job.stack.family != "shardwise"  # this trainer leaves experts in 16 bits
-        dtype = "fp8" if eight else job.dtype
-        flops = 2.0 * rows * columns * inner
-        each = rows / experts
+        fp8 = job.fp8 and job.framework.family != "shardwise"  # this trainer leaves experts in 16 bits
+        dtype = "fp8" if fp8 else job.dtype
         seconds = (
             grouped_gemm_seconds(chip, rows, columns, inner, experts, dtype),
             grouped_gemm_seconds(chip, rows, inner, columns, experts, dtype),
-            gemm_seconds(chip, inner, columns, each, dtype, count=experts),
+            gemm_seconds(chip, inner, columns, rows / experts, dtype, count=experts),
         )
-        kept = rows * inner * (1.0 if eight else job.width)
-        self.entries.append(
-            Entry(name, "experts", "matmul", seconds, (flops,) * 3, saved=kept, launches=(1.0, 1.0, 1.0))
-        )
-        self._accumulate(name, "experts", columns * inner * experts)
-        self._cast(name, "experts", columns * inner * experts)
-        if eight:
-            self.stream(
-                f"{name} to 8 bits", "experts", rows * inner * (job.width + 2), rows * columns * (job.width + 2)
-            )
+        saved = rows * inner * (1.0 if fp8 else job.width)
+        self._gemm(name, "experts", seconds, (rows, columns, inner), experts, saved, fp8=fp8)
 
-    def stream(
+    def _gemm(
+        self, name: str, part: str, seconds: ByPass, shape: ByPass, count: Number, saved: Number, *, fp8: bool,
+        early_stop: bool = False,
+    ) -> None:  # fmt: skip
+        """Adds a GEMM and what goes with it: its gradient accumulated, its weight cast, its inputs scaled to fp8."""
+        job, framework, (rows, columns, inner) = self.job, self.job.framework, shape
+        flops, numel, once = 2.0 * rows * columns * inner, columns * inner * count, (1.0, 1.0, 1.0)
+        self.append(Op(name, part, "matmul", seconds, (flops,) * 3, NOTHING, saved, 0.0, once, early_stop=early_stop))
+        if framework.accumulate_bytes:
+            size = numel * framework.accumulate_bytes * (1.0 - 1.0 / np.maximum(job.accumulation, 1.0))
+            self._weight_pass(f"{name} added", part, size, forward=False)
+        kept = framework.keeps_compute_copies and part in ("attention", "ffn")
+        if framework.casts_weights and job.width < framework.parameter_bytes and not kept:
+            # Sharded weights are cast before they are gathered, and then copied out of the message: about as much.
+            self._weight_pass(f"{name} cast", part, numel * (job.width + framework.parameter_bytes), forward=True)
+        if fp8:  # both inputs of each GEMM are read, scaled, and written in fp8, once as they lie and once transposed
+            sizes = rows * inner * (job.width + 2), rows * columns * (job.width + 2)
+            self.elementwise(f"{name} to 8 bits", part, *sizes)
+
+    def _weight_pass(self, name: str, part: str, size: Number, *, forward: bool) -> None:
+        """Bytes moved for a weight's gradient, and where `forward` for the weight too."""
+        seconds, often = memory_seconds(self.job.cluster.chip, size), float(forward)
+        first = (seconds, size) if forward else (0.0, 0.0)
+        self.append(
+            Op(name, part, "memory", (first[0], 0.0, seconds), bytes=(first[1], 0.0, size), launches=(often, 0.0, 1.0))
+        )
+
+    def elementwise(
         self, name: str, part: str, forward: Number, backward: Number, *, saved: Number = 0.0, core: bool = False,
-        launches: tuple[float, float] = (1.0, 1.0), ends: bool = False,
+        launches: tuple[float, float] = (1.0, 1.0), early_stop: bool = False,
     ) -> None:  # fmt: skip
         """Work bound by memory: bytes read and written, forward and backward."""
-        chip = self.job.cluster.chip
-        many = 2.0 if self.job.stack.kernels == "eager" else 1.0
-        dtype = self.job.dtype
+        chip, dtype = self.job.cluster.chip, self.job.dtype
+        many = 2.0 if self.job.framework.kernels == "eager" else 1.0
         seconds = (
             memory_seconds(chip, forward, (name, "forward", dtype)),
             memory_seconds(chip, backward, (name, "backward", dtype)),
             0.0,
         )
-        self.entries.append(
-            Entry(name, part, "memory", seconds, bytes=(forward, backward, 0.0), saved=saved, core=core, ends=ends,
-                  launches=(many * launches[0], many * launches[1], 0.0))
+        self.append(
+            Op(name, part, "memory", seconds, bytes=(forward, backward, 0.0), saved=saved, core=core,
+               early_stop=early_stop, launches=(many * launches[0], many * launches[1], 0.0))
         )  # fmt: skip
 
-    def exchange(
-        self,
-        part: str,
-        axis: str,
-        operation: Operation,
-        size: Number,
-        times: tuple[float, float, float],
-        *,
-        ends: bool = False,
+    def collective(
+        self, part: str, axis: str, kind: Collective, size: Number, times: ByPass, *, early_stop: bool = False
     ) -> None:
-        """A collective over an axis: how often it runs in each pass."""
-        seconds = collective_seconds(self.job.cluster, operation, size, *span(self.job, axis))
-        every = tuple(seconds * n for n in times)
-        self.entries.append(
-            Entry(
-                f"{axis} {operation}",
-                part,
-                axis,
-                every,
-                launches=times,
-                ends=ends,
-            )
-        )
+        """A collective over an axis, run so many times in each pass."""
+        seconds = collective_seconds(self.job.cluster, kind, size, *span(self.job, axis))
+        forward, to_input, to_weight = times
+        every = (seconds * forward, seconds * to_input, seconds * to_weight)
+        self.append(Op(f"{axis} {kind}", part, axis, every, launches=times, early_stop=early_stop))
 
 
 def span(job: Job, axis: str) -> tuple[Number, Number]:
-    """Size of an axis' groups and the distance between neighbours in one, from the order of ranks: tensor innermost,
-    then context, shard, replicate and pipeline."""
+    """Size of an axis' groups, and the distance between neighbours in one. Tensor ranks are innermost, then context, shard,
+    replicate and pipeline."""
     lay = job.layout
     strides = {
         "tensor": (lay.tensor, 1),
@@ -187,4 +148,4 @@ def span(job: Job, axis: str) -> tuple[Number, Number]:
 
 def regroups_tensor(job: Job) -> bool:
     """Whether experts are spread over tensor ranks as well, as Megatron does without expert tensor parallelism."""
-    return job.stack.family != "shardwise"
+    return job.framework.family != "shardwise"

@@ -74,8 +74,12 @@ def zero_groups(job: Job) -> tuple[Number, Number]:
 
 def cast_copies(job: Job, held: Held) -> Number:
     """Where nothing is shared: parameters that were cast for the products, all of them at a time."""
-    alone = (zero_groups(job)[0] == 1) * job.stack.casts_weights * (job.stack.parameter_bytes > job.stack.gather_bytes)
-    return (held.dense + held.experts) * job.stack.gather_bytes * alone
+    alone = (
+        (zero_groups(job)[0] == 1)
+        * job.framework.casts_weights
+        * (job.framework.parameter_bytes > job.framework.gather_bytes)
+    )
+    return (held.dense + held.experts) * job.framework.gather_bytes * alone
 
 
 def _floor_one(x: Number) -> Number:

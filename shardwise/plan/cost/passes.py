@@ -1,124 +1,125 @@
-"""Seconds of the passes over one stage: forward, recomputation, backward to the inputs and to the weights.
+"""Seconds of the passes over one stage: forward, recomputation, backward for the inputs and for the weights.
 
-The entries of `operations.py` are added up by category, scaled by the fitted constants, and put together the way the streams
-of a device run: traffic that the program can hide lies behind the work beside it, the rest is exposed; a device that
-finishes its kernels before the host has launched the next waits for the host.
+The ops of `operations.py` are added up by category, scaled by the fitted constants, and combined the way a device's streams run.
+Traffic that the framework can overlap hides behind the work beside it, and the rest is exposed. A device that finishes its kernels
+before the host has launched the next ones waits for the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from shardwise.plan.cost.constants import Constants
-from shardwise.plan.cost.job import Job
-from shardwise.plan.cost.operations import embedding, head, layer
-from shardwise.plan.cost.operations import pieces as stream_tokens
-from shardwise.plan.cost.ops import FORWARD, INPUT, WEIGHT, Entry, Tally
+from shardwise.plan.cost.job import GIB, Job, Number
+from shardwise.plan.cost.operations import embedding, head, layer, residual_bytes
+from shardwise.plan.cost.ops import FORWARD, INPUT, WEIGHT, Op, OpList
 from shardwise.plan.cost.parameters import cast_copies, layer_parameters
 
-Number = Any
 CATEGORIES = ("matmul", "attention", "memory", "tensor", "context", "expert")
 FORWARDS, RECOMPUTE, INPUTS, WEIGHTS = range(4)
 SHARPNESS = 4.0
-"""Of the turn from device-bound to host-bound."""
-ONE_AFTER_THE_OTHER = 1.0
-"""The same on a CPU, where the host is the device."""
+"""How sharply a pass goes over from device-bound to host-bound; on a CPU the host is the device, and the two add up."""
 
 
-def repeated(job: Job, entry: Entry) -> float:
-    """Which share of this entry the backward pass computes again, in a layer that is recomputed."""
-    lay, stack = job.layout, job.stack
+def recomputed_share(job: Job, op: Op) -> float:
+    """Which share of this op the backward pass recomputes, in a layer that is recomputed."""
+    lay, framework = job.layout, job.framework
     if lay.recompute in ("full", "budget"):
-        return 0.0 if entry.ends and stack.stops_early else 1.0
+        return 0.0 if op.early_stop and framework.early_stop else 1.0
     if lay.recompute == "attention":
-        if entry.core:
-            return float("attention" in stack.recompute_selective)
-        if entry.category == "matmul":
-            return stack.recompute_products
-        return float(entry.name in stack.recompute_selective)
-    if lay.recompute == "operations":
-        return float(entry.part in lay.recompute_operations)
-    return 0.0
+        if op.core:
+            return float("attention" in framework.recompute_selective)
+        if op.category == "matmul":
+            return framework.recompute_gemms
+        return float(op.name in framework.recompute_selective)
+    return float(lay.recompute == "operations" and op.part in lay.recompute_operations)
 
 
-def repeated_layers(job: Job, tally: Tally) -> Number:
+def recomputed_layers(job: Job, ops: OpList) -> Number:
     """Which share of the layers like this one is recomputed."""
     lay = job.layout
     if lay.recompute != "budget":
         return 1.0 / lay.recompute_every
-    whole = sum(entry.saved for entry in tally.entries)
-    whole = whole + cast_copies(job, layer_parameters(job, routed=bool(job.model.experts)))
-    spared = whole - stream_tokens(job) * job.model.hidden * job.width
+    saved = sum(op.saved for op in ops)
+    saved = saved + cast_copies(job, layer_parameters(job, routed=bool(job.model.experts)))
+    spared = saved - residual_bytes(job)
     layers = job.model.layers / lay.pipeline
-    return np.clip((layers * whole - lay.recompute_budget * 2.0**30) / (layers * spared), 0.0, 1.0)
+    return np.clip((layers * saved - lay.recompute_budget * GIB) / (layers * spared), 0.0, 1.0)
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Seconds by pass and category before the constants, and kernels launched by pass."""
+class ModuleCost:
+    """Seconds by pass and category before the constants, and kernels launched by pass, of one module or stage."""
 
     seconds: list[list[Number]]
     launches: list[Number]
 
     @classmethod
-    def of(cls, tally: Tally, *, repeats: bool = True) -> Piece:
-        """The sum of a piece of the network; `repeats` when it is of the kind that may be recomputed."""
+    def of(cls, ops: OpList, *, recomputes: bool = True) -> ModuleCost:
+        """The sum of a module's ops; `recomputes` when it is one that may be recomputed."""
         seconds: list[list[Number]] = [[0.0] * len(CATEGORIES) for _ in range(4)]
         launches: list[Number] = [0.0] * 4
-        job = tally.job
-        share = repeated_layers(job, tally)
-        for entry in tally.entries:
-            column = CATEGORIES.index(entry.category)
+        job = ops.job
+        layers = recomputed_layers(job, ops)
+        for op in ops:
+            column = CATEGORIES.index(op.category)
             for to, source in ((FORWARDS, FORWARD), (INPUTS, INPUT), (WEIGHTS, WEIGHT)):
-                seconds[to][column] = seconds[to][column] + entry.seconds[source]
-                launches[to] = launches[to] + entry.launches[source]
-            again = share * repeated(job, entry) if repeats else 0.0
-            if np.any(again):
-                seconds[RECOMPUTE][column] = seconds[RECOMPUTE][column] + again * entry.seconds[FORWARD]
-                launches[RECOMPUTE] = launches[RECOMPUTE] + again * entry.launches[FORWARD]
+                seconds[to][column] = seconds[to][column] + op.seconds[source]
+                launches[to] = launches[to] + op.launches[source]
+            share = layers * recomputed_share(job, op) if recomputes else 0.0
+            if np.any(share):
+                seconds[RECOMPUTE][column] = seconds[RECOMPUTE][column] + share * op.seconds[FORWARD]
+                launches[RECOMPUTE] = launches[RECOMPUTE] + share * op.launches[FORWARD]
         return cls(seconds, launches)
 
 
-def total(pieces: Iterable[tuple[Number, Piece]]) -> Piece:
-    """Pieces added up, each so many times."""
+def _added(modules: Iterable[tuple[Number, ModuleCost]]) -> ModuleCost:
+    """Modules added up, each so many times."""
     seconds: list[list[Number]] = [[0.0] * len(CATEGORIES) for _ in range(4)]
     launches: list[Number] = [0.0] * 4
-    for times, piece in pieces:
-        for row, own in zip(seconds, piece.seconds, strict=True):
+    for times, module in modules:
+        for row, own in zip(seconds, module.seconds, strict=True):
             for column, value in enumerate(own):
                 row[column] = row[column] + times * value
-        launches = [a + times * b for a, b in zip(launches, piece.launches, strict=True)]
-    return Piece(seconds, launches)
+        launches = [a + times * b for a, b in zip(launches, module.launches, strict=True)]
+    return ModuleCost(seconds, launches)
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """The four pieces a network is made of."""
+class NetworkCost:
+    """The four modules a network is made of, for one microbatch. `dense` or `moe` is None where there is no such layer."""
 
-    embedding: Piece
-    dense: Piece
-    routed: Piece | None
-    head: Piece
+    embedding: ModuleCost
+    dense: ModuleCost | None
+    moe: ModuleCost | None
+    head: ModuleCost
 
     @classmethod
-    def of(cls, job: Job) -> Pieces:
-        """Those of a job, per microbatch."""
-        routed = bool(job.model.experts)
-        plain = not routed or job.model.dense_layers
-        dense = Piece.of(layer(job, routed=False)) if plain else None
-        mixed = Piece.of(layer(job, routed=True)) if routed else None
-        return cls(Piece.of(embedding(job), repeats=False), dense or mixed, mixed, Piece.of(head(job), repeats=False))  # type: ignore[arg-type]
+    def of(cls, job: Job) -> NetworkCost:
+        """The modules of a job."""
+        has_dense = not job.model.experts or job.model.dense_layers
+        return cls.added(
+            job,
+            embedding(job),
+            layer(job, routed=False) if has_dense else None,
+            layer(job, routed=True) if job.model.experts else None,
+            head(job),
+        )
 
-    def stage(self, dense: Number, routed: Number, *, first: Number, last: Number) -> Piece:
+    @classmethod
+    def added(cls, job: Job, embedding: OpList, dense: OpList | None, moe: OpList | None, head: OpList) -> NetworkCost:
+        """From the ops of the modules, which are the same for every way to recompute."""
+        layers = [None if ops is None else ModuleCost.of(OpList(job, ops)) for ops in (dense, moe)]
+        first, last = (ModuleCost.of(ops, recomputes=False) for ops in (embedding, head))
+        return cls(first, layers[0], layers[1], last)
+
+    def stage(self, dense: Number, moe: Number, *, first: Number, last: Number) -> ModuleCost:
         """A stage of so many layers, with the embedding and the head where it has them."""
-        parts = [(first, self.embedding), (dense, self.dense), (last, self.head)]
-        if self.routed is not None:
-            parts.append((routed, self.routed))
-        return total(parts)
+        parts = ((first, self.embedding), (dense, self.dense), (last, self.head), (moe, self.moe))
+        return _added((times, module) for times, module in parts if module is not None)
 
 
 @dataclass(frozen=True)
@@ -133,38 +134,38 @@ class Passes:
     """All passes together by category of the ledger."""
 
 
-def passes(job: Job, piece: Piece, constants: Constants) -> Passes:
-    """The passes of a stage, with exposed traffic and the host's share, but without ZeRO's and the pipeline's."""
-    stack = job.stack
+def passes(job: Job, stage: ModuleCost, constants: Constants) -> Passes:
+    """The passes of a stage, with exposed traffic and the host's share, but without ZeRO's traffic and the pipeline's."""
+    framework = job.framework
     parts: dict[str, Number] = dict.fromkeys((*CATEGORIES, "host"), 0.0)
-    devices, launches = [], [count * constants["launch"] for count in piece.launches]
-    for row in piece.seconds:
+    devices, launches = [], [count * constants["launch"] for count in stage.launches]
+    for row in stage.seconds:
         own = {name: value * constants[name] for name, value in zip(CATEGORIES, row, strict=True)}
-        own["tensor"] = own["tensor"] - np.minimum(stack.tensor_overlap * own["tensor"], own["matmul"])
+        own["tensor"] = own["tensor"] - np.minimum(framework.tensor_overlap * own["tensor"], own["matmul"])
         if job.layout.context_method == "ring":
-            own["context"] = _exposed(own["context"], own["attention"], constants)
-        own["expert"] = own["expert"] * (1.0 - stack.expert_overlap)
+            own["context"] = exposed(own["context"], own["attention"], constants)
+        own["expert"] = own["expert"] * (1.0 - framework.expert_overlap)
         for name, value in own.items():
             parts[name] = parts[name] + value
         devices.append(sum(own.values()))
-    # The device waits where the host is slower, and a little where the two are near each other; but one that would wait in all
-    # is given the passes as one, to replay.
-    launched = np.where(sum(launches) < sum(devices), 1.0, 0.0) if stack.replays else 1.0
+    # Where the host is slower, the device waits, and a little where the two are close. Passes that would wait as a whole are
+    # replayed as a CUDA graph.
+    launched = np.where(sum(launches) < sum(devices), 1.0, 0.0) if framework.replays else 1.0
     results = []
     for device, launch in zip(devices, launches, strict=True):
         host = launched * host_seconds(job, device, launch)
         parts["host"] = parts["host"] + host
         results.append(device + host)
-    forward, again, inputs, weights = results
-    return Passes(forward, again + inputs, weights, parts)
+    forward, recompute, inputs, weights = results
+    return Passes(forward, recompute + inputs, weights, parts)
 
 
 def host_seconds(job: Job, device: Number, launch: Number) -> Number:
     """How long work on the device waits for its launches."""
-    power = ONE_AFTER_THE_OTHER if job.cluster.chip.name == "cpu" else SHARPNESS
+    power = 1.0 if job.cluster.chip.name == "cpu" else SHARPNESS
     return (device**power + launch**power) ** (1 / power) - device
 
 
-def _exposed(traffic: Number, work: Number, constants: Constants) -> Number:
-    """What is left of traffic that can hide behind work."""
+def exposed(traffic: Number, work: Number, constants: Constants) -> Number:
+    """What is left of traffic that can overlap with work."""
     return np.maximum(traffic - work, constants["exposed"] * traffic)

@@ -1,17 +1,19 @@
-"""Published measurements as jobs: what a row of the format in `docs/validation.md` says, in the planner's words.
+"""Published measurements as jobs: a row of the format in `docs/validation.md`, in the planner's terms.
 
-What a source left out is assumed, and the assumptions are listed with the prediction. A row that cannot be put in these
-words is unsupported, with the reason; it is counted, not dropped.
+What a source left out is assumed, and the assumptions are listed with the prediction. A row that cannot be expressed is
+unsupported, with the reason; it is counted, not dropped.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
+from importlib import resources
 from typing import Any
 
 from shardwise.hardware import Cluster, make_cluster
 from shardwise.plan.cost.flops import parameters
-from shardwise.plan.cost.frameworks import STACKS, Framework
+from shardwise.plan.cost.frameworks import FRAMEWORKS, Framework
 from shardwise.plan.cost.job import Job, job_of
 from shardwise.run import LayoutConfig, ModelConfig, Run, UserError, run_from_dict
 from shardwise.run.derive import derive_model
@@ -26,10 +28,13 @@ SCHEDULES = {
     "zb-2p": "zb-v",
     "dualpipe": "dualpipe-v",
 }
-
-
 MODERN = ("hopper", "blackwell", "cdna3")
-"""Generations whose published runs are of programs that shard the optimizer and fuse their kernels."""
+"""Generations whose published runs are of frameworks that shard the optimizer and fuse their kernels."""
+
+
+def published(kind: str) -> list[Row]:
+    """The rows that come with the package: `training`, `layer`, `inference` or `own`."""
+    return json.loads(resources.files("shardwise.plan").joinpath("published", f"{kind}.json").read_text("utf-8"))
 
 
 class Unsupported(Exception):
@@ -91,8 +96,7 @@ def model_of(row: Row) -> ModelConfig:
 
 
 def _even(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers dealt out as evenly as they go, the odd ones in the middle, away from embedding and head, which may have a
-    stage to themselves."""
+    """Layers of each stage, as even as possible, the odd ones in the middle: embedding and head may have a stage to themselves."""
     base, more = divmod(layers, stages)
     start = (stages - more) // 2
     return tuple(base + (start <= n < start + more) for n in range(stages))
@@ -110,7 +114,7 @@ def cluster_of_row(row: Row, devices: int) -> Cluster:
 
 
 def layout_of(row: Row, model: ModelConfig, assumed: list[str], *, modern: bool) -> LayoutConfig:
-    """The row's layout in this project's axes; `modern` chips are used by programs that share the optimizer by default."""
+    """The row's layout in this project's axes; on `modern` chips frameworks shard the optimizer by default."""
     p, devices = row["parallel"], row["hardware"]["gpus"]
     tensor, pipeline, context, expert = (p.get(k) or 1 for k in ("tp", "pp", "cp", "ep"))
     if p.get("tp") is None or p.get("pp") is None:
@@ -156,11 +160,11 @@ def layout_of(row: Row, model: ModelConfig, assumed: list[str], *, modern: bool)
     return replace(layout, stages=_even(model.layers, stages))
 
 
-def stack_of(row: Row, *, modern: bool) -> Framework:
-    """The program a row was measured with, from the family of rows it belongs to, else from what it says."""
+def framework_of(row: Row, *, modern: bool) -> Framework:
+    """The framework a row was measured with: by its source, else by what the row says."""
     group, note, p = row["group"], row.get("note") or "", row["parallel"]
     if group == "megatron_sc21_t2" and p.get("zero_stage") == 3:
-        return STACKS["deepspeed-zero3"]
+        return FRAMEWORKS["deepspeed-zero3"]
     if group.startswith(("megatron_sc21", "megatron_2020", "megatron_jan2021", "megatron_readme", "vtrain")):
         name = "megatron-ddp" if p.get("ddp") == "torch" else "megatron"
     elif group.startswith(("korthikanti", "zero_bubble")):
@@ -178,7 +182,7 @@ def stack_of(row: Row, *, modern: bool) -> Framework:
     elif group.startswith("llm_foundry"):
         name = "fsdp-pure-flash1" if "PURE" in note else "fsdp-flash1"
     elif group.startswith("shardwise"):
-        return job_of(own_run(row)).stack
+        return job_of(own_run(row)).framework
     elif group.startswith("torchtitan"):
         name = "torchtitan"
     elif group.startswith("colossal"):
@@ -189,21 +193,21 @@ def stack_of(row: Row, *, modern: bool) -> Framework:
         name = "megatron"
     else:
         name = "nemo"
-    stack = STACKS[name]
+    framework = FRAMEWORKS[name]
     if p.get("sp") is not None:
-        stack = replace(stack, sequence_parallel=bool(p["sp"]))
+        framework = replace(framework, sequence_parallel=bool(p["sp"]))
     if p.get("async_tp"):
-        stack = replace(stack, tensor_overlap=0.5)
-    if stack.family == "nemo" and p.get("recompute") == "selective":
-        # Today's programs repeat what is cheap, norms and activations; attention keeps little since it was fused.
-        stack = replace(stack, recompute_selective=("norm", "activation"))
+        framework = replace(framework, tensor_overlap=0.5)
+    if framework.family == "nemo" and p.get("recompute") == "selective":
+        # Today's frameworks recompute what is cheap, norms and activations; fused attention saves little.
+        framework = replace(framework, recompute_selective=("norm", "activation"))
     if "nvidia-smi" in note:  # counts the driver and what the allocator holds in reserve
-        stack = replace(stack, context_gib=3.0, fragmentation=0.15)
-    if stack.name == "nemo" and row["model"].get("experts") and p.get("dispatcher") != "NCCL A2A":
-        stack = replace(stack, expert_once=True)
+        framework = replace(framework, context_gib=3.0, fragmentation=0.15)
+    if framework.name == "nemo" and row["model"].get("experts") and p.get("dispatcher") != "NCCL A2A":
+        framework = replace(framework, expert_once=True)
     if "A2A overlap" in note or group == "megatron_bridge":
-        stack = replace(stack, expert_overlap=0.6)
-    return stack
+        framework = replace(framework, expert_overlap=0.6)
+    return framework
 
 
 def job_of_row(row: Row) -> RowJob:
@@ -242,7 +246,7 @@ def job_of_row(row: Row) -> RowJob:
         seq_len=row["model"]["seq"],
         global_batch=batch,
         microbatch=micro,
-        stack=stack_of(row, modern=modern),
+        framework=framework_of(row, modern=modern),
         cluster=cluster,
         dtype="float16" if precision == "fp16" else "bfloat16",
         fp8="fp8" in precision,

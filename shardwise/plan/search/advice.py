@@ -11,13 +11,11 @@ import numpy as np
 
 from shardwise.hardware import find_chip
 from shardwise.ledger import Memory
-from shardwise.plan.cost.job import job_of
-from shardwise.plan.cost.memory import GIB
-from shardwise.plan.plan import memory_of
-from shardwise.plan.search.layouts import Space
-from shardwise.plan.search.screen import Group, Place
+from shardwise.plan.cost.job import GIB, job_of
+from shardwise.plan.search.screen import Group, LayoutIndex, Space
 from shardwise.plan.search.space import LOOPED, Sizes, divisors, with_choices
 from shardwise.plan.time.step import step_times
+from shardwise.plan.trainer.memory import memory_of
 from shardwise.run import Problem, Run, UserError
 from shardwise.run.check import broken_rules
 
@@ -65,7 +63,7 @@ def counts_of(run: Run, devices: Sequence[int] | None, keep: int, max_microbatch
     return counts, per_node
 
 
-def nothing_legal(run: Run, counts: Sequence[int], per_node: int, max_microbatch: int) -> UserError:
+def nothing_legal(run: Run, counts: Sequence[int], per_node: int) -> UserError:
     """Why no layout keeps the rules: those that the nearest one breaks."""
     count = counts[-1]
     broken = min((_broken(run, trial, count, per_node) for trial in _trials(run, count)), key=len, default=[])
@@ -95,14 +93,14 @@ def _trials(run: Run, count: int) -> Iterator[Sizes]:
 
 
 def _broken(run: Run, size: Sizes, count: int, per_node: int) -> list[Any]:
-    words = {} if "schedule" in run.layout.fixed else {"schedule": "1f1b"}
-    return list(broken_rules(with_choices(run, size, words, count, per_node)))
+    chosen = {} if "schedule" in run.layout.fixed else {"schedule": "1f1b"}
+    return list(broken_rules(with_choices(run, size, chosen, count, per_node)))
 
 
-def leanest(space: Space) -> list[tuple[Group, Place]]:
+def leanest(space: Space) -> list[tuple[Group, LayoutIndex]]:
     """Of some groups of layouts the one that needs the least memory by the estimate, the leanest first."""
     found = sorted(((*group.leanest(), group) for group in space.groups), key=lambda one: one[0])
-    return [(group, place) for need, place, group in found[:LEANEST] if np.isfinite(need)]
+    return [(group, index) for need, index, group in found[:LEANEST] if np.isfinite(need)]
 
 
 def nothing_there(space: Space) -> str:
@@ -114,8 +112,8 @@ def nothing_there(space: Space) -> str:
 
 
 def _leanest(space: Space) -> tuple[Run, Memory]:
-    group, place = leanest(space)[0]
-    lean = group.run_at(place)
+    group, index = leanest(space)[0]
+    lean = group.run_at(index)
     return lean, memory_of(lean, job_of(lean))
 
 
@@ -156,7 +154,7 @@ def smallest_count(run: Run, above: int, per_node: int) -> int:
     run = replace(run, layout=layout, train=replace(run.train, microbatch=run.train.microbatch or 1))
 
     def fits(count: int) -> bool:
-        runs = (group.run_at(place) for group, place in leanest(Space(run, count, per_node)))
+        runs = (group.run_at(index) for group, index in leanest(Space(run, count, per_node)))
         return any(memory_of(one, job_of(one)).fits for one in runs)
 
     low, high = above, 2 * max(above, per_node)
@@ -169,53 +167,55 @@ def smallest_count(run: Run, above: int, per_node: int) -> int:
     return next((count for count in range(start, high, step) if fits(count)), high)
 
 
-def next_changes(layouts: Sequence[tuple[Group, Place, float]]) -> list[str]:
+def next_changes(layouts: Sequence[tuple[Group, LayoutIndex, float]]) -> list[str]:
     """What the best change of one key would bring to each layout, given the seconds of its step. What a smaller axis frees
     goes to the data ranks. A change that needs up to twice the memory is named too, since that is what memory would buy."""
-    asked: dict[tuple[Group, str, int], list[tuple[int, Place, str]]] = {}
-    for n, (group, place, _) in enumerate(layouts):
-        for there, where, what in _neighbours(group, place):
+    asked: dict[tuple[Group, str, int], list[tuple[int, LayoutIndex, str]]] = {}
+    for n, (group, index, _) in enumerate(layouts):
+        for there, where, what in _neighbours(group, index):
             asked.setdefault((there, where.schedule, where.chunks), []).append((n, where, what))
-    best: dict[int, tuple[float, Group, Place, str]] = {}
+    best: dict[int, tuple[float, Group, LayoutIndex, str]] = {}
     for (group, _, _), found in asked.items():
         for (seconds, need), (n, where, what) in zip(_evaluate(group, [w for _, w, _ in found]), found, strict=True):
             if need <= 2 * group.space.capacity and seconds < best.get(n, (np.inf,))[0]:
                 best[n] = seconds, group, where, what
-    steps = step_times([group.prepared_at(place) for _, group, place, _ in best.values()])
+    steps = step_times([group.prepared_at(index) for _, group, index, _ in best.values()])
     after = {n: step.seconds for n, step in zip(best, steps, strict=True)}
     return [
         _sentence(seconds / after[n], *best[n][1:]) if n in best else "" for n, (_, _, seconds) in enumerate(layouts)
     ]
 
 
-def _sentence(gain: float, group: Group, place: Place, what: str) -> str:
-    run = group.run_at(place)
+def _sentence(gain: float, group: Group, index: LayoutIndex, what: str) -> str:
+    run = group.run_at(index)
     peak, capacity = memory_of(run, job_of(run)).peak, group.space.capacity
     room = f"needs {peak / GIB:.1f} GiB" + (f", {(peak - capacity) / GIB:.1f} too many" if peak > capacity else "")
     return f"{what}: {100 * (gain - 1):+.1f} %, {room}"
 
 
-def _evaluate(group: Group, places: list[Place]) -> list[tuple[float, float]]:
-    """Screened seconds and bytes of places of one group and schedule."""
-    rows = np.unique([place.row for place in places])
+def _evaluate(group: Group, indices: list[LayoutIndex]) -> list[tuple[float, float]]:
+    """Screened seconds and bytes of indices of one group and schedule."""
+    rows = np.unique([index.row for index in indices])
     where = {row: n for n, row in enumerate(rows.tolist())}
-    (one,) = group.screen([places[0][:2]], rows)
-    return [(float(one.seconds[p.method, where[p.row]]), float(one.memory[where[p.row]])) for p in places]
+    (one,) = group.screen([indices[0][:2]], rows)
+    return [(float(one.seconds[p.method, where[p.row]]), float(one.memory[where[p.row]])) for p in indices]
 
 
-def _neighbours(group: Group, place: Place) -> Iterator[tuple[Group, Place, str]]:
+def _neighbours(group: Group, index: LayoutIndex) -> Iterator[tuple[Group, LayoutIndex, str]]:
     """Layouts that differ in one key, with the words for it."""
-    space, words = group.space, group.words(place)
-    size = Sizes(*(int(x) for x in group.sizes.at(place.row % group.shape[2])))
+    space, chosen = group.space, group.choices_at(index)
+    size = group.sizes_at(index)
     found = [
-        _moved(space, size, words, {key: value}, key) for key, values in vars(space.choices).items() for value in values
+        _moved(space, size, chosen, {key: value}, key)
+        for key, values in vars(space.choices).items()
+        for value in values
     ]
     for schedule, chunks in group.schedules:
-        key = "schedule" if schedule != place.schedule else "chunks"
-        found.append(_moved(space, size, words, dict(schedule=schedule, chunks=chunks), key))
-    found += [_moved(space, changed, words, {}, key, size) for key, changed in _resized(space, size)]
-    # What makes no difference leads back to the same place.
-    yield from (one for one in found if one is not None and one[:2] != (group, place))
+        key = "schedule" if schedule != index.schedule else "chunks"
+        found.append(_moved(space, size, chosen, dict(schedule=schedule, chunks=chunks), key))
+    found += [_moved(space, changed, chosen, {}, key, size) for key, changed in _resized(space, size)]
+    # What makes no difference leads back to the same index.
+    yield from (one for one in found if one is not None and one[:2] != (group, index))
 
 
 def _resized(space: Space, size: Sizes) -> Iterator[tuple[str, Sizes]]:
@@ -232,14 +232,14 @@ def _resized(space: Space, size: Sizes) -> Iterator[tuple[str, Sizes]]:
 
 
 def _moved(
-    space: Space, size: Sizes, words: dict[str, Any], change: dict[str, Any], key: str, before: Sizes | None = None
-) -> tuple[Group, Place, str] | None:
-    """The place of a changed layout and the words for the change, where the space has it."""
-    wanted = words | change
+    space: Space, size: Sizes, chosen: dict[str, Any], change: dict[str, Any], key: str, before: Sizes | None = None
+) -> tuple[Group, LayoutIndex, str] | None:
+    """The index of a changed layout and the words for the change, where the space has it."""
+    wanted = chosen | change
     found = space.find(size, wanted)
     if found is None:
         return None
-    old, new = (getattr(before, key), getattr(size, key)) if before is not None else (words[key], wanted[key])
+    old, new = (getattr(before, key), getattr(size, key)) if before is not None else (chosen[key], wanted[key])
     of = f" of {wanted['chunks']} chunks" if key == "schedule" and new in LOOPED else ""
     return *found, f"{key} {_word(old)} → {_word(new)}{of}"
 

@@ -1,16 +1,16 @@
-"""Memory that a layout leaves free, spent on activations: where every layer would be computed again, only as many are as must be.
+"""Memory that a layout leaves free, spent on saved activations: only as many layers are recomputed as must be.
 
-The search compares layouts with all layers recomputed or none. For the best of them this finds the largest budget of kept
-activations that still fits (`recompute = "budget"`), since each layer that is kept is one that is not computed twice.
+The search compares layouts with all layers recomputed or none. For the best of them this finds the largest budget of saved
+activations that still fits (`recompute = "budget"`), since a layer whose activations are saved is not computed twice.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwise.plan.cost.job import job_of
-from shardwise.plan.cost.memory import GIB
-from shardwise.plan.plan import Plan, memory_of, plan_job
+from shardwise.plan.cost.job import GIB, job_of
+from shardwise.plan.plan import Plan, plan_job
+from shardwise.plan.trainer.memory import memory_of
 from shardwise.run import Run
 
 STEPS = 7

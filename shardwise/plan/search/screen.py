@@ -1,7 +1,8 @@
-"""Step time and memory of many layouts at once, by closed forms: what the search sorts out with before it plays schedules.
+"""Step time and memory of all layouts of a run, by closed forms: how the search sorts layouts out before it plays schedules.
 
-Layouts with one size of pipeline and the same open choices are a `Group`; a row of it is a recomputation, a ZeRO stage and
-sizes. Memory comes first, since it is cheap and rules most layouts out; then a bound on the time; then the time.
+A `Space` is all layouts on so many devices, with the tables they read. Layouts with one size of pipeline and the same open choices
+are a `Group`; a row of it is a recomputation, a ZeRO stage and sizes. Memory comes first, since it is cheap and rules most layouts
+out; then a bound on the time; then the time.
 """
 
 from __future__ import annotations
@@ -14,22 +15,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwise.plan.cost.job import overlapped
-from shardwise.plan.cost.memory import casts_kept
+from shardwise.plan.cost.constants import constants_of
+from shardwise.plan.cost.job import GIB, Job, job_of, overlapped
+from shardwise.plan.cost.memory import standing_casts
 from shardwise.plan.cost.passes import Passes
 from shardwise.plan.search.bubbles import Pace, in_flight, makespan
-from shardwise.plan.search.space import V_SHAPED, network_legal, with_choices
-from shardwise.plan.search.tables import Cut, cut_key
-from shardwise.plan.time.step import DataSeconds, Prepared, tail_seconds, update_seconds, with_sharing
-from shardwise.run import Run
+from shardwise.plan.search.space import LOOPED, V_SHAPED, Sizes, choices, legal, plain, schedules, sizes, with_choices
+from shardwise.plan.search.tables import LayerTable, ParameterTable, StageSplit, split_key, stage_split, transfers
+from shardwise.plan.time.step import DataSeconds, Prepared, slowdown, tail_seconds, update_seconds, with_zero
+from shardwise.run import LayoutConfig, Run
+from shardwise.run.derive import compiles, planned_on_gpu
 
 Array = Any
 AT_ONCE = 12_000
 """Layouts in one array: few enough for the arrays of a formula to stay in the processor's cache."""
 
 
-class Place(NamedTuple):
-    """Where a layout stands in a group."""
+class LayoutIndex(NamedTuple):
+    """A layout of a group: its schedule, and the numbers of its method and its row."""
 
     schedule: str
     chunks: int
@@ -48,33 +51,147 @@ class Screened(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Rows of a group, and where each stands in the tables."""
+    """Rows of a group, and their rows in the tables."""
 
     recompute: Array
     zero: Array
     column: Array
     layer: Array
-    share: Array
+    parameters: Array
     microbatches: Array
 
 
-class Group:
-    """Layouts of one pipeline size and with the same open choices."""
+class Space:
+    """All layouts of a run on so many devices, in groups, with the tables they read."""
 
-    def __init__(self, space: Any, pipeline: int, wide: bool, index: Array, open_: tuple[bool, bool, bool]) -> None:
-        self.space, self.pipeline, self.expert_tensor = space, pipeline, wide
+    def __init__(self, run: Run, devices: int, per_node: int, most_microbatch: int = 0) -> None:
+        self.devices, self.per_node = devices, per_node
+        alone = replace(run, layout=LayoutConfig(replicate=devices, recompute=run.layout.recompute))
+        # What may depend on the layout is settled before layouts are compared.
+        compiled = compiles(alone, gpu=planned_on_gpu(run))
+        self.run = run = replace(run, train=replace(run.train, compile=compiled))
+        self.choices, self.plain = choices(run), plain(run.layout)
+        found = sizes(run, devices, most_microbatch)
+        self.schedules = {p: schedules(run, p) for p in np.unique(found.pipeline).tolist()}
+        possible = np.array([bool(self.schedules[p]) for p in found.pipeline.tolist()], dtype=bool)
+        self.sizes: Sizes = found.at(np.flatnonzero(possible & bool(self.choices.recompute)))
+        inside = min(per_node, devices)
+        cluster = replace(run.cluster, nodes=devices // inside, devices_per_node=inside)
+        lone = replace(self.plain, replicate=devices, shard=1, context=1, tensor=1, pipeline=1, expert=1)
+        self.job: Job = job_of(replace(run, cluster=cluster, layout=lone))
+        self.constants = constants_of(self.job)
+        self.slower = float(slowdown(self.job, self.constants))
+        self.capacity = float(self.job.cluster.chip.memory) * (1.0 - self.job.headroom)
+        self.methods = list(product(self.choices.context_method, self.choices.async_tensor))
+        self._splits: dict[tuple[int, int, bool], StageSplit] = {}
+        self.layers: dict[bool, LayerTable] = {}
+        self.parameters: dict[tuple[bool, int], ParameterTable] = {}
+        self.parameter_row = np.zeros(len(self.sizes.tensor), dtype=np.int64)
+        self.groups: list[Group] = []
+        if len(self.sizes.tensor):
+            self._fill()
+            self.groups = list(self._groups())
+
+    @property
+    def count(self) -> int:
+        """Legal layouts."""
+        return sum(group.count for group in self.groups)
+
+    def split(self, pipeline: int, schedule: str, chunks: int) -> StageSplit:
+        """How a schedule splits the layers."""
+        key = split_key(pipeline, schedule, chunks)
+        if key not in self._splits:
+            self._splits[key] = stage_split(self.job, pipeline, schedule, chunks)
+        return self._splits[key]
+
+    def values(self, key: str) -> list[int]:
+        """The values a size takes."""
+        return np.unique(getattr(self.sizes, key)).tolist()
+
+    @cached_property
+    def _columns(self) -> dict[tuple[bool, Sizes], tuple[Group, int]]:
+        """The group and the column of each size."""
+        return {
+            (group.expert_tensor, Sizes(*size)): (group, column)
+            for group in self.groups
+            for column, size in enumerate(zip(*(x.tolist() for x in group.sizes), strict=True))
+        }
+
+    def find(self, size: Sizes, chosen: dict[str, Any]) -> tuple[Group, LayoutIndex] | None:
+        """Where a layout is listed; of those that a choice makes no difference to, the one that is listed."""
+        expert_tensor = chosen["expert_tensor"] if size.tensor > 1 else self.choices.expert_tensor[0]
+        home = self._columns.get((expert_tensor, size))
+        if home is None or chosen["recompute"] not in self.choices.recompute:
+            return None
+        group, column = home
+        same = [s for s in group.schedules if s == (chosen["schedule"], chosen["chunks"]) or size.pipeline == 1]
+        alike = same or [s for s in group.schedules if s[0] == chosen["schedule"] and s[0] not in LOOPED]
+        method = (chosen["context_method"] if size.context > 1 else self.choices.context_method[0],
+                  chosen["async_tensor"] if size.tensor > 1 else self.choices.async_tensor[0])  # fmt: skip
+        zero = chosen["zero"] if chosen["zero"] in group.zero else group.zero[0]
+        if not alike or method not in group.methods or not group.legal[group.methods.index(method), column]:
+            return None
+        a, z = self.choices.recompute.index(chosen["recompute"]), group.zero.index(zero)
+        row = int(np.ravel_multi_index((a, z, column), group.shape))
+        return group, LayoutIndex(*alike[0], group.methods.index(method), row)
+
+    def _fill(self) -> None:
+        """Makes the tables."""
+        every = self.sizes
+        self.transfers = transfers(self.job, every)
+        for expert_tensor in self.choices.expert_tensor:
+            self.layers[expert_tensor] = LayerTable(self.job, every, self.choices, expert_tensor)
+            for pipeline in np.unique(every.pipeline).tolist():
+                index = np.flatnonzero(every.pipeline == pipeline)
+                self.parameter_row[index] = np.arange(len(index))
+                splits = [self.split(pipeline, *one) for one in self.schedules[pipeline]]
+                table = ParameterTable(self.job, every.at(index), self.choices, splits, expert_tensor)
+                self.parameters[expert_tensor, pipeline] = table
+
+    @cached_property
+    def seconds(self) -> dict[bool, Array]:
+        """Times of the modules of the network, with and without `expert_tensor`."""
+        return {expert_tensor: layers.seconds(self.methods) for expert_tensor, layers in self.layers.items()}
+
+    @cached_property
+    def least(self) -> dict[bool, Array]:
+        """The times of the whole network under the fastest method."""
+        model = self.job.model
+        dense = model.dense_layers if model.experts else model.layers
+        parts = np.array([dense, model.layers - dense, 1.0, 1.0])
+        return {key: np.tensordot(parts, table.sum(axis=0), 1).min(axis=0) for key, table in self.seconds.items()}
+
+    def _groups(self) -> Iterator[Group]:
+        every = self.sizes
+        own = (every.context > 1, every.tensor > 1, every.shard * every.context > 1)
+        for expert_tensor in self.choices.expert_tensor:
+            # With one tensor rank, cutting experts or not is the same.
+            there = (every.tensor > 1) | (expert_tensor == self.choices.expert_tensor[0])
+            for pipeline in np.unique(every.pipeline).tolist():
+                for split in product((False, True), repeat=3):
+                    alike = [has == wants for has, wants in zip(own, split, strict=True)]
+                    index = np.flatnonzero(there & (every.pipeline == pipeline) & np.logical_and.reduce(alike))
+                    if len(index):
+                        yield Group(self, pipeline, expert_tensor, index, *split)
+
+
+class Group:
+    """Layouts of one pipeline size and with the same open choices: a context method where sequences are `sliced`, overlap where
+    tensors are `cut`, a ZeRO stage where parameters are `sharded`."""
+
+    def __init__(
+        self, space: Space, pipeline: int, expert_tensor: bool, index: Array, sliced: bool, cut: bool, sharded: bool
+    ) -> None:
+        self.space, self.pipeline, self.expert_tensor = space, pipeline, expert_tensor
         self.sizes = space.sizes.at(index)
-        sliced, split, shared = open_
         has = space.choices
         methods = has.context_method if sliced else has.context_method[:1]
-        overlaps = has.async_tensor if split else has.async_tensor[:1]
-        self.methods = list(product(methods, overlaps))
-        self.zero = has.zero if shared else has.zero[:1]
-        self.layers, self.shares = space.layers[wide], space.shares[wide, pipeline]
+        self.methods = list(product(methods, has.async_tensor if cut else has.async_tensor[:1]))
+        self.zero = has.zero if sharded else has.zero[:1]
+        self.layers, self.parameters = space.layers[expert_tensor], space.parameters[expert_tensor, pipeline]
         self.layer_row = self.layers.row[index]
-        self.share_row = self.shares.row[space.share_place[index]]
-        self.index = index
-        self.hop, self.logits, self.buffers = (column[index] for column in space.moved)
+        self.parameter_row = self.parameters.row[space.parameter_row[index]]
+        self.hop, self.logits, self.buffers = (column[index] for column in space.transfers)
         self.legal: Array = np.array([self._legal(method) for method, _ in self.methods])
         s = self.sizes
         self.microbatches = space.job.global_batch // (s.microbatch * s.replicate * s.shard)
@@ -86,8 +203,8 @@ class Group:
 
     def _legal(self, method: str) -> Array:
         """Sizes that keep the rules under a context method. The other choices were made so that they do."""
-        lay = replace(self.space.plain, context_method=method, expert_tensor=self.expert_tensor)
-        return network_legal(self.space.run, self.sizes.into(lay))
+        lay = replace(self.space.plain, context_method=method, expert_tensor=self.expert_tensor)  # type: ignore[arg-type]
+        return legal(replace(self.space.run, layout=self.sizes.into(lay)))
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -112,66 +229,61 @@ class Group:
     def _at(self, rows: Array) -> _Rows:
         a, z, column = np.unravel_index(rows, self.shape)
         layer = a * self.layers.size + self.layer_row[column]
-        share = z * self.shares.size + self.share_row[column]
-        return _Rows(a, z, column, layer, share, self.microbatches[column])
+        parameters = z * self.parameters.size + self.parameter_row[column]
+        return _Rows(a, z, column, layer, parameters, self.microbatches[column])
 
     def screen(
-        self, wanted: list[tuple[str, int]], rows: Array, room: float = np.inf, limit: float = np.inf
+        self, wanted: list[tuple[str, int]], rows: Array, most_memory: float = np.inf, most_seconds: float = np.inf
     ) -> Iterator[Screened]:
-        """Rows under some schedules. Those that need more room, or that certainly take longer than the limit, are left out
-        of what comes back. What is illegal takes forever."""
+        """Rows under some schedules, without those that need more memory or certainly take longer. Illegal ones take forever."""
         at = self._at(rows)
         share = self.microbatches / self.pipeline * self.space.slower
-        quick = np.flatnonzero(share[at.column] * self.space.least[self.expert_tensor][at.layer] <= limit)
+        quick = np.flatnonzero(share[at.column] * self.space.least[self.expert_tensor][at.layer] <= most_seconds)
         rows, at = rows[quick], _Rows(*(x[quick] for x in at))
         for _, same in groupby(sorted(wanted, key=self._key), key=self._key):
             names = list(same)
-            one = self.space.cut(self.pipeline, *names[0])
-            base, whole = self._held(one, at)
-            memory = [self._memory(one, schedule, at, base, whole) for schedule, _ in names]
-            fits = np.flatnonzero(np.minimum.reduce(memory) <= room)
+            split = self.space.split(self.pipeline, *names[0])
+            base, saved = self._held(split, at)
+            memory = [self._memory(split, schedule, at, base, saved) for schedule, _ in names]
+            fits = np.flatnonzero(np.minimum.reduce(memory) <= most_memory)
             for few in np.array_split(fits, -(-len(fits) * len(self.methods) // AT_ONCE) or 1):
                 if len(few):
                     part = _Rows(*(x[few] for x in at))
-                    pace, rest = self._pace(one, part)
+                    pace, rest = self._pace(split, part)
                     for (schedule, chunks), need in zip(names, memory, strict=True):
                         seconds: Array = (makespan(schedule, pace, part.microbatches) + rest) * self.space.slower
                         seconds[~self.legal[:, part.column]] = np.inf
                         yield Screened(schedule, chunks, rows[few], seconds, need[few])
 
-    def leanest(self) -> tuple[float, Place]:
+    def leanest(self) -> tuple[float, LayoutIndex]:
         """The least memory of any layout, and which it is."""
-        rows, best = self.rows(), (np.inf, Place("", 0, 0, 0))
+        rows, best = self.rows(), (np.inf, LayoutIndex("", 0, 0, 0))
         at = self._at(rows)
+        some_legal = self.legal.any(axis=0)[at.column]
         for schedule, chunks in self.schedules:
-            one = self.space.cut(self.pipeline, schedule, chunks)
-            memory = np.where(
-                self.legal.any(axis=0)[at.column], self._memory(one, schedule, at, *self._held(one, at)), np.inf
-            )
+            split = self.space.split(self.pipeline, schedule, chunks)
+            memory = np.where(some_legal, self._memory(split, schedule, at, *self._held(split, at)), np.inf)
             row = int(memory.argmin())
             if memory[row] < best[0]:
                 method = int(self.legal[:, at.column[row]].argmax())
-                best = float(memory[row]), Place(schedule, chunks, method, row)
+                best = float(memory[row]), LayoutIndex(schedule, chunks, method, row)
         return best
 
     def _key(self, schedule: tuple[str, int]) -> tuple[int, int, bool]:
-        return cut_key(self.pipeline, *schedule)
+        return split_key(self.pipeline, *schedule)
 
-    def _pace(self, one: Cut, at: _Rows) -> tuple[Pace, Array]:
+    def _pace(self, split: StageSplit, at: _Rows) -> tuple[Pace, Array]:
         """What the schedule's closed form reads, and the seconds of a step beside it."""
-        constants, ranks, job = self.space.constants, one.ranks, self.space.job
-        table = np.take(self.seconds, at.layer, axis=-1)
-        own = _passes(one.parts, *table)
-        data = self.shares.traffic(one, at.share)
-        beside = DataSeconds(*(x[:, None] for x in data))
+        constants, ranks, job = self.space.constants, split.ranks, self.space.job
+        own = _passes(split.parts, *np.take(self.seconds, at.layer, axis=-1))
+        data = self.parameters.traffic(split, at.parameters)
+        zero = with_zero(own, DataSeconds(*(x[:, None] for x in data)), constants)
         hop = constants["pipeline"] * self.hop[at.column]
-        blocks = hop if job.stack.pipeline_blocks else 0.0
-        shared = with_sharing(own, beside, constants)
-        forward, inputs, weights = shared.forward + blocks, shared.backward_input + blocks, shared.backward_weight
+        blocks = hop if job.framework.pipeline_blocks else 0.0
+        forward, inputs, weights = zero.forward + blocks, zero.backward_input + blocks, zero.backward_weight
         busiest = np.tensordot(ranks, forward + inputs + weights, 1).max(axis=0)
-        mean = one.counts / one.counts.sum()
-        stage = _passes(mean, forward, inputs, weights)
-        chunks = len(one.stages) // self.pipeline
+        stage = _passes(split.counts / split.counts.sum(), forward, inputs, weights)
+        chunks = len(split.stages) // self.pipeline
         pace = Pace(
             self.pipeline, chunks, stage.forward, stage.backward_input, stage.backward_weight, busiest, hop - blocks
         )
@@ -180,55 +292,59 @@ class Group:
         rest = tail_seconds(job, work, sent, constants).max(axis=0) + constants["overhead"]
         return pace, rest + update_seconds(job, sent, constants).max(axis=0)
 
-    def _held(self, one: Cut, at: _Rows) -> tuple[Array, Array]:
-        """What each kind of rank holds besides activations, and what one microbatch keeps on it: [kind of rank, row]."""
-        fixed, share = self.space.workspace
-        states, gathered, cast = self.shares.memory(one, at.share)
-        stays = np.array([casts_kept(self.space.job, mode) for mode in self.space.choices.recompute])[at.recompute]
-        kept, again = self.layers.kept
-        has_head = (one.ranks @ one.parts[:, 3]) > 0
-        moving = gathered + cast * stays + (self.buffers[at.column] + again[at.layer])
+    def _held(self, split: StageSplit, at: _Rows) -> tuple[Array, Array]:
+        """What each kind of rank holds besides activations, and what one microbatch saves on it: [kind of rank, row]."""
+        framework = self.space.job.framework
+        states, gathered, cast = self.parameters.memory(split, at.parameters)
+        stands = np.array([standing_casts(self.space.job, mode) for mode in self.space.choices.recompute])[at.recompute]
+        saved, recomputed = self.layers.saved
+        has_head = (split.ranks @ split.parts[:, 3]) > 0
+        moving = gathered + cast * stands + (self.buffers[at.column] + recomputed[at.layer])
         moving[has_head] += self.logits[at.column]
-        parts = one.parts * (1.0, 1.0, 1.0, 0.0)  # the head's own tensors are the logits
-        return states + fixed + (1.0 + share) * moving, (1.0 + share) * (one.ranks @ parts) @ kept[:, at.layer]
+        parts = split.parts * (1.0, 1.0, 1.0, 0.0)  # the head's own tensors are the logits
+        fixed, wasted = framework.context_gib * GIB, 1.0 + framework.fragmentation
+        return states + fixed + wasted * moving, wasted * (split.ranks @ parts) @ saved[:, at.layer]
 
-    def _memory(self, one: Cut, schedule: str, at: _Rows, base: Array, whole: Array) -> Array:
+    def _memory(self, split: StageSplit, schedule: str, at: _Rows, base: Array, saved: Array) -> Array:
         """Bytes of the fullest rank."""
-        chunks = len(one.stages) // self.pipeline
-        ranks = one.latest if schedule in V_SHAPED else one.earliest
-        held = [in_flight(schedule, self.pipeline, chunks, rank, at.microbatches) for rank in ranks]
-        return np.maximum.reduce([b + h * w for b, h, w in zip(base, held, whole, strict=True)])
+        chunks = len(split.stages) // self.pipeline
+        ranks = split.latest if schedule in V_SHAPED else split.earliest
+        flying = [in_flight(schedule, self.pipeline, chunks, rank, at.microbatches) for rank in ranks]
+        return np.maximum.reduce([b + f * s for b, f, s in zip(base, flying, saved, strict=True)])
 
-    def words(self, place: Place) -> dict[str, Any]:
-        """The choices at a place, by key."""
-        method, overlap = self.methods[place.method]
-        a, z, _ = np.unravel_index(place.row, self.shape)
+    def choices_at(self, index: LayoutIndex) -> dict[str, Any]:
+        """The choices of a layout, by key."""
+        method, overlap = self.methods[index.method]
+        a, z, _ = np.unravel_index(index.row, self.shape)
         return dict(
             zero=self.zero[z],
             context_method=method,
             async_tensor=overlap,
             expert_tensor=self.expert_tensor,
-            schedule=place.schedule,
-            chunks=place.chunks,
+            schedule=index.schedule,
+            chunks=index.chunks,
             recompute=self.space.choices.recompute[a],
         )
 
-    def run_at(self, place: Place) -> Run:
-        """The run with the layout at a place."""
-        size = self.sizes.at(place.row % self.shape[2])
-        return with_choices(self.space.run, size, self.words(place), self.space.devices, self.space.per_node)
+    def sizes_at(self, index: LayoutIndex) -> Sizes:
+        """The sizes of a layout."""
+        return Sizes(*(int(x) for x in self.sizes.at(index.row % self.shape[2])))
 
-    def prepared_at(self, place: Place) -> Prepared:
-        """What `prepare` would say of the layout at a place, read from the tables."""
-        run, words, column = self.run_at(place), self.words(place), place.row % self.shape[2]
+    def run_at(self, index: LayoutIndex) -> Run:
+        """The run with a layout filled in."""
+        space, chosen = self.space, self.choices_at(index)
+        return with_choices(space.run, self.sizes_at(index), chosen, space.devices, space.per_node)
+
+    def prepared_at(self, index: LayoutIndex) -> Prepared:
+        """What `prepare` would say of a layout, read from the tables."""
+        run, chosen, column = self.run_at(index), self.choices_at(index), index.row % self.shape[2]
         job = replace(self.space.job, layout=run.layout, microbatch=run.train.microbatch)
-        one = self.space.cut(self.pipeline, place.schedule, place.chunks)
-        network = self.layers.piece_at(int(self.layer_row[column]), words["recompute"], words["context_method"])
-        held, data = self.shares.data_at(one, int(self.share_row[column]), words["zero"])
-        pieces = [network.stage(d, r, first=float(b), last=float(e)) for d, r, b, e in one.kinds]
-        kinds, hop = list(one.stages), float(self.hop[column])
-        job = overlapped(job, words["async_tensor"])
-        return Prepared(job, list(one.layers), [held[k] for k in kinds], kinds, pieces, data, hop)
+        split = self.space.split(self.pipeline, index.schedule, index.chunks)
+        network = self.layers.network_at(int(self.layer_row[column]), chosen["recompute"], chosen["context_method"])
+        stages = [network.stage(d, r, first=float(b), last=float(e)) for d, r, b, e in split.kinds]
+        data = self.parameters.data_at(split, int(self.parameter_row[column]), chosen["zero"])
+        job = overlapped(job, chosen["async_tensor"])
+        return Prepared(job, list(split.stages), stages, data, float(self.hop[column]))
 
 
 def _passes(parts: Array, forward: Array, inputs: Array, weights: Array) -> Passes:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -18,21 +17,21 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from shardwise.plan.cost.job import job_of
-from shardwise.plan.plan import Plan, memory_of, plan_job
+from shardwise.plan.plan import Plan, plan_job
 from shardwise.plan.search.advice import counts_of, leanest, next_changes, nothing_fits, nothing_legal, nothing_there
-from shardwise.plan.search.layouts import Space
 from shardwise.plan.search.recompute_budget import keeping
-from shardwise.plan.search.screen import Group, Place, Screened
+from shardwise.plan.search.screen import Group, LayoutIndex, Screened, Space
 from shardwise.plan.time.step import prepare, step_times
+from shardwise.plan.trainer.memory import memory_of
 from shardwise.run import Run
 
-ROOMS = (1.05, 0.9, 0.75, 0.6, 0.45)
-"""Screened memory may be off: what needs up to so many times the capacity is looked at, and where too little of that really fits,
-the fastest of what is leaner."""
+MEMORY_LIMITS = (1.05, 0.9, 0.75, 0.6, 0.45)
+"""Screened memory may be off. First what needs up to 1.05 of the capacity is looked at; where some of that does not really fit, the
+fastest of what is leaner."""
 SLOWER = 1.6
 """Layouts that take this many times the best one's step are of no interest, however lean."""
 BINS = 48
-"""Steps of memory in which the front is kept while screening."""
+"""Steps of memory on the front while screening."""
 POOL, PLAYED = 600, 240
 """Candidates kept while screening, and the most that are played."""
 SAMPLE = 23
@@ -47,7 +46,7 @@ class Candidate(NamedTuple):
     seconds: float
     memory: float
     group: Group
-    place: Place
+    layout: LayoutIndex
 
 
 Timed = tuple[float, Candidate]
@@ -75,8 +74,6 @@ class SearchResult:
     """Legal layouts."""
     simulated: int
     """Of these, schedules played in full; the others were screened."""
-    seconds: float
-    """That the search took."""
     without: dict[int, str]
     """For each number of devices that no layout is shown of, why."""
     timed: list[Timed] = field(repr=False)
@@ -97,43 +94,30 @@ class SearchResult:
         ranking = [p.as_dict() | {"next_change": c} for p, c in zip(self.ranking, self.next_changes, strict=True)]
         front = [p.as_dict() for p in self.pareto]
         without = [{"devices": count, "reason": why} for count, why in self.without.items()]
-        return {
-            "searched": self.searched,
-            "simulated": self.simulated,
-            "ranking": ranking,
-            "pareto": front,
-            "without": without,
-        }
+        counts = {"searched": self.searched, "simulated": self.simulated}
+        return counts | {"ranking": ranking, "pareto": front, "without": without}
 
 
-def search(
-    run: Run,
-    *,
-    devices: Sequence[int] | None = None,
-    keep: int = 20,
-    max_microbatch: int = 0,
-    progress: Callable[[float], None] | None = None,
-) -> SearchResult:
-    """The best layouts of a run whose layout is `auto`, on its cluster or on each of several numbers of devices, of which every
-    one has its best layout in the ranking, or a sentence on why there is none.
-
-    `progress` is called with the share that is done. Raises `UserError` with every reason where nothing is legal or fits.
-    """
-    start = time.perf_counter()
+def search(run: Run, *, devices: Sequence[int] | None = None, keep: int = 20, max_microbatch: int = 0) -> SearchResult:
+    """The best layouts of a run whose layout is `auto`, on its cluster or on each of several numbers of devices. Each number has
+    its best layout in the ranking, or a sentence on why there is none. Raises `UserError` with every reason where nothing is
+    legal or fits."""
     counts, per_node = counts_of(run, devices, keep, max_microbatch)
     timed: list[Timed] = []
     spaces = [Space(run, count, per_node, max_microbatch) for count in counts]
-    streams = [_fitting(space, keep, timed, _part(progress, n, len(spaces))) for n, space in enumerate(spaces)]
+    streams = [_fitting(space, keep, timed) for space in spaces]
     firsts = [next(stream, None) for stream in streams]
     found = [first for first in firsts if first is not None]
     if not any(space.count for space in spaces):
-        raise nothing_legal(run, counts, per_node, max_microbatch)
+        raise nothing_legal(run, counts, per_node)
     if not found:
         raise nothing_fits(run, [space for space in spaces if space.count])
     found += islice(heapq.merge(*streams, key=lambda one: one.worth), max(0, keep - len(found)))
     found.sort(key=lambda one: one.worth)
     ranking = [one.plan for one in found]
-    changes = next_changes([(one.candidate.group, one.candidate.place, one.plan.account.step_seconds) for one in found])
+    changes = next_changes(
+        [(one.candidate.group, one.candidate.layout, one.plan.account.step_seconds) for one in found]
+    )
     kept = keeping(ranking[0]) if "recompute" not in run.layout.fixed else None
     if kept is not None:
         ranking, changes = [kept[0], *ranking], [kept[1], *changes]
@@ -141,8 +125,7 @@ def search(
             spare = _spare([plan.run.layout.world for plan in ranking])
             del ranking[spare], changes[spare]
     without = {space.devices: nothing_there(space) for space, one in zip(spaces, firsts, strict=True) if one is None}
-    took = time.perf_counter() - start
-    return SearchResult(ranking, changes, sum(space.count for space in spaces), len(timed), took, without, timed)
+    return SearchResult(ranking, changes, sum(space.count for space in spaces), len(timed), without, timed)
 
 
 def resolve(run: Run) -> Run:
@@ -155,29 +138,25 @@ def _spare(counts: list[int]) -> int:
     return max(n for n, count in enumerate(counts) if counts.count(count) > 1)
 
 
-def _part(progress: Callable[[float], None] | None, n: int, of: int) -> Callable[[float], None]:
-    return lambda share: progress((n + share) / of) if progress else None
-
-
 class _Pool:
     """The fastest candidates so far, and the fastest for each amount of memory."""
 
-    def __init__(self, room: float, keep: int) -> None:
-        self.room, self.most = room, max(POOL, 4 * keep)
+    def __init__(self, most_memory: float, keep: int) -> None:
+        self.most_memory, self.most = most_memory, max(POOL, 4 * keep)
         self.front = np.full(BINS, np.inf)
         self.slowest = self.limit = np.inf
         self.found: list[tuple[float, float, Group, str, int, int, int]] = []
 
     def look(self, one: Screened) -> None:
-        """Only take note of how fast a layout can be; slower ones than a share of that are not looked at any more."""
-        fits = one.seconds[:, one.memory <= self.room]
+        """Takes note of how fast a layout can be: those that are slower by more than a factor are not looked at any more."""
+        fits = one.seconds[:, one.memory <= self.most_memory]
         if fits.size:
             self.limit = min(self.limit, SLOWER * float(fits.min()))
 
     def add(self, group: Group, one: Screened) -> None:
         """Take what is among the fastest, or faster than all that are as lean."""
-        steps = np.minimum(one.memory * (BINS / self.room), BINS - 1).astype(np.int64)
-        fast = np.where(one.memory <= self.room, np.maximum(self.front[steps], self.slowest), -1.0)
+        steps = np.minimum(one.memory * (BINS / self.most_memory), BINS - 1).astype(np.int64)
+        fast = np.where(one.memory <= self.most_memory, np.maximum(self.front[steps], self.slowest), -1.0)
         fast = np.minimum(fast, self.limit)
         method, row = np.nonzero(one.seconds < fast)
         if not len(row):
@@ -200,36 +179,34 @@ class _Pool:
     def _prune(self) -> None:
         self.found.sort(key=lambda c: c[0])
         fast, rest = self.found[: self.most], self.found[self.most :]
-        lean = (c for c in rest if c[0] <= self.front[min(int(c[1] * BINS / self.room), BINS - 1)])
+        lean = (c for c in rest if c[0] <= self.front[min(int(c[1] * BINS / self.most_memory), BINS - 1)])
         self.found = [*fast, *lean]
         self.slowest = fast[-1][0]
 
     def candidates(self) -> list[Candidate]:
         """The fastest first."""
         self._prune() if len(self.found) > self.most else self.found.sort(key=lambda c: c[0])
-        return [Candidate(c[0], c[1], c[2], Place(*c[3:])) for c in self.found]
+        return [Candidate(c[0], c[1], c[2], LayoutIndex(*c[3:])) for c in self.found]
 
 
-def screen_all(space: Space, keep: int, room: float, progress: Callable[[float], None]) -> list[Candidate]:
-    """The layouts worth playing of all that need no more room: the fastest, and the fastest for each amount of memory."""
-    pool, done = _Pool(room, keep), 0
+def _screen_all(space: Space, keep: int, most_memory: float) -> list[Candidate]:
+    """The layouts worth playing of all that need no more memory: the fastest, and the fastest for each amount of memory."""
+    pool = _Pool(most_memory, keep)
     for group in space.groups:  # a sample, so that most of the rest is known to be too slow without a closer look
-        for one in group.screen(group.schedules[:1], group.rows()[::SAMPLE], pool.room, pool.limit):
+        for one in group.screen(group.schedules[:1], group.rows()[::SAMPLE], pool.most_memory, pool.limit):
             pool.look(one)
     for group in space.groups:
-        for one in group.screen(group.schedules, group.rows(), pool.room, pool.limit):
+        for one in group.screen(group.schedules, group.rows(), pool.most_memory, pool.limit):
             pool.add(group, one)
-        done += group.count
-        progress(done / space.count)
     return pool.candidates()
 
 
-def _fitting(space: Space, keep: int, timed: list[Timed], progress: Callable[[float], None]) -> Iterator[Found]:
+def _fitting(space: Space, keep: int, timed: list[Timed]) -> Iterator[Found]:
     """The layouts of a space that really fit, the best first; what is played on the way is added to `timed`."""
-    seen: set[tuple[Group, Place]] = set()
+    seen: set[tuple[Group, LayoutIndex]] = set()
     some = False
-    for share in ROOMS:
-        pool = screen_all(space, keep, share * space.capacity, progress)
+    for share in MEMORY_LIMITS:
+        pool = _screen_all(space, keep, share * space.capacity)
         played = _play([one for one in pool if one[2:] not in seen], keep)
         seen |= {candidate[2:] for _, candidate in played}
         timed += played
@@ -255,19 +232,18 @@ def _play(pool: list[Candidate], keep: int) -> list[Timed]:
     lean = _front([(c.seconds, c.memory, c.group.space.devices, c) for c in pool])[:FRONT]
     fast = list(_different(pool)) if len(pool) > PLAYED else pool
     candidates = list(dict.fromkeys([*lean, *fast]))[: max(PLAYED, keep)]
-    steps = step_times([candidate.group.prepared_at(candidate.place) for candidate in candidates])
+    steps = step_times([candidate.group.prepared_at(candidate.layout) for candidate in candidates])
     return [(step.seconds, candidate) for step, candidate in zip(steps, candidates, strict=True)]
 
 
 def _different(pool: list[Candidate]) -> Iterator[Candidate]:
-    """Candidates without those that come out the same as one before in everything but how data ranks share."""
+    """Candidates without those that differ from an earlier one only in how the data ranks are sharded."""
     seen: set[tuple[Any, ...]] = set()
     for candidate in pool:
-        group, place = candidate.group, candidate.place
-        size = group.sizes.at(place.row % group.shape[2])
-        words = group.words(place)
+        group, index = candidate.group, candidate.layout
+        size, chosen = group.sizes_at(index), group.choices_at(index)
         step = round(math.log(candidate.seconds) / 0.002)
-        same = (step, *size[2:], place.schedule, place.chunks, words["recompute"], words["context_method"])
+        same = (step, *size[2:], index.schedule, index.chunks, chosen["recompute"], chosen["context_method"])
         if same not in seen:
             seen.add(same)
             yield candidate
@@ -277,22 +253,23 @@ def _chunks_apart(best: list[Timed]) -> Iterator[Timed]:
     """Without those that differ from a better one in the number of chunks alone, which would crowd a ranking."""
     seen: set[tuple[Any, ...]] = set()
     for seconds, candidate in best:
-        group, (schedule, _, method, row) = candidate.group, candidate.place
-        if (group, schedule, method, row) not in seen:
-            seen.add((group, schedule, method, row))
+        schedule, _, method, row = candidate.layout
+        same = (candidate.group, schedule, method, row)
+        if same not in seen:
+            seen.add(same)
             yield seconds, candidate
 
 
 def _planned(timed: Sequence[Timed], *, precise: bool = False) -> Iterator[Found | None]:
     """Plans of those that fit, None for those that do not; with `precise` the first of them with the traffic of every pipeline
     rank, since it is the one that people will run."""
-    runs = [candidate.group.run_at(candidate.place) for _, candidate in timed]
+    runs = [candidate.group.run_at(candidate.layout) for _, candidate in timed]
     jobs = [job_of(run) for run in runs]
     steps = step_times([prepare(job) for job in jobs])
     for (seconds, candidate), run, job, step in zip(timed, runs, jobs, steps, strict=True):
-        space = memory_of(run, job)
-        if space.fits:
-            plan = plan_job(run, job, step, space, precise=precise)
+        memory = memory_of(run, job)
+        if memory.fits:
+            plan = plan_job(run, job, step, memory, precise=precise)
             yield Found(seconds * candidate.group.space.devices, plan, candidate)
             precise = False
         else:

@@ -1,19 +1,22 @@
 """Every layout a job may take: which sizes and choices are legal together, and the list of them all.
 
-The rules are those of `run/check.py`, said once more over arrays, one entry a layout; a test holds the two against each
-other. What changes nothing is listed once: a pipeline of one rank has one schedule, a whole sequence one context method.
+The rules are those of `run/check.py`, read with arrays in the place of sizes, one entry a layout. A choice that changes nothing is
+listed once: a pipeline of one rank has one schedule, a sequence that is not cut has one context method.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import chain
+from operator import or_
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwise.run import LayoutConfig, Run
-from shardwise.run.derive import REPEATS_PARTS
+from shardwise.run import AXES, LayoutConfig, Run
+from shardwise.run.check import Rule, batch_rules, fp8_rules, layout_rules
 
 Array = Any  # of whole numbers, one entry a layout
 
@@ -63,69 +66,32 @@ def divisors(number: int) -> list[int]:
     return sorted({*low, *(number // d for d in low)})
 
 
-def stages_per_rank(layout: LayoutConfig) -> Array:
-    """`LayoutConfig.stages_per_rank` where the pipeline's size is an array."""
-    if layout.schedule in LOOPED:
-        return layout.chunks
-    return np.where(np.asarray(layout.pipeline) > 1, 2, 1) if layout.schedule in V_SHAPED else 1
-
-
-def legal(run: Run, layout: LayoutConfig, microbatch: Array, devices: int) -> Array:
-    """Which of the layouts, whose sizes may be arrays, keep every rule of `run/check.py` on so many devices."""
-    lay = layout
-    whole = run.train.global_batch % (microbatch * lay.replicate * lay.shard) == 0
-    world = lay.replicate * lay.shard * lay.context * lay.tensor * lay.pipeline
-    return network_legal(run, lay) & whole & (world == devices)
-
-
-def network_legal(run: Run, layout: LayoutConfig) -> Array:
-    """The rules that speak of the network and the layout, without those of the batch and the devices."""
-    m, lay, train = run.model, layout, run.train
-    t, c, heads = lay.tensor, lay.context, m.heads
-    good = (heads % t == 0) & _words_legal(run, lay)
-    if m.attention == "grouped":
-        good = good & ((m.kv_heads % t == 0) | (t % m.kv_heads == 0))
-    if not m.experts or m.dense_layers:
-        good = good & (m.ffn % t == 0)
-    if m.experts and lay.expert_tensor:
-        good = good & (m.expert_ffn % t == 0)
-    if m.experts and m.shared_experts:
-        good = good & (m.expert_ffn * m.shared_experts % t == 0)
-    good = good & ((np.equal(t, 1)) | (train.seq_len % (t * c) == 0))
-    good = good & ((np.equal(c, 1)) | (train.seq_len % (2 * c) == 0))
-    if lay.context_method == "ulysses":
-        good = good & ((np.equal(c, 1)) | (heads % (t * c) == 0))
-    stages = lay.pipeline * stages_per_rank(lay)
-    good = good & (stages <= m.layers)
-    if lay.stages:
-        good = good & (stages == len(lay.stages)) & (sum(lay.stages) == m.layers) & (min(lay.stages) >= 1)
-    spread = (m.experts % lay.expert == 0) & (lay.shard * c % lay.expert == 0) & (m.experts > 0)
-    return good & (np.equal(lay.expert, 1) | spread)
-
-
-def _words_legal(run: Run, lay: LayoutConfig) -> bool:
-    """The rules about keys that are never arrays."""
-    known = all(word in ("attention", "norm", "ffn") for word in lay.recompute_operations)
-    parts = (lay.recompute == "operations") == bool(lay.recompute_operations)
-    budget = (lay.recompute == "budget") == (lay.recompute_budget > 0)
-    whole = run.train.compile is not True or lay.recompute not in REPEATS_PARTS
-    return known and parts and budget and whole and not (lay.offload and run.train.device == "cpu")
+def legal(run: Run, *more: Iterable[Rule]) -> Array:
+    """Which layouts keep the rules of `run/check.py` on network and layout, and `more`. Sizes of the run's layout may be arrays."""
+    return np.logical_not(reduce(or_, (rule.broken for rule in chain(layout_rules(run), fp8_rules(run), *more))))
 
 
 def choices(run: Run) -> Choices:
-    """The values of each key that is not fixed; what a user fixed has one."""
+    """The legal values of each key that is not fixed; what a user fixed has one."""
     lay, fixed = run.layout, run.layout.fixed
 
     def free(name: str, values: Sequence[Any]) -> tuple[Any, ...]:
         return (getattr(lay, name),) if name in fixed else tuple(values)
 
-    experts = (False, True) if run.model.experts else (False,)
+    parts = ("recompute_operations", "recompute_budget", "offload")
+    one = replace(_one_rank(lay), **{name: getattr(lay, name) for name in parts})
+
+    def keeps(**words: Any) -> bool:
+        return bool(legal(replace(run, layout=replace(one, **words))))
+
+    recompute = tuple(r for r in free("recompute", RECOMPUTE) if keeps(recompute=r))
+    overlaps = [a for a in (False, True) if all(keeps(recompute=r, async_tensor=a) for r in recompute)]
     return Choices(
         zero=free("zero", (3, 2, 1)),
-        recompute=tuple(r for r in free("recompute", RECOMPUTE) if _words_legal(run, replace(lay, recompute=r))),
+        recompute=recompute,
         context_method=free("context_method", METHODS),
-        async_tensor=free("async_tensor", (False, True) if run.train.fp8 == "none" else (False,)),
-        expert_tensor=free("expert_tensor", experts),
+        async_tensor=free("async_tensor", overlaps),
+        expert_tensor=free("expert_tensor", (False, True) if run.model.experts else (False,)),
     )
 
 
@@ -146,12 +112,10 @@ def schedules(run: Run, pipeline: int) -> list[tuple[str, int]]:
         elif name not in V_SHAPED or pipeline == 1 or most >= 2:
             found.append((name, lay.chunks))
     if lay.stages:
-        found = [one for one in found if pipeline * _held(one, pipeline) == len(lay.stages)]
+        layouts = [replace(lay, pipeline=pipeline, schedule=name, chunks=chunks) for name, chunks in found]  # type: ignore[arg-type]
+        held = [pipeline * layout.stages_per_rank for layout in layouts]
+        found = [one for one, stages in zip(found, held, strict=True) if stages == len(lay.stages)]
     return found
-
-
-def _held(schedule: tuple[str, int], pipeline: int) -> int:
-    return int(stages_per_rank(LayoutConfig(pipeline=pipeline, schedule=schedule[0], chunks=schedule[1])))  # type: ignore[arg-type]
 
 
 def plain(layout: LayoutConfig) -> LayoutConfig:
@@ -160,21 +124,24 @@ def plain(layout: LayoutConfig) -> LayoutConfig:
                    stages=(), recompute="none", recompute_operations=(), recompute_budget=0.0, offload=False)  # fmt: skip
 
 
+def _one_rank(layout: LayoutConfig) -> LayoutConfig:
+    ones: dict[str, Any] = dict.fromkeys(AXES, 1)
+    return replace(plain(layout), **ones)
+
+
 def sizes(run: Run, devices: int, most_microbatch: int = 0) -> Sizes:
     """All sizes that are legal on so many devices with some choice of the rest."""
     lay, fixed, batch = run.layout, run.layout.fixed, run.train.global_batch
     every = divisors(devices)
-    ones = dict.fromkeys(("replicate", "shard", "context", "tensor", "pipeline", "expert"), 1)
+    usual = _one_rank(lay)
 
     def values(name: str) -> Array:
         return np.array([getattr(lay, name)] if name in fixed else every)
 
-    usual = plain(lay)
-
     def alone(name: str) -> Array:
         """The values that an axis may take whatever the others are."""
         own = values(name)
-        return own[network_legal(run, replace(usual, **{**ones, name: own}))]
+        return own[legal(replace(run, layout=replace(usual, **{name: own})))]
 
     t, c, p, r = (
         grid.ravel()
@@ -191,7 +158,10 @@ def sizes(run: Run, devices: int, most_microbatch: int = 0) -> Sizes:
     micro = [run.train.microbatch] if run.train.microbatch else _doublings(most_microbatch or batch)
     which, b, e = (g.ravel() for g in np.meshgrid(np.arange(len(t)), micro, experts, indexing="ij"))
     found = Sizes(r[which], s[which], c[which], t[which], p[which], e, b)
-    return found.at(np.flatnonzero(legal(run, found.into(usual), found.microbatch, devices)))
+    cluster = replace(run.cluster, nodes=1, devices_per_node=devices)
+    train = replace(run.train, microbatch=found.microbatch)
+    every_run = replace(run, layout=found.into(usual), train=train, cluster=cluster)
+    return found.at(np.flatnonzero(legal(every_run, batch_rules(every_run))))
 
 
 def _doublings(most: int) -> list[int]:

@@ -1,5 +1,9 @@
-"""What a model costs to serve: prefill and decode by the same operators as training, under the loads people measure."""
+"""What a model costs to serve: prefill and decode by the same kernel curves as training, under the loads people measure.
 
-from shardwise.plan.serving.inference import predict_inference, serve
+`engines.py` has the facts about serving programs, `cost.py` the cost of a pass and its memory, `loads.py` how requests come and
+wait, `inference.py` the prediction.
+"""
 
-__all__ = ["predict_inference", "serve"]
+from shardwise.plan.serving.inference import serve
+
+__all__ = ["serve"]

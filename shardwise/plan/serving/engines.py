@@ -1,6 +1,6 @@
 """Programs that serve models, and formats that weights are stored in: the facts that change what a pass costs.
 
-What a program does stands here; how well it does it is fitted, and stands in `fitted.json` under its family.
+What a program does is here. How well it does it is fitted, in `fitted.json` under its family.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Engine:
     family: str
     """Engines of a family share fitted constants."""
     graphs: bool = True
-    """Whether a step of decoding is one recorded graph, so that the host launches nothing."""
+    """Whether a decoding step is one CUDA graph, so that the host launches nothing."""
     launch: float = 6e-6
     """Seconds of the host for a kernel outside graphs."""
     wait: float = 1e-6
@@ -27,12 +27,12 @@ class Engine:
     step: float = 1e-3
     """Seconds of a step outside the network: schedule, sample, hand tokens out."""
     one_shot: bool = True
-    """Small sums between ranks by one kernel that reads all peers, not by NCCL."""
+    """Small all-reduces by one kernel that reads all peers, not by NCCL."""
     attention: Literal["unfused", "flash2", "flash3"] = "flash3"
     kernels: float = 14.0
     """Kernels of a dense layer."""
     shares_steps: bool = True
-    """Whether a new prompt's tokens ride in the steps that decode, so that both read the weights once."""
+    """Whether a new prompt is prefilled in the steps that decode, so that both read the weights once."""
     kv_share: float = 0.9
     """Of the memory left beside weights and buffers, given to keys and values."""
     kv_whole: bool = True
@@ -43,24 +43,24 @@ class Engine:
     fixed: float = 2.0
     """GiB of driver, libraries and workspaces."""
     buffers: float = 12.0
-    """Copies of the residual stream that a pass holds."""
+    """Residual streams that a pass holds at a time."""
     arrive: float = 0.0
-    """Seconds a request spends before it is seen: network, tokenizer, queues between processes."""
+    """Seconds a request spends before the engine sees it: network, tokenizer, queues between processes."""
     tables_apart: bool = False
     """Embedding and head are two tables even when they are tied."""
-    wide_head: bool = True
-    """Embedding and head stay in 16 bits when the other weights are narrower."""
+    bf16_head: bool = True
+    """Embedding and head stay in 16 bits when the other weights have fewer."""
 
 
 ENGINES: dict[str, Engine] = {
     e.name: e
     for e in (
-        # C++ with fused kernels and NCCL; one thread a GPU launches every kernel, so the ranks drift apart at each sum.
+        # C++ with fused kernels and NCCL; one thread a GPU launches every kernel, so the ranks drift apart at each all-reduce.
         Engine("fastertransformer", "fastertransformer", graphs=False, launch=4e-6, wait=12e-6, step=0.5e-3,
                one_shot=False, attention="unfused", kernels=12.0, shares_steps=False, fixed=2.6, buffers=20.0, tables_apart=True),
-        # PyTorch compiled with recorded graphs, NCCL inside them; nothing but sampling stands between steps.
+        # PyTorch compiled with CUDA graphs, NCCL inside them; nothing but sampling stands between steps.
         Engine("gpt-fast", "gpt-fast", step=0.15e-3, one_shot=False, attention="flash2", kernels=10.0,
-               shares_steps=False, wide_head=False),
+               shares_steps=False, bf16_head=False),
         Engine("trtllm", "engine", step=1e-3, arrive=30e-3),
         Engine("vllm", "engine", step=1.5e-3, arrive=30e-3, kv_whole=False, kv_share=0.9, max_batch=1024),
         Engine("sglang", "engine", step=1e-3, arrive=30e-3, kv_whole=False, kv_share=0.85, shares_steps=False),
@@ -76,15 +76,15 @@ class Format:
     bytes: float
     """Of a weight, scales counted in."""
     multiply: str
-    narrow: str = ""
+    low_precision: str = ""
     """Multiplied in this instead where the chip can."""
     reach: float = 1.0
-    """Share of the memory speed left to kernels that have to widen the weights first."""
+    """Share of the memory speed left to kernels that have to dequantize the weights first."""
 
     def dtype(self, chip: Chip) -> str:
-        """What the products are computed in on a chip."""
-        if self.narrow in chip.peak:
-            return self.narrow
+        """What the GEMMs are computed in on a chip."""
+        if self.low_precision in chip.peak:
+            return self.low_precision
         return self.multiply if self.multiply in chip.peak else "float16"
 
 
@@ -93,7 +93,7 @@ FORMATS = {
     for f in (
         Format("fp16", 2.0, "float16"),
         Format("bf16", 2.0, "bfloat16"),
-        Format("int8", 1.0, "bfloat16", reach=0.9),  # weights alone: multiplied in 16 bits
+        Format("int8", 1.0, "bfloat16", reach=0.9),  # weight-only: multiplied in 16 bits
         Format("int4g32", 0.625, "bfloat16", reach=0.8),  # a scale and a zero of two bytes for each 32
         Format("fp8", 1.0, "bfloat16", "fp8"),
         Format("fp4", ITEM_BYTES["fp4"], "bfloat16", "fp4"),

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from shardwise.plan.serving.serving import Cost, Serving, Shape, capacity, pass_cost, seconds
+from shardwise.plan.serving.cost import Cost, Serving, Shape, capacity, pass_cost, seconds
 
 
 @dataclass(frozen=True)
 class Load:
-    """How requests come. `batch` is over all copies; 0: as many as memory holds."""
+    """How requests come. `batch` is over all replicas; 0: as many as memory holds."""
 
     kind: Literal["static", "closed", "full"]
     batch: int
@@ -28,7 +28,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything of a prediction that the fitted constants do not change. Batches are those of one copy."""
+    """Everything of a prediction that the fitted constants do not change. Batches are those of one replica."""
 
     serving: Serving
     load: Load
@@ -45,7 +45,7 @@ class Prepared:
 def prepare(s: Serving, load: Load) -> Prepared:
     """Count the passes that a load needs."""
     mean = load.input_len + load.output_len / 2
-    asked = max(1.0, load.batch / s.copies)
+    asked = max(1.0, load.batch / s.replicas)
     if load.kind == "static":
         together = asked / min(s.pipeline, asked)
         prompt = pass_cost(s, _prompt(load, together))
@@ -53,7 +53,7 @@ def prepare(s: Serving, load: Load) -> Prepared:
     most = capacity(s, load.input_len, load.output_len)
     rest = 0.0
     if load.kind == "full":
-        asked = max(1.0, (load.requests or 100 * most) / s.copies)
+        asked = max(1.0, (load.requests or 100 * most) / s.replicas)
     running = min(asked, most)
     together = max(1.0, min(running, s.engine.max_tokens // load.input_len)) if load.kind == "full" else 1.0
     sizes = [running]
@@ -74,7 +74,7 @@ def _prompt(load: Load, sequences: float) -> Shape:
 
 
 def quantities(p: Prepared, constants: Mapping[str, float]) -> dict[str, float]:
-    """What could be measured: seconds, and tokens a second over all copies."""
+    """What could be measured: seconds, and tokens a second over all replicas."""
     s, load = p.serving, p.load
     outside = constants["step"] * s.engine.step
     step = seconds(s, p.steps[0], constants, decode=True) + outside
@@ -90,11 +90,11 @@ def quantities(p: Prepared, constants: Mapping[str, float]) -> dict[str, float]:
 
 
 def _prompts_between(p: Prepared, constants: Mapping[str, float], added: float, sequences: float) -> float:
-    """Seconds that the prompts of `sequences` add to the steps of one answer. Copies of attention meet at the experts in
-    every step, so those of the other copies add theirs too, unless they fall into the same step."""
+    """Seconds that prefilling `sequences` adds to the steps of one answer. Replicas of attention meet at the experts in every step,
+    so the prompts of the others add theirs too, unless they fall into the same step."""
     steps = p.load.output_len
     passes = sequences / p.together
-    others = steps * (1 - math.exp(-(p.serving.copies - 1) * passes / steps))
+    others = steps * (1 - math.exp(-(p.serving.replicas - 1) * passes / steps))
     return added * (passes + constants["stall"] * others)
 
 
@@ -133,7 +133,7 @@ def _full(p: Prepared, constants: Mapping[str, float], added: float, step: float
         last = seconds(p.serving, p.steps[1], constants, decode=True) + outside
         total += _prompts_between(p, constants, added, p.rest) + load.output_len * last
     total *= constants["load"]
-    tokens = (p.running + p.waiting) * load.output_len * p.serving.copies / total
+    tokens = (p.running + p.waiting) * load.output_len * p.serving.replicas / total
     return {
         "ttft": total / 2,
         "tpot": wave / load.output_len,

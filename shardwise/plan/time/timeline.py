@@ -1,7 +1,7 @@
 """The predicted timeline of a step: what each pipeline rank computes and sends, and when.
 
-Compute spans are the schedule's own actions; the traffic of an axis lies on its own stream, under the action it belongs to.
-Of a step of very many microbatches some can be left out, since they repeat those before.
+Compute spans are the schedule's own actions. The traffic of an axis lies on a stream of its own, under the action it belongs to.
+Of a step of very many microbatches some can be left out, since they repeat earlier ones.
 """
 
 from __future__ import annotations
@@ -23,64 +23,51 @@ def timeline(job: Job, most_microbatches: int = 0) -> Timeline:
     """One step; at most so many microbatches of it (0: all)."""
     prepared = prepare(job)
     step = step_time(prepared)
-    whole = max(1, round(float(job.accumulation)))
-    count = min(whole, most_microbatches or whole)
+    count = min(job.microbatches, most_microbatches or job.microbatches)
     spans = list(_actions(prepared, step, count))
     end = max(span.start + span.seconds for span in spans)
+    axis = "shard" if float(job.zero_ranks) > 1 else "replicate"
     for rank in range(job.layout.pipeline):
         start = end
-        for name, category, seconds in (
-            ("gradients", "shard" if float(job.zero_ranks) > 1 else "replicate", step.tail),
-            ("optimizer", "optimizer", step.optimizer),
-            ("other", "other", step.breakdown["other"]),
+        for name, category, stream, seconds in (
+            ("gradients", axis, axis, step.tail),
+            ("optimizer", "optimizer", "compute", step.optimizer),
+            ("other", "other", "compute", step.breakdown["other"]),
         ):
             if seconds > 0:
-                stream = category if name == "gradients" else "compute"
                 spans.append(Span(rank, stream, name, category, start, seconds))
                 start += seconds
-    return Timeline(tuple(spans), max(span.start + span.seconds for span in spans), whole - count)
+    return Timeline(tuple(spans), max(span.start + span.seconds for span in spans), job.microbatches - count)
 
 
 def _actions(prepared: Prepared, step: Step, count: int) -> Iterator[Span]:
     """Compute spans of the schedule, and beside each the traffic that it exposes."""
-    job = prepared.job
+    job, cost = prepared.job, step.cost
     lay = job.layout
+    if lay.pipeline == 1:  # all stages of the rank as one
+        cost = Cost([sum(cost.forward)], [sum(cost.backward_input)], [sum(cost.backward_weight)])
     schedule = cached_schedule(lay.schedule if lay.pipeline > 1 else "1f1b", lay.pipeline, count, lay.stages_per_rank)
-    cost = step.cost if lay.pipeline > 1 else _one_stage(step.cost)
-    wire = 0.0 if job.stack.pipeline_blocks else step.hop
-    timing = time(schedule, cost, wire)
-    shares = _shares(prepared)
+    timing = time(schedule, cost, 0.0 if job.framework.pipeline_blocks else step.hop)
+    shares = _traffic_shares(prepared)
     for rank, actions in enumerate(schedule.ranks):
         for action, start, end in zip(actions, timing.start[rank], timing.end[rank], strict=True):
+            of = (action.microbatch, action.stage)
             category = "matmul" if action.kind == "F" else "attention"
-            yield Span(
-                rank, "compute", NAMES[action.kind], category, start, end - start, action.microbatch, action.stage
-            )
+            yield Span(rank, "compute", NAMES[action.kind], category, start, end - start, *of)
             for axis, share in shares[action.stage].items():
-                seconds = share * (end - start)
-                yield Span(rank, axis, f"{axis} traffic", axis, start, seconds, action.microbatch, action.stage)
+                yield Span(rank, axis, f"{axis} traffic", axis, start, share * (end - start), *of)
             if lay.pipeline > 1 and step.hop and action.kind != "W":
                 goes = action.stage + 1 if action.kind == "F" else action.stage - 1
                 if 0 <= goes < schedule.stages and schedule.placement[goes] != rank:
-                    yield Span(
-                        rank, "pipeline", f"to stage {goes}", "pipeline", end, step.hop, action.microbatch, action.stage
-                    )
+                    yield Span(rank, "pipeline", f"to stage {goes}", "pipeline", end, step.hop, *of)
 
 
-def _one_stage(cost: Cost) -> Cost:
-    """All stages of one rank as one."""
-    return Cost([sum(cost.forward)], [sum(cost.backward_input)], [sum(cost.backward_weight)])
-
-
-def _shares(prepared: Prepared) -> list[dict[str, float]]:
-    """Share of a stage's passes that each axis' exposed traffic takes."""
-    job = prepared.job
-    constants = constants_of(job)
-    kinds = []
-    for piece in prepared.pieces:
-        own = passes(job, piece, constants)
+def _traffic_shares(prepared: Prepared) -> list[dict[str, float]]:
+    """Of each stage, the share of its passes that each axis' exposed traffic takes."""
+    constants, kinds = constants_of(prepared.job), []
+    for stage in prepared.stages:
+        own = passes(prepared.job, stage, constants)
         whole = float(own.forward + own.backward_input + own.backward_weight)
-        kinds.append(
-            {axis: float(own.parts[axis]) / whole for axis in TRAFFIC if own.parts.get(axis, 0.0) > 0.002 * whole}
-        )
+        shares = {axis: float(own.parts.get(axis, 0.0)) / whole for axis in TRAFFIC}
+        kinds.append({axis: share for axis, share in shares.items() if share > 0.002})
     return [kinds[k] for k in prepared.kinds]

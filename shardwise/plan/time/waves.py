@@ -1,8 +1,8 @@
 """One schedule played under many costs at once, for a search that compares layouts of the same schedule.
 
-What an action waits for does not depend on how long anything takes, so the actions fall into waves, each of which only needs
-those before it: at most one action a rank. A wave is then a few operations on arrays of (ranks, layouts). The result is that
-of `schedules.time` to the last bit, since every number goes through the same additions and maxima.
+What an action waits for does not depend on how long anything takes. So the actions fall into waves, each of which only needs those
+before it: at most one action a rank. A wave is then a few operations on arrays of (ranks, layouts). This is `schedules.time`, made
+fast: every number goes through the same additions and maxima, and tests/plan/test_waves.py holds the two equal to the last bit.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Serving a model: what a prompt's pass and a token's step cost, and the memory they need.
+"""What a pass of prefill and a step of decoding cost, and the memory they need.
 
-A prompt is a forward pass of many tokens, bound by computing. A step of decoding is a pass of one token a sequence, bound by
-reading: all weights that the batch touches once, and the keys and values of every sequence. Of E experts, k a token, a batch
-of B tokens touches E(1 - (1 - k/E)^B). Between tensor ranks two small sums a layer pass, where latency counts, not bytes.
+Prefill is a forward pass of many tokens, bound by computing. A decoding step is a pass of one token a sequence, bound by reading:
+all weights that the batch touches once, and the keys and values of every sequence. Of E experts, k a token, a batch of B tokens
+touches E(1 - (1 - k/E)^B). Tensor ranks all-reduce twice a layer, where latency counts and not bytes.
 
-Costs are kept by kind of work, before any fitted constant, so that fitting and predicting share one account of a pass.
+Costs are added up by kind of work before any fitted constant, so that fitting and predicting read one account of a pass.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ from shardwise.hardware import (
 )
 from shardwise.hardware.chips import ITEM_BYTES, Chip
 from shardwise.plan.cost.flops import attention_parameters, feed_forward_parameters, keys_seen
+from shardwise.plan.cost.job import GIB
 from shardwise.plan.serving.engines import FORMATS, Engine, Format
 from shardwise.run import ModelConfig
-
-GIB = 2.0**30
 
 
 @dataclass(frozen=True)
 class Serving:
-    """A model on its ranks: `tensor` cut the attention, `copies` hold it whole and each serve a part of the requests, and
-    the experts lie over `expert` x `expert_tensor` ranks."""
+    """A model on its ranks. `tensor` ranks cut the attention; each of its `replicas` serves a part of the requests; the experts are
+    spread over `expert` x `expert_tensor` ranks."""
 
     model: ModelConfig
     cluster: Cluster
@@ -44,7 +43,7 @@ class Serving:
     cache_bytes: float = 2.0
     tensor: int = 1
     pipeline: int = 1
-    copies: int = 1
+    replicas: int = 1
     expert: int = 1
     expert_tensor: int = 1
     windowed: tuple[float, int] = (0.0, 0)
@@ -58,7 +57,7 @@ class Serving:
     @property
     def head_weights(self) -> Format:
         """How embedding and head are stored."""
-        return FORMATS["bf16"] if self.engine.wide_head and self.weights.bytes < 2 else self.weights
+        return FORMATS["bf16"] if self.engine.bf16_head and self.weights.bytes < 2 else self.weights
 
     @property
     def routed_layers(self) -> int:
@@ -90,7 +89,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Shape:
-    """What one pass works on, on one copy of the attention: tokens of so many sequences, over so many keys."""
+    """What one pass works on, on one replica of the attention: tokens of so many sequences, over so many keys."""
 
     sequences: float
     queries: float
@@ -99,18 +98,18 @@ class Shape:
 
     @property
     def tokens(self) -> float:
-        """Rows of every product."""
+        """Rows of every GEMM."""
         return self.sequences * self.queries
 
 
-def product_seconds(chip: Chip, rows: Any, columns: Any, inner: Any, form: Format, count: Any = 1) -> float:
-    """A product with a stored weight. Where it is stored narrower than it is multiplied, fewer bytes are read, and the
-    speed of large products stays that of the wider format."""
+def weight_gemm_seconds(chip: Chip, rows: Any, columns: Any, inner: Any, form: Format, count: Any = 1) -> float:
+    """A GEMM with a stored weight. Where it is stored in fewer bits than it is multiplied in, fewer bytes are read, and large GEMMs
+    are as fast as in the dtype they are multiplied in."""
     dtype = form.dtype(chip)
-    narrow = form.bytes / form.reach / ITEM_BYTES[dtype]
-    if narrow >= 1:
+    stored = form.bytes / form.reach / ITEM_BYTES[dtype]
+    if stored >= 1:
         return float(gemm_seconds(chip, rows, columns, inner, dtype, count))
-    reading = gemm_seconds(chip, rows, columns * narrow, inner, dtype, count)
+    reading = gemm_seconds(chip, rows, columns * stored, inner, dtype, count)
     large = 4096.0
     computing = gemm_seconds(chip, large, columns, inner, dtype) * count * rows / large
     return float(np.maximum(reading, computing))
@@ -121,22 +120,22 @@ def experts_hit(experts: float, per_token: float, tokens: float) -> float:
     return experts * (1.0 - (1.0 - per_token / experts) ** tokens)
 
 
-def _sum_between(cost: Cost, s: Serving, size: float, ranks: int) -> None:
-    """Partial sums of `ranks` added up everywhere."""
+def _all_reduce(cost: Cost, s: Serving, size: float, ranks: int) -> None:
+    """Adds up the partial sums of so many ranks."""
     if ranks <= 1:
         return
     seconds = collective_seconds(s.cluster, "all_reduce", size, ranks)
     if s.engine.one_shot and ranks <= s.cluster.domain:
-        # Every rank reads every other's part over the fast link: one hop, n - 1 times the bytes.
+        # Every rank reads every other's partial sums over the fast link: one hop, n - 1 times the bytes.
         seconds = min(seconds, 2 * s.cluster.intra_latency + 4e-6 + size * (ranks - 1) / s.cluster.intra)
     cost.add("tensor", seconds)
     cost.waits += float(np.log2(ranks))
 
 
-def _streams(cost: Cost, s: Serving, *sizes: float) -> None:
+def _elementwise(cost: Cost, s: Serving, *sizes: float) -> None:
     """Kernels that only move bytes."""
     for size in sizes:
-        cost.add("streams", memory_seconds(s.chip, size))
+        cost.add("elementwise", memory_seconds(s.chip, size))
 
 
 def _attention_core(
@@ -151,9 +150,9 @@ def _attention_core(
 def _core_seconds(
     s: Serving, at: Shape, keys: float, heads: float, kv_heads: float, head_dim: int, v_dim: int
 ) -> float:
-    dtype = (
-        "fp8" if s.cache_bytes < 2 and "fp8" in s.chip.peak else ("float16" if s.weights.name == "fp16" else "bfloat16")
-    )
+    dtype = "float16" if s.weights.name == "fp16" else "bfloat16"
+    if s.cache_bytes < 2 and "fp8" in s.chip.peak:
+        dtype = "fp8"
     shape: dict[str, Any] = dict(batch=at.sequences, heads=heads, queries=at.queries, head_dim=head_dim, v_dim=v_dim)
     shape |= dict(kv_heads=kv_heads, kernel="flash2" if s.engine.attention == "unfused" else s.engine.attention)
     if at.decode:
@@ -163,70 +162,69 @@ def _core_seconds(
         seconds = gemm_seconds(s.chip, at.queries, keys, head_dim, dtype, pairs)
         seconds += gemm_seconds(s.chip, at.queries, v_dim, keys, dtype, pairs)
         return float(seconds + memory_seconds(s.chip, 2 * 2 * pairs * at.queries * keys))
-    wide = "bfloat16" if dtype == "fp8" else dtype  # prompts attend in 16 bits
+    dtype = "bfloat16" if dtype == "fp8" else dtype  # prefill attends in 16 bits
     seen = 2 * keys_seen(s.model, int(at.queries)) if keys == at.keys else 2.0 * keys
-    return float(attention_seconds(s.chip, **shape, keys=min(seen, at.queries), causal=True, dtype=wide))
+    return float(attention_seconds(s.chip, **shape, keys=min(seen, at.queries), causal=True, dtype=dtype))
 
 
 def _attention(cost: Cost, s: Serving, at: Shape) -> None:
     m, t, rows, form, chip = s.model, s.tensor, at.tokens, s.attention_weights, s.chip
     kind = "read" if at.decode else "matmul"
 
-    def product(columns: float, inner: float, count: float = 1) -> None:
-        cost.add(kind, product_seconds(chip, rows, columns, inner, form, count))
+    def gemm(columns: float, inner: float, count: float = 1) -> None:
+        cost.add(kind, weight_gemm_seconds(chip, rows, columns, inner, form, count))
 
     heads = m.heads / t
     if m.attention == "latent":
-        product(m.q_rank + m.kv_rank + m.rope_dim, m.hidden)
-        product(heads * m.head_dim, m.q_rank or m.hidden)
+        gemm(m.q_rank + m.kv_rank + m.rope_dim, m.hidden)
+        gemm(heads * m.head_dim, m.q_rank or m.hidden)
         if (
             at.decode
-        ):  # queries go into the latent space and values come out of it, so that the cache is read as it lies
-            product(m.kv_rank, m.nope_dim, heads)
+        ):  # queries are projected into the latent space and values out of it: the cache is read as it is stored
+            gemm(m.kv_rank, m.nope_dim, heads)
             latent = m.kv_rank + m.rope_dim
             shared = latent / (latent + m.kv_rank)  # the values are the keys, read once
             _attention_core(cost, s, at, heads, shared, latent, m.kv_rank)
-            product(m.v_dim, m.kv_rank, heads)
+            gemm(m.v_dim, m.kv_rank, heads)
         else:
-            product(heads * (m.nope_dim + m.v_dim), m.kv_rank)
+            gemm(heads * (m.nope_dim + m.v_dim), m.kv_rank)
             _attention_core(cost, s, at, heads, heads, m.head_dim, m.v_dim)
-        product(m.hidden, heads * m.v_dim)
+        gemm(m.hidden, heads * m.v_dim)
         return
     kv_heads = max(1.0, m.kv_heads / t)
-    product((heads + 2 * kv_heads) * m.head_dim, m.hidden)
+    gemm((heads + 2 * kv_heads) * m.head_dim, m.hidden)
     _attention_core(cost, s, at, heads, kv_heads, m.head_dim, m.head_dim)
-    product(m.hidden, heads * m.head_dim)
+    gemm(m.hidden, heads * m.head_dim)
 
 
 def _feed_forward(cost: Cost, s: Serving, rows: float, width: float, kind: str) -> None:
     """A dense feed-forward layer of `width` on this rank."""
     columns = width * (2 if s.model.gated else 1)
-    cost.add(kind, product_seconds(s.chip, rows, columns, s.model.hidden, s.weights))
-    _streams(cost, s, rows * (columns + width) * 2)
-    cost.add(kind, product_seconds(s.chip, rows, s.model.hidden, width, s.weights))
+    cost.add(kind, weight_gemm_seconds(s.chip, rows, columns, s.model.hidden, s.weights))
+    _elementwise(cost, s, rows * (columns + width) * 2)
+    cost.add(kind, weight_gemm_seconds(s.chip, rows, s.model.hidden, width, s.weights))
 
 
 def _experts(cost: Cost, s: Serving, at: Shape) -> None:
-    """Router and routed experts: every copy's tokens meet at the experts."""
+    """Router and routed experts: the tokens of all replicas meet at the experts."""
     m, chip = s.model, s.chip
-    tokens = at.tokens * s.copies
+    tokens = at.tokens * s.replicas
     rows = tokens * m.experts_per_token / s.expert
     held = m.experts / s.expert
     hit = max(1.0, experts_hit(held, m.experts_per_token / s.expert, tokens))
     width = m.expert_ffn / s.expert_tensor
-    cost.add("read", product_seconds(chip, at.tokens, m.experts, m.hidden, FORMATS["bf16"]))
-    _streams(cost, s, at.tokens * m.experts * 8, rows * m.hidden * 4, rows * 3 * width * 2, rows * m.hidden * 4)
+    cost.add("read", weight_gemm_seconds(chip, at.tokens, m.experts, m.hidden, FORMATS["bf16"]))
+    _elementwise(cost, s, at.tokens * m.experts * 8, rows * m.hidden * 4, rows * 3 * width * 2, rows * m.hidden * 4)
     dtype = s.weights.dtype(chip)
     for columns, inner in ((2 * width, m.hidden), (m.hidden, width)):
         if s.weights.bytes < ITEM_BYTES[dtype]:
-            seconds = product_seconds(chip, rows / hit, columns, inner, s.weights, hit)
+            seconds = weight_gemm_seconds(chip, rows / hit, columns, inner, s.weights, hit)
         else:
             seconds = float(grouped_gemm_seconds(chip, rows, columns, inner, hit, dtype))
         cost.add("experts", seconds)
-    if s.copies > 1:  # tokens travel to their experts and back
-        narrow = min(2.0, s.weights.bytes)
+    if s.replicas > 1:  # tokens travel to their experts and back
         size = at.tokens * min(m.experts_per_token, s.expert) * m.hidden
-        for width_of in (narrow, 2.0):
+        for width_of in (min(2.0, s.weights.bytes), 2.0):
             cost.add("tensor", collective_seconds(s.cluster, "all_to_all", size * width_of, s.expert * s.expert_tensor))
             cost.waits += float(np.log2(max(2, s.expert)))
 
@@ -234,21 +232,21 @@ def _experts(cost: Cost, s: Serving, at: Shape) -> None:
 def layer_cost(s: Serving, at: Shape, *, routed: bool) -> Cost:
     """One layer on one rank."""
     m, cost, kind = s.model, Cost(), "read" if at.decode else "matmul"
-    stream = at.tokens * m.hidden * 2.0
-    turned = at.tokens * (m.heads / s.tensor) * m.head_dim * 2.0
-    _streams(cost, s, 4 * stream, 2 * turned)
-    if s.engine.attention == "unfused" and not at.decode:  # queries, keys and values are laid out by heads, and back
-        _streams(cost, s, 4 * turned, 2 * turned)
+    residual = at.tokens * m.hidden * 2.0
+    queries = at.tokens * (m.heads / s.tensor) * m.head_dim * 2.0
+    _elementwise(cost, s, 4 * residual, 2 * queries)
+    if s.engine.attention == "unfused" and not at.decode:  # queries, keys and values are transposed by heads, and back
+        _elementwise(cost, s, 4 * queries, 2 * queries)
     _attention(cost, s, at)
-    _sum_between(cost, s, stream, s.tensor)
-    _streams(cost, s, 4 * stream)
+    _all_reduce(cost, s, residual, s.tensor)
+    _elementwise(cost, s, 4 * residual)
     if routed:
         _experts(cost, s, at)
         if m.shared_experts:
             _feed_forward(cost, s, at.tokens, m.expert_ffn * m.shared_experts / s.tensor, kind)
     else:
         _feed_forward(cost, s, at.tokens, m.ffn / s.tensor, kind)
-    _sum_between(cost, s, stream, s.tensor)
+    _all_reduce(cost, s, residual, s.tensor)
     cost.kernels = max(cost.kernels, s.engine.kernels)
     return cost
 
@@ -261,12 +259,12 @@ def pass_cost(s: Serving, at: Shape) -> Cost:
         cost.merge(layer_cost(s, at, routed=False), dense)
     if s.routed_layers:
         cost.merge(layer_cost(s, at, routed=True), s.routed_layers)
-    _streams(cost, s, at.tokens * m.hidden * 4.0)
-    cost.add("read", product_seconds(s.chip, at.sequences, m.vocab / s.tensor, m.hidden, s.head_weights))
+    _elementwise(cost, s, at.tokens * m.hidden * 4.0)
+    cost.add("read", weight_gemm_seconds(s.chip, at.sequences, m.vocab / s.tensor, m.hidden, s.head_weights))
     if s.tensor > 1:
         cost.add("tensor", collective_seconds(s.cluster, "all_gather", at.sequences * m.vocab * 4.0, s.tensor))
         cost.waits += float(np.log2(s.tensor))
-    _streams(cost, s, *(at.sequences * m.vocab * 8.0,) * 3)  # penalties, softmax, choice
+    _elementwise(cost, s, *(at.sequences * m.vocab * 8.0,) * 3)  # penalties, softmax, choice
     if s.pipeline > 1:
         hop = collective_seconds(s.cluster, "send", at.tokens * m.hidden * 2.0, s.pipeline, s.tensor)
         cost.add("tensor", (s.pipeline - 1) * hop, s.pipeline - 1)
@@ -310,12 +308,12 @@ def cache_bytes(s: Serving, length: float) -> float:
     """Keys and values of one sequence on one rank."""
     m = s.model
     if m.attention == "latent":
-        numbers = float(m.kv_rank + m.rope_dim)
+        numel = float(m.kv_rank + m.rope_dim)
     else:
-        numbers = 2.0 * max(1.0, m.kv_heads / s.tensor) * m.head_dim
+        numel = 2.0 * max(1.0, m.kv_heads / s.tensor) * m.head_dim
     share, window = s.windowed
     reach = (1 - share) * length + share * min(length, window)
-    return m.layers / s.pipeline * numbers * reach * s.cache_bytes
+    return m.layers / s.pipeline * numel * reach * s.cache_bytes
 
 
 def activation_bytes(s: Serving, tokens: float, sequences: float, length: float) -> float:
@@ -342,7 +340,7 @@ def memory_by_owner(s: Serving, sequences: float, input_len: int, output_len: in
 
 
 def capacity(s: Serving, input_len: int, output_len: int) -> float:
-    """Sequences that one copy can serve at a time."""
+    """Sequences that one replica can serve at a time."""
     e = s.engine
     beside = sum(weight_bytes(s).values()) + e.fixed * GIB
     beside += activation_bytes(s, min(e.max_tokens, 4 * input_len), 64, input_len)

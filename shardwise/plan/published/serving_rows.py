@@ -1,0 +1,119 @@
+"""Published measurements of serving, as what the planner is asked: the ranks, the formats and the load of a row.
+
+As in `rows.py`, what a source left out is assumed and listed, and what cannot be predicted is `Unsupported`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from shardwise.plan.published.rows import Row, Unsupported, cluster_of_row, model_of
+from shardwise.plan.serving.cost import Serving
+from shardwise.plan.serving.engines import ENGINES, FORMATS
+from shardwise.plan.serving.inference import cache_width
+from shardwise.plan.serving.loads import Load
+from shardwise.run import ModelConfig
+
+FIRST = ("latency_ms", "tpot_ms", "decode_ms_per_token", "output_tokens_per_s")
+"""What a row is judged by: the first of these that was measured."""
+
+# How many requests TensorRT-LLM's published throughput runs sent, by lengths of prompt and answer (its perf-overview.md).
+REQUESTS = {
+    (128, 128): 30000, (128, 2048): 3000, (128, 4096): 1500, (500, 2000): 3000, (1000, 1000): 3000, (1000, 2000): 1500,
+    (2048, 128): 3000, (2048, 2048): 1500, (5000, 500): 1500, (20000, 2000): 1000,
+}  # fmt: skip
+
+MEASURES = {
+    # what a row may hold: (which of our quantities, how it is written there)
+    "latency_ms": ("latency", 1e3),
+    "ttft_ms": ("ttft", 1e3),
+    "tpot_ms": ("tpot", 1e3),
+    "decode_ms_per_token": ("decode", 1e3),
+    "output_tokens_per_s": ("output_tokens_per_s", 1.0),
+}
+
+
+def first_measured(row: Row) -> str:
+    """What the row is judged by, or nothing."""
+    return next((name for name in FIRST if row["measured"].get(name)), "")
+
+
+def serving_of_row(row: Row) -> tuple[Serving, Load, tuple[str, ...]]:
+    """A row's serving, its load, and what had to be assumed; raises `Unsupported`."""
+    assumed: list[str] = []
+    model = model_of(row)
+    note = row.get("note") or ""
+    ranks = _ranks(row, model, assumed)
+    precision = row["precision"] or "bf16"
+    if precision not in FORMATS:
+        raise Unsupported(f"the precision {precision}")
+    devices = ranks["tensor"] * ranks["pipeline"] * ranks["replicas"]
+    cluster = cluster_of_row(row, devices)
+    windowed = (0.0, 0)
+    if "alternating" in str(row["model"].get("window")):
+        windowed = (0.5, int(re.findall(r"\d+", row["model"]["window"])[0]))
+    serving = Serving(
+        model=model,
+        cluster=cluster,
+        engine=ENGINES[_engine_name(row)],
+        weights=FORMATS[precision],
+        attention_weights=FORMATS["bf16" if _bf16_attention(model, precision) else precision],
+        cache_bytes=cache_width(precision),
+        windowed=windowed,
+        **ranks,
+    )
+    return serving, _load(row, note), tuple(assumed)
+
+
+def _engine_name(row: Row) -> str:
+    """The program, from the note's first word or the family of rows."""
+    word = (row.get("note") or "").split(" ")[0].rstrip(";")
+    if word in ENGINES:
+        return word
+    return {"fastertransformer": "fastertransformer", "kipply": "fastertransformer", "gpt_fast": "gpt-fast"}.get(
+        row["group"], "trtllm"
+    )
+
+
+def _bf16_attention(model: ModelConfig, precision: str) -> bool:
+    """Published 4-bit checkpoints of MoE models (DeepSeek-R1, gpt-oss) leave attention in 16 bits."""
+    return precision == "fp4" and bool(model.experts)
+
+
+def _ranks(row: Row, model: ModelConfig, assumed: list[str]) -> dict[str, int]:
+    """Axes of a row. Where a source multiplied the ranks that tensor and expert axes share, they are counted once."""
+    p, devices = row["parallel"], row["hardware"]["gpus"]
+    if p.get("tp") is None or p.get("pp") is None or not devices:
+        raise Unsupported("the layout was not published")
+    tensor, pipeline, expert = p["tp"], p["pp"], p.get("ep") or 1
+    replicas, expert_tensor = p.get("attention_dp") or 1, p.get("moe_tp") or 1
+    if expert > 1 and expert_tensor == expert and tensor * replicas == expert * expert:
+        assumed.append(f"{expert} devices: the tensor and expert axes are the same ranks")
+        devices, tensor, replicas, expert_tensor = expert, max(1, tensor // expert), max(1, replicas // expert), 1
+    if "attention-DP" in (row.get("note") or ""):
+        tensor, replicas = 1, devices
+    if model.heads % tensor:
+        assumed.append(f"{tensor} whole copies of attention: its heads do not divide by that")
+        tensor, replicas, expert = 1, tensor, tensor
+    if not model.experts:
+        return dict(tensor=tensor, pipeline=pipeline, replicas=1)
+    return dict(
+        tensor=tensor,
+        pipeline=pipeline,
+        replicas=replicas,
+        expert=expert,
+        expert_tensor=max(1, tensor * replicas // expert),
+    )
+
+
+def _load(row: Row, note: str) -> Load:
+    w = row.get("workload") or {}
+    if not w.get("input_len") or not w.get("output_len"):
+        raise Unsupported("the lengths of prompt and answer not stated")
+    lengths = w["input_len"], w["output_len"]
+    if w.get("batch") is None:
+        return Load("full", 0, *lengths, REQUESTS.get(lengths, 0) if row["group"] == "trtllm_perf_overview" else 0)
+    clients = re.search(r"concurrency=(\d+)", note)
+    if clients:
+        return Load("closed", int(clients[1]), *lengths)
+    return Load("static", w["batch"], *lengths)

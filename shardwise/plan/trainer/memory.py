@@ -1,0 +1,109 @@
+"""The memory of this project's trainer, rank by rank: what `state.py` knows to the byte, in the place of the estimates of
+`cost/memory.py`; and which moment of a step is the peak."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from shardwise.ledger import Memory
+from shardwise.plan.cost.job import Job, job_of
+from shardwise.plan.cost.layer_memory import layer_activations
+from shardwise.plan.cost.memory import memory, moving, workspace
+from shardwise.plan.trainer import muon, state
+from shardwise.plan.trainer.rank import Place
+from shardwise.plan.trainer.traffic import first_ranks
+from shardwise.run import Run
+from shardwise.run.derive import chunks_loss, compiles, planned_on_gpu
+
+
+def memory_of(run: Run, job: Job) -> Memory:
+    """The memory of a run as this job: exact where this project's trainer runs it and its formulas know the run, else estimated."""
+    estimate = memory(job)
+    if job.framework.family != "shardwise" or not state.known(replace(run, train=replace(run.train, compile=False))):
+        return estimate
+    ranks, known = [], dict[tuple[object, ...], _Alike]()
+    for estimated, rank in zip(estimate.ranks, first_ranks(run), strict=True):
+        place = Place(run, rank)
+        kind = state.alike(place)
+        if kind not in known:  # of the many ranks of a long pipeline few differ in more than what is in flight
+            known[kind] = _alike(place)
+        same = known[kind]
+        owners = same.owners | {"activations": state.activations_at(place) * same.saved}
+        if run.layout.zero == 3 and run.layout.shard * run.layout.context > 1:  # besides, the layers of the moment
+            owners["gathered"] += estimated["gathered"]
+        owners["buffers"] = estimated["buffers"] + same.transposed
+        owners = {**estimated, **owners}
+        updating = {name: value for name, value in (owners | same.updating).items() if name != "again"}
+        owners = _peak(owners, run, same)
+        owners = max(owners, updating, key=lambda moment: sum(moment.values()))
+        owners["workspace"] = workspace(job, moving(owners))
+        ranks.append(owners)
+    return replace(estimate, ranks=tuple(ranks))
+
+
+class _Alike(NamedTuple):
+    """What ranks of one kind have in common."""
+
+    owners: dict[str, float]
+    saved: float
+    """Share of the saved activations that compiled layers really keep."""
+    last_gradient: float
+    """Bytes of the gradient that is made last."""
+    behind: float
+    """Bytes saved by layers behind the last one that is recomputed: freed when that one is."""
+    transposed: float
+    updating: dict[str, float]
+    """What differs when the largest matrix is updated."""
+
+
+def _alike(place: Place) -> _Alike:
+    run, rank = place.run, place.rank
+    owners = state.owners(place)
+    saved = 1.0 - state.compiled_away(run, rank) if compiles(run, gpu=planned_on_gpu(run)) else 1.0
+    if owners["again"]:
+        owners["again"] += state.passing_gradients(run, rank)
+    last, transposed = state.last_gradient(run, rank), state.turned_gradient(run, rank)
+    return _Alike(owners, saved, last, _saved_behind(place), transposed, _updating(owners, place))
+
+
+def _saved_behind(place: Place) -> float:
+    """Bytes saved by the layers behind the last one that is recomputed."""
+    run = place.run
+    layers = list(place.layers())
+    recomputed = [number for number, (_, again) in enumerate(layers) if again]
+    behind = layers[recomputed[-1] + 1 :] if recomputed else []
+    if not behind:
+        return 0.0
+    job = job_of(replace(run, layout=replace(run.layout, recompute="none")))
+    return sum(float(layer_activations(job, routed=place.routed(number))[0]) for number, _ in behind)
+
+
+def _peak(owners: dict[str, float], run: Run, same: _Alike) -> dict[str, float]:
+    """What is held at the peak: at the loss, in the last layer that is recomputed, or in the first.
+
+    The loss's tensors are gone when a layer is recomputed, and so is what the layers behind it had saved. In a step of one
+    microbatch gradients come only as the activations saved for them go.
+    """
+    recomputed = owners.pop("again")
+    if run.accumulation == 1 and run.layout.pipeline == 1:
+        # Of a chunked loss the gradient of the head stays; of a whole one the probabilities, half of its tensors, go.
+        saved = owners["activations"] - (0.0 if chunks_loss(run, gpu=planned_on_gpu(run)) else owners["logits"] / 2)
+        made = max(owners["gradients"] - same.last_gradient, 0.0)
+        moments = [
+            owners | {"gradients": 0.0},
+            owners | {"activations": saved - same.behind + recomputed, "logits": 0.0, "gradients": 0.0},
+            owners | {"activations": saved / run.model.layers + recomputed, "logits": 0.0, "gradients": made},
+        ]
+        return max(moments, key=lambda moment: sum(moment.values()))
+    if owners["logits"] >= recomputed:
+        return owners
+    return owners | {"activations": owners["activations"] + recomputed, "logits": 0.0}
+
+
+def _updating(owners: dict[str, float], place: Place) -> dict[str, float]:
+    """The moment when the largest matrix is updated: what the passes held is gone. AdamW needs nothing more then."""
+    made = muon.held(place) if place.run.train.optimizer == "muon" else 0
+    gone = dict.fromkeys(("activations", "logits", "gathered"), 0.0)
+    gradients = float(state.held(place.run, place.rank)["gradients"])
+    return gone | {"gradients": gradients, "optimizer": owners["optimizer"] + made}
