@@ -37,8 +37,7 @@ class Block(nn.Module):
         self.attention_norm = make_norm(config)
         self.attention = LatentAttention(config) if config.attention == "latent" else GroupedAttention(config)
         self.ffn_norm = make_norm(config)
-        routed = config.experts and layer >= config.dense_layers
-        self.ffn = MoE(config) if routed else FeedForward(config, config.ffn)
+        self.ffn = MoE(config) if config.is_moe(layer) else FeedForward(config, config.ffn)
 
     def forward(
         self, x: Tensor, rope: Rope | None, mask: Mask, cache: LayerCache | None = None

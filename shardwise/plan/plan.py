@@ -19,7 +19,7 @@ from shardwise.plan.published.prediction import interval
 from shardwise.plan.time.goodput import JobCost, data_stall, job_cost
 from shardwise.plan.time.step import Step, layers_by_stage, prepare, step_time
 from shardwise.plan.trainer import muon, state
-from shardwise.plan.trainer.rank import Place
+from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.plan.trainer.traffic import first_ranks, traffic
 from shardwise.plan.trainer.work import work
 from shardwise.run import AXES, LayoutConfig, Run
@@ -163,7 +163,7 @@ def exact(space: Memory, run: Run, job: Job) -> Memory:
         return space
     ranks, known = [], dict[tuple[object, ...], _Alike]()
     for estimated, rank in zip(space.ranks, first_ranks(run), strict=True):
-        place = Place(run, rank)
+        place = PlannedRank(run, rank)
         kind = state.alike(place)
         if kind not in known:  # of the many ranks of a long pipeline few differ in more than what is in flight
             known[kind] = _alike(place)
@@ -195,17 +195,17 @@ class _Alike(NamedTuple):
     """What is otherwise when the largest matrix is updated."""
 
 
-def _alike(place: Place) -> _Alike:
+def _alike(place: PlannedRank) -> _Alike:
     run, rank = place.run, place.rank
     owners = state.owners(place)
     saved = 1.0 - state.compiled_away(run, rank) if compiles(run, gpu=planned_on_gpu(run)) else 1.0
     if owners["again"]:
         owners["again"] += state.passing_gradients(run, rank)
-    late, turned = state.last_gradient(run, rank), state.turned_gradient(run, rank)
+    late, turned = state.last_gradient(run, rank), state.transposed_gradient(run, rank)
     return _Alike(owners, saved, late, _kept_behind(place), turned, _updating(owners, place))
 
 
-def _kept_behind(place: Place) -> float:
+def _kept_behind(place: PlannedRank) -> float:
     """Bytes that layers behind the last one that is computed again have kept: gone when that one is."""
     run = place.run
     layers = list(place.layers())
@@ -214,7 +214,7 @@ def _kept_behind(place: Place) -> float:
     if not behind:
         return 0.0
     job = job_of(replace(run, layout=replace(run.layout, recompute="none")))
-    return sum(float(layer_activations(job, routed=place.routed(number))[0]) for number, _ in behind)
+    return sum(float(layer_activations(job, routed=run.model.is_moe(number))[0]) for number, _ in behind)
 
 
 def _fullest_moment(owners: dict[str, float], run: Run, late: float, gone: float) -> dict[str, float]:
@@ -238,11 +238,11 @@ def _fullest_moment(owners: dict[str, float], run: Run, late: float, gone: float
     return owners | {"activations": owners["activations"] + again, "logits": 0.0}
 
 
-def _updating(owners: dict[str, float], place: Place) -> dict[str, float]:
+def _updating(owners: dict[str, float], place: PlannedRank) -> dict[str, float]:
     """The moment when the largest matrix is updated: what the passes held is gone. AdamW makes nothing then."""
-    made = muon.held(place) if place.run.train.optimizer == "muon" else 0
+    made = muon.update_bytes(place) if place.run.train.optimizer == "muon" else 0
     gone = dict.fromkeys(("activations", "logits", "gathered"), 0.0)
-    gradients = float(state.held(place.run, place.rank)["gradients"])
+    gradients = float(state.state_bytes(place.run, place.rank)["gradients"])
     return gone | {"gradients": gradients, "optimizer": owners["optimizer"] + made}
 
 

@@ -105,6 +105,20 @@ class ModelConfig:
         """Whether a feed-forward layer has a gate beside its first matrix."""
         return self.activation in ("swiglu", "geglu")
 
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's values."""
+        return self.v_dim if self.attention == "latent" else self.head_dim
+
+    @property
+    def moe_layers(self) -> int:
+        """How many layers are MoE layers."""
+        return self.layers - self.dense_layers if self.experts else 0
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether a layer is an MoE layer."""
+        return bool(self.experts) and layer >= self.dense_layers
+
 
 @dataclass(frozen=True)
 class LayoutConfig:

@@ -110,6 +110,11 @@ def replays(run: Run, *, gpu: bool) -> bool:
     return bool(run.train.cuda_graph) and not must_launch(run, gpu=gpu)
 
 
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Muon's quintic, which pushes singular values towards 1 fastest (Jordan et al. 2024)."""
+NEWTON_SCHULZ_ITERATIONS = 5
+"""How often Muon applies it."""
+
 FP8_ALIGNMENT = 16
 """What the sides of a product in 8 bits must be multiples of."""
 

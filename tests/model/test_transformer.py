@@ -129,7 +129,7 @@ def test_a_mixture_adds_its_chosen_experts_by_weight(router: str) -> None:
         8,
     )
     mixture = MoE(config).double()
-    initialize(mixture, config, 0)
+    initialize(mixture, config, 0, "layers.0.ffn.")
     for p in mixture.parameters():
         p.data *= 20
     if router == "sigmoid":
@@ -156,7 +156,7 @@ def test_group_limited_routing_stays_in_the_best_groups() -> None:
         8,
     )
     router = Router(config)
-    initialize(router, config, 0)
+    initialize(router, config, 0, "layers.0.ffn.router.")
     router.weight.data *= 100
     x = torch.randn(1, 64, 8, generator=torch.Generator().manual_seed(0))
     _, chosen, _ = router(x)
@@ -171,7 +171,7 @@ def test_group_limited_routing_stays_in_the_best_groups() -> None:
 def test_auxiliary_losses_are_the_papers_sums() -> None:
     config = derive_model(ModelConfig(hidden=8, experts=4, experts_per_token=2), 8)
     router = Router(config).double()
-    initialize(router, config, 0)
+    initialize(router, config, 0, "layers.0.ffn.router.")
     router.weight.data *= 50
     x = torch.randn(3, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     _, chosen, (balance, z) = router(x)
@@ -188,7 +188,7 @@ def test_auxiliary_losses_are_the_papers_sums() -> None:
 def test_rebalancing_moves_the_bias_towards_idle_experts_and_counts_anew() -> None:
     config = derive_model(ModelConfig(hidden=8, experts=4, experts_per_token=1, router="sigmoid"), 8)
     router = Router(config)
-    initialize(router, config, 0)
+    initialize(router, config, 0, "layers.0.ffn.router.")
     router.load.copy_(torch.tensor([10.0, 0.0, 5.0, 5.0]))
     router.rebalance(0.1)
     torch.testing.assert_close(router.bias, torch.tensor([-0.1, 0.1, 0.0, 0.0]))
@@ -214,13 +214,13 @@ def test_initial_weights_depend_on_seed_and_name_only() -> None:
 
 
 def test_large_matrices_are_drawn_in_pieces_by_all_cores_as_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["shardwise.model.initialize"], "PIECE", 1000)
+    monkeypatch.setattr(sys.modules["shardwise.model.initialize"], "SLICE", 1000)
     config = build("mixtral").config
     wanted = [
         ("embed.weight", (90, 40)),
         ("norm.weight", (40,)),
         ("layers.0.ffn.experts.up", (3, 50, 40)),
-        ("q.weight", (20, 40)),
+        ("layers.0.attention.q.weight", (20, 40)),
     ]
     drawn = list(initial_values(config, 0, wanted))
     for (name, shape), value in zip(wanted, drawn, strict=True):

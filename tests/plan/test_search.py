@@ -18,10 +18,10 @@ from shardwise.plan.plan import plan
 from shardwise.plan.search import resolve, search
 from shardwise.plan.search.bubbles import Pace, in_flight, makespan
 from shardwise.plan.search.layouts import Space
-from shardwise.plan.search.screen import Place
+from shardwise.plan.search.screen import PlannedRank
 from shardwise.plan.search.space import legal
 from shardwise.plan.time.step import prepare, step_time
-from shardwise.plan.trainer.rank import Place as Rank
+from shardwise.plan.trainer.rank import PlannedRank as Rank
 from shardwise.run import LayoutConfig, Run, UserError, run_from_dict, to_dict
 from shardwise.schedules import SCHEDULES, Cost, high_water, make_schedule, time
 
@@ -92,7 +92,7 @@ def test_closed_forms_are_near_the_played_schedule(name: str) -> None:
             assert counted == pytest.approx(held, rel=0.01)
 
 
-def places(space: Space, count: int, seed: int) -> list[tuple[Any, Place, float, float]]:
+def places(space: Space, count: int, seed: int) -> list[tuple[Any, PlannedRank, float, float]]:
     """Some layouts that nearly fit, with what screening says of them."""
     rng = random.Random(seed)
     found = []
@@ -104,7 +104,7 @@ def places(space: Space, count: int, seed: int) -> list[tuple[Any, Place, float,
         cheap = group.pipeline * (schedule[1] if schedule[0] in ("interleaved", "breadth-first") else 1) <= 32
         if len(methods) and cheap and one.memory[0] < 1.5 * space.capacity:
             method = int(rng.choice(methods))
-            found.append((group, Place(*schedule, method, int(row)), one.seconds[method, 0], one.memory[0]))
+            found.append((group, PlannedRank(*schedule, method, int(row)), one.seconds[method, 0], one.memory[0]))
         if len(found) == count:
             break
     return found
@@ -146,7 +146,7 @@ def test_the_best_of_all_is_found() -> None:
     for group in Space(run, 4, 4).groups:
         for (schedule, chunks), method, row in product(group.schedules, range(len(group.methods)), group.rows()):
             if group.legal[method, row % group.shape[2]]:
-                place = Place(schedule, chunks, method, int(row))
+                place = PlannedRank(schedule, chunks, method, int(row))
                 times[group.run_at(place)] = step_time(group.prepared_at(place)).seconds
     assert result.searched == len(times) > 1000
     best = min((one for one in times if memory(job_of(one)).fits), key=lambda one: times[one])

@@ -17,7 +17,7 @@ from shardwise.ledger import Memory
 from shardwise.plan.cost.job import Job
 from shardwise.plan.cost.layer_memory import layer_activations
 from shardwise.plan.cost.operations import chunked_share, embedding
-from shardwise.plan.cost.parameters import Held, cast_copies, layer_parameters, stage_parameters, zero_groups
+from shardwise.plan.cost.parameters import LocalNumel, cast_copies, layer_parameters, stage_parameters, zero_groups
 from shardwise.plan.time.step import layers_by_stage, played
 from shardwise.run.derive import CHUNK_BYTES
 from shardwise.schedules import high_water
@@ -31,7 +31,7 @@ def _embedding_activations(job: Job) -> Number:
     return sum(entry.saved for entry in embedding(job).entries)
 
 
-def states(job: Job, held: Held) -> dict[str, Number]:
+def states(job: Job, held: LocalNumel) -> dict[str, Number]:
     """Parameters, gradients and optimizer of a rank that holds these parameters before sharing."""
     stack, stage = job.stack, job.layout.zero
     zero, expert_zero = zero_groups(job)
@@ -119,7 +119,7 @@ def memory(job: Job) -> Memory:
     ranks = []
     for rank in range(lay.pipeline):
         mine = [n for n, home in enumerate(placement) if home == rank]
-        own = Held(sum(held[n].dense for n in mine), sum(held[n].experts for n in mine))
+        own = LocalNumel(sum(held[n].dense for n in mine), sum(held[n].experts for n in mine))
         owners = {name: float(value) for name, value in states(job, own).items()}
         owners["gathered"] += float(cast_copies(job, own)) * casts_kept(job, lay.recompute)
         owners["activations"] = peaks[rank] + again

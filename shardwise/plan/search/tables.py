@@ -21,7 +21,7 @@ from shardwise.plan.cost.layer_memory import layer_activations
 from shardwise.plan.cost.memory import GIB, buffers, gathered_layers, loss_bytes, states
 from shardwise.plan.cost.operations import embedding, head, layer
 from shardwise.plan.cost.ops import Tally, span
-from shardwise.plan.cost.parameters import Held, cast_copies, ends_parameters, layer_parameters
+from shardwise.plan.cost.parameters import LocalNumel, cast_copies, ends_parameters, layer_parameters
 from shardwise.plan.cost.passes import Piece, Pieces, passes
 from shardwise.plan.search.space import LOOPED, V_SHAPED, Choices, Sizes
 from shardwise.plan.time.step import DataSeconds, data_seconds, layers_by_stage
@@ -191,7 +191,7 @@ class Shares:
         """The job of the rows with that ZeRO stage."""
         return replace(self.job, layout=replace(self.job.layout, zero=zero))  # type: ignore[arg-type]
 
-    def _held(self, kinds: list[Kind]) -> Held:
+    def _held(self, kinds: list[Kind]) -> LocalNumel:
         """Parameters of each kind of stage before they are shared: [kind, row]."""
         job, routed = self.job, bool(self.job.model.experts)
         dense, mixed = layer_parameters(job, routed=False), layer_parameters(job, routed=routed)
@@ -201,7 +201,7 @@ class Shares:
             tied = begins and job.model.tied_embeddings
             own.append(plain * dense.dense + more * mixed.dense + begins * first + (ends and not tied) * last)
             experts.append(more * mixed.experts + 0.0 * first)
-        return Held(np.array(own), np.array(experts))
+        return LocalNumel(np.array(own), np.array(experts))
 
     def index(self, one: Cut) -> list[int]:
         """Where the kinds of a cut are."""
@@ -221,7 +221,7 @@ class Shares:
 
     def _all_states(self, one: Cut) -> tuple[Array, Array, Array]:
         index = self.index(one)
-        held = Held(one.ranks @ self.held.dense[index], one.ranks @ self.held.experts[index])
+        held = LocalNumel(one.ranks @ self.held.dense[index], one.ranks @ self.held.experts[index])
         fixed, moving, cast = [], [], []
         for zero in self.zero:
             job = self.under(zero)
@@ -234,11 +234,11 @@ class Shares:
             cast.append(_wide(cast_copies(job, held), held.dense.shape))
         return np.concatenate(fixed, axis=1), np.concatenate(moving, axis=1), np.concatenate(cast, axis=1)
 
-    def data_at(self, one: Cut, row: int, zero: int) -> tuple[list[Held], list[DataSeconds]]:
+    def data_at(self, one: Cut, row: int, zero: int) -> tuple[list[LocalNumel], list[DataSeconds]]:
         """Of every kind of stage of a cut, as plain numbers."""
         index, column = self.index(one), self.zero.index(zero) * self.size + row
         held = zip(self.held.dense[index, row].tolist(), self.held.experts[index, row].tolist(), strict=True)
-        return [Held(*h) for h in held], [DataSeconds(*d) for d in self.data[:, index, column].T.tolist()]
+        return [LocalNumel(*h) for h in held], [DataSeconds(*d) for d in self.data[:, index, column].T.tolist()]
 
 
 def moved(job: Job, sizes: Sizes) -> tuple[Array, Array, Array]:

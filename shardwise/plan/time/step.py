@@ -19,7 +19,7 @@ from shardwise.hardware import Operation, collective_seconds, memory_seconds
 from shardwise.plan.cost.constants import Constants, constants_of
 from shardwise.plan.cost.job import Job
 from shardwise.plan.cost.ops import span
-from shardwise.plan.cost.parameters import Held, stage_parameters, zero_groups
+from shardwise.plan.cost.parameters import LocalNumel, stage_parameters, zero_groups
 from shardwise.plan.cost.passes import Passes, Piece, Pieces, host_seconds, passes
 from shardwise.plan.cost.stages import stage_counts
 from shardwise.plan.time.waves import Waves
@@ -65,7 +65,7 @@ def layers_by_stage(job: Job) -> list[tuple[int, int]]:
     return result
 
 
-def data_seconds(job: Job, held: Held, layers: tuple[Number, Number]) -> DataSeconds:
+def data_seconds(job: Job, held: LocalNumel, layers: tuple[Number, Number]) -> DataSeconds:
     """What sharing and copying the parameters of a stage, of so many dense and routed layers, costs in traffic, before anything
     hides it; and what updating them takes."""
     lay, stack, cluster = job.layout, job.stack, job.cluster
@@ -97,7 +97,7 @@ class Prepared:
 
     job: Job
     layers: list[tuple[int, int]]
-    held: list[Held]
+    held: list[LocalNumel]
     kinds: list[int]
     """Which of the different stages below each stage is."""
     pieces: list[Piece]

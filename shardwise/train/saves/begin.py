@@ -14,8 +14,7 @@ from shardwise.data.tokenizer import Tokenizer, load_tokenizer
 from shardwise.model.saved_reader import SavedReader
 from shardwise.model.weight_files import WeightReader
 from shardwise.model.weights import RUN_FILE, checkpoint_folder, compare_shapes, open_checkpoint, state_shapes
-from shardwise.parallel.gradients import local
-from shardwise.parallel.place import Box, box
+from shardwise.parallel.local_parameter import Box, local, local_box
 from shardwise.run import Run, UserError, read_run
 from shardwise.train.saves.contents import buffers
 from shardwise.train.saves.folder import complete
@@ -48,7 +47,7 @@ def begin(train_state: TrainState, tokenizer: Tokenizer, log: Callable[[str], No
         return
     reader = _open(train_state.run)
     for held in train_state.parallel.parameters:
-        local(held.parameter).copy_(read_box(reader, held.name, box(held, train_state.mesh)))
+        local(held.parameter).copy_(read_box(reader, held.name, local_box(held, train_state.mesh)))
     for name, buffer in buffers(train_state):
         buffer.copy_(read_box(reader, name, Box((0,) * buffer.ndim, tuple(buffer.shape))))
     changed = model_differences(read_run(reader.folder / RUN_FILE), train_state.run)

@@ -13,9 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.parallel.gradients import local
-from shardwise.parallel.place import Box, box, copy_place, leads, stage_place
-from shardwise.parallel.split import bounds
+from shardwise.parallel.local_parameter import (
+    Box,
+    holds_first_slice,
+    local,
+    local_box,
+    replica_index,
+    stage_replica_index,
+)
+from shardwise.run.parameters import shard_bounds
 from shardwise.train.step import TrainState
 
 SMALLEST = 1 << 20  # bytes; a piece is divided among the ranks that hold it down to this, and below goes to one of them
@@ -41,23 +47,23 @@ def _mine(train_state: TrainState, smallest: int) -> Iterator[Kept]:
     for n, held in enumerate(train_state.parallel.parameters):
         if held.copy_of_other_stage:
             continue
-        place, (copies, which) = box(held, mesh), copy_place(held, mesh)
+        place, (copies, which) = local_box(held, mesh), replica_index(held, mesh)
         state = sorted(train_state.optimizer.state_of(n).items())
         tensors = [(f"model/{held.name}", local(held.parameter.detach()))]
         tensors += [(f"optimizer/{held.name}/{what}", value) for what, value in state]
         # Whose turn it is among the copies follows from the parameter's number, the same on all of them.
         for turn, (name, values) in enumerate(tensors, start=n):
             if values.ndim == 0:  # one number for the whole parameter, such as AdamW's count of steps
-                if leads(held, mesh) and turn % copies == which:
+                if holds_first_slice(held, mesh) and turn % copies == which:
                     yield Kept(name, (), Box((), ()), values)
                 continue
             shares = min(copies, max(1, values.nbytes // smallest), values.shape[0] or 1)
             share = (which - turn) % copies
             if share < shares:
-                start, stop = bounds(values.shape[0], shares, share)
+                start, stop = shard_bounds(values.shape[0], shares, share)
                 offset = (place.offset[0] + start, *place.offset[1:])
                 yield Kept(name, held.whole, Box(offset, (stop - start, *place.size[1:])), values[start:stop])
-    ranks, which = stage_place(mesh)
+    ranks, which = stage_replica_index(mesh)
     for turn, (name, buffer) in enumerate(buffers(train_state)):
         if turn % ranks == which:
             whole = tuple(buffer.shape)

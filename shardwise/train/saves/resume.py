@@ -21,9 +21,8 @@ from shardwise.model.saved_files import NewerFormat, check_file, damage, read_ma
 from shardwise.model.saved_reader import SavedReader
 from shardwise.model.weight_files import WeightReader
 from shardwise.model.weights import RUN_FILE, is_checkpoint
-from shardwise.parallel.gradients import local
+from shardwise.parallel.local_parameter import Box, local, local_box
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.place import Box, box
 from shardwise.run import Problem, Run, UserError
 from shardwise.train.faults.events import FILE as EVENTS_FILE
 from shardwise.train.loss_scale import LossScale
@@ -174,7 +173,7 @@ def _load_tensors(train_state: TrainState, reader: SavedReader) -> None:
             parameter, _, what = rest.rpartition("/")
             beside.setdefault(parameter, {})[what] = name
     for n, held in enumerate(train_state.parallel.parameters):
-        place, mine = box(held, mesh), local(held.parameter)
+        place, mine = local_box(held, mesh), local(held.parameter)
         mine.copy_(read_box(reader, f"model/{held.name}", place))
         values = {}
         for what, name in beside.get(held.name, {}).items():

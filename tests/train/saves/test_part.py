@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwise.model.saved_files import read_table
-from shardwise.parallel.place import Box
+from shardwise.parallel.local_parameter import Box
 from shardwise.train.saves import part
 from shardwise.train.saves.contents import Kept
 from shardwise.train.saves.staging import Staging

@@ -16,7 +16,7 @@ from parallel_pool import RankPool
 
 from shardwise.model.saved_files import damage, read_manifest, read_pieces
 from shardwise.model.saved_reader import SavedReader
-from shardwise.parallel.place import Box
+from shardwise.parallel.local_parameter import Box
 from shardwise.train.saves.folder import complete
 from shardwise.train.saves.resume import read_box
 
