@@ -1,6 +1,6 @@
-"""What the planner says twice, once for any framework and many layouts at a time and once exactly for this trainer, agrees: parameters
-and FLOPs of a layer to the last one, saved activations as nearly as operations that share tensors allow. Networks are drawn from
-a seed."""
+"""What the planner says twice agrees: once for any framework and many layouts at a time, once exactly for this trainer. Parameters
+and FLOPs of a layer to the last one, saved activations as nearly as operations that share tensors allow. Networks are drawn
+from a seed."""
 
 from __future__ import annotations
 
