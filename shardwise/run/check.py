@@ -46,10 +46,10 @@ def _fp8_rules(run: Run) -> Iterator[Broken]:
     if run.train.fp8 == "none":
         return
     if run.train.dtype != "bfloat16":
-        reason = f'{run.train.dtype} arithmetic goes with "none" alone: products in 8 bits give bfloat16'
+        reason = f'{run.train.dtype} arithmetic goes with "none" alone: fp8 GEMMs give bfloat16'
         yield Broken("train.fp8", ("train.dtype",), reason)
     if run.layout.async_tensor:
-        reason = "multiplies pieces as they arrive, in 16 bits, while a scale needs the whole; use one of the two"
+        reason = "multiplies chunks as they arrive, in 16 bits, while an fp8 scale needs the whole; use one of the two"
         yield Broken("layout.async_tensor", ("train.fp8",), reason)
 
 
@@ -82,14 +82,14 @@ def _model_rules(run: Run) -> Iterator[Broken]:
             yield Broken(
                 "model.head_dim",
                 ("model.hidden", "model.heads"),
-                f"rotary positions turn pairs of numbers, and a head of {m.head_dim} is odd",
+                f"rotary positions rotate pairs of features, and a head of {m.head_dim} is odd",
             )
     else:
         for name in ("kv_rank", "nope_dim", "rope_dim", "v_dim"):
             if not getattr(m, name):
                 yield Broken(f"model.{name}", ("model.attention",), "latent attention needs this size; it is 0")
         if m.rope_dim % 2:
-            yield Broken("model.rope_dim", (), f"rotary positions turn pairs of numbers, and {m.rope_dim} is odd")
+            yield Broken("model.rope_dim", (), f"rotary positions rotate pairs of features, and {m.rope_dim} is odd")
         if m.position != "rotary" or m.qk_norm or m.bias != "none":
             yield Broken(
                 "model.attention",
@@ -178,13 +178,13 @@ def _layout_rules(run: Run) -> Iterator[Broken]:
             "train.seq_len",
             ("layout.tensor", "layout.context"),
             f"{train.seq_len} is not a multiple of layout.tensor x layout.context = {lay.tensor * lay.context}: between the "
-            f"matrices each rank keeps an equal piece of the sequence",
+            f"matrices each rank keeps an equal part of the sequence",
         )
     if lay.context > 1 and train.seq_len % (2 * lay.context):
         yield Broken(
             "train.seq_len",
             ("layout.context",),
-            f"{train.seq_len} is not a multiple of 2 x layout.context = {2 * lay.context}: each rank takes one piece from the "
+            f"{train.seq_len} is not a multiple of 2 x layout.context = {2 * lay.context}: each rank takes one chunk from the "
             f"front and one from the back, so that causal work is even",
         )
     stages = lay.pipeline * lay.stages_per_rank
@@ -219,14 +219,14 @@ def _layout_rules(run: Run) -> Iterator[Broken]:
         yield Broken(
             "layout.async_tensor",
             ("layout.recompute", "layout.recompute_operations"),
-            'gathers the sequence outside of the feed-forward layer, which recompute_operations = "ffn" repeats alone; use '
+            'gathers the sequence outside of the feed-forward layer, which recompute_operations = "ffn" recomputes alone; use '
             'recompute = "full", or leave "ffn" out',
         )
     if train.compile is True and lay.recompute in REPEATS_PARTS:
         yield Broken(
             "train.compile",
             ("layout.recompute",),
-            f'compiles whole layers, and layout.recompute = "{lay.recompute}" repeats a part of one; use "full" or "none"',
+            f'compiles whole layers, and layout.recompute = "{lay.recompute}" recomputes a part of one; use "full" or "none"',
         )
     reason = must_launch(run, gpu=train.device != "cpu")
     if train.cuda_graph is True and reason:
