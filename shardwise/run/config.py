@@ -71,6 +71,7 @@ class ModelConfig:
     yarn_mscale: float = key(1.0, "YaRN: weight of the logarithmic growth of rotary amplitude", least=0)
     yarn_mscale_all: float = key(0.0, "YaRN: the same growth applied to all attention scores (DeepSeek)", least=0)
     qk_norm: bool = key(False, "normalise each head of queries and keys (Qwen3)")
+    parallel_block: bool = key(False, "attention and feed-forward side by side, from one norm (GPT-J, PaLM)")
     sliding_window: int = key(0, "attend to this many latest positions only; 0: to all", least=0)
     tied_embeddings: bool = key(False, "share the embedding with the output head")
     init_std: float = key(0.02, "standard deviation of initial weights", above=0)

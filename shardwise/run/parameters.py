@@ -95,7 +95,8 @@ def layer_parameters(model: ModelConfig, moe: bool) -> tuple[Parameter, ...]:
     """The parameters of one layer, dense or MoE."""
     attention = _latent_attention(model) if model.attention == "latent" else _grouped_attention(model)
     ffn = _moe(model) if moe else _feed_forward(model, "ffn", model.ffn, "ffn")
-    return (*_norm(model, "attention_norm"), *attention, *_norm(model, "ffn_norm"), *ffn)
+    ffn_norm = () if model.parallel_block else _norm(model, "ffn_norm")
+    return (*_norm(model, "attention_norm"), *attention, *ffn_norm, *ffn)
 
 
 @cache

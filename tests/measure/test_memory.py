@@ -84,6 +84,8 @@ LAYOUTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("dense", dict(tensor=4), NARROW),
     ("latent", dict(tensor=4), {}),
     ("dense", dict(replicate=2, tensor=2), {}),
+    ("parallel", dict(tensor=2, shard=2), NARROW),
+    ("parallel", dict(recompute="operations", recompute_operations=("norm", "ffn")), NARROW),
     ("tied", dict(tensor=2, pipeline=2), NARROW),
     ("tied", dict(pipeline=2, schedule="zb-v"), {}),
     ("dense", dict(pipeline=2, shard=2, schedule="zb-v", zero=2), {}),

@@ -15,6 +15,7 @@ from shardwise.model.attention import DotProductAttention, attention_mask
 from shardwise.model.cache import Cache
 from shardwise.model.initialize import initial_value, initial_values
 from shardwise.model.moe import MoE, Router
+from shardwise.model.rope import rope_cos_sin
 from shardwise.run import ModelConfig
 from shardwise.run.derive import derive_model
 
@@ -196,6 +197,18 @@ def test_rebalancing_moves_the_bias_towards_idle_experts_and_counts_anew() -> No
     router.train()
     router(torch.randn(2, 3, 8))
     assert router.load.sum() == 6
+
+
+def test_a_parallel_block_adds_attention_and_feed_forward_of_one_norm() -> None:
+    config = derive_model(ModelConfig(layers=2, hidden=16, heads=2, vocab=20, parallel_block=True), 8)
+    model = Transformer(config).double()
+    initialize(model, config, 0)
+    block = model.layers["0"]
+    x = torch.randn(2, 8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rope = rope_cos_sin(config, torch.arange(8)[None], x.dtype)
+    normed = block.attention_norm(x)
+    want = x + block.attention(normed, rope, None, None) + block.ffn(normed)
+    torch.testing.assert_close(block(x, rope, None)[0], want)
 
 
 def test_initial_weights_depend_on_seed_and_name_only() -> None:

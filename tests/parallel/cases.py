@@ -25,6 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "latent": dict(
         layers=4, hidden=32, heads=4, ffn=64, vocab=61, attention="latent", q_rank=24, kv_rank=16, nope_dim=8, rope_dim=4, v_dim=8,
     ),
+    "parallel": DENSE | dict(parallel_block=True),
     "capacity": MIXTURE | dict(expert_capacity=0.8),
     "window": DENSE | dict(sliding_window=11),
     "softmax": MIXTURE | dict(router="softmax", shared_experts=0, dense_layers=0),

@@ -190,6 +190,7 @@ COMBINATIONS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("latent", dict(tensor=2, pipeline=2, async_tensor=True), {}),
     ("latent", dict(tensor=2, context=2, context_method="gather", shard=2), {}),
     ("latent", dict(tensor=2, context=2, context_method="ulysses", recompute="full"), {}),
+    ("parallel", dict(tensor=2, context=2, recompute="full"), {}),
     ("tied", dict(tensor=2, pipeline=2, shard=2), {}),
     ("tied", dict(tensor=2, pipeline=2, schedule="zb-v"), {}),
     ("tied", dict(replicate=2, shard=2, pipeline=2), dict(dtype="bfloat16")),

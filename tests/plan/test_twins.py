@@ -31,6 +31,7 @@ def drawn_run(seed: int, layout: dict[str, Any]) -> Run:
     rng = random.Random(seed)
     model: dict[str, Any] = dict(layers=2, hidden=512, heads=8, vocab=1000, norm=rng.choice(["rmsnorm", "layernorm"]))
     model |= dict(kv_heads=rng.choice([2, 4, 8]), bias=rng.choice(["none", "qkv"]), qk_norm=rng.random() < 0.5)
+    model |= dict(parallel_block=rng.random() < 0.3)
     if rng.random() < 0.3:
         model |= dict(attention="latent", q_rank=rng.choice([0, 256]), kv_rank=128, nope_dim=64, rope_dim=32, v_dim=64)
         model |= dict(bias="none", qk_norm=False)

@@ -64,6 +64,19 @@ def _norm(tally: Tally, tokens: Number, width: Number = 0) -> None:
     tally.stream("norm", "norm", 2 * size, 3 * size, saved=size)
 
 
+def _ffn_norm(tally: Tally) -> None:
+    """The norm before the feed-forward layer; a parallel block has none."""
+    if not tally.job.model.parallel_block:
+        _norm(tally, pieces(tally.job))
+
+
+def _ffn_input_bytes(job: Job) -> Number:
+    """What the feed-forward layer keeps of its input. In a parallel block that is attention's, but gathered once more."""
+    if not job.model.parallel_block:
+        return entered_bytes(job)
+    return entered_bytes(job) * (job.layout.tensor > 1) * job.stack.keeps_gathered
+
+
 def _residual(tally: Tally, part: str, *, ends: bool = False) -> None:
     """The sum with the stream, with dropout's mask where there is dropout."""
     job = tally.job
@@ -191,8 +204,7 @@ def _activation(tally: Tally, part: str, numbers: Number, *, saved: bool = True)
 
 def feed_forward(tally: Tally, width: int, part: str = "ffn") -> None:
     """Norm, a dense feed-forward layer, and its sum with the stream."""
-    job = tally.job
-    _norm(tally, pieces(job))
+    _ffn_norm(tally)
     _enter(tally, part)
     _dense(tally, width, part, ends=True)
     _leave(tally, part, ends=True)
@@ -203,7 +215,7 @@ def _dense(tally: Tally, width: int, part: str, *, ends: bool = False) -> None:
     job = tally.job
     own = width / job.layout.tensor
     columns = own * (2 if job.model.gated else 1)
-    tally.product("up", part, job.rows, columns, job.model.hidden, saved=entered_bytes(job))
+    tally.product("up", part, job.rows, columns, job.model.hidden, saved=_ffn_input_bytes(job))
     _activation(tally, part, job.rows * own)
     tally.product("down", part, job.rows, job.model.hidden, own, ends=ends)
 
@@ -223,7 +235,7 @@ def mixture(tally: Tally) -> None:
     """Norm, router, experts over ranks and shared ones, and the sum with the stream."""
     job = tally.job
     m, lay, width = job.model, job.layout, job.width
-    _norm(tally, pieces(job))
+    _ffn_norm(tally)
     tokens = job.rows / lay.tensor if not lay.expert_tensor else job.rows
     if job.stack.sequence_parallel:
         routed = tokens

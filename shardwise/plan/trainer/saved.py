@@ -67,9 +67,10 @@ def block(tape: Tape, x: str, layer: int, rows: Rows | None) -> str:
     tokens = planned.local_tokens
     tape.parameters = planned.layer_table(m.is_moe(layer))
     with tape.part("block", x):
-        attention(tape, gathered(tape, norm(tape, x, "attention_norm", tokens), "attention input"))
-        middle = tape.make("middle", tokens * m.hidden)
-        normed = norm(tape, middle, "ffn_norm", tokens)
+        normed = norm(tape, x, "attention_norm", tokens)
+        attention(tape, gathered(tape, normed, "attention input"))
+        if not m.parallel_block:
+            normed = norm(tape, tape.make("middle", tokens * m.hidden), "ffn_norm", tokens)
         if m.is_moe(layer):
             with tape.part("ffn", normed):
                 moe(tape, normed, rows[layer] if rows else None)

@@ -27,6 +27,8 @@ class Tape:
     """Inputs of the GEMMs whose weight gradients can be deferred, with bytes of the results."""
     parameters: Mapping[str, PlannedParameter] = field(default_factory=dict)
     """Of the present layer."""
+    quantized: tuple[str, int] = ("", 0)
+    """The tensor that was quantised last, and how many were before: GEMMs in a row quantise their input once (`model/fp8.py`)."""
     recomputed: frozenset[str] = frozenset()
     """Parts of the present layer that are recomputed in the backward pass."""
     prefix: str = ""
@@ -100,7 +102,9 @@ def linear(tape: Tape, x: str, name: str, *, edge: bool = False) -> str:
         per_tensor = planned.run.train.fp8 == "tensorwise"
         source, result = x, out * planned.width
         if per_tensor:
-            source, result = f"{x} transposed", out + SCALE
+            if x != tape.quantized[0]:
+                tape.quantized = x, tape.quantized[1] + 1
+            source, result = f"{x} transposed {tape.quantized[1]}", out + SCALE
             tape.sizes[source] = rows * inner + SCALE
         tape.save(source)
         tape.deferred[source] = tape.deferred.get(source, 0) + result
