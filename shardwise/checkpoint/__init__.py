@@ -15,5 +15,5 @@ lets ranks agree.
 
 PyTorch's own `torch.distributed.checkpoint` is not used. Its storage keeps pickles; its saving gathers plans over the process
 group, from a background thread when asynchronous, where a rank that dies leaves the others waiting; and it wants DTensors where
-tensor and expert cuts are plain tensors with a table (`parallel/split`). Here ranks agree by the layout alone, and by files.
+tensor and expert cuts are plain tensors with a table (`run/parameters.py`). Here ranks agree by the layout alone, and by files.
 """

@@ -31,9 +31,8 @@ from shardwise.checkpoint.reader import Reader, open_checkpoint
 from shardwise.checkpoint.state import State, buffers, random_states
 from shardwise.checkpoint.weights import open_weights
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
-from shardwise.parallel.gradients import local
+from shardwise.parallel.local_parameter import local, local_box
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.place import box
 from shardwise.run import Problem, Run, UserError, read_run
 
 
@@ -128,7 +127,7 @@ def load_weights(state: State, tokenizer: Tokenizer, log: Callable[[str], None])
 @torch.no_grad()
 def _load_model(state: State, reader: Reader, prefix: str = "") -> None:
     for held in state.parallel.parameters:
-        where = box(held, state.mesh)
+        where = local_box(held, state.mesh)
         local(held.parameter).copy_(reader.read(prefix + held.name, where.offset, where.size))
     for name, buffer in buffers(state):
         buffer.copy_(reader.read(prefix + name, (0,) * buffer.ndim, buffer.shape))
@@ -144,7 +143,7 @@ def _load(state: State, reader: Reader) -> None:
             parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
             keys.setdefault(parameter, []).append(key)
     for n, held in enumerate(state.parallel.parameters):
-        where, values = box(held, state.mesh), {}
+        where, values = local_box(held, state.mesh), {}
         for key in keys.get(held.name, ()):
             name = f"optimizer/{held.name}/{key}"
             if reader.shape(name):

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from shardwise.checkpoint.format import LocalShard
 from shardwise.parallel.apply import Parallel
-from shardwise.parallel.gradients import local
+from shardwise.parallel.local_parameter import holds_first_slice, local, local_box, replica_index, stage_replica_index
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.place import box, copy_place, leads, stage_place
-from shardwise.parallel.split import bounds
 from shardwise.run import Run
+from shardwise.run.parameters import shard_bounds
 
 SMALLEST = 1 << 20  # bytes; a shard is divided among the ranks that hold it down to this, and below goes to one of them
 
@@ -70,21 +69,21 @@ def _shards(state: State, smallest: int) -> Iterator[LocalShard]:
     for n, held in enumerate(state.parallel.parameters):
         if held.copy_of_other_stage:
             continue
-        offset, (replicas, which) = box(held, mesh).offset, copy_place(held, mesh)
+        offset, (replicas, which) = local_box(held, mesh).offset, replica_index(held, mesh)
         tensors = [(f"model/{held.name}", local(held.parameter.detach()))]
         tensors += [(f"optimizer/{held.name}/{key}", v) for key, v in sorted(state.optimizer.state_of(n).items())]
         # Which replica writes follows from the parameter's number, the same on all of them.
         for turn, (name, values) in enumerate(tensors, start=n):
             if values.ndim == 0:  # one number for the whole parameter, such as AdamW's count of steps
-                if leads(held, mesh) and turn % replicas == which:
+                if holds_first_slice(held, mesh) and turn % replicas == which:
                     yield LocalShard(name, (), (), values)
                 continue
             shares = min(replicas, max(1, values.nbytes // smallest), values.shape[0] or 1)
             share = (which - turn) % replicas
             if share < shares:
-                start, stop = bounds(values.shape[0], shares, share)
+                start, stop = shard_bounds(values.shape[0], shares, share)
                 yield LocalShard(name, held.whole, (offset[0] + start, *offset[1:]), values[start:stop])
-    ranks, which = stage_place(mesh)
+    ranks, which = stage_replica_index(mesh)
     for turn, (name, buffer) in enumerate(buffers(state)):
         if turn % ranks == which:
             yield _whole(f"model/{name}", buffer)

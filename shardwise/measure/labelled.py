@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.labels import label
 from shardwise.ledger import AXIS_OF
 from shardwise.measure.module_work import ROOT, module_names, repeated_modules
-from shardwise.measure.traffic import TrafficCounter, axes_by_group
+from shardwise.measure.traffic import TrafficCounter
 from shardwise.model.transformer import Transformer
 from shardwise.parallel import pipeline as pipeline_module
 from shardwise.parallel.pipeline import DeferredGradient
@@ -53,7 +53,7 @@ def labelled_messages(train_state: TrainState) -> Iterator[TrafficCounter]:
     A dispatch mode, as in `TrafficCounter`, would slow every operator and so the step that is recorded. Here the collectives
     alone get a kernel above those of their devices, where autograd's would be if they had one.
     """
-    counter = TrafficCounter(axes_by_group(train_state))
+    counter = TrafficCounter(train_state.mesh.axes_by_group())
     library = torch.library.Library("c10d", "IMPL")
 
     def kernel(operator: Any) -> Callable[..., Any]:

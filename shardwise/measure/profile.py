@@ -37,7 +37,7 @@ from shardwise.measure.memory import measure_memory
 from shardwise.measure.module_time import module_times
 from shardwise.measure.modules import as_rows, own_costs
 from shardwise.measure.snapshot import allocator_history
-from shardwise.measure.traffic import TrafficCounter, axes_by_group
+from shardwise.measure.traffic import TrafficCounter
 from shardwise.plan.cost.flops import CONVENTION, training_flops
 from shardwise.plan.plan import plan
 from shardwise.plan.trainer.work import CONVENTION as HARDWARE
@@ -219,7 +219,7 @@ def _groups(train_state: TrainState) -> dict[str, dict[str, Any]]:
     """This rank's process groups by name: their axis and their ranks."""
     if train_state.run.layout.world == 1:
         return {}
-    names = {group_name: AXIS_OF.get(axis, axis) for group_name, axis in axes_by_group(train_state).items()}
+    names = {group_name: AXIS_OF.get(axis, axis) for group_name, axis in train_state.mesh.axes_by_group().items()}
     made = dist.distributed_c10d._world.pg_map
     ranks: dict[str, list[int]] = {group.group_name: dist.get_process_group_ranks(group) for group in made}
     return {name: dict(axis=axis, ranks=ranks[name]) for name, axis in names.items()}

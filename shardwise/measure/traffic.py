@@ -18,9 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.ledger import wire_bytes
-from shardwise.train.step import TrainState
 
-AXES = ("pipeline", "replicate", "shard", "context", "tensor", "zero", "expert_shard", "expert", "sequence", "world")
 Traffic = Counter[tuple[str, str]]  # bytes by axis and operation; they may be fractions
 
 
@@ -30,18 +28,6 @@ def _size(x: Tensor) -> int:
 
 def _total(tensors: list[Tensor]) -> int:
     return sum(map(_size, tensors))
-
-
-def axes_by_group(train_state: TrainState) -> dict[str, str]:
-    """Names of process groups to names of axes; both directions of a pipeline and its tied ends are the pipeline."""
-    groups = {axis: train_state.mesh.group(axis) for axis in AXES if axis != "world"}
-    names: dict[str, str] = {group.group_name: axis for axis, group in groups.items() if group is not None}
-    if dist.is_initialized():
-        names[dist.group.WORLD.group_name] = "world"  # type: ignore[union-attr]
-    for group in (train_state.mesh.group("pipeline_back"), train_state.parallel.tied):
-        if group is not None:
-            names[group.group_name] = "pipeline"
-    return names
 
 
 class TrafficCounter(TorchDispatchMode):

@@ -21,10 +21,10 @@ from shardwise.ledger import Account, Difference, Memory, Span, Timeline, Traffi
 from shardwise.measure.balance import even_routing
 from shardwise.measure.dry import dry_rank
 from shardwise.measure.memory import measure_memory
-from shardwise.measure.traffic import TrafficCounter, axes_by_group
+from shardwise.measure.traffic import TrafficCounter
 from shardwise.measure.work import WorkCounter, as_written
 from shardwise.plan.plan import plan
-from shardwise.plan.trainer.state import activations, held
+from shardwise.plan.trainer.state import activations, state_bytes
 from shardwise.plan.trainer.traffic import AXIS_OF, traffic
 from shardwise.plan.trainer.work import work
 from shardwise.run import Problem, Run, UserError
@@ -79,7 +79,7 @@ def counted(train_state: TrainState, batch: Batch, *, seconds: float = 0.0) -> t
     """The account of a step, whether its schedule was the listed one, and how many actions that has."""
     run = train_state.run
     with even_routing(train_state), as_written(train_state):
-        with WorkCounter(train_state) as ops, TrafficCounter(axes_by_group(train_state)) as wire:
+        with WorkCounter(train_state) as ops, TrafficCounter(train_state.mesh.axes_by_group()) as wire:
             train_state.train_step(batch)
         done = list(train_state.parallel.pipeline.executed)
         owners = measure_memory(train_state, batch)
@@ -105,7 +105,7 @@ def _by_axis(wire: TrafficCounter) -> Traffic:
 
 def planned(run: Run, rank: int) -> Account:
     """What the plan says of one rank, but for its time."""
-    owners = held(run, rank) | {"activations": activations(run, rank)}
+    owners = state_bytes(run, rank) | {"activations": activations(run, rank)}
     memory = Memory(({name: float(owners[name]) for name in OWNERS},))
     return Account("plan", 0.0, run.batch_tokens, {}, work(run, rank), memory, traffic(run, rank))
 

@@ -30,21 +30,22 @@ class Output(NamedTuple):
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward layer or a mixture, each behind a norm and added to the residual stream."""
+    """Attention, then a feed-forward or MoE layer, each behind a norm and added to the residual stream; in a parallel block
+    (Wang & Komatsuzaki 2021, Chowdhery et al. 2022) both read the same norm of what enters."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.attention_norm = make_norm(config)
         self.attention = LatentAttention(config) if config.attention == "latent" else GroupedAttention(config)
-        self.ffn_norm = make_norm(config)
-        routed = config.experts and layer >= config.dense_layers
-        self.ffn = MoE(config) if routed else FeedForward(config, config.ffn)
+        self.ffn_norm = None if config.parallel_block else make_norm(config)
+        self.ffn = MoE(config) if config.is_moe(layer) else FeedForward(config, config.ffn)
 
     def forward(
         self, x: Tensor, rope: Rope | None, mask: Mask, cache: LayerCache | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        x = x + self.attention(self.attention_norm(x), rope, mask, cache)
-        out = self.ffn(self.ffn_norm(x))
+        normed = self.attention_norm(x)
+        x = x + self.attention(normed, rope, mask, cache)
+        out = self.ffn(normed if self.ffn_norm is None else self.ffn_norm(x))
         out, auxiliary = out if isinstance(out, tuple) else (out, None)
         return x + out, auxiliary
 

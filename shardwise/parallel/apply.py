@@ -20,19 +20,18 @@ from shardwise.model.layers import Gemm
 from shardwise.model.loss import ChunkedCrossEntropy
 from shardwise.model.transformer import Block, Transformer
 from shardwise.model.varlen import has_flash
-from shardwise.parallel.collectives import Group
 from shardwise.parallel.context import apply_context
 from shardwise.parallel.expert import apply_expert
-from shardwise.parallel.gradients import LocalParameter
-from shardwise.parallel.mesh import Mesh, new_group
+from shardwise.parallel.local_parameter import LocalParameter, local_slice
+from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.pipeline import Pipeline, Stage, split_backward
 from shardwise.parallel.recompute import apply_recompute
 from shardwise.parallel.shard import Sharder, uses_ddp, wrap_ddp
-from shardwise.parallel.split import Split, part, splits
 from shardwise.parallel.tensor import apply_tensor
 from shardwise.plan.cost.stages import layers_of_stages
 from shardwise.run import Run
 from shardwise.run.derive import chunks_loss, compiles, keeps_compute_copies, tunes_gemms, uses_varlen_attention
+from shardwise.run.parameters import Cut, Parameter, find_parameter
 from shardwise.schedules import make_schedule
 
 
@@ -44,7 +43,6 @@ class Parallel:
     models: list[Transformer]
     pipeline: Pipeline
     parameters: list[LocalParameter]
-    tied: Group
 
 
 def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
@@ -73,7 +71,6 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
             for block in model.layers.values():
                 block.forward = compiled(block.forward, accumulates=tunes_gemms(run, gpu=gpu))
         apply_recompute(model, run, mesh.rank)
-        whole = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         for name, block in model.layers.items():
             _materialize(block, f"layers.{name}.", run, mesh, device)
             assert isinstance(block, Block)
@@ -88,16 +85,15 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
         stages[number] = Stage(module, model, split)
         copied = run.model.tied_embeddings and not model.first and schedule.stages > 1
         for name, parameter in model.named_parameters():
-            cut = splits(run.model, layout, name)
-            copy = copied and name == "embed.weight"
+            entry, copy = find_parameter(run.model, name), copied and name == "embed.weight"
+            shard = _shard(entry, parameter)
             parameters.append(
-                LocalParameter(
-                    name, parameter, whole[name], cut, _shard(name, parameter), copy, compute_copy.get(parameter)
-                )
+                LocalParameter(name, parameter, entry, entry.cuts(layout), shard, copy, compute_copy.get(parameter))
             )
     pipeline = Pipeline(stages, schedule, mesh, zero=layout.zero, scales=sharder.scales)
+    _add_tied_group(run, mesh, schedule.placement)
     models = [stage.model for stage in stages.values()]
-    return Parallel(mesh, models, pipeline, parameters, _tied_group(run, mesh, schedule.placement))  # type: ignore[arg-type]
+    return Parallel(mesh, models, pipeline, parameters)  # type: ignore[arg-type]
 
 
 def _stage(run: Run, layers: range, first: bool, last: bool) -> Transformer:
@@ -134,7 +130,6 @@ def compiled(forward: Callable[..., Any], accumulates: bool) -> Callable[..., An
 def _materialize(module: nn.Module, prefix: str, run: Run, mesh: Mesh, device: torch.device) -> None:
     """Give a module's meta parameters this rank's part of their initial values, and its buffers zeros."""
     wide = torch.float64 if run.train.dtype == "float64" else torch.float32
-    place = {axis: (mesh.size(axis), mesh.index(axis)) for axis in ("tensor", "expert")}
     empty = [
         (owner, leaf, f"{prefix}{owner_name}.{leaf}" if owner_name else f"{prefix}{leaf}", tuple(parameter.shape))
         for owner_name, owner in module.named_modules()
@@ -143,7 +138,7 @@ def _materialize(module: nn.Module, prefix: str, run: Run, mesh: Mesh, device: t
     ]
     values = initial_values(run.model, run.train.seed, [(name, shape) for _, _, name, shape in empty])
     for (owner, leaf, name, _), value in zip(empty, values, strict=True):
-        mine = part(value, splits(run.model, run.layout, name), place)
+        mine = local_slice(value, find_parameter(run.model, name).cuts(run.layout), mesh)
         # A copy, so that the whole value can be let go.
         owner.register_parameter(leaf, nn.Parameter(mine.to(device, wide, copy=True).contiguous()))
     for owner in module.modules():
@@ -154,19 +149,17 @@ def _materialize(module: nn.Module, prefix: str, run: Run, mesh: Mesh, device: t
                 )
 
 
-def _shard(name: str, parameter: Tensor) -> Split | None:
-    """How `fully_shard` has cut a parameter; the last dimension of its mesh is the one that shares."""
+def _shard(entry: Parameter, parameter: Tensor) -> Cut | None:
+    """How `fully_shard` has cut a parameter; the last dimension of its mesh is the one that shards."""
     if not isinstance(parameter, DTensor):
         return None
     placement = parameter.placements[-1]
     assert isinstance(placement, Shard)
-    return Split("expert_shard" if ".experts." in name else "zero", placement.dim)
+    return Cut("expert_shard" if entry.routed else "zero", placement.dim)
 
 
-def _tied_group(run: Run, mesh: Mesh, placement: tuple[int, ...]) -> Group:
-    """The first and the last stage's rank of this pipeline, when each holds a copy of a tied embedding."""
-    if not run.model.tied_embeddings or placement[0] == placement[-1]:
-        return None
-    ranks = mesh.pipeline_ranks()
-    ends = [ranks[placement[0]], ranks[placement[-1]]]
-    return new_group(ends, "tied") if mesh.rank in ends else None
+def _add_tied_group(run: Run, mesh: Mesh, placement: tuple[int, ...]) -> None:
+    """A group of the first and the last stage's rank of this pipeline, when each holds a copy of a tied embedding."""
+    if run.model.tied_embeddings and placement[0] != placement[-1]:
+        ranks = mesh.pipeline_ranks()
+        mesh.add_group("tied", [ranks[placement[0]], ranks[placement[-1]]])

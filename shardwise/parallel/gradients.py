@@ -1,66 +1,25 @@
-"""What remains to be done with gradients after the backward pass, whatever the layout: add the parts that several ranks hold,
-take the norm over everything exactly once, scale.
+"""What remains to be done with gradients after the backward pass, whatever the layout: add partial sums over ranks, take the norm
+over everything exactly once, scale.
 
 Traffic a step and rank: over t tensor ranks one all-reduce, 2(t-1)/t of the gradients of what is not cut (norms, routers,
-keys and values of fewer heads than ranks, experts without expert tensor parallelism), of its shard where shared; one of the
-embedding's gradient between the first and last stage where it is tied. The norm is a share of each rank (`squared_norm`), which the
-step adds over all ranks: four float64 numbers, the count of tokens and the wish to stop ahead of the passes, then the norm's
-share and the loss.
+keys and values of fewer heads than ranks, experts without expert tensor parallelism), of the local shard where ZeRO shards
+them; one of the embedding's gradient between the first and last stage where it is tied. Each rank has a share of the norm
+(`squared_norm`), which the step adds over all ranks: four float64 values, the count of tokens and the wish to stop ahead of
+the passes, then the norm's share and the loss.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
-from shardwise.model.compute_copy import ComputeCopy
 from shardwise.parallel.collectives import Group
+from shardwise.parallel.local_parameter import LocalParameter
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.split import Split
-
-
-def local(x: Tensor) -> Tensor:
-    """The part of a tensor that is on this rank."""
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
-@dataclass(frozen=True)
-class LocalParameter:
-    """A parameter as this rank holds it: its name in the whole model, its shape there, and over which axes it is cut."""
-
-    name: str
-    parameter: nn.Parameter
-    whole: tuple[int, ...]
-    cut: tuple[Split, ...]
-    shard: Split | None  # of what those leave, over "zero" or "expert_shard"; None when every rank holds all of it
-    copy_of_other_stage: bool = False
-    compute_copy: ComputeCopy | None = None  # what the products use in its place
-
-    @property
-    def leaf(self) -> Tensor:
-        """Where the gradient arrives."""
-        return self.parameter if self.compute_copy is None else self.compute_copy.tensor
-
-    @property
-    def grad(self) -> Tensor | None:
-        """This rank's part of the gradient."""
-        return None if self.leaf.grad is None else local(self.leaf.grad)
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The groups over which the pieces of this parameter lie."""
-        return tuple(split.axis for split in self.cuts)
-
-    @property
-    def cuts(self) -> tuple[Split, ...]:
-        """All cuts in their order."""
-        return self.cut if self.shard is None else (*self.cut, self.shard)
 
 
 def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -76,44 +35,44 @@ def _all_reduce_together(tensors: list[Tensor], group: Group) -> None:
     for same in _by_dtype(tensors):
         flat = torch.cat([t.flatten() for t in same])
         dist.all_reduce(flat, group=group)
-        for t, piece in zip(same, flat.split([t.numel() for t in same]), strict=True):
-            t.copy_(piece.view_as(t))
+        for t, reduced in zip(same, flat.split([t.numel() for t in same]), strict=True):
+            t.copy_(reduced.view_as(t))
 
 
-def reduce_partial_gradients(held: Iterable[LocalParameter], mesh: Mesh, tied: Group) -> None:
-    """Bring together the gradients that several ranks hold parts of, beyond what data parallelism has added."""
+def reduce_partial_gradients(held: Iterable[LocalParameter], mesh: Mesh) -> None:
+    """Add the gradients that are partial sums on several ranks, beyond what data parallelism has added."""
     held = list(held)
     if mesh.group("tensor") is not None:
-        whole = [h.grad for h in held if all(split.axis != "tensor" for split in h.cut)]
+        whole = [h.grad for h in held if "tensor" not in h.axes]
         _all_reduce_together([g for g in whole if g is not None], mesh.group("tensor"))
-    shared = [h.grad for h in held if h.name == "embed.weight" and h.grad is not None]
-    if len(shared) == 2:  # both ends of a tied embedding are on this rank
-        shared[0].add_(shared[1])
-        shared[1].copy_(shared[0])
-    elif tied is not None:
-        _all_reduce_together([g for g in shared if g is not None], tied)
+    tied = [h.grad for h in held if h.name == "embed.weight" and h.grad is not None]
+    if len(tied) == 2:  # both ends of a tied embedding are on this rank
+        tied[0].add_(tied[1])
+        tied[1].copy_(tied[0])
+    elif mesh.group("tied") is not None:
+        _all_reduce_together(tied, mesh.group("tied"))
 
 
 @torch.no_grad()
 def squared_norm(held: Iterable[LocalParameter], mesh: Mesh, device: torch.device) -> Tensor:
-    """This rank's share of the squared norm of the whole model's gradient: added over all ranks, each number counts once."""
-    by_copies: dict[int, list[Tensor]] = {}
+    """This rank's share of the squared norm of the whole model's gradient: added over all ranks, each element counts once."""
+    by_replicas: dict[int, list[Tensor]] = {}
     for h in held:
         gradient = h.grad
         if gradient is not None and not h.copy_of_other_stage:
-            pieces = math.prod(mesh.size(axis) for axis in h.axes)
-            by_copies.setdefault(mesh.layout.world // (mesh.layout.pipeline * pieces), []).append(gradient)
+            slices = math.prod(mesh.size(axis) for axis in h.axes)
+            by_replicas.setdefault(mesh.layout.world // (mesh.layout.pipeline * slices), []).append(gradient)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for copies, gradients in by_copies.items():
+    for replicas, gradients in by_replicas.items():
         for same in _by_dtype(gradients):
-            wide = torch.promote_types(same[0].dtype, torch.float32)
-            total += torch.stack(torch._foreach_norm(same, dtype=wide)).double().square().sum() / copies
+            dtype = torch.promote_types(same[0].dtype, torch.float32)
+            total += torch.stack(torch._foreach_norm(same, dtype=dtype)).double().square().sum() / replicas
     return total
 
 
 @torch.no_grad()
 def scale_gradients(gradients: Iterable[Tensor | None], factor: Tensor) -> None:
-    """All gradients times one number."""
+    """All gradients times one factor."""
     some = [g for g in gradients if g is not None and g.numel()]
     if some:
         torch._foreach_mul_(some, factor.to(some[0]))

@@ -22,7 +22,7 @@ from shardwise.model.attention import GroupedAttention, LatentAttention
 from shardwise.model.layers import Norm
 from shardwise.model.moe import Router
 from shardwise.model.transformer import Block, Transformer
-from shardwise.plan.trainer.rank import Place
+from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.run import Run
 
 
@@ -71,7 +71,7 @@ def apply_recompute(model: Transformer, run: Run, rank: int) -> None:
     layout = run.layout
     blocks = [block for block in model.layers.values() if isinstance(block, Block)]
     if layout.recompute == "budget":
-        again = {str(layer) for layer, parts_again in Place(run, rank).layers() if parts_again}
+        again = {str(layer) for layer, parts_again in PlannedRank(run, rank).layers() if parts_again}
         for name, block in model.layers.items():
             if name in again:
                 repeat(block)

@@ -7,8 +7,8 @@ scatters of its piece, each (t-1)/t of batch x sequence x hidden numbers; backwa
 recomputed both gathers and the first scatter once more (the second ends the block, and nothing needs its result). Embedding
 and head together: a gather and a scatter forward, and the same backward. Loss: 2(t-1)/t of 3 x batch x sequence numbers, all-
 reduced in two messages. Once a step the gradients of what is not cut (`gradients.py`).
-Parameters here are plain tensors holding this rank's part (`split.py`), not DTensors: a vocabulary that does not divide, cut
-again by `fully_shard`, is a layout DTensor does not have, and activations need no dispatch through it.
+Parameters here are plain tensors holding this rank's slice (`run/parameters.py`), not DTensors: a vocabulary that does not
+divide, cut again by `fully_shard`, is a layout DTensor does not have, and activations need no dispatch through it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardwise.model.transformer import Block, Transformer
 from shardwise.parallel.collectives import Group, all_gather_sequence, reduce_scatter_sequence
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.overlap import GemmReduceScatter, all_gather_into_gemm, first_matrix
-from shardwise.parallel.split import bounds
+from shardwise.run.parameters import shard_bounds
 
 
 class RowParallelLinear(Linear):
@@ -153,11 +153,11 @@ def _cut_attention(attention: nn.Module, model: Transformer, mesh: Mesh) -> None
 
 
 def apply_tensor(model: Transformer, mesh: Mesh) -> None:
-    """Cut the network over the tensor ranks: modules change here, their parameters when they are made (`split.py`)."""
+    """Cut the network over the tensor ranks: modules change here, their parameters when they are made (`run/parameters.py`)."""
     group = mesh.group("tensor")
     if group is None:
         return
-    start, _ = bounds(model.config.vocab, mesh.size("tensor"), mesh.index("tensor"))
+    start, _ = shard_bounds(model.config.vocab, mesh.size("tensor"), mesh.index("tensor"))
     if model.embed is not None:
         model.embed.__class__ = VocabParallelEmbedding
         assert isinstance(model.embed, VocabParallelEmbedding)

@@ -71,6 +71,7 @@ class ModelConfig:
     yarn_mscale: float = key(1.0, "YaRN: weight of the logarithmic growth of rotary amplitude", least=0)
     yarn_mscale_all: float = key(0.0, "YaRN: the same growth applied to all attention scores (DeepSeek)", least=0)
     qk_norm: bool = key(False, "normalise each head of queries and keys (Qwen3)")
+    parallel_block: bool = key(False, "attention and feed-forward side by side, from one norm (GPT-J, PaLM)")
     sliding_window: int = key(0, "attend to this many latest positions only; 0: to all", least=0)
     tied_embeddings: bool = key(False, "share the embedding with the output head")
     init_std: float = key(0.02, "standard deviation of initial weights", above=0)
@@ -82,11 +83,11 @@ class ModelConfig:
     nope_dim: int = key(0, "latent attention: width of a head's part without position", least=0)
     rope_dim: int = key(0, "latent attention: width of a head's rotated part, shared by all heads in the keys", least=0)
     v_dim: int = key(0, "latent attention: width of a head's values", least=0)
-    experts: int = key(0, "routed experts in each mixture layer; 0: a dense model", least=0)
+    experts: int = key(0, "routed experts in each MoE layer; 0: a dense model", least=0)
     experts_per_token: int = key(0, "routed experts each token goes to", least=0)
     expert_ffn: int = key(0, "width of one expert; 0: ffn", least=0)
     shared_experts: int = key(0, "experts every token passes (one block of this many times expert_ffn)", least=0)
-    dense_layers: int = key(0, "first layers that stay dense in a mixture model", least=0)
+    dense_layers: int = key(0, "MoE: first layers that stay dense", least=0)
     router: Literal["softmax", "sigmoid"] = key(
         "softmax", "scores of the experts: softmax (Mixtral), sigmoid with bias (DeepSeek-V3)"
     )
@@ -105,24 +106,40 @@ class ModelConfig:
         """Whether a feed-forward layer has a gate beside its first matrix."""
         return self.activation in ("swiglu", "geglu")
 
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's values."""
+        return self.v_dim if self.attention == "latent" else self.head_dim
+
+    @property
+    def moe_layers(self) -> int:
+        """How many layers are MoE layers."""
+        return self.layers - self.dense_layers if self.experts else 0
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether a layer is an MoE layer."""
+        return bool(self.experts) and layer >= self.dense_layers
+
 
 @dataclass(frozen=True)
 class LayoutConfig:
     """How the run is spread over ranks. World size = replicate x shard x context x tensor x pipeline."""
 
-    replicate: int = key(1, "data-parallel copies that hold everything", least=1)
-    shard: int = key(1, "data-parallel ranks that share parameters, gradients and optimizer (ZeRO)", least=1)
+    replicate: int = key(1, "data-parallel replicas that hold everything (DDP)", least=1)
+    shard: int = key(1, "data-parallel ranks that parameters, gradients and optimizer are sharded over (ZeRO)", least=1)
     context: int = key(1, "ranks a sequence is cut over", least=1)
     tensor: int = key(1, "ranks each matrix is cut over", least=1)
     pipeline: int = key(1, "stages the layers are cut into", least=1)
     expert: int = key(1, "ranks the experts are spread over; regroups shard x context, adds no ranks", least=1)
-    zero: Literal[1, 2, 3] = key(3, "what shard x context ranks share: 1 optimizer, 2 and gradients, 3 and parameters")
+    zero: Literal[1, 2, 3] = key(
+        3, "what is sharded over shard x context ranks: 1 optimizer, 2 and gradients, 3 and parameters"
+    )
     prefetch: int = key(1, "ZeRO: layers whose parameters are gathered ahead of their use", least=1)
     offload: bool = key(False, "ZeRO: keep parameters, gradients and optimizer in the CPU's memory; GPUs only")
     context_method: Literal["ring", "ulysses", "gather"] = key(
         "ring", "how attention sees the other ranks' part of a sequence"
     )
-    async_tensor: bool = key(False, "overlap tensor traffic with the products beside it, in pieces")
+    async_tensor: bool = key(False, "overlap tensor collectives with the GEMMs beside them, in chunks")
     expert_tensor: bool = key(False, "cut each expert's width over the tensor ranks too")
     schedule: Literal["gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v", "dualpipe-v"] = key(
         "1f1b", "order of the pipeline's microbatches"
@@ -130,11 +147,11 @@ class LayoutConfig:
     chunks: int = key(2, "interleaved, breadth-first: stages on each pipeline rank (the V-shaped ones have 2)", least=1)
     stages: tuple[int, ...] = key((), "layers of each pipeline stage; empty: balanced by their work")
     recompute: Literal["none", "attention", "full", "operations", "budget"] = key(
-        "none", "what the backward pass computes again instead of keeping"
+        "none", "what is recomputed in the backward pass instead of saved (activation checkpointing)"
     )
     recompute_every: int = key(1, "attention, full, operations: every how many layers", least=1)
     recompute_operations: tuple[str, ...] = key(
-        (), 'operations: parts of a layer to compute again, of "attention", "norm", "ffn"'
+        (), 'operations: parts of a layer to recompute, of "attention", "norm", "ffn"'
     )
     recompute_budget: float = key(0.0, "budget: GiB of saved activations a microbatch may keep on a rank", least=0)
 
@@ -232,20 +249,19 @@ class TrainConfig:
     final_lr: float = key(0.1, "learning rate at the end, as a share of the peak", least=0, most=1)
     reduce_dtype: Literal["float64", "float32", "bfloat16"] = key(
         "float32",
-        "16 bits: dtype in which gradients are added over ranks that share parameters or hold copies; wider arithmetic adds in "
-        "its own",
+        "16 bits: dtype in which gradients are added over shards and replicas; higher precision adds in its own",
     )
     loss: Literal["auto", "plain", "chunked"] = key(
         "auto",
         "chunked: scores of the vocabulary for some tokens at a time; auto: so on GPUs in 16 bits, without tensor ranks",
     )
     loss_scale: float = key(65536.0, "float16: first loss scale; it then adapts", above=0)
-    balance_loss: float = key(0.0, "mixtures: weight of the per-sequence load-balance loss", least=0)
-    router_z_loss: float = key(0.0, "mixtures: weight of the squared log-partition of router logits", least=0)
+    balance_loss: float = key(0.0, "MoE: weight of the per-sequence load-balance loss", least=0)
+    router_z_loss: float = key(0.0, "MoE: weight of the squared log-partition of router logits", least=0)
     balance_rate: float = key(0.001, "sigmoid router: step of the selection bias towards even load", least=0)
     expert_imbalance: float = key(
         1.1,
-        "planning mixtures: load of the busiest expert rank over the mean (dropless routing costs 8 to 20%)",
+        "planning MoE: load of the busiest expert rank over the mean (dropless routing costs 8 to 20%)",
         least=1,
     )
     eval_every: int = key(100, "steps between evaluations, and one at the end; 0: never", least=0)

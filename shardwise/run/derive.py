@@ -30,15 +30,15 @@ def derive_model(model: ModelConfig, seq_len: int) -> ModelConfig:
 
 
 REPEATS_PARTS = ("attention", "operations")
-"""Ways to recompute that repeat a part of a layer; a compiled layer is repeated as a whole."""
+"""Ways to recompute a part of a layer; a compiled layer is recomputed as a whole."""
 
 CHUNK_BYTES = 2**31
-"""Scores that a chunked loss holds at a time. Of the sizes tried on an H200, matrix products lose least at this one: smaller
+"""Bytes of logits that a chunked loss holds at a time. Of the sizes tried on an H200, GEMMs lose least at this one: smaller
 ones add to the matrix's gradient more often, larger ones outgrow the cache."""
 
 
 def chunk_rows(tokens: int, row_bytes: int, most: int = CHUNK_BYTES) -> int:
-    """Tokens whose scores a chunked loss holds at a time: all chunks alike, so that their products have one shape."""
+    """Tokens whose logits a chunked loss holds at a time: all chunks alike, so that their GEMMs have one shape."""
     chunks = -(-tokens // max(1, most // row_bytes))
     return -(-tokens // max(1, chunks))
 
@@ -53,24 +53,24 @@ def chunks_loss(run: Run, *, gpu: bool) -> bool:
     """Whether the loss is made of some tokens at a time, its gradients in the forward pass."""
     if run.train.loss != "auto":
         return run.train.loss == "chunked"
-    narrow = run.train.dtype in ("bfloat16", "float16")
-    return gpu and narrow and run.layout.tensor == 1
+    low = run.train.dtype in ("bfloat16", "float16")
+    return gpu and low and run.layout.tensor == 1
 
 
 def compiles(run: Run, *, gpu: bool) -> bool:
     """Whether layers are compiled."""
     if run.train.compile != "auto":
         return run.train.compile
-    narrow = run.train.dtype in ("bfloat16", "float16")
-    return gpu and narrow and run.layout.world == 1 and run.layout.recompute not in REPEATS_PARTS
+    low = run.train.dtype in ("bfloat16", "float16")
+    return gpu and low and run.layout.world == 1 and run.layout.recompute not in REPEATS_PARTS
 
 
 def uses_varlen_attention(run: Run, *, gpu: bool) -> bool:
-    """Whether attention is told where documents begin and how wide the window is, and needs no mask."""
+    """Whether attention takes cu_seqlens and the window, and needs no mask."""
     model = run.model
-    narrow = run.train.dtype in ("bfloat16", "float16")
+    low = run.train.dtype in ("bfloat16", "float16")
     fits = model.attention != "latent" and model.head_dim % 8 == 0 and model.head_dim <= 256
-    return gpu and narrow and fits and run.layout.context == 1
+    return gpu and low and fits and run.layout.context == 1
 
 
 def keeps_compute_copies(run: Run, *, gpu: bool) -> bool:
@@ -84,9 +84,9 @@ def keeps_compute_copies(run: Run, *, gpu: bool) -> bool:
 
 
 def tunes_gemms(run: Run, *, gpu: bool) -> bool:
-    """Whether large matrix products are made by the algorithm that was fastest when it was tried."""
-    narrow = run.train.dtype in ("bfloat16", "float16")
-    return gpu and narrow and run.train.tune_products is not False and run.layout.world == 1
+    """Whether large GEMMs use the algorithm that was fastest when it was tried."""
+    low = run.train.dtype in ("bfloat16", "float16")
+    return gpu and low and run.train.tune_products is not False and run.layout.world == 1
 
 
 def must_launch(run: Run, *, gpu: bool) -> str:
@@ -110,24 +110,29 @@ def replays(run: Run, *, gpu: bool) -> bool:
     return bool(run.train.cuda_graph) and not must_launch(run, gpu=gpu)
 
 
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Muon's quintic, which pushes singular values towards 1 fastest (Jordan et al. 2024)."""
+NEWTON_SCHULZ_ITERATIONS = 5
+"""How often Muon applies it."""
+
 FP8_ALIGNMENT = 16
-"""What the sides of a product in 8 bits must be multiples of."""
+"""What the sides of an fp8 GEMM must be multiples of."""
 
 
 def uses_fp8_gemm(run: Run, rows: int, columns: int) -> bool:
-    """Whether a matrix of a layer, as a rank holds it, is multiplied in 8 bits."""
+    """Whether a matrix of a layer, as a rank holds it, is multiplied in fp8."""
     tokens = run.train.microbatch * run.train.seq_len // run.layout.context
     return run.train.fp8 != "none" and all(side and side % FP8_ALIGNMENT == 0 for side in (tokens, rows, columns))
 
 
 def uses_fp8_all_gather(run: Run, rows: int, columns: int, ranks: int) -> bool:
-    """Whether the shards of such a matrix over so many ranks are gathered in 8 bits."""
+    """Whether the shards of such a matrix over so many ranks are gathered in fp8."""
     even = run.train.fp8 == "tensorwise" or rows % ranks == 0
     return uses_fp8_gemm(run, rows, columns) and even and not run.layout.offload
 
 
 def shard_dim(experts: Sequence[int], ranks: int) -> int:
-    """The dimension along which so many ranks share matrices [experts, rows, columns]: the first that they divide.
+    """The dimension along which matrices [experts, rows, columns] are sharded over so many ranks: the first that they divide.
 
     Dealt out expert by expert, fewer experts than ranks would leave most ranks with nothing but padding. `fully_shard` pads the
     first dimension alone, so that is the one where none divides.

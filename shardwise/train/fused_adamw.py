@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from shardwise.parallel.gradients import LocalParameter
+from shardwise.parallel.local_parameter import LocalParameter
 
 
 def fits_fused_adamw(parameters: list[Tensor]) -> bool:

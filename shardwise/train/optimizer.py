@@ -14,28 +14,25 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.parallel.gather import part_of, whole_matrix
-from shardwise.parallel.gradients import LocalParameter, local, scale_gradients
+from shardwise.parallel.gradients import scale_gradients
+from shardwise.parallel.local_parameter import LocalParameter, gather_matrix, local, scatter_matrix
 from shardwise.parallel.mesh import Mesh
-from shardwise.plan.trainer.muon import ITERATIONS
 from shardwise.run import TrainConfig
+from shardwise.run.derive import NEWTON_SCHULZ, NEWTON_SCHULZ_ITERATIONS
 from shardwise.train.fused_adamw import FusedAdamW, fits_fused_adamw
 from shardwise.train.schedule import learning_rate_factor
-
-# Quintic that pushes singular values towards 1 fastest (Jordan et al. 2024).
-_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
     """The nearest orthogonal matrix, roughly: all singular values brought near 1. Leading dimensions are a batch."""
-    a, b, c = _NEWTON_SCHULZ
+    a, b, c = NEWTON_SCHULZ
     x = matrix.bfloat16() if matrix.is_cuda and matrix.dtype == torch.float32 else matrix
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     # Sums are made by the products that they end in, so that nothing is read or written for them alone.
     add = torch.addmm if x.dim() == 2 else torch.baddbmm
-    for _ in range(ITERATIONS):
+    for _ in range(NEWTON_SCHULZ_ITERATIONS):
         gram = x @ x.mT
         x = add(x, add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).to(matrix.dtype)
@@ -61,8 +58,8 @@ class Muon(torch.optim.Optimizer):
                 if not state:
                     state["momentum"] = torch.zeros_like(p)
                 buffer = state["momentum"].lerp_(p.grad, 1 - group["momentum"])
-                whole = whole_matrix(p.grad.lerp(buffer, group["momentum"]), self.held[p], self.mesh)
-                update = part_of(orthogonalize(whole), self.held[p], self.mesh)
+                whole = gather_matrix(p.grad.lerp(buffer, group["momentum"]), self.held[p], self.mesh)
+                update = scatter_matrix(orthogonalize(whole), self.held[p], self.mesh)
                 # A tall matrix gets a larger step, so that its outputs move as much as a wide one's.
                 stretch = max(1.0, whole.shape[-2] / whole.shape[-1]) ** 0.5
                 p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * stretch)
@@ -77,8 +74,8 @@ class Optimizer:
         # The same memory as the parameters, without the wrapping that data parallelism gives them.
         self.mine = [local(h.parameter.detach()) for h in self.held]
         pairs = list(zip(self.mine, self.held, strict=True))
-        muon = [(p, h) for p, h in pairs if train.optimizer == "muon" and _is_block_matrix(h)]
-        rest = [(p, h) for p, h in pairs if train.optimizer != "muon" or not _is_block_matrix(h)]
+        muon = [(p, h) for p, h in pairs if train.optimizer == "muon" and h.entry.is_layer_matrix]
+        rest = [(p, h) for p, h in pairs if train.optimizer != "muon" or not h.entry.is_layer_matrix]
         groups = [
             dict(params=[p for p, h in rest if len(h.whole) > 1], weight_decay=train.weight_decay),
             dict(params=[p for p, h in rest if len(h.whole) == 1], weight_decay=0.0),
@@ -139,7 +136,3 @@ class Optimizer:
                 part.state[p] = {
                     what: value.to("cpu" if host and what == "step" else p.device) for what, value in values.items()
                 }
-
-
-def _is_block_matrix(held: LocalParameter) -> bool:
-    return len(held.whole) > 1 and held.name.startswith("layers.")

@@ -182,7 +182,7 @@ class TrainState:
         copies = self.mesh.size("replicate") if uses_ddp(self.mesh) else 1
         factor = self.loss_scale.scale * copies / self.run.batch_tokens
         loss = self.parallel.pipeline.run(microbatches, self._stream(), (factor, self.auxiliary_weights))
-        reduce_partial_gradients(self.parallel.parameters, self.mesh, self.parallel.tied)
+        reduce_partial_gradients(self.parallel.parameters, self.mesh)
         return loss
 
     @torch.no_grad()

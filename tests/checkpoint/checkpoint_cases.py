@@ -16,8 +16,7 @@ import torch
 from shardwise.checkpoint.resume import resume
 from shardwise.checkpoint.saver import Saver
 from shardwise.data.tokenizer import ByteTokenizer
-from shardwise.parallel.gradients import local
-from shardwise.parallel.place import box
+from shardwise.parallel.local_parameter import local, local_box
 from shardwise.run import Run
 from shardwise.train.loop import train
 from shardwise.train.step import TrainState
@@ -57,7 +56,7 @@ def resume_and_train(rank: int, run: Run, out: Path, last: int) -> dict[str, Any
     assert found.more == dict(note=[1, 2])
     losses, norms = cases.steps(train_state, found.step, last, True)
     parameters = {
-        h.name: (cases.slices(box(h, train_state.mesh)), local(h.parameter.detach()).cpu().numpy())
+        h.name: (cases.slices(local_box(h, train_state.mesh)), local(h.parameter.detach()).cpu().numpy())
         for h in train_state.parallel.parameters
     }
     return dict(losses=losses, norms=norms, parameters=parameters, tokens=train_state.tokens)

@@ -22,8 +22,7 @@ from shardwise.checkpoint.state import buffers
 from shardwise.checkpoint.weights import load_model
 from shardwise.data.open import open_data
 from shardwise.data.tokenizer import ByteTokenizer
-from shardwise.parallel.gradients import local
-from shardwise.parallel.place import box
+from shardwise.parallel.local_parameter import local, local_box
 from shardwise.run import Run, UserError, read_run, run_from_dict
 from shardwise.train.loop import check, train
 from shardwise.train.metrics import read_metrics
@@ -35,7 +34,7 @@ def local_shards(rank: int, run: Run) -> dict[str, Any]:
     train_state = TrainState(run)
     load_weights(train_state, ByteTokenizer(), print)
     held = {
-        h.name: (cases.slices(box(h, train_state.mesh)), local(h.parameter.detach()))
+        h.name: (cases.slices(local_box(h, train_state.mesh)), local(h.parameter.detach()))
         for h in train_state.parallel.parameters
     }
     return held | {name: (..., buffer) for name, buffer in buffers(train_state)}

@@ -23,8 +23,8 @@ from shardwise.parallel import apply as apply_module
 from shardwise.parallel import shard as shard_module
 from shardwise.plan.plan import plan
 from shardwise.plan.trainer import rank as rank_module
-from shardwise.plan.trainer.rank import Place
-from shardwise.plan.trainer.state import activations, gathered, held, saved_activations, waiting_gradients
+from shardwise.plan.trainer.rank import PlannedRank
+from shardwise.plan.trainer.state import activations, gathered, peak_gradients, saved_activations, state_bytes
 from shardwise.run import Run, run_from_dict
 from shardwise.run.derive import keeps_compute_copies
 from shardwise.train.step import TrainState
@@ -84,6 +84,8 @@ LAYOUTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("dense", dict(tensor=4), NARROW),
     ("latent", dict(tensor=4), {}),
     ("dense", dict(replicate=2, tensor=2), {}),
+    ("parallel", dict(tensor=2, shard=2), NARROW),
+    ("parallel", dict(recompute="operations", recompute_operations=("norm", "ffn")), NARROW),
     ("tied", dict(tensor=2, pipeline=2), NARROW),
     ("tied", dict(pipeline=2, schedule="zb-v"), {}),
     ("dense", dict(pipeline=2, shard=2, schedule="zb-v", zero=2), {}),
@@ -134,12 +136,12 @@ def test_a_rank_holds_what_the_plan_says(
         # On a busy machine a message's buffer may outlive it for a moment.
         measured = ranks.run(run.layout.world, measured_step, run)
     for rank, (counted, routed) in enumerate(measured):
-        planned = held(run, rank) | dict(gathered=gathered(run, rank), unreduced=waiting_gradients(run, rank))
+        planned = state_bytes(run, rank) | dict(gathered=gathered(run, rank), unreduced=peak_gradients(run, rank))
         assert {owner: counted[owner] for owner in planned} == planned, f"rank {rank}"
         assert _saves_as_planned(run, rank, counted, routed), f"rank {rank}"
         if not run.model.experts:
             # Between the two parts of a split backward pass gradients may be views of larger ones.
-            near = 0.05 if Place(run, rank).splits_backward else 0.01
+            near = 0.05 if PlannedRank(run, rank).splits_backward else 0.01
             assert activations(run, rank) == pytest.approx(counted["activations"], rel=near), f"rank {rank}"
 
 
@@ -149,12 +151,12 @@ def test_copies_that_are_kept_count_where_they_stand(model: str, monkeypatch: py
     for where in (apply_module, rank_module):
         monkeypatch.setattr(where, "keeps_compute_copies", lambda run, gpu: keeps_compute_copies(run, gpu=True))
     run = cases.make_run(model, {}, **NARROW, microbatch=0)
-    assert Place(run, 0).keeps_compute_copies
+    assert PlannedRank(run, 0).keeps_compute_copies
     counted, routed = measured_step(0, run)
-    planned = held(run, 0)
+    planned = state_bytes(run, 0)
     assert {owner: counted[owner] for owner in planned} == planned
     monkeypatch.undo()
-    before = held(run, 0)
+    before = state_bytes(run, 0)
     assert planned["parameters"] > before["parameters"]
     assert planned["parameters"] + planned["gradients"] == before["parameters"] + before["gradients"]
     rows = {layer: calls[0] for layer, calls in routed.items()}
@@ -179,8 +181,10 @@ def test_tensors_without_data_are_counted_alike() -> None:
 def test_plan_gives_these_numbers() -> None:
     run = cases.make_run("tied", dict(pipeline=2, shard=2, zero=1), **NARROW)
     for stage, owners in enumerate(plan(run).account.memory.ranks):
-        own = held(run, 2 * stage) | dict(activations=activations(run, 2 * stage), gathered=gathered(run, 2 * stage))
-        own["gradients"] = waiting_gradients(run, 2 * stage)
+        own = state_bytes(run, 2 * stage) | dict(
+            activations=activations(run, 2 * stage), gathered=gathered(run, 2 * stage)
+        )
+        own["gradients"] = peak_gradients(run, 2 * stage)
         assert {owner: owners[owner] for owner in own} == own
 
 

@@ -19,7 +19,7 @@ from shardwise.cli.main import main
 from shardwise.measure.verify import TOLERANCE, Verdict, counted, planned, random_batch, verify_dry
 from shardwise.model import moe
 from shardwise.parallel import expert
-from shardwise.plan.trainer.saved.tape import Tape
+from shardwise.plan.trainer.saved_layers import Tape
 from shardwise.run import Run, UserError
 from shardwise.train.step import TrainState
 
@@ -263,8 +263,8 @@ def test_a_mixture_moved_by_kernels_does_what_the_plan_says(
     monkeypatch.setattr(
         moe, "uses_grouped_gemm", lambda x, weight: narrow and not any(size % 8 for size in weight.shape[1:])
     )
-    monkeypatch.setattr(Tape, "moves_rows", True)
-    monkeypatch.setattr(Tape, "in_parts", narrow)
+    monkeypatch.setattr(Tape, "fused_dispatch", True)
+    monkeypatch.setattr(Tape, "fused_gemms", narrow)
     run = cases.make_run(model, layout, dtype=dtype, layers=2)
     differences = verify_dry(run, 0).differences()
     # How many rows a capacity leaves, a run without data cannot tell.

@@ -15,6 +15,7 @@ from shardwise.model.attention import DotProductAttention, attention_mask
 from shardwise.model.cache import Cache
 from shardwise.model.initialize import initial_value, initial_values
 from shardwise.model.moe import MoE, Router
+from shardwise.model.rope import rope_cos_sin
 from shardwise.run import ModelConfig
 from shardwise.run.derive import derive_model
 
@@ -129,7 +130,7 @@ def test_a_mixture_adds_its_chosen_experts_by_weight(router: str) -> None:
         8,
     )
     mixture = MoE(config).double()
-    initialize(mixture, config, 0)
+    initialize(mixture, config, 0, "layers.0.ffn.")
     for p in mixture.parameters():
         p.data *= 20
     if router == "sigmoid":
@@ -156,7 +157,7 @@ def test_group_limited_routing_stays_in_the_best_groups() -> None:
         8,
     )
     router = Router(config)
-    initialize(router, config, 0)
+    initialize(router, config, 0, "layers.0.ffn.router.")
     router.weight.data *= 100
     x = torch.randn(1, 64, 8, generator=torch.Generator().manual_seed(0))
     _, chosen, _ = router(x)
@@ -171,7 +172,7 @@ def test_group_limited_routing_stays_in_the_best_groups() -> None:
 def test_auxiliary_losses_are_the_papers_sums() -> None:
     config = derive_model(ModelConfig(hidden=8, experts=4, experts_per_token=2), 8)
     router = Router(config).double()
-    initialize(router, config, 0)
+    initialize(router, config, 0, "layers.0.ffn.router.")
     router.weight.data *= 50
     x = torch.randn(3, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     _, chosen, (balance, z) = router(x)
@@ -188,7 +189,7 @@ def test_auxiliary_losses_are_the_papers_sums() -> None:
 def test_rebalancing_moves_the_bias_towards_idle_experts_and_counts_anew() -> None:
     config = derive_model(ModelConfig(hidden=8, experts=4, experts_per_token=1, router="sigmoid"), 8)
     router = Router(config)
-    initialize(router, config, 0)
+    initialize(router, config, 0, "layers.0.ffn.router.")
     router.load.copy_(torch.tensor([10.0, 0.0, 5.0, 5.0]))
     router.rebalance(0.1)
     torch.testing.assert_close(router.bias, torch.tensor([-0.1, 0.1, 0.0, 0.0]))
@@ -196,6 +197,18 @@ def test_rebalancing_moves_the_bias_towards_idle_experts_and_counts_anew() -> No
     router.train()
     router(torch.randn(2, 3, 8))
     assert router.load.sum() == 6
+
+
+def test_a_parallel_block_adds_attention_and_feed_forward_of_one_norm() -> None:
+    config = derive_model(ModelConfig(layers=2, hidden=16, heads=2, vocab=20, parallel_block=True), 8)
+    model = Transformer(config).double()
+    initialize(model, config, 0)
+    block = model.layers["0"]
+    x = torch.randn(2, 8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rope = rope_cos_sin(config, torch.arange(8)[None], x.dtype)
+    normed = block.attention_norm(x)
+    want = x + block.attention(normed, rope, None, None) + block.ffn(normed)
+    torch.testing.assert_close(block(x, rope, None)[0], want)
 
 
 def test_initial_weights_depend_on_seed_and_name_only() -> None:
@@ -214,13 +227,13 @@ def test_initial_weights_depend_on_seed_and_name_only() -> None:
 
 
 def test_large_matrices_are_drawn_in_pieces_by_all_cores_as_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["shardwise.model.initialize"], "PIECE", 1000)
+    monkeypatch.setattr(sys.modules["shardwise.model.initialize"], "SLICE", 1000)
     config = build("mixtral").config
     wanted = [
         ("embed.weight", (90, 40)),
         ("norm.weight", (40,)),
         ("layers.0.ffn.experts.up", (3, 50, 40)),
-        ("q.weight", (20, 40)),
+        ("layers.0.attention.q.weight", (20, 40)),
     ]
     drawn = list(initial_values(config, 0, wanted))
     for (name, shape), value in zip(wanted, drawn, strict=True):

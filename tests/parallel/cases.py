@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.data.batches import IGNORE_INDEX, Batch
-from shardwise.parallel.gradients import local
-from shardwise.parallel.place import Box, box
+from shardwise.parallel.local_parameter import Box, local, local_box
 from shardwise.run import Run, UserError, run_from_dict
 from shardwise.train.step import TrainState
 
@@ -26,6 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "latent": dict(
         layers=4, hidden=32, heads=4, ffn=64, vocab=61, attention="latent", q_rank=24, kv_rank=16, nope_dim=8, rope_dim=4, v_dim=8,
     ),
+    "parallel": DENSE | dict(parallel_block=True),
     "capacity": MIXTURE | dict(expert_capacity=0.8),
     "window": DENSE | dict(sliding_window=11),
     "softmax": MIXTURE | dict(router="softmax", shared_experts=0, dense_layers=0),
@@ -85,7 +85,7 @@ def train(rank: int, run: Run, documents: bool = True, seed: int = 0) -> dict[st
     trained = list(train_state.parallel.pipeline.executed)
     evaluated = train_state.evaluate(lambda rows: take(batch(99, documents), rows), np.arange(5))
     parameters = {
-        h.name: (slices(box(h, train_state.mesh)), local(h.parameter.detach()).cpu().numpy())
+        h.name: (slices(local_box(h, train_state.mesh)), local(h.parameter.detach()).cpu().numpy())
         for h in train_state.parallel.parameters
     }
     biases = {

@@ -90,6 +90,8 @@ VARIANTS: list[tuple[str, Layout]] = [
     ("mixture", dict(tensor=2, shard=2, expert=2, async_tensor=True)),
     ("latent", dict(tensor=2, async_tensor=True, pipeline=2, schedule="zb-h1")),
     ("latent", dict(tensor=2)),
+    ("parallel", dict(tensor=2, shard=2, recompute="full")),
+    ("parallel", dict(tensor=2, async_tensor=True, pipeline=2, schedule="zb-h1")),
     ("latent", dict(context=2)),
     ("softmax", dict(tensor=2, context=2)),
     ("softmax", dict(tensor=2, shard=2, expert=2, expert_tensor=True)),

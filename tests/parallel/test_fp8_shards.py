@@ -17,7 +17,7 @@ from parallel_pool import RankPool
 from shardwise.measure.verify import TOLERANCE, Verdict, counted, planned, random_batch
 from shardwise.model.fp8_matrix import Fp8Matrix
 from shardwise.model.layers import Linear
-from shardwise.plan.trainer.rank import Place
+from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.plan.trainer.traffic import by_group
 from shardwise.run import Run
 from shardwise.train.step import TrainState
@@ -123,9 +123,9 @@ def test_a_gathered_number_is_one_byte() -> None:
     for fp8 in ("none", "tensorwise", "rowwise"):
         run = make_run(dict(shard=2), fp8)
         sizes[fp8] = by_group(run, 0)["zero", "all_gather"].bytes
-    place = Place(run, 0)
-    matrices = 2 * sum(weight.numbers for weight in place.layer_weights(False) if weight.gemm)
-    rows = 2 * sum(weight.shape[0] for weight in place.layer_weights(False) if weight.gemm)
+    place = PlannedRank(run, 0)
+    matrices = 2 * sum(p.numel for p in place.layer_parameters(False) if p.is_gemm_weight)
+    rows = 2 * sum(p.shape[0] for p in place.layer_parameters(False) if p.is_gemm_weight)
     # Half of them from the other rank, forward and backward of two microbatches.
     assert sizes["none"] - sizes["tensorwise"] == 4 * matrices // 2
     assert sizes["rowwise"] - sizes["tensorwise"] == 4 * 4 * rows // 2

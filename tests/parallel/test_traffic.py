@@ -18,11 +18,11 @@ import torch.distributed as dist
 from parallel_pool import RankPool
 from torch import Tensor
 
-from shardwise.measure.traffic import Traffic, TrafficCounter, axes_by_group
+from shardwise.measure.traffic import Traffic, TrafficCounter
 from shardwise.model.moe import Router
 from shardwise.model.transformer import Block
 from shardwise.parallel import context
-from shardwise.plan.trainer.rank import Place
+from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.plan.trainer.traffic import by_group
 from shardwise.run import Run
 from shardwise.train.step import TrainState
@@ -50,12 +50,12 @@ def counted_step(rank: int, run: Run, warm_up: int) -> tuple[Traffic, Traffic, C
             assert isinstance(block, Block)
             for router in (m for m in block.modules() if isinstance(m, Router)):
                 router.register_forward_hook(record_in(int(layer)))
-    with TrafficCounter(axes_by_group(train_state)) as counter:
+    with TrafficCounter(train_state.mesh.axes_by_group()) as counter:
         cases.steps(train_state, warm_up, warm_up + 1, documents=False)
     return counter.traffic, counter.messages, choices
 
 
-def moved_rows(place: Place, choices: list[Choices]) -> dict[int, int]:
+def moved_rows(place: PlannedRank, choices: list[Choices]) -> dict[int, int]:
     """Rows that a rank sends to other expert ranks in each layer, forward: its own there, and theirs back."""
     m, lay = place.run.model, place.run.layout
     moved: dict[int, int] = {}
@@ -71,7 +71,7 @@ def moved_rows(place: Place, choices: list[Choices]) -> dict[int, int]:
     return moved
 
 
-def expected_traffic(place: Place, choices: list[Choices]) -> tuple[Traffic, Traffic]:
+def expected_traffic(place: PlannedRank, choices: list[Choices]) -> tuple[Traffic, Traffic]:
     """What the planner says a rank sends in a step."""
     sent = by_group(place.run, place.rank, moved_rows(place, choices))
     total = Counter({key: each.bytes for key, each in sent.items() if each.bytes})
@@ -84,7 +84,7 @@ def check(ranks: RankPool, run: Run, warm_up: int = 0) -> None:
     results = ranks.run(run.layout.world, counted_step, run, warm_up)
     choices = [chosen for _, _, chosen in results]
     for rank, (counted, messages, _) in enumerate(results):
-        assert (counted, messages) == expected_traffic(Place(run, rank), choices), f"rank {rank}"
+        assert (counted, messages) == expected_traffic(PlannedRank(run, rank), choices), f"rank {rank}"
 
 
 @pytest.mark.parametrize("copies", [2, 4])
@@ -190,6 +190,7 @@ COMBINATIONS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("latent", dict(tensor=2, pipeline=2, async_tensor=True), {}),
     ("latent", dict(tensor=2, context=2, context_method="gather", shard=2), {}),
     ("latent", dict(tensor=2, context=2, context_method="ulysses", recompute="full"), {}),
+    ("parallel", dict(tensor=2, context=2, recompute="full"), {}),
     ("tied", dict(tensor=2, pipeline=2, shard=2), {}),
     ("tied", dict(tensor=2, pipeline=2, schedule="zb-v"), {}),
     ("tied", dict(replicate=2, shard=2, pipeline=2), dict(dtype="bfloat16")),

@@ -13,7 +13,7 @@ from shardwise.plan.cost.constants import constants_of
 from shardwise.plan.cost.job import job_of
 from shardwise.plan.plan import Plan, plan
 from shardwise.plan.trainer import muon
-from shardwise.plan.trainer.rank import Place
+from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.plan.trainer.work import work
 from shardwise.run import Run, run_from_dict
 
@@ -39,12 +39,12 @@ def test_operations_are_those_of_the_sides() -> None:
 
 
 def test_every_rank_that_shares_a_matrix_computes_it() -> None:
-    alone = muon.flops(Place(make(), 0))
+    alone = muon.flops(PlannedRank(make(), 0))
     for layout in (dict(shard=4), dict(tensor=2, shard=2), dict(tensor=8), dict(replicate=4)):
         run = make(layout=layout, global_batch=32)
-        assert {muon.flops(Place(run, rank)) for rank in range(run.layout.world)} == {alone}
+        assert {muon.flops(PlannedRank(run, rank)) for rank in range(run.layout.world)} == {alone}
     run = make(layout=dict(pipeline=2))
-    assert sum(muon.flops(Place(run, rank)) for rank in range(2)) == alone
+    assert sum(muon.flops(PlannedRank(run, rank)) for rank in range(2)) == alone
 
 
 def test_experts_are_divided_among_their_ranks() -> None:
@@ -52,7 +52,7 @@ def test_experts_are_divided_among_their_ranks() -> None:
     stack = 8 * 3 * 5 * (4 * 1024 * 1024 * 2048 + 2 * 1024**3)
     for expert in (1, 2, 8):
         run = make(model=shape, layout=dict(shard=8, expert=expert), global_batch=64)
-        rest = muon.flops(Place(run, 3)) - 4 * stack / expert
+        rest = muon.flops(PlannedRank(run, 3)) - 4 * stack / expert
         assert rest == 4 * 5 * sum(4 * s * s * n + 2 * s**3 for s, n in [*SIDES[:4], (8, 2048)])
 
 
@@ -108,10 +108,12 @@ def test_a_stack_of_experts_may_fill_memory_when_it_is_updated() -> None:
     shape = SHAPE | dict(experts=64, experts_per_token=1, expert_ffn=2048, layers=1, vocab=256)
     run = make(model=shape, seq_len=64, global_batch=1)
     stack = 64 * 2048 * 2048
-    assert muon.held(Place(run, 0)) == stack * (4 + 4 * 2)  # the whole, and twice x and two squares in 16 bits
+    assert muon.update_bytes(PlannedRank(run, 0)) == stack * (
+        4 + 4 * 2
+    )  # the whole, and twice x and two squares in 16 bits
     (owners,) = plan(run).account.memory.ranks
     (before,) = plan(replace(run, train=replace(run.train, optimizer="adamw"))).account.memory.ranks
-    momentum = owners["optimizer"] - muon.held(Place(run, 0))
+    momentum = owners["optimizer"] - muon.update_bytes(PlannedRank(run, 0))
     assert stack * 3 * 4 < momentum < before["optimizer"]
     assert owners["activations"] == owners["logits"] == 0 < owners["gradients"]
     # With many tokens the passes hold more.
@@ -123,7 +125,7 @@ def test_a_stack_of_experts_may_fill_memory_when_it_is_updated() -> None:
 def test_parts_stand_beside_each_other_while_they_are_joined() -> None:
     numbers = 2048 * 5632
     for layout in (dict(shard=2), dict(tensor=2)):  # two halves, both of all ranks, and the whole made of them
-        assert muon.held(Place(make(layout=layout, global_batch=16), 0)) == 3 * numbers * 4
-    assert muon.held(Place(make(), 0)) == numbers * (
+        assert muon.update_bytes(PlannedRank(make(layout=layout, global_batch=16), 0)) == 3 * numbers * 4
+    assert muon.update_bytes(PlannedRank(make(), 0)) == numbers * (
         4 + 2 + 4
     )  # more than in an iteration: cast back beside the float32

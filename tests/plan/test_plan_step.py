@@ -18,7 +18,7 @@ from shardwise.plan.plan import Plan, plan
 from shardwise.plan.time.goodput import job_cost
 from shardwise.plan.time.step import play, prepare, step_time
 from shardwise.plan.time.timeline import timeline
-from shardwise.plan.trainer.rank import Place
+from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.run import Run, run_from_dict
 from shardwise.schedules import SCHEDULES, Cost, high_water, make_schedule, time
 
@@ -94,7 +94,7 @@ def test_a_budget_keeps_as_much_compiled_as_not() -> None:
     def kept(compile: bool) -> tuple[float, int]:
         layout = dict(recompute="budget", recompute_budget=8.0)
         run = on_an_h200({}, layout, seq_len=8192, global_batch=1, compile=compile)
-        repeated = sum(bool(again) for _, again in Place(run, 0).layers())
+        repeated = sum(bool(again) for _, again in PlannedRank(run, 0).layers())
         return plan(run).account.memory.ranks[0]["activations"] / 2**30, repeated
 
     (compiled, fewer), (eager, more) = kept(True), kept(False)

@@ -11,7 +11,7 @@ import pytest
 
 from shardwise.ledger import COLLECTIVES
 from shardwise.plan.cost.flops import parameters
-from shardwise.plan.trainer.rank import Place
+from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.plan.trainer.traffic import buckets, by_group, traffic
 from shardwise.run import AXES, Run, run_from_dict
 from shardwise.schedules import SCHEDULES, make_schedule
@@ -116,14 +116,14 @@ def test_groups_are_blamed_on_axes() -> None:
 def test_stages_stand_where_the_schedule_puts_them(schedule: str) -> None:
     run = make(layout=dict(pipeline=4, schedule=schedule))
     made = make_schedule(schedule, 4, run.accumulation, run.layout.stages_per_rank)
-    assert Place(run, 0).placement == made.placement
-    assert Place(run, 0).splits_backward == any(a.kind == "I" for a in made.ranks[0])
+    assert PlannedRank(run, 0).placement == made.placement
+    assert PlannedRank(run, 0).splits_backward == any(a.kind == "I" for a in made.ranks[0])
 
 
 def test_places_along_every_axis_are_those_of_the_mesh() -> None:
     run = make(layout=dict(pipeline=2, replicate=2, shard=2, context=2, tensor=2))
     order = ("pipeline", "replicate", "shard", "context", "tensor")
-    assert [Place(run, 0b10110).index(axis) for axis in order] == [1, 0, 1, 1, 0]
+    assert [PlannedRank(run, 0b10110).index(axis) for axis in order] == [1, 0, 1, 1, 0]
 
 
 def test_buckets_close_when_they_are_full() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.plan.trainer.rank import Place, Stage
+from shardwise.plan.trainer.rank import PlannedRank, Stage
 from shardwise.run import Run, run_from_dict
 from shardwise.schedules import SCHEDULES, Schedule, make_schedule
 
@@ -38,7 +38,7 @@ def test_a_few_rounds_say_what_the_whole_list_says(name: str) -> None:
                 whole = make_schedule(name, ranks, microbatches, each)
                 one = run(name, ranks, each, microbatches)
                 for rank in range(ranks):
-                    place = Place(one, rank)
+                    place = PlannedRank(one, rank)
                     assert place.splits_backward == any(a.kind == "I" for a in whole.ranks[0])
                     for stage in whole.stages_of(rank):
                         seen = place.runs_dry(Stage(stage, range(2), first=False, last=False))

@@ -136,7 +136,7 @@ def config_from_model(config: ModelConfig, where: str = "") -> tuple[str, Keys]:
 
 def _family_of(config: ModelConfig, where: str) -> Family:
     def differences(family: Family) -> list[Problem]:
-        wanted = dict(family.ours)
+        wanted: Keys = {"parallel_block": False} | family.ours
         if family.model_type == "gpt2":
             wanted |= {"kv_heads": config.heads, "head_dim": config.hidden / config.heads}
         if family.model_type == "deepseek_v3" and not config.experts:

@@ -1,14 +1,17 @@
-"""How many parameters a model has and how many operations it takes, as closed forms of its configuration.
+"""How many parameters a model has and how many FLOPs a token takes, added up from the table of parameters (`run/parameters.py`).
 
-The one place where these are counted: the planner, the trainer's utilisation and the reports all read them here. Counts
-carry their convention, since "FLOPs" alone means four different things in the literature.
+The planner, the trainer's utilisation and the reports all read them here. Counts carry their convention, since "FLOPs" alone means
+four different things in the literature.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 
 from shardwise.run import ModelConfig
+from shardwise.run.parameters import first_parameters, last_parameters, layer_parameters
 
 CONVENTION = "model FLOPs: causal attention, head in, embedding lookup out, recomputation out"
 
@@ -30,15 +33,8 @@ class Parameters:
     @property
     def total(self) -> int:
         """All parameters, tied ones once."""
-        parts = (
-            self.embedding,
-            self.attention,
-            self.dense_ffn,
-            self.router,
-            self.experts,
-            self.shared_experts,
-        )
-        return sum(parts) + self.norms + self.head
+        layers = self.attention + self.dense_ffn + self.router + self.experts + self.shared_experts
+        return self.embedding + layers + self.norms + self.head
 
     @property
     def active(self) -> int:
@@ -46,44 +42,37 @@ class Parameters:
         return self.total - self.experts + self.active_experts
 
 
-def attention_parameters(model: ModelConfig) -> tuple[int, int]:
-    """Of one layer: numbers in matrices, and in biases and inner norms."""
-    m = model
-    if m.attention == "latent":
-        queries = m.q_rank * (m.hidden + m.heads * m.head_dim) if m.q_rank else m.hidden * m.heads * m.head_dim
-        down = m.hidden * (m.kv_rank + m.rope_dim)
-        up = m.kv_rank * m.heads * (m.nope_dim + m.v_dim)
-        return queries + down + up + m.heads * m.v_dim * m.hidden, m.q_rank + m.kv_rank
-    q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
-    biases = 0 if m.bias == "none" else q + 2 * kv
-    if m.bias == "all":
-        biases += m.hidden
-    return m.hidden * (2 * q + 2 * kv), biases + (2 * m.head_dim if m.qk_norm else 0)
-
-
-def feed_forward_parameters(model: ModelConfig, width: int) -> tuple[int, int]:
-    """Of one layer of that width: numbers in matrices, and in biases."""
-    matrices = 3 if model.gated else 2
-    return matrices * model.hidden * width, (matrices - 1) * width + model.hidden if model.bias == "all" else 0
-
-
+@cache
 def parameters(model: ModelConfig) -> Parameters:
     """Parameters of the whole model, exact."""
-    m = model
-    routed = m.layers - m.dense_layers if m.experts else 0
-    expert = feed_forward_parameters(m, m.expert_ffn)[0]
-    norm = m.hidden * (2 if m.norm == "layernorm" else 1)
+    numel: Counter[str] = Counter()
+    dense = model.layers - model.moe_layers
+    kinds = ((dense, layer_parameters(model, False)), (model.moe_layers, layer_parameters(model, True)))
+    for count, entries in (*kinds, (1, first_parameters(model)), (1, last_parameters(model))):
+        for entry in entries:
+            numel[entry.owner] += count * entry.numel
     return Parameters(
-        embedding=m.vocab * m.hidden + (m.max_positions * m.hidden if m.position == "learned" else 0),
-        attention=m.layers * sum(attention_parameters(m)),
-        dense_ffn=(m.layers - routed) * sum(feed_forward_parameters(m, m.ffn)),
-        router=routed * m.experts * m.hidden,
-        experts=routed * m.experts * expert,
-        shared_experts=routed * m.shared_experts * expert,
-        norms=(2 * m.layers + 1) * norm,
-        head=0 if m.tied_embeddings else m.vocab * m.hidden,
-        active_experts=routed * m.experts_per_token * expert,
+        embedding=numel["embedding"],
+        attention=numel["attention"],
+        dense_ffn=numel["ffn"],
+        router=numel["router"],
+        experts=numel["experts"],
+        shared_experts=numel["shared_experts"],
+        norms=numel["norm"],
+        head=numel["head"],
+        active_experts=numel["experts"] // model.experts * model.experts_per_token if model.experts else 0,
     )
+
+
+@cache
+def multiplied(model: ModelConfig, moe: bool) -> dict[str, int]:
+    """Elements of one layer's GEMM weights by owner; of the experts, those that one token meets."""
+    numel: Counter[str] = Counter()
+    for entry in layer_parameters(model, moe):
+        if entry.multiplied:
+            met = entry.numel // model.experts * model.experts_per_token if entry.routed else entry.numel
+            numel[entry.owner] += met
+    return dict(numel)
 
 
 def keys_seen(model: ModelConfig, seq_len: int) -> float:
@@ -92,18 +81,21 @@ def keys_seen(model: ModelConfig, seq_len: int) -> float:
     return (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
 
 
+def layer_multiply_adds(model: ModelConfig, moe: bool, seq_len: int) -> float:
+    """Multiply-adds of one token in one layer, forward."""
+    attention = model.heads * (model.head_dim + model.value_dim) * keys_seen(model, seq_len)
+    return sum(multiplied(model, moe).values()) + attention
+
+
 def forward_flops(model: ModelConfig, seq_len: int) -> float:
-    """Operations of one token's forward pass, a multiply-add as two."""
-    m, p = model, parameters(model)
-    routed = m.layers - m.dense_layers if m.experts else 0
-    matrices = m.layers * attention_parameters(m)[0]
-    matrices += (m.layers - routed) * feed_forward_parameters(m, m.ffn)[0]
-    matrices += p.router + p.shared_experts + p.active_experts + m.vocab * m.hidden
-    v_dim = m.v_dim if m.attention == "latent" else m.head_dim
-    attention = m.layers * m.heads * (m.head_dim + v_dim) * keys_seen(m, seq_len)
-    return 2.0 * (matrices + attention)
+    """FLOPs of one token's forward pass, a multiply-add as two."""
+    total = float(model.vocab * model.hidden)
+    for moe, count in ((False, model.layers - model.moe_layers), (True, model.moe_layers)):
+        if count:
+            total += count * layer_multiply_adds(model, moe, seq_len)
+    return 2.0 * total
 
 
 def training_flops(model: ModelConfig, seq_len: int) -> float:
-    """Operations of one token in training: the backward pass costs twice the forward pass."""
+    """FLOPs of one token in training: the backward pass costs twice the forward pass."""
     return 3.0 * forward_flops(model, seq_len)

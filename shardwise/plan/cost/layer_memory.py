@@ -1,4 +1,4 @@
-"""What one layer keeps for the backward pass of a microbatch, by its operations and what of it is computed again."""
+"""What one layer saves for the backward pass of a microbatch, by its operations and what of it is recomputed."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ Number = Any
 
 
 def layer_activations(job: Job, *, routed: bool) -> tuple[Number, Number]:
-    """Bytes one layer keeps for the backward pass of one microbatch; and what its recomputation holds for a moment."""
+    """Bytes one layer saves for the backward pass of one microbatch; and what its recomputation holds for a moment."""
     ops = layer(job, routed=routed)
     whole = sum(op.saved for op in ops)
     if job.layout.recompute == "none":
         return whole, 0.0
     if job.layout.recompute in ("full", "budget"):
-        kept, again = residual_bytes(job), whole
+        saved, recomputed = residual_bytes(job), whole
     elif job.layout.recompute == "attention" and job.framework.recompute_saves:
         m, units = job.model, job.framework.recompute_saves
         widths = units[0] * m.hidden + units[1] * m.kv_heads * m.head_dim + units[2] * m.ffn
-        kept = job.rows / job.layout.tensor * widths * job.width
-        again = whole - kept
+        saved = job.rows / job.layout.tensor * widths * job.width
+        recomputed = whole - saved
     else:
-        kept = sum(op.saved - recomputed_share(job, op) * (op.saved - op.saved_inputs) for op in ops)
-        again = whole - kept
+        saved = sum(op.saved - recomputed_share(job, op) * (op.saved - op.saved_inputs) for op in ops)
+        recomputed = whole - saved
     share = recomputed_layers(job, ops)
-    return share * kept + (1 - share) * whole, again
+    return share * saved + (1 - share) * whole, recomputed
 
 
-def layer_kept(job: Job, *, routed: bool) -> float:
-    """Bytes one layer that is not recomputed keeps of a microbatch, with the copies of its weights that were cast for it."""
+def layer_saved(job: Job, *, routed: bool) -> float:
+    """Bytes one layer without recomputation saves of a microbatch, with the copies of its weights that were cast for it."""
     cast = cast_copies(job, layer_parameters(job, routed=routed))
     return float(layer_activations(job, routed=routed)[0]) + float(cast)

@@ -14,12 +14,12 @@ from shardwise.ledger import Memory
 from shardwise.plan.cost.job import GIB, Job, Number
 from shardwise.plan.cost.layer_memory import layer_activations
 from shardwise.plan.cost.operations import chunked_loss, embedding
-from shardwise.plan.cost.parameters import Held, cast_copies, layer_parameters, stage_parameters, zero_groups
+from shardwise.plan.cost.parameters import LocalNumel, cast_copies, layer_parameters, stage_parameters, zero_groups
 from shardwise.run.derive import CHUNK_BYTES
 from shardwise.schedules import cached_schedule, high_water, rounds_to_play
 
 
-def states(job: Job, held: Held) -> dict[str, Number]:
+def states(job: Job, held: LocalNumel) -> dict[str, Number]:
     """Parameters, gradients and optimizer of a rank that holds these parameters before ZeRO shards them."""
     framework, stage = job.framework, job.layout.zero
     zero, expert_zero = zero_groups(job)
@@ -95,7 +95,7 @@ def memory(job: Job) -> Memory:
     ranks = []
     for rank in range(lay.pipeline):
         mine = [n for n, home in enumerate(placement) if home == rank]
-        own = Held(sum(held[n].dense for n in mine), sum(held[n].experts for n in mine))
+        own = LocalNumel(sum(held[n].dense for n in mine), sum(held[n].experts for n in mine))
         owners = {name: float(value) for name, value in states(job, own).items()}
         owners["gathered"] += float(cast_copies(job, own)) * standing_casts(job, lay.recompute)
         owners["activations"] = peaks[rank] + recomputed

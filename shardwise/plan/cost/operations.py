@@ -72,6 +72,13 @@ def _norm(ops: OpList, tokens: Number, width: Number = 0) -> None:
     ops.elementwise("norm", "norm", 2 * size, 3 * size, saved=size)
 
 
+def _ffn_input_bytes(job: Job) -> Number:
+    """What the feed-forward layer saves of its input. In a parallel block that is attention's, but gathered once more."""
+    if not job.model.parallel_block:
+        return _saved_input(job)
+    return _saved_input(job) * (job.layout.tensor > 1) * job.framework.saves_gathered
+
+
 def _residual(ops: OpList, part: str, *, early_stop: bool = False) -> None:
     """The sum with the residual stream, and dropout where there is any."""
     job = ops.job
@@ -200,7 +207,7 @@ def _feed_forward(ops: OpList, width: int, *, early_stop: bool = False) -> None:
     job, part = ops.job, "ffn"
     own = width / job.layout.tensor
     _gather_sequence(ops, part)
-    ops.gemm("up", part, job.rows, own * (2 if job.model.gated else 1), job.model.hidden, saved=_saved_input(job))
+    ops.gemm("up", part, job.rows, own * (2 if job.model.gated else 1), job.model.hidden, saved=_ffn_input_bytes(job))
     _activation(ops, part, job.rows * own)
     ops.gemm("down", part, job.rows, job.model.hidden, own, early_stop=early_stop)
     _scatter_sequence(ops, part, early_stop=early_stop)
@@ -242,7 +249,8 @@ def layer(job: Job, *, routed: bool) -> OpList:
     """One decoder layer, MoE or dense."""
     ops = OpList(job)
     _attention(ops)
-    _norm(ops, residual_tokens(job))
+    if not job.model.parallel_block:
+        _norm(ops, residual_tokens(job))
     if routed:
         _moe(ops)
     else:

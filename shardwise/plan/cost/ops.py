@@ -12,6 +12,7 @@ import numpy as np
 
 from shardwise.hardware import Collective, collective_seconds, gemm_seconds, grouped_gemm_seconds, memory_seconds
 from shardwise.plan.cost.job import Job, Number
+from shardwise.run.coordinates import group_span
 
 ByPass = tuple[Number, Number, Number]
 """Forward, backward for the input, backward for the weights."""
@@ -132,18 +133,10 @@ class OpList(list[Op]):
 
 
 def span(job: Job, axis: str) -> tuple[Number, Number]:
-    """Size of an axis' groups, and the distance between neighbours in one. Tensor ranks are innermost, then context, shard,
-    replicate and pipeline."""
-    lay = job.layout
-    strides = {
-        "tensor": (lay.tensor, 1),
-        "context": (lay.context, lay.tensor),
-        "expert": (lay.expert, 1 if regroups_tensor(job) and not lay.expert_tensor else lay.tensor),
-        "shard": (lay.shard * lay.context, lay.tensor),
-        "replicate": (lay.replicate, lay.tensor * lay.context * lay.shard),
-        "pipeline": (lay.pipeline, lay.tensor * lay.context * lay.shard * lay.replicate),
-    }
-    return strides[axis]
+    """Size of an axis' groups and the distance between neighbours in one; `shard` with the context ranks that share parameters."""
+    if axis == "expert" and regroups_tensor(job) and not job.layout.expert_tensor:
+        return job.layout.expert, 1
+    return group_span(job.layout, "zero" if axis == "shard" else axis)
 
 
 def regroups_tensor(job: Job) -> bool:

@@ -1,79 +1,95 @@
-"""Parameters of a rank: by stage, what is shared by ZeRO over which ranks. Counts, not bytes."""
+"""Parameters of a rank by stage, before and after ZeRO shards them, for many layouts at once. Counts, not bytes.
+
+Sums over the table of parameters by how they are cut (`run/parameters.py`), made once a model; then closed forms of the sizes of a
+layout, which may be arrays.
+"""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
-from shardwise.plan.cost.flops import attention_parameters, feed_forward_parameters
 from shardwise.plan.cost.job import Job
 from shardwise.plan.cost.ops import regroups_tensor
+from shardwise.run import ModelConfig
+from shardwise.run.parameters import Parameter, first_parameters, last_parameters
+from shardwise.run.parameters import layer_parameters as layer_table
 
 Number = Any
 
 
-class Held(NamedTuple):
-    """Parameters a tensor rank holds before ZeRO shares them: dense ones, and those of routed experts."""
+class LocalNumel(NamedTuple):
+    """Parameters a tensor rank holds before ZeRO shards them: dense ones, and those of routed experts."""
 
     dense: Number
     experts: Number
 
 
-def layer_parameters(job: Job, *, routed: bool) -> Held:
+class _Sums(NamedTuple):
+    """Elements of some parameters: not cut over tensor ranks, cut, cut by key/value head, and of routed experts."""
+
+    whole: int
+    cut: int
+    kv: int
+    experts: int
+
+
+def _sums(entries: tuple[Parameter, ...]) -> _Sums:
+    sums = dict.fromkeys(_Sums._fields, 0)
+    for entry in entries:
+        cut = "whole" if entry.tensor_dim is None else "kv" if entry.kv_heads else "cut"
+        sums["experts" if entry.routed else cut] += entry.numel
+    return _Sums(**sums)
+
+
+@cache
+def _layer_sums(model: ModelConfig, moe: bool) -> _Sums:
+    return _sums(layer_table(model, moe))
+
+
+def layer_parameters(job: Job, *, routed: bool) -> LocalNumel:
     """One layer's share of a rank."""
     m, lay = job.model, job.layout
-    norm = m.hidden * (2 if m.norm == "layernorm" else 1)
-    matrices, small = attention_parameters(m)
-    cut: Number = matrices
-    whole = small + 2 * norm
-    if m.attention == "latent":  # the compressions are small and not cut
-        cut = matrices - m.hidden * (m.q_rank + m.kv_rank + m.rope_dim)
-        whole += m.hidden * (m.q_rank + m.kv_rank + m.rope_dim)
-    else:
-        kv = 2 * m.hidden * m.kv_heads * m.head_dim
-        copies = lay.tensor / m.kv_heads
-        cut = matrices - kv + kv * (copies * (copies > 1) + (copies <= 1))
-    if not routed:
-        ffn, bias = feed_forward_parameters(m, m.ffn)
-        return Held((cut + ffn) / lay.tensor + whole + bias, 0.0)
-    expert = feed_forward_parameters(m, m.expert_ffn)[0]
-    own = expert / lay.tensor if lay.expert_tensor else expert
-    dense = (cut + m.shared_experts * expert) / lay.tensor + whole + m.experts * m.hidden
-    return Held(dense, m.experts / lay.expert * own)
+    whole, cut, kv, experts = _layer_sums(m, routed)
+    # Of fewer heads than ranks each rank has a copy of one. This project's trainer holds all of them, which its exact account says.
+    copies = lay.tensor / m.kv_heads
+    heads: Number = kv * (copies * (copies > 1) + (copies <= 1))
+    held = experts / lay.expert
+    return LocalNumel((cut + heads) / lay.tensor + whole, held / lay.tensor if lay.expert_tensor else held)
 
 
 def ends_parameters(job: Job) -> tuple[Number, Number]:
-    """Embedding (with a learned table of positions) and head (with the last norm)."""
-    m, t = job.model, job.layout.tensor
-    norm = m.hidden * (2 if m.norm == "layernorm" else 1)
-    table = m.max_positions * m.hidden if m.position == "learned" else 0
-    return m.vocab * m.hidden / t + table, m.vocab * m.hidden / t + norm
+    """Embedding (with a learned table of positions) and head (with the last norm), also where they are tied."""
+    first, last = _sums(first_parameters(job.model)), _sums(last_parameters(job.model))
+    head = job.model.vocab * job.model.hidden
+    return first.cut / job.layout.tensor + first.whole, head / job.layout.tensor + last.whole
 
 
-def stage_parameters(job: Job, stages: list[tuple[float, float]]) -> list[Held]:
-    """Of each stage, given its dense and routed layers. A tied head on another stage is a second copy."""
-    dense, routed = layer_parameters(job, routed=False), layer_parameters(job, routed=bool(job.model.experts))
+def stage_parameters(job: Job, stages: list[tuple[float, float]]) -> list[LocalNumel]:
+    """Of each stage, given its dense and MoE layers. A tied head on another stage is a second copy."""
+    dense, moe = layer_parameters(job, routed=False), layer_parameters(job, routed=bool(job.model.experts))
     first, last = ends_parameters(job)
     result = []
-    for n, (plain, mixed) in enumerate(stages):
-        own = plain * dense.dense + mixed * routed.dense
+    for n, (dense_layers, moe_layers) in enumerate(stages):
+        own = dense_layers * dense.dense + moe_layers * moe.dense
         if n == 0:
             own = own + first
         if n == len(stages) - 1 and not (job.model.tied_embeddings and len(stages) == 1):
             own = own + last
-        result.append(Held(own, mixed * routed.experts))
+        result.append(LocalNumel(own, moe_layers * moe.experts))
     return result
 
 
 def zero_groups(job: Job) -> tuple[Number, Number]:
-    """Ranks that share a dense parameter, and those that share an expert's."""
+    """Ranks that a dense parameter is sharded over, and an expert's."""
     lay = job.layout
-    spread = lay.shard * lay.context
-    over = spread * (1 if lay.expert_tensor else lay.tensor) if regroups_tensor(job) else spread
-    return spread, _floor_one(over / lay.expert)
+    zero = job.zero_ranks
+    over = zero * (1 if lay.expert_tensor else lay.tensor) if regroups_tensor(job) else zero
+    return zero, _at_least_one(over / lay.expert)
 
 
-def cast_copies(job: Job, held: Held) -> Number:
-    """Where nothing is shared: parameters that were cast for the products, all of them at a time."""
+def cast_copies(job: Job, held: LocalNumel) -> Number:
+    """Bytes of the parameters that were cast for the GEMMs, all of them at a time, where nothing is sharded."""
     alone = (
         (zero_groups(job)[0] == 1)
         * job.framework.casts_weights
@@ -82,5 +98,5 @@ def cast_copies(job: Job, held: Held) -> Number:
     return (held.dense + held.experts) * job.framework.gather_bytes * alone
 
 
-def _floor_one(x: Number) -> Number:
+def _at_least_one(x: Number) -> Number:
     return x * (x > 1) + 1.0 * (x <= 1)

@@ -5,19 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from shardwise.plan.cost.flops import attention_parameters, feed_forward_parameters, keys_seen
+from shardwise.plan.cost.flops import layer_multiply_adds
 from shardwise.run import LayoutConfig, ModelConfig, Run
 from shardwise.schedules import split_layers
-
-
-def layer_work(model: ModelConfig, layer: int, seq_len: int) -> float:
-    """Operations of one token in one layer, forward, in multiply-adds."""
-    v_dim = model.v_dim if model.attention == "latent" else model.head_dim
-    attention = attention_parameters(model)[0] + model.heads * (model.head_dim + v_dim) * keys_seen(model, seq_len)
-    if model.experts and layer >= model.dense_layers:
-        width = model.expert_ffn * (model.experts_per_token + model.shared_experts)
-        return attention + feed_forward_parameters(model, width)[0] + model.experts * model.hidden
-    return attention + feed_forward_parameters(model, model.ffn)[0]
 
 
 def layers_of_stages(run: Run) -> list[range]:
@@ -33,7 +23,7 @@ def stage_counts(model: ModelConfig, layout: LayoutConfig, seq_len: int) -> tupl
 
 @lru_cache(maxsize=4096)
 def _balanced(model: ModelConfig, stages: int, seq_len: int) -> tuple[int, ...]:
-    costs = [layer_work(model, layer, seq_len) for layer in range(model.layers)]
+    costs = [layer_multiply_adds(model, model.is_moe(layer), seq_len) for layer in range(model.layers)]
     head = float(model.vocab * model.hidden)
     # An embedding looks rows up: next to nothing forward, a scattered addition backward.
     return split_layers(costs, stages, first=float(model.hidden), last=head)

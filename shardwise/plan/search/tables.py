@@ -19,7 +19,7 @@ from shardwise.plan.cost.job import Job, overlapped
 from shardwise.plan.cost.layer_memory import layer_activations
 from shardwise.plan.cost.memory import buffers, gathered_layers, loss_bytes, states
 from shardwise.plan.cost.operations import embedding, head, layer
-from shardwise.plan.cost.parameters import Held, cast_copies, ends_parameters, layer_parameters
+from shardwise.plan.cost.parameters import LocalNumel, cast_copies, ends_parameters, layer_parameters
 from shardwise.plan.cost.passes import ModuleCost, NetworkCost, passes
 from shardwise.plan.search.space import LOOPED, V_SHAPED, Choices, Sizes
 from shardwise.plan.time.step import DataSeconds, data_seconds, hop_seconds
@@ -185,7 +185,7 @@ class ParameterTable:
         """The job of the rows with that ZeRO stage."""
         return replace(self.job, layout=replace(self.job.layout, zero=zero))  # type: ignore[arg-type]
 
-    def _held(self, kinds: list[Kind]) -> Held:
+    def _held(self, kinds: list[Kind]) -> LocalNumel:
         """Parameters of each kind of stage before ZeRO shards them: [kind, row]."""
         job, routed = self.job, bool(self.job.model.experts)
         dense, mixed = layer_parameters(job, routed=False), layer_parameters(job, routed=routed)
@@ -195,7 +195,7 @@ class ParameterTable:
             tied = begins and job.model.tied_embeddings
             own.append(plain * dense.dense + more * mixed.dense + begins * first + (ends and not tied) * last)
             experts.append(more * mixed.experts + 0.0 * first)
-        return Held(np.array(own), np.array(experts))
+        return LocalNumel(np.array(own), np.array(experts))
 
     def index(self, split: StageSplit) -> list[int]:
         """Where the kinds of a split are."""
@@ -215,7 +215,7 @@ class ParameterTable:
 
     def _all_states(self, split: StageSplit) -> tuple[Array, Array, Array]:
         index = self.index(split)
-        held = Held(split.ranks @ self.held.dense[index], split.ranks @ self.held.experts[index])
+        held = LocalNumel(split.ranks @ self.held.dense[index], split.ranks @ self.held.experts[index])
         fixed, moving, cast = [], [], []
         for zero in self.zero:
             job = self.under(zero)

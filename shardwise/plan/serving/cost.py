@@ -24,10 +24,11 @@ from shardwise.hardware import (
     memory_seconds,
 )
 from shardwise.hardware.chips import ITEM_BYTES, Chip
-from shardwise.plan.cost.flops import attention_parameters, feed_forward_parameters, keys_seen
+from shardwise.plan.cost.flops import keys_seen, multiplied, parameters
 from shardwise.plan.cost.job import GIB
 from shardwise.plan.serving.engines import FORMATS, Engine, Format
 from shardwise.run import ModelConfig
+from shardwise.run.parameters import layer_parameters
 
 
 @dataclass(frozen=True)
@@ -285,21 +286,17 @@ def seconds(s: Serving, cost: Cost, constants: Mapping[str, float], *, decode: b
 def weight_bytes(s: Serving) -> dict[str, float]:
     """Of one rank: attention, dense feed-forward, experts, and embedding with head."""
     m, t = s.model, s.tensor
-    matrices, small = attention_parameters(m)
-    cut = matrices / t
-    if m.attention == "latent":
-        whole = m.hidden * (m.q_rank + m.kv_rank + m.rope_dim)
-        cut = (matrices - whole) / t + whole
-    dense = m.layers - s.routed_layers
-    expert = feed_forward_parameters(m, m.expert_ffn)[0] if m.experts else 0.0
-    ffn = dense * feed_forward_parameters(m, m.ffn)[0] + s.routed_layers * m.shared_experts * expert
+    attention = [entry for entry in layer_parameters(m, False) if entry.owner == "attention"]
+    matrices = sum(entry.numel / (1 if entry.tensor_dim is None else t) for entry in attention if entry.multiplied)
+    small = sum(entry.numel for entry in attention if not entry.multiplied)
+    ffn = (m.layers - s.routed_layers) * multiplied(m, False)["ffn"] + parameters(m).shared_experts
     tables = m.vocab * m.hidden * (1 if m.tied_embeddings and not s.engine.tables_apart else 2) / t
     if m.position == "learned":
         tables += m.max_positions * m.hidden
     return {
-        "attention": m.layers * (cut * s.attention_weights.bytes + small * 2.0) / s.pipeline,
+        "attention": m.layers * (matrices * s.attention_weights.bytes + small * 2.0) / s.pipeline,
         "ffn": ffn / t * s.weights.bytes / s.pipeline,
-        "experts": s.routed_layers * m.experts * expert / (s.expert * s.expert_tensor) * s.weights.bytes / s.pipeline,
+        "experts": parameters(m).experts / (s.expert * s.expert_tensor) * s.weights.bytes / s.pipeline,
         "tables": tables * s.head_weights.bytes / (2 if s.pipeline > 1 else 1),
     }
 

@@ -18,7 +18,7 @@ from shardwise.hardware import Collective, collective_seconds, memory_seconds
 from shardwise.plan.cost.constants import Constants, constants_of
 from shardwise.plan.cost.job import Job, Number
 from shardwise.plan.cost.ops import span
-from shardwise.plan.cost.parameters import Held, stage_parameters, zero_groups
+from shardwise.plan.cost.parameters import LocalNumel, stage_parameters, zero_groups
 from shardwise.plan.cost.passes import ModuleCost, NetworkCost, Passes, exposed, host_seconds, passes
 from shardwise.plan.time.waves import Waves
 from shardwise.plan.trainer.muon import seconds as muon_seconds
@@ -51,7 +51,7 @@ class DataSeconds(NamedTuple):
     """Of Muon, as `Orthogonalised` has them."""
 
 
-def data_seconds(job: Job, held: Held, layers: tuple[Number, Number]) -> DataSeconds:
+def data_seconds(job: Job, held: LocalNumel, layers: tuple[Number, Number]) -> DataSeconds:
     """What sharding and replicating the parameters of a stage, of so many dense and MoE layers, costs in traffic, before anything
     overlaps with it; and what updating them takes."""
     lay, framework, cluster = job.layout, job.framework, job.cluster

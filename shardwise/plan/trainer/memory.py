@@ -11,7 +11,7 @@ from shardwise.plan.cost.job import Job, job_of
 from shardwise.plan.cost.layer_memory import layer_activations
 from shardwise.plan.cost.memory import memory, moving, workspace
 from shardwise.plan.trainer import muon, state
-from shardwise.plan.trainer.rank import Place
+from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.plan.trainer.traffic import first_ranks
 from shardwise.run import Run
 from shardwise.run.derive import chunks_loss, compiles, planned_on_gpu
@@ -24,7 +24,7 @@ def memory_of(run: Run, job: Job) -> Memory:
         return estimate
     ranks, known = [], dict[tuple[object, ...], _Alike]()
     for estimated, rank in zip(estimate.ranks, first_ranks(run), strict=True):
-        place = Place(run, rank)
+        place = PlannedRank(run, rank)
         kind = state.alike(place)
         if kind not in known:  # of the many ranks of a long pipeline few differ in more than what is in flight
             known[kind] = _alike(place)
@@ -57,17 +57,17 @@ class _Alike(NamedTuple):
     """What differs when the largest matrix is updated."""
 
 
-def _alike(place: Place) -> _Alike:
+def _alike(place: PlannedRank) -> _Alike:
     run, rank = place.run, place.rank
     owners = state.owners(place)
     saved = 1.0 - state.compiled_away(run, rank) if compiles(run, gpu=planned_on_gpu(run)) else 1.0
     if owners["again"]:
         owners["again"] += state.passing_gradients(run, rank)
-    last, transposed = state.last_gradient(run, rank), state.turned_gradient(run, rank)
+    last, transposed = state.last_gradient(run, rank), state.transposed_gradient(run, rank)
     return _Alike(owners, saved, last, _saved_behind(place), transposed, _updating(owners, place))
 
 
-def _saved_behind(place: Place) -> float:
+def _saved_behind(place: PlannedRank) -> float:
     """Bytes saved by the layers behind the last one that is recomputed."""
     run = place.run
     layers = list(place.layers())
@@ -76,7 +76,7 @@ def _saved_behind(place: Place) -> float:
     if not behind:
         return 0.0
     job = job_of(replace(run, layout=replace(run.layout, recompute="none")))
-    return sum(float(layer_activations(job, routed=place.routed(number))[0]) for number, _ in behind)
+    return sum(float(layer_activations(job, routed=run.model.is_moe(number))[0]) for number, _ in behind)
 
 
 def _peak(owners: dict[str, float], run: Run, same: _Alike) -> dict[str, float]:
@@ -101,9 +101,9 @@ def _peak(owners: dict[str, float], run: Run, same: _Alike) -> dict[str, float]:
     return owners | {"activations": owners["activations"] + recomputed, "logits": 0.0}
 
 
-def _updating(owners: dict[str, float], place: Place) -> dict[str, float]:
+def _updating(owners: dict[str, float], place: PlannedRank) -> dict[str, float]:
     """The moment when the largest matrix is updated: what the passes held is gone. AdamW needs nothing more then."""
-    made = muon.held(place) if place.run.train.optimizer == "muon" else 0
+    made = muon.update_bytes(place) if place.run.train.optimizer == "muon" else 0
     gone = dict.fromkeys(("activations", "logits", "gathered"), 0.0)
-    gradients = float(state.held(place.run, place.rank)["gradients"])
+    gradients = float(state.state_bytes(place.run, place.rank)["gradients"])
     return gone | {"gradients": gradients, "optimizer": owners["optimizer"] + made}

@@ -1,15 +1,14 @@
-"""What Muon's orthogonalisation costs: every matrix inside of the layers, brought together from its parts, goes through the
-Newton-Schulz iteration of `train/optimizer.py` whole, on every rank that holds a part of it. Only different experts are different
-matrices, which stay with their ranks. With s and l a matrix's shorter and longer side, each of the 5 iterations takes
+"""What Muon's orthogonalisation costs: every matrix of the layers is gathered and goes whole through the Newton-Schulz iteration of
+`train/optimizer.py`, on every rank that holds a slice of it. Only different experts are different matrices, which stay with their
+ranks. With s and l a matrix's shorter and longer side, each of the 5 iterations takes
 
     x xᵀ        s x s from l        its square   s x s from s        times x   s x l from s        in all 4 s s l + 2 s s s
 
-operations, whatever the layout: ranks that share a matrix all compute it alike.
+FLOPs, whatever the layout: ranks that share a matrix all compute the same.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,108 +16,107 @@ from shardwise.hardware import collective_seconds, gemm_seconds, memory_seconds
 from shardwise.plan.cost.job import BYTES, Job
 from shardwise.plan.cost.ops import span
 from shardwise.plan.cost.parameters import zero_groups
-from shardwise.plan.trainer.rank import Place, Weight
-from shardwise.run import ModelConfig, Run
+from shardwise.plan.trainer.rank import PlannedRank
+from shardwise.run import ModelConfig
+from shardwise.run.derive import NEWTON_SCHULZ_ITERATIONS
+from shardwise.run.parameters import Parameter, layer_parameters
 
 Number = Any
-ITERATIONS = 5
-"""Of the quintic, as Jordan et al. (2024) apply it; the trainer reads it here."""
 LAUNCHES = 7.0
 """Of a matrix, in those of the network: some 25 bare kernels, each a quarter of one that autograd and modules stand around."""
 
 
-@cache
-def layer_matrices(model: ModelConfig, routed: bool) -> tuple[Weight, ...]:
-    """The matrices of one layer as they are when nothing is cut, experts stacked."""
-    return tuple(w for w in Place(Run(model=model), 0).layer_weights(routed) if len(w.shape) > 1)
+def layer_matrices(model: ModelConfig, moe: bool) -> list[Parameter]:
+    """The matrices of one layer, experts stacked."""
+    return [parameter for parameter in layer_parameters(model, moe) if parameter.is_layer_matrix]
 
 
-def products(matrix: Weight) -> tuple[tuple[int, int, int], ...]:
+def gemms(matrix: Parameter) -> tuple[tuple[int, int, int], ...]:
     """Those of one iteration on one matrix: rows, columns and inner side."""
     short, long = sorted(matrix.shape[-2:])
     return (short, short, long), (short, short, short), (short, long, short)
 
 
-def flops(place: Place) -> float:
-    """Operations of a rank in one step."""
-    model, total = place.run.model, 0
-    for layer in (layer for stage in place.stages for layer in stage.layers):
-        for matrix in layer_matrices(model, place.routed(layer)):
-            stacked = model.experts // place.run.layout.expert if matrix.routed else 1
-            total += stacked * ITERATIONS * sum(2 * m * n * k for m, n, k in products(matrix))
+def flops(planned: PlannedRank) -> float:
+    """FLOPs of a rank in one step."""
+    model, total = planned.run.model, 0
+    for layer in (layer for stage in planned.stages for layer in stage.layers):
+        for matrix in layer_matrices(model, model.is_moe(layer)):
+            stacked = model.experts // planned.run.layout.expert if matrix.routed else 1
+            total += stacked * NEWTON_SCHULZ_ITERATIONS * sum(2 * m * n * k for m, n, k in gemms(matrix))
     return float(total)
 
 
-class Orthogonalised(NamedTuple):
+class MuonSeconds(NamedTuple):
     """Seconds of a stage's matrices before the constants, once a step, and kernels launched."""
 
-    products: Number = 0.0
-    passes: Number = 0.0
-    """What is read and written beside the products."""
+    gemms: Number = 0.0
+    elementwise: Number = 0.0
+    """What is read and written beside the GEMMs."""
     launches: Number = 0.0
-    shards: Number = 0.0
-    """Bringing the shards of ZeRO together."""
-    parts: Number = 0.0
-    """Then the parts of the tensor ranks."""
+    gather_zero: Number = 0.0
+    """Gathering the shards of ZeRO."""
+    gather_tensor: Number = 0.0
+    """Then the slices of the tensor ranks."""
 
 
-def seconds(job: Job, dense: Number, routed: Number) -> Orthogonalised:
+def seconds(job: Job, dense: Number, moe: Number) -> MuonSeconds:
     """Of so many layers; none where the optimizer is another."""
     if not job.muon:
-        return Orthogonalised()
-    kinds = [(dense, False), (routed, True)] if job.model.experts else [(dense, False)]
-    layers = [(count, _layer(job, mixed)) for count, mixed in kinds]
-    return Orthogonalised(*(sum(count * part[n] for count, part in layers) for n in range(len(Orthogonalised._fields))))
+        return MuonSeconds()
+    kinds = [(dense, False), (moe, True)] if job.model.experts else [(dense, False)]
+    layers = [(count, _layer(job, is_moe)) for count, is_moe in kinds]
+    return MuonSeconds(*(sum(count * part[n] for count, part in layers) for n in range(len(MuonSeconds._fields))))
 
 
-def arithmetic(job: Job) -> str:
-    """The dtype that the trainer iterates in: that of the parameters, but bfloat16 on a GPU in the place of float32."""
+def iteration_dtype(job: Job) -> str:
+    """The dtype that the trainer iterates in: that of the parameters, but on a GPU bfloat16 instead of float32."""
     held = "float64" if job.dtype == "float64" else "float32"
     chip = job.cluster.chip
     return "bfloat16" if held == "float32" and chip.name != "cpu" and "bfloat16" in chip.peak else held
 
 
-def _layer(job: Job, routed: bool) -> Orthogonalised:
-    lay, chip, cluster, dtype = job.layout, job.cluster.chip, job.cluster, arithmetic(job)
-    wide, item = max(4.0, BYTES[job.dtype]), BYTES[dtype]
+def _layer(job: Job, moe: bool) -> MuonSeconds:
+    lay, chip, cluster, dtype = job.layout, job.cluster.chip, job.cluster, iteration_dtype(job)
+    held, item = max(4.0, BYTES[job.dtype]), BYTES[dtype]
     zero, expert_zero = zero_groups(job)
-    found = Orthogonalised()
-    for matrix in layer_matrices(job.model, routed):
+    found = MuonSeconds()
+    for matrix in layer_matrices(job.model, moe):
         stacked = job.model.experts / lay.expert if matrix.routed else 1.0
-        once = sum(gemm_seconds(chip, m, n, k, dtype, count=stacked) for m, n, k in products(matrix))
-        numbers = stacked * matrix.shape[-2] * matrix.shape[-1]
+        once = sum(gemm_seconds(chip, m, n, k, dtype, count=stacked) for m, n, k in gemms(matrix))
+        numel = stacked * matrix.shape[-2] * matrix.shape[-1]
         # The norm, the division by it, and the casts to and fro.
-        moved = numbers * (3 * item + (2 * (item + wide) if item < wide else 0.0))
+        moved = numel * (3 * item + (2 * (item + held) if item < held else 0.0))
         # Keys and values of fewer heads than tensor ranks are not cut, but count as if they were.
-        cut = lay.expert_tensor if matrix.routed else matrix.cut is not None
+        cut = lay.expert_tensor if matrix.routed else matrix.tensor_dim is not None
         ranks, stride = (expert_zero, lay.tensor * lay.expert) if matrix.routed else (zero, lay.tensor)
-        part = numbers * wide / (lay.tensor if cut else 1.0)
-        found = Orthogonalised(
-            found.products + ITERATIONS * once,
-            found.passes + memory_seconds(chip, moved),
+        local = numel * held / (lay.tensor if cut else 1.0)
+        tensor = collective_seconds(cluster, "all_gather", numel * held, *span(job, "tensor")) if cut else 0.0
+        found = MuonSeconds(
+            found.gemms + NEWTON_SCHULZ_ITERATIONS * once,
+            found.elementwise + memory_seconds(chip, moved),
             found.launches + LAUNCHES,
-            found.shards + collective_seconds(cluster, "all_gather", part, ranks, stride),
-            found.parts
-            + (collective_seconds(cluster, "all_gather", numbers * wide, *span(job, "tensor")) if cut else 0.0),
+            found.gather_zero + collective_seconds(cluster, "all_gather", local, ranks, stride),
+            found.gather_tensor + tensor,
         )
     return found
 
 
-def held(place: Place) -> int:
-    """The most bytes that updating one parameter holds for a moment, besides what stays: its parts while they are joined, or the
-    whole beside the numbers of an iteration."""
-    most, wide = 0, place.wide
-    item = 2 if place.fused and wide == 4 and not place.run.layout.offload else wide
-    for weight in {weight for _, weight in place.weights(outer=False) if len(weight.shape) > 1}:
-        part, whole = weight.numbers, list(weight.shape)
-        ranks = place.sizes["expert_shard" if weight.routed else "zero"] if place.shared else 1
-        if ranks > 1:  # a shard, the same with padding, all of those, and the part made of them
-            most = max(most, ((2 + ranks) * weight.shard(ranks) + part) * wide)
-        if weight.cut is not None and place.sizes["tensor"] > 1:
-            whole[weight.cut] *= place.sizes["tensor"]
-            most = max(most, 2 * (part + prod(whole)) * wide)
+def update_bytes(planned: PlannedRank) -> int:
+    """Peak bytes that updating one parameter holds for a moment, besides what stays: its slices while they are joined, or the whole
+    matrix beside the tensors of an iteration."""
+    peak, held, tensor = 0, planned.high_width, planned.size("tensor")
+    item = 2 if planned.fused and held == 4 and not planned.run.layout.offload else held
+    for parameter in {p for _, p in planned.parameters(outer=False) if p.entry.is_layer_matrix}:
+        local, whole = parameter.numel, list(parameter.shape)
+        ranks, _ = planned.sharding(parameter)
+        if ranks > 1:  # a shard, the same with padding, all of those, and the slice made of them
+            peak = max(peak, ((2 + ranks) * parameter.shard_numel(ranks) + local) * held)
+        if parameter.tensor_dim is not None:
+            whole[parameter.tensor_dim] *= tensor
+            peak = max(peak, 2 * (local + prod(whole)) * held)
         short, long = sorted(whole[-2:])
-        numbers, square = prod(whole), prod(whole) // long * short
-        cast_back = numbers * (item + wide) if item < wide else 0
-        most = max(most, numbers * wide + max(2 * (numbers + square) * item, cast_back))
-    return most
+        numel, square = prod(whole), prod(whole) // long * short
+        cast_back = numel * (item + held) if item < held else 0
+        peak = max(peak, numel * held + max(2 * (numel + square) * item, cast_back))
+    return peak

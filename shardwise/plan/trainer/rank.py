@@ -1,9 +1,6 @@
-"""Where a rank of a run stands: its index along every axis, the pipeline stages it holds, and the parameters of those as they
-lie on it before ZeRO shares them. What the trainer's `parallel/` decides with tensors, in numbers and without torch.
-
-Two more groupings follow from the axes: `zero` is shard x context, the ranks that share parameters; `expert_shard` those of
-them that share an expert's. `sequence` is context x tensor, the ranks that hold pieces of one sequence.
-"""
+"""One rank of a run as the trainer sets it up, without torch: its coordinates, its pipeline stages, what it recomputes, and the
+parameters it holds before ZeRO shards them. What `parallel/` decides with tensors; both read the same tables
+(`run/parameters.py`, `run/coordinates.py`)."""
 
 from __future__ import annotations
 
@@ -13,52 +10,70 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from shardwise.plan.cost.job import job_of
-from shardwise.plan.cost.layer_memory import layer_kept
+from shardwise.plan.cost.layer_memory import layer_saved
 from shardwise.plan.cost.stages import layers_of_stages
-from shardwise.run import ModelConfig, Run
+from shardwise.run import Run
+from shardwise.run.coordinates import RankCoordinates
 from shardwise.run.derive import chunks_loss, keeps_compute_copies, planned_on_gpu, shard_dim, uses_fp8_all_gather
+from shardwise.run.parameters import Parameter, first_parameters, last_parameters, layer_parameters, shard_length
 from shardwise.schedules import SPLIT_BACKWARD, Schedule, cached_schedule, fewer_rounds
 
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of a number."""
+"""Bytes of an element."""
 SCALE = 4
-"""Bytes of a scale of numbers in 8 bits."""
+"""Bytes of a scale of fp8 values."""
 
 
 @dataclass(frozen=True)
-class Weight:
-    """A parameter as a rank holds it before sharding."""
+class PlannedParameter:
+    """A parameter as a rank holds it before sharding: its entry in the table, and what the tensor and expert axes leave of it."""
 
+    entry: Parameter
     shape: tuple[int, ...]
-    cut: int | None = None
-    """The dimension that is cut over the tensor ranks."""
-    routed: bool = False
-    """Belongs to the routed experts."""
-    product: bool = False
-    """A matrix of a layer whose whole part on a rank is multiplied at once."""
+    tensor_dim: int | None = None
+    """The dimension that the tensor axis has cut."""
+    replicated_kv: bool = False
+    """Keys or values of fewer heads than tensor ranks: the rank holds all of them and uses the rows of one head."""
 
     @property
-    def numbers(self) -> int:
-        """How many."""
+    def numel(self) -> int:
+        """Elements on the rank."""
         return math.prod(self.shape)
 
-    def shard(self, ranks: int) -> int:
-        """Numbers in a shard: rows are dealt out in equal pieces, the last ones padded; experts by whichever dimension is even."""
-        length, rest = self._dealt(ranks)
+    @property
+    def multiplied_numel(self) -> int:
+        """Those of them that a GEMM reads."""
+        if not self.entry.multiplied:
+            return 0
+        return self.numel // self.entry.kv_heads if self.replicated_kv else self.numel
+
+    @property
+    def group(self) -> str:
+        """The grouping of ranks that ZeRO shards it over."""
+        return "expert_shard" if self.entry.routed else "zero"
+
+    @property
+    def is_gemm_weight(self) -> bool:
+        """Whether all that a rank holds of it is the matrix of a `Linear`."""
+        return self.entry.is_linear and not self.replicated_kv
+
+    def shard_numel(self, ranks: int) -> int:
+        """Elements of a shard: equal shares of the rows, padded; of experts, of whichever dimension divides."""
+        length, rest = self._sharded(ranks)
         return -(-length // ranks) * rest
 
-    def own(self, ranks: int, rank: int) -> int:
-        """Numbers of a rank's shard without the padding."""
-        length, rest = self._dealt(ranks)
-        return piece(length, ranks, rank) * rest
+    def own_numel(self, ranks: int, rank: int) -> int:
+        """Elements of a rank's shard without the padding."""
+        length, rest = self._sharded(ranks)
+        return shard_length(length, ranks, rank) * rest
 
-    def dealt_along(self, ranks: int) -> int:
-        """The dimension that is dealt out."""
-        return shard_dim(self.shape, ranks) if self.routed else 0
+    def shard_dim(self, ranks: int) -> int:
+        """The dimension that is sharded."""
+        return shard_dim(self.shape, ranks) if self.entry.routed else 0
 
-    def _dealt(self, ranks: int) -> tuple[int, int]:
+    def _sharded(self, ranks: int) -> tuple[int, int]:
         """The length of that dimension, and of all others together."""
-        dim = self.dealt_along(ranks)
+        dim = self.shard_dim(ranks)
         return self.shape[dim], math.prod(self.shape[:dim] + self.shape[dim + 1 :])
 
 
@@ -72,53 +87,39 @@ class Stage:
     last: bool
 
 
-def piece(length: int, ranks: int, rank: int) -> int:
-    """Rows of a rank when they are dealt out in equal pieces, rounded up."""
-    rows = -(-length // ranks)
-    return max(0, min(rows, length - rank * rows))
-
-
 @dataclass(frozen=True)
-class Place:
+class PlannedRank:
     """One rank of a run."""
 
     run: Run
     rank: int
 
     @cached_property
-    def sizes(self) -> dict[str, int]:
-        """Ranks in a group, by grouping."""
-        lay = self.run.layout
-        zero = lay.shard * lay.context
-        return dict(
-            pipeline=lay.pipeline, replicate=lay.replicate, shard=lay.shard, context=lay.context, tensor=lay.tensor,
-            zero=zero, expert_shard=zero // lay.expert, expert=lay.expert, sequence=lay.context * lay.tensor, world=lay.world,
-        )  # fmt: skip
+    def coordinates(self) -> RankCoordinates:
+        """Where it stands in the layout."""
+        return RankCoordinates(self.run.layout, self.rank)
+
+    def size(self, group: str) -> int:
+        """Ranks in a group."""
+        return self.coordinates.size(group)
 
     def index(self, group: str) -> int:
-        """This rank's place in its group; ranks lie as pipeline x replicate x shard x context x tensor."""
-        lay = self.run.layout
-        zero = lay.shard * lay.context
-        stride, size = {
-            "tensor": (1, lay.tensor),
-            "context": (lay.tensor, lay.context),
-            "shard": (lay.tensor * lay.context, lay.shard),
-            "zero": (lay.tensor, zero),
-            "expert": (lay.tensor, lay.expert),
-            "expert_shard": (lay.tensor * lay.expert, zero // lay.expert),
-            "replicate": (lay.tensor * zero, lay.replicate),
-            "pipeline": (lay.world // lay.pipeline, lay.pipeline),
-        }[group]
-        return self.rank // stride % size
+        """This rank's index in its group."""
+        return self.coordinates.index(group)
 
     @cached_property
     def tokens(self) -> int:
         """Of a microbatch, on a context rank."""
         return self.run.train.microbatch * self.run.train.seq_len // self.run.layout.context
 
+    @property
+    def local_tokens(self) -> int:
+        """Of those, on a tensor rank between the matrices, where the sequence is cut too."""
+        return self.tokens // self.run.layout.tensor
+
     @cached_property
     def width(self) -> int:
-        """Bytes of an activation."""
+        """Bytes of an activation's element."""
         return WIDTHS[self.run.train.dtype]
 
     @cached_property
@@ -133,52 +134,56 @@ class Place:
 
     @cached_property
     def keeps_compute_copies(self) -> bool:
-        """Whether the layers' matrices have copies in the dtype of their products, kept from step to step."""
+        """Whether the layers' matrices have compute copies, kept from step to step."""
         return keeps_compute_copies(self.run, gpu=self.fused)
 
     @cached_property
-    def wide(self) -> int:
-        """Bytes of a parameter or gradient as it is held, and of what 16 bits would spoil."""
+    def high_width(self) -> int:
+        """Bytes of an element in high precision: of parameters and gradients as they are held, and of what 16 bits would spoil."""
         return max(4, self.width)
 
-    def uses_fp8_all_gather(self, weight: Weight, ranks: int) -> bool:
-        """Whether a parameter is gathered in 8 bits from its shards over so many ranks."""
-        return weight.product and uses_fp8_all_gather(self.run, weight.shape[0], weight.shape[1], ranks)
-
-    def gathered_shard(self, weight: Weight, ranks: int) -> int:
-        """Bytes of a parameter's shard as it is gathered: with a scale a row, where it has those."""
-        if not self.uses_fp8_all_gather(weight, ranks):
-            return weight.shard(ranks) * self.width
-        scales = SCALE * weight.shape[0] // ranks if self.run.train.fp8 == "rowwise" else 0
-        return weight.shard(ranks) + scales
-
     @property
-    def reduced(self) -> int:
-        """Bytes of a number of a gradient while it is added over ranks that share parameters, or hold copies of them."""
-        return WIDTHS[self.run.train.reduce_dtype] if self.width < 4 else self.wide
+    def reduce_width(self) -> int:
+        """Bytes of a gradient's element while it is added over ranks."""
+        return WIDTHS[self.run.train.reduce_dtype] if self.width < 4 else self.high_width
 
     @property
     def uses_ddp(self) -> bool:
-        """Whether ranks differ in nothing but their samples: then the copies are DistributedDataParallel's."""
-        return self.sizes["replicate"] == self.sizes["world"] > 1 and not self.run.layout.offload
+        """Whether ranks differ in nothing but their samples: then the replicas are DistributedDataParallel's."""
+        return self.run.layout.replicate == self.run.layout.world > 1 and not self.run.layout.offload
 
-    @property
-    def shared(self) -> bool:
+    @cached_property
+    def is_sharded(self) -> bool:
         """Whether `fully_shard` holds the parameters."""
-        over = self.sizes["zero"] > 1 or self.sizes["replicate"] > 1 or self.run.layout.offload
+        over = self.size("zero") > 1 or self.size("replicate") > 1 or self.run.layout.offload
         return over and not self.uses_ddp
+
+    def sharding(self, parameter: PlannedParameter) -> tuple[int, int]:
+        """Over how many ranks a parameter is sharded, and the index of this one among them."""
+        return (self.size(parameter.group), self.index(parameter.group)) if self.is_sharded else (1, 0)
+
+    def uses_fp8_all_gather(self, parameter: PlannedParameter, ranks: int) -> bool:
+        """Whether a parameter is gathered in fp8 from its shards over so many ranks."""
+        return parameter.is_gemm_weight and uses_fp8_all_gather(self.run, parameter.shape[0], parameter.shape[1], ranks)
+
+    def gathered_shard(self, parameter: PlannedParameter, ranks: int) -> int:
+        """Bytes of a parameter's shard as it is gathered, with the scales of its rows where it has those."""
+        numel = parameter.shard_numel(ranks)
+        if not self.uses_fp8_all_gather(parameter, ranks):
+            return numel * self.width
+        return numel + (SCALE * parameter.shape[0] // ranks if self.run.train.fp8 == "rowwise" else 0)
 
     @property
     def splits_backward(self) -> bool:
         """Whether the schedule computes gradients of inputs and of weights apart."""
         lay = self.run.layout
-        nothing_to_put_off = (lay.schedule, lay.pipeline, self.run.accumulation) == ("dualpipe-v", 1, 1)
-        return lay.schedule in SPLIT_BACKWARD and not nothing_to_put_off
+        nothing_deferred = (lay.schedule, lay.pipeline, self.run.accumulation) == ("dualpipe-v", 1, 1)
+        return lay.schedule in SPLIT_BACKWARD and not nothing_deferred
 
     @property
     def schedule(self) -> Schedule:
-        """The lists of the pipeline's actions, cut to some rounds: for what is asked of them here more say nothing new, but
-        where the last round of an interleaved schedule is not full, which moves every round before it."""
+        """The lists of the pipeline's actions, cut to a few rounds: more say nothing new here. But where the last round of an
+        interleaved schedule is not full it moves every round before it, so that one stays whole."""
         lay, count = self.run.layout, self.run.accumulation
         if lay.schedule != "interleaved" or count % lay.pipeline == 0:
             count = fewer_rounds(lay.pipeline, count, 3)
@@ -186,7 +191,7 @@ class Place:
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
-        """The pipeline rank of every stage: dealt round, or down the ranks and up again."""
+        """The pipeline rank of every stage: round robin, or down the ranks and back up."""
         lay = self.run.layout
         if lay.schedule in ("zb-v", "dualpipe-v") and lay.pipeline > 1:
             return (*range(lay.pipeline), *reversed(range(lay.pipeline)))
@@ -194,7 +199,7 @@ class Place:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """Those of this rank, in the order of the network."""
+        """The stages of this rank, in the order of the network."""
         ranges = layers_of_stages(self.run)
         last, mine = len(ranges) - 1, self.index("pipeline")
         return tuple(
@@ -212,24 +217,20 @@ class Place:
                 return True
         return False
 
-    def routed(self, layer: int) -> bool:
-        """Whether a layer is a mixture of experts."""
-        return bool(self.run.model.experts) and layer >= self.run.model.dense_layers
-
-    @property
-    def mixtures(self) -> int:
+    @cached_property
+    def moe_layers(self) -> int:
         """MoE layers of this rank."""
-        return sum(self.routed(layer) for stage in self.stages for layer in stage.layers)
+        return sum(self.run.model.is_moe(layer) for stage in self.stages for layer in stage.layers)
 
     def layers(self) -> Iterator[tuple[int, frozenset[str]]]:
-        """The layers of this rank, each with the parts of it that the backward pass computes again: of `block`,
-        `attention` and `ffn`. Every n-th counts within a stage, as in the trainer."""
+        """The layers of this rank, each with the parts of it that are recomputed in the backward pass: of `block`, `attention` and
+        `ffn`. Every n-th counts within a stage, as in the trainer."""
         for stage in self.stages:
-            again = self._repeated(stage)
+            recomputed = self._recomputed(stage)
             for layer in stage.layers:
-                yield layer, again.get(layer, frozenset())
+                yield layer, recomputed.get(layer, frozenset())
 
-    def _repeated(self, stage: Stage) -> dict[int, frozenset[str]]:
+    def _recomputed(self, stage: Stage) -> dict[int, frozenset[str]]:
         lay = self.run.layout
         if lay.recompute == "budget":
             return dict.fromkeys(self._over_budget(stage), frozenset({"block"}))
@@ -241,118 +242,75 @@ class Place:
         return dict.fromkeys(stage.layers[:: lay.recompute_every], parts)
 
     def _over_budget(self, stage: Stage) -> list[int]:
-        """Layers repeated to keep within the budget, by the plan's count of what a layer keeps; the trainer asks here too."""
-        run = self.run
-        whole = replace(run, layout=replace(run.layout, recompute="none", recompute_budget=0.0))
-        kept = {routed: _layer_kept(whole, routed) for routed in {self.routed(n) for n in stage.layers}}
+        """Layers recomputed to keep within the budget, by what the cost model says a layer saves; the trainer asks here too."""
+        run, is_moe = self.run, self.run.model.is_moe
+        saves_all = replace(run, layout=replace(run.layout, recompute="none", recompute_budget=0.0))
+        saved = {moe: _layer_saved(saves_all, moe) for moe in {is_moe(n) for n in stage.layers}}
         entering = self.tokens * run.model.hidden * self.width / run.layout.tensor
-        total = sum(kept[self.routed(n)] for n in stage.layers)
-        repeated = []
-        for layer in sorted(stage.layers, key=lambda n: -kept[self.routed(n)]):
+        total = sum(saved[is_moe(n)] for n in stage.layers)
+        recomputed = []
+        for layer in sorted(stage.layers, key=lambda n: -saved[is_moe(n)]):
             if total <= run.layout.recompute_budget * 2**30:
                 break
-            total += entering - kept[self.routed(layer)]
-            repeated.append(layer)
-        return repeated
+            total += entering - saved[is_moe(layer)]
+            recomputed.append(layer)
+        return recomputed
 
-    def layer_weights(self, routed: bool) -> tuple[Weight, ...]:
-        """The parameters of one layer, in the order the network holds them."""
-        m = self.run.model
-        attention = _latent(self) if m.attention == "latent" else _grouped(self)
-        ffn = _mixture(self) if routed else _feed_forward(self, m.ffn)
-        return (*_norm(m), *attention, *_norm(m), *ffn)
+    def local(self, entries: tuple[Parameter, ...]) -> tuple[PlannedParameter, ...]:
+        """Parameters of the table as this rank holds them."""
+        return tuple(self._local(entry) for entry in entries)
 
-    def outer_weights(self, stage: Stage) -> tuple[Weight, ...]:
-        """The parameters of a stage outside of its layers. A tied head on another stage than the embedding is a copy."""
-        m = self.run.model
-        vocabulary = Weight((piece(m.vocab, self.run.layout.tensor, self.index("tensor")), m.hidden), cut=0)
-        found: list[Weight] = []
-        if stage.first:
-            found.append(vocabulary)
-            if m.position == "learned":
-                found.append(Weight((m.max_positions, m.hidden)))
-        if stage.last:
-            found.extend(_norm(m))
-            if not (m.tied_embeddings and stage.first):
-                found.append(vocabulary)
-        return tuple(found)
+    def _local(self, entry: Parameter) -> PlannedParameter:
+        shape, cuts = list(entry.shape), entry.cuts(self.run.layout)
+        for axis, dim in cuts:
+            shape[dim] = shard_length(shape[dim], self.size(axis), self.index(axis))
+        tensor_dim = next((dim for axis, dim in cuts if axis == "tensor"), None)
+        return PlannedParameter(entry, tuple(shape), tensor_dim, entry.replicated_kv(self.run.layout.tensor))
 
-    def weights(self, *, outer: bool = True) -> Iterator[tuple[int, Weight]]:
-        """Every parameter of this rank, alike ones together, and how many there are of each; `outer` also those outside of the
+    @cached_property
+    def _layer_tables(self) -> dict[bool, dict[str, PlannedParameter]]:
+        kinds = (False, True) if self.run.model.experts else (False,)
+        tables = {moe: self.local(layer_parameters(self.run.model, moe)) for moe in kinds}
+        return {moe: {p.entry.name: p for p in table} for moe, table in tables.items()}
+
+    def layer_table(self, moe: bool) -> dict[str, PlannedParameter]:
+        """The parameters of one layer by name, in the order of the module."""
+        return self._layer_tables[moe]
+
+    def layer_parameters(self, moe: bool) -> tuple[PlannedParameter, ...]:
+        """The same without their names."""
+        return tuple(self._layer_tables[moe].values())
+
+    def first_parameters(self, stage: Stage) -> tuple[PlannedParameter, ...]:
+        """The parameters of a stage before its layers. On another stage than the embedding, a tied head is a copy of it, which the
+        module holds in the embedding's place."""
+        entries = first_parameters(self.run.model)
+        copied = stage.last and not stage.first and self.run.model.tied_embeddings
+        return self.local(entries if stage.first else entries[:1] if copied else ())
+
+    def outer_parameters(self, stage: Stage) -> tuple[PlannedParameter, ...]:
+        """The parameters of a stage outside of its layers."""
+        last = self.local(last_parameters(self.run.model)) if stage.last else ()
+        return (*self.first_parameters(stage), *last)
+
+    def vocabulary(self, stage: Stage) -> PlannedParameter:
+        """The matrix of a stage that is cut by vocabulary: the head where it has one, else the embedding."""
+        return next(
+            p for p in reversed(self.outer_parameters(stage)) if p.entry.name in ("head.weight", "embed.weight")
+        )
+
+    def parameters(self, *, outer: bool = True) -> Iterator[tuple[int, PlannedParameter]]:
+        """Every parameter of this rank, those of like layers together with their count; `outer`: also those outside of the
         layers."""
-        for routed in (False, True):
-            count = sum(self.routed(layer) == routed for stage in self.stages for layer in stage.layers)
+        for moe in (False, True):
+            count = sum(self.run.model.is_moe(layer) == moe for stage in self.stages for layer in stage.layers)
             if count:
-                yield from ((count, weight) for weight in self.layer_weights(routed))
+                yield from ((count, parameter) for parameter in self.layer_parameters(moe))
         for stage in self.stages if outer else ():
-            yield from ((1, weight) for weight in self.outer_weights(stage))
+            yield from ((1, parameter) for parameter in self.outer_parameters(stage))
 
 
 @lru_cache(maxsize=64)
-def _layer_kept(run: Run, routed: bool) -> float:
-    """What the plan says that a layer of a run keeps, remembered: every stage of every rank asks, for every budget tried."""
-    return layer_kept(job_of(run), routed=routed)
-
-
-def _norm(model: ModelConfig) -> tuple[Weight, ...]:
-    return (Weight((model.hidden,)),) * (2 if model.norm == "layernorm" else 1)
-
-
-def _linear(
-    place: Place, rows: int, columns: int, *, by: str = "", bias: bool = False, some: bool = False
-) -> Iterator[Weight]:
-    """A matrix from `columns` to `rows` numbers, cut `by` rows or columns of its stored form, and its bias; a rank may use
-    `some` of its rows only."""
-    t = place.run.layout.tensor
-    if by == "rows":
-        yield Weight((rows // t, columns), cut=0, product=True)
-    elif by == "columns":
-        yield Weight((rows, columns // t), cut=1, product=True)
-    else:
-        yield Weight((rows, columns), product=not some)
-    if bias:
-        yield Weight((rows // t,), cut=0) if by == "rows" else Weight((rows,))
-
-
-def _grouped(place: Place) -> Iterator[Weight]:
-    m = place.run.model
-    q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
-    # Fewer heads than ranks: all of them on each rank.
-    dealt = "rows" if m.kv_heads >= place.run.layout.tensor else ""
-    yield from _linear(place, q, m.hidden, by="rows", bias=m.bias != "none")
-    for _ in "kv":
-        yield from _linear(place, kv, m.hidden, by=dealt, bias=m.bias != "none", some=not dealt)
-    yield from _linear(place, m.hidden, q, by="columns", bias=m.bias == "all")
-    if m.qk_norm:
-        yield from (Weight((m.head_dim,)), Weight((m.head_dim,)))
-
-
-def _latent(place: Place) -> Iterator[Weight]:
-    m = place.run.model
-    if m.q_rank:
-        yield from _linear(place, m.q_rank, m.hidden)
-        yield Weight((m.q_rank,))
-    yield from _linear(place, m.heads * m.head_dim, m.q_rank or m.hidden, by="rows")
-    yield from _linear(place, m.kv_rank + m.rope_dim, m.hidden)
-    yield Weight((m.kv_rank,))
-    yield from _linear(place, m.heads * (m.nope_dim + m.v_dim), m.kv_rank, by="rows")
-    yield from _linear(place, m.hidden, m.heads * m.v_dim, by="columns")
-
-
-def _feed_forward(place: Place, width: int) -> Iterator[Weight]:
-    m = place.run.model
-    for _ in range(2 if m.gated else 1):
-        yield from _linear(place, width, m.hidden, by="rows", bias=m.bias == "all")
-    yield from _linear(place, m.hidden, width, by="columns", bias=m.bias == "all")
-
-
-def _mixture(place: Place) -> Iterator[Weight]:
-    m, lay = place.run.model, place.run.layout
-    yield Weight((m.experts, m.hidden))
-    cut = lay.tensor > 1 and lay.expert_tensor
-    held, width = m.experts // lay.expert, m.expert_ffn // (lay.tensor if cut else 1)
-    for _ in ("gate", "up"):
-        yield Weight((held, width, m.hidden), cut=1 if cut else None, routed=True)
-    yield Weight((held, m.hidden, width), cut=2 if cut else None, routed=True)
-    if m.shared_experts:
-        yield from _feed_forward(place, m.shared_experts * m.expert_ffn)
+def _layer_saved(run: Run, moe: bool) -> float:
+    """Bytes that a layer saves by the cost model, remembered: every stage of every rank asks, for every budget tried."""
+    return layer_saved(job_of(run), routed=moe)

@@ -1,141 +1,123 @@
-"""What a rank of this project's trainer holds, to the byte: parameters, gradients and optimizer, which stay, and what the
-forward passes save for the backward passes, which comes and goes with the schedule (tensor by tensor in `saved/`)."""
+"""Bytes that a rank of this project's trainer holds, exactly: parameters, gradients and optimizer state, which stay, and the saved
+activations, which come and go with the schedule (tensor by tensor in `saved.py`)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwise.plan.trainer.rank import Place, Stage, Weight, piece
-from shardwise.plan.trainer.saved import Rows, Saved, repeated, saved
+from shardwise.plan.trainer.rank import PlannedRank, Stage
+from shardwise.plan.trainer.saved import Rows, Saved, recomputed_parts, saved
 from shardwise.run import Run
 from shardwise.run.derive import chunk_rows, compiles, planned_on_gpu
 from shardwise.schedules import Schedule, cached_schedule, fewer_rounds, high_water
 
-STEPS = 4
+STEP_COUNT = 4
 """Bytes of the count of steps that AdamW keeps with every parameter."""
 
 
-def held(run: Run, rank: int) -> dict[str, int]:
-    """Bytes of a rank's parameters, gradients after the backward passes, and optimizer.
+def state_bytes(run: Run, rank: int) -> dict[str, int]:
+    """Bytes of a rank's parameters, gradients after the backward passes, and optimizer state.
 
-    Parameters and gradients are float32, or float64 where the arithmetic is; but matrices of which copies in the dtype of their
-    products are kept count with those, and their gradients are of that dtype. `fully_shard` deals rows out in equal pieces and
-    pads the last ones, of parameters and of gradients; what the optimizer remembers has no padding. Experts are dealt out along a
-    dimension that needs none, where they have one. DistributedDataParallel's gradients are views of its buckets, which hold
-    nothing else.
+    Parameters and gradients are float32, or float64 where the arithmetic is. A matrix with a compute copy counts with it, and its
+    gradient has the dtype of the copy. `fully_shard` deals rows out in equal shares and pads the last ones, of parameters and of
+    gradients; optimizer state has no padding. Experts are sharded along a dimension that needs none, where they have one.
+    DistributedDataParallel's gradients are views of its buckets, which hold nothing else.
     """
-    place = Place(run, rank)
+    planned = PlannedRank(run, rank)
+    high, low = planned.high_width, planned.width
     parameters = gradients = optimizer = 0
-    for count, weight, in_layer in _weights(place):
-        ranks, index = _sharing(place, weight)
-        parameters += count * weight.shard(ranks) * place.wide
-        copied = place.keeps_compute_copies and weight.product and in_layer
-        parameters += count * weight.numbers * place.width * copied
-        gradients += count * weight.shard(ranks) * (place.width if copied else place.wide)
-        own = weight.own(ranks, index) * place.wide
-        muon = run.train.optimizer == "muon" and in_layer and len(weight.shape) > 1
-        optimizer += count * (own if muon else 2 * own + STEPS)
+    for count, parameter in planned.parameters():
+        ranks, index = planned.sharding(parameter)
+        copied = planned.keeps_compute_copies and parameter.is_gemm_weight
+        parameters += count * (parameter.shard_numel(ranks) * high + parameter.numel * low * copied)
+        gradients += count * parameter.shard_numel(ranks) * (low if copied else high)
+        own = parameter.own_numel(ranks, index) * high
+        muon = run.train.optimizer == "muon" and parameter.entry.is_layer_matrix
+        optimizer += count * (own if muon else 2 * own + STEP_COUNT)
     return dict(parameters=parameters, gradients=gradients, optimizer=optimizer)
 
 
-def _weights(place: Place) -> list[tuple[int, Weight, bool]]:
-    """Every parameter, alike ones together: how many, and whether it stands inside of a layer."""
-    outer = [weight for stage in place.stages for weight in place.outer_weights(stage)]
-    found = list(place.weights())
-    inside = len(found) - len(outer)
-    return [(count, weight, n < inside) for n, (count, weight) in enumerate(found)]
-
-
-def _sharing(place: Place, weight: Weight) -> tuple[int, int]:
-    """Over how many ranks a parameter is shared, and the place of this one among them."""
-    if not place.shared:
-        return 1, 0
-    group = "expert_shard" if weight.routed else "zero"
-    return place.sizes[group], place.index(group)
-
-
 def known(run: Run) -> bool:
-    """Whether these formulas hold for a run: not for what a compiler chooses to keep, nor for what is held in the host's
-    memory."""
+    """Whether these formulas hold for a run: not for what a compiler chooses to save, nor for what is offloaded to the host."""
     return not compiles(run, gpu=planned_on_gpu(run)) and not run.layout.offload
 
 
-def alike(place: Place) -> tuple[object, ...]:
-    """What the first ranks of two pipeline ranks have to share to hold the same, but for how many microbatches are in flight."""
-    layers = dict(place.layers())
-    kinds = (
-        (stage.first, stage.last, tuple((place.routed(n), layers[n]) for n in stage.layers)) for stage in place.stages
+def alike(planned: PlannedRank) -> tuple[object, ...]:
+    """Equal for the first ranks of two pipeline ranks that hold the same, but for how many microbatches are in flight."""
+    recomputed, is_moe = dict(planned.layers()), planned.run.model.is_moe
+    return tuple(
+        (stage.first, stage.last, tuple((is_moe(n), recomputed[n]) for n in stage.layers)) for stage in planned.stages
     )
-    return tuple(kinds)
 
 
-def owners(place: Place) -> dict[str, float]:
-    """The most bytes of a rank by owner, of those owners that these formulas know, without the activations; and `again`, what
-    the layer that is computed again makes for a moment."""
-    run, rank = place.run, place.rank
-    own = held(run, rank) | dict(
-        gradients=waiting_gradients(run, rank),
+def owners(planned: PlannedRank) -> dict[str, float]:
+    """Peak bytes of a rank by owner, without the activations, of those owners that these formulas know; and `again`, what the layer
+    that is being recomputed holds for a moment."""
+    run, rank = planned.run, planned.rank
+    own = state_bytes(run, rank) | dict(
+        gradients=peak_gradients(run, rank),
         gathered=gathered(run, rank),
-        logits=_scores(place) if any(stage.last for stage in place.stages) else 0,
-        again=max(_keeps(place, stage).again for stage in place.stages),
+        logits=_logits(planned) if planned.stages[-1].last else 0,
+        again=max(_saved(planned, stage).recomputed for stage in planned.stages),
     )
     return {owner: float(size) for owner, size in own.items()}
 
 
-def _scores(place: Place) -> int:
+def _logits(planned: PlannedRank) -> int:
     """Bytes of the loss's own tensors beside those that it saves."""
-    rows = piece(place.run.model.vocab, place.run.layout.tensor, place.index("tensor"))
-    if place.chunked:  # some scores, which become their gradient, and the matrix where it was cast
-        some = chunk_rows(place.tokens, rows * place.width)
-        return (some + (0 if place.shared else place.run.model.hidden)) * rows * place.width
-    # The probabilities are saved; beside them stand twice as many numbers, their gradient and that of the scores.
-    return 2 * place.tokens * rows * place.wide
+    rows = planned.vocabulary(planned.stages[-1]).shape[0]
+    if planned.chunked:  # some logits, which become their gradient, and the head's matrix where it was cast
+        some = chunk_rows(planned.tokens, rows * planned.width)
+        return (some + (0 if planned.is_sharded else planned.run.model.hidden)) * rows * planned.width
+    # The probabilities are saved; beside them are twice as many elements, their gradient and that of the logits.
+    return 2 * planned.tokens * rows * planned.high_width
 
 
 def saved_activations(run: Run, rank: int, rows: Rows | None = None) -> dict[int, int]:
-    """Bytes that one microbatch keeps for its backward pass, by stage of this rank. `rows` tells how tokens were routed."""
-    place = Place(run, rank)
-    return {stage.number: saved(place, stage, rows).whole for stage in place.stages}
+    """Bytes that one microbatch saves for its backward pass, by stage of this rank. `rows` tells how tokens were routed."""
+    planned = PlannedRank(run, rank)
+    return {stage.number: saved(planned, stage, rows).whole for stage in planned.stages}
 
 
 _KNOWN: dict[tuple[object, ...], Saved] = {}
 
 
-def _keeps(place: Place, stage: Stage) -> Saved:
+def _saved(planned: PlannedRank, stage: Stage) -> Saved:
     """`saved` under an even load, remembered: stages that are alike save alike."""
-    layers = tuple((place.routed(layer), again) for layer, again in repeated(place, stage).items())
-    alike = (place.run, place.index("tensor"), stage.first, stage.last, layers)
+    recomputed, is_moe = recomputed_parts(planned, stage), planned.run.model.is_moe
+    layers = tuple((is_moe(layer), parts) for layer, parts in recomputed.items())
+    alike = (planned.run, planned.index("tensor"), stage.first, stage.last, layers)
     if alike not in _KNOWN:
         if len(_KNOWN) > 1000:
             _KNOWN.clear()
-        _KNOWN[alike] = saved(place, stage)
+        _KNOWN[alike] = saved(planned, stage)
     return _KNOWN[alike]
 
 
 def activations(run: Run, rank: int) -> int:
-    """The most that all microbatches in flight keep on a rank, as its schedule plays."""
-    return activations_at(Place(run, rank))
+    """Peak bytes that all microbatches in flight save on a rank, as its schedule runs."""
+    return activations_at(PlannedRank(run, rank))
 
 
-def activations_at(place: Place) -> int:
-    """The same of a rank that was looked at already."""
-    run = place.run
-    keeps = {stage.number: _keeps(place, stage) for stage in place.stages}
+def activations_at(planned: PlannedRank) -> int:
+    """The same of a rank that is planned already."""
+    run = planned.run
+    saves = {stage.number: _saved(planned, stage) for stage in planned.stages}
     if run.layout.pipeline == 1:
-        return keeps[0].whole
-    whole, deferred = ([0] * len(place.placement) for _ in range(2))
-    stream = place.tokens // place.sizes["tensor"] * run.model.hidden * place.width
-    for number, keep in keeps.items():
-        # What a stage on this rank gave to the next one here is one tensor, which the first keeps for longer.
-        whole[number] = keep.whole - (stream if number - 1 in keeps else 0)
-        deferred[number] = keep.deferred
-    schedule, longer = _short(run)
-    own = replace(schedule, ranks=(schedule.ranks[place.index("pipeline")],))
+        return saves[0].whole
+    whole, deferred = ([0] * len(planned.placement) for _ in range(2))
+    residual = planned.local_tokens * run.model.hidden * planned.width
+    for number, stage in saves.items():
+        # What a stage on this rank gives to the next one here is one tensor, which the first saves for longer.
+        whole[number] = stage.whole - (residual if number - 1 in saves else 0)
+        deferred[number] = stage.deferred
+    schedule, longer = _short_schedule(run)
+    own = replace(schedule, ranks=(schedule.ranks[planned.index("pipeline")],))
     return round(high_water(own, whole, deferred)[0] * longer)
 
 
-def _short(run: Run) -> tuple[Schedule, float]:
-    """The run's schedule, or one of fewer microbatches whose high water is the same, or known to be so many times less."""
+def _short_schedule(run: Run) -> tuple[Schedule, float]:
+    """The run's schedule, or one of fewer microbatches; and how many times higher the peak of the whole one is."""
     lay, n = run.layout, run.accumulation
     count = fewer_rounds(lay.pipeline, n, 4)
     schedule = cached_schedule(lay.schedule, lay.pipeline, count, lay.stages_per_rank)
@@ -144,67 +126,68 @@ def _short(run: Run) -> tuple[Schedule, float]:
 
 
 def gathered(run: Run, rank: int) -> int:
-    """Bytes of whole parameters between the passes: all of them below ZeRO-3; there what stands outside of the layers, where
-    no pipeline lets it go."""
-    place = Place(run, rank)
-    if not place.shared:
+    """Bytes of unsharded parameters between the passes: all of them below ZeRO-3; there those outside of the layers, without a
+    pipeline."""
+    planned = PlannedRank(run, rank)
+    if not planned.is_sharded:
+        return 0
+    if run.layout.zero < 3:
+        stays = list(planned.parameters())
+    elif run.layout.pipeline == 1:
+        stays = [(1, parameter) for stage in planned.stages for parameter in planned.outer_parameters(stage)]
+    else:
         return 0
     total = 0
-    for count, weight, in_layer in _weights(place):
-        ranks, _ = _sharing(place, weight)
-        if weight.routed and ranks == place.sizes["replicate"] == 1 and not run.layout.offload:
-            continue  # experts that no other rank holds a part of
-        if run.layout.zero < 3 or not (in_layer or run.layout.pipeline > 1):
-            total += count * place.gathered_shard(weight, ranks) * ranks
+    for count, parameter in stays:
+        ranks, _ = planned.sharding(parameter)
+        alone = parameter.entry.routed and ranks == planned.size("replicate") == 1 and not run.layout.offload
+        if not alone:  # experts that no other rank has a share of are not gathered
+            total += count * planned.gathered_shard(parameter, ranks) * ranks
     return total
 
 
 def passing_gradients(run: Run, rank: int) -> int:
-    """Bytes of the gradients that pass through the widest part of a layer while all that it saved is there: those of the
-    product of gate and up, and of one of the two. A compiled layer makes them in place."""
-    m, place = run.model, Place(run, rank)
+    """Bytes of the gradients that pass through the widest part of a layer while all that it saved is there: those of gate times up,
+    and of one of the two. A compiled layer makes them in place."""
+    m, planned = run.model, PlannedRank(run, rank)
     if compiles(run, gpu=planned_on_gpu(run)):
         return 0
     width = max(m.ffn, m.expert_ffn * m.experts_per_token) // run.layout.tensor
-    return (2 if m.gated else 1) * place.tokens * width * place.width
+    return (2 if m.gated else 1) * planned.tokens * width * planned.width
 
 
 def last_gradient(run: Run, rank: int) -> int:
     """Bytes of the gradient that is made when all saved activations are gone: the embedding's."""
-    place = Place(run, rank)
-    if run.model.tied_embeddings or not place.stages[0].first:
+    planned = PlannedRank(run, rank)
+    if run.model.tied_embeddings or not planned.stages[0].first:
         return 0
-    weight = place.outer_weights(place.stages[0])[0]
-    return weight.shard(_sharing(place, weight)[0]) * place.wide
+    embedding = planned.first_parameters(planned.stages[0])[0]
+    return embedding.shard_numel(planned.sharding(embedding)[0]) * planned.high_width
 
 
-def turned_gradient(run: Run, rank: int) -> int:
-    """Bytes of the second copy of a gradient that is dealt out along another dimension than the first: `fully_shard` lays the
-    pieces one behind the other before it scatters them, one matrix after the other."""
-    place = Place(run, rank)
-    turned = [weight for _, weight in place.weights() if weight.dealt_along(_sharing(place, weight)[0])]
-    return max((weight.numbers * place.width for weight in turned), default=0)
+def transposed_gradient(run: Run, rank: int) -> int:
+    """Bytes of the second copy of a gradient that is sharded along another dimension than the first: `fully_shard` puts the shards
+    one behind the other before it scatters them, one matrix after the other."""
+    planned = PlannedRank(run, rank)
+    sizes = (p.numel for _, p in planned.parameters() if p.shard_dim(planned.sharding(p)[0]))
+    return max(sizes, default=0) * planned.width
 
 
-def waiting_gradients(run: Run, rank: int) -> int:
-    """The most bytes of gradients between two passes: whole ones where they are added over ranks once a step."""
-    place = Place(run, rank)
-    own = held(run, rank)["gradients"]
+def peak_gradients(run: Run, rank: int) -> int:
+    """Peak bytes of gradients between two passes: unsharded ones where they are reduced once a step."""
+    planned = PlannedRank(run, rank)
+    own = state_bytes(run, rank)["gradients"]
     once = run.layout.zero == 1 and run.accumulation > 1
-    if not place.shared or not (once or place.splits_backward):
+    if not planned.is_sharded or not (once or planned.splits_backward):
         return own
-    return max(own, place.reduced * sum(count * weight.numbers for count, weight in place.weights()))
+    return max(own, planned.reduce_width * sum(count * parameter.numel for count, parameter in planned.parameters()))
 
 
 def compiled_away(run: Run, rank: int) -> float:
-    """Share of the saved activations that a compiled layer does without: the gate's function is computed again from the gate."""
-    place = Place(run, rank)
+    """Share of the saved activations that a compiled layer does without: it recomputes the gate's function from the gate."""
+    planned = PlannedRank(run, rank)
     if not run.model.gated:
         return 0.0
-    dense = sum(1 for layer, again in place.layers() if not again and not _routed(run, layer))
-    away = dense * place.tokens * run.model.ffn // run.layout.tensor * place.width
+    dense = sum(1 for layer, recomputed in planned.layers() if not recomputed and not run.model.is_moe(layer))
+    away = dense * planned.tokens * run.model.ffn // run.layout.tensor * planned.width
     return away / max(1, sum(saved_activations(run, rank).values()))
-
-
-def _routed(run: Run, layer: int) -> bool:
-    return bool(run.model.experts) and layer >= run.model.dense_layers

@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from shardwise.data.batches import Batch
 from shardwise.model.moe import Router
 from shardwise.parallel.apply import Parallel
-from shardwise.parallel.gradients import local
+from shardwise.parallel.local_parameter import local
 from shardwise.parallel.mesh import Mesh
 from shardwise.run import Problem, Run, UserError
 from shardwise.train.optimizer import Optimizer

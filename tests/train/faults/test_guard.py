@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwise.data.batches import Batch
 from shardwise.data.open import open_data
-from shardwise.parallel.gradients import local
+from shardwise.parallel.local_parameter import local
 from shardwise.run import Run, UserError, run_from_dict
 from shardwise.train.faults.goodput import read_events
 from shardwise.train.faults.guard import FLAT, Guard, History, above

@@ -6,11 +6,12 @@ from __future__ import annotations
 import pytest
 
 from shardwise.plan.plan import plan
-from shardwise.plan.trainer.rank import Place, Weight
-from shardwise.plan.trainer.state import held
+from shardwise.plan.trainer.rank import PlannedParameter, PlannedRank
+from shardwise.plan.trainer.state import state_bytes
 from shardwise.plan.trainer.traffic import by_group
 from shardwise.run import Run, run_from_dict
 from shardwise.run.derive import shard_dim
+from shardwise.run.parameters import Parameter
 
 
 @pytest.mark.parametrize(
@@ -27,19 +28,19 @@ from shardwise.run.derive import shard_dim
 )
 def test_experts_are_cut_along_the_first_dimension_that_divides(shape: tuple[int, ...], ranks: int, dim: int) -> None:
     assert shard_dim(shape, ranks) == dim
-    weight = Weight(shape, routed=True)
-    own = [weight.own(ranks, rank) for rank in range(ranks)]
-    assert sum(own) == weight.numbers
+    experts = PlannedParameter(Parameter("ffn.experts.up", shape, "experts"), shape)
+    own = [experts.own_numel(ranks, rank) for rank in range(ranks)]
+    assert sum(own) == experts.numel
     if shape[dim] % ranks == 0:
-        assert own == [weight.shard(ranks)] * ranks
+        assert own == [experts.shard_numel(ranks)] * ranks
     else:
-        assert weight.shard(ranks) == 24 * 32
+        assert experts.shard_numel(ranks) == 24 * 32
 
 
 def test_other_parameters_are_cut_by_rows() -> None:
-    weight = Weight((2, 32))
-    assert [weight.own(4, rank) for rank in range(4)] == [32, 32, 0, 0]
-    assert weight.shard(4) == 32
+    matrix = PlannedParameter(Parameter("attention.q.weight", (2, 32), "attention"), (2, 32))
+    assert [matrix.own_numel(4, rank) for rank in range(4)] == [32, 32, 0, 0]
+    assert matrix.shard_numel(4) == 32
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +56,9 @@ EXPERTS = 32 * 8 * 3 * 14336 * 4096
 
 
 def test_an_expert_of_a_rank_is_shared_evenly(mixtral: Run) -> None:
-    routed = [(count, weight) for count, weight in Place(mixtral, 0).weights() if weight.routed]
-    assert sum(count * weight.shard(8) for count, weight in routed) == EXPERTS // 64
-    first, last = held(mixtral, 0), held(mixtral, 63)
+    routed = [(count, p) for count, p in PlannedRank(mixtral, 0).parameters() if p.entry.routed]
+    assert sum(count * p.shard_numel(8) for count, p in routed) == EXPERTS // 64
+    first, last = state_bytes(mixtral, 0), state_bytes(mixtral, 63)
     # Of the rest only routers, whose eight rows 64 ranks share, are padded: a row of 4096 numbers in each of 32 layers.
     assert first["parameters"] == first["gradients"]
     assert first["parameters"] <= 4 * (46_702_792_704 // 64 + 32 * 4096 + 64)

@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.ledger import PARTS, PASSES, Work
 from shardwise.plan.cost.flops import forward_flops
-from shardwise.plan.trainer.rank import Place
-from shardwise.plan.trainer.work import chunks, pairs_seen, work
+from shardwise.plan.trainer.rank import PlannedRank
+from shardwise.plan.trainer.work import chunks, visible_pairs, work
 from shardwise.run import Run, UserError, run_from_dict
 from shardwise.train.step import TrainState
 
@@ -94,7 +94,7 @@ def test_pairs_of_context_ranks_are_those_of_the_sequence(ranks: int, window: in
     length = 32
     layout = dict(context=ranks)
     run = run_from_dict(dict(model=dict(sliding_window=window), layout=layout, train=dict(seq_len=length)))
-    seen = [[pairs_seen(window, length, part) for part in chunks(Place(run, rank))] for rank in range(ranks)]
+    seen = [[visible_pairs(window, length, part) for part in chunks(PlannedRank(run, rank))] for rank in range(ranks)]
     counted = sum(min(query + 1, window or length) for query in range(length))
     assert sum(map(sum, seen)) == counted
     if not window:
@@ -113,7 +113,7 @@ def with_whole_scores(run: Run, rank: int) -> float:
     """The account of a rank as the math backend computes: whole squares of scores, not the causal half."""
     m, train = run.model, run.train
     v_dim = m.v_dim if m.attention == "latent" else m.head_dim
-    place = Place(run, rank)
+    place = PlannedRank(run, rank)
     repeats = sum(1 + bool(again & {"block", "attention"}) for _, again in place.layers())
     layers = sum(1 for _ in place.layers())
     pairs = train.seq_len**2 - train.seq_len * (train.seq_len + 1) / 2

@@ -1,0 +1,139 @@
+"""A parameter as this rank holds it: which slice of the whole, which other ranks hold the same one, and the whole gathered from
+the slices for what needs it.
+
+All of it follows from the table of parameters (`run/parameters.py`), from how `fully_shard` cuts, and from the mesh. So ranks agree
+without a message on who reads and who writes what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.model.compute_copy import ComputeCopy
+from shardwise.parallel.mesh import Mesh
+from shardwise.run.parameters import Cut, Parameter, shard_bounds
+
+
+def local(x: Tensor) -> Tensor:
+    """The slice of a tensor that is on this rank."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+@dataclass(frozen=True)
+class LocalParameter:
+    """A parameter as this rank holds it: its name in the whole model, its entry there, and how it is cut."""
+
+    name: str
+    parameter: nn.Parameter
+    entry: Parameter
+    cut: tuple[Cut, ...]
+    shard: Cut | None
+    """What `fully_shard` makes of what those leave, over "zero" or "expert_shard"; None where every rank holds all of it."""
+    copy_of_other_stage: bool = False
+    compute_copy: ComputeCopy | None = None
+    """What the GEMMs use in its place."""
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """Its shape in the whole model."""
+        return self.entry.shape
+
+    @property
+    def leaf(self) -> Tensor:
+        """Where the gradient arrives."""
+        return self.parameter if self.compute_copy is None else self.compute_copy.tensor
+
+    @property
+    def grad(self) -> Tensor | None:
+        """This rank's slice of the gradient."""
+        return None if self.leaf.grad is None else local(self.leaf.grad)
+
+    @property
+    def cuts(self) -> tuple[Cut, ...]:
+        """All cuts in their order."""
+        return self.cut if self.shard is None else (*self.cut, self.shard)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The groups whose ranks hold different slices."""
+        return tuple(cut.axis for cut in self.cuts)
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box of a whole tensor: where it begins and how large it is, by dimension."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+def box_of(shape: Sequence[int], cuts: Sequence[Cut], mesh: Mesh) -> Box:
+    """What some cuts leave on this rank of a tensor of this shape."""
+    offset, size = [0] * len(shape), list(shape)
+    for axis, dim in cuts:
+        start, stop = shard_bounds(size[dim], mesh.size(axis), mesh.index(axis))
+        offset[dim], size[dim] = offset[dim] + start, stop - start
+    return Box(tuple(offset), tuple(size))
+
+
+def local_box(held: LocalParameter, mesh: Mesh) -> Box:
+    """The slice of the parameter that this rank holds."""
+    return box_of(held.whole, held.cuts, mesh)
+
+
+def local_slice(whole: Tensor, cuts: Sequence[Cut], mesh: Mesh) -> Tensor:
+    """What some cuts leave on this rank of a whole tensor: a view."""
+    box = box_of(whole.shape, cuts, mesh)
+    for dim, (start, length) in enumerate(zip(box.offset, box.size, strict=True)):
+        whole = whole.narrow(dim, start, length)
+    return whole
+
+
+def replica_index(held: LocalParameter, mesh: Mesh) -> tuple[int, int]:
+    """(replicas, which): how many ranks hold this very slice, and the index of this one among them."""
+    data = ("expert_shard", "expert") if held.entry.routed else ("zero",)
+    return mesh.coordinates.joint_index(*(axis for axis in ("replicate", *data, "tensor") if axis not in held.axes))
+
+
+def stage_replica_index(mesh: Mesh) -> tuple[int, int]:
+    """(ranks, which): how many ranks hold the same pipeline stages, and the index of this one among them."""
+    return mesh.coordinates.joint_index("replicate", "zero", "tensor")
+
+
+def holds_first_slice(held: LocalParameter, mesh: Mesh) -> bool:
+    """True on the ranks that hold the first slice of the parameter."""
+    return all(mesh.index(axis) == 0 for axis in held.axes)
+
+
+def gather_matrix(x: Tensor, held: LocalParameter, mesh: Mesh) -> Tensor:
+    """Whole matrices from this rank's slice of something shaped like the parameter. Different experts are different matrices and
+    stay apart."""
+    if held.shard is not None:
+        x = _join(x, box_of(held.whole, held.cut, mesh).size, held.shard, mesh)
+    for cut in held.cut:
+        if cut.axis != "expert":
+            x = _join(x, held.whole, cut, mesh)
+    return x
+
+
+def scatter_matrix(x: Tensor, held: LocalParameter, mesh: Mesh) -> Tensor:
+    """The inverse of `gather_matrix`: this rank's slice."""
+    return local_slice(x, [cut for cut in held.cuts if cut.axis != "expert"], mesh)
+
+
+def _join(x: Tensor, shape: Sequence[int], cut: Cut, mesh: Mesh) -> Tensor:
+    """Slices of possibly different lengths, over the ranks of an axis, as one tensor of this shape along the cut."""
+    group, dim, ranks = mesh.group(cut.axis), cut.dim, mesh.size(cut.axis)
+    if group is None:
+        return x
+    padded = x.new_zeros(*x.shape[:dim], -(-shape[dim] // ranks), *x.shape[dim + 1 :])
+    padded.narrow(dim, 0, x.shape[dim]).copy_(x)
+    gathered = [torch.empty_like(padded) for _ in range(ranks)]
+    dist.all_gather(gathered, padded, group=group)
+    return torch.cat(gathered, dim=dim).narrow(dim, 0, shape[dim])

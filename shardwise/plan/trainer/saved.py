@@ -1,0 +1,153 @@
+"""What a stage of this project's trainer saves in the forward pass of a microbatch for the backward pass, tensor by tensor.
+
+The rule is PyTorch's: an operation saves those of its inputs and results that its gradient needs, a tensor that several operations
+save counts once, and a part that is recomputed saves its inputs instead. What the modules of `model/` save, for n rows; w is the
+width of the arithmetic, W that of high precision (w, or 4 bytes):
+
+    linear       its input, gathered over the tensor ranks where it is; and the cast copy of its weight, where parameters are
+                 held in high precision and `fully_shard` has not cast them as it gathered them. In fp8 its weight
+                 transposed, unless it was gathered so; with one scale a tensor the transposed fp8 input instead of
+                 the input; and the scales
+    rms norm     fused (CUDA): input and n W. Composed of small operations (CPU): the input and the input divided by its
+                 length, both in high precision, and n W
+    layer norm   input, means and deviations: 2 n w
+    rope         cosines and sines, once for all layers
+    attention    queries, keys, values, output and the log-sum-exp of each row; where PyTorch has no fused kernel queries,
+                 keys, values in high precision, and the whole matrix of scores; a mask of its own in each layer where
+                 there is a window, unless varlen attention takes the window (CUDA, 16 bits)
+      ring       the same; its output is copied for the output projection
+      ulysses    the same of some heads over the whole sequence, the order of tokens, and the output sent back
+      gather     keys and values of the whole sequence, in order, and a mask
+    gate, up     silu and gelu save their input, their product with `up` both factors; relu saves its result
+    router       its input in high precision, or as it is where it has its own GEMM (CUDA, bfloat16); scores, choices, weights
+    experts      rows in the order of their experts, what gate and up save of them, and the results of each token, to be weighed;
+                 the order and its inverse, or the index of each choice alone where kernels dispatch the rows (CUDA)
+    loss         probabilities of the vocabulary in high precision; over tensor ranks also which targets are local. In chunks: the
+                 gradients of its input and, in high precision, of the head's matrix
+
+Between stages: what came from the stage before, and what went to the one after.
+Two things a run does not say are assumed: routers choose all experts alike, unless the rows are given; and documents are
+not packed.
+
+The cost model has saved bytes of its own (`Entry.saved` in `plan/cost/ops.py`): closed forms for any framework and for many
+layouts at once, operation by operation, so blind to tensors that two operations share. They can't be derived from this list; a
+test holds the two to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from shardwise.plan.trainer.rank import PlannedRank, Stage
+from shardwise.plan.trainer.saved_layers import Tape, attention, feed_forward, gathered, linear, moe, norm
+from shardwise.plan.trainer.traffic import INTEGER
+from shardwise.run.derive import uses_varlen_attention
+
+Rows = Mapping[int, tuple[int, int]]
+"""By MoE layer: rows that a rank has for the experts in a microbatch, and rows that reach the experts it holds."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Bytes that a stage saves for one microbatch."""
+
+    whole: int
+    """Between its forward and its backward pass."""
+    deferred: int
+    """Between the two halves of a split backward pass: inputs and output gradients of GEMMs, for the deferred weight gradients."""
+    recomputed: int
+    """What a recomputed layer makes more for a moment."""
+
+
+def block(tape: Tape, x: str, layer: int, rows: Rows | None) -> str:
+    """One layer; gives the name of its output."""
+    planned, m = tape.planned, tape.planned.run.model
+    tokens = planned.local_tokens
+    tape.parameters = planned.layer_table(m.is_moe(layer))
+    with tape.part("block", x):
+        normed = norm(tape, x, "attention_norm", tokens)
+        attention(tape, gathered(tape, normed, "attention input"))
+        if not m.parallel_block:
+            normed = norm(tape, tape.make("middle", tokens * m.hidden), "ffn_norm", tokens)
+        if m.is_moe(layer):
+            with tape.part("ffn", normed):
+                moe(tape, normed, rows[layer] if rows else None)
+        else:
+            whole = gathered(tape, normed, "ffn input")
+            with tape.part("ffn", whole):  # gathered before it begins, so that is not recomputed
+                feed_forward(tape, whole, "ffn")
+    return tape.make("out", tokens * m.hidden)
+
+
+def saved(planned: PlannedRank, stage: Stage, rows: Rows | None = None) -> Saved:
+    """What a stage saves for the backward pass of one microbatch."""
+    run, m = planned.run, planned.run.model
+    tape = Tape(planned)
+    x = tape.make("input", planned.local_tokens * m.hidden)
+    if not stage.first:
+        tape.save(x)
+    elif run.layout.tensor > 1:
+        tape.save_new("embedding rows", planned.tokens, INTEGER)
+        tape.save_new("embedding known", planned.tokens, 1)
+    if m.position == "rotary" and stage.layers:
+        width = m.rope_dim if m.attention == "latent" else m.head_dim
+        tape.save_new("rope", 2 * run.train.seq_len // run.layout.context * width, planned.high_width)
+    masked = 0 < m.sliding_window < run.train.seq_len and not uses_varlen_attention(run, gpu=planned.fused)
+    more: int | Fraction = 0
+    for layer, recomputed in recomputed_parts(planned, stage).items():
+        tape.prefix, tape.recomputed = f"{layer} ", recomputed
+        if recomputed:
+            more = max(more, _recomputed_bytes(tape, x, layer, rows))
+        x = block(tape, x, layer, rows)
+        if recomputed & {"block", "attention"} and run.layout.context == 1 and masked:
+            tape.sizes["mask"] = run.train.seq_len**2
+            tape.save("mask")
+    tape.prefix, tape.recomputed = "", frozenset()
+    deferred = sum(tape.sizes[name] + size for name, size in tape.deferred.items())
+    if any(m.is_moe(layer) for layer in stage.layers):
+        tape.save_new("auxiliary losses", 3, planned.high_width)
+    if stage.last:
+        loss(tape, x)
+    else:
+        tape.save(x)
+    return Saved(round(tape.total), round(deferred), round(more))
+
+
+def _recomputed_bytes(tape: Tape, x: str, layer: int, rows: Rows | None) -> int | Fraction:
+    """What a layer saves when nothing is recomputed, over what it saves so."""
+    sizes = []
+    for recomputed in (frozenset[str](), tape.recomputed):
+        alone = replace(tape, sizes={x: 0}, saved=set(), deferred={}, recomputed=recomputed)
+        block(alone, x, layer, rows)
+        sizes.append(alone.total)
+    return sizes[0] - sizes[1]
+
+
+def recomputed_parts(planned: PlannedRank, stage: Stage) -> dict[int, frozenset[str]]:
+    """The layers of a stage, each with the parts of it that are recomputed."""
+    lay, found = planned.run.layout, dict(planned.layers())
+    norms = lay.recompute == "operations" and "norm" in lay.recompute_operations
+    with_norms = stage.layers[:: lay.recompute_every] if norms else ()
+    return {layer: found[layer] | ({"norm"} if layer in with_norms else set()) for layer in stage.layers}
+
+
+def loss(tape: Tape, x: str) -> None:
+    """The end of the network: norm, head and cross-entropy."""
+    planned, stage, high = tape.planned, tape.planned.stages[-1], tape.planned.high_width
+    tape.parameters = {p.entry.name: p for p in planned.outer_parameters(stage)}
+    head = planned.vocabulary(stage)
+    normed = norm(tape, x, "norm", planned.local_tokens)
+    if planned.chunked:  # its gradients are made at once, those of its input and of the head's matrix
+        tape.save_new("gradient of the head's input", planned.tokens * head.shape[1])
+        tape.save_new("gradient of the head", head.numel, high)
+        tape.save_new("loss", 1, high)
+        return
+    linear(tape, gathered(tape, normed, "head input"), head.entry.name.removesuffix(".weight"))
+    tape.save_new("probabilities", planned.tokens * head.shape[0], high)
+    alone = planned.run.layout.tensor == 1
+    tape.save_new("loss", 2 if alone else 1, high)
+    if not alone:
+        tape.save_new("target rows", planned.tokens, INTEGER)
+        tape.save_new("targets local and counted", 2 * planned.tokens, 1)

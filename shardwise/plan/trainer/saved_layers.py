@@ -1,0 +1,355 @@
+"""What the parts of a layer save for the backward pass: linears and norms, attention with each way of cutting a sequence,
+feed-forward and MoE layers. Shapes of weights come from the table of parameters; the rules are in the heading of `saved.py`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+
+from shardwise.plan.trainer.rank import SCALE, PlannedParameter, PlannedRank
+from shardwise.plan.trainer.traffic import INTEGER, rows_to_experts
+from shardwise.run.derive import uses_fp8_all_gather, uses_fp8_gemm, uses_varlen_attention
+
+INDEX = 4
+"""Bytes of an index into a batch of rows: where an expert's rows end, where a choice lies."""
+
+
+@dataclass
+class Tape:
+    """Tensors of a stage by name, and which of them are saved."""
+
+    planned: PlannedRank
+    sizes: dict[str, int | Fraction] = field(default_factory=dict)
+    saved: set[str] = field(default_factory=set)
+    deferred: dict[str, int] = field(default_factory=dict)
+    """Inputs of the GEMMs whose weight gradients can be deferred, with bytes of the results."""
+    parameters: Mapping[str, PlannedParameter] = field(default_factory=dict)
+    """Of the present layer."""
+    quantized: tuple[str, int] = ("", 0)
+    """The tensor that was quantised last, and how many were before: GEMMs in a row quantise their input once (`model/fp8.py`)."""
+    recomputed: frozenset[str] = frozenset()
+    """Parts of the present layer that are recomputed in the backward pass."""
+    prefix: str = ""
+    discarding: bool = False
+
+    @property
+    def low_precision(self) -> bool:
+        """Whether the arithmetic has 16 bits."""
+        return self.planned.width < 4
+
+    @property
+    def casts(self) -> bool:
+        """Whether weights are cast where they are used."""
+        return self.low_precision and not self.planned.is_sharded
+
+    @property
+    def fused_dispatch(self) -> bool:
+        """Whether kernels put rows in the order of their experts (`model/moe_ops.py`)."""
+        return self.planned.fused and self.planned.width < 8
+
+    @property
+    def fused_gemms(self) -> bool:
+        """Whether routers have their own GEMM, and experts a grouped one (`model/router_gemm.py`, `model/moe.py`)."""
+        return self.planned.fused and self.planned.run.train.dtype == "bfloat16"
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether GEMMs at the edges of a part overlap with the tensor collectives beside them (`overlap.py`)."""
+        return self.planned.size("tensor") > 1 and self.planned.run.layout.async_tensor
+
+    def make(self, name: str, numel: int | Fraction, width: int = 0) -> str:
+        """A tensor of the present layer; gives its name."""
+        name = f"{self.prefix}{name}"
+        self.sizes[name] = numel * (width or self.planned.width)
+        return name
+
+    def save(self, *names: str) -> None:
+        """Save some tensors for the backward pass."""
+        if not self.discarding:
+            self.saved.update(names)
+
+    def save_new(self, name: str, numel: int | Fraction, width: int = 0) -> None:
+        """Save a tensor that nothing else uses."""
+        self.save(self.make(name, numel, width))
+
+    @contextlib.contextmanager
+    def part(self, kind: str, *inputs: str) -> Iterator[None]:
+        """A part that may be recomputed: then its inputs are saved, and nothing inside of it."""
+        if self.discarding or kind not in self.recomputed:
+            yield
+            return
+        self.save(*inputs)
+        self.discarding = True
+        yield
+        self.discarding = False
+
+    @property
+    def total(self) -> int | Fraction:
+        """Bytes of all that is saved."""
+        return sum(self.sizes[name] for name in self.saved)
+
+
+def linear(tape: Tape, x: str, name: str, *, edge: bool = False) -> str:
+    """The GEMM of a weight with all tokens; gives the name of its output. At the `edge` of a part it may overlap with a tensor
+    collective."""
+    planned, parameter = tape.planned, tape.parameters[f"{name}.weight"]
+    rows, inner, weight = planned.tokens, parameter.shape[1], parameter.multiplied_numel
+    columns = weight // inner if inner else 0
+    out = rows * columns
+    if tape.prefix and uses_fp8_gemm(planned.run, columns, inner):
+        per_tensor = planned.run.train.fp8 == "tensorwise"
+        source, result = x, out * planned.width
+        if per_tensor:
+            if x != tape.quantized[0]:
+                tape.quantized = x, tape.quantized[1] + 1
+            source, result = f"{x} transposed {tape.quantized[1]}", out + SCALE
+            tape.sizes[source] = rows * inner + SCALE
+        tape.save(source)
+        tape.deferred[source] = tape.deferred.get(source, 0) + result
+        gathered_in_fp8 = not parameter.replicated_kv and uses_fp8_all_gather(
+            planned.run, columns, inner, planned.size("zero")
+        )
+        if not (planned.is_sharded and gathered_in_fp8):
+            tape.save_new(f"{name} weight transposed", weight + SCALE * (1 if per_tensor else inner), 1)
+        return tape.make(name, out)
+    tape.save(x)
+    if tape.prefix and not (edge and tape.overlaps):
+        tape.deferred[x] = tape.deferred.get(x, 0) + out * planned.width
+    if tape.casts and not (tape.prefix and planned.keeps_compute_copies):
+        tape.save_new(f"{name} weight", weight)
+    return tape.make(name, out)
+
+
+def norm(tape: Tape, x: str, name: str, rows: int) -> str:
+    """A norm of so many rows; gives the name of its output."""
+    high, width = tape.planned.high_width, tape.parameters[f"{name}.weight"].numel
+    centered = f"{name}.bias" in tape.parameters
+    with tape.part("norm", x):
+        if tape.casts:
+            tape.save_new(f"{name} weight", (2 if centered else 1) * width)
+        if centered:
+            tape.save(x)
+            tape.save_new(f"{name} statistics", 2 * rows, high if tape.planned.fused else 0)
+        else:
+            if tape.planned.fused or not tape.low_precision:
+                tape.save(x)
+            else:
+                tape.save_new(f"{name} input", rows * width, high)
+            tape.save_new(f"{name} lengths", rows, high)
+            if not tape.planned.fused:
+                tape.save_new(f"{name} unit", rows * width, high)
+    return tape.make(name, rows * width)
+
+
+def gathered(tape: Tape, x: str, name: str) -> str:
+    """The sequence gathered from the tensor ranks."""
+    planned = tape.planned
+    return x if planned.size("tensor") == 1 else tape.make(name, planned.tokens * planned.run.model.hidden)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads as attention gets them, and the names of their tensors; `v` may be a part of a wider one."""
+
+    queries: int
+    keys: int
+    width: int
+    v_width: int
+    q: str
+    k: str
+    v: str
+
+
+def attention(tape: Tape, x: str) -> None:
+    """From a whole sequence to the input of the output projection."""
+    heads = _latent(tape, x) if tape.planned.run.model.attention == "latent" else _grouped(tape, x)
+    with tape.part("attention", heads.q, heads.k, heads.v):
+        out = core(tape, heads)
+    linear(tape, out, "attention.out", edge=True)
+
+
+def _grouped(tape: Tape, x: str) -> Heads:
+    m, t, tokens = tape.planned.run.model, tape.planned.size("tensor"), tape.planned.tokens
+    queries, keys = m.heads // t, max(1, m.kv_heads // t)
+    projected = []
+    for name, count in (("q", queries), ("k", keys)):
+        made = linear(tape, x, f"attention.{name}", edge=name == "q")
+        if m.qk_norm:
+            made = norm(tape, made, f"attention.{name}_norm", tokens * count)
+        if m.position == "rotary":
+            made = tape.make(f"{name} with rope", tokens * count * m.head_dim)
+        projected.append(made)
+    v = linear(tape, x, "attention.v")
+    return Heads(queries, keys, m.head_dim, m.head_dim, projected[0], projected[1], v)
+
+
+def _latent(tape: Tape, x: str) -> Heads:
+    m, tokens = tape.planned.run.model, tape.planned.tokens
+    heads = m.heads // tape.planned.size("tensor")
+    source = x
+    if m.q_rank:
+        source = norm(tape, linear(tape, x, "attention.q_down"), "attention.q_norm", tokens)
+    linear(tape, source, "attention.q")
+    # The latent is a view of what the GEMM gave, and keeps all of it.
+    latent = norm(tape, linear(tape, x, "attention.kv_down"), "attention.kv_norm", tokens)
+    kv = linear(tape, latent, "attention.kv")
+    q, k = (tape.make(name, tokens * heads * m.head_dim) for name in "qk")
+    return Heads(heads, heads, m.head_dim, m.v_dim, q, k, kv)
+
+
+def core(tape: Tape, heads: Heads) -> str:
+    """Attention itself (`context.py`); gives the name of its output as the output projection takes it."""
+    planned, lay = tape.planned, tape.planned.run.layout
+    c, batch, length = planned.size("context"), planned.run.train.microbatch, planned.run.train.seq_len
+    flat = tape.make("attended", planned.tokens * heads.queries * heads.v_width)
+    if c == 1:
+        return fused_attention(tape, heads, flat, length, length)
+    if lay.context_method == "ring":
+        tape.save(heads.q, heads.k, heads.v)
+        out = tape.make("ring out", planned.tokens * heads.queries * heads.v_width)
+        tape.save(out)
+        tape.save_new("ring sums", planned.tokens * heads.queries)
+        return flat if heads.queries > 1 else out
+    if lay.context_method == "gather":
+        tape.save_new("order", length, INTEGER)
+        both = tape.make("both", batch * length * heads.keys * (heads.width + heads.v_width))
+        every = replace(heads, k=both, v=both)
+        return fused_attention(tape, every, flat, length // c, length, masked=True)
+    tape.save_new("orders", 4 * length, INTEGER)
+    keys = (heads.keys if heads.keys % c == 0 else heads.queries) // c
+    queries = heads.queries // c
+    q = tape.make("dealt q", batch * length * queries * heads.width)
+    k = tape.make("dealt k", batch * length * keys * heads.width)
+    v = tape.make("dealt v", batch * length * keys * heads.v_width)
+    dealt = replace(heads, queries=queries, keys=keys, q=q, k=k, v=v)
+    fused_attention(tape, dealt, tape.make("dealt out", batch * length * queries * heads.v_width), length, length)
+    return flat
+
+
+def fused_attention(tape: Tape, heads: Heads, out: str, queries: int, keys: int, *, masked: bool = False) -> str:
+    """One call of PyTorch's attention over so many tokens of each row; gives the name of its output."""
+    m, batch, high = tape.planned.run.model, tape.planned.run.train.microbatch, tape.planned.high_width
+    if _composes(tape, heads):
+        _composed_attention(tape, heads, queries, keys)
+        return out
+    tape.save(heads.q, heads.k, heads.v, out)
+    tape.save_new("log sums", batch * queries * heads.queries, high)
+    windowed = 0 < m.sliding_window < keys
+    varlen = windowed and uses_varlen_attention(tape.planned.run, gpu=tape.planned.fused)
+    if tape.planned.fused:
+        tape.save_new("random state", 3 if varlen else 2, INTEGER)
+    if varlen:
+        tape.save_new("cu_seqlens", batch + 1, 4)
+    elif masked or windowed:
+        tape.save_new("mask", queries * keys)
+    return out
+
+
+def _composes(tape: Tape, heads: Heads) -> bool:
+    """Whether PyTorch has no fused kernel for these heads: on a CPU for values of another width; on a GPU for those in 16
+    bits that are no multiple of 8 wide, for groups of queries in float32, and for float64."""
+    other = heads.width != heads.v_width
+    if not tape.planned.fused:
+        return other
+    if tape.low_precision:
+        return other and (heads.width % 8 != 0 or heads.v_width % 8 != 0)
+    return heads.keys != heads.queries or tape.planned.width == 8
+
+
+def _composed_attention(tape: Tape, heads: Heads, queries: int, keys: int) -> None:
+    batch, high = tape.planned.run.train.microbatch, tape.planned.high_width
+    tape.save_new("scaled q", batch * queries * heads.queries * heads.width, high)
+    tape.save_new("scaled k", batch * keys * heads.queries * heads.width, high)
+    tape.save_new("scores", batch * heads.queries * queries * keys, high)
+    if heads.queries > 1 or tape.low_precision:
+        tape.save_new("scaled v", batch * keys * heads.queries * heads.v_width, high)
+    else:  # the values of one head lie as the GEMM wants them
+        tape.save(heads.v)
+
+
+def feed_forward(tape: Tape, x: str, name: str) -> None:
+    """Two matrices and the function between them, or three."""
+    m = tape.planned.run.model
+    numel = tape.planned.tokens * tape.parameters[f"{name}.up.weight"].shape[0]
+    if m.gated:
+        gate, up = linear(tape, x, f"{name}.gate", edge=True), linear(tape, x, f"{name}.up")
+        tape.save(gate, up, tape.make(f"{name} function", numel))
+    else:
+        up = linear(tape, x, f"{name}.up", edge=True)
+        if m.activation == "gelu":
+            tape.save(up)
+        elif m.activation == "relu2":
+            tape.save_new(f"{name} positive", numel)
+    linear(tape, tape.make(f"{name} inner", numel), f"{name}.down", edge=True)
+
+
+def moe(tape: Tape, x: str, rows: tuple[int, int] | None) -> None:
+    """Router, experts and shared experts."""
+    planned, m, lay = tape.planned, tape.planned.run.model, tape.planned.run.layout
+    router(tape, x)
+    # With expert tensor parallelism each rank has the tokens of all of them.
+    tokens = planned.local_tokens * (lay.tensor if lay.expert_tensor else 1)
+    chosen = tokens * m.experts_per_token
+    low = tape.low_precision and not tape.fused_dispatch
+    tape.save_new("weights", chosen, planned.width if low else planned.high_width)
+    dispatched, arrived = rows or (rows_to_experts(planned), rows_to_experts(planned))
+    if tape.fused_dispatch and lay.expert == 1:
+        # As many as there could be: how many an expert's capacity leaves, only the device knows.
+        dispatched = arrived = chosen
+    experts(tape, dispatched, arrived)
+    if tape.fused_dispatch:
+        tape.save_new("places", chosen, INDEX)
+        tape.save_new("results", dispatched * m.hidden)
+    else:
+        if m.expert_capacity:  # PyTorch saves what is put among zeros, of which it needs the shape alone
+            tape.save_new("combined", dispatched * m.hidden)
+        else:
+            tape.save_new("inverse order", chosen, INTEGER)
+        tape.save_new("results", chosen * m.hidden)
+    if m.shared_experts:
+        feed_forward(tape, gathered(tape, x, "shared input"), "ffn.shared")
+
+
+def router(tape: Tape, x: str) -> None:
+    """Scores, choices and the two auxiliary losses."""
+    planned, m, high = tape.planned, tape.planned.run.model, tape.planned.high_width
+    tokens, micro, k = planned.local_tokens, planned.run.train.microbatch, m.experts_per_token
+    if tape.low_precision and not tape.fused_gemms:
+        tape.save_new("router input", tokens * m.hidden, high)
+        if planned.is_sharded:  # gathered in 16 bits, and cast back
+            tape.save_new("router weight", tape.parameters["ffn.router.weight"].numel, high)
+    else:
+        tape.save(x)
+    tape.save_new("router logits", tokens * m.experts, high)
+    tape.save_new("router scores", tokens * m.experts, high)
+    tape.save_new("router log sums", tokens, high)
+    tape.save_new("chosen", tokens * k, INTEGER)
+    tape.save_new("loads", micro * m.experts, high)
+    if m.router == "sigmoid":
+        tape.save_new("score sums", tokens, high)
+    if m.router_normalize:
+        tape.save_new("chosen scores", tokens * k, high)
+        tape.save_new("chosen sums", tokens, high)
+    if m.expert_capacity:  # decided over the whole sequence, and a slice of that
+        tape.save_new("within capacity", micro * planned.run.train.seq_len * k, 1)
+
+
+def experts(tape: Tape, dispatched: int | Fraction, arrived: int | Fraction) -> None:
+    """Rows to the experts and through them."""
+    planned, lay, fused = tape.planned, tape.planned.run.layout, tape.fused_dispatch
+    weights = [p for p in tape.parameters.values() if p.entry.routed]
+    count, width, hidden = weights[0].shape
+    if not fused:
+        tape.save_new("expert order", dispatched, INTEGER)
+    if lay.expert > 1:
+        tape.save_new("arrived order", arrived if fused else 2 * arrived, INDEX if fused else INTEGER)
+    # Experts that no other rank has a share of are not gathered, so not cast by that either.
+    alone = planned.size("expert_shard") == planned.size("replicate") == 1 and not lay.offload
+    if tape.casts or (tape.low_precision and alone):
+        tape.save_new("expert weights", sum(p.numel for p in weights))
+    if tape.fused_gemms and hidden % 8 == width % 8 == 0:  # one kernel, which reads where each expert's rows end
+        tape.save_new("expert ends", count, INDEX)
+    tape.save_new("expert rows", arrived * hidden)
+    tape.save_new("expert gate, up, function and inner", 4 * arrived * width)

@@ -1,0 +1,75 @@
+"""Where a rank stands in a layout: its index along every axis and grouping, and the ranks it forms a group with. No torch.
+
+Ranks lie as pipeline x replicate x shard x context x tensor, the fastest-talking axis innermost, so a group is a size and a
+stride. Besides the axes there are groupings of them:
+- `zero` is shard x context: the ranks that parameters, gradients and optimizer state are sharded over. A context rank sees other
+  tokens, so for parameters it is one more data rank.
+- `expert` and `expert_shard` regroup the same ranks as expert_shard x expert, the experts innermost.
+- `sequence` is context x tensor, the ranks that hold parts of one sequence; `world` is all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.run.config import LayoutConfig
+
+GROUPS = ("pipeline", "replicate", "shard", "context", "tensor", "zero", "expert_shard", "expert", "sequence", "world")
+
+
+def group_span(layout: LayoutConfig, group: str) -> tuple[Any, Any]:
+    """Ranks in a group, and the distance between neighbours. Sizes of the layout may be arrays, one entry a layout."""
+    lay = layout
+    match group:
+        case "tensor":
+            return lay.tensor, 1
+        case "context":
+            return lay.context, lay.tensor
+        case "shard":
+            return lay.shard, lay.tensor * lay.context
+        case "zero":
+            return lay.shard * lay.context, lay.tensor
+        case "expert":
+            return lay.expert, lay.tensor
+        case "expert_shard":
+            return lay.shard * lay.context // lay.expert, lay.tensor * lay.expert
+        case "sequence":
+            return lay.context * lay.tensor, 1
+        case "replicate":
+            return lay.replicate, lay.tensor * lay.context * lay.shard
+        case "pipeline":
+            return lay.pipeline, lay.tensor * lay.context * lay.shard * lay.replicate
+        case "world":
+            return lay.world, 1
+    raise KeyError(group)
+
+
+@dataclass(frozen=True)
+class RankCoordinates:
+    """One rank of a layout."""
+
+    layout: LayoutConfig
+    rank: int
+
+    def size(self, group: str) -> int:
+        """Ranks in a group."""
+        return group_span(self.layout, group)[0]
+
+    def index(self, group: str) -> int:
+        """This rank's index in its group."""
+        size, stride = group_span(self.layout, group)
+        return self.rank // stride % size
+
+    def members(self, group: str) -> list[int]:
+        """The ranks of this rank's group, in order."""
+        size, stride = group_span(self.layout, group)
+        first = self.rank - self.index(group) * stride
+        return list(range(first, first + size * stride, stride))
+
+    def joint_index(self, *groups: str) -> tuple[int, int]:
+        """(ranks, index) of this rank in the product of several groups, the last one innermost."""
+        ranks, index = 1, 0
+        for group in groups:
+            ranks, index = ranks * self.size(group), index * self.size(group) + self.index(group)
+        return ranks, index

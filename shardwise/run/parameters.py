@@ -1,0 +1,198 @@
+"""The table of a model's parameters: name, shape, owner, how a layout cuts them, and how they are initialised. No torch.
+
+`model/` draws initial values by it, `parallel/` cuts tensors by it, `plan/` counts parameters, FLOPs, bytes and traffic with it. It
+lists the parameters in the order of `Transformer.named_parameters()`; a test holds it to that module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Literal, NamedTuple
+
+from shardwise.run.config import LayoutConfig, ModelConfig
+
+Owner = Literal["embedding", "attention", "ffn", "router", "experts", "shared_experts", "norm", "head"]
+Init = Literal["normal", "residual", "ones", "zeros"]
+
+
+class Cut(NamedTuple):
+    """A parameter is cut over the ranks of `axis` along dimension `dim`, in equal shards rounded up to whole rows."""
+
+    axis: str
+    dim: int
+
+
+def shard_bounds(length: int, ranks: int, rank: int) -> tuple[int, int]:
+    """The rows, start and stop, that a rank holds of `length`: equal shards, rounded up, so that the last ranks may hold less."""
+    rows = -(-length // ranks)
+    return min(rank * rows, length), min((rank + 1) * rows, length)
+
+
+def shard_length(length: int, ranks: int, rank: int) -> int:
+    """How many rows of `length` a rank holds."""
+    start, stop = shard_bounds(length, ranks, rank)
+    return stop - start
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of the whole model."""
+
+    name: str
+    """As in the state dict; of a layer, without "layers.N."."""
+    shape: tuple[int, ...]
+    owner: Owner
+    init: Init = "normal"
+    """`residual` writes to the residual stream: its standard deviation is divided by sqrt(2 layers)."""
+    multiplied: bool = False
+    """The weight of a GEMM. A tied embedding is one too: it is the head."""
+    tensor_dim: int | None = None
+    """The dimension that the tensor axis cuts; None: every tensor rank holds all of it."""
+    kv_heads: int = 0
+    """Key/value heads in its rows, 0 for other parameters. With fewer heads than tensor ranks it is not cut: every rank holds
+    all of it and uses the rows of one head."""
+
+    @property
+    def numel(self) -> int:
+        """Its number of elements."""
+        return prod(self.shape)
+
+    @property
+    def routed(self) -> bool:
+        """Whether it stacks the routed experts, which the expert axis deals out along the first dimension."""
+        return self.owner == "experts"
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it is the matrix of a `Linear` in a layer: those may multiply in fp8 and have compute copies."""
+        return self.multiplied and self.owner in ("attention", "ffn", "shared_experts")
+
+    @property
+    def is_layer_matrix(self) -> bool:
+        """Whether it is a matrix, or a stack of them, inside of a layer: those Muon updates."""
+        return len(self.shape) > 1 and self.owner not in ("embedding", "head")
+
+    def replicated_kv(self, tensor: int) -> bool:
+        """Whether so many tensor ranks are more than its key/value heads."""
+        return 0 < self.kv_heads < tensor
+
+    def cuts(self, layout: LayoutConfig) -> tuple[Cut, ...]:
+        """How a layout cuts it. Where the tensor axis does not, each tensor rank sees some of the tokens or heads only, so its
+        gradient is a partial sum that is added over those ranks at the end of a step."""
+        found = (Cut("expert", 0),) if self.routed and layout.expert > 1 else ()
+        whole = self.tensor_dim is None or layout.tensor == 1 or self.replicated_kv(layout.tensor)
+        if whole or (self.routed and not layout.expert_tensor):
+            return found
+        assert self.tensor_dim is not None
+        return (*found, Cut("tensor", self.tensor_dim))
+
+
+@cache
+def layer_parameters(model: ModelConfig, moe: bool) -> tuple[Parameter, ...]:
+    """The parameters of one layer, dense or MoE."""
+    attention = _latent_attention(model) if model.attention == "latent" else _grouped_attention(model)
+    ffn = _moe(model) if moe else _feed_forward(model, "ffn", model.ffn, "ffn")
+    ffn_norm = () if model.parallel_block else _norm(model, "ffn_norm")
+    return (*_norm(model, "attention_norm"), *attention, *ffn_norm, *ffn)
+
+
+@cache
+def first_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
+    """Those before the layers."""
+    tied = model.tied_embeddings
+    found = [Parameter("embed.weight", (model.vocab, model.hidden), "embedding", multiplied=tied, tensor_dim=0)]
+    if model.position == "learned":
+        found.append(Parameter("positions.weight", (model.max_positions, model.hidden), "embedding"))
+    return tuple(found)
+
+
+@cache
+def last_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
+    """Those after the layers. A tied head is the embedding."""
+    head = Parameter("head.weight", (model.vocab, model.hidden), "head", multiplied=True, tensor_dim=0)
+    return (*_norm(model, "norm"), *(() if model.tied_embeddings else (head,)))
+
+
+def parameters_by_name(model: ModelConfig) -> Iterator[tuple[str, Parameter]]:
+    """All parameters of a model with their full names, in the order of the module."""
+    yield from ((entry.name, entry) for entry in first_parameters(model))
+    for layer in range(model.layers):
+        for entry in layer_parameters(model, model.is_moe(layer)):
+            yield f"layers.{layer}.{entry.name}", entry
+    yield from ((entry.name, entry) for entry in last_parameters(model))
+
+
+def find_parameter(model: ModelConfig, name: str) -> Parameter:
+    """The entry of the parameter with this full name."""
+    if name.startswith("layers."):
+        _, layer, name = name.split(".", 2)
+        return _index(model, "moe" if model.is_moe(int(layer)) else "dense")[name]
+    return _index(model, "outer")[name]
+
+
+@cache
+def _index(model: ModelConfig, where: str) -> dict[str, Parameter]:
+    outer = (*first_parameters(model), *last_parameters(model))
+    entries = outer if where == "outer" else layer_parameters(model, where == "moe")
+    return {entry.name: entry for entry in entries}
+
+
+def _norm(model: ModelConfig, name: str) -> Iterator[Parameter]:
+    yield Parameter(f"{name}.weight", (model.hidden,), "norm", "ones")
+    if model.norm == "layernorm":
+        yield Parameter(f"{name}.bias", (model.hidden,), "norm", "zeros")
+
+
+def _linear(
+    name: str, rows: int, columns: int, owner: Owner, *, bias: bool = False, init: Init = "normal", cut: str = "", kv_heads: int = 0
+) -> Iterator[Parameter]:  # fmt: skip
+    """The matrix of a `Linear` from `columns` to `rows` features, cut by "rows" or "columns" of that matrix, and its bias."""
+    dim = {"rows": 0, "columns": 1}.get(cut)
+    yield Parameter(f"{name}.weight", (rows, columns), owner, init, True, dim, kv_heads)
+    if bias:
+        yield Parameter(f"{name}.bias", (rows,), owner, "zeros", False, 0 if cut == "rows" else None, kv_heads)
+
+
+def _grouped_attention(m: ModelConfig) -> Iterator[Parameter]:
+    q, kv, bias = m.heads * m.head_dim, m.kv_heads * m.head_dim, m.bias != "none"
+    yield from _linear("attention.q", q, m.hidden, "attention", bias=bias, cut="rows")
+    for name in ("attention.k", "attention.v"):
+        yield from _linear(name, kv, m.hidden, "attention", bias=bias, cut="rows", kv_heads=m.kv_heads)
+    yield from _linear("attention.out", m.hidden, q, "attention", bias=m.bias == "all", init="residual", cut="columns")
+    if m.qk_norm:
+        yield Parameter("attention.q_norm.weight", (m.head_dim,), "attention", "ones")
+        yield Parameter("attention.k_norm.weight", (m.head_dim,), "attention", "ones")
+
+
+def _latent_attention(m: ModelConfig) -> Iterator[Parameter]:
+    """Compressions to the latent vectors are small, and every tensor rank holds all of them."""
+    if m.q_rank:
+        yield from _linear("attention.q_down", m.q_rank, m.hidden, "attention")
+        yield Parameter("attention.q_norm.weight", (m.q_rank,), "attention", "ones")
+    yield from _linear("attention.q", m.heads * m.head_dim, m.q_rank or m.hidden, "attention", cut="rows")
+    yield from _linear("attention.kv_down", m.kv_rank + m.rope_dim, m.hidden, "attention")
+    yield Parameter("attention.kv_norm.weight", (m.kv_rank,), "attention", "ones")
+    yield from _linear("attention.kv", m.heads * (m.nope_dim + m.v_dim), m.kv_rank, "attention", cut="rows")
+    yield from _linear("attention.out", m.hidden, m.heads * m.v_dim, "attention", init="residual", cut="columns")
+
+
+def _feed_forward(m: ModelConfig, name: str, width: int, owner: Owner) -> Iterator[Parameter]:
+    for part in ("gate", "up") if m.gated else ("up",):
+        yield from _linear(f"{name}.{part}", width, m.hidden, owner, bias=m.bias == "all", cut="rows")
+    yield from _linear(
+        f"{name}.down", m.hidden, width, owner, bias=m.bias == "all", init="residual", cut="columns"
+    )  # fmt: skip
+
+
+def _moe(m: ModelConfig) -> Iterator[Parameter]:
+    yield Parameter("ffn.router.weight", (m.experts, m.hidden), "router", multiplied=True)
+    for part in ("gate", "up"):
+        shape = (m.experts, m.expert_ffn, m.hidden)
+        yield Parameter(f"ffn.experts.{part}", shape, "experts", multiplied=True, tensor_dim=1)
+    shape = (m.experts, m.hidden, m.expert_ffn)
+    yield Parameter("ffn.experts.down", shape, "experts", "residual", multiplied=True, tensor_dim=2)
+    if m.shared_experts:
+        yield from _feed_forward(m, "ffn.shared", m.shared_experts * m.expert_ffn, "shared_experts")
