@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from unittest import mock
 
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardwise.model import moe
+from shardwise.model.moe import Experts
 from shardwise.parallel.mesh import Mesh
 from shardwise.run import Run
 from shardwise.train.step import TrainState
@@ -38,12 +37,14 @@ def dry_rank(run: Run, rank: int) -> Iterator[TrainState]:
         if dist.is_initialized():  # PyTorch's device meshes need the numbers in their tensors
             for axis in ("zero", "expert_shard"):
                 mesh.sharding(axis)
-        with (
-            FakeTensorMode(allow_non_fake_inputs=True),
-            mock.patch.object(moe, "on_host", _even),
-            mock.patch.object(TrainState, "_usable", return_value=(True, False)),
-        ):
-            yield TrainState(run, mesh)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            train_state = TrainState(run, mesh)
+            train_state.checks_overflow = False
+            for model in train_state.parallel.models:
+                for module in model.modules():
+                    if isinstance(module, Experts):
+                        module.read_counts = _even
+            yield train_state
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

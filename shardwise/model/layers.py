@@ -8,6 +8,7 @@ the dtype of the parameters without an autocast context.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -71,6 +72,13 @@ class Linear(nn.Linear):
 
     gemm: Gemm = Gemm()
     compute_copy: Tensor | None = None
+
+    @classmethod
+    def taking_over(cls, linear: Linear) -> Self:
+        """A layer of this class in the place of another: the same parameters, multiplied by the same GEMM."""
+        made = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        made.weight, made.bias, made.gemm = linear.weight, linear.bias, linear.gemm
+        return made
 
     def forward(self, x: Tensor) -> Tensor:
         return self.gemm(x, self.weight if self.compute_copy is None else self.compute_copy, self.bias)

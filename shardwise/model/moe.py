@@ -9,6 +9,7 @@ laying (`expert_rows.py`) and all experts' products are one, so that the host ne
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -106,8 +107,11 @@ class Router(nn.Module):
         self.load.zero_()
 
 
-def on_host(counts: Tensor, total: int) -> list[list[int]]:
-    """Rows of counts that each add up to `total`, as numbers the host can cut tensors and messages by; it waits for the device."""
+ReadCounts = Callable[[Tensor, int], list[list[int]]]
+
+
+def read_counts(counts: Tensor, total: int) -> list[list[int]]:
+    """Rows of counts that each add up to `total`, as integers the host can cut tensors and messages by; it waits for the device."""
     return counts.tolist()
 
 
@@ -122,11 +126,11 @@ def grouped_gemm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return F.grouped_mm(x, weight.to(x.dtype).transpose(-2, -1), offs=ends)
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, read: ReadCounts = read_counts) -> Tensor:
     """Rows of `x`, `counts[e]` of them for each expert in turn, times that expert's matrix [out, in]."""
     if uses_grouped_gemm(x, weight):
         return grouped_gemm(x, weight, counts.cumsum(0, dtype=torch.int32))
-    sizes = on_host(counts[None], len(x))[0]
+    sizes = read(counts[None], len(x))[0]
     if sum(sizes) < len(x):  # the rest is nobody's
         x = x[: sum(sizes)]
     pieces = zip(x.split(sizes), weight.to(x.dtype).unbind(), strict=True)
@@ -134,7 +138,10 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 class Experts(nn.Module):
-    """The routed experts' matrices, stacked [expert, out, in]."""
+    """The routed experts' matrices, stacked [expert, out, in]. `read_counts` brings counts to the host; a dry run, which has no
+    data to read, gives another."""
+
+    read_counts: ReadCounts = staticmethod(read_counts)
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -147,8 +154,9 @@ class Experts(nn.Module):
         """Rows in the order of their experts, `counts` of them for each."""
         if uses_grouped_gemm(x, self.gate):
             return self._grouped(x, counts.cumsum(0, dtype=torch.int32))
-        inner = F.silu(grouped_linear(x, self.gate, counts)) * grouped_linear(x, self.up, counts)
-        return grouped_linear(inner, self.down, counts)
+        read = self.read_counts
+        inner = F.silu(grouped_linear(x, self.gate, counts, read)) * grouped_linear(x, self.up, counts, read)
+        return grouped_linear(inner, self.down, counts, read)
 
     def _grouped(self, x: Tensor, ends: Tensor) -> Tensor:
         if self.gate.dtype == x.dtype:

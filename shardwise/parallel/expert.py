@@ -20,9 +20,8 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardwise.model import moe as moe_module
 from shardwise.model.moe import MoE, Router
 from shardwise.model.moe_ops import combine, dispatch, has_fused_kernels, sort_by_expert
 from shardwise.model.transformer import Block, Transformer
@@ -39,10 +38,17 @@ from shardwise.parallel.mesh import Mesh
 
 
 class SequenceParallelRouter(Router):
-    """A router that sees a part of each sequence, and takes balance over the whole of it."""
+    """A router that is given a part of each sequence, and takes balance over the whole of it."""
 
-    sequence: Group = None
-    places: Tensor  # where in the sequence the tokens of all ranks lie, rank after rank
+    def __init__(self, router: Router, sequence: Group, places: Tensor) -> None:
+        """In the place of a one-device router. `places` says where in the sequence the tokens of all ranks lie, rank after rank."""
+        with torch.device("meta"):
+            super().__init__(router.config)
+        self.weight, self.load = router.weight, router.load
+        if router.config.router == "sigmoid":
+            self.bias = router.bias
+        self.sequence = sequence
+        self.places = places
 
     def over_sequence(self, counts: Tensor, probabilities: Tensor, length: int) -> tuple[Tensor, Tensor, int]:
         ranks = dist.get_world_size(self.sequence)
@@ -60,10 +66,14 @@ class SequenceParallelRouter(Router):
 
 
 class ExpertParallelMoE(MoE):
-    """A mixture whose experts live on several ranks."""
+    """An MoE layer whose experts live on several ranks."""
 
-    group: Group = None
-    tensor: Group = None
+    def __init__(self, moe: MoE, group: Group, tensor: Group) -> None:
+        """In the place of a one-device layer, of its modules; `group` divides the experts, `tensor` the width of each."""
+        nn.Module.__init__(self)
+        self.router, self.experts, self.shared = moe.router, moe.experts, moe.shared
+        self.group = group
+        self.tensor = tensor
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         weights, chosen, auxiliary = self.router(x)
@@ -84,7 +94,8 @@ class ExpertParallelMoE(MoE):
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts, group=self.group)
         # Sizes of messages must be known to the host, which waits for them once.
-        sent, received = moe_module.on_host(torch.stack((counts, theirs)).view(2, ranks, -1).sum(dim=2), len(rows))
+        both = torch.stack((counts, theirs)).view(2, ranks, -1).sum(dim=2)
+        sent, received = self.experts.read_counts(both, len(rows))
         if sum(sent) < len(rows):  # the rest is nobody's
             rows = rows[: sum(sent)]
         arrived = all_to_all(rows, self.group, received, sent)
@@ -113,12 +124,7 @@ def apply_expert(model: Transformer, mesh: Mesh, expert_tensor: bool, seq_len: i
         if not isinstance(moe, MoE):
             continue
         if mesh.group("sequence") is not None:
-            moe.router.__class__ = SequenceParallelRouter
-            assert isinstance(moe.router, SequenceParallelRouter)
-            moe.router.sequence = mesh.group("sequence")
             ranks = mesh.size("context")
-            moe.router.places = torch.cat([zigzag(seq_len, ranks, rank) for rank in range(ranks)])
-        moe.__class__ = ExpertParallelMoE
-        assert isinstance(moe, ExpertParallelMoE)
-        moe.group = mesh.group("expert")
-        moe.tensor = mesh.group("tensor") if expert_tensor else None
+            places = torch.cat([zigzag(seq_len, ranks, rank) for rank in range(ranks)])
+            moe.router = SequenceParallelRouter(moe.router, mesh.group("sequence"), places)
+        block.ffn = ExpertParallelMoE(moe, mesh.group("expert"), mesh.group("tensor") if expert_tensor else None)

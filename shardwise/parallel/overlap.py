@@ -118,10 +118,8 @@ class GatheredLinear(Linear):
         return out if self.bias is None else out + self.bias.to(x.dtype)
 
 
-def all_gather_into_gemm(first: Linear, group: Group) -> Any:
+def all_gather_into_gemm(first: GatheredLinear, group: Group) -> Any:
     """A hook that gathers a module's input and multiplies it by the module's first matrix as it arrives."""
-    first.__class__ = GatheredLinear
-    assert isinstance(first, GatheredLinear)
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         whole, first.ready = _AllGatherGemm.apply(args[0], first.weight.to(args[0].dtype), group)
@@ -130,10 +128,10 @@ def all_gather_into_gemm(first: Linear, group: Group) -> Any:
     return hook
 
 
-def first_matrix(module: nn.Module) -> Linear | None:
-    """The matrix cut by columns that a block's part multiplies its input with first, where it has one."""
+def first_matrix(module: nn.Module) -> str | None:
+    """The name of the matrix, cut by columns, that a module multiplies its input with first, where it has one."""
     if isinstance(module, GroupedAttention):
-        return module.q
+        return "q"
     if isinstance(module, FeedForward):
-        return module.gate if module.gate is not None else module.up
+        return "gate" if module.gate is not None else "up"
     return None

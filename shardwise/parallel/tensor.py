@@ -13,7 +13,7 @@ again by `fully_shard`, is a layout DTensor does not have, and activations need 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from shardwise.model.moe import MoE
 from shardwise.model.transformer import Block, Transformer
 from shardwise.parallel.collectives import Group, all_gather_sequence, reduce_scatter_sequence
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.overlap import GemmReduceScatter, all_gather_into_gemm, first_matrix
+from shardwise.parallel.overlap import GatheredLinear, GemmReduceScatter, all_gather_into_gemm, first_matrix
 from shardwise.parallel.split import bounds
 
 
@@ -34,6 +34,13 @@ class RowParallelLinear(Linear):
     """A matrix cut by rows: products are partial sums, added over ranks and scattered along the sequence."""
 
     group: Group = None
+
+    @classmethod
+    def from_linear(cls, linear: Linear, group: Group) -> Self:
+        """In the place of a whole matrix."""
+        made = cls.taking_over(linear)
+        made.group = group
+        return made
 
     def forward(self, x: Tensor) -> Tensor:
         out = reduce_scatter_sequence(self.gemm(x, self.weight, None), self.group)
@@ -53,6 +60,13 @@ class ReplicatedKVLinear(Linear):
 
     rows: slice = slice(None)
 
+    @classmethod
+    def from_linear(cls, linear: Linear, rows: slice) -> Self:
+        """In the place of the matrix of all heads; `rows` are those of the head that this rank uses."""
+        made = cls.taking_over(linear)
+        made.rows = rows
+        return made
+
     def forward(self, x: Tensor) -> Tensor:
         return self.gemm(x, self.weight[self.rows], self.bias[self.rows] if self.bias is not None else None)
 
@@ -60,8 +74,12 @@ class ReplicatedKVLinear(Linear):
 class VocabParallelEmbedding(nn.Embedding):
     """An embedding cut by vocabulary: each rank looks up what it has, and the sum is scattered along the sequence."""
 
-    group: Group = None
-    start: int = 0
+    def __init__(self, embedding: nn.Embedding, group: Group, start: int) -> None:
+        """In the place of a whole embedding; `start` is the first token of this rank."""
+        super().__init__(embedding.num_embeddings, embedding.embedding_dim, device="meta")
+        self.weight = embedding.weight
+        self.group = group
+        self.start = start
 
     def forward(self, tokens: Tensor) -> Tensor:
         local = tokens - self.start
@@ -131,25 +149,28 @@ def _gather_input(group: Group) -> Any:
     return hook
 
 
-def _cut(module: nn.Module, last: Linear, group: Group, overlap: bool) -> None:
-    """Gather a part's input and scatter its output; its matrices in between are columns, then rows."""
+def _cut(module: nn.Module, last: str, group: Group, overlap: bool) -> None:
+    """Gather a module's input and scatter its output; its matrices in between are cut by columns, the last one by rows."""
     first = first_matrix(module) if overlap else None
-    module.register_forward_pre_hook(_gather_input(group) if first is None else all_gather_into_gemm(first, group))
-    last.__class__ = OverlappedRowParallelLinear if overlap else RowParallelLinear
-    assert isinstance(last, RowParallelLinear)
-    last.group = group
+    if first is None:
+        module.register_forward_pre_hook(_gather_input(group))
+    else:
+        gathered = GatheredLinear.taking_over(getattr(module, first))
+        setattr(module, first, gathered)
+        module.register_forward_pre_hook(all_gather_into_gemm(gathered, group))
+    row_parallel = OverlappedRowParallelLinear if overlap else RowParallelLinear
+    setattr(module, last, row_parallel.from_linear(getattr(module, last), group))
 
 
 def _cut_attention(attention: nn.Module, model: Transformer, mesh: Mesh) -> None:
     assert isinstance(attention, GroupedAttention | LatentAttention)
-    _cut(attention, attention.out, mesh.group("tensor"), mesh.layout.async_tensor)
+    _cut(attention, "out", mesh.group("tensor"), mesh.layout.async_tensor)
     config, ranks = model.config, mesh.size("tensor")
     if isinstance(attention, GroupedAttention) and config.kv_heads < ranks:
         head = mesh.index("tensor") * config.kv_heads // ranks
-        for module in (attention.k, attention.v):
-            module.__class__ = ReplicatedKVLinear
-            assert isinstance(module, ReplicatedKVLinear)
-            module.rows = slice(head * config.head_dim, (head + 1) * config.head_dim)
+        rows = slice(head * config.head_dim, (head + 1) * config.head_dim)
+        attention.k = ReplicatedKVLinear.from_linear(attention.k, rows)
+        attention.v = ReplicatedKVLinear.from_linear(attention.v, rows)
 
 
 def apply_tensor(model: Transformer, mesh: Mesh) -> None:
@@ -159,9 +180,7 @@ def apply_tensor(model: Transformer, mesh: Mesh) -> None:
         return
     start, _ = bounds(model.config.vocab, mesh.size("tensor"), mesh.index("tensor"))
     if model.embed is not None:
-        model.embed.__class__ = VocabParallelEmbedding
-        assert isinstance(model.embed, VocabParallelEmbedding)
-        model.embed.group, model.embed.start = group, start
+        model.embed = VocabParallelEmbedding(model.embed, group, start)
     if model.positions is not None:
         model.positions.register_forward_pre_hook(lambda _, args: (local_sequence(args[0], mesh),))
     model.loss = VocabParallelCrossEntropy(group, start)
@@ -169,6 +188,6 @@ def apply_tensor(model: Transformer, mesh: Mesh) -> None:
         assert isinstance(block, Block)
         _cut_attention(block.attention, model, mesh)
         if isinstance(block.ffn, FeedForward):
-            _cut(block.ffn, block.ffn.down, group, mesh.layout.async_tensor)
+            _cut(block.ffn, "down", group, mesh.layout.async_tensor)
         elif isinstance(block.ffn, MoE) and block.ffn.shared is not None:
-            _cut(block.ffn.shared, block.ffn.shared.down, group, mesh.layout.async_tensor)
+            _cut(block.ffn.shared, "down", group, mesh.layout.async_tensor)

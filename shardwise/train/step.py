@@ -110,7 +110,8 @@ class TrainState:
         self.wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.parallel = apply(run, self.mesh, self.device)
         self.optimizer = Optimizer(self.parallel.parameters, self.mesh, run.train)
-        self.loss_scale = LossScale(run.train.loss_scale if self.dtype == torch.float16 else 1.0)
+        self.checks_overflow = self.dtype == torch.float16
+        self.loss_scale = LossScale(run.train.loss_scale if self.checks_overflow else 1.0)
         self.routers = [m for model in self.parallel.models for m in model.modules() if isinstance(m, Router)]
         self.auxiliary_weights = torch.tensor([run.train.balance_loss, run.train.router_z_loss], device=self.device)
         self.step = 0
@@ -298,7 +299,7 @@ class TrainState:
 
     def _usable(self, grad_norm: Tensor) -> tuple[bool, bool]:
         """Not for float16 gradients that overflowed, and whether the loss scale was lowered; only float16 waits for the answer."""
-        if self.dtype != torch.float16:
+        if not self.checks_overflow:
             return True, False
         finite = bool(grad_norm.isfinite())
         return finite, self.loss_scale.update(finite)
