@@ -15,10 +15,9 @@ import contextlib
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,10 +28,9 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.data.batches import Batch
 from shardwise.model.fp8_matrix import Fp8Matrix
-from shardwise.parallel import pipeline as pipeline_module
-from shardwise.parallel.pipeline import Pipeline
-from shardwise.parallel.shard import sharded_modules
+from shardwise.parallel.observer import Observer
 from shardwise.schedules import Action
+from shardwise.torch_private import observed_resizes, sharded_groups
 from shardwise.train.step import TrainState
 
 
@@ -61,20 +59,13 @@ class Storages(TorchDispatchMode):
 
     def __enter__(self) -> Storages:
         # `fully_shard` gives memory back by shrinking storages that stay alive, which no operator sees.
-        resize, follow = UntypedStorage.resize_, self.follow
-
-        def resized(storage: UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            follow(storage)
-            return result
-
-        self.patch = mock.patch.object(UntypedStorage, "resize_", resized)
-        self.patch.start()
+        self.resizes = observed_resizes(self.follow)
+        self.resizes.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self.patch.stop()
+        self.resizes.__exit__(None, None, None)
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operator(*args, **(kwargs or {}))
@@ -141,11 +132,7 @@ def optimizer_of(train_state: TrainState) -> list[Tensor]:
 
 def _groups(train_state: TrainState) -> Iterator[Any]:
     """What `fully_shard` knows of the parameters that it gathers together."""
-    for model in train_state.parallel.models:
-        for module in sharded_modules(model):
-            group = module._get_fsdp_state()._fsdp_param_group
-            if group is not None:
-                yield group
+    return (group for model in train_state.parallel.models for _, group in sharded_groups(model))
 
 
 def gathered_of(train_state: TrainState) -> Iterator[Tensor]:
@@ -171,7 +158,7 @@ def unreduced_of(train_state: TrainState) -> Iterator[Tensor | None]:
 
 
 @dataclass
-class StepMemory:
+class StepMemory(Observer):
     """Follows the actions of a step's schedule."""
 
     train_state: TrainState
@@ -189,11 +176,26 @@ class StepMemory:
     left: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
     """Bytes of each storage that the forward pass of a stage and microbatch left, by its number."""
 
-    def forward(self, action: Action, run: Callable[[], Any]) -> None:
-        """Run a forward pass and see what it leaves."""
-        pipeline, before = self.train_state.parallel.pipeline, set(self.storages.alive)
-        run()
+    @contextlib.contextmanager
+    def action(self, action: Action) -> Iterator[None]:
+        """See what is alive after a pass."""
+        before = set(self.storages.alive)
+        yield
+        if action.kind == "W":  # see `weight_gradients`
+            return
         self.storages.settle()
+        if action.kind == "F":
+            self._note_saved(action, before)
+        self._sample()
+
+    @contextlib.contextmanager
+    def weight_gradients(self) -> Iterator[None]:
+        yield
+        self._sample_gradients()
+
+    def _note_saved(self, action: Action, before: set[int]) -> None:
+        """What a forward pass has left."""
+        pipeline = self.train_state.parallel.pipeline
         made = set(self.storages.alive) - before
         if action.stage:
             made |= self.storages.numbers([pipeline.stages[action.stage].inputs[action.microbatch]])
@@ -205,18 +207,6 @@ class StepMemory:
         sizes = {number: self.storages.bytes([number]) for number in made}
         self.left[action.stage, action.microbatch] = {number: size for number, size in sizes.items() if size}
         self.activations |= made
-        self._sample()
-
-    def backward(self, run: Callable[[], Any]) -> None:
-        """Run a backward pass."""
-        run()
-        self.storages.settle()
-        self._sample()
-
-    def weights(self, run: Callable[[], Any]) -> None:
-        """Run the weights' part of a backward pass."""
-        run()
-        self._sample_gradients()
 
     def _sample(self) -> None:
         pipeline, numbers = self.train_state.parallel.pipeline, self.storages.numbers
@@ -242,22 +232,15 @@ class StepMemory:
 
 
 @contextlib.contextmanager
-def following(pipeline: Pipeline, step: StepMemory) -> Iterator[None]:
-    """Let every action of a pipeline pass through `step`."""
-    forward, backward, weights = pipeline._forward, pipeline._backward, pipeline_module.compute_deferred
+def following(step: StepMemory) -> Iterator[None]:
+    """While it is open, every action of the pipeline is followed."""
     gc.collect()
     gc.freeze()  # what was there before need not be looked through after every action
-    with (
-        mock.patch.object(pipeline, "_forward", lambda action: step.forward(action, lambda: forward(action))),
-        mock.patch.object(
-            pipeline, "_backward", lambda action, last: step.backward(lambda: backward(action, last=last))
-        ),
-        mock.patch.object(pipeline_module, "compute_deferred", lambda taken: step.weights(lambda: weights(taken))),
-    ):
-        try:
+    try:
+        with step.train_state.observers.watched_by(step):
             yield
-        finally:
-            gc.unfreeze()
+    finally:
+        gc.unfreeze()
 
 
 def measure_memory(train_state: TrainState, batch: Batch) -> dict[str, Any]:
@@ -279,7 +262,7 @@ def measure_memory(train_state: TrainState, batch: Batch) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats(train_state.device)
     for x in (*parameters, *optimizer_of(train_state), *_buffers(train_state)):
         storages.follow(storage_of(x))
-    with storages, following(train_state.parallel.pipeline, step):
+    with storages, following(step):
         train_state.train_step(batch)
     return dict(
         parameters=unique_bytes(parameters),

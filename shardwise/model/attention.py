@@ -7,6 +7,8 @@ read off the projections' width, so a device that holds a part of the heads runs
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -59,26 +61,33 @@ class MaskBuilder(nn.Module):
         return attention_mask(queries, documents, keys, self.window, device)
 
 
+def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    """Softmax of scaled scores, of heads laid out [batch, sequence, heads, width]; None as mask means causal."""
+    if isinstance(mask, VarlenMask):
+        return varlen_attention(q, k, v, mask, scale)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=k.shape[2] != q.shape[2],
+    )
+    return out.transpose(1, 2)
+
+
 class DotProductAttention(nn.Module):
-    """Softmax of scaled products, of heads laid out [batch, sequence, heads, width]; None as mask means causal."""
+    """Attention as a module. `attend` computes it: another function may be put in its place."""
+
+    attend: Callable[[Tensor, Tensor, Tensor, Mask, float], Tensor] = staticmethod(dot_product_attention)
 
     def __init__(self, scale: float) -> None:
         super().__init__()
         self.scale = scale
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        if isinstance(mask, VarlenMask):
-            return varlen_attention(q, k, v, mask, self.scale)
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=self.scale,
-            enable_gqa=k.shape[2] != q.shape[2],
-        )
-        return out.transpose(1, 2)
+        return self.attend(q, k, v, mask, self.scale)
 
 
 class GroupedAttention(nn.Module):

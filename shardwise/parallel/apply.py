@@ -25,6 +25,7 @@ from shardwise.parallel.context import apply_context
 from shardwise.parallel.expert import apply_expert
 from shardwise.parallel.gradients import LocalParameter
 from shardwise.parallel.mesh import Mesh, new_group
+from shardwise.parallel.observer import Observers
 from shardwise.parallel.pipeline import Pipeline, Stage, split_backward
 from shardwise.parallel.recompute import apply_recompute
 from shardwise.parallel.shard import Sharder, uses_ddp, wrap_ddp
@@ -54,6 +55,7 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
     schedule = make_schedule(layout.schedule, layout.pipeline, run.accumulation, layout.stages_per_rank)
     ranges = layers_of_stages(run)
     sharder = Sharder(run, mesh)
+    observers = Observers()
     stages: dict[int, Stage] = {}
     parameters: list[LocalParameter] = []
     for number in schedule.stages_of(mesh.index("pipeline")):
@@ -72,7 +74,7 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
         if compiles(run, gpu=gpu):
             for block in model.layers.values():
                 block.forward = compiled(block.forward, accumulates=tunes_gemms(run, gpu=gpu))
-        apply_recompute(model, run, mesh.rank)
+        apply_recompute(model, run, mesh.rank, observers)
         whole = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         for name, block in model.layers.items():
             _materialize(block, f"layers.{name}.", run, mesh, device)
@@ -95,7 +97,7 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
                     name, parameter, whole[name], cut, _shard(name, parameter), copy, compute_copy.get(parameter)
                 )
             )
-    pipeline = Pipeline(stages, schedule, mesh, zero=layout.zero, scales=sharder.scales)
+    pipeline = Pipeline(stages, schedule, mesh, layout.zero, sharder.scales, observers)
     models = [stage.model for stage in stages.values()]
     return Parallel(mesh, models, pipeline, parameters, _tied_group(run, mesh, schedule.placement))  # type: ignore[arg-type]
 

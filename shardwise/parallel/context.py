@@ -149,7 +149,9 @@ class _Ring:
 
 class _RingAttentionFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask, scale: float, group: Any) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask, scale: float, group: Any, kernels: Any
+    ) -> Tensor:
         ring, length, heads = _Ring(group), q.shape[1], q.shape[2]
         queries = _heads_first(q, heads)
         out = queries.new_zeros(*queries.shape[:-1], v.shape[-1])
@@ -161,20 +163,20 @@ class _RingAttentionFunction(torch.autograd.Function):
             keys, values = (_heads_first(x, heads) for x in held.split((k.shape[-1], v.shape[-1]), dim=-1))
             for mine, theirs, where_q, where_k in ring.pairs((ring.rank - step) % ring.ranks, length):
                 seen = block_mask(mask, where_q, where_k, q.device)
-                piece = attend_block(queries[:, :, mine], keys[:, :, theirs], values[:, :, theirs], scale, seen)
+                piece = kernels[0](queries[:, :, mine], keys[:, :, theirs], values[:, :, theirs], scale, seen)
                 out[:, :, mine], lse[:, :, mine] = merge(out[:, :, mine], lse[:, :, mine], *piece)
             if step < ring.ranks - 1:
                 for work in waiting:
                     work.wait()
                 held = coming
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.rest = mask, scale, group
+        ctx.rest = mask, scale, group, kernels[1]
         return out.transpose(1, 2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        mask, scale, group = ctx.rest
+        mask, scale, group, attend_backward = ctx.rest
         ring, length, heads = _Ring(group), q.shape[1], q.shape[2]
         groups = heads // k.shape[2]
         queries, grad = _heads_first(q, heads), grads[0].transpose(1, 2)
@@ -191,7 +193,7 @@ class _RingAttentionFunction(torch.autograd.Function):
             dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
             for mine, theirs, where_q, where_k in ring.pairs((ring.rank - step) % ring.ranks, length):
                 seen = block_mask(mask, where_q, where_k, q.device)
-                gq, gk, gv = attend_block_backward(
+                gq, gk, gv = attend_backward(
                     grad[:, :, mine], delta[:, :, mine], queries[:, :, mine], keys[:, :, theirs], values[:, :, theirs],
                     lse[:, :, mine], scale, seen,
                 )  # fmt: skip
@@ -208,19 +210,20 @@ class _RingAttentionFunction(torch.autograd.Function):
             for work in waiting_grad:
                 work.wait()
         gk, gv = dheld.split(widths, dim=-1)
-        return dq.transpose(1, 2), gk, gv, None, None, None
+        return dq.transpose(1, 2), gk, gv, None, None, None, None
 
 
 class RingAttention(nn.Module):
-    """Attention over a ring of ranks."""
+    """Attention over a ring of ranks. `kernels` compute a block of it, forward and backward: others may be put in their place."""
 
     def __init__(self, scale: float, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.scale = scale
         self.group = group
+        self.kernels: tuple[Callable[..., Any], Callable[..., Any]] = (attend_block, attend_block_backward)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask) -> Tensor:
-        return _RingAttentionFunction.apply(q, k, v, mask, self.scale, self.group)
+        return _RingAttentionFunction.apply(q, k, v, mask, self.scale, self.group, self.kernels)
 
 
 class GatherAttention(nn.Module):

@@ -13,6 +13,7 @@ import contextlib
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.model.layers import Gemm, Linear
 from shardwise.parallel.fp8_all_gather import Scales
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.objective import Microbatch, Objective
+from shardwise.parallel.observer import Observers
 from shardwise.parallel.shard import reduce_deferred_gradients
 from shardwise.schedules import Action, Message, Schedule, message_of, transfers
-
-Microbatch = dict[str, Tensor | None]
 
 
 class DeferredGradient(NamedTuple):
@@ -89,17 +90,6 @@ def split_backward(model: nn.Module) -> DeferredGradients:
     return store
 
 
-def compute_deferred(taken: list[DeferredGradient]) -> None:
-    """The weights' part of a backward pass."""
-    for each in taken:
-        compute_weight_gradient(each)
-
-
-def compute_weight_gradient(deferred: DeferredGradient) -> None:
-    """One weight's gradient."""
-    torch.autograd.backward(deferred.weight, deferred.gemm.grad_weight(deferred.kept, deferred.weight.dtype))
-
-
 class P2PChannel:
     """What this rank exchanges with the other ranks of its pipeline during one step."""
 
@@ -159,8 +149,11 @@ class Stage:
 class Pipeline:
     """Runs this rank's part of a schedule."""
 
-    def __init__(self, stages: dict[int, Stage], schedule: Schedule, mesh: Mesh, zero: int, scales: Scales) -> None:
+    def __init__(
+        self, stages: dict[int, Stage], schedule: Schedule, mesh: Mesh, zero: int, scales: Scales, observers: Observers
+    ) -> None:
         self.stages = stages
+        self.observers = observers
         self.scales = scales
         self.schedule = schedule
         forward = tuple(tuple(action for action in actions if action.kind == "F") for actions in schedule.ranks)
@@ -172,19 +165,19 @@ class Pipeline:
         self.times: list[tuple[float, float]] = []  # when the host began and ended each of them
 
     def run(
-        self, microbatches: list[Microbatch], like: Tensor, weights: tuple[Tensor | float, Tensor] | None
+        self, microbatches: list[Microbatch], like: Tensor, objective: Objective, factor: Tensor | float | None
     ) -> Tensor:
         """All microbatches through the schedule; gives the summed loss of the last stage (zero elsewhere).
 
-        `like` has the shape and dtype of the residual stream of a microbatch. `weights` are the factor on the loss and
-        the factors on the auxiliary losses; None runs the forward passes alone.
+        `like` has the shape and dtype of the residual stream of a microbatch. Backward passes are those of the objective's loss
+        times `factor`; None runs the forward passes alone.
         """
         self.loss = torch.zeros(
             (), dtype=torch.float64 if like.dtype == torch.float64 else torch.float32, device=like.device
         )
-        self.microbatches, self.weights = microbatches, weights
+        self.microbatches, self.objective, self.factor = microbatches, objective, factor
         self.scales.update()
-        schedule = self.schedule if weights is not None else self.forward_only
+        schedule = self.schedule if factor is not None else self.forward_only
         self.channel = P2PChannel(schedule, self.mesh, like)
         self.local: dict[Message, Tensor] = {}
         self.executed, self.times = [], []
@@ -193,21 +186,23 @@ class Pipeline:
         for action in actions:
             start = time.perf_counter()
             remaining[action.stage, action.kind] -= 1
-            self._execute(action, last=not remaining[action.stage, action.kind])
+            with self.observers.action(action):
+                self._execute(action, last=not remaining[action.stage, action.kind])
             self.executed.append(action)
             self.times.append((start, time.perf_counter()))
         self.channel.close()
-        if weights is not None:
+        if factor is not None:
             for stage in self.stages.values():
                 if stage.split is not None:
-                    reduce_deferred_gradients(stage.model)
+                    with self.observers.phase("gradients"):
+                        reduce_deferred_gradients(stage.model)
         return self.loss
 
     def _execute(self, action: Action, last: bool) -> None:
         if action.kind == "F":
             self._forward(action)
         elif action.kind == "W":
-            compute_deferred(self.stages[action.stage].deferred.pop(action.microbatch))
+            self._weight_gradients(self.stages[action.stage].deferred.pop(action.microbatch))
         else:
             self._backward(action, last)
 
@@ -216,24 +211,23 @@ class Pipeline:
         first, last = action.stage == 0, action.stage == self.schedule.stages - 1
         x = batch["tokens"] if first else self._get(Message("activation", action.stage - 1, action.microbatch))
         assert x is not None
-        training = self.weights is not None
+        training = self.factor is not None
         if training and not first:
             x.requires_grad_()
-        targets = batch["targets"] if last else None
+        finish = partial(self.objective.loss, batch, stage.model.loss) if last else None
         with self._gradients_wait(stage, action) if training else torch.no_grad():
             result, auxiliary = stage.module(
-                x, targets=targets, positions=batch["positions"], documents=batch["documents"]
+                x, positions=batch["positions"], documents=batch["documents"], finish=finish
             )
         if last:
             self.loss += result.detach()
         else:
             self._put(action, result.detach())
-        if self.weights is not None:
-            root = result * self.weights[0] if last else result
-            roots = [root]
+        if self.factor is not None:
+            roots = [result * self.factor if last else result]
             if auxiliary is not None and auxiliary.requires_grad:
-                factor = self.weights[1].to(auxiliary.dtype) * self.weights[0]
-                roots.append((auxiliary * factor).sum())
+                weights = self.objective.auxiliary_weights.to(auxiliary.dtype) * self.factor
+                roots.append((auxiliary * weights).sum())
             stage.inputs[action.microbatch], stage.roots[action.microbatch] = x, roots
 
     def _backward(self, action: Action, last: bool) -> None:
@@ -256,9 +250,16 @@ class Pipeline:
             if action.kind == "I":
                 stage.deferred[action.microbatch] = taken
             else:
-                compute_deferred(taken)
+                self._weight_gradients(taken)
         if x.grad is not None:
             self._put(action, x.grad)
+
+    def _weight_gradients(self, deferred: list[DeferredGradient]) -> None:
+        """The weights' part of a backward pass."""
+        with self.observers.weight_gradients():
+            for each in deferred:
+                with self.observers.weight_gradient(each.name):
+                    torch.autograd.backward(each.weight, each.gemm.grad_weight(each.kept, each.weight.dtype))
 
     def _gradients_wait(self, stage: Stage, action: Action) -> Any:
         """Copies are brought together after the last microbatch alone."""

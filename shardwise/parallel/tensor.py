@@ -92,7 +92,7 @@ class _VocabParallelCrossEntropyFunction(torch.autograd.Function):
     """Summed cross-entropy of logits cut by vocabulary, without gathering them."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int, group: Group) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, weights: Tensor | None, start: int, group: Group) -> Tensor:
         if logits.shape[-1]:
             highest = logits.amax(dim=-1)
         else:
@@ -110,31 +110,35 @@ class _VocabParallelCrossEntropyFunction(torch.autograd.Function):
         dist.all_reduce(both, group=group)
         total, target = both
         counted = targets >= 0
+        losses = torch.where(counted, total.log() - target, 0)
+        if weights is not None:
+            losses, counted = losses * weights, counted * weights
         ctx.save_for_backward(exponentials / total[..., None], local, mine, counted)
-        return torch.where(counted, total.log() - target, 0).sum()
+        return losses.sum()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         softmax, local, mine, counted = ctx.saved_tensors
         grad = softmax.clone()
         if grad.shape[-1]:
             index = (local * mine)[..., None]
             grad.scatter_add_(-1, index, -mine[..., None].to(grad.dtype))
-        return grad * (counted[..., None] * grads[0]), None, None, None
+        return grad * (counted[..., None] * grads[0]), None, None, None, None
 
 
 class VocabParallelCrossEntropy(nn.Module):
-    """Head and loss over a vocabulary cut over ranks; the input is a piece of the sequence."""
+    """The loss head of a vocabulary cut over ranks; the input is this rank's shard of the sequence, targets and weights those of
+    the whole."""
 
     def __init__(self, group: Group, start: int) -> None:
         super().__init__()
         self.group = group
         self.start = start
 
-    def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, x: Tensor, matrix: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
         x = all_gather_sequence(x, self.group)
-        logits = at_least_float32(F.linear(x, weight.to(x.dtype)))
-        return _VocabParallelCrossEntropyFunction.apply(logits, targets, self.start, self.group)
+        logits = at_least_float32(F.linear(x, matrix.to(x.dtype)))
+        return _VocabParallelCrossEntropyFunction.apply(logits, targets, weights, self.start, self.group)
 
 
 def local_sequence(x: Tensor, mesh: Mesh) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwise.data.batches import Batch
-from shardwise.parallel.pipeline import Microbatch
+from shardwise.parallel.objective import Microbatch
 from shardwise.run.derive import replays
 from shardwise.train.step import TrainState
 

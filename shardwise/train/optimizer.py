@@ -17,6 +17,7 @@ from torch import Tensor
 from shardwise.parallel.gather import part_of, whole_matrix
 from shardwise.parallel.gradients import LocalParameter, local, scale_gradients
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.observer import Observers
 from shardwise.plan.trainer.muon import ITERATIONS
 from shardwise.run import TrainConfig
 from shardwise.train.fused_adamw import FusedAdamW, fits_fused_adamw
@@ -71,8 +72,11 @@ class Muon(torch.optim.Optimizer):
 class Optimizer:
     """The optimizers of a run as one: step, learning rate by step, and state by parameter name."""
 
-    def __init__(self, held: Sequence[LocalParameter], mesh: Mesh, train: TrainConfig) -> None:
+    def __init__(
+        self, held: Sequence[LocalParameter], mesh: Mesh, train: TrainConfig, observers: Observers | None = None
+    ) -> None:
         self.train = train
+        self.observers = observers or Observers()
         self.held = list(held)
         # The same memory as the parameters, without the wrapping that data parallelism gives them.
         self.mine = [local(h.parameter.detach()) for h in self.held]
@@ -113,7 +117,8 @@ class Optimizer:
             if isinstance(part, FusedAdamW):
                 part.factor = torch.ones((), device=self.mine[0].device) if factor is None else factor.float()
             elif factor is not None:
-                scale_gradients([p.grad for group in part.param_groups for p in group["params"]], factor)
+                with self.observers.phase("clip"):
+                    scale_gradients([p.grad for group in part.param_groups for p in group["params"]], factor)
             part.step()
         for p, h in zip(self.mine, self.held, strict=True):
             if h.compute_copy is not None and p not in self.in_one_pass:
