@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from shardwise.data.batches import IGNORE_INDEX
 from shardwise.model import Transformer, initialize
 from shardwise.model.attention import DotProductAttention, attention_mask
-from shardwise.model.cache import Cache
+from shardwise.model.cache import ContiguousCache
 from shardwise.model.initialize import initial_value, initial_values
 from shardwise.model.moe import MoE, Router
 from shardwise.run import ModelConfig
@@ -69,7 +69,7 @@ def test_packed_documents_compute_what_each_alone_computes(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_cache_changes_nothing(family: str) -> None:
     model, tokens = build(family), some_tokens(2, 12)
-    cache = Cache(3, 2, 12)
+    cache = ContiguousCache(3, 2, 12)
     with torch.no_grad():
         pieces = [model(piece, cache=cache).result for piece in tokens.split((5, 1, 1, 3, 2), dim=1)]
         torch.testing.assert_close(torch.cat(pieces, dim=1), model(tokens).result, rtol=0, atol=1e-11)
