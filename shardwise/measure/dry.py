@@ -11,12 +11,11 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise.model.moe import Experts
 from shardwise.parallel.mesh import Mesh
 from shardwise.run import Run
+from shardwise.torch_private import fake_process_group, fake_tensors
 from shardwise.train.step import TrainState
 
 
@@ -31,13 +30,13 @@ def dry_rank(run: Run, rank: int) -> Iterator[TrainState]:
     """The trainee of one rank, without data."""
     world = run.layout.world
     if world > 1 or run.layout.offload:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+        fake_process_group(rank, world)
     try:
         mesh = Mesh(run.layout)
         if dist.is_initialized():  # PyTorch's device meshes need the numbers in their tensors
             for axis in ("zero", "expert_shard"):
                 mesh.sharding(axis)
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with fake_tensors():
             train_state = TrainState(run, mesh)
             train_state.checks_overflow = False
             for model in train_state.parallel.models:

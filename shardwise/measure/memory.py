@@ -22,15 +22,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardwise.data.batches import Batch
 from shardwise.model.fp8_matrix import Fp8Matrix
 from shardwise.parallel.observer import Observer
 from shardwise.schedules import Action
-from shardwise.torch_private import observed_resizes, sharded_groups
+from shardwise.torch_private import (
+    TorchDispatchMode,
+    gathered_tensors,
+    local_shard,
+    observed_resizes,
+    sharded_groups,
+    storage_key,
+    tree_leaves,
+    unreduced_gradients,
+)
 from shardwise.train.step import TrainState
 
 
@@ -38,13 +44,13 @@ def storage_of(x: Tensor) -> UntypedStorage:
     """The memory behind a tensor, behind this rank's part of it where it is spread over ranks."""
     if isinstance(x, Fp8Matrix):
         return x.fp8_data.untyped_storage()
-    return (x._local_tensor if isinstance(x, DTensor) else x).untyped_storage()
+    return local_shard(x).untyped_storage()
 
 
 def unique_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Bytes of the memory behind some tensors, memory that several share counted once."""
     storages = (storage_of(x) for x in tensors if x is not None)
-    return sum({s._cdata: s.nbytes() for s in storages}.values())
+    return sum({storage_key(s): s.nbytes() for s in storages}.values())
 
 
 class Storages(TorchDispatchMode):
@@ -76,7 +82,7 @@ class Storages(TorchDispatchMode):
 
     def follow(self, storage: UntypedStorage) -> int:
         """Count a storage, or its new size; gives its number."""
-        place, size = storage._cdata, storage.nbytes()
+        place, size = storage_key(storage), storage.nbytes()
         if place not in self.references:
             self.count += 1
             number = self.count
@@ -103,7 +109,7 @@ class Storages(TorchDispatchMode):
 
     def numbers(self, tensors: Iterable[Tensor]) -> set[int]:
         """Of those storages behind some tensors that are followed."""
-        places = (storage_of(x)._cdata for x in tensors)
+        places = (storage_key(storage_of(x)) for x in tensors)
         return {self.references[place][0] for place in places if place in self.references}
 
     def bytes(self, numbers: Iterable[int]) -> int:
@@ -136,25 +142,13 @@ def _groups(train_state: TrainState) -> Iterator[Any]:
 
 
 def gathered_of(train_state: TrainState) -> Iterator[Tensor]:
-    """Whole parameters that `fully_shard` has gathered from their shards, and the messages they came in."""
-    for group in _groups(train_state):
-        for parameter in group.fsdp_params:
-            yield from parameter.all_gather_outputs
-            if getattr(parameter, "_unsharded_param", None) is not None:
-                yield parameter._unsharded_param.detach()
-        ahead = getattr(group.comm_ctx, "all_gather_state", None)  # there once a pass has run
-        for result in (group._all_gather_result, ahead.all_gather_result if ahead is not None else None):
-            yield from (x for x in tree_leaves(result and tuple(result)) if isinstance(x, Tensor))
+    """Whole parameters that `fully_shard` has gathered from their shards, and the buffers of the all-gathers."""
+    return (x for group in _groups(train_state) for x in gathered_tensors(group))
 
 
 def unreduced_of(train_state: TrainState) -> Iterator[Tensor | None]:
-    """Gradients that wait to be added over ranks: whole ones, and shards of those that copies have yet to add."""
-    for group in _groups(train_state):
-        yield group._partial_reduce_output
-        for parameter in group.fsdp_params:
-            yield parameter.unsharded_accumulated_grad
-            whole = getattr(parameter, "_unsharded_param", None)
-            yield whole.grad if whole is not None else None
+    """Gradients that wait to be added over ranks: whole ones, and shards of those that replicas have yet to add."""
+    return (x for group in _groups(train_state) for x in unreduced_gradients(group))
 
 
 @dataclass

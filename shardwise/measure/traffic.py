@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.ledger import wire_bytes
+from shardwise.torch_private import TorchDispatchMode
 from shardwise.train.step import TrainState
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor", "zero", "expert_shard", "expert", "sequence", "world")

@@ -22,8 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardwise.ledger import Work
 from shardwise.model.attention import DotProductAttention, GroupedAttention, LatentAttention, Mask
@@ -36,7 +34,15 @@ from shardwise.parallel.context import RingAttention
 from shardwise.parallel.observer import Observer
 from shardwise.plan.trainer.work import CONVENTION
 from shardwise.run.derive import compiles
-from shardwise.torch_private import autograd_node, autograd_sequence, in_backward
+from shardwise.torch_private import (
+    TorchDispatchMode,
+    autograd_node,
+    autograd_sequence,
+    in_backward,
+    operator_of,
+    storage_key,
+    tree_leaves,
+)
 from shardwise.train.step import TrainState
 
 PARTS: tuple[tuple[type | tuple[type, ...], str], ...] = (
@@ -58,7 +64,7 @@ PRODUCTS: dict[Any, tuple[int, int]] = {  # operator to the places of its two op
     torch.ops.shardwise.router_gemm.default: (0, 1),
     torch.ops.shardwise.router_grad_input.default: (0, 1),
     torch.ops.shardwise.router_grad_weight.default: (0, 1),
-    scaled_mm_reference._opoverload: (0, 1),
+    operator_of(scaled_mm_reference): (0, 1),
     torch.ops.shardwise.gemm.default: (0, 1),
     torch.ops.shardwise.gemm_into.default: (0, 1),
     torch.ops.shardwise.gemm_onto.default: (0, 1),
@@ -260,7 +266,7 @@ class WorkCounter(TorchDispatchMode, Observer):
         known[storage.cdata] = storage, part
 
     def _part_of(self, known: dict[int, tuple[StorageWeakRef, str]], x: Tensor) -> str | None:
-        found = known.get(x.untyped_storage()._cdata)
+        found = known.get(storage_key(x.untyped_storage()))
         return found[1] if found is not None and not found[0].expired() else None
 
     def _forward_pass(self) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.model.layers import Linear
+from shardwise.torch_private import version
 
 
 class ComputeCopy:
@@ -21,18 +22,18 @@ class ComputeCopy:
     def __init__(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
         self.parameter = parameter
         self.tensor: Tensor = parameter.detach().to(dtype).requires_grad_()
-        self.seen = parameter._version
+        self.copied = version(parameter)
 
     @torch.no_grad()
     def copy(self) -> None:
         """Take the parameter's values."""
         self.tensor.copy_(self.parameter)
-        self.seen = self.parameter._version
+        self.copied = version(self.parameter)
 
     def refresh(self) -> None:
         """Take them if somebody has changed the parameter, as loading a checkpoint does. Optimizers leave no such trace: they
         write the copy as well, or have it taken."""
-        if self.parameter._version != self.seen:
+        if version(self.parameter) != self.copied:
             self.copy()
 
 

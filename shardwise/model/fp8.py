@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from shardwise import torch_private
 from shardwise.model.fp8_matrix import Fp8Matrix
 from shardwise.model.layers import Gemm, Linear
 from shardwise.model.quantize import (
@@ -45,7 +46,7 @@ def scaled_mm(
     """`left` [m, k] times `right` [n, k] turned, both in 8 bits and by rows; `fast` accumulates in fewer bits."""
     if not left.is_cuda:  # PyTorch has it for CPUs, a thousand times slower than plain operations
         return scaled_mm_reference(left, right.t(), *scales, dtype)
-    return torch._scaled_mm(left, right.t(), *scales, out_dtype=dtype, use_fast_accum=fast)
+    return torch_private.scaled_mm(left, right.t(), *scales, out_dtype=dtype, use_fast_accum=fast)
 
 
 class ScaledMM(Protocol):
@@ -71,8 +72,8 @@ class LastQuantized:
         """What `make` makes of it, which must be the same function each time."""
         if torch.compiler.is_compiling():
             return make(x)
-        if self.made is None or self.seen is None or self.seen() is not x or self.version != x._version:
-            self.made, self.version = make(x), x._version
+        if self.made is None or self.seen is None or self.seen() is not x or self.version != torch_private.version(x):
+            self.made, self.version = make(x), torch_private.version(x)
             self.seen = weakref.ref(x, self._forget)
         return self.made
 

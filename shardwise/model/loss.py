@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shardwise.model.layers import Gemm, at_least_float32
 from shardwise.run.derive import CHUNK_BYTES, chunk_rows
+from shardwise.torch_private import foreach_mul_
 
 IGNORE_INDEX = -100
 
@@ -78,7 +79,7 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         dx, dw = ctx.saved_tensors
         # In place: nothing else holds them, and the matrix's is one of the largest tensors there are.
-        torch._foreach_mul_([dw], grads[0].to(dw.dtype))  # several times as fast as `mul_` with a scalar of the device
+        foreach_mul_([dw], grads[0].to(dw.dtype))  # several times as fast as `mul_` with a scalar of the device
         return dx.mul_(grads[0]), dw.to(ctx.dtype), None, None, None, None
 
 

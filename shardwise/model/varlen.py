@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shardwise.torch_private import flash_attention_forward
+
 
 class VarlenMask(NamedTuple):
     """Queries attend to their own document up to themselves, or to the last `window` positions of it."""
@@ -52,7 +54,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, varlen: VarlenMask, scale:
         return varlen_attention_reference(q, k, v, varlen, scale)
     cu_seqlens, length = _cu_seqlens(varlen, q), q.shape[1]
     window = (varlen.window - 1, 0) if varlen.window else (None, None)
-    out, *_ = torch.ops.aten._flash_attention_forward(
+    out, *_ = flash_attention_forward(
         q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_seqlens, cu_seqlens, length, length, 0.0, True, False,
         scale=scale, window_size_left=window[0], window_size_right=window[1],
     )  # fmt: skip

@@ -35,6 +35,7 @@ from shardwise.plan.cost.stages import layers_of_stages
 from shardwise.run import Run
 from shardwise.run.derive import chunks_loss, compiles, keeps_compute_copies, tunes_gemms, uses_varlen_attention
 from shardwise.schedules import make_schedule
+from shardwise.torch_private import cache_custom_autograd_functions, is_persistent
 
 
 @dataclass
@@ -119,12 +120,7 @@ def _stage(run: Run, layers: range, first: bool, last: bool) -> Transformer:
 
 def compiled(forward: Callable[..., Any], accumulates: bool) -> Callable[..., Any]:
     """A layer compiled; sums made by products where those are this project's own."""
-    from torch._functorch import config
-
-    # Layers with an autograd function of this project's (8 bits) may be kept for the next start too: what a function does, both
-    # ways, is in the graph that they are found by.
-    if hasattr(config, "autograd_cache_allow_custom_autograd_functions"):
-        config.autograd_cache_allow_custom_autograd_functions = True
+    cache_custom_autograd_functions()
     if not accumulates:
         return torch.compile(forward)
     from shardwise.model.gemm.accumulate import ACCUMULATE  # which loads the compiler
@@ -151,9 +147,7 @@ def _materialize(module: nn.Module, prefix: str, run: Run, mesh: Mesh, device: t
     for owner in module.modules():
         for leaf, buffer in list(owner.named_buffers(recurse=False)):
             if buffer.is_meta:
-                owner.register_buffer(
-                    leaf, torch.zeros_like(buffer, device=device), leaf not in owner._non_persistent_buffers_set
-                )
+                owner.register_buffer(leaf, torch.zeros_like(buffer, device=device), is_persistent(owner, leaf))
 
 
 def _shard(name: str, parameter: Tensor) -> Split | None:

@@ -28,6 +28,7 @@ from shardwise.parallel.collectives import Group
 from shardwise.parallel.tensor import ReplicatedKVLinear
 from shardwise.run import Run
 from shardwise.run.derive import uses_fp8_all_gather
+from shardwise.torch_private import foreach_copy_, foreach_norm, sharded_parameters
 
 
 class Shard:
@@ -114,29 +115,27 @@ class Scales:
             (place, shard.rows) for place, shard in zip(amax.unbind(), self.shards, strict=True) if shard.rows.numel()
         ]
         if here:
-            sizes = torch._foreach_norm([rows for _, rows in here], float("inf"))
-            torch._foreach_copy_([place for place, _ in here], list(sizes))
+            sizes = foreach_norm([rows for _, rows in here], float("inf"))
+            foreach_copy_([place for place, _ in here], list(sizes))
         if self.group is not None:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
-        torch._foreach_copy_([shard.amax for shard in self.shards], list(amax.unbind()))
-        torch._foreach_copy_([shard.scale for shard in self.shards], list(scale_of(amax, E4M3).unbind()))
+        foreach_copy_([shard.amax for shard in self.shards], list(amax.unbind()))
+        foreach_copy_([shard.scale for shard in self.shards], list(scale_of(amax, E4M3).unbind()))
 
 
 def enable_fp8_all_gather(block: nn.Module, run: Run, scales: Scales, ranks: int) -> None:
     """Make `fully_shard` gather the matrices of a block that multiply in 8 bits as such."""
     assert isinstance(block, FSDPModule)
-    group = block._get_fsdp_state()._fsdp_param_group
-    for parameter in group.fsdp_params if group is not None else ():
-        info = parameter._module_info
-        linear = isinstance(info.module, Linear) and info.param_name == "weight"
-        # Where a rank uses a part of a matrix only, it takes it of the wide one.
-        if not linear or isinstance(info.module, ReplicatedKVLinear):
+    for parameter in sharded_parameters(block):
+        linear = isinstance(parameter.module, Linear) and parameter.name == "weight"
+        # Where a rank uses some rows of a matrix only, it takes them of the high-precision one.
+        if not linear or isinstance(parameter.module, ReplicatedKVLinear):
             continue
-        rows, columns = parameter._orig_size
+        rows, columns = parameter.shape
         if not uses_fp8_all_gather(run, rows, columns, ranks):
             continue
         if run.train.fp8 == "tensorwise":
-            scales.shards.append(TensorWiseShard(parameter._sharded_local_tensor))
+            scales.shards.append(TensorWiseShard(parameter.shard))
         else:
-            RowWiseShard(parameter._sharded_local_tensor)
-        parameter._init_extensions()  # looks again whether the shard has something to say
+            RowWiseShard(parameter.shard)
+        parameter.extend()

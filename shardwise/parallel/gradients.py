@@ -23,6 +23,7 @@ from shardwise.model.compute_copy import ComputeCopy
 from shardwise.parallel.collectives import Group
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.split import Split
+from shardwise.torch_private import foreach_mul_, foreach_norm
 
 
 def local(x: Tensor) -> Tensor:
@@ -107,7 +108,7 @@ def squared_norm(held: Iterable[LocalParameter], mesh: Mesh, device: torch.devic
     for copies, gradients in by_copies.items():
         for same in _by_dtype(gradients):
             wide = torch.promote_types(same[0].dtype, torch.float32)
-            total += torch.stack(torch._foreach_norm(same, dtype=wide)).double().square().sum() / copies
+            total += torch.stack(foreach_norm(same, dtype=wide)).double().square().sum() / copies
     return total
 
 
@@ -116,4 +117,4 @@ def scale_gradients(gradients: Iterable[Tensor | None], factor: Tensor) -> None:
     """All gradients times one number."""
     some = [g for g in gradients if g is not None and g.numel()]
     if some:
-        torch._foreach_mul_(some, factor.to(some[0]))
+        foreach_mul_(some, factor.to(some[0]))

@@ -35,6 +35,7 @@ from shardwise.parallel.fp8_all_gather import Scales, enable_fp8_all_gather
 from shardwise.parallel.mesh import Mesh
 from shardwise.run import Run
 from shardwise.run.derive import shard_dim
+from shardwise.torch_private import reduce_sharded_gradients
 
 
 def uses_ddp(mesh: Mesh) -> bool:
@@ -139,10 +140,9 @@ def _add_in(dtype: torch.dtype, group: Group, bucket: Any) -> torch.futures.Futu
 
 
 def reduce_deferred_gradients(model: nn.Module) -> None:
-    """Scatter the gradients that backward passes have gathered up unreduced.
+    """Reduce-scatter the gradients that split backward passes have accumulated.
 
-    Backward passes split into input and weight parts finish a weight's gradient outside of the passes that `fully_shard`
-    watches, so its reduction is started by hand, the way PyTorch's own pipelining does it.
+    A deferred weight gradient is finished outside of the passes that `fully_shard` watches, so its reduction is started by hand.
     """
     if not isinstance(model, FSDPModule):
         return
@@ -150,12 +150,4 @@ def reduce_deferred_gradients(model: nn.Module) -> None:
         module.set_is_last_backward(True)
         module.set_reshard_after_backward(True, recurse=False)
         module.set_requires_gradient_sync(True, recurse=False)
-    state = fully_shard.state(model)  # type: ignore[attr-defined]
-    for each in state._state_ctx.all_states:
-        if each._fsdp_param_group:
-            for parameter in each._fsdp_param_group.fsdp_params:
-                # Gradients put off to the very end come in the narrow dtype, beside others already widened for the sum.
-                parameter.accumulate_unsharded_grad_if_needed()
-                parameter.to_accumulated_grad_if_needed()
-            each._fsdp_param_group.post_backward()
-    state._root_post_backward_final_callback()
+    reduce_sharded_gradients(model)

@@ -50,12 +50,9 @@ def remember_collectives(environment: Mapping[str, str]) -> None:
 
 def recorded() -> list[dict[str, Any]]:
     """The recorder's entries, oldest first."""
-    import torch
+    from shardwise.torch_private import flight_record
 
-    bindings = torch._C._distributed_c10d
-    # Named after NCCL until it learned of other backends.
-    dump = getattr(bindings, "_dump_fr_trace_json", None) or getattr(bindings, "_dump_nccl_trace_json", None)
-    return json.loads(dump(True, False)).get("entries", []) if dump is not None else []
+    return json.loads(flight_record()).get("entries", [])
 
 
 def arrivals(mesh: Mesh, pipeline: Pipeline, now_ns: int) -> list[Arrival]:

@@ -23,7 +23,7 @@ class TrainObjective(Objective):
 
     @abstractmethod
     def token_arrays(self, batch: Batch) -> dict[str, np.ndarray]:
-        """What `loss` needs of each token, arrays [rows, sequence]: they are cut over microbatches and context ranks as tokens are."""
+        """What `loss` needs of each token, as arrays [rows, sequence]; they are cut as tokens are."""
 
     @abstractmethod
     def count(self, batch: Batch) -> float:
