@@ -47,9 +47,7 @@ disabled_torch_function = torch._C._disabled_torch_function_impl
 
 def wrapper_subclass(cls: type, like: Tensor, dtype: torch.dtype) -> Any:
     """A tensor subclass without memory, of the shape and device of another."""
-    return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-        cls, like.shape, strides=like.stride(), dtype=dtype, device=like.device
-    )
+    return torch.Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=dtype, device=like.device)
 
 
 def version(x: Tensor) -> int:
@@ -78,7 +76,7 @@ def observed_resizes(resized: Callable[[UntypedStorage], Any]) -> Iterator[None]
         resized(storage)
         return result
 
-    UntypedStorage.resize_ = observed  # type: ignore[method-assign]
+    UntypedStorage.resize_ = observed  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

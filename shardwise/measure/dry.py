@@ -21,13 +21,13 @@ from shardwise.train.step import TrainState
 
 def _even(counts: Tensor, total: int) -> list[list[int]]:
     """What the host would read of an even load."""
-    rows, pieces = counts.shape
-    return [[total // pieces + (n < total % pieces) for n in range(pieces)] for _ in range(rows)]
+    rows, parts = counts.shape
+    return [[total // parts + (n < total % parts) for n in range(parts)] for _ in range(rows)]
 
 
 @contextlib.contextmanager
 def dry_rank(run: Run, rank: int) -> Iterator[TrainState]:
-    """The trainee of one rank, without data."""
+    """The train state of one rank, without data."""
     world = run.layout.world
     if world > 1 or run.layout.offload:
         fake_process_group(rank, world)

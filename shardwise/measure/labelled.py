@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,22 +136,23 @@ def _modules(names: dict[nn.Module, str], stack: contextlib.ExitStack) -> None:
             opened.pop().__exit__(None, None, None)
 
         stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
-        # Also when a repeated pass leaves the module as soon as it has what it needs.
+        # Also when a recomputed pass leaves the module as soon as it has what it needs.
         stack.callback(module.register_forward_hook(after, always_call=True).remove)
 
 
 def _sharded(model: Transformer, names: dict[nn.Module, str], stack: contextlib.ExitStack) -> None:
     """What `fully_shard` does in the backward pass."""
     for module, group in sharded_groups(model):
-        name = names.get(module, ROOT)
-        stack.enter_context(sharded_backward_inside(group, lambda name=name: span("module", name)))
+        stack.enter_context(sharded_backward_inside(group, partial(span, "module", names.get(module, ROOT))))
 
 
 def _accumulated(model: Transformer, stack: contextlib.ExitStack) -> None:
     """What adds a gradient to those of the microbatches before, which is a node of autograd without a number: of each whole
     parameter, which `fully_shard` has made once a pass has run."""
     owners = {module: name for name, module in model.named_modules()}
-    whole = {p: name.rpartition(".")[0] for name, p in model.named_parameters() if not isinstance(p, DTensor)}
+    whole: dict[Tensor, str] = {
+        p: name.rpartition(".")[0] for name, p in model.named_parameters() if not isinstance(p, DTensor)
+    }
     whole |= {parameter: owners[module] for module, parameter in unsharded_parameters(model)}
     for parameter, name in whole.items():
         if parameter.requires_grad:

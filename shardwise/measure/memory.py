@@ -1,11 +1,11 @@
 """Counts what holds memory on one rank during one real step of training: bytes by owner.
 
-What stays between steps (parameters, gradients, optimizer) is found by walking over the trainee. What comes and goes is
+What stays between steps (parameters, gradients, optimizer) is found by walking over the train state. What comes and goes is
 found by the lifetime of storages: a dispatch mode sees every tensor that an operator gives back, also in backward passes, and
 a weak reference to its storage tells when it dies. So views and in-place results count once, and tensors without data
 (`FakeTensorMode`) count as if they had it. What a stage has saved for the backward pass of a microbatch is what its forward
 pass made, or was given by another stage, and left alive; without the parameters that `fully_shard` gathered for it.
-Storages made outside of PyTorch's dispatcher are not seen: arrays taken over from NumPy, and what kernels and
+Storages made outside of PyTorch's dispatcher are not counted: arrays taken over from NumPy, and what kernels and
 communication libraries hold inside. On CUDA the peak is that of the allocator, which sees them.
 """
 
@@ -120,14 +120,14 @@ class Storages(TorchDispatchMode):
 def parameters_of(train_state: TrainState) -> list[Tensor]:
     """Parameters as this rank holds them for good."""
     copies = [
-        held.compute_copy.tensor.detach() for held in train_state.parallel.parameters if held.compute_copy is not None
+        each.compute_copy.tensor.detach() for each in train_state.parallel.parameters if each.compute_copy is not None
     ]
-    return [held.parameter.detach() for held in train_state.parallel.parameters] + copies
+    return [each.parameter.detach() for each in train_state.parallel.parameters] + copies
 
 
 def gradients_of(train_state: TrainState) -> list[Tensor | None]:
     """Gradients of those."""
-    return [held.leaf.grad for held in train_state.parallel.parameters]
+    return [each.leaf.grad for each in train_state.parallel.parameters]
 
 
 def optimizer_of(train_state: TrainState) -> list[Tensor]:
@@ -206,7 +206,7 @@ class StepMemory(Observer):
         pipeline, numbers = self.train_state.parallel.pipeline, self.storages.numbers
         stages = pipeline.stages.values()
         waiting = (each for stage in stages for taken in stage.deferred.values() for each in taken)
-        deferred = numbers(x for each in waiting for x in (each.weight, *each.kept))
+        deferred = numbers(x for each in waiting for x in (each.weight, *each.saved))
         deferred -= numbers((*parameters_of(self.train_state), *gathered_of(self.train_state)))
         ends = numbers(x for stage in stages for xs in (*stage.roots.values(), stage.inputs.values()) for x in xs)
         sent = numbers(x for x, _ in pipeline.channel.sending) - ends

@@ -44,7 +44,7 @@ def module_names(train_state: TrainState) -> dict[nn.Module, str]:
 
 
 class ModuleWork(WorkCounter):
-    """Adds up the operations of a trainee's steps by module."""
+    """Adds up the operations of a train state's steps by module."""
 
     def __init__(self, train_state: TrainState) -> None:
         super().__init__(train_state)
@@ -125,9 +125,9 @@ def module_activations(train_state: TrainState, batch: Batch) -> dict[str, int]:
     storages = NamedStorages(module_names(train_state))
     step = StepMemory(train_state, storages)
     train_state.optimizer.zero_grad()
-    kept: list[Tensor] = [*parameters_of(train_state), *optimizer_of(train_state)]
-    kept += [buffer for model in train_state.parallel.models for buffer in model.buffers()]
-    for x in kept:
+    persistent: list[Tensor] = [*parameters_of(train_state), *optimizer_of(train_state)]
+    persistent += [buffer for model in train_state.parallel.models for buffer in model.buffers()]
+    for x in persistent:
         storages.follow(storage_of(x))
     with storages, storages.watching(), following(step):
         train_state.train_step(batch)

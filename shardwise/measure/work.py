@@ -1,12 +1,12 @@
 """Counts the operations of a rank as it executes them, by part of the network and pass, in the planner's convention.
 
-Matrix products are seen by the dispatcher. A product of the forward pass tells its weight; in the backward pass a product with
-that weight makes the gradient of an input, and the other one of the same autograd node that of the weight. A forward
-pass inside of a backward pass is recomputation. Attention is counted where the network calls it, by the pairs of query and
-key that its mask lets through, whatever kernel computes it: twice as much backward as forward.
+A dispatch mode counts GEMMs. One of the forward pass names its weight; in the backward pass a GEMM with that weight makes the
+gradient of an input, and the other one of the same autograd node that of the weight. A forward pass inside of a backward pass is
+recomputation. Attention is counted where the network calls it, by the pairs of query and key that its mask allows, whatever kernel
+computes it: twice as much backward as forward.
 
 All other operators are counted by the bytes of what they read and write: lookups, norms, activations, casts and sums, and the
-optimizer's. Backward, autograd's nodes are numbered as the forward pass made them, which tells their part; what stands between
+optimizer's. Backward, autograd's nodes are numbered as the forward pass made them, so their part is known; what stands between
 the parts (the residual stream) is the network's.
 """
 
@@ -24,12 +24,12 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.ledger import Work
-from shardwise.model.attention import DotProductAttention, GroupedAttention, LatentAttention, Mask
+from shardwise.model.attention import DotProductAttention, GroupedAttention, LatentAttention
 from shardwise.model.layers import FeedForward, Linear, Norm
 from shardwise.model.moe import Experts, Router
 from shardwise.model.quantize import scaled_mm_reference
 from shardwise.model.transformer import Transformer
-from shardwise.model.varlen import VarlenMask
+from shardwise.model.varlen import Mask, VarlenMask
 from shardwise.parallel.context import RingAttention
 from shardwise.parallel.observer import Observer
 from shardwise.plan.trainer.work import CONVENTION
@@ -144,9 +144,9 @@ class WorkCounter(TorchDispatchMode, Observer):
         for name, parameter in model.named_parameters():
             if not isinstance(parameter, DTensor):
                 self._remember(self.parameters, parameter, name)
-        for held in self.train_state.parallel.parameters:
-            if held.compute_copy is not None:
-                self._remember(self.parameters, held.compute_copy.tensor, held.name)
+        for each in self.train_state.parallel.parameters:
+            if each.compute_copy is not None:
+                self._remember(self.parameters, each.compute_copy.tensor, each.name)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -165,7 +165,7 @@ class WorkCounter(TorchDispatchMode, Observer):
         self.open.callback(after.remove)
 
     def _mark(self, module: nn.Module, part: str) -> None:
-        """Around the forward of a leaf, which runs also when a module above it is repeated."""
+        """Around the forward of a leaf, which runs also when a module above it is recomputed."""
         inner = module.forward
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -199,7 +199,7 @@ class WorkCounter(TorchDispatchMode, Observer):
                 and self.inside
                 and self._part_of(self.parameters, args[0]) is not None
             ):
-                # A weight cast for its product, which a repeated pass may leave before it is made.
+                # A weight cast for its product, which a recomputed pass may leave before it is made.
                 self._remember(self.weights, out, self.inside[-1])
             self._moved(sum(x.numel() * x.element_size() for x in tree_leaves((args, out)) if isinstance(x, Tensor)))
         return out
@@ -249,7 +249,7 @@ class WorkCounter(TorchDispatchMode, Observer):
             self._add(part or UNKNOWN, "backward_weight", flops)
 
     def _quantized(self, x: Tensor, forms: list[Tensor]) -> None:
-        """What a weight or an input was quantised or turned to stands for it."""
+        """What a weight or an input was quantised or transposed to stands for it."""
         part = self._part_of(self.weights, x)
         if part is None and self.inside:
             part = self.inside[-1]
@@ -284,7 +284,7 @@ class WorkCounter(TorchDispatchMode, Observer):
             if isinstance(mask, VarlenMask):
                 pairs = varlen_pairs(mask, *q.shape[:2])
             else:
-                pairs = q.shape[0] * pairs_seen(q.shape[1], k.shape[1], mask)
+                pairs = q.shape[0] * attended_pairs(q.shape[1], k.shape[1], mask)
             flops = 2.0 * q.shape[2] * pairs * (q.shape[3] + v.shape[3])
             part = self._attending()
             # Before the call, which a recomputed pass may leave as soon as it has what it needs.
@@ -319,10 +319,10 @@ def _rows_taken(first: Tensor, second: Tensor, ends: Tensor, *_: Any) -> float:
     return 1.0 if _is_fake(ends) or not rows else ends[-1].item() / rows
 
 
-def block_flops(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> float:
+def block_flops(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> float:
     """Operations of some queries on some keys, forward."""
     length, keys = q.shape[2], k.shape[2]
-    pairs = length * keys if seen is None else pairs_seen(length, keys, seen)
+    pairs = length * keys if mask is None else attended_pairs(length, keys, mask)
     return 2.0 * q.shape[0] * q.shape[1] * pairs * (q.shape[3] + v.shape[3])
 
 
@@ -331,14 +331,14 @@ def varlen_pairs(varlen: VarlenMask, rows: int, length: int) -> float:
     sizes = np.full(rows, length)
     if varlen.cu_seqlens is not None and not _is_fake(varlen.cu_seqlens):
         sizes = np.diff(varlen.cu_seqlens.cpu().numpy())
-    narrow = np.minimum(sizes, varlen.window or length).astype(float)
-    return float((narrow * (narrow + 1) / 2 + narrow * (sizes - narrow)).sum())
+    window = np.minimum(sizes, varlen.window or length).astype(float)
+    return float((window * (window + 1) / 2 + window * (sizes - window)).sum())
 
 
-def pairs_seen(queries: int, keys: int, mask: Tensor | None) -> float:
+def attended_pairs(queries: int, keys: int, mask: Tensor | None) -> float:
     """Pairs of a query and a key it sees, of one sequence on average: under the causal mask, or a given one.
 
-    A mask without data, in a dry run, is a causal one: of a square piece its triangle, of a part of the sequence that was
+    A mask without data, in a dry run, is a causal one: of a square block its triangle, of a part of the sequence that was
     dealt out evenly that part of the triangle.
     """
     if mask is None or (_is_fake(mask) and queries == keys):

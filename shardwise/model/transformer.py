@@ -14,12 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.model.attention import GroupedAttention, LatentAttention, Mask, MaskBuilder
+from shardwise.model.attention import GroupedAttention, LatentAttention, MaskBuilder
 from shardwise.model.cache import Cache, LayerCache
 from shardwise.model.layers import FeedForward, Linear, make_norm
 from shardwise.model.loss import LinearCrossEntropy
 from shardwise.model.moe import MoE
 from shardwise.model.rope import Rope, rope_cos_sin
+from shardwise.model.varlen import Mask
 from shardwise.run import ModelConfig
 
 Finish = Callable[[Tensor, Tensor], Tensor]

@@ -70,8 +70,8 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
         apply_context(model, mesh, layout.context_method)
         apply_expert(model, mesh, layout.expert_tensor, run.train.seq_len)
         if run.train.fp8 != "none":
-            narrow = tuned_scaled_mm if tunes_gemms(run, gpu=gpu) else scaled_mm
-            use_fp8(model.layers, run.train.fp8, gemm, narrow)
+            fp8_gemm = tuned_scaled_mm if tunes_gemms(run, gpu=gpu) else scaled_mm
+            use_fp8(model.layers, run.train.fp8, gemm, fp8_gemm)
         if compiles(run, gpu=gpu):
             for block in model.layers.values():
                 block.forward = compiled(block.forward, accumulates=tunes_gemms(run, gpu=gpu))
@@ -100,7 +100,7 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
             )
     pipeline = Pipeline(stages, schedule, mesh, layout.zero, sharder.scales, observers)
     models = [stage.model for stage in stages.values()]
-    return Parallel(mesh, models, pipeline, parameters, _tied_group(run, mesh, schedule.placement))  # type: ignore[arg-type]
+    return Parallel(mesh, models, pipeline, parameters, _tied_group(run, mesh, schedule.placement))
 
 
 def _stage(run: Run, layers: range, first: bool, last: bool) -> Transformer:
@@ -119,7 +119,7 @@ def _stage(run: Run, layers: range, first: bool, last: bool) -> Transformer:
 
 
 def compiled(forward: Callable[..., Any], accumulates: bool) -> Callable[..., Any]:
-    """A layer compiled; sums made by products where those are this project's own."""
+    """A layer compiled; GEMMs of this project accumulate into sums that follow them."""
     cache_custom_autograd_functions()
     if not accumulates:
         return torch.compile(forward)
@@ -131,7 +131,7 @@ def compiled(forward: Callable[..., Any], accumulates: bool) -> Callable[..., An
 @torch.no_grad()
 def _materialize(module: nn.Module, prefix: str, run: Run, mesh: Mesh, device: torch.device) -> None:
     """Give a module's meta parameters this rank's part of their initial values, and its buffers zeros."""
-    wide = torch.float64 if run.train.dtype == "float64" else torch.float32
+    dtype = torch.float64 if run.train.dtype == "float64" else torch.float32
     place = {axis: (mesh.size(axis), mesh.index(axis)) for axis in ("tensor", "expert")}
     empty = [
         (owner, leaf, f"{prefix}{owner_name}.{leaf}" if owner_name else f"{prefix}{leaf}", tuple(parameter.shape))
@@ -143,7 +143,7 @@ def _materialize(module: nn.Module, prefix: str, run: Run, mesh: Mesh, device: t
     for (owner, leaf, name, _), value in zip(empty, values, strict=True):
         mine = part(value, splits(run.model, run.layout, name), place)
         # A copy, so that the whole value can be let go.
-        owner.register_parameter(leaf, nn.Parameter(mine.to(device, wide, copy=True).contiguous()))
+        owner.register_parameter(leaf, nn.Parameter(mine.to(device, dtype, copy=True).contiguous()))
     for owner in module.modules():
         for leaf, buffer in list(owner.named_buffers(recurse=False)):
             if buffer.is_meta:
@@ -151,7 +151,7 @@ def _materialize(module: nn.Module, prefix: str, run: Run, mesh: Mesh, device: t
 
 
 def _shard(name: str, parameter: Tensor) -> Split | None:
-    """How `fully_shard` has cut a parameter; the last dimension of its mesh is the one that shares."""
+    """How `fully_shard` has cut a parameter; the last dimension of its mesh is the sharded one."""
     if not isinstance(parameter, DTensor):
         return None
     placement = parameter.placements[-1]

@@ -1,19 +1,19 @@
-"""Expert parallelism: experts are dealt out over ranks, and tokens travel to their experts and back by all-to-all.
+"""Expert parallelism: experts are divided over ranks, and tokens travel to their experts and back by all-to-all.
 
-A rank holds 1/e of the experts. Traffic of a rank for each mixture layer and microbatch: rows of `hidden` numbers, forward
-those it does not keep and, back, those it did for others; backward the same. That is (tokens x k x hidden) x (e-1)/e numbers
-four times when the load is even; besides one all-to-all of counts, (e-1)/e of `experts` int64 numbers. No token is dropped
-unless a capacity is set: then each sequence gives an expert at most ceil(capacity x sequence x k / experts) tokens, the
-earliest ones, whatever the layout.
+A rank holds 1/e of the experts. Traffic of a rank for each MoE layer and microbatch: dispatch sends the rows of its tokens whose
+experts are elsewhere, combine those it computed for others; backward the same. With an even load that is four times
+(tokens x k x hidden) x (e-1)/e elements, and one all-to-all of counts, (e-1)/e of `experts` int64. No token is dropped unless a
+capacity is set: then each sequence gives an expert at most ceil(capacity x sequence x k / experts) tokens, the earliest ones,
+whatever the layout.
 
-With expert tensor parallelism the experts' inner width is cut over the tensor ranks too: a piece of the sequence is gathered
-before and scattered after, as for dense layers and besides what shared experts gather and scatter, and with it the k choices
-(int64) and weights of each token, the weights' gradients scattered. Without it each tensor rank sends the tokens of its own
-piece, holds its experts whole, and their gradients are all-reduced over the tensor ranks once a step (`gradients.py`).
+With expert tensor parallelism the experts' inner width is cut over the tensor ranks too. The sequence is then all-gathered before
+and reduce-scattered after, as for dense layers and besides what shared experts do, and with it the k choices (int64) and weights
+of each token; the weights' gradients are reduce-scattered. Without it each tensor rank sends the tokens of its shard of the
+sequence and holds its experts whole; their gradients are all-reduced over the tensor ranks once a step (`gradients.py`).
 
-Balance statistics are those of whole sequences, so 2 x batch x experts numbers are all-reduced over the ranks that share one
-(context x tensor) for each mixture layer and microbatch; with a capacity the k choices (int64) of its tokens are gathered too.
-Once a step the loads, mixture layers x experts float32 numbers, are all-reduced over replicate, shard x context, and tensor.
+Balance statistics are those of whole sequences, so 2 x batch x experts elements are all-reduced over the ranks that share one
+(context x tensor) for each MoE layer and microbatch; with a capacity the k choices (int64) of its tokens are all-gathered too.
+Once a step the loads, MoE layers x experts in float32, are all-reduced over replicate, shard x context, and tensor.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class ExpertParallelMoE(MoE):
         # Sizes of messages must be known to the host, which waits for them once.
         both = torch.stack((counts, theirs)).view(2, ranks, -1).sum(dim=2)
         sent, received = self.experts.read_counts(both, len(rows))
-        if sum(sent) < len(rows):  # the rest is nobody's
+        if sum(sent) < len(rows):  # the rest belongs to no expert
             rows = rows[: sum(sent)]
         arrived = all_to_all(rows, self.group, received, sent)
         # They arrive by rank and then expert; the experts want them by expert.

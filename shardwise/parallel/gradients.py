@@ -1,10 +1,10 @@
-"""What remains to be done with gradients after the backward pass, whatever the layout: add the parts that several ranks hold,
-take the norm over everything exactly once, scale.
+"""What remains to be done with gradients after the backward pass, whatever the layout: add partial ones over the ranks that hold
+them, take the norm over everything exactly once, scale.
 
 Traffic a step and rank: over t tensor ranks one all-reduce, 2(t-1)/t of the gradients of what is not cut (norms, routers,
-keys and values of fewer heads than ranks, experts without expert tensor parallelism), of its shard where shared; one of the
+keys and values of fewer heads than ranks, experts without expert tensor parallelism), of its shard where sharded; one of the
 embedding's gradient between the first and last stage where it is tied. The norm is a share of each rank (`squared_norm`), which the
-step adds over all ranks: four float64 numbers, the count of tokens and the wish to stop ahead of the passes, then the norm's
+step adds over all ranks: four float64 elements, the count of tokens and the wish to stop ahead of the passes, then the norm's
 share and the loss.
 """
 
@@ -41,7 +41,7 @@ class LocalParameter:
     cut: tuple[Split, ...]
     shard: Split | None  # of what those leave, over "zero" or "expert_shard"; None when every rank holds all of it
     copy_of_other_stage: bool = False
-    compute_copy: ComputeCopy | None = None  # what the products use in its place
+    compute_copy: ComputeCopy | None = None  # what the GEMMs use in its place
 
     @property
     def leaf(self) -> Tensor:
@@ -55,7 +55,7 @@ class LocalParameter:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The groups over which the pieces of this parameter lie."""
+        """The groups over which the shards of this parameter lie."""
         return tuple(split.axis for split in self.cuts)
 
     @property
@@ -77,38 +77,38 @@ def _all_reduce_together(tensors: list[Tensor], group: Group) -> None:
     for same in _by_dtype(tensors):
         flat = torch.cat([t.flatten() for t in same])
         dist.all_reduce(flat, group=group)
-        for t, piece in zip(same, flat.split([t.numel() for t in same]), strict=True):
-            t.copy_(piece.view_as(t))
+        for t, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
+            t.copy_(part.view_as(t))
 
 
-def reduce_partial_gradients(held: Iterable[LocalParameter], mesh: Mesh, tied: Group) -> None:
-    """Bring together the gradients that several ranks hold parts of, beyond what data parallelism has added."""
-    held = list(held)
+def reduce_partial_gradients(parameters: Iterable[LocalParameter], mesh: Mesh, tied: Group) -> None:
+    """Add the gradients of which several ranks hold partial ones, beyond what data parallelism has added."""
+    parameters = list(parameters)
     if mesh.group("tensor") is not None:
-        whole = [h.grad for h in held if all(split.axis != "tensor" for split in h.cut)]
+        whole = [h.grad for h in parameters if all(split.axis != "tensor" for split in h.cut)]
         _all_reduce_together([g for g in whole if g is not None], mesh.group("tensor"))
-    shared = [h.grad for h in held if h.name == "embed.weight" and h.grad is not None]
-    if len(shared) == 2:  # both ends of a tied embedding are on this rank
-        shared[0].add_(shared[1])
-        shared[1].copy_(shared[0])
+    tied_gradients = [h.grad for h in parameters if h.name == "embed.weight" and h.grad is not None]
+    if len(tied_gradients) == 2:  # both ends of a tied embedding are on this rank
+        tied_gradients[0].add_(tied_gradients[1])
+        tied_gradients[1].copy_(tied_gradients[0])
     elif tied is not None:
-        _all_reduce_together([g for g in shared if g is not None], tied)
+        _all_reduce_together(tied_gradients, tied)
 
 
 @torch.no_grad()
-def squared_norm(held: Iterable[LocalParameter], mesh: Mesh, device: torch.device) -> Tensor:
-    """This rank's share of the squared norm of the whole model's gradient: added over all ranks, each number counts once."""
-    by_copies: dict[int, list[Tensor]] = {}
-    for h in held:
+def squared_norm(parameters: Iterable[LocalParameter], mesh: Mesh, device: torch.device) -> Tensor:
+    """This rank's share of the squared norm of the whole model's gradient: added over all ranks, each element counts once."""
+    by_replicas: dict[int, list[Tensor]] = {}
+    for h in parameters:
         gradient = h.grad
         if gradient is not None and not h.copy_of_other_stage:
-            pieces = math.prod(mesh.size(axis) for axis in h.axes)
-            by_copies.setdefault(mesh.layout.world // (mesh.layout.pipeline * pieces), []).append(gradient)
+            shards = math.prod(mesh.size(axis) for axis in h.axes)
+            by_replicas.setdefault(mesh.layout.world // (mesh.layout.pipeline * shards), []).append(gradient)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for copies, gradients in by_copies.items():
+    for replicas, gradients in by_replicas.items():
         for same in _by_dtype(gradients):
-            wide = torch.promote_types(same[0].dtype, torch.float32)
-            total += torch.stack(foreach_norm(same, dtype=wide)).double().square().sum() / copies
+            dtype = torch.promote_types(same[0].dtype, torch.float32)
+            total += torch.stack(foreach_norm(same, dtype=dtype)).double().square().sum() / replicas
     return total
 
 

@@ -1,14 +1,14 @@
 """Tensor parallelism (Shoeybi et al. 2019) with sequence parallelism (Korthikanti et al. 2022): matrices are cut into columns,
-then rows, over ranks that talk fast; between them each rank keeps a piece of the sequence, so norms and the residual stream
+then rows, over ranks with a fast network; between them each rank holds a shard of the sequence, so norms and the residual stream
 are split too. Embedding, head and cross-entropy are cut by vocabulary: logits are never gathered.
 
 Parameters and activations fall by t. Traffic of a rank for each layer and microbatch, forward: two all-gathers and two reduce-
-scatters of its piece, each (t-1)/t of batch x sequence x hidden numbers; backward the same again, and when the block is
-recomputed both gathers and the first scatter once more (the second ends the block, and nothing needs its result). Embedding
-and head together: a gather and a scatter forward, and the same backward. Loss: 2(t-1)/t of 3 x batch x sequence numbers, all-
-reduced in two messages. Once a step the gradients of what is not cut (`gradients.py`).
-Parameters here are plain tensors holding this rank's part (`split.py`), not DTensors: a vocabulary that does not divide, cut
-again by `fully_shard`, is a layout DTensor does not have, and activations need no dispatch through it.
+scatters, each (t-1)/t of batch x sequence x hidden elements; backward the same, and when the block is recomputed both all-gathers
+and the first reduce-scatter once more (the second ends the block, and nothing needs its result). Embedding and head together: an
+all-gather and a reduce-scatter forward, and the same backward. Loss: 2(t-1)/t of 3 x batch x sequence elements, all-reduced in two
+messages. Once a step the gradients of what is not cut (`gradients.py`).
+Parameters are plain tensors holding this rank's shard (`split.py`), not DTensors: a vocabulary that does not divide, cut once more
+by `fully_shard`, is a layout DTensor does not have, and activations need no dispatch through it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shardwise.parallel.split import bounds
 
 
 class RowParallelLinear(Linear):
-    """A matrix cut by rows: products are partial sums, added over ranks and scattered along the sequence."""
+    """A matrix cut by rows: its results are partial sums, reduce-scattered along the sequence."""
 
     group: Group = None
 
@@ -48,7 +48,7 @@ class RowParallelLinear(Linear):
 
 
 class OverlappedRowParallelLinear(RowParallelLinear):
-    """The same, its sums scattered while it is still multiplied."""
+    """The same, reduce-scattered while it is still multiplied."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = GemmReduceScatter.apply(x, self.weight.to(x.dtype), self.group)
@@ -56,7 +56,7 @@ class OverlappedRowParallelLinear(RowParallelLinear):
 
 
 class ReplicatedKVLinear(Linear):
-    """Keys or values when there are fewer heads than ranks: the whole matrix is kept and one head's rows are used."""
+    """Keys or values when there are fewer heads than ranks: the whole matrix is replicated and one head's rows are used."""
 
     rows: slice = slice(None)
 
@@ -142,7 +142,7 @@ class VocabParallelCrossEntropy(nn.Module):
 
 
 def local_sequence(x: Tensor, mesh: Mesh) -> Tensor:
-    """This tensor rank's piece of a sequence [batch, sequence, …]."""
+    """This tensor rank's shard of a sequence [batch, sequence, …]."""
     return x.chunk(mesh.size("tensor"), dim=1)[mesh.index("tensor")]
 
 

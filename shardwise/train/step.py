@@ -1,10 +1,10 @@
 """One training step: microbatches forward and backward, gradients clipped, parameters updated, on any layout.
 
-The loss is the sum over all tokens of the global batch divided by their number, so one batch of 8 and 8 accumulated
-batches of 1 give the same gradient. That number is added over the ranks while the passes run, and the gradients are corrected
-as they are clipped; loss and norm follow in one message. With the count travels whether any rank was told to stop, so that
-all of them end after the same step. Parameters, gradients and optimizer are float32 for 16-bit arithmetic. On a GPU nothing here
-waits for the device, unless a guard must see the loss first: the host is free to prepare what comes next.
+The loss is the objective's: a sum over all tokens of the global batch divided by what it counts, so one batch of 8 and 8
+accumulated batches of 1 give the same gradient. The count is added over the ranks while the passes run, and the gradients are
+corrected as they are clipped; loss and norm follow in one message. With the count travels whether any rank was asked to stop, so
+that all of them end after the same step. Parameters, gradients and optimizer are float32 for 16-bit arithmetic. On a GPU nothing
+here waits for the device, unless a guard must see the loss first: the host is free to prepare what comes next.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class TrainState:
             torch.use_deterministic_algorithms(True)
         self.mesh = mesh or Mesh(run.layout, self.device.type)
         self.dtype: torch.dtype = getattr(torch, run.train.dtype)
-        self.wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.loss_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.parallel = apply(run, self.mesh, self.device)
         self.observers = self.parallel.pipeline.observers
         self.optimizer = Optimizer(self.parallel.parameters, self.mesh, run.train, self.observers)
@@ -119,8 +119,10 @@ class TrainState:
         self.step = 0
         self.tokens = 0
         self.history = History()
-        self.tuner: Tuning | None = None  # what chooses between algorithms before a step (see `tune.py`)
-        self.replay: Callable[[Batch], Tensor] | None = None  # what runs the passes in their place (see `replay.py`)
+        self.tuner: Tuning | None = None  # what chooses between algorithms before a step (see `tune_gemms.py`)
+        self.replay: Callable[[Batch], Tensor] | None = (
+            None  # what runs the passes in their place (see `cuda_graph.py`)
+        )
         check_repeatable(self)
 
     @property
@@ -160,7 +162,7 @@ class TrainState:
         with phase("clip"):
             square = squared_norm(self.parallel.parameters, self.mesh, self.device)
         sums = self._begin_sum(torch.stack((square, loss.double() / layout.tensor)))
-        # Copies need not hear from each other to know the norm: then the message travels while the optimizer works.
+        # Replicas of DDP have the same gradients and so the same norm: then the message travels while the optimizer works.
         square = square * layout.world if uses_ddp(self.mesh) else sums()[0]
         count = counted()[0].clamp(min=1)
         with phase("clip"):
@@ -201,7 +203,7 @@ class TrainState:
             model.eval()
         ranks, at_once = self.run.layout.data_ranks, self.run.train.microbatch * self.run.accumulation
         share = numbers[self.mesh.data_index :: ranks]
-        loss = torch.zeros((), dtype=self.wide, device=self.device)
+        loss = torch.zeros((), dtype=self.loss_dtype, device=self.device)
         counted = 0.0
         for start in range(0, -(-len(numbers) // ranks), at_once):
             own = share[start : start + at_once]
@@ -213,10 +215,10 @@ class TrainState:
         return (self._whole_loss(loss) / self._over_data(counted)).item()
 
     def refresh(self) -> None:
-        """Bring copies of parameters up to date."""
-        for held in self.parallel.parameters:
-            if held.compute_copy is not None:
-                held.compute_copy.refresh()
+        """Bring compute copies of parameters up to date."""
+        for each in self.parallel.parameters:
+            if each.compute_copy is not None:
+                each.compute_copy.refresh()
 
     def _stream(self) -> Tensor:
         """Shape and dtype of what travels between stages for one microbatch."""
