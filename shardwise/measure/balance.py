@@ -7,29 +7,26 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.model.moe import Router
 from shardwise.train.step import TrainState
 
 
-def _dealt_out(router: Router, forward: Any) -> Any:
-    def routed(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        weights, chosen, auxiliary = forward(x)
-        places = torch.arange(chosen.numel(), device=chosen.device).view_as(chosen)
-        return weights, places % router.config.experts, auxiliary
-
-    return routed
+def _round_robin(router: nn.Module, args: Any, routed: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """A forward hook: the choices of a router, replaced by each expert in turn."""
+    assert isinstance(router, Router)
+    weights, chosen, auxiliary = routed
+    order = torch.arange(chosen.numel(), device=chosen.device).view_as(chosen)
+    return weights, order % router.config.experts, auxiliary
 
 
 @contextlib.contextmanager
 def even_routing(train_state: TrainState) -> Iterator[None]:
-    """While it is open, tokens are dealt out to the experts in turn."""
-    kept = [(router, router.forward) for router in train_state.routers]
-    for router, forward in kept:
-        router.forward = _dealt_out(router, forward)  # type: ignore[method-assign]
+    """While it is open, tokens go to the experts in turn."""
+    hooks = [router.register_forward_hook(_round_robin) for router in train_state.routers]
     try:
         yield
     finally:
-        for router, forward in kept:
-            router.forward = forward  # type: ignore[method-assign]
+        for hook in hooks:
+            hook.remove()

@@ -1,7 +1,7 @@
 """How fast ranks talk: every collective over message sizes, in the columns and conventions of nccl-tests.
 
 Bytes are those of the whole buffer (the gathered output of an all-gather, the whole input of a reduce-scatter), `count` the
-numbers of one rank's share where the buffer is shared out. `algbw` is bytes over time; `busbw` what the busiest link carried
+elements of one rank's share where the buffer is divided. `algbw` is bytes over time; `busbw` what the busiest link carried
 (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md), which can be compared over numbers of ranks. In `send`
 every rank sends to the next and receives from the one before, as a pipeline does.
 """

@@ -1,8 +1,8 @@
-"""How long a network's operations between its products really take: norms, rotations, activations and the loss.
+"""How long a network's elementwise operations between its GEMMs really take: norms, rope, activations and the loss.
 
-To the planner they are bytes at the speed of a copy. Here each runs as the model has it, forward and backward, and is kept
-beside the bytes that the planner counts for it; so what a norm of many small operations or a CPU's exponentials cost beyond
-a copy is known.
+To the planner they are bytes at the speed of a copy. Here each runs as the model has it, forward and backward, and is recorded
+beside the bytes that the planner counts for it, which shows what a norm of many small operations or a CPU's exponentials cost
+beyond a copy.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shardwise.hardware import CHIPS, attention_flops
 from shardwise.hardware.attention import Kernel
+from shardwise.torch_private import fused_sdp_choice, scaled_mm
 
 Point = dict[str, Any]
 Work = Callable[[], object]
@@ -129,7 +130,7 @@ def _product(m: int, n: int, k: int, dtype: str, device: torch.device) -> Work:
     x, weight = _random(m, k, dtype=dtype, device=device), _random(n, k, dtype=dtype, device=device)
     if dtype == "fp8":
         one = torch.ones((), device=device)
-        return lambda: torch._scaled_mm(x, weight.t(), one, one, out_dtype=torch.bfloat16)
+        return lambda: scaled_mm(x, weight.t(), one, one, out_dtype=torch.bfloat16)
     return lambda: F.linear(x, weight)
 
 
@@ -222,7 +223,7 @@ def attention_shapes(cuda: bool, quick: bool) -> list[tuple[int, int, int, int]]
 
 def chosen_backend(q: Tensor) -> SDPBackend:
     """Which implementation PyTorch takes for causal attention of this shape, as it does in training."""
-    return SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True))
+    return SDPBackend(fused_sdp_choice(q, q, q, is_causal=True))
 
 
 def attention_points(watch: Stopwatch, allowance: Allowance, dtypes: Iterable[str], quick: bool) -> list[Point]:

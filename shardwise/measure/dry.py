@@ -8,42 +8,42 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from unittest import mock
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardwise.model import moe
+from shardwise.model.moe import Experts
 from shardwise.parallel.mesh import Mesh
 from shardwise.run import Run
+from shardwise.torch_private import fake_process_group, fake_tensors
 from shardwise.train.step import TrainState
 
 
 def _even(counts: Tensor, total: int) -> list[list[int]]:
     """What the host would read of an even load."""
-    rows, pieces = counts.shape
-    return [[total // pieces + (n < total % pieces) for n in range(pieces)] for _ in range(rows)]
+    rows, parts = counts.shape
+    return [[total // parts + (n < total % parts) for n in range(parts)] for _ in range(rows)]
 
 
 @contextlib.contextmanager
 def dry_rank(run: Run, rank: int) -> Iterator[TrainState]:
-    """The trainee of one rank, without data."""
+    """The train state of one rank, without data."""
     world = run.layout.world
     if world > 1 or run.layout.offload:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+        fake_process_group(rank, world)
     try:
         mesh = Mesh(run.layout)
         if dist.is_initialized():  # PyTorch's device meshes need the numbers in their tensors
             for axis in ("zero", "expert_shard"):
                 mesh.sharding(axis)
-        with (
-            FakeTensorMode(allow_non_fake_inputs=True),
-            mock.patch.object(moe, "on_host", _even),
-            mock.patch.object(TrainState, "_usable", return_value=(True, False)),
-        ):
-            yield TrainState(run, mesh)
+        with fake_tensors():
+            train_state = TrainState(run, mesh)
+            train_state.checks_overflow = False
+            for model in train_state.parallel.models:
+                for module in model.modules():
+                    if isinstance(module, Experts):
+                        module.read_counts = _even
+            yield train_state
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

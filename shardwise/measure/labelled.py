@@ -1,37 +1,40 @@
-"""Labels on the steps of a trainee while a profile is recorded: actions, phases, modules and messages (`shardwise.labels`).
+"""Labels on the steps of a train state while a profile is recorded: actions, phases, modules and messages (`shardwise.labels`).
 
-They are put on from outside and taken off again, so a run without a profiler executes the same code as ever and pays nothing.
-A module's label lies around its forward pass with everything that hooks do for it, also where the pass is repeated. Backward,
-autograd numbers its nodes as the forward pass made them, which tells their module to a reader of the profile; so only what
-no number tells is labelled there: gradients added to those of microbatches before, those of weights that were put off, and
-what `fully_shard` gathers and scatters. A compiled block is one label, since a compiler would have to look into others.
+An observer, hooks and kernels of collectives put them on and are taken off again, so a run without a profiler pays nothing.
+A module's label lies around its forward pass with everything that hooks do for it, also where the pass is recomputed. Backward,
+autograd numbers its nodes as the forward pass made them, so a reader of the profile knows their module. Only what has no number
+is labelled there: gradients added to those of earlier microbatches, deferred weight gradients, and what `fully_shard` gathers
+and scatters. A compiled block is one label, since labels inside of it would be compiled too.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._profiler import _RecordFunctionFast
 from torch.distributed.tensor import DTensor
 
 from shardwise.labels import label
 from shardwise.ledger import AXIS_OF
-from shardwise.measure.module_work import ROOT, module_names, repeated_modules
+from shardwise.measure.module_work import ROOT, module_names
 from shardwise.measure.traffic import TrafficCounter
 from shardwise.model.transformer import Transformer
-from shardwise.parallel import pipeline as pipeline_module
-from shardwise.parallel.pipeline import DeferredGradient
-from shardwise.parallel.shard import sharded_modules
+from shardwise.parallel.observer import Observer
 from shardwise.run.derive import compiles
 from shardwise.schedules import Action
-from shardwise.train import optimizer as optimizer_module
-from shardwise.train import step as step_module
+from shardwise.torch_private import (
+    below_autograd,
+    close_library,
+    fast_record_function,
+    sharded_backward_inside,
+    sharded_groups,
+    unsharded_parameters,
+)
 from shardwise.train.step import TrainState
 
 SENDING = ("allreduce_", "_allgather_base_", "allgather_", "_reduce_scatter_base_", "alltoall_base_", "send",
@@ -43,7 +46,7 @@ SENDING = ("allreduce_", "_allgather_base_", "allgather_", "_reduce_scatter_base
 def span(kind: str, *words: object) -> Any:
     """A label around what happens while it is open: a microsecond, a tenth of `torch.profiler.record_function`, as there are
     hundreds of them in a pass."""
-    return _RecordFunctionFast(label(kind, *words))
+    return fast_record_function(label(kind, *words))
 
 
 @contextlib.contextmanager
@@ -59,7 +62,7 @@ def labelled_messages(train_state: TrainState) -> Iterator[TrafficCounter]:
     def kernel(operator: Any) -> Callable[..., Any]:
         def within(*args: Any) -> Any:
             sent = counter.count(str(operator), args)
-            with torch._C._AutoDispatchBelowAutograd():
+            with below_autograd():
                 if sent is None:
                     return operator(*args)
                 axis, operation, size = sent
@@ -75,7 +78,7 @@ def labelled_messages(train_state: TrainState) -> Iterator[TrafficCounter]:
                     library.impl(name, kernel(getattr(torch.ops.c10d, name).default), f"Autograd{device}")
         yield counter
     finally:
-        library._destroy()
+        close_library(library)
 
 
 def labelled_modules(train_state: TrainState) -> dict[nn.Module, str]:
@@ -90,59 +93,34 @@ def labelled_modules(train_state: TrainState) -> dict[nn.Module, str]:
 
 @contextlib.contextmanager
 def labelled(train_state: TrainState) -> Iterator[TrafficCounter]:
-    """While it is open, steps of a trainee carry labels; what is given counts what they send."""
+    """While it is open, steps carry labels; what is given counts what they send."""
     with contextlib.ExitStack() as stack:
         names = labelled_modules(train_state)
-        _wrap(train_state.parallel.pipeline, "_execute", _of_action, stack)
-        _phases(train_state, stack)
+        stack.enter_context(train_state.observers.watched_by(Labels(names)))
         _modules(names, stack)
-        stack.enter_context(repeated_modules(lambda module: span("module", names.get(module, ROOT))))
-        _wrap(pipeline_module, "compute_weight_gradient", _of_weight, stack)
         for model in train_state.parallel.models:
             _accumulated(model, stack)
             _sharded(model, names, stack)
         yield stack.enter_context(labelled_messages(train_state))
 
 
-def _wrap(where: Any, name: str, words: Callable[..., tuple[str, object]], stack: contextlib.ExitStack) -> None:
-    """Label the calls of a function or method; `words` makes the label of a call's arguments."""
-    inner = getattr(where, name)
+class Labels(Observer):
+    """Labels around actions, phases, deferred weight gradients and recomputed modules."""
 
-    def within(*args: Any, **kwargs: Any) -> Any:
-        with span(*words(*args)):
-            return inner(*args, **kwargs)
+    def __init__(self, names: dict[nn.Module, str]) -> None:
+        self.names = names
 
-    stack.enter_context(mock.patch.object(where, name, within))
+    def action(self, action: Action) -> Any:
+        return span("action", action)
 
+    def phase(self, name: str) -> Any:
+        return span("phase", "optimizer" if name == "balance" else name)
 
-def _always(kind: str, word: str) -> Callable[..., tuple[str, object]]:
-    return lambda *_: (kind, word)
+    def weight_gradient(self, module: str) -> Any:
+        return span("module", module)
 
-
-def _of_action(action: Action, *_: Any) -> tuple[str, object]:
-    return "action", action
-
-
-def _of_weight(deferred: DeferredGradient) -> tuple[str, object]:
-    return "module", deferred.name
-
-
-def _phases(train_state: TrainState, stack: contextlib.ExitStack) -> None:
-    for where, name, phase in (
-        (train_state, "_begin_sum", "gradients"),
-        (train_state, "microbatches", "data"),
-        (train_state.optimizer, "zero_grad", "gradients"),
-        (pipeline_module, "reduce_deferred_gradients", "gradients"),
-        (step_module, "reduce_partial_gradients", "gradients"),
-        (step_module, "squared_norm", "clip"),
-        (train_state, "_norm_and_factor", "clip"),
-        (optimizer_module, "scale_gradients", "clip"),
-        (train_state.optimizer, "step", "optimizer"),
-        (train_state, "_add_loads", "optimizer"),
-    ):
-        _wrap(where, name, _always("phase", phase), stack)
-    for router in train_state.routers:
-        _wrap(router, "rebalance", _always("phase", "optimizer"), stack)
+    def recompute(self, module: nn.Module) -> Any:
+        return span("module", self.names.get(module, ROOT))
 
 
 def _modules(names: dict[nn.Module, str], stack: contextlib.ExitStack) -> None:
@@ -158,34 +136,24 @@ def _modules(names: dict[nn.Module, str], stack: contextlib.ExitStack) -> None:
             opened.pop().__exit__(None, None, None)
 
         stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
-        # Also when a repeated pass leaves the module as soon as it has what it needs.
+        # Also when a recomputed pass leaves the module as soon as it has what it needs.
         stack.callback(module.register_forward_hook(after, always_call=True).remove)
 
 
 def _sharded(model: Transformer, names: dict[nn.Module, str], stack: contextlib.ExitStack) -> None:
     """What `fully_shard` does in the backward pass."""
-    for module, group in _shard_groups(model):
-        for method in ("pre_backward", "post_backward"):
-            _wrap(group, method, _always("module", names.get(module, ROOT)), stack)
-
-
-def _shard_groups(model: Transformer) -> Iterator[tuple[nn.Module, Any]]:
-    for module in sharded_modules(model):
-        assert isinstance(module, nn.Module)
-        group = module._get_fsdp_state()._fsdp_param_group
-        if group is not None:
-            yield module, group
+    for module, group in sharded_groups(model):
+        stack.enter_context(sharded_backward_inside(group, partial(span, "module", names.get(module, ROOT))))
 
 
 def _accumulated(model: Transformer, stack: contextlib.ExitStack) -> None:
     """What adds a gradient to those of the microbatches before, which is a node of autograd without a number: of each whole
     parameter, which `fully_shard` has made once a pass has run."""
     owners = {module: name for name, module in model.named_modules()}
-    whole = {p: name.rpartition(".")[0] for name, p in model.named_parameters() if not isinstance(p, DTensor)}
-    for _, group in _shard_groups(model):
-        for sharded in group.fsdp_params:
-            if getattr(sharded, "_unsharded_param", None) is not None:
-                whole[sharded._unsharded_param] = owners[sharded._module_info.module]
+    whole: dict[Tensor, str] = {
+        p: name.rpartition(".")[0] for name, p in model.named_parameters() if not isinstance(p, DTensor)
+    }
+    whole |= {parameter: owners[module] for module, parameter in unsharded_parameters(model)}
     for parameter, name in whole.items():
         if parameter.requires_grad:
             _accumulation(parameter, name or ROOT, stack)

@@ -1,11 +1,11 @@
 """Counts what holds memory on one rank during one real step of training: bytes by owner.
 
-What stays between steps (parameters, gradients, optimizer) is found by walking over the trainee. What comes and goes is
+What stays between steps (parameters, gradients, optimizer) is found by walking over the train state. What comes and goes is
 found by the lifetime of storages: a dispatch mode sees every tensor that an operator gives back, also in backward passes, and
 a weak reference to its storage tells when it dies. So views and in-place results count once, and tensors without data
 (`FakeTensorMode`) count as if they had it. What a stage has saved for the backward pass of a microbatch is what its forward
 pass made, or was given by another stage, and left alive; without the parameters that `fully_shard` gathered for it.
-Storages made outside of PyTorch's dispatcher are not seen: arrays taken over from NumPy, and what kernels and
+Storages made outside of PyTorch's dispatcher are not counted: arrays taken over from NumPy, and what kernels and
 communication libraries hold inside. On CUDA the peak is that of the allocator, which sees them.
 """
 
@@ -15,24 +15,28 @@ import contextlib
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardwise.data.batches import Batch
 from shardwise.model.fp8_matrix import Fp8Matrix
-from shardwise.parallel import pipeline as pipeline_module
-from shardwise.parallel.pipeline import Pipeline
-from shardwise.parallel.shard import sharded_modules
+from shardwise.parallel.observer import Observer
 from shardwise.schedules import Action
+from shardwise.torch_private import (
+    TorchDispatchMode,
+    gathered_tensors,
+    local_shard,
+    observed_resizes,
+    sharded_groups,
+    storage_key,
+    tree_leaves,
+    unreduced_gradients,
+)
 from shardwise.train.step import TrainState
 
 
@@ -40,13 +44,13 @@ def storage_of(x: Tensor) -> UntypedStorage:
     """The memory behind a tensor, behind this rank's part of it where it is spread over ranks."""
     if isinstance(x, Fp8Matrix):
         return x.fp8_data.untyped_storage()
-    return (x._local_tensor if isinstance(x, DTensor) else x).untyped_storage()
+    return local_shard(x).untyped_storage()
 
 
 def unique_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Bytes of the memory behind some tensors, memory that several share counted once."""
     storages = (storage_of(x) for x in tensors if x is not None)
-    return sum({s._cdata: s.nbytes() for s in storages}.values())
+    return sum({storage_key(s): s.nbytes() for s in storages}.values())
 
 
 class Storages(TorchDispatchMode):
@@ -61,20 +65,13 @@ class Storages(TorchDispatchMode):
 
     def __enter__(self) -> Storages:
         # `fully_shard` gives memory back by shrinking storages that stay alive, which no operator sees.
-        resize, follow = UntypedStorage.resize_, self.follow
-
-        def resized(storage: UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            follow(storage)
-            return result
-
-        self.patch = mock.patch.object(UntypedStorage, "resize_", resized)
-        self.patch.start()
+        self.resizes = observed_resizes(self.follow)
+        self.resizes.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self.patch.stop()
+        self.resizes.__exit__(None, None, None)
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operator(*args, **(kwargs or {}))
@@ -85,7 +82,7 @@ class Storages(TorchDispatchMode):
 
     def follow(self, storage: UntypedStorage) -> int:
         """Count a storage, or its new size; gives its number."""
-        place, size = storage._cdata, storage.nbytes()
+        place, size = storage_key(storage), storage.nbytes()
         if place not in self.references:
             self.count += 1
             number = self.count
@@ -112,7 +109,7 @@ class Storages(TorchDispatchMode):
 
     def numbers(self, tensors: Iterable[Tensor]) -> set[int]:
         """Of those storages behind some tensors that are followed."""
-        places = (storage_of(x)._cdata for x in tensors)
+        places = (storage_key(storage_of(x)) for x in tensors)
         return {self.references[place][0] for place in places if place in self.references}
 
     def bytes(self, numbers: Iterable[int]) -> int:
@@ -123,14 +120,14 @@ class Storages(TorchDispatchMode):
 def parameters_of(train_state: TrainState) -> list[Tensor]:
     """Parameters as this rank holds them for good."""
     copies = [
-        held.compute_copy.tensor.detach() for held in train_state.parallel.parameters if held.compute_copy is not None
+        each.compute_copy.tensor.detach() for each in train_state.parallel.parameters if each.compute_copy is not None
     ]
-    return [held.parameter.detach() for held in train_state.parallel.parameters] + copies
+    return [each.parameter.detach() for each in train_state.parallel.parameters] + copies
 
 
 def gradients_of(train_state: TrainState) -> list[Tensor | None]:
     """Gradients of those."""
-    return [held.leaf.grad for held in train_state.parallel.parameters]
+    return [each.leaf.grad for each in train_state.parallel.parameters]
 
 
 def optimizer_of(train_state: TrainState) -> list[Tensor]:
@@ -141,37 +138,21 @@ def optimizer_of(train_state: TrainState) -> list[Tensor]:
 
 def _groups(train_state: TrainState) -> Iterator[Any]:
     """What `fully_shard` knows of the parameters that it gathers together."""
-    for model in train_state.parallel.models:
-        for module in sharded_modules(model):
-            group = module._get_fsdp_state()._fsdp_param_group
-            if group is not None:
-                yield group
+    return (group for model in train_state.parallel.models for _, group in sharded_groups(model))
 
 
 def gathered_of(train_state: TrainState) -> Iterator[Tensor]:
-    """Whole parameters that `fully_shard` has gathered from their shards, and the messages they came in."""
-    for group in _groups(train_state):
-        for parameter in group.fsdp_params:
-            yield from parameter.all_gather_outputs
-            if getattr(parameter, "_unsharded_param", None) is not None:
-                yield parameter._unsharded_param.detach()
-        ahead = getattr(group.comm_ctx, "all_gather_state", None)  # there once a pass has run
-        for result in (group._all_gather_result, ahead.all_gather_result if ahead is not None else None):
-            yield from (x for x in tree_leaves(result and tuple(result)) if isinstance(x, Tensor))
+    """Whole parameters that `fully_shard` has gathered from their shards, and the buffers of the all-gathers."""
+    return (x for group in _groups(train_state) for x in gathered_tensors(group))
 
 
 def unreduced_of(train_state: TrainState) -> Iterator[Tensor | None]:
-    """Gradients that wait to be added over ranks: whole ones, and shards of those that copies have yet to add."""
-    for group in _groups(train_state):
-        yield group._partial_reduce_output
-        for parameter in group.fsdp_params:
-            yield parameter.unsharded_accumulated_grad
-            whole = getattr(parameter, "_unsharded_param", None)
-            yield whole.grad if whole is not None else None
+    """Gradients that wait to be added over ranks: whole ones, and shards of those that replicas have yet to add."""
+    return (x for group in _groups(train_state) for x in unreduced_gradients(group))
 
 
 @dataclass
-class StepMemory:
+class StepMemory(Observer):
     """Follows the actions of a step's schedule."""
 
     train_state: TrainState
@@ -189,11 +170,26 @@ class StepMemory:
     left: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
     """Bytes of each storage that the forward pass of a stage and microbatch left, by its number."""
 
-    def forward(self, action: Action, run: Callable[[], Any]) -> None:
-        """Run a forward pass and see what it leaves."""
-        pipeline, before = self.train_state.parallel.pipeline, set(self.storages.alive)
-        run()
+    @contextlib.contextmanager
+    def action(self, action: Action) -> Iterator[None]:
+        """See what is alive after a pass."""
+        before = set(self.storages.alive)
+        yield
+        if action.kind == "W":  # see `weight_gradients`
+            return
         self.storages.settle()
+        if action.kind == "F":
+            self._note_saved(action, before)
+        self._sample()
+
+    @contextlib.contextmanager
+    def weight_gradients(self) -> Iterator[None]:
+        yield
+        self._sample_gradients()
+
+    def _note_saved(self, action: Action, before: set[int]) -> None:
+        """What a forward pass has left."""
+        pipeline = self.train_state.parallel.pipeline
         made = set(self.storages.alive) - before
         if action.stage:
             made |= self.storages.numbers([pipeline.stages[action.stage].inputs[action.microbatch]])
@@ -205,24 +201,12 @@ class StepMemory:
         sizes = {number: self.storages.bytes([number]) for number in made}
         self.left[action.stage, action.microbatch] = {number: size for number, size in sizes.items() if size}
         self.activations |= made
-        self._sample()
-
-    def backward(self, run: Callable[[], Any]) -> None:
-        """Run a backward pass."""
-        run()
-        self.storages.settle()
-        self._sample()
-
-    def weights(self, run: Callable[[], Any]) -> None:
-        """Run the weights' part of a backward pass."""
-        run()
-        self._sample_gradients()
 
     def _sample(self) -> None:
         pipeline, numbers = self.train_state.parallel.pipeline, self.storages.numbers
         stages = pipeline.stages.values()
         waiting = (each for stage in stages for taken in stage.deferred.values() for each in taken)
-        deferred = numbers(x for each in waiting for x in (each.weight, *each.kept))
+        deferred = numbers(x for each in waiting for x in (each.weight, *each.saved))
         deferred -= numbers((*parameters_of(self.train_state), *gathered_of(self.train_state)))
         ends = numbers(x for stage in stages for xs in (*stage.roots.values(), stage.inputs.values()) for x in xs)
         sent = numbers(x for x, _ in pipeline.channel.sending) - ends
@@ -242,22 +226,15 @@ class StepMemory:
 
 
 @contextlib.contextmanager
-def following(pipeline: Pipeline, step: StepMemory) -> Iterator[None]:
-    """Let every action of a pipeline pass through `step`."""
-    forward, backward, weights = pipeline._forward, pipeline._backward, pipeline_module.compute_deferred
+def following(step: StepMemory) -> Iterator[None]:
+    """While it is open, every action of the pipeline is followed."""
     gc.collect()
     gc.freeze()  # what was there before need not be looked through after every action
-    with (
-        mock.patch.object(pipeline, "_forward", lambda action: step.forward(action, lambda: forward(action))),
-        mock.patch.object(
-            pipeline, "_backward", lambda action, last: step.backward(lambda: backward(action, last=last))
-        ),
-        mock.patch.object(pipeline_module, "compute_deferred", lambda taken: step.weights(lambda: weights(taken))),
-    ):
-        try:
+    try:
+        with step.train_state.observers.watched_by(step):
             yield
-        finally:
-            gc.unfreeze()
+    finally:
+        gc.unfreeze()
 
 
 def measure_memory(train_state: TrainState, batch: Batch) -> dict[str, Any]:
@@ -279,7 +256,7 @@ def measure_memory(train_state: TrainState, batch: Batch) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats(train_state.device)
     for x in (*parameters, *optimizer_of(train_state), *_buffers(train_state)):
         storages.follow(storage_of(x))
-    with storages, following(train_state.parallel.pipeline, step):
+    with storages, following(step):
         train_state.train_step(batch)
     return dict(
         parameters=unique_bytes(parameters),

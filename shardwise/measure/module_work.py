@@ -1,4 +1,4 @@
-"""What each module of a rank's network costs in a step: operations forward, backward and repeated, and the bytes that its forward
+"""What each module of a rank's network costs in a step: operations forward, backward and recomputed, and the bytes that its forward
 pass leaves for the backward pass.
 
 The operations are `WorkCounter`'s, blamed on modules in the place of parts, so their sum is the planner's to the last one.
@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
-from unittest import mock
 
 from torch import Tensor, UntypedStorage, nn
 
@@ -28,9 +26,6 @@ from shardwise.measure.work import WorkCounter
 from shardwise.model.layers import Linear, Norm
 from shardwise.model.moe import Experts, Router
 from shardwise.model.transformer import Transformer
-from shardwise.parallel import pipeline as pipeline_module
-from shardwise.parallel import recompute
-from shardwise.parallel.pipeline import DeferredGradient
 from shardwise.train.step import TrainState
 
 OPTIMIZER = "(phase optimizer)"
@@ -48,43 +43,31 @@ def module_names(train_state: TrainState) -> dict[nn.Module, str]:
     return names
 
 
-@contextlib.contextmanager
-def repeated_modules(within: Any) -> Iterator[None]:
-    """While it is open, what is repeated in the backward pass runs inside of `within(module)`: a repeated module runs without
-    its own hooks; those of the modules inside of it run."""
-    inner = recompute._not_counting
-
-    @contextlib.contextmanager
-    def both(module: nn.Module) -> Iterator[None]:
-        with within(module), inner(module):
-            yield
-
-    with mock.patch.object(recompute, "_not_counting", both):
-        yield
-
-
 class ModuleWork(WorkCounter):
-    """Adds up the operations of a trainee's steps by module."""
+    """Adds up the operations of a train state's steps by module."""
 
     def __init__(self, train_state: TrainState) -> None:
         super().__init__(train_state)
         self.names = module_names(train_state)
         self.update = OPTIMIZER
-
-    def __enter__(self) -> ModuleWork:
-        self.open.enter_context(repeated_modules(self._inside))
-        inner = pipeline_module.compute_weight_gradient
-
-        def deferred(each: DeferredGradient) -> None:
-            with mock.patch.object(self, "_product", lambda *args: self._add(each.name, "backward_weight", args[-1])):
-                inner(each)
-
-        self.open.enter_context(mock.patch.object(pipeline_module, "compute_weight_gradient", deferred))
-        super().__enter__()
-        return self
+        self.deferred = ""  # the matrix whose deferred gradient is computed
 
     @contextlib.contextmanager
-    def _inside(self, module: nn.Module) -> Iterator[None]:
+    def weight_gradient(self, module: str) -> Iterator[None]:
+        self.deferred = module
+        try:
+            yield
+        finally:
+            self.deferred = ""
+
+    def _product(self, first: Tensor, second: Tensor, flops: float) -> None:
+        if self.deferred:
+            self._add(self.deferred, "backward_weight", flops)
+        else:
+            super()._product(first, second, flops)
+
+    @contextlib.contextmanager
+    def recompute(self, module: nn.Module) -> Iterator[None]:
         self.inside.append(self.names[module])
         try:
             yield
@@ -142,11 +125,11 @@ def module_activations(train_state: TrainState, batch: Batch) -> dict[str, int]:
     storages = NamedStorages(module_names(train_state))
     step = StepMemory(train_state, storages)
     train_state.optimizer.zero_grad()
-    kept: list[Tensor] = [*parameters_of(train_state), *optimizer_of(train_state)]
-    kept += [buffer for model in train_state.parallel.models for buffer in model.buffers()]
-    for x in kept:
+    persistent: list[Tensor] = [*parameters_of(train_state), *optimizer_of(train_state)]
+    persistent += [buffer for model in train_state.parallel.models for buffer in model.buffers()]
+    for x in persistent:
         storages.follow(storage_of(x))
-    with storages, storages.watching(), following(train_state.parallel.pipeline, step):
+    with storages, storages.watching(), following(step):
         train_state.train_step(batch)
     found: Counter[str] = Counter()
     for (_, microbatch), sizes in step.left.items():

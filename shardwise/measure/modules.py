@@ -1,7 +1,7 @@
-"""A rank's network as a list of modules with what each costs in a step: parameters, operations by pass, bytes kept, seconds.
+"""A rank's network as a list of modules with what each costs in a step: parameters, operations by pass, bytes saved, seconds.
 
-Numbers are given twice: those of a module itself, and those of all that stands below it. Operations are hardware FLOPs, counted
-with tokens dealt out evenly over experts; seconds are those of kernels on a GPU and of operators on a CPU.
+Costs are given twice: of a module itself, and of all modules inside of it. Operations are hardware FLOPs, counted with tokens
+divided evenly over experts; seconds are those of kernels on a GPU and of operators on a CPU.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Cost:
     parameters: int = 0
     """In the whole model."""
     held: int = 0
-    """Numbers of them on this rank."""
+    """Elements of them on this rank."""
     flops: dict[str, float] = field(default_factory=dict)
     """Operations of a step by pass."""
     activations: int = 0
-    """Bytes that one microbatch keeps for its backward pass."""
+    """Bytes that one microbatch saves for its backward pass."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Of a step, `forward` and `backward`; what is repeated is part of the backward pass."""
+    """Of a step, `forward` and `backward`; what is recomputed is part of the backward pass."""
 
     def add(self, other: Cost) -> None:
         """Take another's numbers to one's own."""

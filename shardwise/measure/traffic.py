@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.ledger import wire_bytes
+from shardwise.torch_private import TorchDispatchMode
 
 Traffic = Counter[tuple[str, str]]  # bytes by axis and operation; they may be fractions
 

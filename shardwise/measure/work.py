@@ -1,12 +1,12 @@
 """Counts the operations of a rank as it executes them, by part of the network and pass, in the planner's convention.
 
-Matrix products are seen by the dispatcher. A product of the forward pass tells its weight; in the backward pass a product with
-that weight makes the gradient of an input, and the other one of the same autograd node that of the weight. A forward
-pass inside of a backward pass is recomputation. Attention is counted where the network calls it, by the pairs of query and
-key that its mask lets through, whatever kernel computes it: twice as much backward as forward.
+A dispatch mode counts GEMMs. One of the forward pass names its weight; in the backward pass a GEMM with that weight makes the
+gradient of an input, and the other one of the same autograd node that of the weight. A forward pass inside of a backward pass is
+recomputation. Attention is counted where the network calls it, by the pairs of query and key that its mask allows, whatever kernel
+computes it: twice as much backward as forward.
 
 All other operators are counted by the bytes of what they read and write: lookups, norms, activations, casts and sums, and the
-optimizer's. Backward, autograd's nodes are numbered as the forward pass made them, which tells their part; what stands between
+optimizer's. Backward, autograd's nodes are numbered as the forward pass made them, so their part is known; what stands between
 the parts (the residual stream) is the network's.
 """
 
@@ -14,29 +14,35 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shardwise.ledger import Work
-from shardwise.model import attention
-from shardwise.model.attention import GroupedAttention, LatentAttention
+from shardwise.model.attention import DotProductAttention, GroupedAttention, LatentAttention
 from shardwise.model.layers import FeedForward, Linear, Norm
 from shardwise.model.moe import Experts, Router
 from shardwise.model.quantize import scaled_mm_reference
 from shardwise.model.transformer import Transformer
-from shardwise.model.varlen import VarlenMask
-from shardwise.parallel import context
+from shardwise.model.varlen import Mask, VarlenMask
+from shardwise.parallel.context import RingAttention
+from shardwise.parallel.observer import Observer
 from shardwise.plan.trainer.work import CONVENTION
 from shardwise.run.derive import compiles
+from shardwise.torch_private import (
+    TorchDispatchMode,
+    autograd_node,
+    autograd_sequence,
+    in_backward,
+    operator_of,
+    storage_key,
+    tree_leaves,
+)
 from shardwise.train.step import TrainState
 
 PARTS: tuple[tuple[type | tuple[type, ...], str], ...] = (
@@ -58,7 +64,7 @@ PRODUCTS: dict[Any, tuple[int, int]] = {  # operator to the places of its two op
     torch.ops.shardwise.router_gemm.default: (0, 1),
     torch.ops.shardwise.router_grad_input.default: (0, 1),
     torch.ops.shardwise.router_grad_weight.default: (0, 1),
-    scaled_mm_reference._opoverload: (0, 1),
+    operator_of(scaled_mm_reference): (0, 1),
     torch.ops.shardwise.gemm.default: (0, 1),
     torch.ops.shardwise.gemm_into.default: (0, 1),
     torch.ops.shardwise.gemm_onto.default: (0, 1),
@@ -77,8 +83,8 @@ def as_written(train_state: TrainState) -> contextlib.AbstractContextManager[Any
     return torch.compiler.set_stance("force_eager")
 
 
-class WorkCounter(TorchDispatchMode):
-    """While it is open, adds up the operations of a trainee's steps."""
+class WorkCounter(TorchDispatchMode, Observer):
+    """While it is open, adds up the operations of a train state's steps."""
 
     def __init__(self, train_state: TrainState) -> None:
         super().__init__()
@@ -94,21 +100,17 @@ class WorkCounter(TorchDispatchMode):
         self.parameters: dict[int, tuple[StorageWeakRef, str]] = {}
         self.node: tuple[Any, str] | None = None  # that made the gradient of an input last, and its part
         self.waiting: dict[Any, float] = {}  # gradients of weights, by nodes that have not made that of an input yet
-        self.plain = torch.nn.functional.scaled_dot_product_attention
         self.open = contextlib.ExitStack()
 
     def __enter__(self) -> WorkCounter:
         for model in self.train_state.parallel.models:
             self._watch(model)
-        self.open.enter_context(mock.patch.object(self.train_state.optimizer, "step", self._optimizer_step()))
-        for where, name in (
-            (torch.nn.functional, "scaled_dot_product_attention"),
-            (attention, "varlen_attention"),
-            (context, "attend_block"),
-            (context, "attend_block_backward"),
-        ):
-            counted = getattr(self, f"_{name}")(getattr(where, name))
-            self.open.enter_context(mock.patch.object(where, name, counted))
+            for module in model.modules():
+                if isinstance(module, DotProductAttention):
+                    self._count_attention(module)
+                elif isinstance(module, RingAttention):
+                    self._count_ring(module)
+        self.open.enter_context(self.train_state.observers.watched_by(self))
         super().__enter__()
         return self
 
@@ -142,21 +144,18 @@ class WorkCounter(TorchDispatchMode):
         for name, parameter in model.named_parameters():
             if not isinstance(parameter, DTensor):
                 self._remember(self.parameters, parameter, name)
-        for held in self.train_state.parallel.parameters:
-            if held.compute_copy is not None:
-                self._remember(self.parameters, held.compute_copy.tensor, held.name)
+        for each in self.train_state.parallel.parameters:
+            if each.compute_copy is not None:
+                self._remember(self.parameters, each.compute_copy.tensor, each.name)
 
-    def _optimizer_step(self) -> Callable[..., Any]:
-        inner = self.train_state.optimizer.step
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            self.updating = True
-            try:
-                return inner(*args, **kwargs)
-            finally:
-                self.updating = False
-
-        return watched
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Know when the optimizer works."""
+        before, self.updating = self.updating, self.updating or name == "optimizer"
+        try:
+            yield
+        finally:
+            self.updating = before
 
     def _around(self, module: nn.Module, part: str) -> None:
         """Also products that hooks before the module make."""
@@ -166,16 +165,16 @@ class WorkCounter(TorchDispatchMode):
         self.open.callback(after.remove)
 
     def _mark(self, module: nn.Module, part: str) -> None:
-        """Around the forward of a leaf, which runs also when a module above it is repeated."""
+        """Around the forward of a leaf, which runs also when a module above it is recomputed."""
         inner = module.forward
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             self.inside.append(part)
-            self.made.append((torch._C._autograd._get_sequence_nr(), part))
+            self.made.append((autograd_sequence(), part))
             try:
                 return inner(*args, **kwargs)
             finally:
-                self.made.append((torch._C._autograd._get_sequence_nr(), "network"))
+                self.made.append((autograd_sequence(), "network"))
                 self.inside.pop()
 
         module.forward = watched
@@ -200,14 +199,14 @@ class WorkCounter(TorchDispatchMode):
                 and self.inside
                 and self._part_of(self.parameters, args[0]) is not None
             ):
-                # A weight cast for its product, which a repeated pass may leave before it is made.
+                # A weight cast for its product, which a recomputed pass may leave before it is made.
                 self._remember(self.weights, out, self.inside[-1])
             self._moved(sum(x.numel() * x.element_size() for x in tree_leaves((args, out)) if isinstance(x, Tensor)))
         return out
 
     def _moved(self, size: float) -> None:
         """Bytes that an operator other than a product reads and writes."""
-        backward = torch._C._current_graph_task_id() != -1
+        backward = in_backward()
         if self.inside:
             part, which = self.inside[-1], "recompute" if backward else "forward"
         elif self.updating:
@@ -219,10 +218,10 @@ class WorkCounter(TorchDispatchMode):
 
     def _part_of_node(self) -> str:
         """The part whose forward pass made the node that autograd is at."""
-        node = torch._C._current_autograd_node()
+        node = autograd_node()
         if node is None:
             return "network"
-        at = bisect_right(self.made, node._sequence_nr(), key=lambda mark: mark[0])
+        at = bisect_right(self.made, node[1], key=lambda mark: mark[0])
         return self.made[at - 1][1] if at else "network"
 
     def _product(self, first: Tensor, second: Tensor, flops: float) -> None:
@@ -232,11 +231,9 @@ class WorkCounter(TorchDispatchMode):
         if self.inside:
             self._remember(self.weights, second, self.inside[-1])
             self._remember(self.inputs, first, self.inside[-1])
-            again = torch._C._current_graph_task_id() != -1
-            self._add(self.inside[-1], "recompute" if again else "forward", flops)
+            self._add(self.inside[-1], self._forward_pass(), flops)
             return
-        node = torch._C._current_autograd_node()
-        here = (node.name(), node._sequence_nr()) if node is not None else None
+        here = autograd_node()
         part = self._part_of(self.weights, first) or self._part_of(self.weights, second)
         if part is not None:
             self._add(part, "backward_input", flops)
@@ -252,7 +249,7 @@ class WorkCounter(TorchDispatchMode):
             self._add(part or UNKNOWN, "backward_weight", flops)
 
     def _quantized(self, x: Tensor, forms: list[Tensor]) -> None:
-        """What a weight or an input was quantised or turned to stands for it."""
+        """What a weight or an input was quantised or transposed to stands for it."""
         part = self._part_of(self.weights, x)
         if part is None and self.inside:
             part = self.inside[-1]
@@ -269,62 +266,51 @@ class WorkCounter(TorchDispatchMode):
         known[storage.cdata] = storage, part
 
     def _part_of(self, known: dict[int, tuple[StorageWeakRef, str]], x: Tensor) -> str | None:
-        found = known.get(x.untyped_storage()._cdata)
+        found = known.get(storage_key(x.untyped_storage()))
         return found[1] if found is not None and not found[0].expired() else None
+
+    def _forward_pass(self) -> str:
+        """What a forward pass is, inside of a backward pass."""
+        return "recompute" if in_backward() else "forward"
 
     def _attending(self, backward: bool = False) -> str:
         """The part whose attention runs."""
         return "attention"
 
-    def _scaled_dot_product_attention(self, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """PyTorch's attention, counted: [batch, heads, sequence, width]."""
+    def _count_attention(self, attention: DotProductAttention) -> None:
+        inner = attention.attend
 
-        def counted(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **rest: Any) -> Tensor:
-            pairs = float(q.shape[2] * k.shape[2])
-            if attn_mask is not None or rest.get("is_causal"):
-                pairs = pairs_seen(q.shape[2], k.shape[2], attn_mask)
-            flops = 2.0 * q.shape[0] * q.shape[1] * pairs * (q.shape[3] + v.shape[3])
-            again, part = torch._C._current_graph_task_id() != -1, self._attending()
-            # Before the call, which a repeated pass may leave as soon as it has what it needs.
-            self._add(part, "recompute" if again else "forward", flops)
-            out = inner(q, k, v, attn_mask=attn_mask, **rest)
+        def counted(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+            if isinstance(mask, VarlenMask):
+                pairs = varlen_pairs(mask, *q.shape[:2])
+            else:
+                pairs = q.shape[0] * attended_pairs(q.shape[1], k.shape[1], mask)
+            flops = 2.0 * q.shape[2] * pairs * (q.shape[3] + v.shape[3])
+            part = self._attending()
+            # Before the call, which a recomputed pass may leave as soon as it has what it needs.
+            self._add(part, self._forward_pass(), flops)
+            out = inner(q, k, v, mask, scale)
             if out.requires_grad:
                 out.register_hook(lambda _: self._add(part, "backward_input", 2.0 * flops))
             return out
 
-        return counted
+        attention.attend = counted
+        self.open.callback(lambda: setattr(attention, "attend", inner))
 
-    def _varlen_attention(self, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Attention inside of bounds, [rows, length, heads, width]."""
+    def _count_ring(self, ring: RingAttention) -> None:
+        """Blocks of ring attention, [batch, heads, sequence, width]."""
+        forward, backward = kernels = ring.kernels
 
-        def counted(q: Tensor, k: Tensor, v: Tensor, varlen: VarlenMask, scale: float) -> Tensor:
-            flops = 2.0 * q.shape[2] * varlen_pairs(varlen, *q.shape[:2]) * (q.shape[3] + v.shape[3])
-            again, part = torch._C._current_graph_task_id() != -1, self._attending()
-            self._add(part, "recompute" if again else "forward", flops)
-            with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", self.plain):
-                out = inner(q, k, v, varlen, scale)
-            if out.requires_grad:
-                out.register_hook(lambda _: self._add(part, "backward_input", 2.0 * flops))
-            return out
+        def counted(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Any:
+            self._add(self._attending(), self._forward_pass(), block_flops(q, k, v, mask))
+            return forward(q, k, v, scale, mask)
 
-        return counted
-
-    def _attend_block(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """A piece of ring attention, [batch, heads, sequence, width]."""
-
-        def counted(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> Any:
-            again = torch._C._current_graph_task_id() != -1
-            self._add(self._attending(), "recompute" if again else "forward", block_flops(q, k, v, seen))
-            return inner(q, k, v, scale, seen)
-
-        return counted
-
-    def _attend_block_backward(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(grad: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+        def counted_backward(grad: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
             self._add(self._attending(backward=True), "backward_input", 2.0 * block_flops(q, k, v, rest[-1]))
-            return inner(grad, delta, q, k, v, *rest)
+            return backward(grad, delta, q, k, v, *rest)
 
-        return counted
+        ring.kernels = counted, counted_backward
+        self.open.callback(lambda: setattr(ring, "kernels", kernels))
 
 
 def _rows_taken(first: Tensor, second: Tensor, ends: Tensor, *_: Any) -> float:
@@ -333,10 +319,10 @@ def _rows_taken(first: Tensor, second: Tensor, ends: Tensor, *_: Any) -> float:
     return 1.0 if _is_fake(ends) or not rows else ends[-1].item() / rows
 
 
-def block_flops(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> float:
+def block_flops(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> float:
     """Operations of some queries on some keys, forward."""
     length, keys = q.shape[2], k.shape[2]
-    pairs = length * keys if seen is None else pairs_seen(length, keys, seen)
+    pairs = length * keys if mask is None else attended_pairs(length, keys, mask)
     return 2.0 * q.shape[0] * q.shape[1] * pairs * (q.shape[3] + v.shape[3])
 
 
@@ -345,14 +331,14 @@ def varlen_pairs(varlen: VarlenMask, rows: int, length: int) -> float:
     sizes = np.full(rows, length)
     if varlen.cu_seqlens is not None and not _is_fake(varlen.cu_seqlens):
         sizes = np.diff(varlen.cu_seqlens.cpu().numpy())
-    narrow = np.minimum(sizes, varlen.window or length).astype(float)
-    return float((narrow * (narrow + 1) / 2 + narrow * (sizes - narrow)).sum())
+    window = np.minimum(sizes, varlen.window or length).astype(float)
+    return float((window * (window + 1) / 2 + window * (sizes - window)).sum())
 
 
-def pairs_seen(queries: int, keys: int, mask: Tensor | None) -> float:
+def attended_pairs(queries: int, keys: int, mask: Tensor | None) -> float:
     """Pairs of a query and a key it sees, of one sequence on average: under the causal mask, or a given one.
 
-    A mask without data, in a dry run, is a causal one: of a square piece its triangle, of a part of the sequence that was
+    A mask without data, in a dry run, is a causal one: of a square block its triangle, of a part of the sequence that was
     dealt out evenly that part of the triangle.
     """
     if mask is None or (_is_fake(mask) and queries == keys):

@@ -1,11 +1,13 @@
 """Attention: multi-head and grouped-query (Ainslie et al. 2023), and DeepSeek's latent attention (DeepSeek-V2, 2024).
 
 Both end in `DotProductAttention`, a module without parameters that takes queries, keys and values of whole heads: the one place
-where tokens look at each other, and so the one that splitting a sequence over devices replaces. The number of heads is
-read off the projections' width, so a device that holds a part of the heads runs the same code.
+where tokens look at each other, and so the one that context parallelism replaces. With a KV cache it is the cache that calls it.
+The number of heads is read off the projections' width, so a device that holds a part of the heads runs the same code.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -14,14 +16,14 @@ from torch import Tensor, nn
 from shardwise.model.cache import LayerCache
 from shardwise.model.layers import Linear, Norm
 from shardwise.model.rope import Rope, apply_rope, softmax_scale_factor
-from shardwise.model.varlen import VarlenMask, varlen_attention
+from shardwise.model.varlen import Mask, VarlenMask, varlen_attention
 from shardwise.run import ModelConfig
 
 
 def attention_mask(
     queries: int, documents: Tensor | None, keys: int, window: int, device: torch.device
 ) -> Tensor | None:
-    """Which keys each of the last `queries` positions may see, [batch or 1, 1, queries, keys], or None for plain causal.
+    """Which keys each of the last `queries` positions attends to, [batch or 1, 1, queries, keys], or None for causal attention.
 
     `documents` [batch, keys] numbers the document of each position; attention stays inside a document.
     """
@@ -29,56 +31,59 @@ def attention_mask(
         return None
     key = torch.arange(keys, device=device)
     query = key[keys - queries :, None]
-    seen = key <= query
+    mask = key <= query
     if window:
-        seen = seen & (query - key < window)
-    seen = seen[None, None]
+        mask = mask & (query - key < window)
+    mask = mask[None, None]
     if documents is not None:
-        seen = seen & (documents[:, None, keys - queries :, None] == documents[:, None, None, :])
-    return seen
-
-
-Mask = Tensor | VarlenMask | None
-"""What a query may see: a truth value for every pair, or the bounds of it; None: all before it."""
+        mask = mask & (documents[:, None, keys - queries :, None] == documents[:, None, None, :])
+    return mask
 
 
 class MaskBuilder(nn.Module):
-    """Makes the mask that all layers of a forward pass share. With `bounds` a window needs none: layers are told how wide it is;
-    nor do documents that are given by where they begin."""
+    """Makes the mask that all layers of a forward pass use. Documents given by `cu_seqlens` make a `VarlenMask`; so does, with
+    `varlen`, a sliding window alone."""
 
-    def __init__(self, window: int, bounds: bool = False) -> None:
+    def __init__(self, window: int, varlen: bool = False) -> None:
         super().__init__()
         self.window = window
-        self.bounds = bounds
+        self.varlen = varlen
 
     def forward(self, queries: int, documents: Tensor | None, keys: int, device: torch.device) -> Mask:
         cu_seqlens = documents if documents is not None and documents.dim() == 1 else None
-        narrow = self.bounds and documents is None and queries == keys and 0 < self.window < keys
-        if cu_seqlens is not None or narrow:
+        windowed = self.varlen and documents is None and queries == keys and 0 < self.window < keys
+        if cu_seqlens is not None or windowed:
             return VarlenMask(cu_seqlens, self.window if self.window < keys else 0)
         return attention_mask(queries, documents, keys, self.window, device)
 
 
+def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    """Softmax of scaled scores, of heads laid out [batch, sequence, heads, width]; None as mask means causal."""
+    if isinstance(mask, VarlenMask):
+        return varlen_attention(q, k, v, mask, scale)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=k.shape[2] != q.shape[2],
+    )
+    return out.transpose(1, 2)
+
+
 class DotProductAttention(nn.Module):
-    """Softmax of scaled products, of heads laid out [batch, sequence, heads, width]; None as mask means causal."""
+    """Attention as a module. `attend` computes it: another function may be put in its place."""
+
+    attend: Callable[[Tensor, Tensor, Tensor, Mask, float], Tensor] = staticmethod(dot_product_attention)
 
     def __init__(self, scale: float) -> None:
         super().__init__()
         self.scale = scale
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        if isinstance(mask, VarlenMask):
-            return varlen_attention(q, k, v, mask, self.scale)
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=self.scale,
-            enable_gqa=k.shape[2] != q.shape[2],
-        )
-        return out.transpose(1, 2)
+        return self.attend(q, k, v, mask, self.scale)
 
 
 class GroupedAttention(nn.Module):
@@ -103,15 +108,14 @@ class GroupedAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = apply_rope(q, rope), apply_rope(k, rope)
-        if cache is not None:
-            k, v = cache.extend(k, v)
-        return self.out(self.core(q, k, v, mask).flatten(2))
+        out = self.core(q, k, v, mask) if cache is None else cache.attend(self.core, q, k, v, mask)
+        return self.out(out.flatten(2))
 
 
 class LatentAttention(nn.Module):
-    """Keys and values unfolded from a small latent vector; position enters through a part of its own.
+    """Keys and values unfolded from a small latent vector; position enters through a rotary part of its own.
 
-    The cache keeps only the latent and the one rotated key that all heads share.
+    A KV cache keeps only the latent and the one rotary key that all heads share.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -138,10 +142,17 @@ class LatentAttention(nn.Module):
         q_nope, q_rope = q.split((self.nope_dim, self.rope_dim), dim=-1)
         latent, k_rope = self.kv_down(x).split((self.kv_rank, self.rope_dim), dim=-1)
         latent, k_rope = self.kv_norm(latent), apply_rope(k_rope[:, :, None], rope)
-        if cache is not None:
-            latent, k_rope = cache.extend(latent, k_rope)
-        kv = self.kv(latent).view(batch, latent.shape[1], -1, self.nope_dim + self.v_dim)
+        if cache is None:
+            k, v = self.unfold(latent, k_rope)
+            q = torch.cat((q_nope, apply_rope(q_rope, rope)), dim=-1)
+            out = self.core(q, k, v, mask)
+        else:
+            q = torch.cat((q_nope, apply_rope(q_rope, rope)), dim=-1)
+            out = cache.attend_latent(self.core, self.unfold, q, latent, k_rope, mask)
+        return self.out(out.flatten(2))
+
+    def unfold(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of all heads."""
+        kv = self.kv(latent).view(*latent.shape[:2], -1, self.nope_dim + self.v_dim)
         k_nope, v = kv.split((self.nope_dim, self.v_dim), dim=-1)
-        k = torch.cat((k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)), dim=-1)
-        q = torch.cat((q_nope, apply_rope(q_rope, rope)), dim=-1)
-        return self.out(self.core(q, k, v, mask).flatten(2))
+        return torch.cat((k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)), dim=-1), v

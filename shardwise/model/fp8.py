@@ -1,16 +1,16 @@
-"""Matrix products in 8 bits, in the place of the 16-bit ones inside of blocks. Parameters stay float32 and are quantised from
-there; norms, attention, routers, experts, embedding and head stay as wide as they were, and so do shapes that are not
-multiples of 16, which the hardware does not take.
+"""fp8 GEMMs in the place of the 16-bit ones inside of blocks. Parameters stay float32 and are quantised from there; norms,
+attention, routers, experts, embedding and head keep their precision, and so do shapes that are not multiples of 16, which the
+hardware does not take.
 
-Three products make a step: x Wᵀ, and backward dy W and dyᵀ x. Scales are those of the very numbers multiplied, found anew
-each time. `tensorwise`: one scale a tensor, all three in 8 bits; gradients in e5m2, whose range one scale for all tokens
-needs (Micikevicius et al. 2022). `rowwise`: a scale for each token and each row of the matrix, so that e4m3 has range enough
-for gradients too; the weight's gradient is a sum over all tokens, whose scales would have to be found along the other side of
-both operands, by two more passes over them. So it is left in 16 bits, as in torchao's recipe of that kind: more exact, and a
-third of the products slower, which is the price of this scaling.
-The hardware takes both operands by rows along what is summed over. So dyᵀ x needs both turned, which the same pass that casts
-them does; the backward pass then keeps the turned 8-bit input in the place of the 16-bit one.
-Accumulation is at full width in the backward pass: its sums are long, over all tokens for the weight.
+A step takes three GEMMs: x Wᵀ, and backward dy W and dyᵀ x. Scales are those of the very tensors multiplied, found each time.
+`tensorwise`: one scale a tensor, all three in fp8; gradients in e5m2, whose range one scale for all tokens needs (Micikevicius et
+al. 2022). `rowwise`: a scale for each token and each row of the matrix, so that e4m3 has range enough for gradients too. The
+weight's gradient is a sum over all tokens, whose scales would have to be found along the other side of both operands, by two more
+passes over them. So it stays in 16 bits, as in torchao's recipe of that kind: more exact, and a third of the GEMMs slower, which
+is the price of this scaling.
+The hardware takes both operands by rows along the dimension summed over. So dyᵀ x needs both transposed, which the pass that casts
+them does; the backward pass then saves the transposed fp8 input in the place of the 16-bit one.
+Accumulation is in full precision in the backward pass: its sums are long, over all tokens for the weight.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from shardwise import torch_private
 from shardwise.model.fp8_matrix import Fp8Matrix
 from shardwise.model.layers import Gemm, Linear
 from shardwise.model.quantize import (
@@ -42,14 +43,14 @@ from shardwise.run.derive import FP8_ALIGNMENT
 def scaled_mm(
     left: Tensor, right: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool = False
 ) -> Tensor:
-    """`left` [m, k] times `right` [n, k] turned, both in 8 bits and by rows; `fast` accumulates in fewer bits."""
+    """`left` [m, k] times `right` [n, k] transposed, both fp8 and by rows; `fast` accumulates in lower precision."""
     if not left.is_cuda:  # PyTorch has it for CPUs, a thousand times slower than plain operations
         return scaled_mm_reference(left, right.t(), *scales, dtype)
-    return torch._scaled_mm(left, right.t(), *scales, out_dtype=dtype, use_fast_accum=fast)
+    return torch_private.scaled_mm(left, right.t(), *scales, out_dtype=dtype, use_fast_accum=fast)
 
 
 class ScaledMM(Protocol):
-    """What multiplies two matrices of 8 bits, as the function above does."""
+    """What multiplies two fp8 matrices, as the function above does."""
 
     def __call__(
         self, left: Tensor, right: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool = False
@@ -57,13 +58,13 @@ class ScaledMM(Protocol):
 
 
 class LastQuantized:
-    """What the tensor seen last was quantised to, so that several matrices with one input quantise it once.
+    """What the last tensor was quantised to, so that several matrices with one input quantise it once.
 
     The compiler sees by itself that it would compute the same thing again, so this is for what is not compiled.
     """
 
     def __init__(self) -> None:
-        self.seen: weakref.ref[Tensor] | None = None
+        self.last: weakref.ref[Tensor] | None = None
         self.version = -1
         self.made: tuple[Tensor, ...] | None = None
 
@@ -71,27 +72,27 @@ class LastQuantized:
         """What `make` makes of it, which must be the same function each time."""
         if torch.compiler.is_compiling():
             return make(x)
-        if self.made is None or self.seen is None or self.seen() is not x or self.version != x._version:
-            self.made, self.version = make(x), x._version
-            self.seen = weakref.ref(x, self._forget)
+        if self.made is None or self.last is None or self.last() is not x or self.version != torch_private.version(x):
+            self.made, self.version = make(x), torch_private.version(x)
+            self.last = weakref.ref(x, self._forget)
         return self.made
 
     def forget(self) -> None:
         """Let go of it."""
-        self.made = self.seen = None
+        self.made = self.last = None
 
-    def _forget(self, seen: weakref.ref[Tensor]) -> None:
-        if seen is self.seen:
+    def _forget(self, last: weakref.ref[Tensor]) -> None:
+        if last is self.last:
             self.forget()
 
 
 class Fp8Gemm(Gemm):
-    """A product in 8 bits as autograd takes it; how scales are found is left to the two below."""
+    """An fp8 GEMM as autograd takes it; how scales are found is left to the two below."""
 
-    def __init__(self, wide: Gemm | None = None, narrow: ScaledMM = scaled_mm) -> None:
+    def __init__(self, fallback: Gemm | None = None, multiply_fp8: ScaledMM = scaled_mm) -> None:
         self.learning, self.looking = LastQuantized(), LastQuantized()
-        self.wide = wide or Gemm()  # multiplies what is not in 8 bits
-        self.narrow = narrow  # and what is
+        self.fallback = fallback or Gemm()  # multiplies what is not in fp8
+        self.multiply_fp8 = multiply_fp8  # and what is
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         gemm = self.select(x, weight)
@@ -110,7 +111,7 @@ class Fp8Gemm(Gemm):
 
     def select(self, x: Tensor, weight: Tensor) -> Gemm:
         sides = (x.numel() // x.shape[-1], *weight.shape)
-        return self if all(side and side % FP8_ALIGNMENT == 0 for side in sides) else self.wide
+        return self if all(side and side % FP8_ALIGNMENT == 0 for side in sides) else self.fallback
 
     def forward(self, x: Tensor, weight: Tensor, learns: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Rows of `x` times the matrix; nothing is made for a backward pass unless it `learns`."""
@@ -120,15 +121,15 @@ class Fp8Gemm(Gemm):
 class _Fp8GemmFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, gemm: Fp8Gemm) -> Tensor:
-        out, kept = gemm.forward(x, weight, learns=True)
-        ctx.save_for_backward(*kept)
+        out, saved = gemm.forward(x, weight, learns=True)
+        ctx.save_for_backward(*saved)
         ctx.gemm, ctx.dtype = gemm, weight.dtype
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        grad, kept = ctx.gemm.grad_input(grads[0], ctx.saved_tensors)
-        return grad, ctx.gemm.grad_weight(kept, ctx.dtype), None
+        grad, saved = ctx.gemm.grad_input(grads[0], ctx.saved_tensors)
+        return grad, ctx.gemm.grad_weight(saved, ctx.dtype), None
 
 
 def _size(x: Tensor) -> Tensor:
@@ -137,51 +138,51 @@ def _size(x: Tensor) -> Tensor:
 
 
 def _quantize(x: Tensor, dtype: torch.dtype, transposed: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """A matrix in 8 bits, as it lies and turned, and its one scale."""
+    """A matrix in fp8, as it is and transposed, and its one scale."""
     x = x.reshape(-1, x.shape[-1]).contiguous()
     return cast(x, _size(x), dtype, True, transposed)
 
 
 def _quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A matrix in 8 bits and the scales of its rows; compiled, together with what makes it."""
+    """A matrix in fp8 and the scales of its rows; compiled, together with what makes it."""
     x = x.reshape(-1, x.shape[-1]).contiguous()
     return cast_rows_reference(x, dtype) if torch.compiler.is_compiling() else cast_rows(x, dtype)
 
 
-def _transposed(kept: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """A matrix turned, and its scale: as it was made in the forward pass, or now of one that was gathered in 8 bits."""
-    if len(kept) == 2:
-        return kept[0], kept[1]
-    matrix = kept[0]
+def _transposed(saved: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """A matrix transposed, and its scale: made in the forward pass, or now of one that was gathered in fp8."""
+    if len(saved) == 2:
+        return saved[0], saved[1]
+    matrix = saved[0]
     assert isinstance(matrix, Fp8Matrix)
     return transpose(matrix.fp8_data, matrix.scale)
 
 
 class TensorwiseFp8Gemm(Fp8Gemm):
-    """One scale a tensor; all three products in 8 bits, gradients in e5m2."""
+    """One scale a tensor; all three GEMMs in fp8, gradients in e5m2."""
 
     def forward(self, x: Tensor, weight: Tensor, learns: bool = True) -> tuple[Tensor, tuple[Tensor, ...]]:
         recent = self.learning if learns else self.looking
         x8, x_t, x_scale = recent.of(x, lambda x: _quantize(x, E4M3, learns))
-        if isinstance(weight, Fp8Matrix):  # kept as it came, since who gathered it may let it go in between
+        if isinstance(weight, Fp8Matrix):  # saved as it came, since who gathered it may let it go in between
             w8, w_scale = weight.fp8_data, weight.scale
-            w_kept: tuple[Tensor, ...] = (weight,)
+            w_saved: tuple[Tensor, ...] = (weight,)
         else:
             w8, w_t, w_scale = _quantize(weight, E4M3, learns)
-            w_kept = (w_t, w_scale)
-        out = self.narrow(x8, w8, (x_scale, w_scale), x.dtype, fast=True)
-        return out.view(*x.shape[:-1], -1), (x_t, x_scale, *w_kept)
+            w_saved = (w_t, w_scale)
+        out = self.multiply_fp8(x8, w8, (x_scale, w_scale), x.dtype, fast=True)
+        return out.view(*x.shape[:-1], -1), (x_t, x_scale, *w_saved)
 
-    def grad_input(self, grad: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        x_t, x_scale, *w_kept = kept
-        w_t, w_scale = _transposed(w_kept)
+    def grad_input(self, grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        x_t, x_scale, *w_saved = saved
+        w_t, w_scale = _transposed(w_saved)
         g8, g_t, g_scale = _quantize(grad, E5M2)
-        out = self.narrow(g8, w_t, (g_scale, w_scale), grad.dtype)
+        out = self.multiply_fp8(g8, w_t, (g_scale, w_scale), grad.dtype)
         return out.view(*grad.shape[:-1], -1), (x_t, x_scale, g_t, g_scale)
 
-    def grad_weight(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-        x_t, x_scale, g_t, g_scale = kept
-        return self.narrow(g_t, x_t, (g_scale, x_scale), dtype)
+    def grad_weight(self, saved: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        x_t, x_scale, g_t, g_scale = saved
+        return self.multiply_fp8(g_t, x_t, (g_scale, x_scale), dtype)
 
 
 class RowwiseFp8Gemm(Fp8Gemm):
@@ -191,22 +192,22 @@ class RowwiseFp8Gemm(Fp8Gemm):
         x8, x_scale = self.learning.of(x, lambda x: _quantize_rows(x, E4M3))
         if isinstance(weight, Fp8Matrix):
             w8, w_scale = weight.fp8_data, weight.scale
-            w_kept: tuple[Tensor, ...] = (weight,)
+            w_saved: tuple[Tensor, ...] = (weight,)
         else:
             w8, w_scale = _quantize_rows(weight, E4M3)
-            w_kept = transpose(w8, w_scale) if learns else ()
-        out = self.narrow(x8, w8, (x_scale, w_scale.t()), x.dtype, fast=True)
-        return out.view(*x.shape[:-1], -1), (x, *w_kept)
+            w_saved = transpose(w8, w_scale) if learns else ()
+        out = self.multiply_fp8(x8, w8, (x_scale, w_scale.t()), x.dtype, fast=True)
+        return out.view(*x.shape[:-1], -1), (x, *w_saved)
 
-    def grad_input(self, grad: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        x, *w_kept = kept
-        w_t, w_scale = _transposed(w_kept)
+    def grad_input(self, grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        x, *w_saved = saved
+        w_t, w_scale = _transposed(w_saved)
         g8, g_scale = _quantize_rows(grad, E4M3)
-        out = self.narrow(g8, w_t, (g_scale, w_scale.t()), grad.dtype)
+        out = self.multiply_fp8(g8, w_t, (g_scale, w_scale.t()), grad.dtype)
         return out.view(*grad.shape[:-1], -1), (x, grad)
 
-    def grad_weight(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-        return self.wide.grad_weight(kept, dtype)
+    def grad_weight(self, saved: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        return self.fallback.grad_weight(saved, dtype)
 
 
 GEMMS: dict[str, type[Fp8Gemm]] = {"tensorwise": TensorwiseFp8Gemm, "rowwise": RowwiseFp8Gemm}
@@ -220,9 +221,9 @@ def check_fp8(scaling: str, device: torch.device) -> None:
         raise UserError(Problem(f"{name} multiplies nothing in 8 bits: Ada, Hopper and later do", "train.fp8"))
 
 
-def use_fp8(blocks: nn.Module, scaling: str, wide: Gemm | None = None, narrow: ScaledMM = scaled_mm) -> None:
-    """Put products in 8 bits into the matrices of blocks, made by `narrow`, and a wide one for what they give way to."""
-    gemm = GEMMS[scaling](wide, narrow)
+def use_fp8(blocks: nn.Module, scaling: str, fallback: Gemm | None = None, multiply_fp8: ScaledMM = scaled_mm) -> None:
+    """Give the matrices of blocks fp8 GEMMs, and a fallback for shapes that fp8 does not take."""
+    gemm = GEMMS[scaling](fallback, multiply_fp8)
 
     def forget(*_: Any) -> None:
         if not torch.compiler.is_compiling():

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.model.cache import Cache
+from shardwise.model.cache import ContiguousCache
 from shardwise.model.initialize import generator
 from shardwise.model.transformer import Transformer
 from shardwise.run import UserError
@@ -72,7 +72,7 @@ def generate(
     tokens = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts])
     uneven = bool(pad.any())
     sources = [generator(sampling.seed, f"row {row}") for row in range(len(prompts))]
-    cache = Cache(model.config.layers, len(prompts), longest + max_tokens, device) if use_cache else None
+    cache = ContiguousCache(model.config.layers, len(prompts), longest + max_tokens, device) if use_cache else None
     made: list[list[int]] = [[] for _ in prompts]
     done = [False] * len(prompts)
     for _ in range(max_tokens):

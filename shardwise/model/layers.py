@@ -8,6 +8,7 @@ the dtype of the parameters without an autocast context.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -17,16 +18,16 @@ from shardwise.run import ModelConfig
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """16-bit numbers widened, for arithmetic that 16 bits would spoil; wider ones as they are."""
+    """16-bit tensors in float32, for arithmetic that 16 bits would spoil; others as they are."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 class Gemm:
-    """How matrices are multiplied, here by PyTorch in the dtype of the input: `multiply` and `put` for any two, and for a layer's
-    called as a whole, or in the three steps that training needs apart.
+    """How matrices are multiplied, here by PyTorch in the dtype of the input: `multiply` and `put` take any two. A layer calls it
+    as a whole, or takes the three steps of training apart.
 
-    `forward` gives the result and what the backward pass needs of it; `grad_input` the input's gradient and what the weight's
-    needs; `grad_weight` that, in the dtype of the weight.
+    `forward` gives the result and what the backward pass saves; `grad_input` the input's gradient and what the weight's gradient
+    needs; `grad_weight` that gradient, in the dtype of the weight.
     """
 
     def multiply(self, left: Tensor, right: Tensor) -> Tensor:
@@ -34,7 +35,7 @@ class Gemm:
         return left @ right
 
     def put(self, left: Tensor, right: Tensor, out: Tensor, add: bool = False) -> None:
-        """Put the product of two matrices into one that may be wider than they are, or add it to what is there."""
+        """Write the product of two matrices to one that may have a higher precision, or add it to what is there."""
         if out.dtype == left.dtype and not add:
             torch.mm(left, right, out=out)
         elif out.is_cuda and out.dtype != left.dtype:
@@ -46,31 +47,38 @@ class Gemm:
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     def select(self, x: Tensor, weight: Tensor) -> Gemm:
-        """The product that takes these shapes: this one, or the one it gives way to."""
+        """The GEMM that takes these shapes: this one, or its fallback."""
         return self
 
     def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Rows of `x` times the matrix [out, in]."""
-        narrow = weight.to(x.dtype)
-        return self.multiply(x.flatten(0, -2), narrow.mT).unflatten(0, x.shape[:-1]), (x, narrow)
+        cast = weight.to(x.dtype)
+        return self.multiply(x.flatten(0, -2), cast.mT).unflatten(0, x.shape[:-1]), (x, cast)
 
-    def grad_input(self, grad: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def grad_input(self, grad: Tensor, saved: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The gradient of `x`."""
-        x, weight = kept
+        x, weight = saved
         return self.multiply(grad.flatten(0, -2), weight).view_as(x), (x, grad)
 
-    def grad_weight(self, kept: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    def grad_weight(self, saved: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """The gradient of the matrix."""
-        x, grad = kept
+        x, grad = saved
         return self.multiply(grad.flatten(0, -2).mT, x.flatten(0, -2)).to(dtype)
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` computed in the dtype of its input. `gemm` is what multiplies: another may be put in its place, as may the
-    matrix, by a `compute_copy` copy of it."""
+    """`nn.Linear` computed in the dtype of its input. `gemm` multiplies, and may be replaced; a `compute_copy` is used in the
+    place of the matrix."""
 
     gemm: Gemm = Gemm()
     compute_copy: Tensor | None = None
+
+    @classmethod
+    def taking_over(cls, linear: Linear) -> Self:
+        """A layer of this class in the place of another: the same parameters, multiplied by the same GEMM."""
+        made = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        made.weight, made.bias, made.gemm = linear.weight, linear.bias, linear.gemm
+        return made
 
     def forward(self, x: Tensor) -> Tensor:
         return self.gemm(x, self.weight if self.compute_copy is None else self.compute_copy, self.bias)

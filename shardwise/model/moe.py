@@ -1,14 +1,15 @@
-"""Mixtures of experts: a router sends each token to its top-k feed-forward layers. No token is dropped, unless a capacity is
-set; then a choice that finds its expert full counts nothing.
+"""Mixture of experts (MoE): a router sends each token to its top-k feed-forward layers. No token is dropped, unless a capacity is
+set; then a choice whose expert is full has weight zero.
 
-Tokens are laid in the order of their experts, each expert works on one contiguous piece, and the results return by the
-inverse order: permutations only, so that the sums, and with them two runs, are identical to the bit. On a GPU kernels do the
-laying (`expert_rows.py`) and all experts' products are one, so that the host never waits to learn who chose whom.
+Dispatch lays tokens in the order of their experts, each expert works on contiguous rows, and combine brings the results back by
+the inverse order: permutations only, so that sums, and with them two runs, are identical to the bit. On a GPU kernels dispatch and
+combine (`moe_ops.py`) and one grouped GEMM does all experts, so that the host never waits for the choices.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +37,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.experts, config.hidden))
         if config.router == "sigmoid":
             self.register_buffer("bias", torch.zeros(config.experts))
-        # Tokens each expert was given since the last `rebalance`; not counted while a forward pass is repeated.
+        # Tokens each expert was given since the last `rebalance`; not counted while a forward pass is recomputed.
         self.register_buffer("load", torch.zeros(config.experts), persistent=False)
         self.counting = True
 
@@ -50,8 +51,8 @@ class Router(nn.Module):
         if multiplies(x):
             logits = router_gemm(x.flatten(0, 1), self.weight.mT).unflatten(0, x.shape[:2])
         else:
-            wide = at_least_float32(x)
-            logits = F.linear(wide, self.weight.to(wide.dtype))
+            upcast = at_least_float32(x)
+            logits = F.linear(upcast, self.weight.to(upcast.dtype))
         if c.router == "sigmoid":
             scores = logits.sigmoid()
             choice = scores + self.bias.to(scores.dtype)
@@ -78,7 +79,7 @@ class Router(nn.Module):
         return weights * c.router_scale, chosen, torch.stack((balance, z))
 
     def over_sequence(self, counts: Tensor, probabilities: Tensor, length: int) -> tuple[Tensor, Tensor, int]:
-        """Sums over the tokens seen here [batch, experts] as sums over whole sequences, and their length."""
+        """Sums over this rank's tokens [batch, experts] as sums over whole sequences, and their length."""
         return counts, probabilities, length
 
     def within_capacity(self, chosen: Tensor) -> Tensor:
@@ -92,11 +93,11 @@ class Router(nn.Module):
     def _within_best_groups(self, choice: Tensor) -> Tensor:
         """Only experts in the groups whose two best scores add up highest stay eligible (DeepSeek-V3's node limit)."""
         c = self.config
-        uses_grouped_gemm = choice.unflatten(-1, (c.router_groups, -1))
-        best = uses_grouped_gemm.topk(min(2, uses_grouped_gemm.shape[-1]), dim=-1).values.sum(-1)
+        by_group = choice.unflatten(-1, (c.router_groups, -1))
+        best = by_group.topk(min(2, by_group.shape[-1]), dim=-1).values.sum(-1)
         chosen = best.topk(c.router_top_groups, dim=-1).indices
         eligible = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, chosen, True)
-        return uses_grouped_gemm.masked_fill(~eligible[..., None], float("-inf")).flatten(-2)
+        return by_group.masked_fill(~eligible[..., None], float("-inf")).flatten(-2)
 
     @torch.no_grad()
     def rebalance(self, rate: float) -> None:
@@ -106,8 +107,11 @@ class Router(nn.Module):
         self.load.zero_()
 
 
-def on_host(counts: Tensor, total: int) -> list[list[int]]:
-    """Rows of counts that each add up to `total`, as numbers the host can cut tensors and messages by; it waits for the device."""
+ReadCounts = Callable[[Tensor, int], list[list[int]]]
+
+
+def read_counts(counts: Tensor, total: int) -> list[list[int]]:
+    """Rows of counts that each add up to `total`, as integers the host can cut tensors and messages by; it waits for the device."""
     return counts.tolist()
 
 
@@ -118,23 +122,26 @@ def uses_grouped_gemm(x: Tensor, weight: Tensor) -> bool:
 
 def grouped_gemm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Rows of `x`, each expert's up to its end (int32), times that expert's matrix [out, in]. What is beyond the last end is
-    not computed. Neither the product nor its gradients copy the matrices: all of them take either order of storage."""
+    not computed. Neither the GEMM nor its gradients copy the matrices: all of them take either order of storage."""
     return F.grouped_mm(x, weight.to(x.dtype).transpose(-2, -1), offs=ends)
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, read: ReadCounts = read_counts) -> Tensor:
     """Rows of `x`, `counts[e]` of them for each expert in turn, times that expert's matrix [out, in]."""
     if uses_grouped_gemm(x, weight):
         return grouped_gemm(x, weight, counts.cumsum(0, dtype=torch.int32))
-    sizes = on_host(counts[None], len(x))[0]
-    if sum(sizes) < len(x):  # the rest is nobody's
+    sizes = read(counts[None], len(x))[0]
+    if sum(sizes) < len(x):  # the rest belongs to no expert
         x = x[: sum(sizes)]
-    pieces = zip(x.split(sizes), weight.to(x.dtype).unbind(), strict=True)
-    return torch.cat([F.linear(piece, w) for piece, w in pieces])
+    by_expert = zip(x.split(sizes), weight.to(x.dtype).unbind(), strict=True)
+    return torch.cat([F.linear(rows, matrix) for rows, matrix in by_expert])
 
 
 class Experts(nn.Module):
-    """The routed experts' matrices, stacked [expert, out, in]."""
+    """The routed experts' matrices, stacked [expert, out, in]. `read_counts` brings counts to the host; a dry run, which has no
+    data to read, gives another."""
+
+    read_counts: ReadCounts = staticmethod(read_counts)
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -147,14 +154,15 @@ class Experts(nn.Module):
         """Rows in the order of their experts, `counts` of them for each."""
         if uses_grouped_gemm(x, self.gate):
             return self._grouped(x, counts.cumsum(0, dtype=torch.int32))
-        inner = F.silu(grouped_linear(x, self.gate, counts)) * grouped_linear(x, self.up, counts)
-        return grouped_linear(inner, self.down, counts)
+        read = self.read_counts
+        inner = F.silu(grouped_linear(x, self.gate, counts, read)) * grouped_linear(x, self.up, counts, read)
+        return grouped_linear(inner, self.down, counts, read)
 
     def _grouped(self, x: Tensor, ends: Tensor) -> Tensor:
         if self.gate.dtype == x.dtype:
             gate, up = grouped_gemm(x, self.gate, ends), grouped_gemm(x, self.up, ends)
         else:
-            # Cast side by side, gate and up are one product, and so is the gradient of `x`, which else were a sum of two.
+            # Cast side by side, gate and up are one GEMM, and so is the gradient of `x`, which would otherwise be a sum of two.
             both = torch.cat((self.gate.to(x.dtype), self.up.to(x.dtype)), dim=1)
             gate, up = grouped_gemm(x, both, ends).chunk(2, dim=-1)
         return grouped_gemm(F.silu(gate) * up, self.down, ends)
@@ -205,14 +213,14 @@ class MoE(nn.Module):
     def _forward_within_capacity(self, x: Tensor, weights: Tensor, flat: Tensor) -> Tensor:
         """The same when experts have a capacity: choices without weight are not sent at all."""
         tokens, k = weights.shape
-        kept = weights.detach().flatten().nonzero()[:, 0]
-        order = kept[flat[kept].argsort(stable=True)]
-        counts = flat[kept].bincount(minlength=self.router.config.experts)
+        accepted = weights.detach().flatten().nonzero()[:, 0]
+        order = accepted[flat[accepted].argsort(stable=True)]
+        counts = flat[accepted].bincount(minlength=self.router.config.experts)
         copies = x[:, None].expand(-1, k, -1).reshape(tokens * k, -1)
         done = self.run_experts(copies.index_select(0, order), counts)
         done = torch.zeros_like(copies).index_copy(0, order, done).view(tokens, k, -1)
         return (done * weights[..., None].to(x.dtype)).sum(dim=1)
 
     def run_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Rows in the order of their experts, `counts` of them for each, through those experts; rows beyond are nobody's."""
+        """Rows in the order of their experts, `counts` of them for each, through those experts; rows beyond belong to none."""
         return self.experts(rows, counts)

@@ -1,8 +1,8 @@
-"""The experts that tokens choose, tokens in the order of their experts and back, as operators that a compiler takes whole: what
-runs is `kernels/`, what is here says shapes and gradients. Each choice of each token has a place among the rows; everything else
-follows from the places, so that they alone are kept for the backward pass. How many rows an expert has only the device knows.
+"""Top-k, dispatch and combine of an MoE layer as operators that are opaque to the compiler: `kernels/` has the kernels, this file
+their shapes and gradients. Each choice of each token has a place among the rows; everything else follows from the places, so they
+alone are saved for the backward pass. Only the device knows how many rows an expert has.
 
-The plain implementation of all this is PyTorch's `topk` and `MoE.forward_routed_reference`.
+The reference implementation is PyTorch's `topk` and `MoE.forward_routed_reference`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def has_fused_kernels(x: Tensor) -> bool:
-    """Whether rows like these are moved by the kernels: on a GPU, in what float32 is wide enough to add up."""
+    """Whether rows like these are moved by the kernels: on a GPU, in a dtype that may be added up in float32."""
     return x.is_cuda and x.dtype != torch.float64
 
 
@@ -53,7 +53,7 @@ def _(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     "shardwise::dispatch", mutates_args=(), schema="(Tensor x, Tensor places, SymInt rows) -> Tensor"
 )
 def dispatch(x: Tensor, places: Tensor, rows: int) -> Tensor:
-    """Each token [tokens, width] at each of its places [tokens, k] among so many rows; rows that are nobody's hold anything."""
+    """Each token [tokens, width] at each of its places [tokens, k] among so many rows; rows without a token are undefined."""
     from shardwise.model.kernels.moe_dispatch import dispatch_fused
 
     return dispatch_fused(x, places, rows)

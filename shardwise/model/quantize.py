@@ -1,11 +1,11 @@
-"""Numbers in 8 bits with a scale: what is kept is `x / scale`, rounded to the format.
+"""Quantisation to fp8 with a scale: what is stored is `x / scale`, rounded to the format.
 
-Scales are powers of two, the smallest that bring the largest number into the format's range. A number times such a scale is
-exact, so it is rounded once, wherever and in whatever order it is done: eagerly, compiled, or on a shard of it. A format's
-precision is relative, so nothing is lost by it but up to one power of two of range at the low end (Micikevicius et al. 2022
-describe the formats: e4m3 with three bits of fraction up to 448, e5m2 with two up to 57344).
-Operators are opaque to the compiler, which so computes the same thing of the same tensor only once. Each is a kernel on GPUs
-and plain operations elsewhere; what is not finite stays so.
+Scales are powers of two, the smallest that bring the amax into the format's range. Multiplying by such a scale is exact, so a value
+is rounded once, wherever and in whatever order it is done: eagerly, compiled, or on a shard. A format's precision is relative, so
+nothing is lost but up to one power of two of range at the low end (Micikevicius et al. 2022 describe the formats: e4m3 with three
+bits of fraction up to 448, e5m2 with two up to 57344).
+Operators are opaque to the compiler, which so computes the same thing of the same tensor only once. Each is a kernel on GPUs and
+its reference implementation elsewhere; what is not finite stays so.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al. 2021): pairs of numbers in a head are turned by angles that grow with the position.
+"""Rotary positions (Su et al. 2021): pairs of elements in a head are rotated by angles that grow with the position.
 
 Frequencies may be stretched for contexts longer than the trained one: Llama 3.1's rule by wavelength, or YaRN (Peng et
 al. 2023). Angles are computed in float64 from the positions at each forward pass, so the network keeps no tables that a
@@ -67,8 +67,8 @@ def rope_cos_sin(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> 
 
 
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:
-    """Turn heads [batch, sequence, heads, width]: the first half of the width pairs with the second."""
+    """Rotate heads [batch, sequence, heads, width]: the first half of the width pairs with the second."""
     cos, sin = rope
-    wide = at_least_float32(x)
-    first, second = wide.chunk(2, dim=-1)
-    return (wide * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+    upcast = at_least_float32(x)
+    first, second = upcast.chunk(2, dim=-1)
+    return (upcast * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)

@@ -1,9 +1,9 @@
-"""A router's product on a GPU: tokens of 16 bits times float32 weights, nearly as exact as float32 and as fast as 16 bits.
+"""A router's GEMM on a GPU: 16-bit tokens times float32 weights, nearly as exact as float32 and as fast as 16 bits.
 
-A float32 number is the sum of three numbers of bfloat16, to the last bit. Products of two bfloat16 numbers are exact in float32,
-which is what the tensor cores add them up in. So the three parts of the few weights are laid side by side, one product of
-bfloat16 reads the tokens once, as they are, and three columns are added up for each expert. The plain implementation, in `Router`,
-widens the tokens, keeps the wide copy, and multiplies in float32 without the tensor cores.
+A float32 value is the sum of three bfloat16 values, to the last bit. The product of two bfloat16 values is exact in float32, in
+which the tensor cores accumulate. So the three parts of the few weights are laid side by side, one bfloat16 GEMM reads the tokens
+once, as they are, and three columns are added up for each expert. The reference implementation, in `Router`, casts the tokens to
+float32, saves that copy, and multiplies without the tensor cores.
 """
 
 from __future__ import annotations

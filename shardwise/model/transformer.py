@@ -1,29 +1,36 @@
 """The decoder-only transformer on one device: GPT, Llama, Qwen, Mixtral and DeepSeek are configurations of it.
 
 It knows nothing of parallelism, but names the parts where devices would have to talk to each other, as modules that can be
-replaced: the embedding, attention's `DotProductAttention`, the experts' dispatch, and the loss.
+replaced: the embedding, attention's `DotProductAttention`, the experts' dispatch, and the loss head. Nor does it know what is
+learned: who wants a loss says what is made of the last hidden states.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.model.attention import GroupedAttention, LatentAttention, Mask, MaskBuilder
+from shardwise.model.attention import GroupedAttention, LatentAttention, MaskBuilder
 from shardwise.model.cache import Cache, LayerCache
 from shardwise.model.layers import FeedForward, Linear, make_norm
 from shardwise.model.loss import LinearCrossEntropy
 from shardwise.model.moe import MoE
 from shardwise.model.rope import Rope, rope_cos_sin
+from shardwise.model.varlen import Mask
 from shardwise.run import ModelConfig
+
+Finish = Callable[[Tensor, Tensor], Tensor]
+"""What to make of normed hidden states [batch, sequence, hidden] and the unembedding matrix [vocabulary, hidden]. It is called
+inside of the forward pass, where data parallelism has gathered the matrix."""
 
 
 class Output(NamedTuple):
-    """What a forward pass gives: logits, or the summed loss when there were targets; and for mixtures the summed
-    (balance, z) auxiliary losses, unweighted."""
+    """What a forward pass gives: logits, or what `finish` made; and, with MoE layers, the summed (balance, z) auxiliary losses,
+    unweighted."""
 
     result: Tensor
     auxiliary: Tensor | None
@@ -51,10 +58,10 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Embedding, blocks, norm, head. `dtype` is that of the arithmetic; parameters may be wider.
+    """Embedding, blocks, norm, head. `dtype` is that of the arithmetic; parameters may have a higher precision.
 
-    `first` and `last` say whether the tokens enter here and whether the loss is made here: in a stage of a pipeline one or
-    both are False, what enters or leaves is then the residual stream, and the parts not needed are None.
+    `first` and `last` say whether this is the first and the last stage of a pipeline. Where it is not, the residual stream comes
+    in or goes out, and the modules not needed are None. `loss` is the loss head, of which an objective makes a loss.
     """
 
     embed: nn.Embedding | None
@@ -78,12 +85,12 @@ class Transformer(nn.Module):
     def forward(
         self,
         tokens: Tensor,
-        targets: Tensor | None = None,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         cache: Cache | None = None,
+        finish: Finish | None = None,
     ) -> Output:
-        """Tokens [batch, sequence] to logits, or, with targets, to the sum of their cross-entropies.
+        """Tokens [batch, sequence] to logits, or to what `finish` makes of the last hidden states.
 
         `positions` count from 0 unless given; `documents` numbers the documents packed in a row, which then do not see
         each other, or says where they begin (`VarlenMask`); with a `cache` the tokens continue what it holds.
@@ -102,7 +109,7 @@ class Transformer(nn.Module):
             x, extra = block(x, rope, mask, cache.layers[n] if cache is not None else None)
             if extra is not None:
                 auxiliary = extra if auxiliary is None else auxiliary + extra
-        return Output(self.unembed(x, targets) if self.last else x, auxiliary)
+        return Output(self.unembed(x, finish) if self.last else x, auxiliary)
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Tokens to the residual stream."""
@@ -112,12 +119,10 @@ class Transformer(nn.Module):
             x = x + self.positions(positions)
         return x if self.dtype is None else x.to(self.dtype)
 
-    def unembed(self, x: Tensor, targets: Tensor | None) -> Tensor:
-        """The residual stream to logits or to the loss, by the head or, tied, by the embedding."""
+    def unembed(self, x: Tensor, finish: Finish | None) -> Tensor:
+        """The residual stream, normed, to logits or to what `finish` makes of it and of the head or, tied, the embedding."""
         vocabulary = self.head if self.head is not None else self.embed
         assert self.norm is not None
         assert vocabulary is not None
         x = self.norm(x)
-        if targets is None:
-            return F.linear(x, vocabulary.weight.to(x.dtype))
-        return self.loss(x, vocabulary.weight, targets)
+        return F.linear(x, vocabulary.weight.to(x.dtype)) if finish is None else finish(x, vocabulary.weight)

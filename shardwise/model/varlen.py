@@ -1,8 +1,8 @@
-"""Attention that stays inside of documents packed in a row, and of a sliding window, without a mask.
+"""Varlen attention: attention inside of packed documents, and of a sliding window, without a dense mask.
 
-A mask holds a number for every pair of positions, most of them to say no, and PyTorch's kernels compute all of them. On a GPU in 16
-bits flash attention (Dao 2023) is told instead where documents begin and how far back to look, and computes what is seen.
-`varlen_attention_reference` is the same by a mask.
+A dense mask holds a value for every pair of positions, most of them False, and PyTorch's kernels compute all pairs. On a GPU in 16
+bits, flash attention (Dao 2023) takes `cu_seqlens` and the window instead, and computes only the pairs they allow.
+`varlen_attention_reference` is the same by a dense mask.
 """
 
 from __future__ import annotations
@@ -15,20 +15,26 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shardwise.torch_private import flash_attention_forward
+
 
 class VarlenMask(NamedTuple):
-    """What queries see: their own document up to themselves, or the last `window` positions of it."""
+    """Queries attend to their own document up to themselves, or to the last `window` positions of it."""
 
     cu_seqlens: Tensor | None
-    """Where each document begins, in rows laid one after the other, and at last, once or more, where all end; None: each row is
-    one. In 32 bits on the device."""
+    """Where each document begins, in rows laid one after the other, then, once or more, where all end; int32, on the device. None:
+    each row is one document."""
     window: int
-    """0: all."""
+    """0: no window."""
+
+
+Mask = Tensor | VarlenMask | None
+"""What a query attends to: a truth value for every pair, or the bounds of documents and window; None: causal attention."""
 
 
 def cu_seqlens_of(documents: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Where documents begin that are numbered [rows, length]. As many numbers as a power of two and one, so that batches differ
-    seldom in shape: those left over say where all end. (Of each, 128 rows of queries in float32 are held in a backward pass.)"""
+    """`cu_seqlens` of documents numbered [rows, length]. Its length is a power of two plus one, so that batches seldom differ in
+    shape; what is left over repeats the end. (For each entry a backward pass holds 128 rows of queries in float32.)"""
     first = np.ones(documents.shape, bool)
     first[:, 1:] = documents[:, 1:] != documents[:, :-1]
     found = np.flatnonzero(first)
@@ -48,7 +54,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, varlen: VarlenMask, scale:
         return varlen_attention_reference(q, k, v, varlen, scale)
     cu_seqlens, length = _cu_seqlens(varlen, q), q.shape[1]
     window = (varlen.window - 1, 0) if varlen.window else (None, None)
-    out, *_ = torch.ops.aten._flash_attention_forward(
+    out, *_ = flash_attention_forward(
         q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_seqlens, cu_seqlens, length, length, 0.0, True, False,
         scale=scale, window_size_left=window[0], window_size_right=window[1],
     )  # fmt: skip
@@ -56,7 +62,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, varlen: VarlenMask, scale:
 
 
 def varlen_attention_reference(q: Tensor, k: Tensor, v: Tensor, varlen: VarlenMask, scale: float) -> Tensor:
-    """The same, by a mask."""
+    """The same, by a dense mask."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     mask = dense_mask(varlen, q.shape[0], q.shape[2], q.device)
     out = F.scaled_dot_product_attention(
@@ -66,17 +72,17 @@ def varlen_attention_reference(q: Tensor, k: Tensor, v: Tensor, varlen: VarlenMa
 
 
 def dense_mask(varlen: VarlenMask, rows: int, length: int, device: torch.device) -> Tensor:
-    """Which keys each query sees [rows, 1, length, length]."""
-    place = torch.arange(length, device=device)
-    back = place[:, None] - place
-    seen = back >= 0
+    """Which keys each query attends to [rows, 1, length, length]."""
+    position = torch.arange(length, device=device)
+    back = position[:, None] - position
+    mask = back >= 0
     if varlen.window:
-        seen = seen & (back < varlen.window)
+        mask = mask & (back < varlen.window)
     if varlen.cu_seqlens is None:
-        return seen.expand(rows, 1, length, length)
+        return mask.expand(rows, 1, length, length)
     document = torch.searchsorted(varlen.cu_seqlens, torch.arange(rows * length, device=device), right=True)
     document = document.view(rows, 1, length)
-    return seen & (document[..., :, None] == document[..., None, :])
+    return mask & (document[..., :, None] == document[..., None, :])
 
 
 def _cu_seqlens(varlen: VarlenMask, q: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from shardwise.parallel.context import apply_context
 from shardwise.parallel.expert import apply_expert
 from shardwise.parallel.local_parameter import LocalParameter, local_slice
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.observer import Observers
 from shardwise.parallel.pipeline import Pipeline, Stage, split_backward
 from shardwise.parallel.recompute import apply_recompute
 from shardwise.parallel.shard import Sharder, uses_ddp, wrap_ddp
@@ -33,6 +34,7 @@ from shardwise.run import Run
 from shardwise.run.derive import chunks_loss, compiles, keeps_compute_copies, tunes_gemms, uses_varlen_attention
 from shardwise.run.parameters import Cut, Parameter, find_parameter
 from shardwise.schedules import make_schedule
+from shardwise.torch_private import cache_custom_autograd_functions, is_persistent
 
 
 @dataclass
@@ -52,6 +54,7 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
     schedule = make_schedule(layout.schedule, layout.pipeline, run.accumulation, layout.stages_per_rank)
     ranges = layers_of_stages(run)
     sharder = Sharder(run, mesh)
+    observers = Observers()
     stages: dict[int, Stage] = {}
     parameters: list[LocalParameter] = []
     for number in schedule.stages_of(mesh.index("pipeline")):
@@ -65,12 +68,12 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
         apply_context(model, mesh, layout.context_method)
         apply_expert(model, mesh, layout.expert_tensor, run.train.seq_len)
         if run.train.fp8 != "none":
-            narrow = tuned_scaled_mm if tunes_gemms(run, gpu=gpu) else scaled_mm
-            use_fp8(model.layers, run.train.fp8, gemm, narrow)
+            fp8_gemm = tuned_scaled_mm if tunes_gemms(run, gpu=gpu) else scaled_mm
+            use_fp8(model.layers, run.train.fp8, gemm, fp8_gemm)
         if compiles(run, gpu=gpu):
             for block in model.layers.values():
                 block.forward = compiled(block.forward, accumulates=tunes_gemms(run, gpu=gpu))
-        apply_recompute(model, run, mesh.rank)
+        apply_recompute(model, run, mesh.rank, observers)
         for name, block in model.layers.items():
             _materialize(block, f"layers.{name}.", run, mesh, device)
             assert isinstance(block, Block)
@@ -90,10 +93,9 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
             parameters.append(
                 LocalParameter(name, parameter, entry, entry.cuts(layout), shard, copy, compute_copy.get(parameter))
             )
-    pipeline = Pipeline(stages, schedule, mesh, zero=layout.zero, scales=sharder.scales)
+    pipeline = Pipeline(stages, schedule, mesh, layout.zero, sharder.scales, observers)
     _add_tied_group(run, mesh, schedule.placement)
-    models = [stage.model for stage in stages.values()]
-    return Parallel(mesh, models, pipeline, parameters)  # type: ignore[arg-type]
+    return Parallel(mesh, [stage.model for stage in stages.values()], pipeline, parameters)
 
 
 def _stage(run: Run, layers: range, first: bool, last: bool) -> Transformer:
@@ -112,13 +114,8 @@ def _stage(run: Run, layers: range, first: bool, last: bool) -> Transformer:
 
 
 def compiled(forward: Callable[..., Any], accumulates: bool) -> Callable[..., Any]:
-    """A layer compiled; sums made by products where those are this project's own."""
-    from torch._functorch import config
-
-    # Layers with an autograd function of this project's (8 bits) may be kept for the next start too: what a function does, both
-    # ways, is in the graph that they are found by.
-    if hasattr(config, "autograd_cache_allow_custom_autograd_functions"):
-        config.autograd_cache_allow_custom_autograd_functions = True
+    """A layer compiled; GEMMs of this project accumulate into sums that follow them."""
+    cache_custom_autograd_functions()
     if not accumulates:
         return torch.compile(forward)
     from shardwise.model.gemm.accumulate import ACCUMULATE  # which loads the compiler
@@ -129,7 +126,7 @@ def compiled(forward: Callable[..., Any], accumulates: bool) -> Callable[..., An
 @torch.no_grad()
 def _materialize(module: nn.Module, prefix: str, run: Run, mesh: Mesh, device: torch.device) -> None:
     """Give a module's meta parameters this rank's part of their initial values, and its buffers zeros."""
-    wide = torch.float64 if run.train.dtype == "float64" else torch.float32
+    dtype = torch.float64 if run.train.dtype == "float64" else torch.float32
     empty = [
         (owner, leaf, f"{prefix}{owner_name}.{leaf}" if owner_name else f"{prefix}{leaf}", tuple(parameter.shape))
         for owner_name, owner in module.named_modules()
@@ -140,13 +137,11 @@ def _materialize(module: nn.Module, prefix: str, run: Run, mesh: Mesh, device: t
     for (owner, leaf, name, _), value in zip(empty, values, strict=True):
         mine = local_slice(value, find_parameter(run.model, name).cuts(run.layout), mesh)
         # A copy, so that the whole value can be let go.
-        owner.register_parameter(leaf, nn.Parameter(mine.to(device, wide, copy=True).contiguous()))
+        owner.register_parameter(leaf, nn.Parameter(mine.to(device, dtype, copy=True).contiguous()))
     for owner in module.modules():
         for leaf, buffer in list(owner.named_buffers(recurse=False)):
             if buffer.is_meta:
-                owner.register_buffer(
-                    leaf, torch.zeros_like(buffer, device=device), leaf not in owner._non_persistent_buffers_set
-                )
+                owner.register_buffer(leaf, torch.zeros_like(buffer, device=device), is_persistent(owner, leaf))
 
 
 def _shard(entry: Parameter, parameter: Tensor) -> Cut | None:

@@ -17,7 +17,7 @@ Group = dist.ProcessGroup | None
 
 
 def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
-    """The pieces of all ranks laid one after another along `dim`."""
+    """The shards of all ranks, one after another along `dim`."""
     if group is None:
         return x
     size = dist.get_world_size(group)
@@ -27,7 +27,7 @@ def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
-    """The sum over ranks, of which each rank gets its piece along `dim`."""
+    """The sum over ranks, of which each rank gets its shard along `dim`."""
     if group is None:
         return x
     size = dist.get_world_size(group)
@@ -89,12 +89,12 @@ def _all_to_all(x: Tensor, group: Group, received: list[int], sent: list[int]) -
 
 
 def all_gather_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
-    """All pieces of a sequence; the ranks go on with different work, so their gradients are added and scattered."""
+    """All shards of a sequence; the ranks go on with different work, so their gradients are added and scattered."""
     return x if group is None else _AllGatherSequence.apply(x, group, dim)
 
 
 def reduce_scatter_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
-    """Partial results added, each rank keeping its piece of the sequence."""
+    """Partial results added, each rank keeping its shard of the sequence."""
     return x if group is None else _ReduceScatterSequence.apply(x, group, dim)
 
 

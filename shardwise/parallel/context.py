@@ -1,15 +1,15 @@
-"""Context parallelism: each rank holds a part of every sequence, and attention alone sees across.
+"""Context parallelism: each rank holds a part of every sequence, and attention alone communicates.
 
 A sequence is cut into 2c chunks; rank r takes chunk r and chunk 2c-1-r (zig-zag), so that causal work is the same on every
-rank. Three ways to see the other ranks' keys and values, with n = batch x sequence/c x heads x width numbers:
-- ring (Liu et al. 2023): keys and values travel round, 2(c-1) n_kv forward; backward 2(c-1) n_kv again and 2c n_kv of their
-  gradients, which go the full round home; pieces are merged by their log-sum-exp, and chunks that lie in the future are never
+rank. Activations fall by c. Three ways to attend to the other ranks' keys and values, with n = batch x sequence/c x heads x width:
+- ring (Liu et al. 2023): keys and values travel round, 2(c-1) n_kv forward; backward 2(c-1) n_kv, and 2c n_kv of their
+  gradients, which go the full round home; blocks are merged by their log-sum-exp, and chunks that lie in the future are never
   computed.
-- ulysses (Jacobs et al. 2023): all-to-alls turn a part of the sequence with all heads into the whole sequence with a part of
+- ulysses (Jacobs et al. 2023): all-to-alls make of a part of the sequence with all heads the whole sequence with a part of
   the heads and back; (c-1)/c of 2 n_q + 2 n_kv forward, the same backward. When c does not divide the key/value heads they
   are repeated for each query head: n_kv is then n_q.
 - gather (Llama 3, Grattafiori et al. 2024): keys and values of all ranks are gathered, 2(c-1) n_kv forward, the same backward.
-These for each layer and microbatch. For parameters a context rank is one more data rank (`shard.py`).
+All numbers are for each layer and microbatch. For parameters a context rank is one more data rank (`shard.py`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ContextMask:
 
 
 class ContextMaskBuilder(nn.Module):
-    """Stands for the one-device mask: passes on what masks of pieces are made from."""
+    """In the place of the one-device mask: passes on what the masks of blocks are made from."""
 
     def __init__(self, window: int) -> None:
         super().__init__()
@@ -65,17 +65,17 @@ class ContextMaskBuilder(nn.Module):
 def block_mask(
     mask: ContextMask, queries: tuple[int, int], keys: tuple[int, int], device: torch.device
 ) -> Tensor | None:
-    """Which of the keys [start, stop) each of the queries [start, stop) sees; None when it sees all of them."""
+    """Which of the keys [start, stop) each of the queries [start, stop) attends to; None for all of them."""
     q, k = torch.arange(*queries, device=device)[:, None], torch.arange(*keys, device=device)
     everything = keys[1] <= queries[0] + 1 and (not mask.window or queries[1] - 1 - keys[0] < mask.window)
     if everything and mask.documents is None:
         return None
-    seen = (k <= q) & (q - k < mask.window) if mask.window else k <= q
-    seen = seen[None, None]
+    allowed = (k <= q) & (q - k < mask.window) if mask.window else k <= q
+    allowed = allowed[None, None]
     if mask.documents is not None:
         rows, columns = mask.documents[:, queries[0] : queries[1]], mask.documents[:, keys[0] : keys[1]]
-        seen = seen & (rows[:, None, :, None] == columns[:, None, None, :])
-    return seen
+        allowed = allowed & (rows[:, None, :, None] == columns[:, None, None, :])
+    return allowed
 
 
 def _heads_first(x: Tensor, heads: int) -> Tensor:
@@ -84,11 +84,11 @@ def _heads_first(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-def attend_block(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attention of some queries to some keys, and the log-sum-exp of its scores, by which pieces are merged."""
+def attend_block(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attention of some queries to some keys, and the log-sum-exp of its scores, by which blocks are merged."""
     scores = (q @ k.mT) * scale
-    if seen is not None:
-        scores = scores.masked_fill(~seen, float("-inf"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
     lse = scores.logsumexp(dim=-1)
     # A query that sees nothing here has a log-sum-exp of -inf; zero weights, not NaN, are meant.
     weights = (scores - lse.masked_fill(lse == float("-inf"), 0)[..., None]).exp()
@@ -96,12 +96,12 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | N
 
 
 def attend_block_backward(
-    grad: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, scale: float, seen: Tensor | None
+    grad: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, scale: float, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a piece given the log-sum-exp of the whole row and `delta`, the row sums of grad x output."""
+    """Gradients of a block given the log-sum-exp of the whole row and `delta`, the row sums of grad x output."""
     weights = ((q @ k.mT) * scale - lse[..., None]).exp()
-    if seen is not None:
-        weights = weights.masked_fill(~seen, 0)
+    if mask is not None:
+        weights = weights.masked_fill(~mask, 0)
     inner = weights * (grad @ v.mT - delta[..., None]) * scale
     return inner @ k, inner.mT @ q, weights.mT @ grad
 
@@ -140,87 +140,90 @@ class _Ring:
     def pairs(self, owner: int, length: int) -> Iterator[tuple[slice, slice, tuple[int, int], tuple[int, int]]]:
         """Which of my chunks of queries see which chunks of keys of `owner`: slices of the parts, and places in the row."""
         half = length // 2
-        pieces = (slice(0, half), slice(half, length))
-        for mine, queries in zip(pieces, self.chunks(self.rank, length), strict=True):
-            for theirs, keys in zip(pieces, self.chunks(owner, length), strict=True):
+        halves = (slice(0, half), slice(half, length))
+        for mine, queries in zip(halves, self.chunks(self.rank, length), strict=True):
+            for theirs, keys in zip(halves, self.chunks(owner, length), strict=True):
                 if keys[0] <= queries[0]:
                     yield mine, theirs, queries, keys
 
 
 class _RingAttentionFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask, scale: float, group: Any) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask, scale: float, group: Any, kernels: Any
+    ) -> Tensor:
         ring, length, heads = _Ring(group), q.shape[1], q.shape[2]
         queries = _heads_first(q, heads)
         out = queries.new_zeros(*queries.shape[:-1], v.shape[-1])
         lse = queries.new_full(queries.shape[:-1], float("-inf"))
-        held = torch.cat((k, v), dim=-1)
+        kv = torch.cat((k, v), dim=-1)
         for step in range(ring.ranks):
             if step < ring.ranks - 1:
-                coming, waiting = ring.pass_on(held)
-            keys, values = (_heads_first(x, heads) for x in held.split((k.shape[-1], v.shape[-1]), dim=-1))
+                coming, waiting = ring.pass_on(kv)
+            keys, values = (_heads_first(x, heads) for x in kv.split((k.shape[-1], v.shape[-1]), dim=-1))
             for mine, theirs, where_q, where_k in ring.pairs((ring.rank - step) % ring.ranks, length):
-                seen = block_mask(mask, where_q, where_k, q.device)
-                piece = attend_block(queries[:, :, mine], keys[:, :, theirs], values[:, :, theirs], scale, seen)
-                out[:, :, mine], lse[:, :, mine] = merge(out[:, :, mine], lse[:, :, mine], *piece)
+                allowed = block_mask(mask, where_q, where_k, q.device)
+                block = kernels[0](queries[:, :, mine], keys[:, :, theirs], values[:, :, theirs], scale, allowed)
+                out[:, :, mine], lse[:, :, mine] = merge(out[:, :, mine], lse[:, :, mine], *block)
             if step < ring.ranks - 1:
                 for work in waiting:
                     work.wait()
-                held = coming
+                kv = coming
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.rest = mask, scale, group
+        ctx.rest = mask, scale, group, kernels[1]
         return out.transpose(1, 2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        mask, scale, group = ctx.rest
+        mask, scale, group, attend_backward = ctx.rest
         ring, length, heads = _Ring(group), q.shape[1], q.shape[2]
         groups = heads // k.shape[2]
         queries, grad = _heads_first(q, heads), grads[0].transpose(1, 2)
         delta = (grad * out).sum(dim=-1)
         dq = torch.zeros_like(queries)
         widths = (k.shape[-1], v.shape[-1])
-        held = torch.cat((k, v), dim=-1)
-        # The gradient of the keys and values held travels with them, and is home after a full round.
-        dheld = torch.zeros_like(held)
+        kv = torch.cat((k, v), dim=-1)
+        # The gradient of keys and values travels with them, and is home after a full round.
+        dkv = torch.zeros_like(kv)
         for step in range(ring.ranks):
             if step < ring.ranks - 1:
-                coming, waiting = ring.pass_on(held)
-            keys, values = (_heads_first(x, heads) for x in held.split(widths, dim=-1))
+                coming, waiting = ring.pass_on(kv)
+            keys, values = (_heads_first(x, heads) for x in kv.split(widths, dim=-1))
             dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
             for mine, theirs, where_q, where_k in ring.pairs((ring.rank - step) % ring.ranks, length):
-                seen = block_mask(mask, where_q, where_k, q.device)
-                gq, gk, gv = attend_block_backward(
+                allowed = block_mask(mask, where_q, where_k, q.device)
+                gq, gk, gv = attend_backward(
                     grad[:, :, mine], delta[:, :, mine], queries[:, :, mine], keys[:, :, theirs], values[:, :, theirs],
-                    lse[:, :, mine], scale, seen,
+                    lse[:, :, mine], scale, allowed,
                 )  # fmt: skip
                 dq[:, :, mine] += gq
                 dk[:, :, theirs] += gk
                 dv[:, :, theirs] += gv
             both = torch.cat((dk, dv), dim=-1).unflatten(1, (-1, groups)).sum(dim=2)
-            dheld = dheld + both.transpose(1, 2)
+            dkv = dkv + both.transpose(1, 2)
             if step < ring.ranks - 1:
                 for work in waiting:
                     work.wait()
-                held = coming
-            dheld, waiting_grad = ring.pass_on(dheld)
+                kv = coming
+            dkv, waiting_grad = ring.pass_on(dkv)
             for work in waiting_grad:
                 work.wait()
-        gk, gv = dheld.split(widths, dim=-1)
-        return dq.transpose(1, 2), gk, gv, None, None, None
+        gk, gv = dkv.split(widths, dim=-1)
+        return dq.transpose(1, 2), gk, gv, None, None, None, None
 
 
 class RingAttention(nn.Module):
-    """Attention over a ring of ranks."""
+    """Attention over a ring of ranks. `kernels` compute a block of it, forward and backward: others may be put in their place."""
 
     def __init__(self, scale: float, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.scale = scale
         self.group = group
+        self.kernels: tuple[Callable[..., Any], Callable[..., Any]] = (attend_block, attend_block_backward)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask) -> Tensor:
-        return _RingAttentionFunction.apply(q, k, v, mask, self.scale, self.group)
+        return _RingAttentionFunction.apply(q, k, v, mask, self.scale, self.group, self.kernels)
 
 
 class GatherAttention(nn.Module):
@@ -238,12 +241,12 @@ class GatherAttention(nn.Module):
         both = all_gather_sequence(torch.cat((k, v), dim=-1), self.group)
         places = torch.cat([zigzag(length, ranks, r) for r in range(ranks)]).to(q.device)
         both = both.index_select(1, places.argsort())
-        seen = attention_mask(length, mask.documents, length, mask.window, q.device)
-        if seen is None:
+        allowed = attention_mask(length, mask.documents, length, mask.window, q.device)
+        if allowed is None:
             everywhere = torch.arange(length, device=q.device)
-            seen = (everywhere <= everywhere[:, None])[None, None]
-        seen = seen[:, :, zigzag(length, ranks, rank).to(q.device)]
-        return self.inner(q, both[..., :width], both[..., width:], seen)
+            allowed = (everywhere <= everywhere[:, None])[None, None]
+        allowed = allowed[:, :, zigzag(length, ranks, rank).to(q.device)]
+        return self.inner(q, both[..., :width], both[..., width:], allowed)
 
 
 class UlyssesAttention(nn.Module):

@@ -1,28 +1,27 @@
-"""Expert parallelism: experts are dealt out over ranks, and tokens travel to their experts and back by all-to-all.
+"""Expert parallelism: experts are divided over ranks, and tokens travel to their experts and back by all-to-all.
 
-A rank holds 1/e of the experts. Traffic of a rank for each mixture layer and microbatch: rows of `hidden` numbers, forward
-those it does not keep and, back, those it did for others; backward the same. That is (tokens x k x hidden) x (e-1)/e numbers
-four times when the load is even; besides one all-to-all of counts, (e-1)/e of `experts` int64 numbers. No token is dropped
-unless a capacity is set: then each sequence gives an expert at most ceil(capacity x sequence x k / experts) tokens, the
-earliest ones, whatever the layout.
+A rank holds 1/e of the experts. Traffic of a rank for each MoE layer and microbatch: dispatch sends the rows of its tokens whose
+experts are elsewhere, combine those it computed for others; backward the same. With an even load that is four times
+(tokens x k x hidden) x (e-1)/e elements, and one all-to-all of counts, (e-1)/e of `experts` int64. No token is dropped unless a
+capacity is set: then each sequence gives an expert at most ceil(capacity x sequence x k / experts) tokens, the earliest ones,
+whatever the layout.
 
-With expert tensor parallelism the experts' inner width is cut over the tensor ranks too: a piece of the sequence is gathered
-before and scattered after, as for dense layers and besides what shared experts gather and scatter, and with it the k choices
-(int64) and weights of each token, the weights' gradients scattered. Without it each tensor rank sends the tokens of its own
-piece, holds its experts whole, and their gradients are all-reduced over the tensor ranks once a step (`gradients.py`).
+With expert tensor parallelism the experts' inner width is cut over the tensor ranks too. The sequence is then all-gathered before
+and reduce-scattered after, as for dense layers and besides what shared experts do, and with it the k choices (int64) and weights
+of each token; the weights' gradients are reduce-scattered. Without it each tensor rank sends the tokens of its shard of the
+sequence and holds its experts whole; their gradients are all-reduced over the tensor ranks once a step (`gradients.py`).
 
-Balance statistics are those of whole sequences, so 2 x batch x experts numbers are all-reduced over the ranks that share one
-(context x tensor) for each mixture layer and microbatch; with a capacity the k choices (int64) of its tokens are gathered too.
-Once a step the loads, mixture layers x experts float32 numbers, are all-reduced over replicate, shard x context, and tensor.
+Balance statistics are those of whole sequences, so 2 x batch x experts elements are all-reduced over the ranks that share one
+(context x tensor) for each MoE layer and microbatch; with a capacity the k choices (int64) of its tokens are all-gathered too.
+Once a step the loads, MoE layers x experts in float32, are all-reduced over replicate, shard x context, and tensor.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardwise.model import moe as moe_module
 from shardwise.model.moe import MoE, Router
 from shardwise.model.moe_ops import combine, dispatch, has_fused_kernels, sort_by_expert
 from shardwise.model.transformer import Block, Transformer
@@ -39,10 +38,17 @@ from shardwise.parallel.mesh import Mesh
 
 
 class SequenceParallelRouter(Router):
-    """A router that sees a part of each sequence, and takes balance over the whole of it."""
+    """A router that is given a part of each sequence, and takes balance over the whole of it."""
 
-    sequence: Group = None
-    places: Tensor  # where in the sequence the tokens of all ranks lie, rank after rank
+    def __init__(self, router: Router, sequence: Group, places: Tensor) -> None:
+        """In the place of a one-device router. `places` says where in the sequence the tokens of all ranks lie, rank after rank."""
+        with torch.device("meta"):
+            super().__init__(router.config)
+        self.weight, self.load = router.weight, router.load
+        if router.config.router == "sigmoid":
+            self.bias = router.bias
+        self.sequence = sequence
+        self.places = places
 
     def over_sequence(self, counts: Tensor, probabilities: Tensor, length: int) -> tuple[Tensor, Tensor, int]:
         ranks = dist.get_world_size(self.sequence)
@@ -60,10 +66,14 @@ class SequenceParallelRouter(Router):
 
 
 class ExpertParallelMoE(MoE):
-    """A mixture whose experts live on several ranks."""
+    """An MoE layer whose experts live on several ranks."""
 
-    group: Group = None
-    tensor: Group = None
+    def __init__(self, moe: MoE, group: Group, tensor: Group) -> None:
+        """In the place of a one-device layer, of its modules; `group` divides the experts, `tensor` the width of each."""
+        nn.Module.__init__(self)
+        self.router, self.experts, self.shared = moe.router, moe.experts, moe.shared
+        self.group = group
+        self.tensor = tensor
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         weights, chosen, auxiliary = self.router(x)
@@ -84,8 +94,9 @@ class ExpertParallelMoE(MoE):
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts, group=self.group)
         # Sizes of messages must be known to the host, which waits for them once.
-        sent, received = moe_module.on_host(torch.stack((counts, theirs)).view(2, ranks, -1).sum(dim=2), len(rows))
-        if sum(sent) < len(rows):  # the rest is nobody's
+        both = torch.stack((counts, theirs)).view(2, ranks, -1).sum(dim=2)
+        sent, received = self.experts.read_counts(both, len(rows))
+        if sum(sent) < len(rows):  # the rest belongs to no expert
             rows = rows[: sum(sent)]
         arrived = all_to_all(rows, self.group, received, sent)
         # They arrive by rank and then expert; the experts want them by expert.
@@ -113,12 +124,7 @@ def apply_expert(model: Transformer, mesh: Mesh, expert_tensor: bool, seq_len: i
         if not isinstance(moe, MoE):
             continue
         if mesh.group("sequence") is not None:
-            moe.router.__class__ = SequenceParallelRouter
-            assert isinstance(moe.router, SequenceParallelRouter)
-            moe.router.sequence = mesh.group("sequence")
             ranks = mesh.size("context")
-            moe.router.places = torch.cat([zigzag(seq_len, ranks, rank) for rank in range(ranks)])
-        moe.__class__ = ExpertParallelMoE
-        assert isinstance(moe, ExpertParallelMoE)
-        moe.group = mesh.group("expert")
-        moe.tensor = mesh.group("tensor") if expert_tensor else None
+            places = torch.cat([zigzag(seq_len, ranks, rank) for rank in range(ranks)])
+            moe.router = SequenceParallelRouter(moe.router, mesh.group("sequence"), places)
+        block.ffn = ExpertParallelMoE(moe, mesh.group("expert"), mesh.group("tensor") if expert_tensor else None)

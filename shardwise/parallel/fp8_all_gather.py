@@ -1,14 +1,13 @@
-"""Sharded weights gathered in 8 bits: a rank quantises its shard before the gather, so that a parameter of a matrix that is
-multiplied in 8 bits travels as one byte instead of two, and the gathered matrix takes half the memory.
+"""fp8 all-gather of sharded weights: a rank quantises its shard before the all-gather, so a parameter of an fp8 GEMM travels as one
+byte instead of two, and the gathered matrix takes half the memory.
 
-Tensor-wise scaling needs the largest number of a whole matrix before any shard of it is quantised: those of all matrices of a
-rank are found together and brought together by one all-reduce, four bytes a matrix, at the start of a step's passes. A row lies
-on one rank, so row-wise scaling needs none; four bytes a row travel along with it. Either way the numbers are those
-that a rank holding the whole matrix would have got.
-`fully_shard` asks shards that have two methods what to send and what to make of it. torchao answers by a wrapping tensor;
-here the methods are put on the shard, which so stays a plain tensor to everything else, the optimizer above all. The protocol
-wants what is sent padded alike, which scales by row are not where rows do not divide; and shards in the CPU's memory lose the
-methods on the way to the GPU: both are gathered in 16 bits.
+Tensor-wise scaling needs the amax of a whole matrix before any shard of it is quantised: the amax of all matrices are computed
+together and all-reduced once at the start of a step's passes, four bytes a matrix. A row lies on one rank, so row-wise scaling
+needs no all-reduce; four bytes a row travel along with it. Either way the result is that of a rank holding the whole matrix.
+`fully_shard` asks shards that have two methods what to send and what to make of it. torchao answers by a wrapping tensor; here the
+methods are put on the shard, which stays a plain tensor to everything else, above all to the optimizer. The protocol wants all
+shards padded alike, which scales by row are not where rows do not divide, and shards in the CPU's memory lose the methods on the
+way to the GPU: both are gathered in 16 bits.
 """
 
 from __future__ import annotations
@@ -28,10 +27,11 @@ from shardwise.parallel.collectives import Group
 from shardwise.parallel.tensor import ReplicatedKVLinear
 from shardwise.run import Run
 from shardwise.run.derive import uses_fp8_all_gather
+from shardwise.torch_private import foreach_copy_, foreach_norm, sharded_parameters
 
 
 class Shard:
-    """This rank's rows of a matrix that is gathered in 8 bits: says for them what to send and what to make of it."""
+    """This rank's rows of a matrix that is gathered in fp8: says what to send and what to make of it."""
 
     def __init__(self, rows: Tensor) -> None:
         self._rows = weakref.ref(rows)  # the rows hold this, so not the other way round
@@ -50,21 +50,21 @@ class Shard:
     ) -> tuple[tuple[Tensor, ...], None]:
         """What to send of this shard; and what to remember until the others' arrive, which is nothing."""
         rows = -(-outer_size[0] // mesh.size())
-        eight, *scales = self.quantized()
-        if eight.shape[0] < rows:
-            eight = torch.cat((eight, eight.new_zeros(rows - eight.shape[0], *eight.shape[1:])))
-        return (eight, *scales), None
+        fp8_rows, *scales = self.quantized()
+        if fp8_rows.shape[0] < rows:
+            fp8_rows = torch.cat((fp8_rows, fp8_rows.new_zeros(rows - fp8_rows.shape[0], *fp8_rows.shape[1:])))
+        return (fp8_rows, *scales), None
 
     def receive(
         self, gathered: tuple[Tensor, ...], remembered: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The matrix that has arrived; `out` is what it was made to be before, whose memory has been filled anew."""
+        """The matrix that has arrived; `out` is the one made of it before, whose memory has been filled anew."""
         if out is not None:
             return None
         return Fp8Matrix(gathered[0], self.scale_of(gathered), dtype), gathered
 
     def quantized(self) -> tuple[Tensor, ...]:
-        """The rows in 8 bits, and what else must be sent to read them."""
+        """The rows in fp8, and what else must be sent to read them."""
         raise NotImplementedError
 
     def scale_of(self, gathered: tuple[Tensor, ...]) -> Tensor:
@@ -97,7 +97,7 @@ class RowWiseShard(Shard):
 
 
 class Scales:
-    """The largest number of every matrix gathered in 8 bits with one scale, and the scales made of them."""
+    """The amax of every matrix gathered in fp8 with one scale, and the scales made of them."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -114,29 +114,27 @@ class Scales:
             (place, shard.rows) for place, shard in zip(amax.unbind(), self.shards, strict=True) if shard.rows.numel()
         ]
         if here:
-            sizes = torch._foreach_norm([rows for _, rows in here], float("inf"))
-            torch._foreach_copy_([place for place, _ in here], list(sizes))
+            sizes = foreach_norm([rows for _, rows in here], float("inf"))
+            foreach_copy_([place for place, _ in here], list(sizes))
         if self.group is not None:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
-        torch._foreach_copy_([shard.amax for shard in self.shards], list(amax.unbind()))
-        torch._foreach_copy_([shard.scale for shard in self.shards], list(scale_of(amax, E4M3).unbind()))
+        foreach_copy_([shard.amax for shard in self.shards], list(amax.unbind()))
+        foreach_copy_([shard.scale for shard in self.shards], list(scale_of(amax, E4M3).unbind()))
 
 
 def enable_fp8_all_gather(block: nn.Module, run: Run, scales: Scales, ranks: int) -> None:
-    """Make `fully_shard` gather the matrices of a block that multiply in 8 bits as such."""
+    """Make `fully_shard` gather the matrices of a block's fp8 GEMMs in fp8."""
     assert isinstance(block, FSDPModule)
-    group = block._get_fsdp_state()._fsdp_param_group
-    for parameter in group.fsdp_params if group is not None else ():
-        info = parameter._module_info
-        linear = isinstance(info.module, Linear) and info.param_name == "weight"
-        # Where a rank uses a part of a matrix only, it takes it of the wide one.
-        if not linear or isinstance(info.module, ReplicatedKVLinear):
+    for parameter in sharded_parameters(block):
+        linear = isinstance(parameter.module, Linear) and parameter.name == "weight"
+        # Where a rank uses some rows of a matrix only, it takes them of the high-precision one.
+        if not linear or isinstance(parameter.module, ReplicatedKVLinear):
             continue
-        rows, columns = parameter._orig_size
+        rows, columns = parameter.shape
         if not uses_fp8_all_gather(run, rows, columns, ranks):
             continue
         if run.train.fp8 == "tensorwise":
-            scales.shards.append(TensorWiseShard(parameter._sharded_local_tensor))
+            scales.shards.append(TensorWiseShard(parameter.shard))
         else:
-            RowWiseShard(parameter._sharded_local_tensor)
-        parameter._init_extensions()  # looks again whether the shard has something to say
+            RowWiseShard(parameter.shard)
+        parameter.extend()

@@ -20,6 +20,7 @@ from torch import Tensor
 from shardwise.parallel.collectives import Group
 from shardwise.parallel.local_parameter import LocalParameter
 from shardwise.parallel.mesh import Mesh
+from shardwise.torch_private import foreach_mul_, foreach_norm
 
 
 def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -66,7 +67,7 @@ def squared_norm(held: Iterable[LocalParameter], mesh: Mesh, device: torch.devic
     for replicas, gradients in by_replicas.items():
         for same in _by_dtype(gradients):
             dtype = torch.promote_types(same[0].dtype, torch.float32)
-            total += torch.stack(torch._foreach_norm(same, dtype=dtype)).double().square().sum() / replicas
+            total += torch.stack(foreach_norm(same, dtype=dtype)).double().square().sum() / replicas
     return total
 
 
@@ -75,4 +76,4 @@ def scale_gradients(gradients: Iterable[Tensor | None], factor: Tensor) -> None:
     """All gradients times one factor."""
     some = [g for g in gradients if g is not None and g.numel()]
     if some:
-        torch._foreach_mul_(some, factor.to(some[0]))
+        foreach_mul_(some, factor.to(some[0]))

@@ -1,9 +1,9 @@
-"""Asynchronous tensor parallelism (Wang et al. 2023, "Overlap communication with dependent computation"): a gather before a
-product, or a scatter after it, is cut into pieces, and a piece is multiplied while the next one travels.
+"""Asynchronous tensor parallelism (Wang et al. 2023, "Overlap communication with dependent computation"): the all-gather before a
+GEMM, or the reduce-scatter after it, is cut into chunks, and one chunk is multiplied while the next one travels.
 
-The same bytes as in `tensor.py`, in more and smaller messages, hidden behind the product as far as it lasts. In the backward
-pass the scatter of the input's gradient runs while the weight's gradient is computed. Needs a backend whose collectives run
-beside the computation: NCCL does, and gloo, which has threads of its own.
+Traffic is that of `tensor.py` in more and smaller messages, overlapped with the GEMM; memory is the same but for a chunk. In the
+backward pass the reduce-scatter of the input's gradient runs while the weight's gradient is computed. It needs a backend whose
+collectives run beside the computation: NCCL does, and gloo, which has threads of its own.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from shardwise.model.attention import GroupedAttention
 from shardwise.model.layers import FeedForward, Linear
 from shardwise.parallel.collectives import Group
 
-PIECES = 2
+CHUNKS = 2
 
 
 def _arriving(x: Tensor, group: Group) -> Iterator[tuple[int, int, Tensor]]:
-    """Gather a sequence in pieces: (piece, pieces, [ranks, batch, sequence of a piece, width]) as each arrives."""
+    """All-gather a sequence in chunks: (number, chunks, [ranks, batch, sequence of a chunk, width]) as each arrives."""
     ranks = dist.get_world_size(group)
-    pieces = PIECES if x.shape[1] % PIECES == 0 else 1
+    chunks = CHUNKS if x.shape[1] % CHUNKS == 0 else 1
     sent = []
-    for piece in x.chunk(pieces, dim=1):
-        out = x.new_empty((ranks, *piece.shape))
+    for chunk in x.chunk(chunks, dim=1):
+        out = x.new_empty((ranks, *chunk.shape))
         sent.append(
-            (out, dist.all_gather_into_tensor(out.flatten(0, 1), piece.contiguous(), group=group, async_op=True))
+            (out, dist.all_gather_into_tensor(out.flatten(0, 1), chunk.contiguous(), group=group, async_op=True))
         )
     for number, (out, work) in enumerate(sent):
         work.wait()
-        yield number, pieces, out
+        yield number, chunks, out
 
 
-def _in_pieces(x: Tensor, ranks: int, pieces: int) -> Tensor:
-    """A whole sequence [batch, sequence, width] seen as [batch, rank, piece, sequence of a piece, width]."""
-    return x.unflatten(1, (ranks, pieces, -1))
+def _in_chunks(x: Tensor, ranks: int, chunks: int) -> Tensor:
+    """A view of a whole sequence [batch, sequence, width] as [batch, rank, chunk, sequence of a chunk, width]."""
+    return x.unflatten(1, (ranks, chunks, -1))
 
 
 def _scatter_async(x: Tensor, group: Group) -> tuple[Tensor, Any]:
@@ -50,7 +50,7 @@ def _scatter_async(x: Tensor, group: Group) -> tuple[Tensor, Any]:
 
 
 class _AllGatherGemm(torch.autograd.Function):
-    """A gathered sequence, and its product with one matrix computed while it arrives."""
+    """A gathered sequence, and its GEMM with one matrix, computed while it arrives."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group) -> tuple[Tensor, Tensor]:
@@ -58,9 +58,9 @@ class _AllGatherGemm(torch.autograd.Function):
         batch, length, width = x.shape
         whole = x.new_empty(batch, ranks * length, width)
         out = x.new_empty(batch, ranks * length, weight.shape[0])
-        for number, pieces, arrived in _arriving(x, group):
-            _in_pieces(whole, ranks, pieces)[:, :, number] = arrived.transpose(0, 1)
-            _in_pieces(out, ranks, pieces)[:, :, number] = F.linear(arrived, weight).transpose(0, 1)
+        for number, chunks, arrived in _arriving(x, group):
+            _in_chunks(whole, ranks, chunks)[:, :, number] = arrived.transpose(0, 1)
+            _in_chunks(out, ranks, chunks)[:, :, number] = F.linear(arrived, weight).transpose(0, 1)
         ctx.save_for_backward(whole, weight)
         ctx.group = group
         return whole, out
@@ -77,17 +77,17 @@ class _AllGatherGemm(torch.autograd.Function):
 
 
 class GemmReduceScatter(torch.autograd.Function):
-    """A product whose partial sums are added over ranks piece by piece, while the next piece is computed."""
+    """A GEMM whose partial sums are added over ranks chunk by chunk, while the next chunk is computed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group) -> Tensor:
         ranks = dist.get_world_size(group)
         length = x.shape[1] // ranks
-        pieces = PIECES if length % PIECES == 0 else 1
+        chunks = CHUNKS if length % CHUNKS == 0 else 1
         sent = []
-        for number in range(pieces):
-            piece = _in_pieces(x, ranks, pieces)[:, :, number].transpose(0, 1)
-            sent.append(_scatter_async(F.linear(piece, weight), group))
+        for number in range(chunks):
+            chunk = _in_chunks(x, ranks, chunks)[:, :, number].transpose(0, 1)
+            sent.append(_scatter_async(F.linear(chunk, weight), group))
         for _, work in sent:
             work.wait()
         ctx.save_for_backward(x, weight)
@@ -101,27 +101,25 @@ class GemmReduceScatter(torch.autograd.Function):
         batch, length = x.shape[:2]
         whole = grads[0].new_empty(batch, length, weight.shape[0])
         x_grad = torch.empty_like(x)
-        for number, pieces, arrived in _arriving(grads[0], ctx.group):
-            _in_pieces(whole, ranks, pieces)[:, :, number] = arrived.transpose(0, 1)
-            _in_pieces(x_grad, ranks, pieces)[:, :, number] = (arrived @ weight).transpose(0, 1)
+        for number, chunks, arrived in _arriving(grads[0], ctx.group):
+            _in_chunks(whole, ranks, chunks)[:, :, number] = arrived.transpose(0, 1)
+            _in_chunks(x_grad, ranks, chunks)[:, :, number] = (arrived @ weight).transpose(0, 1)
         return x_grad, whole.flatten(0, 1).mT @ x.flatten(0, 1), None
 
 
 class GatheredLinear(Linear):
-    """The first matrix behind a gather: its product was computed while the sequence arrived."""
+    """The first matrix behind an all-gather: its GEMM was computed while the sequence arrived."""
 
     ready: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         out, self.ready = self.ready, None
-        assert out is not None, "the product is made by the hook that gathers the input"
+        assert out is not None, "the GEMM is computed by the hook that gathers the input"
         return out if self.bias is None else out + self.bias.to(x.dtype)
 
 
-def all_gather_into_gemm(first: Linear, group: Group) -> Any:
+def all_gather_into_gemm(first: GatheredLinear, group: Group) -> Any:
     """A hook that gathers a module's input and multiplies it by the module's first matrix as it arrives."""
-    first.__class__ = GatheredLinear
-    assert isinstance(first, GatheredLinear)
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         whole, first.ready = _AllGatherGemm.apply(args[0], first.weight.to(args[0].dtype), group)
@@ -130,10 +128,10 @@ def all_gather_into_gemm(first: Linear, group: Group) -> Any:
     return hook
 
 
-def first_matrix(module: nn.Module) -> Linear | None:
-    """The matrix cut by columns that a block's part multiplies its input with first, where it has one."""
+def first_matrix(module: nn.Module) -> str | None:
+    """The name of the matrix, cut by columns, that a module multiplies its input with first, where it has one."""
     if isinstance(module, GroupedAttention):
-        return module.q
+        return "q"
     if isinstance(module, FeedForward):
-        return module.gate if module.gate is not None else module.up
+        return "gate" if module.gate is not None else "up"
     return None

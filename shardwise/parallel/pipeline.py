@@ -1,10 +1,10 @@
 """Pipeline parallelism: executes the action list of a schedule, the very list that the planner times.
 
-A rank holds one or several stages. Between stages travels the residual stream of a microbatch, forward, and its gradient,
-backward: batch x sequence x hidden numbers (over context and tensor ranks each its piece) for every microbatch and boundary
-between ranks: a rank sends one message a microbatch for each of its stages that is not the last, and one for each that is not
-the first; neighbouring stages on one rank send nothing. Sends never wait; receives are posted in the order the sender sends,
-so nothing depends on luck or tags. A run without a pipeline is the same executor with one stage.
+A rank holds one or several stages; parameters fall by p, activations by what the schedule keeps in flight. Between stages travel
+the residual stream of a microbatch, forward, and its gradient, backward: batch x sequence x hidden elements (of context and tensor
+ranks each its shard). A rank sends one message a microbatch for each of its stages that is not the last, and one for each that is
+not the first; neighbouring stages on one rank send nothing. Sends never wait; receives are posted in the order of the sends, so
+nothing depends on luck or tags. A run without a pipeline is the same executor with one stage.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,55 +23,56 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.model.layers import Gemm, Linear
+from shardwise.model.transformer import Transformer
 from shardwise.parallel.fp8_all_gather import Scales
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.objective import Microbatch, Objective
+from shardwise.parallel.observer import Observers
 from shardwise.parallel.shard import reduce_deferred_gradients
 from shardwise.schedules import Action, Message, Schedule, message_of, transfers
 
-Microbatch = dict[str, Tensor | None]
-
 
 class DeferredGradient(NamedTuple):
-    """A weight's gradient to be computed later, of the matrix of that name in the stage: how, and from what."""
+    """A weight gradient to be computed later, of the matrix of that name in the stage: how, and from what."""
 
     name: str
     weight: Tensor
     gemm: Gemm
-    kept: tuple[Tensor, ...]
+    saved: tuple[Tensor, ...]
 
 
 class DeferredGradients:
-    """Weight gradients put off during a backward pass for the input, to be computed by a later action."""
+    """Weight gradients deferred during a backward pass for the input, to be computed by a later action."""
 
     def __init__(self) -> None:
         self.deferred: list[DeferredGradient] = []
 
     def take(self) -> list[DeferredGradient]:
-        """What has been put off since the last call."""
+        """Those deferred since the last call."""
         taken, self.deferred = self.deferred, []
         return taken
 
 
 class _SplitBackward(torch.autograd.Function):
-    """A product whose backward pass gives the input's gradient now and puts the weight's off."""
+    """A GEMM whose backward pass computes the input's gradient and defers the weight's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, gemm: Gemm, store: DeferredGradients, name: str) -> Tensor:
-        out, kept = gemm.forward(x, weight)
-        ctx.save_for_backward(*kept)
+        out, saved = gemm.forward(x, weight)
+        ctx.save_for_backward(*saved)
         ctx.weight, ctx.gemm, ctx.store, ctx.matrix = weight, gemm, store, name
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        grad, kept = ctx.gemm.grad_input(grads[0], ctx.saved_tensors)
-        # Detached, since its history would keep the stage's input alive until the weights' turn.
-        ctx.store.deferred.append(DeferredGradient(ctx.matrix, ctx.weight, ctx.gemm, tuple(t.detach() for t in kept)))
+        grad, saved = ctx.gemm.grad_input(grads[0], ctx.saved_tensors)
+        # Detached, since its history would keep the stage's input alive until the weights' gradients are computed.
+        ctx.store.deferred.append(DeferredGradient(ctx.matrix, ctx.weight, ctx.gemm, tuple(t.detach() for t in saved)))
         return grad, None, None, None, None
 
 
 class SplitBackwardGemm(Gemm):
-    """Another product, but for its order: the weight's gradient is put off."""
+    """Another GEMM with a split backward: the weight's gradient is deferred."""
 
     def __init__(self, gemm: Gemm, store: DeferredGradients, name: str) -> None:
         self.gemm, self.store, self.name = gemm, store, name
@@ -81,23 +83,12 @@ class SplitBackwardGemm(Gemm):
 
 
 def split_backward(model: nn.Module) -> DeferredGradients:
-    """Make the matrices of a stage put their weights' gradients off."""
+    """Make the matrices of a stage defer their weight gradients."""
     store = DeferredGradients()
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             module.gemm = SplitBackwardGemm(module.gemm, store, name)
     return store
-
-
-def compute_deferred(taken: list[DeferredGradient]) -> None:
-    """The weights' part of a backward pass."""
-    for each in taken:
-        compute_weight_gradient(each)
-
-
-def compute_weight_gradient(deferred: DeferredGradient) -> None:
-    """One weight's gradient."""
-    torch.autograd.backward(deferred.weight, deferred.gemm.grad_weight(deferred.kept, deferred.weight.dtype))
 
 
 class P2PChannel:
@@ -121,9 +112,9 @@ class P2PChannel:
         return self.groups[sender > receiver]
 
     def send(self, x: Tensor, receiver: int) -> None:
-        """Start sending; the tensor is kept until it is gone."""
+        """Start sending; the tensor is held until it has been sent."""
         x = x.contiguous()
-        self.sending = [(kept, work) for kept, work in self.sending if not work.is_completed()]
+        self.sending = [(sent, work) for sent, work in self.sending if not work.is_completed()]
         self.sending.append((x, dist.isend(x, self.ranks[receiver], group=self._group(self.me, receiver))))
 
     def receive(self, message: Message, sender: int) -> Tensor:
@@ -149,7 +140,7 @@ class Stage:
     """A stage on this rank: what to call, its network, and what it keeps between the passes of a microbatch."""
 
     module: nn.Module
-    model: nn.Module
+    model: Transformer
     split: DeferredGradients | None = None
     inputs: dict[int, Tensor] = field(default_factory=dict)
     roots: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -159,32 +150,35 @@ class Stage:
 class Pipeline:
     """Runs this rank's part of a schedule."""
 
-    def __init__(self, stages: dict[int, Stage], schedule: Schedule, mesh: Mesh, zero: int, scales: Scales) -> None:
+    def __init__(
+        self, stages: dict[int, Stage], schedule: Schedule, mesh: Mesh, zero: int, scales: Scales, observers: Observers
+    ) -> None:
         self.stages = stages
+        self.observers = observers
         self.scales = scales
         self.schedule = schedule
         forward = tuple(tuple(action for action in actions if action.kind == "F") for actions in schedule.ranks)
         self.forward_only = replace(schedule, ranks=forward)
         self.mesh = mesh
-        self.sync_every, self.share_parameters = zero > 1, zero == 3
+        self.sync_every, self.shards_parameters = zero > 1, zero == 3
         self.waiting: tuple[Message, int] | None = None  # what this rank waits for, and the rank that owes it
         self.executed: list[Action] = []
         self.times: list[tuple[float, float]] = []  # when the host began and ended each of them
 
     def run(
-        self, microbatches: list[Microbatch], like: Tensor, weights: tuple[Tensor | float, Tensor] | None
+        self, microbatches: list[Microbatch], like: Tensor, objective: Objective, factor: Tensor | float | None
     ) -> Tensor:
         """All microbatches through the schedule; gives the summed loss of the last stage (zero elsewhere).
 
-        `like` has the shape and dtype of the residual stream of a microbatch. `weights` are the factor on the loss and
-        the factors on the auxiliary losses; None runs the forward passes alone.
+        `like` has the shape and dtype of the residual stream of a microbatch. Backward passes are those of the objective's loss
+        times `factor`; None runs the forward passes alone.
         """
         self.loss = torch.zeros(
             (), dtype=torch.float64 if like.dtype == torch.float64 else torch.float32, device=like.device
         )
-        self.microbatches, self.weights = microbatches, weights
+        self.microbatches, self.objective, self.factor = microbatches, objective, factor
         self.scales.update()
-        schedule = self.schedule if weights is not None else self.forward_only
+        schedule = self.schedule if factor is not None else self.forward_only
         self.channel = P2PChannel(schedule, self.mesh, like)
         self.local: dict[Message, Tensor] = {}
         self.executed, self.times = [], []
@@ -193,21 +187,23 @@ class Pipeline:
         for action in actions:
             start = time.perf_counter()
             remaining[action.stage, action.kind] -= 1
-            self._execute(action, last=not remaining[action.stage, action.kind])
+            with self.observers.action(action):
+                self._execute(action, last=not remaining[action.stage, action.kind])
             self.executed.append(action)
             self.times.append((start, time.perf_counter()))
         self.channel.close()
-        if weights is not None:
+        if factor is not None:
             for stage in self.stages.values():
                 if stage.split is not None:
-                    reduce_deferred_gradients(stage.model)
+                    with self.observers.phase("gradients"):
+                        reduce_deferred_gradients(stage.model)
         return self.loss
 
     def _execute(self, action: Action, last: bool) -> None:
         if action.kind == "F":
             self._forward(action)
         elif action.kind == "W":
-            compute_deferred(self.stages[action.stage].deferred.pop(action.microbatch))
+            self._weight_gradients(self.stages[action.stage].deferred.pop(action.microbatch))
         else:
             self._backward(action, last)
 
@@ -216,24 +212,23 @@ class Pipeline:
         first, last = action.stage == 0, action.stage == self.schedule.stages - 1
         x = batch["tokens"] if first else self._get(Message("activation", action.stage - 1, action.microbatch))
         assert x is not None
-        training = self.weights is not None
+        training = self.factor is not None
         if training and not first:
             x.requires_grad_()
-        targets = batch["targets"] if last else None
+        finish = partial(self.objective.loss, batch, stage.model.loss) if last else None
         with self._gradients_wait(stage, action) if training else torch.no_grad():
             result, auxiliary = stage.module(
-                x, targets=targets, positions=batch["positions"], documents=batch["documents"]
+                x, positions=batch["positions"], documents=batch["documents"], finish=finish
             )
         if last:
             self.loss += result.detach()
         else:
             self._put(action, result.detach())
-        if self.weights is not None:
-            root = result * self.weights[0] if last else result
-            roots = [root]
+        if self.factor is not None:
+            roots = [result * self.factor if last else result]
             if auxiliary is not None and auxiliary.requires_grad:
-                factor = self.weights[1].to(auxiliary.dtype) * self.weights[0]
-                roots.append((auxiliary * factor).sum())
+                weights = self.objective.auxiliary_weights.to(auxiliary.dtype) * self.factor
+                roots.append((auxiliary * weights).sum())
             stage.inputs[action.microbatch], stage.roots[action.microbatch] = x, roots
 
     def _backward(self, action: Action, last: bool) -> None:
@@ -245,9 +240,9 @@ class Pipeline:
             # Without gradient sync a stage's gradients stay whole until the last microbatch (or until `reduce_deferred_gradients`).
             stage.model.set_requires_gradient_sync(stage.split is None and (self.sync_every or last))
             stage.model.set_is_last_backward(stage.split is None and last)
-            # Copies are added up once a step, and only shared parameters are let go between microbatches.
+            # Replicas are added up once a step, and only sharded parameters are freed between microbatches.
             stage.model.set_requires_all_reduce(stage.split is None and last)
-            stage.model.set_reshard_after_backward(self.share_parameters or (stage.split is None and last))
+            stage.model.set_reshard_after_backward(self.shards_parameters or (stage.split is None and last))
         with self._gradients_wait(stage, action):
             torch.autograd.backward(roots, [grad, *[None] * (len(roots) - 1)])
         x = stage.inputs.pop(action.microbatch)
@@ -256,12 +251,19 @@ class Pipeline:
             if action.kind == "I":
                 stage.deferred[action.microbatch] = taken
             else:
-                compute_deferred(taken)
+                self._weight_gradients(taken)
         if x.grad is not None:
             self._put(action, x.grad)
 
+    def _weight_gradients(self, deferred: list[DeferredGradient]) -> None:
+        """The weights' part of a backward pass."""
+        with self.observers.weight_gradients():
+            for each in deferred:
+                with self.observers.weight_gradient(each.name):
+                    torch.autograd.backward(each.weight, each.gemm.grad_weight(each.saved, each.weight.dtype))
+
     def _gradients_wait(self, stage: Stage, action: Action) -> Any:
-        """Copies are brought together after the last microbatch alone."""
+        """Replicas add their gradients after the last microbatch alone."""
         if isinstance(stage.module, DistributedDataParallel) and action.microbatch < self.schedule.microbatches - 1:
             return stage.module.no_sync()
         return contextlib.nullcontext()

@@ -1,10 +1,10 @@
-"""Recomputation (Chen et al. 2016): activations are thrown away in the forward pass and computed again in the backward pass.
+"""Activation checkpointing (Chen et al. 2016): activations are dropped in the forward pass and recomputed in the backward pass.
 
-`full` keeps a block's input alone, at the price of a third more work; `attention` repeats only the part whose memory grows with
-the square of the sequence (Korthikanti et al. 2022); `operations` repeats the named parts; `budget` repeats as few whole blocks
-as the budget needs, by the planner's count of what a block keeps. The first three may be limited to every n-th layer.
-Traffic inside a repeated part is repeated too, but for what comes after the last tensor that its backward pass needs. Routers
-do not count a repeated token twice.
+`full` saves a block's input alone, at the price of a third more work; `attention` recomputes only the part whose memory grows with
+the square of the sequence (Korthikanti et al. 2022); `operations` recomputes the named parts; `budget` recomputes as few whole
+blocks as the memory allows, by the planner's count of what a block saves. The first three may be limited to every n-th layer.
+Traffic inside a recomputed part happens once more, except what comes after the last tensor that its backward pass needs. Routers
+do not count a recomputed token twice.
 """
 
 from __future__ import annotations
@@ -22,37 +22,39 @@ from shardwise.model.attention import GroupedAttention, LatentAttention
 from shardwise.model.layers import Norm
 from shardwise.model.moe import Router
 from shardwise.model.transformer import Block, Transformer
+from shardwise.parallel.observer import Observers
 from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.run import Run
 
 
 @contextlib.contextmanager
-def _not_counting(module: nn.Module) -> Iterator[None]:
+def _recomputing(module: nn.Module, observers: Observers) -> Iterator[None]:
     routers = [m for m in module.modules() if isinstance(m, Router)]
     for router in routers:
         router.counting = False
     try:
-        yield
+        with observers.recompute(module):
+            yield
     finally:
         for router in routers:
             router.counting = True
 
 
-def repeat(module: nn.Module) -> None:
+def checkpoint_module(module: nn.Module, observers: Observers) -> None:
     """Make a module compute itself again in the backward pass."""
     forward = module.forward
 
     @functools.wraps(forward)
-    def repeated(*args: Any, **kwargs: Any) -> Any:
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
 
         def contexts() -> tuple[Any, Any]:
-            return contextlib.nullcontext(), _not_counting(module)
+            return contextlib.nullcontext(), _recomputing(module, observers)
 
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, preserve_rng_state=False, **kwargs)
 
-    module.forward = repeated
+    module.forward = checkpointed
 
 
 def parts(block: Block, kind: str) -> Iterator[nn.Module]:
@@ -66,20 +68,20 @@ def parts(block: Block, kind: str) -> Iterator[nn.Module]:
         yield block.ffn
 
 
-def apply_recompute(model: Transformer, run: Run, rank: int) -> None:
-    """Mark what the backward pass repeats."""
+def apply_recompute(model: Transformer, run: Run, rank: int, observers: Observers) -> None:
+    """Let the modules of the layout's mode be recomputed in the backward pass."""
     layout = run.layout
     blocks = [block for block in model.layers.values() if isinstance(block, Block)]
     if layout.recompute == "budget":
-        again = {str(layer) for layer, parts_again in PlannedRank(run, rank).layers() if parts_again}
+        recomputed = {str(layer) for layer, operations in PlannedRank(run, rank).layers() if operations}
         for name, block in model.layers.items():
-            if name in again:
-                repeat(block)
+            if name in recomputed:
+                checkpoint_module(block, observers)
         return
     for block in blocks[:: layout.recompute_every]:
         if layout.recompute == "full":
-            repeat(block)
+            checkpoint_module(block, observers)
         kinds = {"operations": layout.recompute_operations, "attention": ("attention",)}.get(layout.recompute, ())
         for kind in kinds:
             for module in parts(block, kind):
-                repeat(module)
+                checkpoint_module(module, observers)

@@ -1,17 +1,17 @@
-"""Data parallelism: copies (`replicate`) and sharing (`shard`), and both at once.
+"""Data parallelism: replicas (`replicate`) and sharding (`shard`), and both at once.
 
-Copies alone are PyTorch's DistributedDataParallel: 2(r-1)/r of the gradient bytes a step and rank, all-reduced in buckets while
-the backward pass runs. Sharing is ZeRO (Rajbhandari et al. 2020) by `fully_shard`, over z = shard x context ranks, P bytes of a
+Replicas alone are PyTorch's DistributedDataParallel: 2(r-1)/r of the gradient bytes a step and rank, all-reduced in buckets while
+the backward pass runs. Sharding is ZeRO (Rajbhandari et al. 2020) by `fully_shard`, over z = shard x context ranks, P bytes of a
 rank's parameters in the dtype they are gathered in, G in that they are reduced in, rows padded to a multiple of z:
-- zero = 1: the optimizer is shared. P(z-1)/z gathered once a step, gradients kept whole and G(z-1)/z scattered once a step.
-- zero = 2: gradients too, scattered after every microbatch.
-- zero = 3: parameters too: gathered for every microbatch's forward and again for its backward. Only what stands outside of
-  the blocks stays gathered between the two where one follows the other at once, that is without a pipeline.
-Parameters are gathered block by block. With copies as well, each rank's shard of the gradients is all-reduced over them
+- zero = 1: the optimizer is sharded. Once a step P(z-1)/z is all-gathered, and G(z-1)/z of whole gradients reduce-scattered.
+- zero = 2: gradients too, reduce-scattered after every microbatch.
+- zero = 3: parameters too: all-gathered for every microbatch's forward and for its backward. Only what stands outside of the
+  blocks stays gathered between the two where one follows the other at once, that is without a pipeline.
+Parameters are gathered block by block. With replicas as well, each rank's shard of the gradients is all-reduced over them
 once a step: 2(r-1)/r of G/z. Routed experts likewise, with z / e ranks (`expert_shard`) in the place of z, and nothing padded
-where one of their dimensions divides: they are cut along the first that does, since a rank may hold fewer experts than share
-them. Along another than the first they pass through one more copy as they are gathered, and their gradients before the sum.
-What is multiplied in 8 bits is gathered in 8 bits too (`narrow.py`).
+where one of their dimensions divides: they are cut along the first that does, since a rank may hold fewer experts than there are
+ranks. Along another than the first they are copied once more as they are gathered, and their gradients before the sum.
+The matrices of fp8 GEMMs are gathered in fp8 (`fp8_all_gather.py`).
 Gradients are added, not averaged: the loss is already divided by the tokens of the whole batch.
 """
 
@@ -35,16 +35,17 @@ from shardwise.parallel.fp8_all_gather import Scales, enable_fp8_all_gather
 from shardwise.parallel.mesh import Mesh
 from shardwise.run import Run
 from shardwise.run.derive import shard_dim
+from shardwise.torch_private import reduce_sharded_gradients
 
 
 def uses_ddp(mesh: Mesh) -> bool:
-    """True when ranks differ in nothing but the samples they see: then plain DistributedDataParallel is used."""
+    """True when ranks differ in nothing but their samples: then DistributedDataParallel is used."""
     return mesh.size("replicate") == mesh.layout.world > 1 and not mesh.layout.offload
 
 
 def _needed(mesh: Mesh, axis: str) -> bool:
-    dispatch = mesh.size(axis) > 1 or mesh.size("replicate") > 1
-    return not uses_ddp(mesh) and (dispatch or mesh.layout.offload)
+    several = mesh.size(axis) > 1 or mesh.size("replicate") > 1
+    return not uses_ddp(mesh) and (several or mesh.layout.offload)
 
 
 class Sharder:
@@ -54,18 +55,18 @@ class Sharder:
         self.run = run
         self.mesh = mesh
         dtype = getattr(torch, run.train.dtype)
-        narrow = dtype in (torch.bfloat16, torch.float16)
+        low_precision = dtype in (torch.bfloat16, torch.float16)
         reduce = torch.float64 if dtype == torch.float64 else getattr(torch, run.train.reduce_dtype)
         self.policy = MixedPrecisionPolicy(
-            param_dtype=dtype if narrow else None,
-            reduce_dtype=reduce if narrow else None,
+            param_dtype=dtype if low_precision else None,
+            reduce_dtype=reduce if low_precision else None,
             cast_forward_inputs=False,
         )
         self.offload = CPUOffloadPolicy() if run.layout.offload else OffloadPolicy()
         self.scales = Scales(mesh.group("zero"))
 
     def block(self, block: Block) -> None:
-        """Share one block's parameters, its experts over their own ranks."""
+        """Shard one block's parameters, its experts over their own ranks."""
         experts = set()
         if isinstance(block.ffn, MoE):
             experts = set(block.ffn.experts.parameters())
@@ -76,7 +77,7 @@ class Sharder:
             enable_fp8_all_gather(block, self.run, self.scales, self.mesh.size("zero"))
 
     def root(self, model: Transformer) -> None:
-        """Share what stands outside of the blocks, and settle what is gathered ahead."""
+        """Shard what stands outside of the blocks, and set what is prefetched."""
         if not _needed(self.mesh, "zero"):
             return
         experts = {p for m in model.modules() if isinstance(m, MoE) for p in m.experts.parameters()}
@@ -117,7 +118,7 @@ def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 def wrap_ddp(model: nn.Module, mesh: Mesh, reduce_dtype: torch.dtype | None) -> DistributedDataParallel:
-    """Plain data parallelism; gradients are added in their own dtype unless another is given."""
+    """DistributedDataParallel; gradients are added in their own dtype unless another is given."""
     with warnings.catch_warnings():
         # PyTorch 2.13 has a new name for `broadcast_buffers`, which older versions do not know.
         warnings.simplefilter("ignore", FutureWarning)
@@ -139,10 +140,9 @@ def _add_in(dtype: torch.dtype, group: Group, bucket: Any) -> torch.futures.Futu
 
 
 def reduce_deferred_gradients(model: nn.Module) -> None:
-    """Scatter the gradients that backward passes have gathered up unreduced.
+    """Reduce-scatter the gradients that split backward passes have accumulated.
 
-    Backward passes split into input and weight parts finish a weight's gradient outside of the passes that `fully_shard`
-    watches, so its reduction is started by hand, the way PyTorch's own pipelining does it.
+    A deferred weight gradient is finished outside of the passes that `fully_shard` watches, so its reduction is started by hand.
     """
     if not isinstance(model, FSDPModule):
         return
@@ -150,12 +150,4 @@ def reduce_deferred_gradients(model: nn.Module) -> None:
         module.set_is_last_backward(True)
         module.set_reshard_after_backward(True, recurse=False)
         module.set_requires_gradient_sync(True, recurse=False)
-    state = fully_shard.state(model)  # type: ignore[attr-defined]
-    for each in state._state_ctx.all_states:
-        if each._fsdp_param_group:
-            for parameter in each._fsdp_param_group.fsdp_params:
-                # Gradients put off to the very end come in the narrow dtype, beside others already widened for the sum.
-                parameter.accumulate_unsharded_grad_if_needed()
-                parameter.to_accumulated_grad_if_needed()
-            each._fsdp_param_group.post_backward()
-    state._root_post_backward_final_callback()
+    reduce_sharded_gradients(model)

@@ -1,19 +1,19 @@
 """Tensor parallelism (Shoeybi et al. 2019) with sequence parallelism (Korthikanti et al. 2022): matrices are cut into columns,
-then rows, over ranks that talk fast; between them each rank keeps a piece of the sequence, so norms and the residual stream
+then rows, over ranks with a fast network; between them each rank holds a shard of the sequence, so norms and the residual stream
 are split too. Embedding, head and cross-entropy are cut by vocabulary: logits are never gathered.
 
 Parameters and activations fall by t. Traffic of a rank for each layer and microbatch, forward: two all-gathers and two reduce-
-scatters of its piece, each (t-1)/t of batch x sequence x hidden numbers; backward the same again, and when the block is
-recomputed both gathers and the first scatter once more (the second ends the block, and nothing needs its result). Embedding
-and head together: a gather and a scatter forward, and the same backward. Loss: 2(t-1)/t of 3 x batch x sequence numbers, all-
-reduced in two messages. Once a step the gradients of what is not cut (`gradients.py`).
-Parameters here are plain tensors holding this rank's slice (`run/parameters.py`), not DTensors: a vocabulary that does not
-divide, cut again by `fully_shard`, is a layout DTensor does not have, and activations need no dispatch through it.
+scatters, each (t-1)/t of batch x sequence x hidden elements; backward the same, and when the block is recomputed both all-gathers
+and the first reduce-scatter once more (the second ends the block, and nothing needs its result). Embedding and head together: an
+all-gather and a reduce-scatter forward, and the same backward. Loss: 2(t-1)/t of 3 x batch x sequence elements, all-reduced in two
+messages. Once a step the gradients of what is not cut (`gradients.py`).
+Parameters are plain tensors holding this rank's shard (`run/parameters.py`), not DTensors: a vocabulary that does not divide, cut
+once more by `fully_shard`, is a layout DTensor does not have, and activations need no dispatch through it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -26,14 +26,21 @@ from shardwise.model.moe import MoE
 from shardwise.model.transformer import Block, Transformer
 from shardwise.parallel.collectives import Group, all_gather_sequence, reduce_scatter_sequence
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.overlap import GemmReduceScatter, all_gather_into_gemm, first_matrix
+from shardwise.parallel.overlap import GatheredLinear, GemmReduceScatter, all_gather_into_gemm, first_matrix
 from shardwise.run.parameters import shard_bounds
 
 
 class RowParallelLinear(Linear):
-    """A matrix cut by rows: products are partial sums, added over ranks and scattered along the sequence."""
+    """A matrix cut by rows: its results are partial sums, reduce-scattered along the sequence."""
 
     group: Group = None
+
+    @classmethod
+    def from_linear(cls, linear: Linear, group: Group) -> Self:
+        """In the place of a whole matrix."""
+        made = cls.taking_over(linear)
+        made.group = group
+        return made
 
     def forward(self, x: Tensor) -> Tensor:
         out = reduce_scatter_sequence(self.gemm(x, self.weight, None), self.group)
@@ -41,7 +48,7 @@ class RowParallelLinear(Linear):
 
 
 class OverlappedRowParallelLinear(RowParallelLinear):
-    """The same, its sums scattered while it is still multiplied."""
+    """The same, reduce-scattered while it is still multiplied."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = GemmReduceScatter.apply(x, self.weight.to(x.dtype), self.group)
@@ -49,9 +56,16 @@ class OverlappedRowParallelLinear(RowParallelLinear):
 
 
 class ReplicatedKVLinear(Linear):
-    """Keys or values when there are fewer heads than ranks: the whole matrix is kept and one head's rows are used."""
+    """Keys or values when there are fewer heads than ranks: the whole matrix is replicated and one head's rows are used."""
 
     rows: slice = slice(None)
+
+    @classmethod
+    def from_linear(cls, linear: Linear, rows: slice) -> Self:
+        """In the place of the matrix of all heads; `rows` are those of the head that this rank uses."""
+        made = cls.taking_over(linear)
+        made.rows = rows
+        return made
 
     def forward(self, x: Tensor) -> Tensor:
         return self.gemm(x, self.weight[self.rows], self.bias[self.rows] if self.bias is not None else None)
@@ -60,8 +74,12 @@ class ReplicatedKVLinear(Linear):
 class VocabParallelEmbedding(nn.Embedding):
     """An embedding cut by vocabulary: each rank looks up what it has, and the sum is scattered along the sequence."""
 
-    group: Group = None
-    start: int = 0
+    def __init__(self, embedding: nn.Embedding, group: Group, start: int) -> None:
+        """In the place of a whole embedding; `start` is the first token of this rank."""
+        super().__init__(embedding.num_embeddings, embedding.embedding_dim, device="meta")
+        self.weight = embedding.weight
+        self.group = group
+        self.start = start
 
     def forward(self, tokens: Tensor) -> Tensor:
         local = tokens - self.start
@@ -74,7 +92,7 @@ class _VocabParallelCrossEntropyFunction(torch.autograd.Function):
     """Summed cross-entropy of logits cut by vocabulary, without gathering them."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, start: int, group: Group) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, weights: Tensor | None, start: int, group: Group) -> Tensor:
         if logits.shape[-1]:
             highest = logits.amax(dim=-1)
         else:
@@ -92,35 +110,39 @@ class _VocabParallelCrossEntropyFunction(torch.autograd.Function):
         dist.all_reduce(both, group=group)
         total, target = both
         counted = targets >= 0
+        losses = torch.where(counted, total.log() - target, 0)
+        if weights is not None:
+            losses, counted = losses * weights, counted * weights
         ctx.save_for_backward(exponentials / total[..., None], local, mine, counted)
-        return torch.where(counted, total.log() - target, 0).sum()
+        return losses.sum()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         softmax, local, mine, counted = ctx.saved_tensors
         grad = softmax.clone()
         if grad.shape[-1]:
             index = (local * mine)[..., None]
             grad.scatter_add_(-1, index, -mine[..., None].to(grad.dtype))
-        return grad * (counted[..., None] * grads[0]), None, None, None
+        return grad * (counted[..., None] * grads[0]), None, None, None, None
 
 
 class VocabParallelCrossEntropy(nn.Module):
-    """Head and loss over a vocabulary cut over ranks; the input is a piece of the sequence."""
+    """The loss head of a vocabulary cut over ranks; the input is this rank's shard of the sequence, targets and weights those of
+    the whole."""
 
     def __init__(self, group: Group, start: int) -> None:
         super().__init__()
         self.group = group
         self.start = start
 
-    def forward(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, x: Tensor, matrix: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
         x = all_gather_sequence(x, self.group)
-        logits = at_least_float32(F.linear(x, weight.to(x.dtype)))
-        return _VocabParallelCrossEntropyFunction.apply(logits, targets, self.start, self.group)
+        logits = at_least_float32(F.linear(x, matrix.to(x.dtype)))
+        return _VocabParallelCrossEntropyFunction.apply(logits, targets, weights, self.start, self.group)
 
 
 def local_sequence(x: Tensor, mesh: Mesh) -> Tensor:
-    """This tensor rank's piece of a sequence [batch, sequence, …]."""
+    """This tensor rank's shard of a sequence [batch, sequence, …]."""
     return x.chunk(mesh.size("tensor"), dim=1)[mesh.index("tensor")]
 
 
@@ -131,25 +153,28 @@ def _gather_input(group: Group) -> Any:
     return hook
 
 
-def _cut(module: nn.Module, last: Linear, group: Group, overlap: bool) -> None:
-    """Gather a part's input and scatter its output; its matrices in between are columns, then rows."""
+def _cut(module: nn.Module, last: str, group: Group, overlap: bool) -> None:
+    """Gather a module's input and scatter its output; its matrices in between are cut by columns, the last one by rows."""
     first = first_matrix(module) if overlap else None
-    module.register_forward_pre_hook(_gather_input(group) if first is None else all_gather_into_gemm(first, group))
-    last.__class__ = OverlappedRowParallelLinear if overlap else RowParallelLinear
-    assert isinstance(last, RowParallelLinear)
-    last.group = group
+    if first is None:
+        module.register_forward_pre_hook(_gather_input(group))
+    else:
+        gathered = GatheredLinear.taking_over(getattr(module, first))
+        setattr(module, first, gathered)
+        module.register_forward_pre_hook(all_gather_into_gemm(gathered, group))
+    row_parallel = OverlappedRowParallelLinear if overlap else RowParallelLinear
+    setattr(module, last, row_parallel.from_linear(getattr(module, last), group))
 
 
 def _cut_attention(attention: nn.Module, model: Transformer, mesh: Mesh) -> None:
     assert isinstance(attention, GroupedAttention | LatentAttention)
-    _cut(attention, attention.out, mesh.group("tensor"), mesh.layout.async_tensor)
+    _cut(attention, "out", mesh.group("tensor"), mesh.layout.async_tensor)
     config, ranks = model.config, mesh.size("tensor")
     if isinstance(attention, GroupedAttention) and config.kv_heads < ranks:
         head = mesh.index("tensor") * config.kv_heads // ranks
-        for module in (attention.k, attention.v):
-            module.__class__ = ReplicatedKVLinear
-            assert isinstance(module, ReplicatedKVLinear)
-            module.rows = slice(head * config.head_dim, (head + 1) * config.head_dim)
+        rows = slice(head * config.head_dim, (head + 1) * config.head_dim)
+        attention.k = ReplicatedKVLinear.from_linear(attention.k, rows)
+        attention.v = ReplicatedKVLinear.from_linear(attention.v, rows)
 
 
 def apply_tensor(model: Transformer, mesh: Mesh) -> None:
@@ -159,9 +184,7 @@ def apply_tensor(model: Transformer, mesh: Mesh) -> None:
         return
     start, _ = shard_bounds(model.config.vocab, mesh.size("tensor"), mesh.index("tensor"))
     if model.embed is not None:
-        model.embed.__class__ = VocabParallelEmbedding
-        assert isinstance(model.embed, VocabParallelEmbedding)
-        model.embed.group, model.embed.start = group, start
+        model.embed = VocabParallelEmbedding(model.embed, group, start)
     if model.positions is not None:
         model.positions.register_forward_pre_hook(lambda _, args: (local_sequence(args[0], mesh),))
     model.loss = VocabParallelCrossEntropy(group, start)
@@ -169,6 +192,6 @@ def apply_tensor(model: Transformer, mesh: Mesh) -> None:
         assert isinstance(block, Block)
         _cut_attention(block.attention, model, mesh)
         if isinstance(block.ffn, FeedForward):
-            _cut(block.ffn, block.ffn.down, group, mesh.layout.async_tensor)
+            _cut(block.ffn, "down", group, mesh.layout.async_tensor)
         elif isinstance(block.ffn, MoE) and block.ffn.shared is not None:
-            _cut(block.ffn.shared, block.ffn.shared.down, group, mesh.layout.async_tensor)
+            _cut(block.ffn.shared, "down", group, mesh.layout.async_tensor)

@@ -9,7 +9,6 @@ twice, evaluations, batches of another shape, and the steps of `shardwise profil
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -17,8 +16,9 @@ import torch
 from torch import Tensor
 
 from shardwise.data.batches import Batch
-from shardwise.parallel.pipeline import Microbatch
+from shardwise.parallel.objective import Microbatch
 from shardwise.run.derive import replays
+from shardwise.torch_private import end_allocating_to_pool
 from shardwise.train.step import TrainState
 
 WARM_UP = 3
@@ -122,9 +122,7 @@ def recover(stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
     device = stream.device_index
     generator = torch.cuda.default_generators[device]
     generator.graphsafe_set_state(generator.clone_state())
-    for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
-        with contextlib.suppress(RuntimeError):  # where PyTorch has done so itself
-            undo(device, pool)
+    end_allocating_to_pool(device, pool)
 
 
 def alike(these: Sequence[Microbatch], those: Sequence[Microbatch]) -> bool:

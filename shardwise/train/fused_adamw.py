@@ -1,9 +1,9 @@
 """AdamW (Loshchilov & Hutter 2019) as one pass over parameters, gradients and moments, for float32 parameters on a GPU.
 
 `torch.optim.AdamW`, fused, is the same arithmetic and stands in everywhere else; it wants its gradients scaled beforehand,
-which on a GPU costs as much again as the norm. State has the names that PyTorch's has, so that checkpoints are alike; the
+which on a GPU costs as much as the norm does. State has the names that PyTorch's has, so that checkpoints are alike; the
 count of steps is kept on the host, which computes the corrections of the moments from it without asking the device. Gradients
-are taken from where they arrived, which for a parameter with a working copy is that copy; it is written in the same pass.
+are taken from where they arrived, which for a parameter with a compute copy is that copy; it is written in the same pass.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class FusedAdamW(torch.optim.Optimizer):
         lr: float,
         betas: tuple[float, float],
         eps: float,
-        held: Mapping[Tensor, LocalParameter],
+        local: Mapping[Tensor, LocalParameter],
     ) -> None:
         super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0))
-        self.held = held
+        self.local = local
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -44,8 +44,8 @@ class FusedAdamW(torch.optim.Optimizer):
         assert closure is None, "this optimizer does not evaluate the loss again"
         for group in self.param_groups:
             for p in group["params"]:
-                held = self.held[p]
-                if held.grad is None:
+                local = self.local[p]
+                if local.grad is None:
                     continue
                 state = self.state[p]
                 if not state:
@@ -53,9 +53,9 @@ class FusedAdamW(torch.optim.Optimizer):
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
                 state["step"] += 1
                 adamw(
-                    p, held.grad.contiguous(), (state["exp_avg"], state["exp_avg_sq"]), self.factor, int(state["step"]),
+                    p, local.grad.contiguous(), (state["exp_avg"], state["exp_avg_sq"]), self.factor, int(state["step"]),
                     group["lr"], group["betas"], group["eps"], group["weight_decay"],
-                    None if held.compute_copy is None else held.compute_copy.tensor.detach(),
+                    None if local.compute_copy is None else local.compute_copy.tensor.detach(),
                 )  # fmt: skip
 
 

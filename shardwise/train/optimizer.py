@@ -3,8 +3,8 @@
 Decay is decoupled and spares norms and biases. Muon orthogonalises the momentum of the matrices inside the blocks and
 leaves embeddings, head, norms and biases to AdamW. `torch.optim.Muon` is not used: it takes single matrices only, not
 stacked experts or shards, and always iterates in bfloat16, where here the dtype of the parameters decides.
-Optimizers work on this rank's parts as plain tensors: their arithmetic is elementwise, except for Muon, which gathers the
-matrix (traffic: every matrix once a step over the ranks that share it).
+Optimizers work on this rank's shards as plain tensors: their arithmetic is elementwise, except for Muon, which gathers the
+matrix (traffic: every matrix once a step over the ranks that hold its shards).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from shardwise.parallel.gradients import scale_gradients
 from shardwise.parallel.local_parameter import LocalParameter, gather_matrix, local, scatter_matrix
 from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.observer import Observers
 from shardwise.run import TrainConfig
 from shardwise.run.derive import NEWTON_SCHULZ, NEWTON_SCHULZ_ITERATIONS
 from shardwise.train.fused_adamw import FusedAdamW, fits_fused_adamw
@@ -41,10 +42,10 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum, orthogonalised, with decoupled decay; for matrices, stacks of them, and parts of either."""
 
-    def __init__(self, held: Sequence[tuple[Tensor, LocalParameter]], mesh: Mesh, train: TrainConfig) -> None:
+    def __init__(self, parameters: Sequence[tuple[Tensor, LocalParameter]], mesh: Mesh, train: TrainConfig) -> None:
         settings = dict(lr=train.muon_lr, momentum=train.muon_momentum, weight_decay=train.weight_decay)
-        super().__init__([p for p, _ in held], settings)
-        self.held = dict(held)
+        super().__init__([p for p, _ in parameters], settings)
+        self.local = dict(parameters)
         self.mesh = mesh
 
     @torch.no_grad()
@@ -58,8 +59,8 @@ class Muon(torch.optim.Optimizer):
                 if not state:
                     state["momentum"] = torch.zeros_like(p)
                 buffer = state["momentum"].lerp_(p.grad, 1 - group["momentum"])
-                whole = gather_matrix(p.grad.lerp(buffer, group["momentum"]), self.held[p], self.mesh)
-                update = scatter_matrix(orthogonalize(whole), self.held[p], self.mesh)
+                whole = gather_matrix(p.grad.lerp(buffer, group["momentum"]), self.local[p], self.mesh)
+                update = scatter_matrix(orthogonalize(whole), self.local[p], self.mesh)
                 # A tall matrix gets a larger step, so that its outputs move as much as a wide one's.
                 stretch = max(1.0, whole.shape[-2] / whole.shape[-1]) ** 0.5
                 p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * stretch)
@@ -68,12 +69,15 @@ class Muon(torch.optim.Optimizer):
 class Optimizer:
     """The optimizers of a run as one: step, learning rate by step, and state by parameter name."""
 
-    def __init__(self, held: Sequence[LocalParameter], mesh: Mesh, train: TrainConfig) -> None:
+    def __init__(
+        self, parameters: Sequence[LocalParameter], mesh: Mesh, train: TrainConfig, observers: Observers | None = None
+    ) -> None:
         self.train = train
-        self.held = list(held)
+        self.observers = observers or Observers()
+        self.parameters = list(parameters)
         # The same memory as the parameters, without the wrapping that data parallelism gives them.
-        self.mine = [local(h.parameter.detach()) for h in self.held]
-        pairs = list(zip(self.mine, self.held, strict=True))
+        self.mine = [local(h.parameter.detach()) for h in self.parameters]
+        pairs = list(zip(self.mine, self.parameters, strict=True))
         muon = [(p, h) for p, h in pairs if train.optimizer == "muon" and h.entry.is_layer_matrix]
         rest = [(p, h) for p, h in pairs if train.optimizer != "muon" or not h.entry.is_layer_matrix]
         groups = [
@@ -90,7 +94,7 @@ class Optimizer:
                 self.parts.append(torch.optim.AdamW(groups, lr=train.lr, betas=betas, eps=train.eps, fused=True))
         if muon:
             self.parts.append(Muon(muon, mesh, train))
-        self.in_one_pass = {p for part in self.parts if isinstance(part, FusedAdamW) for p in part.held}
+        self.in_one_pass = {p for part in self.parts if isinstance(part, FusedAdamW) for p in part.local}
         self.peaks = [part.defaults["lr"] for part in self.parts]
 
     def learning_rate(self, step: int) -> float:
@@ -101,7 +105,7 @@ class Optimizer:
     def step(self, step: int, factor: Tensor | None = None) -> None:
         """Update the parameters from their gradients, times `factor` if there is one; `step` counts from 1."""
         share = learning_rate_factor(self.train, step)
-        for p, h in zip(self.mine, self.held, strict=True):
+        for p, h in zip(self.mine, self.parameters, strict=True):
             if p not in self.in_one_pass:
                 p.grad = None if h.grad is None else h.grad.to(p.dtype)
         for part, peak in zip(self.parts, self.peaks, strict=True):
@@ -110,24 +114,25 @@ class Optimizer:
             if isinstance(part, FusedAdamW):
                 part.factor = torch.ones((), device=self.mine[0].device) if factor is None else factor.float()
             elif factor is not None:
-                scale_gradients([p.grad for group in part.param_groups for p in group["params"]], factor)
+                with self.observers.phase("clip"):
+                    scale_gradients([p.grad for group in part.param_groups for p in group["params"]], factor)
             part.step()
-        for p, h in zip(self.mine, self.held, strict=True):
+        for p, h in zip(self.mine, self.parameters, strict=True):
             if h.compute_copy is not None and p not in self.in_one_pass:
                 h.compute_copy.copy()
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
-        for p, h in zip(self.mine, self.held, strict=True):
+        for p, h in zip(self.mine, self.parameters, strict=True):
             p.grad = h.leaf.grad = None
 
     def state_of(self, index: int) -> dict[str, Tensor]:
-        """The state of the parameter `held[index]`, this rank's part."""
+        """The state of the parameter `parameters[index]`, this rank's part."""
         p = self.mine[index]
         return next((dict(part.state[p]) for part in self.parts if p in part.state), {})
 
     def set_state(self, index: int, values: dict[str, Tensor]) -> None:
-        """Take over the state of the parameter `held[index]`."""
+        """Take over the state of the parameter `parameters[index]`."""
         p = self.mine[index]
         for part in self.parts:
             if any(p is q for group in part.param_groups for q in group["params"]):

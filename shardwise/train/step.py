@@ -1,10 +1,10 @@
 """One training step: microbatches forward and backward, gradients clipped, parameters updated, on any layout.
 
-The loss is the sum over all tokens of the global batch divided by their number, so one batch of 8 and 8 accumulated
-batches of 1 give the same gradient. That number is added over the ranks while the passes run, and the gradients are corrected
-as they are clipped; loss and norm follow in one message. With the count travels whether any rank was told to stop, so that
-all of them end after the same step. Parameters, gradients and optimizer are float32 for 16-bit arithmetic. On a GPU nothing here
-waits for the device, unless a guard must see the loss first: the host is free to prepare what comes next.
+The loss is the objective's: a sum over all tokens of the global batch divided by what it counts, so one batch of 8 and 8
+accumulated batches of 1 give the same gradient. The count is added over the ranks while the passes run, and the gradients are
+corrected as they are clipped; loss and norm follow in one message. With the count travels whether any rank was asked to stop, so
+that all of them end after the same step. Parameters, gradients and optimizer are float32 for 16-bit arithmetic. On a GPU nothing
+here waits for the device, unless a guard must see the loss first: the host is free to prepare what comes next.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from shardwise.parallel.apply import apply
 from shardwise.parallel.context import zigzag_positions
 from shardwise.parallel.gradients import reduce_partial_gradients, squared_norm
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.pipeline import Microbatch
+from shardwise.parallel.objective import Microbatch
 from shardwise.parallel.shard import uses_ddp
 from shardwise.run import Run, UserError
 from shardwise.run.derive import uses_varlen_attention
 from shardwise.train.faults.guard import History
 from shardwise.train.faults.recheck import check_repeatable, passes_twice
+from shardwise.train.objectives import OBJECTIVES
 from shardwise.train.optimizer import Optimizer
 from shardwise.train.schedule import LossScale
 
@@ -107,17 +108,21 @@ class TrainState:
             torch.use_deterministic_algorithms(True)
         self.mesh = mesh or Mesh(run.layout, self.device.type)
         self.dtype: torch.dtype = getattr(torch, run.train.dtype)
-        self.wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.loss_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.parallel = apply(run, self.mesh, self.device)
-        self.optimizer = Optimizer(self.parallel.parameters, self.mesh, run.train)
-        self.loss_scale = LossScale(run.train.loss_scale if self.dtype == torch.float16 else 1.0)
+        self.observers = self.parallel.pipeline.observers
+        self.optimizer = Optimizer(self.parallel.parameters, self.mesh, run.train, self.observers)
+        self.checks_overflow = self.dtype == torch.float16
+        self.loss_scale = LossScale(run.train.loss_scale if self.checks_overflow else 1.0)
         self.routers = [m for model in self.parallel.models for m in model.modules() if isinstance(m, Router)]
-        self.auxiliary_weights = torch.tensor([run.train.balance_loss, run.train.router_z_loss], device=self.device)
+        self.objective = OBJECTIVES["pretrain"](run, self.device)
         self.step = 0
         self.tokens = 0
         self.history = History()
-        self.tuner: Tuning | None = None  # what chooses between algorithms before a step (see `tune.py`)
-        self.replay: Callable[[Batch], Tensor] | None = None  # what runs the passes in their place (see `replay.py`)
+        self.tuner: Tuning | None = None  # what chooses between algorithms before a step (see `tune_gemms.py`)
+        self.replay: Callable[[Batch], Tensor] | None = (
+            None  # what runs the passes in their place (see `cuda_graph.py`)
+        )
         check_repeatable(self)
 
     @property
@@ -141,35 +146,39 @@ class TrainState:
         `stop` tells all ranks that this one was told to. `accept` looks at the loss and the gradient norm before anything is
         updated, and must answer alike on every rank; without it nobody waits for them here. `recheck` computes everything twice.
         """
-        train = self.run.train
         for model in self.parallel.models:
             model.train()
-        layout, held = self.run.layout, self.parallel.parameters
-        self.optimizer.zero_grad()
+        layout, phase = self.run.layout, self.observers.phase
+        with phase("gradients"):
+            self.optimizer.zero_grad()
         if self.tuner is not None:
             self.tuner()
         # What ranks hold in common is divided among them, so that a sum over all ranks counts it once.
-        loss_tokens = batch.loss_tokens * layout.data_ranks / layout.world
-        counted = self._begin_sum(self._on_device(torch.tensor([loss_tokens, float(stop)], dtype=torch.float64)))
+        share = self.objective.count(batch) * layout.data_ranks / layout.world
+        counted = self._begin_sum(self._on_device(torch.tensor([share, float(stop)], dtype=torch.float64)))
         loss = passes_twice(self, batch) if recheck else (self.replay or self.passes)(batch)
         self.step += 1
         self.tokens += self.run.batch_tokens
-        square = squared_norm(held, self.mesh, self.device)
+        with phase("clip"):
+            square = squared_norm(self.parallel.parameters, self.mesh, self.device)
         sums = self._begin_sum(torch.stack((square, loss.double() / layout.tensor)))
-        # Copies need not hear from each other to know the norm: then the message travels while the optimizer works.
+        # Replicas of DDP have the same gradients and so the same norm: then the message travels while the optimizer works.
         square = square * layout.world if uses_ddp(self.mesh) else sums()[0]
-        tokens = counted()[0].clamp(min=1)
-        grad_norm, factor = self._norm_and_factor(square, tokens)
+        count = counted()[0].clamp(min=1)
+        with phase("clip"):
+            grad_norm, factor = self._norm_and_factor(square, count)
         usable, rescaled = self._usable(grad_norm)
         # What is decided on must be the same number everywhere, so the sum over ranks is waited for.
-        accepted = not usable or accept is None or accept(*torch.stack((sums()[1] / tokens, grad_norm)).tolist())
+        accepted = not usable or accept is None or accept(*torch.stack((sums()[1] / count, grad_norm)).tolist())
         if usable and accepted:
-            self.optimizer.step(self.step, factor)
-        self._add_loads()
-        for router in self.routers:
-            router.rebalance(train.balance_rate if accepted else 0.0)
+            with phase("optimizer"):
+                self.optimizer.step(self.step, factor)
+        with phase("balance"):
+            self._add_loads()
+            for router in self.routers:
+                router.rebalance(self.run.train.balance_rate if accepted else 0.0)
         rate = self.optimizer.learning_rate(self.step)
-        return StepResult(self.step, sums()[1] / tokens, grad_norm, rate, counted()[1], usable, rescaled, accepted)
+        return StepResult(self.step, sums()[1] / count, grad_norm, rate, counted()[1], usable, rescaled, accepted)
 
     def passes(self, batch: Batch) -> Tensor:
         """All microbatches forward and backward, and the gradients brought together; gives this rank's part of the loss."""
@@ -180,9 +189,10 @@ class TrainState:
         self.refresh()
         # DistributedDataParallel averages where everything else adds.
         copies = self.mesh.size("replicate") if uses_ddp(self.mesh) else 1
-        factor = self.loss_scale.scale * copies / self.run.batch_tokens
-        loss = self.parallel.pipeline.run(microbatches, self._stream(), (factor, self.auxiliary_weights))
-        reduce_partial_gradients(self.parallel.parameters, self.mesh)
+        factor = self.loss_scale.scale * copies / self.objective.full_count
+        loss = self.parallel.pipeline.run(microbatches, self._stream(), self.objective, factor)
+        with self.observers.phase("gradients"):
+            reduce_partial_gradients(self.parallel.parameters, self.mesh)
         return loss
 
     @torch.no_grad()
@@ -193,22 +203,22 @@ class TrainState:
             model.eval()
         ranks, at_once = self.run.layout.data_ranks, self.run.train.microbatch * self.run.accumulation
         share = numbers[self.mesh.data_index :: ranks]
-        loss = torch.zeros((), dtype=self.wide, device=self.device)
-        counted = 0
+        loss = torch.zeros((), dtype=self.loss_dtype, device=self.device)
+        counted = 0.0
         for start in range(0, -(-len(numbers) // ranks), at_once):
             own = share[start : start + at_once]
             # All ranks run whole schedules; rows beyond a rank's share are computed but have nothing to learn.
             batch = samples(np.concatenate((own, np.full(at_once - len(own), numbers[0]))))
             batch.targets[len(own) :] = IGNORE_INDEX
-            loss += self.parallel.pipeline.run(self.microbatches(batch), self._stream(), None)
-            counted += batch.loss_tokens
+            loss += self.parallel.pipeline.run(self.microbatches(batch), self._stream(), self.objective, None)
+            counted += self.objective.count(batch)
         return (self._whole_loss(loss) / self._over_data(counted)).item()
 
     def refresh(self) -> None:
-        """Bring copies of parameters up to date."""
-        for held in self.parallel.parameters:
-            if held.compute_copy is not None:
-                held.compute_copy.refresh()
+        """Bring compute copies of parameters up to date."""
+        for each in self.parallel.parameters:
+            if each.compute_copy is not None:
+                each.compute_copy.refresh()
 
     def _stream(self) -> Tensor:
         """Shape and dtype of what travels between stages for one microbatch."""
@@ -218,40 +228,42 @@ class TrainState:
 
     def microbatches(self, batch: Batch) -> list[Microbatch]:
         """The batch in microbatches on the device, of every sequence the part this context rank holds."""
+        with self.observers.phase("data"):
+            return self._microbatches(batch)
+
+    def _microbatches(self, batch: Batch) -> list[Microbatch]:
         size, ranks = self.run.train.microbatch, self.run.layout.context
         length = batch.tokens.shape[1]
         places = zigzag_positions(length, ranks, self.mesh.index("context"))
         positions = batch.positions if batch.positions is not None else np.arange(length)[None]
 
-        told = cu_seqlens_of if uses_varlen_attention(self.run, gpu=has_flash(self.device)) else np.asarray
+        as_mask = cu_seqlens_of if uses_varlen_attention(self.run, gpu=has_flash(self.device)) else np.asarray
+        of_tokens = {"tokens": batch.tokens} | self.objective.token_arrays(batch)
 
         def on_device(array: np.ndarray) -> Tensor:
             return self._on_device(torch.from_numpy(np.ascontiguousarray(array)))
 
-        pieces = []
+        made: list[Microbatch] = []
         for start in range(0, len(batch.tokens), size):
             rows = slice(start, start + size)
             own = positions[rows] if len(positions) > 1 else positions
-            pieces.append(
-                dict(
-                    tokens=on_device(batch.tokens[rows][:, places]),
-                    targets=on_device(batch.targets[rows][:, places]),
-                    positions=on_device(own[:, places]),
-                    # Attention needs to know the documents of the whole row.
-                    documents=None if batch.documents is None else on_device(told(batch.documents[rows])),
-                )
-            )
-        return pieces
+            microbatch: Microbatch = {name: on_device(array[rows][:, places]) for name, array in of_tokens.items()}
+            microbatch["positions"] = on_device(own[:, places])
+            # Attention needs to know the documents of the whole row.
+            documents = None if batch.documents is None else as_mask(batch.documents[rows])
+            microbatch["documents"] = None if documents is None else on_device(documents)
+            made.append(microbatch)
+        return made
 
     def _on_device(self, value: Tensor) -> Tensor:
         """A tensor of the host on the device. Out of pinned memory, or the host would wait for all that the GPU has to do."""
         return value.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else value
 
-    def _over_data(self, count: int) -> float:
+    def _over_data(self, count: float) -> float:
         """A count of this rank's samples, added over all data ranks."""
         if self.run.layout.data_ranks == 1:
             return count
-        total = torch.tensor([count], dtype=torch.int64, device=self.device)
+        total = torch.tensor([count], dtype=torch.float64, device=self.device)
         for axis in ("replicate", "shard"):
             if self.mesh.group(axis) is not None:
                 dist.all_reduce(total, group=self.mesh.group(axis))
@@ -277,7 +289,8 @@ class TrainState:
 
     def _begin_sum(self, share: Tensor) -> Callable[[], Tensor]:
         """Begin to add what each rank holds over all of them; what is given back waits for the sum."""
-        work = dist.all_reduce(share, async_op=True) if self.run.layout.world > 1 else None
+        with self.observers.phase("gradients"):
+            work = dist.all_reduce(share, async_op=True) if self.run.layout.world > 1 else None
 
         def finish() -> Tensor:
             if work is not None:
@@ -286,11 +299,11 @@ class TrainState:
 
         return finish
 
-    def _norm_and_factor(self, square: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of the gradients, and the factor that divides them by the tokens that count, takes the loss scale out and
+    def _norm_and_factor(self, square: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of the gradients, and the factor that divides them by the objective's count, takes the loss scale out and
         shortens them to the norm that is allowed."""
-        # The backward pass divided by all tokens of the batch, as if every one had a target that counts.
-        factor = self.run.batch_tokens / (tokens * self.loss_scale.scale)
+        # The backward pass divided by the count of a batch of which every token counts.
+        factor = self.objective.full_count / (count * self.loss_scale.scale)
         norm = square.sqrt() * factor
         if self.run.train.clip:
             factor = factor * (self.run.train.clip / (norm + 1e-6)).clamp(max=1.0)
@@ -298,7 +311,7 @@ class TrainState:
 
     def _usable(self, grad_norm: Tensor) -> tuple[bool, bool]:
         """Not for float16 gradients that overflowed, and whether the loss scale was lowered; only float16 waits for the answer."""
-        if self.dtype != torch.float16:
+        if not self.checks_overflow:
             return True, False
         finite = bool(grad_norm.isfinite())
         return finite, self.loss_scale.update(finite)

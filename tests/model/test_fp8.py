@@ -249,11 +249,15 @@ WANTED = {
 }
 
 
+def loss_of(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
+    return model(tokens[:, :-1], finish=lambda x, matrix: model.loss(x, matrix, tokens[:, 1:])).result
+
+
 @pytest.mark.parametrize("scaling", GEMMS)
 def test_one_input_of_several_matrices_is_quantised_once(scaling: str) -> None:
     model, tokens = make_model(scaling), torch.randint(0, 64, (4, 33))
     with Calls() as counted:
-        model(tokens[:, :-1], tokens[:, 1:]).result.backward()
+        loss_of(model, tokens).backward()
     assert counted.calls == WANTED[scaling][0]
     assert isinstance(model.layers["0"].attention.q.gemm, Fp8Gemm)
     assert type(model.head.gemm) is type(Linear.gemm)
@@ -279,7 +283,7 @@ def test_compiled_it_is_one_graph_that_gives_the_same_and_quantises_once(scaling
         block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
     losses = []
     for each in (model, compiled):
-        losses.append(each(tokens[:, :-1], tokens[:, 1:]).result)
+        losses.append(loss_of(each, tokens))
         losses[-1].backward()
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
     for one, other in zip(model.parameters(), compiled.parameters(), strict=True):

@@ -35,6 +35,20 @@ def test_loss_and_gradients_are_those_of_the_plain_one(rows: int, vocab: int, wi
         torch.testing.assert_close(chunked, plain, rtol=1e-11, atol=1e-12)
 
 
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 20), st.integers(2, 70), st.integers(1, 4000))
+def test_tokens_have_weights_where_they_are_given(rows: int, vocab: int, chunk: int) -> None:
+    x, matrix, targets = case(rows, vocab, 5, torch.float64)
+    weights = torch.rand(2, rows, dtype=torch.float64)
+    terms = torch.nn.functional.cross_entropy((x @ matrix.mT).flatten(0, 1), targets.flatten(), reduction="none")
+    want = (terms * weights.flatten()).sum()
+    expected = (want, *torch.autograd.grad(want, (x, matrix)))
+    for head in (LinearCrossEntropy(), ChunkedCrossEntropy(chunk)):
+        value = head(x, matrix, targets, weights)
+        for got, right in zip((value, *torch.autograd.grad(value, (x, matrix))), expected, strict=True):
+            torch.testing.assert_close(got, right, rtol=1e-11, atol=1e-12)
+
+
 def test_in_16_bits_it_is_no_further_off_than_the_plain_one() -> None:
     x, weight, targets = case(64, 300, 32, torch.bfloat16)
     exact = LinearCrossEntropy()(x.double(), weight.double(), targets)

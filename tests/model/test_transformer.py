@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from shardwise.data.batches import IGNORE_INDEX
 from shardwise.model import Transformer, initialize
 from shardwise.model.attention import DotProductAttention, attention_mask
-from shardwise.model.cache import Cache
+from shardwise.model.cache import ContiguousCache
 from shardwise.model.initialize import initial_value, initial_values
 from shardwise.model.moe import MoE, Router
 from shardwise.model.rope import rope_cos_sin
@@ -70,7 +70,7 @@ def test_packed_documents_compute_what_each_alone_computes(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_cache_changes_nothing(family: str) -> None:
     model, tokens = build(family), some_tokens(2, 12)
-    cache = Cache(3, 2, 12)
+    cache = ContiguousCache(3, 2, 12)
     with torch.no_grad():
         pieces = [model(piece, cache=cache).result for piece in tokens.split((5, 1, 1, 3, 2), dim=1)]
         torch.testing.assert_close(torch.cat(pieces, dim=1), model(tokens).result, rtol=0, atol=1e-11)
@@ -111,7 +111,9 @@ def test_targets_give_the_summed_loss_and_ignored_ones_do_not_count() -> None:
     targets[:, -1] = IGNORE_INDEX
     logits = model(tokens).result
     want = -logits.log_softmax(-1)[:, :-1].gather(-1, targets[:, :-1, None]).sum()
-    torch.testing.assert_close(model(tokens, targets).result, want, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        model(tokens, finish=lambda x, matrix: model.loss(x, matrix, targets)).result, want, rtol=1e-12, atol=0
+    )
 
 
 @pytest.mark.parametrize("router", ["softmax", "sigmoid"])
@@ -249,7 +251,7 @@ def test_sixteen_bit_arithmetic_leaves_parameters_and_gradients_wide() -> None:
     initialize(model, config, 0)
     tokens = some_tokens(2, 8)
     assert model(tokens).result.dtype == torch.bfloat16
-    loss = model(tokens, tokens).result
+    loss = model(tokens, finish=lambda x, matrix: model.loss(x, matrix, tokens)).result
     assert loss.dtype == torch.float32
     loss.backward()
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())

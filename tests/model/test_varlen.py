@@ -86,7 +86,7 @@ def test_when_there_is_a_mask() -> None:
         (4, numbers, 16, torch.Tensor),
         (0, torch.tensor([0, 16, 32]), 16, VarlenMask),
     ):
-        assert isinstance(MaskBuilder(window, bounds=True)(queries, documents, 16, CPU), kind)
+        assert isinstance(MaskBuilder(window, varlen=True)(queries, documents, 16, CPU), kind)
     assert isinstance(MaskBuilder(4)(16, None, 16, CPU), torch.Tensor)
 
 

@@ -1,1 +1,1 @@
-"""Matrix products by the algorithm that is fastest on this machine: the library's proposals, timed, and the choice kept."""
+"""GEMMs by the algorithm that is fastest on this machine: cuBLASLt's proposals, timed, and the choice remembered."""

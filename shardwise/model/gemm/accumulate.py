@@ -11,15 +11,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.custom_graph_pass import (  # a documented pass, loaded with the compiler
+    CustomGraphPass,
+    get_hash_for_files,
+)
 from torch.fx import Graph, Node
 
 from shardwise.model.gemm import fp8, tuned
+from shardwise.torch_private import operator_of
 
 aten = torch.ops.aten
 SUMS: dict[Any, Any] = {
-    tuned.gemm._opoverload: tuned.gemm_onto._opoverload,
-    fp8.fp8_gemm._opoverload: fp8.fp8_gemm_onto._opoverload,
+    operator_of(tuned.gemm): operator_of(tuned.gemm_onto),
+    operator_of(fp8.fp8_gemm): operator_of(fp8.fp8_gemm_onto),
 }
 """A product to the one that adds."""
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.model.gemm.cublaslt import Algorithm, LibraryError, Multiplication, Shape
+from shardwise.torch_private import scaled_mm
 
 GLANCE = 4.0
 """Milliseconds for which each is looked at, twice."""
@@ -50,9 +51,7 @@ class Candidates:
             self._by(proposed.pop(0))()
         elif self.left.element_size() == 1:
             one = self.multiplication.one
-            self.out = torch._scaled_mm(
-                self.left, self.right, one, one, out_dtype=self.out.dtype, use_fast_accum=self.fast
-            )
+            self.out = scaled_mm(self.left, self.right, one, one, out_dtype=self.out.dtype, use_fast_accum=self.fast)
         elif self.out.dtype == self.left.dtype:
             torch.mm(self.left, self.right, out=self.out)
         else:

@@ -1,2 +1,2 @@
-"""Kernels in Triton, one file each, beside a plain implementation of the same that tests hold them against. Imported where they
-are used, since a machine without a GPU need not have Triton."""
+"""Triton kernels, one file each; tests hold them against reference implementations. Imported where they are used, since a machine
+without a GPU need not have Triton."""

@@ -1,8 +1,8 @@
-"""AdamW in one pass: every number is read and written once.
+"""AdamW in one pass: every element is read and written once.
 
-It takes the factor on the gradients (clipping, the count of tokens, the loss scale) from the device as it goes, so that scaling
-them is no pass of its own. A tensor is a launch; the arithmetic is float32 whatever the gradient is kept in. Where the parameter
-has a copy in 16 bits that products use, it is written along.
+It reads the factor on the gradients (clipping, the count of tokens, the loss scale) from the device, so that scaling them is no
+pass of its own. One launch a tensor; the arithmetic is float32 whatever the gradient's dtype. Where the parameter has a compute
+copy, it is written too.
 """
 
 from __future__ import annotations

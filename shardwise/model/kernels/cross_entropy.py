@@ -1,5 +1,5 @@
-"""Scores to cross-entropy and its gradient in place. A row of the vocabulary is read for the sum of exponentials, and once more
-for the gradient. Two programs for each multiprocessor take the rows in turn: of the ways that were timed on an H200, the fastest.
+"""Logits to cross-entropy, and their gradient in place. A row of the vocabulary is read for the sum of exponentials, and once more
+for the gradient. Two programs for each multiprocessor take the rows in turn, which was the fastest way timed on an H200.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Numbers to 8 bits in as few passes over memory as there can be: the largest of a tensor in one read; a tile read once, scaled
-and written as it lies, turned, or both, since 8-bit products take each operand by its rows only; a row's largest and its cast
-in one program. Nothing here waits for the device: scales are made where they are used, from the bits of the largest number.
-A tile stored both ways is wrong in every fourth turned row where NVIDIA's assembler 12.8 made it of 32-bit numbers (a known
+"""Quantisation to fp8 in as few passes over memory as possible: the amax of a tensor in one read; a tile read once, scaled and
+written as it is, transposed, or both, since fp8 GEMMs take each operand by its rows only; a row's amax and its cast in one
+program. Nothing here waits for the device: scales are made where they are used, from the bits of the amax.
+A tile stored both ways is wrong in every fourth transposed row where NVIDIA's assembler 12.8 made it of 32-bit numbers (a known
 fault, triton-lang/triton#11111): whether one kernel may do both is tried out before it is first relied on.
 """
 
