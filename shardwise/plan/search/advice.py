@@ -189,8 +189,8 @@ def next_changes(layouts: Sequence[tuple[Group, LayoutIndex, float]]) -> list[st
 def _sentence(gain: float, group: Group, index: LayoutIndex, what: str) -> str:
     run = group.run_at(index)
     peak, capacity = memory_of(run, job_of(run)).peak, group.space.capacity
-    room = f"needs {peak / GIB:.1f} GiB" + (f", {(peak - capacity) / GIB:.1f} too many" if peak > capacity else "")
-    return f"{what}: {100 * (gain - 1):+.1f} %, {room}"
+    need = f"needs {peak / GIB:.1f} GiB" + (f", {(peak - capacity) / GIB:.1f} too many" if peak > capacity else "")
+    return f"{what}: {100 * (gain - 1):+.1f} %, {need}"
 
 
 def _evaluate(group: Group, indices: list[LayoutIndex]) -> list[tuple[float, float]]:

@@ -1,11 +1,11 @@
 """Weeks, not steps: failures, checkpoints and restarts, and what the whole job costs in time, devices, energy and money.
 
-With devices that fail every `mtbf` hours on average, a checkpoint that stalls d seconds and a restart of r, the interval that
-loses least is sqrt(2 d M), M the time between failures of the whole cluster (Young 1974, Daly 2006): that is assumed of a run
-that does not say how often it saves. An interval of T takes (M + r)(exp((T + d) / M) - 1) until it is done: d, and for each failure
-half of it and the restart, as long as failures are rare. Training waits only while the state is copied to the host's memory; it is
-written beside the training, which takes w, so the interval is no shorter than that, and a failure also loses the w since the last
-checkpoint that was whole.
+M is the time between failures of the whole cluster, d the seconds that a checkpoint stalls training, r those of a restart.
+The interval that loses least is sqrt(2 d M) (Young 1974, Daly 2006); it is assumed of a run that does not say how often to
+checkpoint. An interval of T takes (M + r)(exp((T + d) / M) - 1) until it is done: as long as failures are rare, that is d,
+and for each failure half of T and the restart. Training waits only while the state is copied to the host's memory. Writing it
+takes w beside the training, so the interval is no shorter than w, and a failure also loses the w since the last whole
+checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwise.hardware import Cluster
 from shardwise.run import Run
 
 NEVER = 40.0
-"""Failures in an interval beyond which nobody counts: such a run does not end."""
+"""Failures in an interval at which counting stops: such a run does not end."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class JobCost:
 
 
 def data_stall(run: Run, cluster: Cluster, step_seconds: float) -> float:
-    """Seconds a step waits for its batch. Batches are read from token shards one step ahead, so only what reading takes
-    longer than a step is waited for. Ranks read the samples of their data rank, each for itself."""
+    """Seconds a step waits for its batch. Batches are read one step ahead, so a step waits only where reading takes longer than a
+    step. Each rank reads the samples of its data rank for itself."""
     width = 2 if run.model.vocab <= 2**16 else 4
     here = min(run.layout.world, cluster.per_node)
     size = run.batch_tokens / run.layout.data_ranks * width * here
