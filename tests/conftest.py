@@ -8,8 +8,11 @@ grows with history; the header says the seed, and `--seed` repeats it. Property 
 
 from __future__ import annotations
 
+import atexit
 import gc
+import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,6 +87,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         early = next((n for n, name in enumerate(LONGEST) if file.startswith(name)), len(LONGEST))
         order[item] = (spread, early)
     items.sort(key=lambda item: order[item])
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    """Triton's bindings list what is left of them when the interpreter ends, hundreds of lines that say nothing of the tests."""
+    if "triton" in sys.modules:
+        atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), 2))
 
 
 @pytest.fixture(scope="session")
