@@ -41,7 +41,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--covering", type=int, default=20, help="how many layouts of the covering array the small tier runs"
     )
     parser.addoption("--layouts", type=int, default=60, help="how many random layouts the large tier runs")
-    parser.addoption("--pairs", type=int, default=8, help="how many random pairs of layouts to save on and resume on, of which the small tier takes two")
+    parser.addoption(
+        "--pairs",
+        type=int,
+        default=8,
+        help="random pairs of layouts to save on and resume on; the small tier takes two",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -250,7 +250,9 @@ def moved_rows(place: Place, choices: list[Choices]) -> dict[int, int]:
         for expert in range(lay.expert):
             base = first + expert * lay.tensor
             senders = range(base, base + lay.tensor) if lay.expert_tensor else [base + place.index("tensor")]
-            owners = np.concatenate([c.ravel() for s in senders for c in choices[s][layer]]) // (m.experts // lay.expert)
+            owners = np.concatenate([c.ravel() for s in senders for c in choices[s][layer]]) // (
+                m.experts // lay.expert
+            )
             away = owners != mine if expert == mine else owners == mine
             moved[layer] = moved.get(layer, 0) + int(away.sum())
     return moved
