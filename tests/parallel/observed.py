@@ -200,8 +200,13 @@ class Observed:
         for rank, record in enumerate(self.records):
             planned = held(self.run, rank)
             planned |= dict(gathered=gathered(self.run, rank), unreduced=waiting_gradients(self.run, rank))
-            if self.run.layout.zero == 3 and self.run.layout.stages_per_rank > 1:
-                del planned["gathered"]  # a stage may keep a layer that it fetched in vain, which the plan leaves out
+            if self.run.layout.pipeline > 1 and self.run.layout.stages_per_rank > 1:
+                if (
+                    self.run.layout.zero == 3
+                ):  # a stage may keep a layer that it fetched in vain, which the plan leaves out
+                    del planned["gathered"]
+                if self.run.layout.zero == 1:  # one stage may be reduced before another has all of its gradients
+                    assert record.memory["unreduced"] <= planned.pop("unreduced"), f"{self} rank {rank}"
             assert {owner: record.memory[owner] for owner in planned} == planned, f"{self} rank {rank}"
             assert saves_as_planned(self.run, rank, record), f"{self} rank {rank}"
             if not self.run.model.experts:
