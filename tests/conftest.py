@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -51,9 +52,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "large(finds): for the large tier; what it finds that the small one does not")
-    # Workers get the options of the process that started them, and so its seed.
     if config.option.seed is None:
-        config.option.seed = seed_of_the_commit()
+        # A worker has the seed of the process that started it, whatever is checked out meanwhile.
+        config.option.seed = getattr(config, "workerinput", {}).get("seed") or seed_of_the_commit()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["seed"] = node.config.option.seed
 
 
 def seed_of_the_commit() -> int:
