@@ -81,14 +81,12 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the other tier, and say what stays together on one worker: a file, as its tests share what they make, but where a
     run of ranks is all they share, that run. Long files begin first, single runs fill the end."""
-    left_out = []
     for item in items:
         for mark in item.iter_markers("large"):
             assert mark.args, f"{item.nodeid}: say what the large tier finds by it"
-            left_out += [] if config.option.large else [item]
-    dropped = set(left_out)
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in dropped]
+    if not config.option.large:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("large")])
+        items[:] = [item for item in items if not item.get_closest_marker("large")]
     order = {}
     for item in items:
         file = item.path.relative_to(ROOT / "tests").with_suffix("").as_posix()
