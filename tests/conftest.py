@@ -2,7 +2,7 @@
 
 `pytest` runs the small tier: every axis, schedule, model family, fault kind and message. `pytest --large` adds the tests marked
 `large`, each with what it finds that the small tier does not. What is drawn at random follows from the commit, so that coverage
-grows with history; the header says the seed, and `--seed` repeats it. Property tests draw the same examples every time
+grows with history; pytest says the seed at its end, and `--seed` repeats it. Property tests draw the same examples every time
 (`--hypothesis-profile=default` draws others).
 """
 
@@ -72,9 +72,9 @@ def seed_of_the_commit() -> int:
     return int(commit[:8], 16)
 
 
-def pytest_report_header(config: pytest.Config) -> str:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     tier = "both tiers" if config.option.large else "the small tier (--large for all)"
-    return f"shardwise: {tier}; random layouts of this commit, repeat with --seed {config.option.seed}"
+    terminalreporter.write_line(f"{tier}; what is random is this commit's, repeat it with --seed {config.option.seed}")
 
 
 @pytest.hookimpl(tryfirst=True)
