@@ -3,14 +3,18 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 CORES  ?= $(shell getconf _NPROCESSORS_ONLN)
+WORKERS = -n $(CORES) --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo test lint unit chaos bench clean
+.PHONY: demo test test-all lint unit chaos bench clean
 
 demo: $(VENV)/.train          ## train a small model on the text that ships with Python, then sample from it
 	$(BIN)/shardwise train examples/demo.toml
 	$(BIN)/shardwise generate runs/demo --prompt "def " --max-tokens 300 --temperature 0.7 --top-k 40 --seed 1
 
-test: lint unit               ## everything CI runs
+test: lint unit               ## everything CI runs: the small tier, under eight minutes on two cores with installation
+
+test-all: lint $(VENV)/.dev   ## both tiers, under forty minutes on two cores
+	$(BIN)/pytest $(WORKERS) --large
 
 lint: $(VENV)/.dev            ## style and types
 	$(BIN)/ruff check .
@@ -19,8 +23,8 @@ lint: $(VENV)/.dev            ## style and types
 	$(BIN)/oxlint shardwise
 	$(BIN)/python tests/report/lint_css.py shardwise/report/page.css
 
-unit: $(VENV)/.dev            ## a worker for each core; a file stays with one, so that what its tests share is made once
-	$(BIN)/pytest -n $(CORES) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+unit: $(VENV)/.dev            ## the small tier; tests that share what they make stay with one worker
+	$(BIN)/pytest $(WORKERS)
 
 chaos: $(VENV)/.dev           ## 210 faults injected into runs of 2 and 4 ranks, which must end as if nothing had been
 	$(BIN)/python tests/chaos/campaign.py

@@ -1,11 +1,21 @@
-"""Shared by all tests: one thread, so that numbers repeat and test processes do not fight for cores; property tests draw the same
-examples every time (`--hypothesis-profile=default` draws others)."""
+"""Shared by all tests: the two tiers, the seed, and one thread, so that numbers repeat and test processes do not fight for cores.
+
+`pytest` runs the small tier: every axis, schedule, model family, fault kind and message. `pytest --large` adds the tests marked
+`large`, each with what it finds that the small tier does not. What is drawn at random follows from the commit, so that coverage
+grows with history; pytest says the seed at its end, and `--seed` repeats it. Property tests draw the same examples every time
+(`--hypothesis-profile=default` draws others).
+"""
 
 from __future__ import annotations
 
+import atexit
 import gc
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -14,15 +24,85 @@ from parallel_pool import RankPool
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
+ROOT = Path(__file__).parents[1]
+LONGEST = (
+    "chaos/test_chaos",
+    "measure/test_profile",
+    "train/test_launch",
+    "train/saves/test_reshard",
+    "parallel/test_fp8",
+)
+"""Files that stay with one worker for longest; they begin first, so that none is left alone with one at the end."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--layouts", type=int, default=60, help="how many random layouts to hold against one process")
-    parser.addoption("--pairs", type=int, default=6, help="how many random pairs of layouts to save on and resume on")
+    parser.addoption("--large", action="store_true", help="run the large tier too")
+    parser.addoption("--seed", type=int, help="of what is drawn at random; that of the commit if left out")
+    parser.addoption(
+        "--covering", type=int, default=20, help="how many layouts of the covering array the small tier runs"
+    )
+    parser.addoption("--layouts", type=int, default=60, help="how many random layouts the large tier runs")
+    parser.addoption(
+        "--pairs",
+        type=int,
+        default=8,
+        help="random pairs of layouts to save on and resume on; the small tier takes two",
+    )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take minutes come first, so that no worker is left alone with one at the end."""
-    items.sort(key=lambda item: item.path.parent.name not in ("parallel", "measure", "chaos"))
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "large(finds): for the large tier; what it finds that the small one does not")
+    if config.option.seed is None:
+        # A worker has the seed of the process that started it, whatever is checked out meanwhile.
+        config.option.seed = getattr(config, "workerinput", {}).get("seed") or seed_of_the_commit()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["seed"] = node.config.option.seed
+
+
+def seed_of_the_commit() -> int:
+    """A number made from the commit that is checked out; 0 outside of a repository."""
+    try:
+        command = ["git", "rev-parse", "HEAD"]
+        commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+    return int(commit[:8], 16)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    tier = "both tiers" if config.option.large else "the small tier (--large for all)"
+    terminalreporter.write_line(f"{tier}; what is random is this commit's, repeat it with --seed {config.option.seed}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the other tier, and say what stays together on one worker: a file, as its tests share what they make, but where a
+    run of ranks is all they share, that run. Long files begin first, single runs fill the end."""
+    for item in items:
+        for mark in item.iter_markers("large"):
+            assert mark.args, f"{item.nodeid}: say what the large tier finds by it"
+    if not config.option.large:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("large")])
+        items[:] = [item for item in items if not item.get_closest_marker("large")]
+    order = {}
+    for item in items:
+        file = item.path.relative_to(ROOT / "tests").with_suffix("").as_posix()
+        spread = "observed" in getattr(item, "fixturenames", ())
+        group = f"{file} {item.callspec.id}" if spread else file  # type: ignore[attr-defined]
+        item.add_marker(pytest.mark.xdist_group(group))
+        early = next((n for n, name in enumerate(LONGEST) if file.startswith(name)), len(LONGEST))
+        order[item] = (spread, early)
+    items.sort(key=lambda item: order[item])
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    """Triton's bindings list what is left of them when the interpreter ends, hundreds of lines that say nothing of the tests."""
+    if "triton" in sys.modules:
+        atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), 2))
 
 
 @pytest.fixture(scope="session")

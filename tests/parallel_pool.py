@@ -28,11 +28,11 @@ def _serve(rank: int, pipe: Connection, store: str) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    gc.freeze()  # what is imported stays, and need not be looked through whenever a case collects what it left
     while True:
         task = pipe.recv()
         if task is None:
             return
+        gc.freeze()  # what is imported or cached stays, and need not be looked through whenever a case collects what it left
         number, world, function, arguments = task
         try:
             if world > 1:

@@ -55,12 +55,14 @@ def assert_moves(
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "pair" in metafunc.fixturenames:
-        metafunc.parametrize("pair", range(metafunc.config.getoption("--pairs")))
+        more = range(2, metafunc.config.getoption("--pairs"))
+        marked = (pytest.param(pair, marks=pytest.mark.large("more pairs, on up to eight ranks")) for pair in more)
+        metafunc.parametrize("pair", [0, 1, *marked])
 
 
-def test_random_pairs_of_layouts(ranks: RankPool, tmp_path: Path, pair: int) -> None:
-    generator = random.Random(7000 + pair)
-    world = 4 if pair % 4 else 8
+def test_random_pairs_of_layouts(ranks: RankPool, tmp_path: Path, pair: int, request: pytest.FixtureRequest) -> None:
+    generator = random.Random(f"{request.config.getoption('--seed')} {pair}")
+    world = 4 if pair < 2 or pair % 4 else 8
     models = ("mixture", "softmax") if pair % 2 else ("dense", "mixture", "tied", "latent", "softmax")
     model, *before = cases.random_layout(generator, models, axes=pair % 3, world=world)
     _, *after = cases.random_layout(generator, (model,), axes=(pair + 1) % 3, world=world)
@@ -68,11 +70,14 @@ def test_random_pairs_of_layouts(ranks: RankPool, tmp_path: Path, pair: int) -> 
     assert_moves(ranks, tmp_path, model, optimizer, (before[0], before[1]), (after[0], after[1]))
 
 
+LARGE = pytest.mark.large("other ways to cut experts; the small tier has each dimension and both optimizers once")
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (dict(shard=2, expert=2), dict(shard=4, expert=4, zero=1)),
         (dict(pipeline=4), dict(pipeline=2, schedule="zb-v", tensor=2, expert_tensor=True)),
+        pytest.param(dict(shard=2, expert=2), dict(shard=4, expert=4, zero=1), marks=LARGE),
     ],
     ids=str,
 )
@@ -80,15 +85,26 @@ def test_expert_ranks_and_pipeline_depths(ranks: RankPool, tmp_path: Path, befor
     assert_moves(ranks, tmp_path, "mixture", "muon", (before, {}), (after, {}))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+CUT_OTHERWISE: list[tuple[str, Layout, Layout]] = [
+    ("few", dict(shard=4, expert=2), dict(shard=2)),
+    ("few", dict(shard=2, expert=2), dict(shard=4, expert=2, zero=2)),
+    ("few", dict(shard=4, expert=2), dict(shard=4)),
+    ("few", dict(shard=4, zero=1), dict(shard=2, tensor=2, replicate=2, expert_tensor=True)),
+    ("mixture", dict(shard=8, expert=4), dict(shard=8)),
+]
+
+
 @pytest.mark.parametrize(
-    ("model", "before", "after"),
+    ("model", "before", "after", "optimizer"),
     [
-        ("few", dict(shard=4, expert=2), dict(shard=2)),
-        ("few", dict(shard=2, expert=2), dict(shard=4, expert=2, zero=2)),
-        ("few", dict(shard=4, expert=2), dict(shard=4)),
-        ("few", dict(shard=4, zero=1), dict(shard=2, tensor=2, replicate=2, expert_tensor=True)),
-        ("mixture", dict(shard=8, expert=4), dict(shard=8)),
+        ("few", dict(shard=4, expert=2), dict(shard=2), "adamw"),
+        ("few", dict(shard=4, zero=1), dict(shard=2, tensor=2, expert_tensor=True), "muon"),
+        *(
+            pytest.param(*each, optimizer, marks=LARGE)
+            for each in CUT_OTHERWISE
+            for optimizer in ("adamw", "muon")
+            if (each, optimizer) != (CUT_OTHERWISE[0], "adamw")
+        ),
     ],
     ids=str,
 )

@@ -54,12 +54,13 @@ def curve(folder: Path) -> list[Any]:
     return [[r.get(key) for key in numbers] for r in read_metrics(folder) if "loss" in r or "eval_loss" in r]
 
 
-LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+LARGE = pytest.mark.large("more layouts; that any layout is taken up again is known from test_reshard.py")
+LAYOUTS: list[Any] = [
     (dict(), dict(optimizer="muon", dtype="float16")),
     (dict(shard=2, zero=2), dict(dtype="bfloat16")),
-    (dict(shard=2, expert=2), dict(model=MIXTURE)),
     (dict(tensor=2, pipeline=2), dict(model=MIXTURE, optimizer="muon")),
-    (dict(replicate=2, shard=2, zero=1), dict()),
+    pytest.param(dict(shard=2, expert=2), dict(model=MIXTURE), marks=LARGE),
+    pytest.param(dict(replicate=2, shard=2, zero=1), dict(), marks=LARGE),
 ]
 
 

@@ -1,6 +1,5 @@
-"""Memory is what the planner says: what each rank holds during a step, counted by the lifetime of real tensors, equals
-`shardwise.plan.trainer.state`, from model and layout alone. Where it depends on the routing of tokens, the planner
-is told how many rows each rank's experts got."""
+"""How memory is counted, by the lifetime of real tensors, and what the planner says of it where this machine cannot run: kept
+copies and kernels of a GPU. That ranks hold what the planner says is in tests/parallel/test_layouts.py."""
 
 from __future__ import annotations
 
@@ -10,15 +9,13 @@ import cases
 import numpy as np
 import pytest
 import torch
-from parallel_pool import RankPool
+from observed import Routed, note_rows
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.measure.dry import dry_rank
 from shardwise.measure.memory import Storages, measure_memory
 from shardwise.measure.verify import random_batch
-from shardwise.model.moe import MoE
-from shardwise.model.transformer import Block
 from shardwise.parallel import apply as apply_module
 from shardwise.parallel import shard as shard_module
 from shardwise.plan.plan import plan
@@ -28,36 +25,6 @@ from shardwise.plan.trainer.state import activations, gathered, peak_gradients, 
 from shardwise.run import Run, run_from_dict
 from shardwise.run.derive import keeps_compute_copies
 from shardwise.train.step import TrainState
-
-Routed = dict[
-    int, list[tuple[int, int]]
-]  # for each layer, microbatch by microbatch: rows sent to experts, rows arrived
-
-
-def note_rows(train_state: TrainState) -> Routed:
-    """Let the mixtures of a trainee write down the rows they send and get, passes that are repeated left out."""
-    routed: Routed = {}
-
-    def follow(layer: int, mixture: MoE) -> None:
-        run_experts, sent = mixture.run_experts, [0]
-
-        def noted(rows: Tensor, counts: Tensor) -> Tensor:
-            sent[0] = len(rows)
-            return run_experts(rows, counts)
-
-        def arrived(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-            if mixture.router.counting:
-                routed.setdefault(layer, []).append((sent[0], len(args[0])))
-
-        mixture.run_experts = noted  # type: ignore[method-assign]
-        mixture.experts.register_forward_pre_hook(arrived)
-
-    for model in train_state.parallel.models:
-        for layer, block in model.layers.items():
-            assert isinstance(block, Block)
-            if isinstance(block.ffn, MoE):
-                follow(int(layer), block.ffn)
-    return routed
 
 
 def measured_step(rank: int, run: Run) -> tuple[dict[str, Any], Routed]:
@@ -69,80 +36,6 @@ def measured_step(rank: int, run: Run) -> tuple[dict[str, Any], Routed]:
 
 
 NARROW = dict(dtype="bfloat16")
-LAYOUTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    *[(model, dict(), more) for model in cases.MODELS for more in ({}, NARROW)],
-    ("dense", dict(), dict(dtype="float32")),
-    ("dense", dict(replicate=2), NARROW),
-    ("dense", dict(replicate=2), NARROW | dict(reduce_dtype="bfloat16")),
-    # Rows that do not divide are padded.
-    ("dense", dict(shard=3, zero=2), dict(global_batch=6)),
-    ("dense", dict(shard=2, zero=1), NARROW | dict(reduce_dtype="bfloat16")),
-    ("dense", dict(shard=4, zero=3), NARROW | dict(microbatch=1)),
-    ("dense", dict(replicate=2, shard=2, zero=2), dict(dtype="float32")),
-    ("dense", dict(tensor=2, async_tensor=True, shard=2), NARROW),
-    # More ranks than key/value heads.
-    ("dense", dict(tensor=4), NARROW),
-    ("latent", dict(tensor=4), {}),
-    ("dense", dict(replicate=2, tensor=2), {}),
-    ("parallel", dict(tensor=2, shard=2), NARROW),
-    ("parallel", dict(recompute="operations", recompute_operations=("norm", "ffn")), NARROW),
-    ("tied", dict(tensor=2, pipeline=2), NARROW),
-    ("tied", dict(pipeline=2, schedule="zb-v"), {}),
-    ("dense", dict(pipeline=2, shard=2, schedule="zb-v", zero=2), {}),
-    *[("dense", dict(context=2, tensor=2, context_method=method), NARROW) for method in ("ring", "ulysses", "gather")],
-    *[("latent", dict(context=2, context_method=method), {}) for method in ("ring", "ulysses", "gather")],
-    ("dense", dict(context=4, context_method="ulysses"), {}),
-    ("window", dict(context=2, context_method="gather", recompute="attention"), {}),
-    ("window", dict(recompute="attention"), NARROW),
-    ("dense", dict(recompute="full", recompute_every=3), NARROW),
-    ("latent", dict(pipeline=2, recompute="full"), {}),
-    ("dense", dict(tensor=2, recompute="operations", recompute_operations=("ffn",)), {}),
-    ("latent", dict(recompute="operations", recompute_operations=("norm", "attention")), NARROW),
-    ("mixture", dict(shard=4, expert=2), NARROW | dict(microbatch=1)),
-    ("mixture", dict(tensor=2), NARROW),
-    ("mixture", dict(tensor=2, shard=2, expert=2, expert_tensor=True), dict(optimizer="muon")),
-    ("softmax", dict(replicate=2, shard=2, expert=2), NARROW),
-    ("softmax", dict(tensor=2, expert_tensor=True, recompute="full", recompute_every=2), NARROW),
-    ("capacity", dict(context=2, expert=2), {}),
-    (
-        "capacity",
-        dict(shard=2, tensor=2, expert=2, recompute="operations", recompute_operations=("attention", "norm", "ffn")),
-        {},
-    ),
-    ("mixture", dict(pipeline=2, shard=2, expert=2, schedule="zb-h1"), {}),
-    ("mixture", dict(context=2, tensor=2, expert=2, shard=2), NARROW),
-    *cases.FEWER_EXPERTS_THAN_RANKS,
-    ("few", dict(shard=4, expert=2), NARROW | dict(microbatch=1)),
-    ("few", dict(shard=4, expert=2), dict(optimizer="muon")),
-]
-
-
-def _saves_as_planned(run: Run, rank: int, counted: dict[str, Any], routed: dict[int, Any]) -> bool:
-    for stage, sizes in counted["saved"].items():
-        for microbatch, size in enumerate(sizes):
-            rows = {layer: calls[microbatch] for layer, calls in routed.items()}
-            if saved_activations(run, rank, rows)[stage] != pytest.approx(size, rel=0.01):
-                return False
-    return True
-
-
-@pytest.mark.parametrize(("model", "layout", "more"), LAYOUTS, ids=str)
-def test_a_rank_holds_what_the_plan_says(
-    ranks: RankPool, model: str, layout: dict[str, Any], more: dict[str, Any]
-) -> None:
-    run = cases.make_run(model, layout, **more)
-    measured = ranks.run(run.layout.world, measured_step, run)
-    if any(not _saves_as_planned(run, rank, *one) for rank, one in enumerate(measured)):
-        # On a busy machine a message's buffer may outlive it for a moment.
-        measured = ranks.run(run.layout.world, measured_step, run)
-    for rank, (counted, routed) in enumerate(measured):
-        planned = state_bytes(run, rank) | dict(gathered=gathered(run, rank), unreduced=peak_gradients(run, rank))
-        assert {owner: counted[owner] for owner in planned} == planned, f"rank {rank}"
-        assert _saves_as_planned(run, rank, counted, routed), f"rank {rank}"
-        if not run.model.experts:
-            # Between the two parts of a split backward pass gradients may be views of larger ones.
-            near = 0.05 if PlannedRank(run, rank).splits_backward else 0.01
-            assert activations(run, rank) == pytest.approx(counted["activations"], rel=near), f"rank {rank}"
 
 
 @pytest.mark.parametrize("model", ["dense", "tied", "latent", "mixture"])
@@ -162,13 +55,6 @@ def test_copies_that_are_kept_count_where_they_stand(model: str, monkeypatch: py
     rows = {layer: calls[0] for layer, calls in routed.items()}
     casts = planned["parameters"] - before["parameters"]
     assert saved_activations(run, 0, rows)[0] - casts == pytest.approx(counted["saved"][0][0], rel=0.01)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
-def test_microbatches_in_flight(ranks: RankPool, schedule: str) -> None:
-    run = cases.make_run("dense", dict(pipeline=2, schedule=schedule), layers=8, microbatch=1)
-    for rank, (counted, _) in enumerate(ranks.run(2, measured_step, run)):
-        assert activations(run, rank) == pytest.approx(counted["activations"], rel=0.01), f"rank {rank}"
 
 
 def test_tensors_without_data_are_counted_alike() -> None:

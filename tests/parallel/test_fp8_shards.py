@@ -52,16 +52,25 @@ def alone(fp8: str, **train: Any) -> dict[str, Any]:
     return trained(0, make_run({}, fp8, **train))
 
 
-SHARDED: list[tuple[str, Layout, dict[str, Any]]] = [
+LARGE = pytest.mark.large(
+    "fp8 with each axis; the small tier has both ways of scaling, each way of sharding and a split backward"
+)
+SHARDED: list[Any] = [
     ("tensorwise", dict(shard=2), dict(compile=True)),
-    ("rowwise", dict(shard=2), {}),
-    ("tensorwise", dict(shard=4, zero=1), {}),
-    ("tensorwise", dict(shard=2, replicate=2, zero=2), {}),
-    ("rowwise", dict(shard=2, replicate=2), {}),
-    ("tensorwise", dict(shard=2, pipeline=2, schedule="zb-h1"), {}),
-    ("rowwise", dict(pipeline=2, schedule="zb-h1"), {}),
+    ("rowwise", dict(shard=2, pipeline=2, schedule="zb-h1"), {}),
     ("tensorwise", dict(shard=3), dict(global_batch=6)),  # 16 rows over three ranks: the last one's are padded
     ("rowwise", dict(shard=3), dict(global_batch=6)),  # which scales by row cannot be, so 16 bits are gathered
+    *(
+        pytest.param(*each, {}, marks=LARGE)
+        for each in (
+            ("rowwise", dict(shard=2)),
+            ("tensorwise", dict(shard=4, zero=1)),
+            ("tensorwise", dict(shard=2, replicate=2, zero=2)),
+            ("rowwise", dict(shard=2, replicate=2)),
+            ("tensorwise", dict(shard=2, pipeline=2, schedule="zb-h1")),
+            ("rowwise", dict(pipeline=2, schedule="zb-h1")),
+        )
+    ),
 ]
 
 
@@ -81,10 +90,9 @@ def test_shards_give_the_numbers_of_the_whole(ranks: RankPool, fp8: str, layout:
 
 @pytest.mark.parametrize("fp8", ["tensorwise", "rowwise"])
 def test_tensor_ranks_have_scales_of_their_own(ranks: RankPool, fp8: str) -> None:
-    for layout in (dict(tensor=2, shard=2), dict(tensor=4)):  # four are more than the key/value heads
-        run = make_run(layout, fp8)
-        for got in ranks.run(4, trained, run):
-            np.testing.assert_allclose(got["losses"], alone(fp8)["losses"], rtol=1e-3)
+    layout = dict(tensor=2, shard=2) if fp8 == "rowwise" else dict(tensor=4)  # four are more than the key/value heads
+    for got in ranks.run(4, trained, make_run(layout, fp8)):
+        np.testing.assert_allclose(got["losses"], alone(fp8)["losses"], rtol=1e-3)
 
 
 def verified(rank: int, run: Run) -> Verdict:
@@ -95,17 +103,24 @@ def verified(rank: int, run: Run) -> Verdict:
     return Verdict(rank, planned(run, rank), account, same, actions)
 
 
-PLANNED: list[tuple[str, str, Layout]] = [
-    ("tensorwise", "dense", {}),
-    ("rowwise", "dense", dict(shard=2)),
-    ("tensorwise", "tied", dict(shard=4, zero=1)),
-    ("tensorwise", "dense", dict(shard=2, recompute="full")),
-    ("tensorwise", "dense", dict(shard=2, tensor=2)),
-    ("rowwise", "dense", dict(tensor=4)),
-    ("tensorwise", "dense", dict(shard=2, pipeline=2, schedule="zb-h1")),
-    ("rowwise", "dense", dict(pipeline=2, schedule="zb-h1")),
-    ("tensorwise", "mixture", dict(shard=2, expert=2)),
-    ("tensorwise", "latent", dict(shard=2, replicate=2, zero=2)),
+PLANNED: list[Any] = [
+    ("rowwise", "dense", dict(shard=2, pipeline=2, schedule="zb-h1")),
+    ("tensorwise", "mixture", dict(shard=2, expert=2, recompute="full")),
+    *(
+        pytest.param(*each, marks=LARGE)
+        for each in (
+            ("tensorwise", "dense", {}),
+            ("rowwise", "dense", dict(shard=2)),
+            ("tensorwise", "tied", dict(shard=4, zero=1)),
+            ("tensorwise", "dense", dict(shard=2, recompute="full")),
+            ("tensorwise", "dense", dict(shard=2, tensor=2)),
+            ("rowwise", "dense", dict(tensor=4)),
+            ("tensorwise", "dense", dict(shard=2, pipeline=2, schedule="zb-h1")),
+            ("rowwise", "dense", dict(pipeline=2, schedule="zb-h1")),
+            ("tensorwise", "mixture", dict(shard=2, expert=2)),
+            ("tensorwise", "latent", dict(shard=2, replicate=2, zero=2)),
+        )
+    ),
 ]
 
 

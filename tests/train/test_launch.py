@@ -48,7 +48,7 @@ def shardwise(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def test_the_command_starts_its_ranks_and_the_curve_is_that_of_one(tmp_path: Path) -> None:
-    several = shardwise(tmp_path, "--out", "several", "--layout.tensor=2", "--layout.shard=2")
+    several = shardwise(tmp_path, "--out", "several", "--layout.tensor=2")
     alone = shardwise(tmp_path, "--out", "alone")
     for process in (several, alone):
         out, err = process.communicate(timeout=120)

@@ -1,0 +1,222 @@
+"""The layouts that tests run: a covering array and random ones, both drawn by the seed of the commit, and a list of edges that a
+draw would seldom meet. A layout is a model's name, layout keys, and training keys."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from typing import Any
+
+import cases
+
+from shardwise.run import Run, UserError
+
+Drawn = tuple[str, dict[str, Any], dict[str, Any]]
+Pair = tuple[str, str]
+AXES = ("replicate", "shard", "context", "tensor", "pipeline", "expert")
+LOW_PRECISION = dict(dtype="bfloat16")
+CANDIDATES = 400
+"""Drawn to choose a covering array from; most combinations of an axis and a variant come up in them several times."""
+MOST = 60
+"""More layouts than a covering array takes."""
+
+
+def features(model: str, run: Run) -> tuple[set[str], set[str]]:
+    """The axes of a layout, and everything that could go wrong on one of them."""
+    lay, train = run.layout, run.train
+    axes = {axis for axis in AXES if getattr(lay, axis) > 1}
+    found = axes | {model, train.optimizer, f"loss {train.loss}", f"recompute {lay.recompute}"}
+    found |= {f"zero {lay.zero}"} if lay.shard > 1 else set()
+    found |= {lay.context_method} if lay.context > 1 else set()
+    found |= {lay.schedule, "uneven stages" if lay.stages else "even stages"} if lay.pipeline > 1 else set()
+    found |= {name for name in ("async_tensor", "expert_tensor") if getattr(lay, name) and lay.tensor > 1}
+    found |= {"odd batch"} if train.global_batch % 2 else set()
+    return axes, found
+
+
+def draw(generator: random.Random, world: int) -> Drawn:
+    """A legal layout of at least two axes, with every choice a user has."""
+    while True:
+        model, layout, train = cases.random_layout(generator, tuple(cases.MODELS), axes=2, world=world)
+        layout["recompute"] = generator.choice(["none", "attention", "full", "operations", "budget"])
+        if layout["recompute"] == "operations":
+            layout["recompute_operations"] = tuple(generator.sample(["norm", "attention", "ffn"], 2))
+        if layout["recompute"] == "budget":
+            layout["recompute_budget"] = 1e-4
+        if layout["recompute"] == "full":
+            layout["recompute_every"] = generator.choice([1, 2])
+        if layout["pipeline"] == 2 and generator.random() < 0.3:
+            layout["stages"] = (1, 3)
+        if layout["replicate"] * layout["shard"] == 1 and generator.random() < 0.5:
+            train |= dict(global_batch=3, microbatch=1)
+        train["optimizer"] = generator.choice(["adamw", "adamw", "muon"])
+        # Below ZeRO-2 the gradient that a chunked loss makes ahead waits to be reduced, and is counted as saved until then.
+        train["loss"] = generator.choice(["plain", "chunked"] if layout["zero"] > 1 else ["plain"])
+        try:
+            cases.make_run(model, layout, **cases.layers_for(layout) | train)
+        except UserError:
+            continue
+        return model, layout, train
+
+
+@functools.cache
+def covering_array(seed: int, world: int = 4) -> list[Drawn]:
+    """Few layouts in which every axis meets every other and every variant: of many drawn, always the one that has most of what is
+    missing (greedily, as AETG does: Cohen et al. 1997)."""
+    generator = random.Random(seed)
+    drawn = [draw(generator, world) for _ in range(CANDIDATES)]
+    pairs: list[set[Pair]] = []
+    for model, layout, train in drawn:
+        axes, found = features(model, cases.make_run(model, layout, **cases.layers_for(layout) | train))
+        pairs.append({(each, each) for each in found} | set(itertools.product(sorted(axes), found)))
+    chosen: list[Drawn] = []
+    missing: set[Pair] = set().union(*pairs)
+    while missing:
+        # First whatever is nowhere yet, then axes that have not met, then the rest: the first of the array have most of it.
+        best = max(range(len(drawn)), key=lambda n: sum(map(weight, pairs[n] & missing)))
+        missing -= pairs[best]
+        chosen.append(drawn[best])
+    return chosen
+
+
+def weight(pair: Pair) -> int:
+    return 100 if pair[0] == pair[1] else 10 if pair[1] in AXES else 1
+
+
+def random_layout(seed: int, number: int) -> Drawn:
+    """One of many, on up to eight ranks."""
+    return draw(random.Random(f"{seed} {number}"), world=8)
+
+
+SMALL_EDGES: list[Drawn] = [
+    ("mixture", dict(shard=3), dict(global_batch=6)),  # rows that do not divide are padded
+    ("few", dict(shard=4, expert=2), dict(microbatch=1)),  # each expert is sharded over two ranks
+    ("dense", dict(tensor=4, async_tensor=True), dict(global_batch=4)),  # more ranks than key/value heads
+    ("dense", dict(context=4, context_method="ulysses"), {}),  # which are then repeated
+    # A stage between the ends that is done with its microbatches before others come fetches a layer in vain.
+    ("dense", dict(pipeline=2, shard=2, schedule="interleaved", prefetch=2), dict(layers=8, microbatch=1)),
+    ("tied", dict(shard=2, pipeline=2), LOW_PRECISION),
+    ("dense", dict(replicate=2), LOW_PRECISION | dict(reduce_dtype="bfloat16")),
+    ("mixture", dict(tensor=2, expert_tensor=True), LOW_PRECISION),
+    ("dense", dict(replicate=2, shard=2, zero=2), dict(dtype="float32")),
+]
+"""What the covering array does not draw, one of each kind."""
+FEWER_EXPERTS_THAN_RANKS: list[Drawn] = [
+    *[("few", dict(shard=4, expert=2, zero=zero), {}) for zero in (1, 2, 3)],
+    ("few", dict(shard=4), {}),
+    ("few", dict(shard=2, context=2, expert=2, recompute="full"), {}),
+    ("few", dict(replicate=2, shard=4, expert=2, zero=2), dict(global_batch=16)),
+    ("few", dict(shard=4, tensor=2, expert=2, expert_tensor=True), {}),
+    ("few", dict(pipeline=2, shard=4, expert=2, schedule="zb-h1"), dict(microbatch=1)),
+    # Nothing that five ranks divide.
+    ("few", dict(shard=5), dict(global_batch=10)),
+    ("few", dict(shard=4, expert=2), LOW_PRECISION | dict(microbatch=1)),
+    ("few", dict(shard=4, expert=2), LOW_PRECISION | dict(optimizer="muon")),
+    ("few", dict(shard=4, expert=2), dict(optimizer="muon")),
+    ("few", dict(shard=4, tensor=2, expert=2, expert_tensor=True), dict(optimizer="muon")),
+    ("mixture", dict(shard=3), dict(global_batch=6, optimizer="muon")),
+]
+"""Layouts in which the ranks that shard experts are more than these, or do not divide them."""
+ONE_AXIS: dict[str, dict[str, Any]] = {
+    **{axis: {axis: 2} for axis in AXES if axis != "expert"},
+    "expert": dict(shard=2, expert=2),
+}
+METHODS = ("ring", "ulysses", "gather")
+LARGE_EDGES: list[Drawn] = [
+    # Each model alone, in both precisions.
+    *[(model, {}, more) for model in cases.MODELS for more in ({}, LOW_PRECISION)],
+    ("dense", {}, dict(dtype="float32")),
+    # Each axis alone and every pair, without any variant.
+    *[(model, ONE_AXIS[axis], {}) for model in ("dense", "mixture") for axis in AXES if (model, axis) != ("dense", "expert")],
+    *[
+        (model, ONE_AXIS[one] | ONE_AXIS[other], {})
+        for model in ("dense", "mixture")
+        for one, other in itertools.combinations(AXES, 2)
+        if model == "mixture" or other != "expert"
+    ],
+    *FEWER_EXPERTS_THAN_RANKS,
+    # Replicas and shards.
+    ("dense", dict(replicate=4), {}),
+    ("dense", dict(replicate=4), LOW_PRECISION | dict(reduce_dtype="bfloat16")),
+    ("dense", dict(replicate=2), LOW_PRECISION | dict(reduce_dtype="float64")),
+    ("dense", dict(replicate=2), LOW_PRECISION),
+    *[("dense", dict(shard=size, zero=zero), dict(microbatch=1)) for size in (2, 4) for zero in (1, 2, 3)],
+    *[("dense", dict(replicate=2, shard=2, zero=zero), dict(microbatch=1)) for zero in (1, 2, 3)],
+    ("dense", dict(shard=3, zero=2), dict(global_batch=6)),
+    ("dense", dict(shard=2, zero=1), LOW_PRECISION | dict(reduce_dtype="bfloat16")),
+    ("dense", dict(shard=4, zero=3), LOW_PRECISION | dict(microbatch=1)),
+    ("mixture", dict(shard=2, replicate=2, zero=1), {}),
+    ("mixture", dict(shard=2, zero=2), {}),
+    ("dense", dict(shard=2, recompute="full", recompute_every=2), {}),
+    ("dense", dict(recompute="full", recompute_every=3), LOW_PRECISION | dict(layers=4)),
+    # Tensor.
+    ("tied", dict(tensor=4), {}),
+    ("dense", dict(tensor=4), LOW_PRECISION),
+    ("latent", dict(tensor=4), {}),
+    ("tied", dict(tensor=2, async_tensor=True, recompute="full"), {}),
+    ("dense", dict(tensor=2, async_tensor=True, shard=2), LOW_PRECISION),
+    ("mixture", dict(tensor=2, shard=2, expert=2, async_tensor=True), {}),
+    ("mixture", dict(tensor=2, shard=2, async_tensor=True, recompute="full"), {}),
+    ("latent", dict(tensor=2, async_tensor=True, pipeline=2, schedule="zb-h1"), {}),
+    ("dense", dict(tensor=2, recompute="operations", recompute_operations=("ffn",)), {}),
+    ("mixture", dict(tensor=2, recompute="operations", recompute_operations=("norm", "attention", "ffn")), {}),
+    ("latent", dict(recompute="operations", recompute_operations=("norm", "attention")), LOW_PRECISION),
+    ("dense", dict(replicate=2, tensor=2, shard=2, zero=2), dict(dtype="float32")),
+    # Context.
+    *[("dense", dict(context=4, context_method=method), {}) for method in METHODS],
+    *[("latent", dict(context=2, context_method=method), {}) for method in METHODS],
+    *[("dense", dict(context=2, tensor=2, context_method=method), LOW_PRECISION) for method in METHODS],
+    *[("dense", dict(context=2, tensor=2, context_method=method, recompute="attention"), {}) for method in METHODS],
+    ("dense", dict(context=2, tensor=2, recompute="full", context_method="ulysses", recompute_every=3), {}),
+    ("latent", dict(tensor=2, context=2, context_method="ulysses", recompute="full"), {}),
+    ("latent", dict(tensor=2, context=2, context_method="gather", shard=2), {}),
+    ("window", dict(context=2), {}),
+    ("window", dict(context=4, shard=2), {}),
+    ("window", dict(context=2, context_method="gather", recompute="attention"), {}),
+    ("window", dict(recompute="attention"), LOW_PRECISION),
+    # Pipeline: each schedule with more stages and microbatches, and with fewer microbatches than stages.
+    *[("dense", dict(pipeline=2, schedule=schedule), dict(layers=8, microbatch=1)) for schedule in cases.SCHEDULES],
+    *[("mixture", dict(pipeline=2, shard=2, expert=2, recompute="full", schedule=schedule), dict(microbatch=1))
+      for schedule in cases.SCHEDULES],
+    *[("dense", dict(pipeline=2, schedule=schedule), dict(global_batch=batch, microbatch=1))
+      for schedule in cases.SCHEDULES for batch in (1, 3, 5)],
+    *[("dense", dict(pipeline=4, schedule=schedule), dict(layers=8)) for schedule in ("1f1b", "interleaved")],
+    ("tied", dict(pipeline=4), {}),
+    ("tied", dict(pipeline=2, schedule="zb-v"), {}),
+    ("tied", dict(tensor=2, pipeline=2, schedule="zb-v"), {}),
+    ("tied", dict(tensor=2, pipeline=2, shard=2), {}),
+    ("tied", dict(tensor=2, pipeline=2), LOW_PRECISION),
+    ("tied", dict(replicate=2, shard=2, pipeline=2), LOW_PRECISION),
+    ("dense", dict(pipeline=2, stages=(1, 3)), {}),
+    ("dense", dict(pipeline=2, shard=2, schedule="interleaved", zero=1), dict(layers=8, microbatch=1)),
+    ("dense", dict(pipeline=2, shard=2, schedule="zb-v", zero=2), {}),
+    ("latent", dict(pipeline=2, recompute="full"), {}),
+    ("dense", dict(tensor=2, pipeline=2, shard=2), {}),
+    # Experts.
+    *[("mixture", dict(shard=4, expert=4, zero=zero), {}) for zero in (1, 2, 3)],
+    ("mixture", dict(shard=4, expert=2), LOW_PRECISION | dict(microbatch=1)),
+    ("mixture", dict(shard=2, context=2, expert=2, zero=2), {}),
+    *[("mixture", dict(shard=2, expert=2, tensor=2, expert_tensor=cut), {}) for cut in (False, True)],
+    ("mixture", dict(tensor=2), LOW_PRECISION),
+    ("mixture", dict(tensor=2, shard=2, expert=2, expert_tensor=True), LOW_PRECISION),
+    ("mixture", dict(tensor=2, shard=2, expert=2, expert_tensor=True), dict(optimizer="muon")),
+    ("mixture", dict(tensor=2, shard=4, expert=2, expert_tensor=True), dict(optimizer="muon")),
+    ("mixture", dict(context=2, tensor=2, expert=2, shard=2), LOW_PRECISION),
+    ("mixture", dict(context=2, tensor=2, expert=4, shard=2, expert_tensor=True), {}),
+    ("mixture", dict(context=2, tensor=2, expert=2, recompute="full"), {}),
+    ("mixture", dict(recompute="full", recompute_every=2, shard=2, expert=2), {}),
+    *[("mixture", dict(replicate=2, shard=2, pipeline=2, expert=2, zero=zero), {}) for zero in (1, 2, 3)],
+    ("mixture", dict(pipeline=2, shard=4, expert=2, schedule="dualpipe-v", zero=1, recompute="full"), {}),
+    ("softmax", dict(tensor=2, context=2), {}),
+    ("softmax", dict(shard=2, tensor=2, expert=2, expert_tensor=True, recompute="full", recompute_every=2), {}),
+    ("softmax", dict(replicate=2, shard=2, expert=2), LOW_PRECISION),
+    ("capacity", dict(tensor=2, context=2), {}),
+    ("capacity", dict(context=2, expert=2), {}),
+    ("capacity", dict(shard=2, tensor=2, expert=2, recompute="operations", recompute_operations=("attention", "norm", "ffn")), {}),
+    # Muon.
+    *[("mixture", layout, dict(optimizer="muon")) for layout in (dict(shard=2), dict(pipeline=2, tensor=2))],
+    *[("dense", layout, dict(optimizer="muon")) for layout in (dict(replicate=2), dict(shard=2, zero=1), dict(tensor=2))],
+]  # fmt: skip
+"""What was once worth a test of its own, and every axis and pair without the company of variants: where a draw has found something,
+these say whether it is the axis itself."""

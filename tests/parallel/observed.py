@@ -1,0 +1,277 @@
+"""One run of ranks gives everything that tests ask of a layout: losses, gradient norms, an evaluation, parameters, executed
+actions, operations, messages and memory. It is made once for each run, and every check of this file reads that record.
+
+Experts are counted twice: with tokens dealt out evenly, as `shardwise verify` does, and as the routers choose, where the planner is
+told how many rows went where.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import cases
+import numpy as np
+import pytest
+import torch
+from parallel_pool import RankPool
+from schedule_check import check
+from torch import Tensor
+
+from shardwise.measure import verify
+from shardwise.measure.memory import measure_memory
+from shardwise.measure.traffic import Traffic, TrafficCounter
+from shardwise.measure.verify import TOLERANCE, Verdict, counted, planned, random_batch
+from shardwise.model.moe import MoE, Router
+from shardwise.model.transformer import Block
+from shardwise.plan.trainer.rank import PlannedRank
+from shardwise.plan.trainer.state import activations, gathered, peak_gradients, saved_activations, state_bytes
+from shardwise.plan.trainer.traffic import by_group
+from shardwise.run import Run
+from shardwise.schedules import make_schedule
+from shardwise.train.step import TrainState
+
+EXACT = 1e-9
+Choices = dict[int, list[np.ndarray]]
+"""What the router of each layer chose, call by call; no tensors, which would count as memory."""
+Routed = dict[int, list[tuple[int, int]]]
+"""For each layer, microbatch by microbatch: rows sent to experts, rows arrived."""
+
+
+@dataclass
+class Record:
+    """What one rank did."""
+
+    trained: dict[str, Any]
+    """Losses, norms, an evaluation, the rank's shards of the parameters and its actions, as `cases.train` gives them."""
+    verdict: Verdict
+    traffic: Traffic
+    """Bytes by process group and operation, tokens routed as the routers choose."""
+    messages: Traffic
+    memory: dict[str, Any]
+    choices: Choices
+    routed: Routed
+
+
+def observe(rank: int, run: Run, documents: bool = True) -> Record:
+    """Train some steps, then count one step after another of the same train state."""
+    train_state = TrainState(run)
+    trained = cases.train_and_evaluate(train_state, documents)
+    seen: dict[str, Any] = {}
+
+    class Counting(TrafficCounter):
+        def __init__(self, axes: dict[str, str]) -> None:
+            super().__init__(axes)
+            seen["wire"] = self
+
+    def measured(*arguments: Any) -> dict[str, Any]:
+        gc.freeze()  # what was imported or is cached by now need not be looked through
+        seen["memory"] = measure_memory(*arguments)
+        return seen["memory"]
+
+    with mock.patch.multiple(verify, TrafficCounter=Counting, measure_memory=measured):
+        account, same, actions = counted(train_state, random_batch(run, train_state.mesh.data_index))
+    verdict = Verdict(rank, planned(run, rank), account, same, actions)
+    choices, routed = note_choices(train_state), note_rows(train_state)
+    if run.model.experts:
+        rows = train_state.samples(np.arange(run.train.global_batch))
+        batch = cases.take(cases.batch(0, False, run.train.global_batch), rows)
+        with Counting(train_state.mesh.axes_by_group()):
+            measured(train_state, batch)
+    wire = seen["wire"]
+    return Record(trained, verdict, wire.traffic, wire.messages, seen["memory"], choices, routed)
+
+
+def blocks(train_state: TrainState) -> list[tuple[int, Block]]:
+    """The layers of a rank, each with its number."""
+    found = [(int(layer), block) for model in train_state.parallel.models for layer, block in model.layers.items()]
+    assert all(isinstance(block, Block) for _, block in found)
+    return found  # type: ignore[return-value]
+
+
+def note_choices(train_state: TrainState) -> Choices:
+    """Let the routers write down what they choose, recomputed passes left out."""
+    choices: Choices = {}
+
+    def record_in(layer: int) -> Any:
+        def record(module: Router, args: Any, out: tuple[Tensor, Tensor, Tensor]) -> None:
+            weights, chosen, _ = out
+            if module.counting:  # not a pass that is repeated
+                # A choice beyond an expert's capacity has no weight and is not sent.
+                choices.setdefault(layer, []).append(chosen[weights != 0].numpy().copy())
+
+        return record
+
+    for layer, block in blocks(train_state):
+        for router in (m for m in block.modules() if isinstance(m, Router)):
+            router.register_forward_hook(record_in(layer))
+    return choices
+
+
+def note_rows(train_state: TrainState) -> Routed:
+    """Let the MoE layers write down the rows they send and get, recomputed passes left out."""
+    routed: Routed = {}
+
+    def follow(layer: int, moe: MoE) -> None:
+        run_experts, sent = moe.run_experts, [0]
+
+        def noted(rows: Tensor, counts: Tensor) -> Tensor:
+            sent[0] = len(rows)
+            return run_experts(rows, counts)
+
+        def arrived(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+            if moe.router.counting:
+                routed.setdefault(layer, []).append((sent[0], len(args[0])))
+
+        moe.run_experts = noted  # type: ignore[method-assign]
+        moe.experts.register_forward_pre_hook(arrived)
+
+    for layer, block in blocks(train_state):
+        if isinstance(block.ffn, MoE):
+            follow(layer, block.ffn)
+    return routed
+
+
+class Observed:
+    """The records of one run's ranks; made when first asked for."""
+
+    def __init__(self, ranks: RankPool, model: str, layout: dict[str, Any], train: dict[str, Any]) -> None:
+        self.model, self.train = model, dict(cases.layers_for(layout)) | train
+        self.run = cases.make_run(model, layout, **self.train)
+        self.pool = ranks
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.run.layout} {self.train}"
+
+    @functools.cached_property
+    def records(self) -> list[Record]:
+        return self.pool.run(self.run.layout.world, observe, self.run)
+
+    def assert_trains_as_one_process(self) -> None:
+        """Losses, norms, evaluation and every parameter, to 1e-9 in float64."""
+        assert self.run.train.dtype == "float64"
+        # One process may cut the batch as it likes; the result is the same.
+        want = one_process(self.model, **self.train | dict(microbatch=1))
+        seen: set[str] = set()
+        for rank, record in enumerate(self.records):
+            assert_same(record.trained, want, f"{self} rank {rank}")
+            seen |= record.trained["parameters"].keys()
+        assert seen == set(want["parameters"])
+
+    def assert_follows_its_schedule(self) -> None:
+        """The actions of the list, in training and in counting; an evaluation runs its forward passes."""
+        lay = self.run.layout
+        listed = make_schedule(
+            lay.schedule if lay.pipeline > 1 else "1f1b", lay.pipeline, self.run.accumulation, lay.stages_per_rank
+        )
+        assert check(listed).ok
+        for rank, record in enumerate(self.records):
+            own = listed.ranks[rank * lay.pipeline // lay.world]
+            assert record.trained["executed"] == [action for action in own if action.kind == "F"]
+            assert record.trained["trained"] == list(own)
+            assert record.verdict.schedule
+            assert record.verdict.actions >= 2 * self.run.accumulation
+
+    def assert_computes_and_sends_as_planned(self) -> None:
+        """Operations by part and pass and bytes by axis are the plan's to the last one, what stays in memory to the byte."""
+        for rank, record in enumerate(self.records):
+            beyond = record.verdict.beyond(TOLERANCE | dict(memory=self.near(rank)))
+            if self.run.model.expert_capacity:  # how many rows it leaves, a plan cannot tell
+                beyond = [d for d in beyond if "experts" not in d.name and "activations" not in d.name]
+            assert not beyond, (str(self), rank, beyond[:5])
+            if self.run.train.optimizer == "muon":
+                assert record.verdict.measured.work.flops["parameters"]["optimizer"] > 0
+                assert "unknown" not in record.verdict.measured.work.flops
+
+    def assert_messages_are_as_planned(self) -> None:
+        """Bytes and messages by process group and operation."""
+        choices = [record.choices for record in self.records]
+        for rank, record in enumerate(self.records):
+            expected = expected_traffic(PlannedRank(self.run, rank), choices)
+            assert (record.traffic, record.messages) == expected, f"{self} rank {rank}"
+
+    def assert_holds_what_the_plan_says(self) -> None:
+        """Bytes by owner; saved activations within a hundredth, microbatch by microbatch."""
+        if not all(saves_as_planned(self.run, rank, each) for rank, each in enumerate(self.records)):
+            del self.records  # on a busy machine a message's buffer may outlive it for a moment
+        for rank, record in enumerate(self.records):
+            planned = state_bytes(self.run, rank)
+            planned |= dict(gathered=gathered(self.run, rank), unreduced=peak_gradients(self.run, rank))
+            if self.run.layout.pipeline > 1 and self.run.layout.stages_per_rank > 1:
+                if (
+                    self.run.layout.zero == 3
+                ):  # a stage may keep a layer that it fetched in vain, which the plan leaves out
+                    del planned["gathered"]
+                if self.run.layout.zero == 1:  # one stage may be reduced before another has all of its gradients
+                    assert record.memory["unreduced"] <= planned.pop("unreduced"), f"{self} rank {rank}"
+            assert {owner: record.memory[owner] for owner in planned} == planned, f"{self} rank {rank}"
+            assert saves_as_planned(self.run, rank, record), f"{self} rank {rank}"
+            if not self.run.model.experts:
+                want = pytest.approx(record.memory["activations"], rel=self.near(rank))
+                assert activations(self.run, rank) == want, f"{self} rank {rank}"
+
+    def near(self, rank: int) -> float:
+        """How near to the plan saved activations are: between the two parts of a split backward pass gradients may be views of
+        larger ones."""
+        return 0.05 if PlannedRank(self.run, rank).splits_backward else saved_near(self.run)
+
+
+@functools.cache
+def one_process(model: str, documents: bool = True, seed: int = 0, **train: Any) -> dict[str, Any]:
+    """What every layout is held against."""
+    return cases.train(0, cases.make_run(model, {}, **train), documents, seed)
+
+
+def assert_same(got: dict[str, Any], want: dict[str, Any], context: str) -> None:
+    """A rank's results are those of one process, its shards of the parameters where they lie in the whole."""
+    for key in ("losses", "norms", "evaluated"):
+        np.testing.assert_allclose(got[key], want[key], rtol=EXACT, err_msg=context)
+    for name, (where, value) in got["parameters"].items():
+        whole = want["parameters"][name][1]
+        # Relative to the parameter's size. A key bias has no gradient but rounding, hence a floor to that size.
+        worst = np.abs(value - whole[where]).max(initial=0) / max(np.abs(whole).max(), 0.1)
+        assert worst < EXACT, f"{context} {name} {worst}"
+
+
+def saved_near(run: Run) -> float:
+    """A gap of the plan: of a single sequence, latent attention on tensor ranks saves the compressed keys and values once more."""
+    gap = run.model.attention == "latent" and run.layout.tensor > 1 and run.train.microbatch == 1
+    return 0.05 if gap else 0.01
+
+
+def saves_as_planned(run: Run, rank: int, record: Record) -> bool:
+    for stage, sizes in record.memory["saved"].items():
+        for microbatch, size in enumerate(sizes):
+            rows = {layer: calls[microbatch] for layer, calls in record.routed.items()}
+            if saved_activations(run, rank, rows)[stage] != pytest.approx(size, rel=saved_near(run)):
+                return False
+    return True
+
+
+def moved_rows(place: PlannedRank, choices: list[Choices]) -> dict[int, int]:
+    """Rows that a rank sends to other expert ranks in each layer, forward: its own there, and theirs back."""
+    m, lay = place.run.model, place.run.layout
+    moved: dict[int, int] = {}
+    mine = place.index("expert")
+    first = place.rank - mine * lay.tensor - place.index("tensor")  # of the ranks that the experts are dealt out over
+    for layer in choices[place.rank]:
+        for expert in range(lay.expert):
+            base = first + expert * lay.tensor
+            senders = range(base, base + lay.tensor) if lay.expert_tensor else [base + place.index("tensor")]
+            owners = np.concatenate([c.ravel() for s in senders for c in choices[s][layer]]) // (
+                m.experts // lay.expert
+            )
+            away = owners != mine if expert == mine else owners == mine
+            moved[layer] = moved.get(layer, 0) + int(away.sum())
+    return moved
+
+
+def expected_traffic(place: PlannedRank, choices: list[Choices]) -> tuple[Traffic, Traffic]:
+    """What the planner says a rank sends in a step."""
+    sent = by_group(place.run, place.rank, moved_rows(place, choices))
+    total = Counter({key: each.bytes for key, each in sent.items() if each.bytes})
+    return total, Counter({key: each.messages for key, each in sent.items() if each.bytes})

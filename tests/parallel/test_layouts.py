@@ -1,0 +1,89 @@
+"""Every layout computes what one process computes, does what the plan says, and needs the memory it says: losses, gradient norms,
+evaluation and final parameters in float64, where a bug cannot hide behind rounding; operations, messages and memory to the last.
+
+The small tier finds a variant that breaks an axis: the first layouts of a covering array, drawn anew for every commit. The large
+tier takes all of the array, random layouts on up to eight ranks, and a list of edges, and so finds what needs three axes at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import cases
+import layouts
+import pytest
+from observed import Observed
+from parallel_pool import RankPool
+
+LARGE = pytest.mark.large("three axes at once, eight ranks, and every axis and pair of axes by itself")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "observed" not in metafunc.fixturenames:
+        return
+    option = metafunc.config.getoption
+    which: list[object] = [("array", number) for number in range(option("--covering"))]
+    which += [("small", number) for number in range(len(layouts.SMALL_EDGES))]
+    if option("--large"):
+        more = [("array", number) for number in range(option("--covering"), layouts.MOST)]
+        more += [("random", number) for number in range(option("--layouts"))]
+        more += [("large", number) for number in range(len(layouts.LARGE_EDGES))]
+        which += [pytest.param(each, marks=LARGE) for each in more]
+    metafunc.parametrize("observed", which, ids=lambda each: f"{each[0]} {each[1]}", indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
+def observed(request: pytest.FixtureRequest, ranks: RankPool) -> Iterator[Observed]:
+    """One run of ranks, which all tests of a layout read."""
+    kind, number = request.param
+    seed = request.config.getoption("--seed")
+    if kind == "array":
+        array = layouts.covering_array(seed)
+        if number >= len(array):
+            pytest.skip("the array of this commit is shorter")
+        drawn = array[number]
+    elif kind == "random":
+        drawn = layouts.random_layout(seed, number)
+    else:
+        drawn = (layouts.SMALL_EDGES if kind == "small" else layouts.LARGE_EDGES)[number]
+    return Observed(ranks, *drawn)
+
+
+def test_it_trains_as_one_process(observed: Observed) -> None:
+    if observed.run.train.dtype != "float64":
+        pytest.skip("rounding is compared in test_equality.py")
+    observed.assert_trains_as_one_process()
+
+
+def test_its_schedule_runs_as_listed(observed: Observed) -> None:
+    observed.assert_follows_its_schedule()
+
+
+def test_it_computes_and_sends_as_planned(observed: Observed) -> None:
+    observed.assert_computes_and_sends_as_planned()
+
+
+def test_its_messages_are_as_planned(observed: Observed) -> None:
+    observed.assert_messages_are_as_planned()
+
+
+def test_it_holds_what_the_plan_says(observed: Observed) -> None:
+    observed.assert_holds_what_the_plan_says()
+
+
+def test_the_small_tier_has_every_variant_and_every_pair_of_axes(request: pytest.FixtureRequest) -> None:
+    """Whatever the seed: each model, schedule, method and stage somewhere, and each axis with each other."""
+    array = layouts.covering_array(request.config.getoption("--seed"))[: request.config.getoption("--covering")]
+    runs = [
+        (model, cases.make_run(model, layout, **cases.layers_for(layout) | train)) for model, layout, train in array
+    ]
+    met: set[str] = set()
+    pairs: set[frozenset[str]] = set()
+    for model, run in runs:
+        axes, found = layouts.features(model, run)
+        met |= found
+        pairs |= {frozenset((one, other)) for one in axes for other in axes if one != other}
+    assert met >= set(cases.MODELS) | set(cases.SCHEDULES) | set(layouts.METHODS) | {f"zero {n}" for n in (1, 2, 3)}
+    assert met >= {"async_tensor", "expert_tensor", "muon", "loss chunked", "uneven stages", "odd batch"}
+    assert met >= {f"recompute {how}" for how in ("none", "attention", "full", "operations", "budget")}
+    assert len(pairs) == 15
