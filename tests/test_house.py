@@ -25,7 +25,7 @@ FLOORS: list[list[str]] = [
     ["__main__"],
 ]
 """From the ground up, as the map in CONTRIBUTING; folders that do not exist yet may stand here."""
-ROOMS: list[list[str]] = [["cost"], ["trainer"], ["time"], ["plan"], ["search", "serving", "published"]]
+ROOMS: list[list[str]] = [["cost"], ["trainer"], ["time"], ["plan"], ["search", "serving"], ["published"]]
 """The rooms of `plan/`, from the ground up; `plan` is the file `plan.py`."""
 WITHOUT_TORCH = (
     "files",
@@ -41,16 +41,6 @@ WITHOUT_TORCH = (
     "scale",
 )
 LONGEST = 400
-
-UPWARD: dict[str, set[str]] = {
-    "plan.cost.memory": {"plan.time.step"},
-    "plan.plan": {"plan.published.prediction"},
-    "plan.published.validate": {"plan.serving"},
-    "plan.serving.inference": {"plan.published.prediction", "plan.published.rows"},
-}
-"""Imports upward that still exist, by file: a list to be emptied, not to be added to."""
-USES_MOCK = {f"measure.{name}" for name in ("dry", "labelled", "memory", "module_work", "work")}
-"""Files that still patch what they observe: to be emptied."""
 
 
 @cache
@@ -126,7 +116,7 @@ def upward() -> dict[str, set[str]]:
 
 
 def test_nothing_is_imported_from_above() -> None:
-    assert upward() == UPWARD
+    assert not upward()
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
@@ -149,7 +139,7 @@ def test_what_plans_and_explains_needs_no_torch() -> None:
 
 
 def test_the_package_does_not_patch_itself() -> None:
-    assert {name for name in modules() for target, _ in imports(name) if target.startswith("unittest")} == USES_MOCK
+    assert not [name for name in modules() for target, _ in imports(name) if target.startswith("unittest")]
 
 
 def test_no_file_is_too_long_to_read() -> None:

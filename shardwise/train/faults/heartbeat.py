@@ -175,12 +175,9 @@ def enable_flight_recorder(environment: Mapping[str, str]) -> None:
 
 def flight_recorder_entries() -> list[dict[str, Any]]:
     """The recorder's entries, oldest first."""
-    import torch
+    from shardwise.torch_private import flight_record
 
-    bindings = torch._C._distributed_c10d
-    # Named after NCCL until it learned of other backends.
-    dump = getattr(bindings, "_dump_fr_trace_json", None) or getattr(bindings, "_dump_nccl_trace_json", None)
-    return json.loads(dump(True, False)).get("entries", []) if dump is not None else []
+    return json.loads(flight_record()).get("entries", [])
 
 
 def group_progress(mesh: Mesh, pipeline: Pipeline, now_ns: int) -> list[GroupProgress]:

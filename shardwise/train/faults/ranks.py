@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -72,7 +73,7 @@ def start_fork_server() -> ForkServerContext | SpawnContext:
     does; called again, it starts a new one if the last was killed."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # no temporary folder, or its path is too long for a socket
-            forkserver.set_forkserver_preload(["shardwise.train.faults.preload"])
+            forkserver.set_forkserver_preload(["shardwise.cli.preload"])
             forkserver.ensure_running()
             return multiprocessing.get_context("forkserver")
     return multiprocessing.get_context("spawn")
@@ -206,10 +207,8 @@ def _run_rank(
 
         # The variable is read when the library is loaded, which the fork server did before it was set.
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
-        from shardwise.cli.main import entry
-
         sys.argv = ["shardwise", *arguments]
-        entry()
+        runpy.run_module("shardwise", run_name="__main__")
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
     except BaseException:
