@@ -50,21 +50,9 @@ class ModuleWork(WorkCounter):
         super().__init__(train_state)
         self.names = module_names(train_state)
         self.update = OPTIMIZER
-        self.deferred = ""  # the matrix whose deferred gradient is computed
 
-    @contextlib.contextmanager
-    def weight_gradient(self, module: str) -> Iterator[None]:
-        self.deferred = module
-        try:
-            yield
-        finally:
-            self.deferred = ""
-
-    def _product(self, first: Tensor, second: Tensor, flops: float) -> None:
-        if self.deferred:
-            self._add(self.deferred, "backward_weight", flops)
-        else:
-            super()._product(first, second, flops)
+    def _deferred_part(self, module: str) -> str:
+        return module
 
     @contextlib.contextmanager
     def recompute(self, module: nn.Module) -> Iterator[None]:

@@ -34,6 +34,7 @@ from shardwise.parallel.context import RingAttention
 from shardwise.parallel.observer import Observer
 from shardwise.plan.trainer.work import CONVENTION
 from shardwise.run.derive import compiles
+from shardwise.run.parameters import find_parameter
 from shardwise.torch_private import (
     TorchDispatchMode,
     autograd_node,
@@ -96,10 +97,10 @@ class WorkCounter(TorchDispatchMode, Observer):
         self.train_state = train_state
         self.inside: list[str] = []
         self.weights: dict[int, tuple[StorageWeakRef, str]] = {}
-        self.inputs: dict[int, tuple[StorageWeakRef, str]] = {}
         self.parameters: dict[int, tuple[StorageWeakRef, str]] = {}
         self.node: tuple[Any, str] | None = None  # that made the gradient of an input last, and its part
         self.waiting: dict[Any, float] = {}  # gradients of weights, by nodes that have not made that of an input yet
+        self.deferred = ""  # the part whose deferred weight gradient is computed
         self.open = contextlib.ExitStack()
 
     def __enter__(self) -> WorkCounter:
@@ -156,6 +157,19 @@ class WorkCounter(TorchDispatchMode, Observer):
             yield
         finally:
             self.updating = before
+
+    @contextlib.contextmanager
+    def weight_gradient(self, module: str) -> Iterator[None]:
+        """Know whose deferred gradient is computed."""
+        self.deferred = self._deferred_part(module)
+        try:
+            yield
+        finally:
+            self.deferred = ""
+
+    def _deferred_part(self, module: str) -> str:
+        owner = find_parameter(self.train_state.run.model, f"{module}.weight").owner
+        return "ffn" if owner == "shared_experts" else owner
 
     def _around(self, module: nn.Module, part: str) -> None:
         """Also products that hooks before the module make."""
@@ -228,9 +242,11 @@ class WorkCounter(TorchDispatchMode, Observer):
         if self.updating:
             self._add(self.update, "optimizer", flops)
             return
+        if self.deferred:
+            self._add(self.deferred, "backward_weight", flops)
+            return
         if self.inside:
             self._remember(self.weights, second, self.inside[-1])
-            self._remember(self.inputs, first, self.inside[-1])
             self._add(self.inside[-1], self._forward_pass(), flops)
             return
         here = autograd_node()
@@ -244,19 +260,14 @@ class WorkCounter(TorchDispatchMode, Observer):
             self._add(self.node[1], "backward_weight", flops)
         elif here is not None:
             self.waiting[here] = self.waiting.get(here, 0.0) + flops
-        else:  # put off until after the backward pass
-            part = self._part_of(self.inputs, first) or self._part_of(self.inputs, second)
-            self._add(part or UNKNOWN, "backward_weight", flops)
+        else:
+            self._add(UNKNOWN, "backward_weight", flops)
 
     def _quantized(self, x: Tensor, forms: list[Tensor]) -> None:
-        """What a weight or an input was quantised or transposed to stands for it."""
+        """What a weight was quantised or transposed to stands for it."""
         part = self._part_of(self.weights, x)
-        if part is None and self.inside:
+        if part is None and self.inside and self._part_of(self.parameters, x) is not None:
             part = self.inside[-1]
-            if self._part_of(self.parameters, x) is None:
-                for each in (x, *forms):
-                    self._remember(self.inputs, each, part)
-                return
         if part is not None:
             for each in forms:
                 self._remember(self.weights, each, part)

@@ -66,9 +66,9 @@ def fp8_rules(run: Run) -> Iterator[Rule]:
     """What fp8 GEMMs go with."""
     fp8 = run.train.fp8 != "none"
     yield Rule(fp8 and run.train.dtype != "bfloat16", "train.fp8", ("train.dtype",),
-               lambda: f'{run.train.dtype} arithmetic goes with "none" alone: products in 8 bits give bfloat16')
+               lambda: f'{run.train.dtype} arithmetic goes with "none" alone: fp8 GEMMs give bfloat16')
     yield Rule(fp8 and run.layout.async_tensor, "layout.async_tensor", ("train.fp8",),
-               lambda: "multiplies slices as they arrive, in 16 bits, while a scale needs the whole; use one of the two")
+               lambda: "multiplies slices as they arrive, in 16 bits, while an fp8 scale needs the whole; use one of the two")
 
 
 def _search_rules(run: Run) -> Iterator[Rule]:

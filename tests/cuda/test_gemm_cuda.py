@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from shardwise.measure.verify import random_batch
-from shardwise.model.fp8 import multiply
+from shardwise.model.fp8 import scaled_mm
 from shardwise.model.gemm import tuned
 from shardwise.model.gemm.candidates import Candidates
 from shardwise.model.gemm.cublaslt import Multiplication, Shape
@@ -181,7 +181,7 @@ IN_EIGHT = [pytest.param(scaling, marks=needs_eight) for scaling in ("tensorwise
 def test_products_in_8_bits(kind: torch.dtype, fast: bool, dtype: torch.dtype) -> None:
     left, right = matrix(2048, 1024, False).to(kind), matrix(512, 1024, False).to(E4M3)
     scales = torch.tensor(0.5, device="cuda"), torch.tensor(8.0, device="cuda")
-    wanted = multiply(left, right, scales, dtype, fast=fast)
+    wanted = scaled_mm(left, right, scales, dtype, fast=fast)
     exact = 4 * (left.float().double() @ right.float().double().t())
     base = matrix(2048, 512, False).to(dtype)
     for _ in range(2):  # by PyTorch, then by the one chosen
@@ -196,7 +196,7 @@ def test_products_in_8_bits(kind: torch.dtype, fast: bool, dtype: torch.dtype) -
     assert algorithm.code  # which PyTorch has none for
     other = torch.tensor(2.0, device="cuda"), scales[1]  # not the scales of the last time
     assert torch.equal(
-        tuned_scaled_mm(left, right, other, dtype, fast=fast), multiply(left, right, other, dtype, fast=fast)
+        tuned_scaled_mm(left, right, other, dtype, fast=fast), scaled_mm(left, right, other, dtype, fast=fast)
     )
 
 

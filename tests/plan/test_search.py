@@ -20,7 +20,7 @@ from shardwise.plan.search.bubbles import Pace, in_flight, makespan
 from shardwise.plan.search.screen import LayoutIndex, Space
 from shardwise.plan.search.space import Sizes, legal, with_choices
 from shardwise.plan.time.step import prepare, step_time
-from shardwise.plan.trainer.rank import Place
+from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.run import LayoutConfig, Run, UserError, run_from_dict, to_dict
 from shardwise.run.check import batch_rules, broken_rules
 from shardwise.schedules import SCHEDULES, Cost, high_water, make_schedule, time
@@ -291,10 +291,10 @@ def test_memory_that_is_free_is_spent_on_activations_that_are_kept() -> None:
     assert "none" in found.next_changes[0]
     assert best.binds.startswith("arithmetic: ")  # nine tenths of it compute, though the optimizer takes its share
     assert "optimizer" in best.binds
-    again = [parts for _, parts in Place(best.run, 0).layers() if parts]
+    again = [parts for _, parts in PlannedRank(best.run, 0).layers() if parts]
     assert 0 < len(again) < 16
     more = replace(best.run.layout, recompute_budget=best.run.layout.recompute_budget + 2.0)
-    assert len([parts for _, parts in Place(replace(best.run, layout=more), 0).layers() if parts]) < len(again)
+    assert len([parts for _, parts in PlannedRank(replace(best.run, layout=more), 0).layers() if parts]) < len(again)
     assert not plan(replace(best.run, layout=more)).fits
     fixed = replace(run, layout=replace(run.layout, recompute="full", fixed=("recompute",)))
     assert [p.run.layout.recompute for p in search(fixed).ranking] == ["full"]

@@ -54,7 +54,7 @@ def test_a_layer_counts_alike_in_closed_form_and_exactly(seed: int, layout: dict
     assert numel.dense == pytest.approx(used, rel=1e-12)
     # With experts cut over tensor ranks the closed form lets the router see all tokens, and this trainer a slice of them.
     out = {"router"} if run.layout.expert_tensor else set()
-    flops = sum(float(np.max(entry.flops[0])) for entry in layer(job, routed=moe).entries if entry.part not in out)
+    flops = sum(float(np.max(entry.flops[0])) for entry in layer(job, routed=moe) if entry.part not in out)
     exact = sum(gemm.flops for gemm in layer_gemms(rank, moe) if gemm.part not in out)
     assert flops == pytest.approx(exact, rel=1e-12)
     first, last = ends_parameters(job)
@@ -69,5 +69,5 @@ def test_a_layer_saves_about_what_its_operations_say(seed: int, layout: dict[str
     stages = [PlannedRank(replace(run, model=replace(run.model, layers=n)), 0) for n in (2, 3)]
     two, three = (saved(rank, rank.stages[0]).whole for rank in stages)
     moe = bool(run.model.experts)
-    # Of experts on other ranks the closed form leaves out rows that are held in two orders.
-    assert layer_saved(job_of(run), routed=moe) == pytest.approx(three - two, rel=0.3 if moe else 0.15)
+    # The closed form leaves out rows for experts that are held in two orders, and the heads that Ulysses exchanges.
+    assert layer_saved(job_of(run), routed=moe) == pytest.approx(three - two, rel=0.3 if moe else 0.2)

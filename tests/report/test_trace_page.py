@@ -114,7 +114,7 @@ def test_an_explanation_with_nothing_in_it_still_makes_a_page() -> None:
     from shardwise.report import html, html_trace
 
     page = html.page("nothing", html_trace.sections(EMPTY, Timeline()))
-    assert "Nothing that the evidence" in Reader(page).text
+    assert "nothing worth changing" in Reader(page).text
 
 
 EMPTY: dict[str, Any] = dict(

