@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 CORES  ?= $(shell getconf _NPROCESSORS_ONLN)
-WORKERS = -n $(CORES) --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
+WORKERS = -n $(CORES) --maxprocesses 8 --dist loadscope --no-loadscope-reorder
 
 .PHONY: demo test test-all lint unit chaos bench clean
 

@@ -29,10 +29,12 @@ LONGEST = (
     "chaos/test_chaos",
     "measure/test_profile",
     "train/test_launch",
-    "train/saves/test_reshard",
+    "checkpoint/test_reshard",
     "parallel/test_fp8",
 )
 """Files that stay with one worker for longest; they begin first, so that none is left alone with one at the end."""
+SPREAD = "parallel/test_layouts.py"
+"""The file whose tests share a run of ranks, by their parameter, and nothing else."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -77,25 +79,40 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.write_line(f"{tier}; what is random is this commit's, repeat it with --seed {config.option.seed}")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Say what stays together on one worker: a file, as its tests share what they make, but where a run of ranks is all they share,
+    that run. (Groups by mark, `--dist loadgroup`, do nothing with pytest 9.2 and xdist 3.8.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Together(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, test = nodeid.partition("::")
+            return f"{file} {test.partition('[')[2]}" if file.endswith(SPREAD) else file
+
+    return Together(config, log)
+
+
+def file_of(item: pytest.Item) -> str:
+    """The file of a test, below tests/."""
+    return item.path.relative_to(ROOT / "tests").with_suffix("").as_posix()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the other tier, and say what stays together on one worker: a file, as its tests share what they make, but where a
-    run of ranks is all they share, that run. Long files begin first, single runs fill the end."""
+    """Leave out the other tier. Long files begin first, single runs of ranks fill the end."""
     for item in items:
         for mark in item.iter_markers("large"):
             assert mark.args, f"{item.nodeid}: say what the large tier finds by it"
     if not config.option.large:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("large")])
         items[:] = [item for item in items if not item.get_closest_marker("large")]
-    order = {}
-    for item in items:
-        file = item.path.relative_to(ROOT / "tests").with_suffix("").as_posix()
-        spread = "observed" in getattr(item, "fixturenames", ())
-        group = f"{file} {item.callspec.id}" if spread else file  # type: ignore[attr-defined]
-        item.add_marker(pytest.mark.xdist_group(group))
-        early = next((n for n, name in enumerate(LONGEST) if file.startswith(name)), len(LONGEST))
-        order[item] = (spread, early)
-    items.sort(key=lambda item: order[item])
+
+    def order(item: pytest.Item) -> tuple[bool, int]:
+        early = next((n for n, name in enumerate(LONGEST) if file_of(item).startswith(name)), len(LONGEST))
+        return file_of(item) + ".py" == SPREAD, early
+
+    items.sort(key=order)
 
 
 @pytest.hookimpl(trylast=True)
