@@ -41,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--large", action="store_true", help="run the large tier too")
     parser.addoption("--seed", type=int, help="of what is drawn at random; that of the commit if left out")
     parser.addoption(
-        "--covering", type=int, default=20, help="how many layouts of the covering array the small tier runs"
+        "--covering", type=int, default=16, help="how many layouts of the covering array the small tier runs"
     )
     parser.addoption("--layouts", type=int, default=60, help="how many random layouts the large tier runs")
     parser.addoption(

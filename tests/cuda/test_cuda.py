@@ -70,7 +70,7 @@ def offloaded(rank: int) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile() as store:
         dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store.name}", rank=0, world_size=1)
         train_state = TrainState(cases.make_run("dense", dict(offload=True), device="cuda"))
-        losses, norms = cases.steps(train_state, 0, 5, True)
+        losses, norms = cases.steps(train_state, 0, 3, True)
         kept = [*train_state.optimizer.mine, *train_state.optimizer.state_of(0).values()]
         return dict(losses=losses, norms=norms, devices=sorted({t.device.type for t in kept}))
 
@@ -102,7 +102,7 @@ def saved_and_resumed(rank: int, out: Path, offload: bool) -> list[dict[str, Any
     """Five steps without a stop, and two, a checkpoint, and three more."""
     import tempfile
 
-    import saved_cases
+    import checkpoint_cases
     import torch.distributed as dist
 
     from shardwise.train.step import TrainState
@@ -111,13 +111,13 @@ def saved_and_resumed(rank: int, out: Path, offload: bool) -> list[dict[str, Any
         dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store.name}", rank=0, world_size=1)
         run = cases.make_run("mixture", dict(offload=offload), device="cuda", dtype="float32")
         want = cases.steps(TrainState(run), 0, 5, True)
-        train_state = saved_cases.trained(run, 2)
-        saver = saved_cases.saver_of(train_state, out)
+        train_state = checkpoint_cases.trained(run, 2)
+        saver = checkpoint_cases.saver_of(train_state, out)
         saver.save(train_state, dict(note=[1, 2]))
         cases.steps(train_state, 2, 3, True)  # goes on while it is written
         assert saver.finish() == ""
         assert saver.staging.pinned
-        got = saved_cases.resume_and_train(0, run, out, 5)
+        got = checkpoint_cases.resume_and_train(0, run, out, 5)
         return [dict(losses=want[0][2:], norms=want[1][2:]), dict(losses=got["losses"], norms=got["norms"])]
 
 

@@ -330,6 +330,7 @@ def losses(**train: Any) -> list[float]:
     return found
 
 
+@pytest.mark.large("that errors of many steps do not add up; single steps are compared in the small tier")
 def test_a_model_learns_what_it_learns_in_16_bits() -> None:
     wide = losses()
     assert np.mean(wide[-5:]) < 0.75 * wide[0]

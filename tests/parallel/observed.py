@@ -217,7 +217,8 @@ class Observed:
     def near(self, rank: int) -> float:
         """How near to the plan saved activations are: between the two parts of a split backward pass gradients may be views of
         larger ones."""
-        return 0.05 if PlannedRank(self.run, rank).splits_backward else saved_near(self.run)
+        split = PlannedRank(self.run, rank).splits_backward
+        return saved_near(self.run) + (0.05 if split else 0.0)
 
 
 @functools.cache

@@ -25,12 +25,15 @@ def auto(preset: str, nodes: int, **keys: Any) -> Run:
     )
 
 
+LARGE = pytest.mark.large("rows far down a long ranking, and a search that begins with nothing that fits")
+
+
 @pytest.mark.parametrize(
     ("run", "keep"),
     [
         (auto("mixtral-8x7b", 8), 12),
         (auto("mixtral-8x22b", 16), 12),
-        (auto("llama3-8b", 8, seq_len=8192, global_batch=128), 150),
+        pytest.param(auto("llama3-8b", 8, seq_len=8192, global_batch=128), 150, marks=LARGE),
     ],
     ids=["mixtral-8x7b", "mixtral-8x22b", "llama3-8b"],
 )
@@ -94,6 +97,7 @@ def test_what_is_spent_on_activations_pushes_no_number_of_devices_out() -> None:
     assert len(found.ranking) == len(found.next_changes) == 2
 
 
+@LARGE
 def test_leaner_layouts_are_looked_at_where_none_of_the_fastest_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the estimate were off by two, most of the fastest would fall away, and the search would still find what really fits."""
     run = auto("mixtral-8x7b", 4, seq_len=8192, global_batch=128)

@@ -23,6 +23,8 @@ from shardwise.train.loop import train
 from shardwise.train.metrics import read_metrics
 from shardwise.train.step import StepResult, TrainState
 
+LARGE = pytest.mark.large("a loss scale that a resumed run takes up; checkpoints of it are in tests/checkpoint")
+
 
 def make_run(**keys: Any) -> Run:
     settings = dict(
@@ -68,7 +70,9 @@ def test_a_run_folder_holds_what_scripts_rely_on(tmp_path: Path, capsys: pytest.
         assert word in said
 
 
-@pytest.mark.parametrize("keys", [dict(), dict(optimizer="muon", dtype="float16"), dict(dtype="float64")], ids=str)
+@pytest.mark.parametrize(
+    "keys", [dict(), pytest.param(dict(optimizer="muon", dtype="float16"), marks=LARGE), dict(dtype="float64")], ids=str
+)
 def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, keys: dict[str, Any]) -> None:
     whole = make_run(schedule="constant", **keys)
     train(whole, tmp_path / "whole")
