@@ -116,15 +116,6 @@ def last_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
     return (*_norm(model, "norm"), *(() if model.tied_embeddings else (head,)))
 
 
-def parameters_by_name(model: ModelConfig) -> Iterator[tuple[str, Parameter]]:
-    """All parameters of a model with their full names, in the order of the module."""
-    yield from ((entry.name, entry) for entry in first_parameters(model))
-    for layer in range(model.layers):
-        for entry in layer_parameters(model, model.is_moe(layer)):
-            yield f"layers.{layer}.{entry.name}", entry
-    yield from ((entry.name, entry) for entry in last_parameters(model))
-
-
 def find_parameter(model: ModelConfig, name: str) -> Parameter:
     """The entry of the parameter with this full name."""
     if name.startswith("layers."):

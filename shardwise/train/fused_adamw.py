@@ -57,23 +57,3 @@ class FusedAdamW(torch.optim.Optimizer):
                     group["lr"], group["betas"], group["eps"], group["weight_decay"],
                     None if local.compute_copy is None else local.compute_copy.tensor.detach(),
                 )  # fmt: skip
-
-
-def adamw_reference(
-    parameter: Tensor,
-    gradient: Tensor,
-    moments: tuple[Tensor, Tensor],
-    factor: Tensor,
-    step: int,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    decay: float,
-) -> None:
-    """What the kernel computes, one operation after the other."""
-    first, second = moments
-    gradient = gradient.to(parameter.dtype) * factor
-    first.lerp_(gradient, 1 - betas[0])
-    second.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
-    spread = second.sqrt() / (1 - betas[1] ** step) ** 0.5 + eps
-    parameter.mul_(1 - lr * decay).addcdiv_(first, spread, value=-lr / (1 - betas[0] ** step))

@@ -4,6 +4,7 @@ Shapes and layouts are drawn from a seed."""
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from shardwise.run import PRESETS, LayoutConfig, ModelConfig
 from shardwise.run.axes import RANK_AXES
 from shardwise.run.coordinates import GROUPS, RankCoordinates
 from shardwise.run.derive import derive_model
-from shardwise.run.parameters import find_parameter, parameters_by_name
+from shardwise.run.parameters import Parameter, find_parameter, first_parameters, last_parameters, layer_parameters
 
 
 def drawn_model(seed: int) -> ModelConfig:
@@ -38,6 +39,15 @@ def drawn_model(seed: int) -> ModelConfig:
         keys |= dict(dense_layers=rng.randint(0, keys["layers"]), activation="swiglu")
         keys["bias"] = "qkv" if keys["bias"] == "all" else keys["bias"]
     return derive_model(ModelConfig(**keys), 8)
+
+
+def parameters_by_name(model: ModelConfig) -> Iterator[tuple[str, Parameter]]:
+    """All parameters of a model with their full names, in the order of the module."""
+    yield from ((entry.name, entry) for entry in first_parameters(model))
+    for layer in range(model.layers):
+        for entry in layer_parameters(model, model.is_moe(layer)):
+            yield f"layers.{layer}.{entry.name}", entry
+    yield from ((entry.name, entry) for entry in last_parameters(model))
 
 
 def check(config: ModelConfig) -> None:
