@@ -7,7 +7,8 @@ waits until the shards are copied aside, and for nothing else; the copy is made 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -122,15 +123,17 @@ class Staging:
     def __init__(self) -> None:
         self.block = torch.empty(0, dtype=torch.uint8)
         self.pinned = False
+        self._unpin: Callable[[], object] = lambda: None
 
     def _allocate(self, size: int, pinned: bool) -> None:
         """Exactly so many bytes; PyTorch's own pinned memory comes in powers of two."""
-        if self.pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.block.data_ptr())
+        self._unpin()
         self.block = torch.empty(0, dtype=torch.uint8)  # lets the old one go first
         self.block = torch.empty(size, dtype=torch.uint8)
         # Refused, the copies are slower and as good.
         self.pinned = pinned and int(torch.cuda.cudart().cudaHostRegister(self.block.data_ptr(), size, 0)) == 0
+        if self.pinned:  # also when nobody saves any more: who is given this memory next may want to pin it
+            self._unpin = weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, self.block.data_ptr())
 
     def copy(self, shards: Sequence[LocalShard]) -> Tensor:
         """The bytes of the shards as they are now, one after another. Good until the next copy."""

@@ -268,7 +268,7 @@ def test_a_run_finds_out(monkeypatch: pytest.MonkeyPatch) -> None:
         train_state, said = TrainState(run), []
         tune_gemms.attach(train_state, said.append)
         results.append([train_state.train_step(random_batch(run, number)).read() for number in range(80)])
-        assert len(said) == (2 if tuned else 0)
+        assert len(said) == (2 if tunes else 0)
     torch.use_deterministic_algorithms(False)
     assert results[0] == results[1]
     assert len(tuned.choices(0).known) >= 10
