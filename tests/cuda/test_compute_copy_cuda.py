@@ -40,7 +40,7 @@ def test_steps_are_those_of_casts(compiled: bool, monkeypatch: pytest.MonkeyPatc
     for kept in (True, False):
         if not kept:
             monkeypatch.setattr(apply_module, "keeps_compute_copies", lambda run, gpu: False)
-        gc.collect()  # trainees are circles
+        gc.collect()  # train states are reference cycles
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         train_state = TrainState(run)

@@ -35,7 +35,7 @@ def make_run(layout: dict[str, Any], **train: Any) -> Run:
 
 
 def recorded(rank: int, run: Run, folder: Path, ranks: tuple[int, ...] | None = None, modules: bool = False) -> bool:
-    """Record on a rank of the pool; whether the trainee is left without labels."""
+    """Record on a rank of the pool; whether the train state is left without labels."""
     train_state = record(run, folder, Recording(STEPS, 1, ranks, modules))
     hooks = sum(
         len(m._forward_pre_hooks) + len(m._forward_hooks)

@@ -1,4 +1,4 @@
-"""What `test_expert_rows.py` runs in a process of its own, in which Triton's interpreter stands for the GPU: the kernels against
+"""What `test_moe_ops.py` runs in a process of its own, in which Triton's interpreter stands for the GPU: the kernels against
 one operation after the other, for any number of tokens, choices and experts."""
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def train_and_evaluate(train_state: TrainState, documents: bool, seed: int = 0) 
 def steps(
     train_state: TrainState, first: int, last: int, documents: bool, seed: int = 0
 ) -> tuple[list[float], list[float]]:
-    """Run some steps of a trainee on this rank's rows of each batch."""
+    """Run some steps of a train state on this rank's rows of each batch."""
     losses, norms = [], []
     for step in range(first, last):
         size = train_state.run.train.global_batch

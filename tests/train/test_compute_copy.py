@@ -22,14 +22,14 @@ def small_run(**train: Any) -> Run:
     return run_from_dict(dict(model=model, train=settings))
 
 
-def trainee_of(run: Run, kept: bool, monkeypatch: pytest.MonkeyPatch) -> TrainState:
+def train_state_of(run: Run, kept: bool, monkeypatch: pytest.MonkeyPatch) -> TrainState:
     monkeypatch.setattr(apply_module, "keeps_compute_copies", lambda run, gpu: kept)
     return TrainState(run)
 
 
 def test_steps_are_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     run = small_run()
-    cast, kept = (trainee_of(run, one, monkeypatch) for one in (False, True))
+    cast, kept = (train_state_of(run, one, monkeypatch) for one in (False, True))
     assert sum(held.compute_copy is not None for held in kept.parallel.parameters) == 2 * 7
     assert [name for name, _ in kept.model.named_parameters()] == [name for name, _ in cast.model.named_parameters()]
     for number in range(4):
@@ -47,14 +47,14 @@ def test_steps_are_the_same_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_parameter_that_is_changed_from_outside_is_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
     run = small_run()
-    train_state = trainee_of(run, True, monkeypatch)
+    train_state = train_state_of(run, True, monkeypatch)
     batch = random_batch(run)
     before = train_state.evaluate(lambda numbers: batch, torch.arange(4).numpy())
     with torch.no_grad():
         for parameter in train_state.model.parameters():
             parameter.mul_(2)
     changed = train_state.evaluate(lambda numbers: batch, torch.arange(4).numpy())
-    plain = trainee_of(run, False, monkeypatch)
+    plain = train_state_of(run, False, monkeypatch)
     with torch.no_grad():
         for parameter in plain.model.parameters():
             parameter.mul_(2)

@@ -1,5 +1,5 @@
 """A product by the algorithm that is known to be fastest for its shape on such a machine; shapes of which it is not known are noted
-for who wants to find out (`train/tune.py`).
+for who wants to find out (`train/tune_gemms.py`).
 
 `Gemm` is the plain counterpart, and gives the same numbers to the last bit.
 """
