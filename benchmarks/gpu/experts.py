@@ -2,9 +2,9 @@
 
 Both have the same layers and heads; an expert is half as wide as the dense feed-forward layer, so that two of them are one. A
 step is the trainer's own (`TrainState.train_step`), compiled, on random tokens, routed as the router pleases. Prints JSON lines:
-milliseconds a step (median by CUDA events), TFLOP/s of active parameters by the convention of `plan/cost/flops.py`, peak memory, and
-the mixture's TFLOP/s by the dense model's. `--plain` adds the mixture without its kernels: what they brought. `--parts` times the
-pieces of one layer alone instead, each beside the time of its bytes or operations at the rates of this GPU in the same run.
+milliseconds a step (median by CUDA events), model TFLOP/s of active parameters (`plan/cost/flops.py`), peak memory, and the MoE's
+TFLOP/s by the dense model's. `--plain` adds the MoE without its kernels: what they brought. `--parts` times the steps of one layer
+alone instead, each beside the time of its bytes or FLOPs at the rates of this GPU in the same run.
 
     python benchmarks/gpu/experts.py [--microbatch 4 8] [--steps 10] [--plain]
     python benchmarks/gpu/experts.py --parts [--microbatch 4]

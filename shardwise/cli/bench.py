@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from shardwise.hardware import Profile
-    from shardwise.measure.bench import Told
+    from shardwise.measure.bench import Progress
     from shardwise.train.launch import RankEnvironment
 
 HELP = """Measure this machine: GEMMs, attention, copies, the host overhead of a training step and, with --ranks, collectives. Use
@@ -174,7 +174,7 @@ def _finish(args: argparse.Namespace, profile: Profile) -> None:
 
 
 @contextmanager
-def _progress(quiet: bool = False) -> Iterator[Told]:
+def _progress(quiet: bool = False) -> Iterator[Progress]:
     """A bar for each thing measured, on stderr."""
     from rich.progress import Progress
 

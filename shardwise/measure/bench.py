@@ -26,8 +26,8 @@ from shardwise.measure.bench_kernels import (
     memory_points,
 )
 
-Told = Callable[[str, float], None]
-"""Is told what is being measured, and which share of it is done."""
+Progress = Callable[[str, float], None]
+"""Gets what is being measured, and which share of it is done."""
 
 SHARES = {
     "products": 0.4,
@@ -40,7 +40,7 @@ SHARES = {
 
 
 def measure_kernels(
-    device: torch.device, seconds: float, quick: bool = False, told: Told = lambda what, share: None
+    device: torch.device, seconds: float, quick: bool = False, progress: Progress = lambda what, share: None
 ) -> Profile:
     """A profile of a device without its collectives."""
     torch.manual_seed(0)
@@ -48,7 +48,7 @@ def measure_kernels(
     dtypes = dtypes_of(device)
 
     def allowance(kind: str) -> Allowance:
-        return Allowance(SHARES[kind] * seconds, lambda share: told(kind, share))
+        return Allowance(SHARES[kind] * seconds, lambda share: progress(kind, share))
 
     profile = replace(
         described(device),
@@ -59,10 +59,10 @@ def measure_kernels(
         grouped=tuple(grouped_points(watch, allowance("grouped products"), dtypes, quick)),
         attention=tuple(attention_points(watch, allowance("attention"), dtypes, quick)),
     )
-    told("training's host", 0.0)
+    progress("training's host", 0.0)
     if profile.chip:  # the planner counts a chip's kernels, so it has to know the chip
         profile = host_costs(device, profile, SHARES["training's host"] * seconds)
-    told("training's host", 1.0)
+    progress("training's host", 1.0)
     return profile
 
 

@@ -62,7 +62,7 @@ def _pass_on(message: Tensor, size: int, group: Any) -> None:
 
 
 def collective_points(
-    device: torch.device, seconds: float, quick: bool, told: Callable[[float], None] = lambda share: None
+    device: torch.device, seconds: float, quick: bool, progress: Callable[[float], None] = lambda share: None
 ) -> list[Point]:
     """Every collective over all ranks, then over half of them, and so on down to two. Every rank calls this; all of them get
     the points."""
@@ -78,13 +78,13 @@ def collective_points(
     points: list[Point] = []
     ends = time.perf_counter() + seconds
     for done, (size, operation, bytes) in enumerate(cases):
-        told(done / len(cases))
+        progress(done / len(cases))
         left = _agreed(ends - time.perf_counter(), device)
         if left <= 0:
             break
         if dist.get_rank() < size:
             points.append(_point(operation, size, bytes, device, made[size], left / (len(cases) - done)))
-    told(1.0)
+    progress(1.0)
     return points
 
 

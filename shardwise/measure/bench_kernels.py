@@ -90,20 +90,20 @@ class Allowance:
     """Seconds that a kind of point may take, dealt out evenly over the points still to come."""
 
     seconds: float
-    told: Callable[[float], None] = lambda share: None
-    """Is told which share of the points is done."""
+    progress: Callable[[float], None] = lambda share: None
+    """Gets the share of the points that is done."""
 
     def each(self, cases: Iterable[Any]) -> Iterator[tuple[Any, float]]:
         """Every case with the seconds it may take, until the allowance is spent."""
         every = list(cases)
         ends = time.perf_counter() + self.seconds
         for done, case in enumerate(every):
-            self.told(done / len(every))
+            self.progress(done / len(every))
             left = ends - time.perf_counter()
             if left <= 0:
                 break
             yield case, left / (len(every) - done)
-        self.told(1.0)
+        self.progress(1.0)
 
 
 def dtypes_of(device: torch.device) -> list[str]:

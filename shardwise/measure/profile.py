@@ -50,8 +50,8 @@ VERSION = 1
 MEETINGS = 5
 """How often ranks meet to compare clocks, before the recorded steps and after them."""
 
-Told = Callable[[str], None]
-"""Is told what happens."""
+Progress = Callable[[str], None]
+"""Gets what happens next."""
 
 
 @dataclass(frozen=True)
@@ -91,21 +91,21 @@ def prepare_folder(folder: Path) -> None:
     (folder / "profile.json").write_text(json.dumps({"version": VERSION, "complete": False}))
 
 
-def record(run: Run, folder: Path, recording: Recording, told: Told = lambda what: None) -> TrainState:
+def record(run: Run, folder: Path, recording: Recording, progress: Progress = lambda what: None) -> TrainState:
     """Record the run into a folder that `prepare_folder` has made. Every rank calls this."""
     data = open_data(run)
     train_state = TrainState(run)
     rank = train_state.mesh.rank
     first, last = recording.warmup + 1, recording.warmup + recording.steps
     coming = batches(data.train, train_state, last + (3 if recording.modules else 1))
-    told(f"{recording.warmup} steps to warm up")
+    progress(f"{recording.warmup} steps to warm up")
     for _ in range(recording.warmup - 1):
         _step(train_state, next(coming))
     clocks = _meet(train_state)
-    told(f"{recording.steps} steps under the profiler")
+    progress(f"{recording.steps} steps under the profiler")
     seen = _recorded(train_state, coming, folder, recording)
     clocks += _meet(train_state)
-    told("one more step to count memory")
+    progress("one more step to count memory")
     owners = measure_memory(train_state, next(coming))
     if recording.has(rank):
         _write_memory(rank_file(folder, "memory", rank), dict(owners=owners, allocator=seen.allocator))
@@ -119,7 +119,7 @@ def record(run: Run, folder: Path, recording: Recording, told: Told = lambda wha
         modules=None,
     )
     if recording.modules:
-        told("two more to count operations and activations by module")
+        progress("two more to count operations and activations by module")
         mine["modules"] = as_rows(own_costs(train_state, coming, seen.module_seconds))
     every = _gathered(train_state, mine)
     if rank == 0:

@@ -53,7 +53,7 @@ def cast_rows_reference(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def transpose_reference(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix that has a scale a row, turned, with a scale for each row that it then has.
+    """A matrix that has a scale a row, transposed, with a scale for each row that it then has.
 
     Scales being powers of two, a number changes only where the new one makes it too small for the format. One scale for all
     of it stays what it is.
@@ -75,7 +75,7 @@ def amax(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("shardwise::cast", mutates_args=())
 def cast(x: Tensor, amax: Tensor, dtype: torch.dtype, plain: bool, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """A matrix in 8 bits as it lies and turned, each where wanted and otherwise empty, and their one scale."""
+    """A matrix in 8 bits as stored and transposed, each where wanted and otherwise empty, and their one scale."""
     if not x.is_cuda:
         values, scale = cast_reference(x, amax, dtype)
         nothing = values.new_empty(0)

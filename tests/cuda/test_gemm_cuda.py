@@ -37,19 +37,19 @@ def own_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     tuned.choices.cache_clear()
 
 
-def matrix(rows: int, columns: int, turned: bool, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    x = torch.randn(columns, rows, device="cuda") if turned else torch.randn(rows, columns, device="cuda")
-    return (x.mT if turned else x).to(dtype)
+def matrix(rows: int, columns: int, transposed: bool, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    x = torch.randn(columns, rows, device="cuda") if transposed else torch.randn(rows, columns, device="cuda")
+    return (x.mT if transposed else x).to(dtype)
 
 
 @pytest.mark.parametrize("left_turned", [False, True])
 @pytest.mark.parametrize("right_turned", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_algorithm_multiplies(left_turned: bool, right_turned: bool, dtype: torch.dtype) -> None:
-    left, right = matrix(512, 256, left_turned, dtype), matrix(256, 1024, right_turned, dtype)
+def test_every_algorithm_multiplies(left_transposed: bool, right_transposed: bool, dtype: torch.dtype) -> None:
+    left, right = matrix(512, 256, left_transposed, dtype), matrix(256, 1024, right_transposed, dtype)
     shape = Shape.of(left, right, dtype)
     assert shape is not None
-    assert (shape.left_turned, shape.right_turned) == (left_turned, right_turned)
+    assert (shape.left_transposed, shape.right_transposed) == (left_transposed, right_transposed)
     multiplication = Multiplication(shape, 0)
     proposed = multiplication.proposed()
     assert len(proposed) > 1
@@ -88,8 +88,8 @@ def decide() -> None:
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_candidates_give_the_same_bits(turned: bool) -> None:
-    left, right = matrix(4096, 1024, False), matrix(1024, 4096, turned)
+def test_candidates_give_the_same_bits(transposed: bool) -> None:
+    left, right = matrix(4096, 1024, False), matrix(1024, 4096, transposed)
     shape = Shape.of(left, right, torch.bfloat16)
     assert shape is not None
     candidates = Candidates(shape, 0)
@@ -155,8 +155,8 @@ def test_chosen_products_can_be_recorded() -> None:
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_onto_another_matrix(turned: bool) -> None:
-    left, right, base = matrix(2048, 1024, False), matrix(1024, 512, turned), matrix(2048, 512, False)
+def test_onto_another_matrix(transposed: bool) -> None:
+    left, right, base = matrix(2048, 1024, False), matrix(1024, 512, transposed), matrix(2048, 512, False)
     before = base.clone()
     wanted = base.double() + left.double() @ right.double()
     for _ in range(2):  # by the library's first proposal, then by the one chosen

@@ -153,7 +153,14 @@ def test_mistakes_are_sentences_before_anything_is_measured(
 
 
 def test_a_profile_from_code_and_from_the_command_are_the_same_kind() -> None:
-    told: list[str] = []
-    profile = measure_kernels(CPU, 0.3, quick=True, told=lambda what, share: told.append(what))
+    progress: list[str] = []
+    profile = measure_kernels(CPU, 0.3, quick=True, progress=lambda what, share: progress.append(what))
     assert profile.memory
-    assert set(told) == {"products", "grouped products", "attention", "memory", "between products", "training's host"}
+    assert set(progress) == {
+        "products",
+        "grouped products",
+        "attention",
+        "memory",
+        "between products",
+        "training's host",
+    }

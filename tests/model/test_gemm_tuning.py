@@ -227,8 +227,8 @@ def test_on_a_cpu_it_is_the_plain_product(dtype: torch.dtype, large: bool, monke
 
 
 def test_operators_are_what_pytorch_expects() -> None:
-    left, turned = torch.randn(4, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
-    torch.library.opcheck(tuned.gemm._opoverload, (left, turned.mT))
+    left, transposed = torch.randn(4, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
+    torch.library.opcheck(tuned.gemm._opoverload, (left, transposed.mT))
     operands = torch.randn(4, 8), torch.randn(8, 6), torch.zeros(4, 6)
     torch.library.opcheck(tuned.gemm_into._opoverload, (*operands, False))
     torch.library.opcheck(tuned.gemm_onto._opoverload, (*operands[:2], torch.randn(6, 4).mT))

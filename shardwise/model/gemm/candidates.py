@@ -29,9 +29,9 @@ class Candidates:
     def __init__(self, shape: Shape, device: int) -> None:
         self.multiplication = Multiplication(shape, device)
         self.fast = shape.fast
-        self.left = _operand(shape.rows, shape.depth, shape.left_turned, shape.left_step, shape.left_dtype, device)
+        self.left = _operand(shape.rows, shape.depth, shape.left_transposed, shape.left_step, shape.left_dtype, device)
         self.right = _operand(
-            shape.depth, shape.columns, shape.right_turned, shape.right_step, shape.right_dtype, device
+            shape.depth, shape.columns, shape.right_transposed, shape.right_step, shape.right_dtype, device
         )
         self.out = torch.empty(shape.rows, shape.columns, dtype=shape.out_dtype, device=self.left.device)
         self.base: Tensor | None = None
@@ -71,9 +71,9 @@ class Candidates:
         return lambda: self.multiplication.run(self.left, self.right, self.out, algorithm, self.base)
 
 
-def _operand(rows: int, columns: int, turned: bool, step: int, dtype: torch.dtype, device: int) -> Tensor:
+def _operand(rows: int, columns: int, transposed: bool, step: int, dtype: torch.dtype, device: int) -> Tensor:
     """Random numbers that lie as those of the network do; not of the generator that a run draws from."""
-    if turned:
+    if transposed:
         return _operand(columns, rows, False, step, dtype, device).mT
     generator = torch.Generator(torch.device("cuda", device)).manual_seed(rows + columns)
     drawn = torch.bfloat16 if dtype.itemsize == 1 else dtype

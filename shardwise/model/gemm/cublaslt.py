@@ -45,8 +45,8 @@ class Shape:
     rows: int
     columns: int
     depth: int
-    left_turned: bool  # whether an operand lies by columns
-    right_turned: bool
+    left_transposed: bool  # whether an operand lies by columns
+    right_transposed: bool
     left_step: int  # numbers from a row to the next, or from a column where it lies by columns
     right_step: int
     left_dtype: torch.dtype
@@ -76,7 +76,7 @@ class Shape:
     @property
     def name(self) -> str:
         """All of it in a word."""
-        lies = "".join("rc"[turned] for turned in (self.left_turned, self.right_turned))
+        lies = "".join("rc"[transposed] for transposed in (self.left_transposed, self.right_transposed))
         dtypes = [self.left_dtype, *([self.right_dtype] if self.fp8 else []), self.out_dtype]
         types = " ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         name = f"{self.rows}x{self.columns}x{self.depth} {lies} {self.left_step} {self.right_step} {types}"
@@ -85,11 +85,11 @@ class Shape:
 
 def _lies(x: Tensor) -> tuple[bool, int] | None:
     """Whether a matrix lies by columns, and the numbers from one to the next."""
-    turned = x.stride(1) != 1
-    step, inner = (x.stride(1), x.stride(0)) if turned else x.stride()
-    long = step >= x.shape[0 if turned else 1]
+    transposed = x.stride(1) != 1
+    step, inner = (x.stride(1), x.stride(0)) if transposed else x.stride()
+    long = step >= x.shape[0 if transposed else 1]
     aligned = x.data_ptr() % ALIGNED == 0 and step * x.element_size() % ALIGNED == 0
-    return (turned, step) if inner == 1 and long and aligned else None
+    return (transposed, step) if inner == 1 and long and aligned else None
 
 
 def lies_well(out: Tensor) -> bool:
@@ -157,14 +157,14 @@ class Multiplication:
         self.handle = _handle(device)
         self.how = ctypes.c_void_p()
         _call("cublasLtMatmulDescCreate", ctypes.byref(self.how), COMPUTE_FLOAT32, TYPES[torch.float32])
-        self._set(TRANSPOSE_LEFT, ctypes.c_int32(shape.right_turned))
-        self._set(TRANSPOSE_RIGHT, ctypes.c_int32(shape.left_turned))
+        self._set(TRANSPOSE_LEFT, ctypes.c_int32(shape.right_transposed))
+        self._set(TRANSPOSE_RIGHT, ctypes.c_int32(shape.left_transposed))
         if shape.fp8:
             self._set(FAST_SUMS, ctypes.c_int8(shape.fast))
             self.one = torch.ones((), device=torch.device("cuda", device))
             self._scale(self.one, self.one)  # proposals are for products with scales
-        self.first = _layout(shape.right_dtype, shape.columns, shape.depth, shape.right_turned, shape.right_step)
-        self.second = _layout(shape.left_dtype, shape.depth, shape.rows, shape.left_turned, shape.left_step)
+        self.first = _layout(shape.right_dtype, shape.columns, shape.depth, shape.right_transposed, shape.right_step)
+        self.second = _layout(shape.left_dtype, shape.depth, shape.rows, shape.left_transposed, shape.left_step)
         self.out = _layout(shape.out_dtype, shape.columns, shape.rows, False, shape.columns)
 
     def _set(self, attribute: int, value: Any) -> None:
@@ -241,10 +241,10 @@ class Multiplication:
         )  # fmt: skip
 
 
-def _layout(dtype: torch.dtype, rows: int, columns: int, turned: bool, step: int) -> ctypes.c_void_p:
-    """A matrix of the library's, [rows, columns] by columns, or turned in memory."""
+def _layout(dtype: torch.dtype, rows: int, columns: int, transposed: bool, step: int) -> ctypes.c_void_p:
+    """A matrix of the library's, [rows, columns] by columns, or transposed in memory."""
     made = ctypes.c_void_p()
-    sides = (columns, rows) if turned else (rows, columns)
+    sides = (columns, rows) if transposed else (rows, columns)
     _call(
         "cublasLtMatrixLayoutCreate", ctypes.byref(made), TYPES[dtype], *(ctypes.c_uint64(side) for side in sides),
         ctypes.c_int64(step),

@@ -130,7 +130,7 @@ def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     left, right = ctx.saved_tensors
     for_left, for_right = ctx.needs_input_grad
-    # On the right stands a matrix [out, in] turned: its gradient is made as the matrix lies.
+    # On the right stands a matrix [out, in] transposed: its gradient is made as the matrix lies.
     return gemm(grad, right.mT) if for_left else None, gemm(grad.mT, left).mT if for_right else None
 
 
@@ -167,8 +167,8 @@ class TunedGemm(Gemm):
     """Products by the algorithms chosen; with a bias, which PyTorch adds before it rounds, by PyTorch's."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        rows, turned = x.flatten(0, -2), weight.mT
-        if bias is not None or not worth_tuning(rows, turned):
+        rows, transposed = x.flatten(0, -2), weight.mT
+        if bias is not None or not worth_tuning(rows, transposed):
             return super().__call__(x, weight, bias)
         return gemm(rows, weight.to(x.dtype).mT).unflatten(0, x.shape[:-1])
 

@@ -185,7 +185,7 @@ def _launch_cast(
 
 @cache
 def one_pass_is_right(given: torch.dtype, dtype: torch.dtype, device: torch.device, tile: tuple[int, int]) -> bool:
-    """Whether, as it is compiled here, the kernel writes a matrix as it lies and turned together as it does one by one."""
+    """Whether, as it is compiled here, the kernel writes a matrix as stored and transposed together as it does one by one."""
     rows, columns = (2 * side for side in tile)
     x = torch.linspace(-1, 1, rows * columns, device=device).view(rows, columns).to(given)
 

@@ -1,7 +1,7 @@
 """Faults from outside: Python imports this file by itself when the command starts, because the campaign puts its folder on the
 path, and it wakes up in every rank that is forked.
 
-It wraps the file operations of the `os` and `io` modules, and the step of a train state, counts them, and at the moment that the plan
+It wraps the file operations of the `os` and `io` modules, and the train step, counts them, and at the moment that the plan
 names kills the process, stops it, tells it to end, damages a checkpoint, or lets the disk be full. The trainer knows nothing of
 it. The plan is a list of faults, of which only the first one not yet done is awaited; a fault is marked as done just before it
 happens, by a file that all ranks see.
