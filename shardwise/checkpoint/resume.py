@@ -25,8 +25,7 @@ from shardwise.checkpoint.folder import (
     step_of,
 )
 from shardwise.checkpoint.format import RUN_FILE, OtherFormat, damage, read_manifest
-from shardwise.checkpoint.gather import gather
-from shardwise.checkpoint.job import check_same_data, check_same_job, model_differences
+from shardwise.checkpoint.job import check_same_data, check_same_job, gather, model_differences
 from shardwise.checkpoint.reader import Reader, open_checkpoint
 from shardwise.checkpoint.state import State, buffers, random_states
 from shardwise.checkpoint.weights import open_weights

@@ -22,7 +22,7 @@ from torch import Tensor
 from shardwise.checkpoint.commit import Description, NotSaved, await_shards, commit
 from shardwise.checkpoint.folder import checkpoints_of, draft_of_step, folder_of_step, remove, retire
 from shardwise.checkpoint.format import LocalShard
-from shardwise.checkpoint.gather import gather
+from shardwise.checkpoint.job import gather
 from shardwise.checkpoint.state import Staging, State, local_shards
 from shardwise.checkpoint.writer import report_failure, write_shards
 from shardwise.data.tokenizer import Tokenizer

@@ -1,18 +1,21 @@
 """One rank of any size of job on this machine: tensors without data, and a process group that answers at once.
 
 The trainer itself runs, with the layout's own mesh, sharding, schedule and messages; only numbers are missing. So shapes are
-checked, and operations, bytes and memory counted, before a single device is rented.
+checked, and operations, bytes and memory counted, before a single device is rented. Routing is made even for measuring, here and on
+real ranks, so that what experts cost depends on the layout alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardwise.model.moe import Experts
+from shardwise.model.moe import Experts, Router
 from shardwise.parallel.mesh import Mesh
 from shardwise.run import Run
 from shardwise.torch_private import fake_process_group, fake_tensors
@@ -47,3 +50,22 @@ def dry_rank(run: Run, rank: int) -> Iterator[TrainState]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _round_robin(router: nn.Module, args: Any, routed: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """A forward hook: the choices of a router, replaced by each expert in turn."""
+    assert isinstance(router, Router)
+    weights, chosen, auxiliary = routed
+    order = torch.arange(chosen.numel(), device=chosen.device).view_as(chosen)
+    return weights, order % router.config.experts, auxiliary
+
+
+@contextlib.contextmanager
+def even_routing(train_state: TrainState) -> Iterator[None]:
+    """While it is open, tokens go to the experts in turn."""
+    hooks = [router.register_forward_hook(_round_robin) for router in train_state.routers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from shardwise.data.batches import Batch
-from shardwise.measure.balance import even_routing
+from shardwise.measure.dry import even_routing
 from shardwise.measure.module_work import ROOT, module_activations, module_flops
 from shardwise.measure.work import as_written
 from shardwise.train.step import TrainState

@@ -36,7 +36,6 @@ from shardwise.measure.labelled import labelled, span
 from shardwise.measure.memory import measure_memory
 from shardwise.measure.module_time import module_times
 from shardwise.measure.modules import as_rows, own_costs
-from shardwise.measure.snapshot import allocator_history
 from shardwise.measure.traffic import TrafficCounter
 from shardwise.plan.cost.flops import CONVENTION, training_flops
 from shardwise.plan.plan import plan
@@ -298,3 +297,39 @@ def _pipeline_ranks(train_state: TrainState) -> list[int]:
     """The place in its pipeline of every rank: the pipeline is the outermost axis."""
     layout = train_state.run.layout
     return [rank * layout.pipeline // layout.world for rank in range(layout.world)]
+
+
+MOST_ENTRIES = 1_000_000
+
+
+@contextlib.contextmanager
+def allocator_history(device: torch.device) -> Iterator[dict[str, Any]]:
+    """While it is open, the allocator of a GPU keeps what it does; what is given is filled at the end, and stays empty without
+    a GPU."""
+    found: dict[str, Any] = {}
+    if device.type != "cuda":
+        yield found
+        return
+    torch.cuda.reset_peak_memory_stats(device)
+    torch.cuda.memory._record_memory_history("all", context=None, max_entries=MOST_ENTRIES, device=device)
+    try:
+        yield found
+        found.update(_taken(torch.cuda.memory._snapshot(device), device))
+    finally:
+        torch.cuda.memory._record_memory_history(None, device=device)
+
+
+def _taken(snapshot: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    segments = [
+        dict(address=s["address"], bytes=s["total_size"], blocks=[[b["size"], b["state"]] for b in s["blocks"]])
+        for s in snapshot["segments"]
+        if s["device"] == device.index
+    ]
+    history = snapshot["device_traces"][device.index or 0]
+    return dict(
+        peak=torch.cuda.max_memory_allocated(device),
+        reserved=torch.cuda.max_memory_reserved(device),
+        segments=segments,
+        columns=["action", "address", "bytes", "microseconds"],
+        history=[[e["action"], e.get("addr", 0), e["size"], e["time_us"]] for e in history],
+    )

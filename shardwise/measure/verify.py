@@ -18,8 +18,7 @@ import torch
 
 from shardwise.data.batches import Batch
 from shardwise.ledger import Account, Difference, Memory, Span, Timeline, Traffic, compare
-from shardwise.measure.balance import even_routing
-from shardwise.measure.dry import dry_rank
+from shardwise.measure.dry import dry_rank, even_routing
 from shardwise.measure.memory import measure_memory
 from shardwise.measure.traffic import TrafficCounter
 from shardwise.measure.work import WorkCounter, as_written

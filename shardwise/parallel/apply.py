@@ -29,7 +29,7 @@ from shardwise.parallel.pipeline import Pipeline, Stage, split_backward
 from shardwise.parallel.recompute import apply_recompute
 from shardwise.parallel.shard import Sharder, uses_ddp, wrap_ddp
 from shardwise.parallel.tensor import apply_tensor
-from shardwise.plan.cost.stages import layers_of_stages
+from shardwise.plan.cost.flops import layers_of_stages
 from shardwise.run import Run
 from shardwise.run.derive import chunks_loss, compiles, keeps_compute_copies, tunes_gemms, uses_varlen_attention
 from shardwise.run.parameters import Cut, Parameter, find_parameter

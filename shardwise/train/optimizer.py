@@ -4,12 +4,13 @@ Decay is decoupled and spares norms and biases. Muon orthogonalises the momentum
 leaves embeddings, head, norms and biases to AdamW. `torch.optim.Muon` is not used: it takes single matrices only, not
 stacked experts or shards, and always iterates in bfloat16, where here the dtype of the parameters decides.
 Optimizers work on this rank's shards as plain tensors: their arithmetic is elementwise, except for Muon, which gathers the
-matrix (traffic: every matrix once a step over the ranks that hold its shards).
+matrix (traffic: every matrix once a step over the ranks that hold its shards). On a GPU `FusedAdamW` is one pass over float32
+parameters, gradients and moments, with the gradients' factor in it; `torch.optim.AdamW`, fused, is the same arithmetic elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +21,6 @@ from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.observer import Observers
 from shardwise.run import TrainConfig
 from shardwise.run.derive import NEWTON_SCHULZ, NEWTON_SCHULZ_ITERATIONS
-from shardwise.train.fused_adamw import FusedAdamW, fits_fused_adamw
 from shardwise.train.schedule import learning_rate_factor
 
 
@@ -141,3 +141,46 @@ class Optimizer:
                 part.state[p] = {
                     what: value.to("cpu" if host and what == "step" else p.device) for what, value in values.items()
                 }
+
+
+def fits_fused_adamw(parameters: list[Tensor]) -> bool:
+    """Whether these parameters can be updated by the kernel."""
+    return all(p.is_cuda and p.dtype == torch.float32 and p.is_contiguous() for p in parameters)
+
+
+class FusedAdamW(torch.optim.Optimizer):
+    """Takes the factor on all gradients as it updates. `factor` is set before each step."""
+
+    factor: Tensor
+
+    def __init__(
+        self,
+        groups: list[dict[str, object]],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        local: Mapping[Tensor, LocalParameter],
+    ) -> None:
+        super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0))
+        self.local = local
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        from shardwise.model.kernels.adamw import adamw
+
+        assert closure is None, "this optimizer does not evaluate the loss again"
+        for group in self.param_groups:
+            for p in group["params"]:
+                local = self.local[p]
+                if local.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["step"] = torch.zeros(())
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+                state["step"] += 1
+                adamw(
+                    p, local.grad.contiguous(), (state["exp_avg"], state["exp_avg_sq"]), self.factor, int(state["step"]),
+                    group["lr"], group["betas"], group["eps"], group["weight_decay"],
+                    None if local.compute_copy is None else local.compute_copy.tensor.detach(),
+                )  # fmt: skip

@@ -8,8 +8,7 @@ from typing import Any
 import cases
 import pytest
 
-from shardwise.measure.balance import even_routing
-from shardwise.measure.dry import dry_rank
+from shardwise.measure.dry import dry_rank, even_routing
 from shardwise.measure.memory import measure_memory
 from shardwise.measure.module_work import OPTIMIZER, module_activations, module_flops
 from shardwise.measure.verify import random_batch

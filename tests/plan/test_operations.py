@@ -14,7 +14,7 @@ from jobs import EXPERTS, GPT, LLAMA, make_job
 
 from shardwise.plan.cost.flops import forward_flops
 from shardwise.plan.cost.job import job_of
-from shardwise.plan.cost.layer_memory import layer_activations
+from shardwise.plan.cost.memory import layer_activations
 from shardwise.plan.cost.operations import embedding, head, layer
 from shardwise.plan.cost.ops import FORWARD, Op
 from shardwise.plan.cost.passes import recomputed_share

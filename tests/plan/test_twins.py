@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shardwise.plan.cost.job import job_of
-from shardwise.plan.cost.layer_memory import layer_saved
+from shardwise.plan.cost.memory import layer_saved
 from shardwise.plan.cost.operations import layer
 from shardwise.plan.cost.parameters import ends_parameters, layer_parameters
 from shardwise.plan.trainer.rank import PlannedRank

@@ -1,17 +1,19 @@
 """How many parameters a model has and how many FLOPs a token takes, added up from the table of parameters (`run/parameters.py`).
 
 The planner, the trainer's utilisation and the reports all read them here. Counts carry their convention, since "FLOPs" alone means
-four different things in the literature.
+four different things in the literature. Pipeline stages are balanced by them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from itertools import accumulate, pairwise
 
-from shardwise.run import ModelConfig
+from shardwise.run import LayoutConfig, ModelConfig, Run
 from shardwise.run.parameters import first_parameters, last_parameters, layer_parameters
+from shardwise.schedules import split_layers
 
 CONVENTION = "model FLOPs: causal attention, head in, embedding lookup out, recomputation out"
 
@@ -99,3 +101,22 @@ def forward_flops(model: ModelConfig, seq_len: int) -> float:
 def training_flops(model: ModelConfig, seq_len: int) -> float:
     """FLOPs of one token in training: the backward pass costs twice the forward pass."""
     return 3.0 * forward_flops(model, seq_len)
+
+
+def layers_of_stages(run: Run) -> list[range]:
+    """The layers of every stage of a run, in order."""
+    ends = [0, *accumulate(stage_counts(run.model, run.layout, run.train.seq_len))]
+    return [range(a, b) for a, b in pairwise(ends)]
+
+
+def stage_counts(model: ModelConfig, layout: LayoutConfig, seq_len: int) -> tuple[int, ...]:
+    """How many layers every stage holds."""
+    return layout.stages or _balanced(model, layout.pipeline * layout.stages_per_rank, seq_len)
+
+
+@lru_cache(maxsize=4096)
+def _balanced(model: ModelConfig, stages: int, seq_len: int) -> tuple[int, ...]:
+    costs = [layer_multiply_adds(model, model.is_moe(layer), seq_len) for layer in range(model.layers)]
+    head = float(model.vocab * model.hidden)
+    # An embedding looks rows up: next to nothing forward, a scattered addition backward.
+    return split_layers(costs, stages, first=float(model.hidden), last=head)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.hardware import Cluster, find_chip, load_profile, make_cluster
+from shardwise.plan.cost.flops import stage_counts
 from shardwise.plan.cost.frameworks import FRAMEWORKS, Framework
-from shardwise.plan.cost.stages import stage_counts
 from shardwise.run import LayoutConfig, ModelConfig, Problem, Run, UserError
 from shardwise.run.derive import chunks_loss, compiles, keeps_compute_copies, planned_on_gpu, replays
 

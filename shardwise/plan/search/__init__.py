@@ -1,7 +1,7 @@
 """The best layouts of a job: all legal ones screened in closed form over arrays, the best played in full.
 
 `space.py` lists the legal layouts, `tables.py` asks the hardware once for each case that differs, `screen.py` estimates time and
-memory with the closed forms of `bubbles.py`. `search.py` plays and ranks; `advice.py` and `recompute_budget.py` say what would do
+memory with the closed forms of `bubbles.py`. `search.py` plays and ranks; `advice.py` says what would do
 better.
 """
 

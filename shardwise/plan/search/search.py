@@ -1,7 +1,8 @@
 """The best layout of a job on its devices: all legal ones screened by closed forms, the best played action by action.
 
 `search` is for people, who want a ranking, what was ruled out and what would come next; `resolve` for programs that only
-need a layout. Screened figures choose what is worth playing; everything in the result is planned in full.
+need a layout. Screened figures choose what is worth playing; everything in the result is planned in full. Memory that the best
+layouts leave free is spent on saved activations (`keeping`): only as many layers are recomputed as must be.
 """
 
 from __future__ import annotations
@@ -9,17 +10,16 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from shardwise.plan.cost.job import job_of
+from shardwise.plan.cost.job import GIB, job_of
 from shardwise.plan.plan import Plan, plan_job
 from shardwise.plan.search.advice import counts_of, leanest, next_changes, nothing_fits, nothing_legal, nothing_there
-from shardwise.plan.search.recompute_budget import keeping
 from shardwise.plan.search.screen import Group, LayoutIndex, Screened, Space
 from shardwise.plan.time.step import prepare, step_times
 from shardwise.plan.trainer.memory import memory_of
@@ -299,3 +299,42 @@ def _pareto(timed: list[Timed]) -> list[Plan]:
                 plans.append(found.plan)
                 front.append((need, devices))
     return _front([(p.account.step_seconds, p.account.memory.peak, p.run.layout.world, p) for p in plans])
+
+
+STEPS = 7
+"""Halvings of the budget's range: then it is known to a hundredth."""
+
+
+def keeping(plan: Plan) -> tuple[Plan, str] | None:
+    """The plan with as few layers recomputed as its memory allows, and what memory for all would bring; None where that is not
+    faster, or where not all layers were recomputed."""
+    if plan.run.layout.recompute != "full" or plan.run.layout.recompute_every != 1:
+        return None
+    none = _with(plan.run, "none")
+    everything = memory_of(none, job_of(none))
+    if everything.fits:  # the search, which estimates memory, had ruled it out
+        return plan_job(none, job_of(none)), ""
+    unlimited = _with(plan.run, "budget", 1e6)
+    kept = memory_of(unlimited, job_of(unlimited))
+    low, high = 0.0, max(rank["activations"] for rank in kept.ranks) / GIB
+    for _ in range(STEPS):
+        middle = (low + high) / 2
+        run = _with(plan.run, "budget", middle)
+        low, high = (middle, high) if memory_of(run, job_of(run)).fits else (low, middle)
+    if low == 0.0:
+        return None
+    run = _with(plan.run, "budget", low)
+    found = plan_job(run, job_of(run))
+    if not found.fits or found.account.step_seconds >= plan.account.step_seconds:
+        return None
+    gain = found.account.step_seconds / plan_job(none, job_of(none), precise=False).account.step_seconds - 1
+    missing = (everything.peak - everything.capacity) / GIB
+    return (
+        found,
+        f"recompute budget → none: {100 * gain:+.1f} %, needs {everything.peak / GIB:.1f} GiB, {missing:.1f} too many",
+    )
+
+
+def _with(run: Run, recompute: str, budget: float = 0.0) -> Run:
+    layout = replace(run.layout, recompute=recompute, recompute_budget=round(budget, 2))  # type: ignore[arg-type]
+    return replace(run, layout=layout)

@@ -16,8 +16,7 @@ import numpy as np
 
 from shardwise.plan.cost.constants import constants_of
 from shardwise.plan.cost.job import Job, overlapped
-from shardwise.plan.cost.layer_memory import layer_activations
-from shardwise.plan.cost.memory import buffers, gathered_layers, loss_bytes, states
+from shardwise.plan.cost.memory import buffers, gathered_layers, layer_activations, loss_bytes, states
 from shardwise.plan.cost.operations import embedding, head, layer
 from shardwise.plan.cost.parameters import LocalNumel, cast_copies, ends_parameters, layer_parameters
 from shardwise.plan.cost.passes import ModuleCost, NetworkCost, passes

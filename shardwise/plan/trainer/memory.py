@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from shardwise.ledger import Memory
 from shardwise.plan.cost.job import Job, job_of
-from shardwise.plan.cost.layer_memory import layer_activations
-from shardwise.plan.cost.memory import memory, moving, workspace
+from shardwise.plan.cost.memory import layer_activations, memory, moving, workspace
 from shardwise.plan.trainer import muon, state
 from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.plan.trainer.traffic import first_ranks

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from shardwise.plan.cost.flops import layers_of_stages
 from shardwise.plan.cost.job import job_of
-from shardwise.plan.cost.layer_memory import layer_saved
-from shardwise.plan.cost.stages import layers_of_stages
+from shardwise.plan.cost.memory import layer_saved
 from shardwise.run import Run
 from shardwise.run.coordinates import RankCoordinates
 from shardwise.run.derive import chunks_loss, keeps_compute_copies, planned_on_gpu, shard_dim, uses_fp8_all_gather
