@@ -42,8 +42,8 @@ def matrix(rows: int, columns: int, transposed: bool, dtype: torch.dtype = torch
     return (x.mT if transposed else x).to(dtype)
 
 
-@pytest.mark.parametrize("left_turned", [False, True])
-@pytest.mark.parametrize("right_turned", [False, True])
+@pytest.mark.parametrize("left_transposed", [False, True])
+@pytest.mark.parametrize("right_transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_algorithm_multiplies(left_transposed: bool, right_transposed: bool, dtype: torch.dtype) -> None:
     left, right = matrix(512, 256, left_transposed, dtype), matrix(256, 1024, right_transposed, dtype)
