@@ -87,7 +87,7 @@ def decide() -> None:
     assert not choices.unknown
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 def test_candidates_give_the_same_bits(transposed: bool) -> None:
     left, right = matrix(4096, 1024, False), matrix(1024, 4096, transposed)
     shape = Shape.of(left, right, torch.bfloat16)
@@ -154,7 +154,7 @@ def test_chosen_products_can_be_recorded() -> None:
     assert torch.equal(out, wanted)
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 def test_onto_another_matrix(transposed: bool) -> None:
     left, right, base = matrix(2048, 1024, False), matrix(1024, 512, transposed), matrix(2048, 512, False)
     before = base.clone()
