@@ -218,7 +218,7 @@ class Observed:
         """How near to the plan saved activations are: between the two parts of a split backward pass gradients may be views of
         larger ones."""
         split = PlannedRank(self.run, rank).splits_backward
-        return saved_near(self.run) + (0.05 if split else 0.0)
+        return saved_near(self.run) + (0.1 if split else 0.0)
 
 
 @functools.cache
