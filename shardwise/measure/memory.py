@@ -212,9 +212,8 @@ class StepMemory(Observer):
         sent = numbers(x for x, _ in pipeline.channel.sending) - ends
         arrived = numbers(x for x, _ in pipeline.channel.arriving.values())
         # A gradient that was made ahead of its backward pass is saved until then, and afterwards a gradient.
-        self.activations &= set(self.storages.alive) - numbers(
-            g for g in gradients_of(self.train_state) if g is not None
-        )
+        gradients = (*gradients_of(self.train_state), *unreduced_of(self.train_state))
+        self.activations &= set(self.storages.alive) - numbers(g for g in gradients if g is not None)
         self.high_water = max(self.high_water, self.storages.bytes((self.activations | deferred) - sent))
         self.buffers = max(self.buffers, self.storages.bytes(sent | arrived))
         self.gathered = max(self.gathered, unique_bytes(gathered_of(self.train_state)))

@@ -51,8 +51,7 @@ def draw(generator: random.Random, world: int) -> Drawn:
         if layout["replicate"] * layout["shard"] == 1 and generator.random() < 0.5:
             train |= dict(global_batch=3, microbatch=1)
         train["optimizer"] = generator.choice(["adamw", "adamw", "muon"])
-        # Below ZeRO-2 the gradient that a chunked loss makes ahead waits to be reduced, and is counted as saved until then.
-        train["loss"] = generator.choice(["plain", "chunked"] if layout["zero"] > 1 else ["plain"])
+        train["loss"] = generator.choice(["plain", "chunked"])
         try:
             cases.make_run(model, layout, **cases.layers_for(layout) | train)
         except UserError:

@@ -173,6 +173,14 @@ class PlannedRank:
             return numel * self.width
         return numel + (SCALE * parameter.shape[0] // ranks if self.run.train.fp8 == "rowwise" else 0)
 
+    def prefetched_shard(self, stage: Stage) -> int:
+        """Bytes of a shard of the layer that `fully_shard` prefetches behind the last layer of a backward pass (see `traffic.py`).
+        First and last stages end in what is outside of the layers, and one layer is its own last: both are gathered still."""
+        if stage.first or stage.last or len(stage.layers) < 2:
+            return 0
+        layer, ranks = self.layer_parameters(self.run.model.is_moe(stage.layers[-1])), self.size("zero")
+        return sum(self.gathered_shard(p, ranks) for p in layer if p.group == "zero")
+
     @property
     def splits_backward(self) -> bool:
         """Whether the schedule computes gradients of inputs and of weights apart."""
@@ -299,14 +307,17 @@ class PlannedRank:
             p for p in reversed(self.outer_parameters(stage)) if p.entry.name in ("head.weight", "embed.weight")
         )
 
-    def parameters(self, *, outer: bool = True) -> Iterator[tuple[int, PlannedParameter]]:
-        """Every parameter of this rank, those of like layers together with their count; `outer`: also those outside of the
-        layers."""
+    def parameters(
+        self, *, outer: bool = True, stages: tuple[Stage, ...] = ()
+    ) -> Iterator[tuple[int, PlannedParameter]]:
+        """Every parameter of this rank, or of some stages, those of like layers together with their count; `outer`: also those
+        outside of the layers."""
+        stages = stages or self.stages
         for moe in (False, True):
-            count = sum(self.run.model.is_moe(layer) == moe for stage in self.stages for layer in stage.layers)
+            count = sum(self.run.model.is_moe(layer) == moe for stage in stages for layer in stage.layers)
             if count:
                 yield from ((count, parameter) for parameter in self.layer_parameters(moe))
-        for stage in self.stages if outer else ():
+        for stage in stages if outer else ():
             yield from ((1, parameter) for parameter in self.outer_parameters(stage))
 
 

@@ -105,7 +105,7 @@ def saved(planned: PlannedRank, stage: Stage, rows: Rows | None = None) -> Saved
             tape.sizes["mask"] = run.train.seq_len**2
             tape.save("mask")
     tape.prefix, tape.recomputed = "", frozenset()
-    deferred = sum(tape.sizes[name] + size for name, size in tape.deferred.items())
+    deferred = sum(tape.deferred.values())
     if any(m.is_moe(layer) for layer in stage.layers):
         tape.save_new("auxiliary losses", 3, planned.high_width)
     if stage.last:

@@ -23,8 +23,8 @@ class Tape:
     planned: PlannedRank
     sizes: dict[str, int | Fraction] = field(default_factory=dict)
     saved: set[str] = field(default_factory=set)
-    deferred: dict[str, int] = field(default_factory=dict)
-    """Inputs of the GEMMs whose weight gradients can be deferred, with bytes of the results."""
+    deferred: dict[str, int | Fraction] = field(default_factory=dict)
+    """Bytes of what the GEMMs need whose weight gradients can be deferred, by name: inputs and output gradients."""
     parameters: Mapping[str, PlannedParameter] = field(default_factory=dict)
     """Of the present layer."""
     quantized: tuple[str, int] = ("", 0)
@@ -74,6 +74,11 @@ class Tape:
         """Save a tensor that nothing else uses."""
         self.save(self.make(name, numel, width))
 
+    def defer(self, source: str, result: str, size: int | Fraction) -> None:
+        """What a deferred weight gradient needs: the GEMM's input, and the gradient of its result, of so many bytes."""
+        self.deferred[source] = self.sizes[source]
+        self.deferred[f"{self.prefix}gradient of {result}"] = size
+
     @contextlib.contextmanager
     def part(self, kind: str, *inputs: str) -> Iterator[None]:
         """A part that may be recomputed: then its inputs are saved, and nothing inside of it."""
@@ -91,9 +96,9 @@ class Tape:
         return sum(self.sizes[name] for name in self.saved)
 
 
-def linear(tape: Tape, x: str, name: str, *, edge: bool = False) -> str:
+def linear(tape: Tape, x: str, name: str, *, edge: bool = False, added: bool = False) -> str:
     """The GEMM of a weight with all tokens; gives the name of its output. At the `edge` of a part it may overlap with a tensor
-    collective."""
+    collective. What is `added` to the output of a parallel block has its gradient, unless that is gathered from tensor ranks."""
     planned, parameter = tape.planned, tape.parameters[f"{name}.weight"]
     rows, inner, weight = planned.tokens, parameter.shape[1], parameter.multiplied_numel
     columns = weight // inner if inner else 0
@@ -107,7 +112,7 @@ def linear(tape: Tape, x: str, name: str, *, edge: bool = False) -> str:
             source, result = f"{x} transposed {tape.quantized[1]}", out + SCALE
             tape.sizes[source] = rows * inner + SCALE
         tape.save(source)
-        tape.deferred[source] = tape.deferred.get(source, 0) + result
+        tape.defer(source, name, result)
         gathered_in_fp8 = not parameter.replicated_kv and uses_fp8_all_gather(
             planned.run, columns, inner, planned.size("zero")
         )
@@ -116,7 +121,8 @@ def linear(tape: Tape, x: str, name: str, *, edge: bool = False) -> str:
         return tape.make(name, out)
     tape.save(x)
     if tape.prefix and not (edge and tape.overlaps):
-        tape.deferred[x] = tape.deferred.get(x, 0) + out * planned.width
+        shared = added and planned.run.model.parallel_block and planned.size("tensor") == 1
+        tape.defer(x, "out" if shared else name, out * planned.width)
     if tape.casts and not (tape.prefix and planned.keeps_compute_copies):
         tape.save_new(f"{name} weight", weight)
     return tape.make(name, out)
@@ -167,7 +173,7 @@ def attention(tape: Tape, x: str) -> None:
     heads = _latent(tape, x) if tape.planned.run.model.attention == "latent" else _grouped(tape, x)
     with tape.part("attention", heads.q, heads.k, heads.v):
         out = core(tape, heads)
-    linear(tape, out, "attention.out", edge=True)
+    linear(tape, out, "attention.out", edge=True, added=True)
 
 
 def _grouped(tape: Tape, x: str) -> Heads:
@@ -263,9 +269,9 @@ def _composed_attention(tape: Tape, heads: Heads, queries: int, keys: int) -> No
     tape.save_new("scaled q", batch * queries * heads.queries * heads.width, high)
     tape.save_new("scaled k", batch * keys * heads.queries * heads.width, high)
     tape.save_new("scores", batch * heads.queries * queries * keys, high)
-    if heads.queries > 1 or tape.low_precision:
+    if tape.low_precision or (batch > 1 and heads.queries > 1):
         tape.save_new("scaled v", batch * keys * heads.queries * heads.v_width, high)
-    else:  # the values of one head lie as the GEMM wants them
+    else:  # the values of one row, or of one head, lie as the GEMM wants them
         tape.save(heads.v)
 
 
@@ -282,7 +288,7 @@ def feed_forward(tape: Tape, x: str, name: str) -> None:
             tape.save(up)
         elif m.activation == "relu2":
             tape.save_new(f"{name} positive", numel)
-    linear(tape, tape.make(f"{name} inner", numel), f"{name}.down", edge=True)
+    linear(tape, tape.make(f"{name} inner", numel), f"{name}.down", edge=True, added=True)
 
 
 def moe(tape: Tape, x: str, rows: tuple[int, int] | None) -> None:

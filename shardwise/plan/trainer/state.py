@@ -3,6 +3,7 @@ activations, which come and go with the schedule (tensor by tensor in `saved.py`
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from shardwise.plan.trainer.rank import PlannedRank, Stage
@@ -126,8 +127,8 @@ def _short_schedule(run: Run) -> tuple[Schedule, float]:
 
 
 def gathered(run: Run, rank: int) -> int:
-    """Bytes of unsharded parameters between the passes: all of them below ZeRO-3; there those outside of the layers, without a
-    pipeline."""
+    """Peak bytes of unsharded parameters between two passes: all of them below ZeRO-3; there those outside of the layers, without
+    a pipeline, and with one the layers that were prefetched."""
     planned = PlannedRank(run, rank)
     if not planned.is_sharded:
         return 0
@@ -136,7 +137,7 @@ def gathered(run: Run, rank: int) -> int:
     elif run.layout.pipeline == 1:
         stays = [(1, parameter) for stage in planned.stages for parameter in planned.outer_parameters(stage)]
     else:
-        return 0
+        return _prefetched(planned)
     total = 0
     for count, parameter in stays:
         ranks, _ = planned.sharding(parameter)
@@ -144,6 +145,26 @@ def gathered(run: Run, rank: int) -> int:
         if not alone:  # experts that no other rank has a share of are not gathered
             total += count * planned.gathered_shard(parameter, ranks) * ranks
     return total
+
+
+def _prefetched(planned: PlannedRank) -> int:
+    """Peak bytes of the layers that `fully_shard` holds between two passes: behind a backward pass it prefetches what was forward
+    before the pass that it takes this one for, the latest. The next forward pass shards it again."""
+    sizes = {s.number: planned.prefetched_shard(s) * planned.size("zero") for s in planned.stages}
+    forwards: dict[int, list[int]] = {number: [] for number in sizes}
+    seen, held, peak = dict.fromkeys(sizes, 0), dict.fromkeys(sizes, 0), 0
+    actions = [a for a in planned.schedule.ranks[planned.index("pipeline")] if a.kind != "W"]
+    for kind, stage, _ in actions:
+        if kind == "F":
+            forwards[stage].append(seen[stage])
+            seen[stage] += 1
+            held[stage] = 0
+        else:
+            done = planned.schedule.microbatches == seen[stage] and len(forwards[stage]) == 1
+            first = forwards[stage].pop() == 0
+            held[stage] = 0 if first or (done and not planned.splits_backward) else sizes[stage]
+        peak = max(peak, sum(held.values()))
+    return peak
 
 
 def passing_gradients(run: Run, rank: int) -> int:
@@ -176,11 +197,24 @@ def transposed_gradient(run: Run, rank: int) -> int:
 def peak_gradients(run: Run, rank: int) -> int:
     """Peak bytes of gradients between two passes: unsharded ones where they are reduced once a step."""
     planned = PlannedRank(run, rank)
-    own = state_bytes(run, rank)["gradients"]
     once = run.layout.zero == 1 and run.accumulation > 1
     if not planned.is_sharded or not (once or planned.splits_backward):
-        return own
-    return max(own, planned.reduce_width * sum(count * parameter.numel for count, parameter in planned.parameters()))
+        return state_bytes(run, rank)["gradients"]
+    unsharded, sharded = dict[int, int](), dict[int, int]()
+    for stage in planned.stages:
+        own = list(planned.parameters(stages=(stage,)))
+        unsharded[stage.number] = planned.reduce_width * sum(count * p.numel for count, p in own)
+        shards = (count * p.shard_numel(planned.sharding(p)[0]) for count, p in own)
+        sharded[stage.number] = planned.high_width * sum(shards)
+    if planned.splits_backward:  # all stages are reduced at the end
+        return max(sum(unsharded.values()), sum(sharded.values()))
+    backward = [a.stage for a in planned.schedule.ranks[planned.index("pipeline")] if a.kind == "B"]
+    left, held, peak = Counter(backward), Counter[int](), 0
+    for number in backward:
+        left[number] -= 1
+        held[number] = unsharded[number] if left[number] else sharded[number]
+        peak = max(peak, held.total())
+    return peak
 
 
 def compiled_away(run: Run, rank: int) -> float:

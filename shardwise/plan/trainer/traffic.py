@@ -189,15 +189,13 @@ def _unused_prefetch(wire: Wire, stage: Stage) -> None:
 
     While a layer's backward pass runs, it prefetches what was forward just before that layer. Before a stage's first layer that
     is the end of an earlier microbatch, if there was one, and the pass after this one needs it. After the last backward pass
-    none does. First and last stages end in what is outside of the layers, which is gathered still.
+    none does.
     """
-    planned, lay = wire.planned, wire.planned.run.layout
-    kept = lay.zero < 3 and planned.splits_backward
-    if stage.first or stage.last or kept or len(stage.layers) < 2 or not planned.runs_dry(stage):
-        return
-    layer = planned.layer_parameters(planned.run.model.is_moe(stage.layers[-1]))
-    ranks = planned.size("zero")
-    wire.all_gather("zero", sum(planned.gathered_shard(p, ranks) for p in layer if p.group == "zero"))
+    planned = wire.planned
+    kept = planned.run.layout.zero < 3 and planned.splits_backward
+    shard = planned.prefetched_shard(stage)
+    if shard and not kept and planned.runs_dry(stage):
+        wire.all_gather("zero", shard)
 
 
 def _in_order(planned: PlannedRank, stage: Stage) -> Iterator[PlannedParameter]:
