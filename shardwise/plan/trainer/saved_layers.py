@@ -188,6 +188,11 @@ def _grouped(tape: Tape, x: str) -> Heads:
             made = tape.make(f"{name} with rope", tokens * count * m.head_dim)
         projected.append(made)
     v = linear(tape, x, "attention.v")
+    lay, train = tape.planned.run.layout, tape.planned.run.train
+    gathers = tape.planned.size("context") > 1 and lay.context_method == "gather" and train.fp8 != "tensorwise"
+    if gathers and keys == 1 and (m.qk_norm or m.position == "rotary"):
+        # The gradient of one head's values is a view of that of its keys and values.
+        tape.deferred[f"{tape.prefix}gradient of attention.v"] *= 2
     return Heads(queries, keys, m.head_dim, m.head_dim, projected[0], projected[1], v)
 
 
