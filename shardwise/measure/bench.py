@@ -45,11 +45,11 @@ Progress = Callable[[str, float], None]
 """Gets what is being measured, and which share of it is done."""
 
 SHARES = {
-    "products": 0.4,
-    "grouped products": 0.1,
+    "gemms": 0.4,
+    "grouped gemms": 0.1,
     "attention": 0.2,
     "memory": 0.1,
-    "between products": 0.1,
+    "elementwise": 0.1,
     "training's host": 0.1,
 }
 
@@ -69,9 +69,9 @@ def measure_kernels(
         described(device),
         kernel_seconds=kernel_seconds(device),
         memory=tuple(memory_points(watch, allowance("memory"), quick)),
-        elementwise=tuple(elementwise_points(watch, allowance("between products"), quick)),
-        gemm=tuple(gemm_points(watch, allowance("products"), dtypes, quick)),
-        grouped=tuple(grouped_points(watch, allowance("grouped products"), dtypes, quick)),
+        elementwise=tuple(elementwise_points(watch, allowance("elementwise"), quick)),
+        gemm=tuple(gemm_points(watch, allowance("gemms"), dtypes, quick)),
+        grouped=tuple(grouped_points(watch, allowance("grouped gemms"), dtypes, quick)),
         attention=tuple(attention_points(watch, allowance("attention"), dtypes, quick)),
     )
     progress("training's host", 0.0)
@@ -171,12 +171,12 @@ def operations(run: Run, device: torch.device) -> dict[str, tuple[Callable[..., 
 
     norm = Norm(m.hidden, m.norm_eps).to(device)
     torch.nn.init.ones_(norm.weight)
-    turn = rope_cos_sin(m, torch.arange(tokens, device=device)[None], dtype)
+    rope = rope_cos_sin(m, torch.arange(tokens, device=device)[None], dtype)
     targets = torch.randint(m.vocab, (tokens,), device=device)
     heads = m.heads + m.kv_heads
     return {
         "norm": (norm, (numbers(1, tokens, m.hidden),)),
-        "rotary": (lambda x: apply_rope(x, turn), (numbers(1, tokens, heads, m.head_dim),)),
+        "rotary": (lambda x: apply_rope(x, rope), (numbers(1, tokens, heads, m.head_dim),)),
         "activation": (lambda gate, up: F.silu(gate) * up, (numbers(tokens, m.ffn), numbers(tokens, m.ffn))),
         "loss": (
             lambda logits: F.cross_entropy(at_least_float32(logits), targets, reduction="sum"),

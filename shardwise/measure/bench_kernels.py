@@ -31,7 +31,7 @@ FP8 = torch.float8_e4m3fn
 SHORTEST = 2e-4
 """Seconds of one timing on a CPU: quicker work is repeated to fill them, since the clock and the scheduler are not finer."""
 SLOW = 20.0
-"""A format that a small product shows to be so many times slower than float32 is emulated, and is left out."""
+"""A format that a small GEMM shows to be so many times slower than float32 is emulated, and is left out."""
 
 
 @dataclass
@@ -107,7 +107,7 @@ class Allowance:
 
 
 def dtypes_of(device: torch.device) -> list[str]:
-    """The formats products are measured in: those that the device has instructions for, or is not much slower in."""
+    """The formats GEMMs are measured in: those that the device has instructions for, or is not much slower in."""
     if device.type == "cuda":
         names = ["float32", "float16"]
         if torch.cuda.is_bf16_supported(including_emulation=False):
@@ -126,7 +126,7 @@ def _random(*shape: int, dtype: str, device: torch.device) -> Tensor:
 
 
 def _product(m: int, n: int, k: int, dtype: str, device: torch.device) -> Work:
-    """A layer's product: m rows of k by a weight stored [n, k]."""
+    """A layer's GEMM: m rows of k by a weight stored [n, k]."""
     x, weight = _random(m, k, dtype=dtype, device=device), _random(n, k, dtype=dtype, device=device)
     if dtype == "fp8":
         one = torch.ones((), device=device)
@@ -135,7 +135,7 @@ def _product(m: int, n: int, k: int, dtype: str, device: torch.device) -> Work:
 
 
 def gemm_shapes(cuda: bool, quick: bool) -> list[tuple[int, int, int]]:
-    """Rows, columns and depth: a grid that holds layers' products, their weights' gradients, skinny ones and few rows;
+    """Rows, columns and depth: a grid that holds layers' GEMMs, their weights' gradients, skinny ones and few rows;
     then those of known models. Sizes are mixed, so that an allowance that ends early has seen all kinds."""
     sides: tuple[int, ...] = (256, 1024, 4096, 16384) if cuda else (32, 128, 512, 2048)
     if quick:
@@ -158,7 +158,7 @@ def gemm_shapes(cuda: bool, quick: bool) -> list[tuple[int, int, int]]:
 
 
 def gemm_points(watch: Stopwatch, allowance: Allowance, dtypes: Iterable[str], quick: bool) -> list[Point]:
-    """Matrix products in each format."""
+    """GEMMs in each format."""
     names = list(dtypes)
     cases = [(shape, name) for shape in gemm_shapes(watch.device.type == "cuda", quick) for name in names]
     points = []

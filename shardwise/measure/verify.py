@@ -163,7 +163,7 @@ def verify_dry(run: Run, rank: int) -> Verdict:
     if run.layout.world > 1 and run.layout.replicate == run.layout.world:
         raise UserError(
             Problem(
-                "a dry run of copies alone is that of one rank: DistributedDataParallel needs data; set it to 1",
+                "a dry run of replicas alone is that of one rank: DistributedDataParallel needs data; set it to 1",
                 "layout.replicate",
             )
         )

@@ -172,7 +172,7 @@ class WorkCounter(TorchDispatchMode, Observer):
         return "ffn" if owner == "shared_experts" else owner
 
     def _around(self, module: nn.Module, part: str) -> None:
-        """Also products that hooks before the module make."""
+        """Also GEMMs that hooks before the module make."""
         before = module.register_forward_pre_hook(lambda *_: self.inside.append(part), prepend=True)
         after = module.register_forward_hook(lambda *_: self.inside.pop() and None, always_call=True)
         self.open.callback(before.remove)
@@ -213,13 +213,13 @@ class WorkCounter(TorchDispatchMode, Observer):
                 and self.inside
                 and self._part_of(self.parameters, args[0]) is not None
             ):
-                # A weight cast for its product, which a recomputed pass may leave before it is made.
+                # A weight cast for its GEMM, which a recomputed pass may leave before it is made.
                 self._remember(self.weights, out, self.inside[-1])
             self._moved(sum(x.numel() * x.element_size() for x in tree_leaves((args, out)) if isinstance(x, Tensor)))
         return out
 
     def _moved(self, size: float) -> None:
-        """Bytes that an operator other than a product reads and writes."""
+        """Bytes that an operator other than a GEMM reads and writes."""
         backward = in_backward()
         if self.inside:
             part, which = self.inside[-1], "recompute" if backward else "forward"

@@ -35,7 +35,7 @@ class Gemm:
         return left @ right
 
     def put(self, left: Tensor, right: Tensor, out: Tensor, add: bool = False) -> None:
-        """Write the product of two matrices to one that may have a higher precision, or add it to what is there."""
+        """Write the GEMM of two matrices to one that may have a higher precision, or add it to what is there."""
         if out.dtype == left.dtype and not add:
             torch.mm(left, right, out=out)
         elif out.is_cuda and out.dtype != left.dtype:

@@ -85,10 +85,10 @@ class Router(nn.Module):
     def within_capacity(self, chosen: Tensor) -> Tensor:
         """Which choices [batch, sequence, k] an expert still has room for, the earliest tokens of a sequence first."""
         c = self.config
-        room = math.ceil(c.expert_capacity * chosen.shape[1] * c.experts_per_token / c.experts)
+        capacity = math.ceil(c.expert_capacity * chosen.shape[1] * c.experts_per_token / c.experts)
         taken = F.one_hot(chosen.flatten(1), c.experts).cumsum(dim=1)
         place = taken.gather(-1, chosen.flatten(1)[..., None])[..., 0]
-        return (place <= room).view_as(chosen)
+        return (place <= capacity).view_as(chosen)
 
     def _within_best_groups(self, choice: Tensor) -> Tensor:
         """Only experts in the groups whose two best scores add up highest stay eligible (DeepSeek-V3's node limit)."""

@@ -97,7 +97,7 @@ def cast_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("shardwise::transpose", mutates_args=())
 def transpose(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix of 8 bits turned, and scaled anew where it has a scale a row."""
+    """A matrix of 8 bits transposed, and scaled anew where it has a scale a row."""
     if not x.is_cuda or not scale.dim():
         return transpose_reference(x, scale)
     from shardwise.model.kernels.quantize import transpose_fused

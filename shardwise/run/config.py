@@ -209,7 +209,7 @@ class TrainConfig:
     )
     fp8: Literal["none", "tensorwise", "rowwise"] = key(
         "none",
-        "matrix products inside of the layers in 8 bits: one scale a tensor and all products, the fastest; or one a row, the "
+        "GEMMs inside of the layers in fp8: one scale a tensor and all GEMMs, the fastest; or one a row, the "
         "weights' gradients in 16 bits, the closest to 16 bits",
     )
     weights: str = key(
@@ -228,8 +228,8 @@ class TrainConfig:
     )
     tune_products: Literal["auto", True, False] = key(
         "auto",
-        "one GPU in 16 bits: draw the library's algorithms for large matrix products in the first steps, and take the fastest, "
-        "which all give the same; compiled layers also let products add to what they are added to, which rounds once less",
+        "one GPU in 16 bits: draw the library's algorithms for large GEMMs in the first steps, and take the fastest, "
+        "which all give the same; compiled layers also accumulate sums in the GEMMs, which rounds once less",
     )
     deterministic: bool = key(False, "GPUs: two runs identical to the bit, at some cost in speed; CPUs always are")
     optimizer: Literal["adamw", "muon"] = key("adamw", "muon: orthogonalised momentum on matrices, AdamW on the rest")

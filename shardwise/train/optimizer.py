@@ -31,7 +31,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    # Sums are made by the products that they end in, so that nothing is read or written for them alone.
+    # Sums are accumulated by the GEMMs that they end in, so that nothing is read or written for them alone.
     add = torch.addmm if x.dim() == 2 else torch.baddbmm
     for _ in range(NEWTON_SCHULZ_ITERATIONS):
         gram = x @ x.mT

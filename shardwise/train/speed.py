@@ -45,7 +45,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
         best = max(best, 2 * size**3 / min(times))
         if sum(times) > LONGEST_MEASUREMENT:  # a CPU without instructions for a dtype takes seconds for a large GEMM
             break
-    return best, f"{best / 1e9:,.0f} GFLOP/s, this machine's {name} matrix product as measured at the start"
+    return best, f"{best / 1e9:,.0f} GFLOP/s, this machine's {name} GEMM as measured at the start"
 
 
 def _gemm_seconds(a: Tensor) -> list[float]:

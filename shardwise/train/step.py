@@ -188,8 +188,8 @@ class TrainState:
         """The same, of a batch that is on the device."""
         self.refresh()
         # DistributedDataParallel averages where everything else adds.
-        copies = self.mesh.size("replicate") if uses_ddp(self.mesh) else 1
-        factor = self.loss_scale.scale * copies / self.objective.full_count
+        replicas = self.mesh.size("replicate") if uses_ddp(self.mesh) else 1
+        factor = self.loss_scale.scale * replicas / self.objective.full_count
         loss = self.parallel.pipeline.run(microbatches, self._stream(), self.objective, factor)
         with self.observers.phase("gradients"):
             reduce_partial_gradients(self.parallel.parameters, self.mesh)

@@ -93,7 +93,7 @@ class Tuner:
         self.done = not self.options
         if self.options:
             count = len(self.options)
-            self.log(f"the next {STEPS + COMPARED} steps also find the fastest algorithms for {count} matrix products")
+            self.log(f"the next {STEPS + COMPARED} steps also find the fastest algorithms for {count} GEMMs")
 
     def _evaluate(self) -> None:
         """Decide by the times of the steps so far: what to compare, or what to take."""
@@ -116,8 +116,8 @@ class Tuner:
         self.choices.keep(found)
         others = sum(algorithm is not None for algorithm in found.values())
         self.log(
-            f"{others} of {len(found)} matrix products are made by other algorithms than PyTorch proposes, which saves "
+            f"{others} of {len(found)} GEMMs run by other algorithms than PyTorch proposes, which saves "
             f"{saves / (statistics.median(times) + saves / 2):.1%} of a step; kept in {self.choices.path}"
             if others
-            else f"PyTorch's algorithms for {len(found)} matrix products are the fastest; kept in {self.choices.path}"
+            else f"PyTorch's algorithms for {len(found)} GEMMs are the fastest; kept in {self.choices.path}"
         )

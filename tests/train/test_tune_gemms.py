@@ -83,7 +83,7 @@ def test_steps_find_out_and_the_next_run_knows(tmp_path: Path, monkeypatch: pyte
     )
     assert machine.used[-7:] == [[FAST, SLOW, None, None]] * 7
     assert len(said) == 2
-    assert "2 of 2 matrix products" in said[1]
+    assert "2 of 2 GEMMs" in said[1]
     assert "5.5%" in said[1]
     next_time = Machine(monkeypatch, tmp_path)
     told: list[str] = []

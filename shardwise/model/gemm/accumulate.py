@@ -1,9 +1,9 @@
-"""Sums that a product goes into, made by the product: it adds to what is there as it writes, in the place of a kernel that reads
-both and writes their sum.
+"""Fuses additions into GEMMs: a GEMM whose result is added to another tensor accumulates onto that tensor (beta = 1) instead of
+leaving the sum to an elementwise kernel.
 
-Such are the residual stream, where attention and feed-forward layers end, and the gradient of an input that several matrices
-read. The sum is rounded once instead of twice. It is a pass over a compiled layer's graph, forward and backward together, which
-leaves the layer as it is written; without it the compiler adds as it is told.
+Such sums are the residual stream, where attention and feed-forward layers end, and the gradient of an input that several matrices
+read. The sum is rounded once instead of twice. This is a graph pass over a compiled layer, forward and backward together; the
+layer's own code does not change, and without the pass the compiler makes the additions as usual.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ SUMS: dict[Any, Any] = {
     operator_of(tuned.gemm): operator_of(tuned.gemm_onto),
     operator_of(fp8.fp8_gemm): operator_of(fp8.fp8_gemm_onto),
 }
-"""A product to the one that adds."""
+"""Each GEMM operator, with the one that accumulates."""
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 class Accumulate(CustomGraphPass):
-    """Lets products add."""
+    """The pass."""
 
     def __call__(self, graph: Graph) -> None:
         order = {node: number for number, node in enumerate(graph.nodes)}
         for node in list(graph.nodes):
             if node.target is not aten.add.Tensor or node.kwargs:
                 continue
-            # Where both are products the later one adds: what it adds to is there by then.
-            behind = [(gemm, other) for mine, other in _sides(node) if (gemm := _product_of(mine)) is not None]
+            # Where both sides are GEMMs the later one accumulates: what it adds to is there by then.
+            behind = [(gemm, other) for mine, other in _sides(node) if (gemm := _gemm_of(mine)) is not None]
             behind = [(gemm, other) for gemm, other in behind if _alike(other, node) and _of_kind(gemm, node)]
             if behind:
                 gemm, other = max(behind, key=lambda one: order[one[0]])
@@ -59,8 +59,8 @@ def _sides(node: Node) -> list[tuple[object, object]]:
     return [(one, two), (two, one)] if one is not two else []
 
 
-def _product_of(node: object) -> Node | None:
-    """The product that a value is, seen in another shape, if nobody else wants it."""
+def _gemm_of(node: object) -> Node | None:
+    """The GEMM that a value is a view of, if nothing else uses it."""
     while isinstance(node, Node) and len(node.users) == 1:
         if node.target in SUMS:
             return node
@@ -71,7 +71,7 @@ def _product_of(node: object) -> Node | None:
 
 
 def _alike(other: object, node: Node) -> bool:
-    """Whether one side of a sum lies as the sum does, which is of a size that is known."""
+    """Whether one side of a sum is contiguous and of the sum's shape, and that shape is static."""
     if not isinstance(other, Node):
         return False
     mine, whole = other.meta["val"], node.meta["val"]
@@ -80,7 +80,7 @@ def _alike(other: object, node: Node) -> bool:
 
 
 def _of_kind(one: Node, other: Node) -> bool:
-    """Whether two hold as many numbers of one dtype."""
+    """Whether two have the same dtype and numel."""
     mine, theirs = one.meta["val"], other.meta["val"]
     return bool(mine.dtype == theirs.dtype and mine.numel() == theirs.numel())
 

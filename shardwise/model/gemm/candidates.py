@@ -1,7 +1,7 @@
-"""Which algorithms come into question for a product: those that give what PyTorch gives to the last bit, and are not much slower
-at a glance. Sums in another order would make a run depend on which algorithm was a microsecond faster on some day.
+"""The candidate algorithms for a GEMM: those that give PyTorch's result to the last bit, and are not much slower in a short
+timing. Sums in another order would make a run depend on which algorithm was a microsecond faster on some day.
 
-A glance is not enough to choose by: it sees the chip at its full clock, or wherever the kernel before has left it.
+A short timing is not enough to choose by: it sees the chip at its full clock, or wherever the kernel before has left it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from shardwise.model.gemm.cublaslt import Algorithm, LibraryError, Multiplicatio
 from shardwise.torch_private import scaled_mm
 
 GLANCE = 4.0
-"""Milliseconds for which each is looked at, twice."""
+"""Milliseconds for which each is timed, twice."""
 SLOWER = 1.1
-"""How much slower than the best an algorithm may seem and still come into question."""
+"""How much slower than the best an algorithm may seem and still be a candidate."""
 MOST = 6
-"""How many are wanted; each makes all of them harder to tell apart."""
+"""Most candidates; each one more makes all of them harder to tell apart."""
 
 
 class Candidates:
-    """The algorithms for products of one shape, with operands to try them on."""
+    """The algorithms for GEMMs of one shape, with operands to try them on."""
 
     def __init__(self, shape: Shape, device: int) -> None:
         self.multiplication = Multiplication(shape, device)
@@ -39,13 +39,13 @@ class Candidates:
             self.base = _operand(shape.rows, shape.columns, False, shape.columns, shape.out_dtype, device)
 
     def found(self) -> list[Algorithm]:
-        """Those worth a closer look, the fastest at a glance first."""
-        seen = [(min(timed(self._by(one), GLANCE) for _ in range(2)), one) for one in self._right()]
-        seen.sort(key=lambda pair: pair[0])
-        return [one for time, one in seen[:MOST] if time < SLOWER * seen[0][0]]
+        """The candidates, the fastest in a short timing first."""
+        times = [(min(timed(self._by(one), GLANCE) for _ in range(2)), one) for one in self._exact()]
+        times.sort(key=lambda pair: pair[0])
+        return [one for time, one in times[:MOST] if time < SLOWER * times[0][0]]
 
-    def _right(self) -> list[Algorithm]:
-        """Proposals that give PyTorch's bits, or the first's where PyTorch has no such product; other than that first one."""
+    def _exact(self) -> list[Algorithm]:
+        """Proposals that give PyTorch's bits. Where PyTorch has no such GEMM, the others that give the first proposal's."""
         proposed = self.multiplication.proposed()
         if self.base is not None:
             self._by(proposed.pop(0))()
@@ -57,22 +57,22 @@ class Candidates:
         else:
             torch.mm(self.left, self.right, out_dtype=self.out.dtype, out=self.out)
         wanted = _sums(self.out)
-        right: list[Algorithm] = []
+        exact: list[Algorithm] = []
         for algorithm in proposed:
             try:
                 self._by(algorithm)()
             except LibraryError:
                 continue
             if all(torch.equal(a, b) for a, b in zip(_sums(self.out), wanted, strict=True)):
-                right.append(algorithm)
-        return right
+                exact.append(algorithm)
+        return exact
 
     def _by(self, algorithm: Algorithm) -> Callable[[], Any]:
         return lambda: self.multiplication.run(self.left, self.right, self.out, algorithm, self.base)
 
 
 def _operand(rows: int, columns: int, transposed: bool, step: int, dtype: torch.dtype, device: int) -> Tensor:
-    """Random numbers that lie as those of the network do; not of the generator that a run draws from."""
+    """Random values in the memory layout of the network's; not of the generator that a run draws from."""
     if transposed:
         return _operand(columns, rows, False, step, dtype, device).mT
     generator = torch.Generator(torch.device("cuda", device)).manual_seed(rows + columns)
@@ -88,7 +88,7 @@ def _sums(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def timed(launch: Callable[[], Any], milliseconds: float) -> float:
-    """Milliseconds of one of as many as fill the time."""
+    """Mean milliseconds of a launch, over as many as fill the time."""
     start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     start.record()
     launch()

@@ -1,7 +1,7 @@
 """cuBLASLt, the library that PyTorch multiplies matrices with on NVIDIA's GPUs, called directly: PyTorch takes the algorithm that
 the library proposes first, and here one may take any of its proposals.
 
-The library's matrices lie by columns and PyTorch's by rows, so it is asked for the transposed product of the transposed operands.
+The library's matrices are column-major and PyTorch's row-major, so it is asked for the transposed GEMM of transposed operands.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _ONE, _ZERO = ctypes.c_float(1.0), ctypes.c_float(0.0)
 
 @dataclass(frozen=True)
 class Shape:
-    """A product [rows, depth] times [depth, columns], and how its operands lie."""
+    """A GEMM, [rows, depth] times [depth, columns], and how its operands lie in memory."""
 
     rows: int
     columns: int
     depth: int
-    left_transposed: bool  # whether an operand lies by columns
+    left_transposed: bool  # whether an operand is column-major
     right_transposed: bool
-    left_step: int  # numbers from a row to the next, or from a column where it lies by columns
+    left_step: int  # elements from a row to the next, or from a column to the next where it is column-major
     right_step: int
     left_dtype: torch.dtype
     right_dtype: torch.dtype
@@ -109,7 +109,7 @@ class _Proposal(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How the library may compute a product; its bytes mean the same to the same version of the library."""
+    """How the library may compute a GEMM; its bytes mean the same to the same version of the library."""
 
     code: bytes
     workspace: int
@@ -151,7 +151,7 @@ def _handle(device: int) -> ctypes.c_void_p:
 
 
 class Multiplication:
-    """Products of one shape on one device. What the library makes for it is small and kept for good."""
+    """GEMMs of one shape on one device. What the library makes for it is small and kept for good."""
 
     def __init__(self, shape: Shape, device: int) -> None:
         self.handle = _handle(device)
@@ -162,7 +162,7 @@ class Multiplication:
         if shape.fp8:
             self._set(FAST_SUMS, ctypes.c_int8(shape.fast))
             self.one = torch.ones((), device=torch.device("cuda", device))
-            self._scale(self.one, self.one)  # proposals are for products with scales
+            self._scale(self.one, self.one)  # proposals are for GEMMs with scales
         self.first = _layout(shape.right_dtype, shape.columns, shape.depth, shape.right_transposed, shape.right_step)
         self.second = _layout(shape.left_dtype, shape.depth, shape.rows, shape.left_transposed, shape.left_step)
         self.out = _layout(shape.out_dtype, shape.columns, shape.rows, False, shape.columns)
@@ -208,7 +208,7 @@ class Multiplication:
         return self.proposed()[0]
 
     def takes(self, algorithm: Algorithm) -> bool:
-        """Whether the library knows such an algorithm for this product."""
+        """Whether the library knows such an algorithm for this GEMM."""
         if len(algorithm.code) != ctypes.sizeof(ctypes.c_uint64 * 8):
             return False
         layouts, found = (self.first, self.second, self.out, self.out), _Proposal()
@@ -225,12 +225,12 @@ class Multiplication:
         base: Tensor | None = None,
         scales: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """Put the product into `out`, added to `base` where there is one, which may be `out` itself; operands of 8 bits have a
+        """Put the result into `out`, added to `base` where there is one, which may be `out` itself; operands of 8 bits have a
         scale each, in float32 on the device."""
         space = torch.empty(algorithm.workspace, dtype=torch.uint8, device=out.device) if algorithm.workspace else None
         target = ctypes.c_void_p(out.data_ptr())
         if scales is not None:
-            self._scale(*scales)  # which stand in what all products of this shape share: nothing may come in between
+            self._scale(*scales)  # which stand in what all GEMMs of this shape share: nothing may come in between
         _call(
             "cublasLtMatmul", self.handle, self.how,
             ctypes.byref(_ONE), ctypes.c_void_p(right.data_ptr()), self.first, ctypes.c_void_p(left.data_ptr()), self.second,

@@ -56,8 +56,8 @@ class Experiment:
         y, drawn = np.array(times, dtype=float), np.array(self.drawn)
         stretch = np.arange(len(y)) // DRIFT
         middles = np.array([np.median(y[stretch == one]) for one in range(stretch[-1] + 1)])[stretch]
-        dispatch = np.median(np.abs(y - middles))
-        kept = np.abs(y - middles) <= STRANGE * dispatch
+        deviation = np.median(np.abs(y - middles))
+        kept = np.abs(y - middles) <= STRANGE * deviation
         y, drawn, stretch = y[kept], drawn[kept], stretch[kept]
         drift = (stretch[:, None] == np.unique(stretch)[None, :]).astype(float)
         chosen = np.stack([drawn[:, choice] == option for choice, option in columns], axis=1).astype(float)

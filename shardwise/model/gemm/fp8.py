@@ -39,7 +39,7 @@ def _(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtyp
 def fp8_gemm_onto(
     left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, fast: bool, base: Tensor
 ) -> Tensor:
-    """`base` and that product added, rounded once."""
+    """The same accumulated onto `base`, rounded once."""
     base, out = base.contiguous(), left.new_empty((left.shape[0], right.shape[1]), dtype=dtype)
     if multiply_into(left, right, out, base, (left_scale, right_scale), fast):
         return out

@@ -1,7 +1,7 @@
-"""A product by the algorithm that is known to be fastest for its shape on such a machine; shapes of which it is not known are noted
-for who wants to find out (`train/tune_gemms.py`).
+"""GEMMs by the algorithm that is known to be fastest for their shape on this kind of machine. Shapes that were never tuned are
+noted for the tuner (`train/tune_gemms.py`), and left to PyTorch.
 
-`Gemm` is the plain counterpart, and gives the same numbers to the last bit.
+`Gemm` is the plain counterpart, and gives the same result to the last bit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardwise.model.layers import Gemm, Linear
 Chosen = tuple[Multiplication, Algorithm]
 
 LEAST = 2**34
-"""Operations below which a product is left to PyTorch: on an H200 some 25 microseconds, about what launching it costs."""
+"""FLOPs below which a GEMM is left to PyTorch: on an H200 some 25 microseconds, about what launching it costs."""
 
 
 class Choices:
@@ -41,7 +41,7 @@ class Choices:
         self.known = self._read()
         self.made: dict[Shape, Chosen | None] = {}
         self._multiplication = cache(lambda shape: Multiplication(shape, device))
-        self.unknown: dict[Shape, None] = {}  # in the order seen
+        self.unknown: dict[Shape, None] = {}  # in the order they came
 
     def _read(self) -> dict[str, Algorithm | None]:
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, IndexError):
@@ -107,7 +107,7 @@ def multiply_into(
 
 
 def worth_tuning(left: Tensor, right: Tensor) -> bool:
-    """Whether a product is large enough for its algorithm to matter, on a device that has any."""
+    """Whether a GEMM is large enough for its algorithm to matter, on a device that has several."""
     return left.is_cuda and 2 * left.shape[0] * left.shape[1] * right.shape[1] >= LEAST
 
 
@@ -134,7 +134,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     return gemm(grad, right.mT) if for_left else None, gemm(grad.mT, left).mT if for_right else None
 
 
-# Told to autograd so, and not by an autograd function: compiled layers with one of those are not found in PyTorch's cache.
+# Registered so, and not as an autograd function: compiled layers with one of those are not found in PyTorch's cache.
 gemm.register_autograd(_backward, setup_context=_keep)
 
 
@@ -164,7 +164,7 @@ def _(left: Tensor, right: Tensor, base: Tensor) -> Tensor:
 
 
 class TunedGemm(Gemm):
-    """Products by the algorithms chosen; with a bias, which PyTorch adds before it rounds, by PyTorch's."""
+    """GEMMs by the algorithms chosen; those with a bias, which PyTorch adds before it rounds, by PyTorch's."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows, transposed = x.flatten(0, -2), weight.mT
@@ -183,7 +183,7 @@ class TunedGemm(Gemm):
 
 
 def use_tuned_gemms(blocks: nn.Module) -> Gemm:
-    """Put such products into the matrices of blocks."""
+    """Let the matrices of blocks use tuned GEMMs."""
     chosen = TunedGemm()
     for module in blocks.modules():
         if isinstance(module, Linear):

@@ -16,15 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 SCAN = 4096
-"""Numbers a program looks at together, and how often it does, to find the largest."""
+"""Elements that a program reads together to find the amax, and how often it does."""
 SCANS = 8
 TILE = (64, 128)
 """Rows and columns that a program casts."""
 TILE_WARPS = 4
 ROW = 8192
-"""Numbers of a row that are held at once."""
+"""Elements of a row that are held at once."""
 COLUMNS = 64
-"""Columns that a program turns and scales anew."""
+"""Columns that a program transposes and scales anew."""
 
 
 def top(dtype: torch.dtype) -> int:
