@@ -45,8 +45,8 @@ Progress = Callable[[str, float], None]
 """Gets what is being measured, and which share of it is done."""
 
 SHARES = {
-    "gemms": 0.4,
-    "grouped gemms": 0.1,
+    "GEMMs": 0.4,
+    "grouped GEMMs": 0.1,
     "attention": 0.2,
     "memory": 0.1,
     "elementwise": 0.1,
@@ -70,8 +70,8 @@ def measure_kernels(
         kernel_seconds=kernel_seconds(device),
         memory=tuple(memory_points(watch, allowance("memory"), quick)),
         elementwise=tuple(elementwise_points(watch, allowance("elementwise"), quick)),
-        gemm=tuple(gemm_points(watch, allowance("gemms"), dtypes, quick)),
-        grouped=tuple(grouped_points(watch, allowance("grouped gemms"), dtypes, quick)),
+        gemm=tuple(gemm_points(watch, allowance("GEMMs"), dtypes, quick)),
+        grouped=tuple(grouped_points(watch, allowance("grouped GEMMs"), dtypes, quick)),
         attention=tuple(attention_points(watch, allowance("attention"), dtypes, quick)),
     )
     progress("training's host", 0.0)

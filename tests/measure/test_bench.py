@@ -156,10 +156,10 @@ def test_a_profile_from_code_and_from_the_command_are_the_same_kind() -> None:
     profile = measure_kernels(CPU, 0.3, quick=True, progress=lambda what, share: progress.append(what))
     assert profile.memory
     assert set(progress) == {
-        "products",
-        "grouped products",
+        "GEMMs",
+        "grouped GEMMs",
         "attention",
         "memory",
-        "between products",
+        "elementwise",
         "training's host",
     }
