@@ -12,8 +12,9 @@ from jobs import EXPERTS, GPT, LLAMA, make_job
 
 from shardwise.plan.cost.constants import constants_of
 from shardwise.plan.cost.job import job_of
-from shardwise.plan.cost.memory import memory
+from shardwise.plan.cost.memory import layer_saved, memory
 from shardwise.plan.cost.operations import layer
+from shardwise.plan.cost.passes import recomputed_layers
 from shardwise.plan.plan import Plan, plan
 from shardwise.plan.time.goodput import job_cost
 from shardwise.plan.time.step import play, prepare, step_time
@@ -100,6 +101,28 @@ def test_a_budget_keeps_as_much_compiled_as_not() -> None:
     (compiled, fewer), (eager, more) = kept(True), kept(False)
     assert fewer < more
     assert compiled == pytest.approx(eager, rel=0.06)
+
+
+@pytest.mark.parametrize("gib", [1.0, 3.0, 5.0, 8.0, 100.0])
+@pytest.mark.parametrize(
+    "layout", [dict(schedule="1f1b"), dict(schedule="interleaved", chunks=5), dict(schedule="zb-v")]
+)
+def test_a_budget_is_a_ranks_of_all_its_stages(layout: dict[str, Any], gib: float) -> None:
+    """Time, memory and FLOPs recompute the same layers, however many stages a rank has."""
+    layout |= dict(tensor=8, pipeline=4, shard=2, recompute="budget", recompute_budget=gib)
+    cluster = dict(chip="h100", nodes=8, devices_per_node=8)
+    train = dict(dtype="bfloat16", seq_len=8192, global_batch=32, microbatch=1)
+    run = run_from_dict(
+        dict(model=dict(preset="llama3-70b", vocab=128256), layout=layout, cluster=cluster, train=train)
+    )
+    job = job_of(run)
+    share = float(recomputed_layers(job, layer(job, routed=False)))
+    saved = layer_saved(job_of(replace(run, layout=replace(run.layout, recompute="none"))), routed=False)
+    for rank in range(0, run.layout.world, 16):
+        layers = list(PlannedRank(run, rank).layers())
+        kept = sum(not parts for _, parts in layers)
+        assert abs(kept - (1 - share) * 20) <= 2  # a rank has 20 layers, or one more or less
+        assert kept * saved <= gib * 2**30
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -29,8 +29,10 @@ def memory_of(run: Run, job: Job) -> Memory:
             known[kind] = _alike(place)
         same = known[kind]
         owners = same.owners | {"activations": state.activations_at(place) * same.saved}
-        if run.layout.zero == 3 and run.layout.shard * run.layout.context > 1:  # besides, the layers of the moment
-            owners["gathered"] += estimated["gathered"]
+        if run.layout.zero == 3 and run.layout.shard * run.layout.context > 1:
+            # Besides, the layers of the moment; one that was prefetched is the first of them.
+            first = max(place.prefetched_shard(stage) for stage in place.stages) * place.size("zero")
+            owners["gathered"] = max(owners["gathered"] - first, 0.0) + estimated["gathered"]
         owners["buffers"] = estimated["buffers"] + same.transposed
         owners = {**estimated, **owners}
         updating = {name: value for name, value in (owners | same.updating).items() if name != "again"}

@@ -232,37 +232,39 @@ class PlannedRank:
 
     def layers(self) -> Iterator[tuple[int, frozenset[str]]]:
         """The layers of this rank, each with the parts of it that are recomputed in the backward pass: of `block`, `attention` and
-        `ffn`. Every n-th counts within a stage, as in the trainer."""
-        for stage in self.stages:
-            recomputed = self._recomputed(stage)
-            for layer in stage.layers:
-                yield layer, recomputed.get(layer, frozenset())
-
-    def _recomputed(self, stage: Stage) -> dict[int, frozenset[str]]:
+        `ffn`. Every n-th counts within a stage, as in the trainer; a budget is the rank's, of all its stages together."""
         lay = self.run.layout
-        if lay.recompute == "budget":
-            return dict.fromkeys(self._over_budget(stage), frozenset({"block"}))
         parts = {
             "full": frozenset({"block"}),
             "attention": frozenset({"attention"}),
             "operations": frozenset(lay.recompute_operations) - {"norm"},
         }.get(lay.recompute, frozenset())
-        return dict.fromkeys(stage.layers[:: lay.recompute_every], parts)
+        for stage in self.stages:
+            every = stage.layers[:: lay.recompute_every]
+            for layer in stage.layers:
+                if layer in self._over_budget:
+                    yield layer, frozenset({"block"})
+                else:
+                    yield layer, parts if layer in every else frozenset()
 
-    def _over_budget(self, stage: Stage) -> list[int]:
+    @cached_property
+    def _over_budget(self) -> frozenset[int]:
         """Layers recomputed to keep within the budget, by what the cost model says a layer saves; the trainer asks here too."""
         run, is_moe = self.run, self.run.model.is_moe
+        if run.layout.recompute != "budget":
+            return frozenset()
+        layers = [layer for stage in self.stages for layer in stage.layers]
         saves_all = replace(run, layout=replace(run.layout, recompute="none", recompute_budget=0.0))
-        saved = {moe: _layer_saved(saves_all, moe) for moe in {is_moe(n) for n in stage.layers}}
+        saved = {moe: _layer_saved(saves_all, moe) for moe in {is_moe(n) for n in layers}}
         entering = self.tokens * run.model.hidden * self.width / run.layout.tensor
-        total = sum(saved[is_moe(n)] for n in stage.layers)
-        recomputed = []
-        for layer in sorted(stage.layers, key=lambda n: -saved[is_moe(n)]):
+        total = sum(saved[is_moe(n)] for n in layers)
+        recomputed = set()
+        for layer in sorted(layers, key=lambda n: -saved[is_moe(n)]):
             if total <= run.layout.recompute_budget * 2**30:
                 break
             total += entering - saved[is_moe(layer)]
-            recomputed.append(layer)
-        return recomputed
+            recomputed.add(layer)
+        return frozenset(recomputed)
 
     def local(self, entries: tuple[Parameter, ...]) -> tuple[PlannedParameter, ...]:
         """Parameters of the table as this rank holds them."""
