@@ -202,15 +202,17 @@ def _pipeline_rules(run: Run) -> Iterator[Rule]:
     """How layers are dealt to stages, and whole heads to context ranks."""
     m, lay = run.model, run.layout
     stages, t, c = lay.pipeline * lay.stages_per_rank, lay.tensor, lay.context
-    yield Rule(stages > m.layers, "layout.pipeline", ("model.layers", "layout.schedule", "layout.chunks"), lambda: (
-        f"{lay.pipeline} ranks with {lay.stages_per_rank} stages each for model.layers = {m.layers}: each stage needs at least "
-        f"one layer"
+    yield Rule(stages > m.layers + 2, "layout.pipeline", ("model.layers", "layout.schedule", "layout.chunks"), lambda: (
+        f"{lay.pipeline} ranks with {lay.stages_per_rank} stages each for model.layers = {m.layers}: each stage but the first and "
+        f"the last, which have the embedding and the head, needs at least one layer"
     ))
     if lay.stages:
-        wrong = (stages != len(lay.stages)) | (sum(lay.stages) != m.layers) | (min(lay.stages) < 1)
+        none = min(lay.stages) < 0 or min(lay.stages[1:-1], default=1) < 1
+        wrong = (stages != len(lay.stages)) | (sum(lay.stages) != m.layers) | none
         speaks_of = ("layout.pipeline", "layout.schedule", "layout.chunks", "model.layers")
         yield Rule(wrong, "layout.stages", speaks_of, lambda: (
-            f"{list(lay.stages)} must be {stages} numbers above 0 that add up to model.layers = {m.layers}"
+            f"{list(lay.stages)} must be {stages} numbers above 0 (the first and the last may be 0) that add up to model.layers = "
+            f"{m.layers}"
         ))
     if lay.context_method == "ulysses":
         others = ("layout.tensor", "model.heads", "layout.context_method")

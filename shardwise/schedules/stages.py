@@ -13,18 +13,22 @@ from itertools import accumulate
 
 
 def split_layers(costs: Sequence[float], stages: int, first: float = 0, last: float = 0) -> tuple[int, ...]:
-    """Layers of each stage, in order, such that the slowest stage is as fast as possible; each has at least one layer.
+    """Layers of each stage, in order, such that the slowest stage is as fast as possible. Each has at least one layer, but for the
+    first and the last where layers are too few.
 
     `costs` has a number for each layer, `first` is added to the first stage and `last` to the last. Of the splits with
     that bottleneck it is the most even in layers (least sum of squares), and of those the one with fewer layers early,
     where a pipeline has the most microbatches in flight.
     """
     layers = len(costs)
-    if stages < 1 or stages > layers:
-        raise ValueError(f"{layers} layers cannot be split into {stages} stages: each stage needs at least one layer")
+    if stages < 1 or stages > layers + (2 if stages > 1 else 0):
+        raise ValueError(f"{layers} layers cannot be split into {stages} stages: only the first and the last may have none")
     if min(*costs, first, last) < 0:
         raise ValueError("a layer with a negative cost: the work of a layer, the embedding and the head is 0 or more")
 
+    if stages > layers:  # one layer each, none beside the embedding and the head, or beside the costlier of them
+        ends = (0, 0) if stages > layers + 1 else (0, 1) if first > last else (1, 0)
+        return (ends[0], *[1] * (stages - 2), ends[1])
     totals = [_totals(costs, start, first, last) for start in range(layers)]
     sums = sorted(set().union(*totals))
 

@@ -47,7 +47,7 @@ def draw(generator: random.Random, world: int) -> Drawn:
         if layout["recompute"] == "full":
             layout["recompute_every"] = generator.choice([1, 2])
         if layout["pipeline"] == 2 and generator.random() < 0.3:
-            layout["stages"] = (1, 3)
+            layout["stages"] = generator.choice([(1, 3), (0, 4)])
         if layout["replicate"] * layout["shard"] == 1 and generator.random() < 0.5:
             train |= dict(global_batch=3, microbatch=1)
         train["optimizer"] = generator.choice(["adamw", "adamw", "muon"])
@@ -95,6 +95,8 @@ SMALL_EDGES: list[Drawn] = [
     ("dense", dict(context=4, context_method="ulysses"), {}),  # which are then repeated
     # A stage between the ends that is done with its microbatches before others come fetches a layer in vain.
     ("dense", dict(pipeline=2, shard=2, schedule="interleaved", prefetch=2), dict(layers=8, microbatch=1)),
+    # The embedding and the head as stages of their own.
+    ("tied", dict(shard=2, pipeline=2, schedule="interleaved", stages=(0, 2, 2, 0)), {}),
     ("tied", dict(shard=2, pipeline=2), LOW_PRECISION),
     ("dense", dict(replicate=2), LOW_PRECISION | dict(reduce_dtype="bfloat16")),
     ("mixture", dict(tensor=2, expert_tensor=True), LOW_PRECISION),

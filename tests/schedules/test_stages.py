@@ -61,8 +61,15 @@ def test_the_embedding_and_the_head_take_the_place_of_layers() -> None:
     assert split_layers([1, 1, 1, 1], 4, last=100) == (1, 1, 1, 1)
 
 
+def test_where_layers_are_too_few_the_embedding_and_the_head_stand_alone() -> None:
+    assert split_layers([1] * 126, 128, first=1, last=9) == (0, *[1] * 126, 0)  # Llama 3 405B (Grattafiori et al. 2024)
+    assert split_layers([1, 1, 1], 4, first=1, last=9) == (1, 1, 1, 0)
+    assert split_layers([1, 1, 1], 4, first=9, last=1) == (0, 1, 1, 1)
+    assert split_layers([1], 2) == (1, 0)
+
+
 def test_what_cannot_be_split_is_said() -> None:
-    with pytest.raises(ValueError, match="3 layers cannot be split into 4 stages"):
-        split_layers([1, 1, 1], 4)
+    with pytest.raises(ValueError, match="3 layers cannot be split into 6 stages"):
+        split_layers([1, 1, 1], 6)
     with pytest.raises(ValueError, match="negative"):
         split_layers([1, -1, 1], 2)

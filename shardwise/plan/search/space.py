@@ -103,9 +103,9 @@ def schedules(run: Run, pipeline: int) -> list[tuple[str, int]]:
         names = names[:1]
     found: list[tuple[str, int]] = []
     for name in names:
-        most = layers // pipeline
+        most = (layers + 2) // pipeline  # the first and the last stage may have no layer
         if name in LOOPED and "chunks" not in fixed:
-            even = (v for v in range(2, most + 1) if v <= SOME_CHUNKS or layers % (pipeline * v) == 0)
+            even = (v for v in range(2, most + 1) if v <= SOME_CHUNKS or 0 in (layers % (pipeline * v), layers + 2 - pipeline * v))
             found += [(name, v) for v in even]
         elif name in LOOPED:
             found += [(name, lay.chunks)] * (lay.chunks <= most)
