@@ -145,7 +145,9 @@ class LayoutConfig:
         "1f1b", "order of the pipeline's microbatches"
     )
     chunks: int = key(2, "interleaved, breadth-first: stages on each pipeline rank (the V-shaped ones have 2)", least=1)
-    stages: tuple[int, ...] = key((), "layers of each pipeline stage, of the first and the last perhaps none; empty: balanced by their work")
+    stages: tuple[int, ...] = key(
+        (), "layers of each pipeline stage; the first and last may have 0. Empty: balanced by their work"
+    )
     recompute: Literal["none", "attention", "full", "operations", "budget"] = key(
         "none", "what is recomputed in the backward pass instead of saved (activation checkpointing)"
     )

@@ -22,7 +22,7 @@ def split_layers(costs: Sequence[float], stages: int, first: float = 0, last: fl
     """
     layers = len(costs)
     if stages < 1 or stages > layers + (2 if stages > 1 else 0):
-        raise ValueError(f"{layers} layers cannot be split into {stages} stages: only the first and the last may have none")
+        raise ValueError(f"{layers} layers cannot be split into {stages} stages: only the ends may have none")
     if min(*costs, first, last) < 0:
         raise ValueError("a layer with a negative cost: the work of a layer, the embedding and the head is 0 or more")
 

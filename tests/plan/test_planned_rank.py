@@ -79,7 +79,7 @@ def test_an_expert_of_a_rank_is_gathered_and_scattered_without_padding(mixtral: 
 def test_llama_3_405b_has_its_embedding_and_its_head_as_stages_of_their_own() -> None:
     """The layout that it was trained with (Grattafiori et al. 2024, section 3.3.2)."""
     layout = dict(tensor=8, pipeline=16, shard=128, zero=1, schedule="interleaved", chunks=8)
-    train = dict(seq_len=8192, global_batch=2048, dtype="bfloat16")
+    train = dict(seq_len=8192, global_batch=2048, microbatch=1, dtype="bfloat16")
     cluster = dict(chip="h100", nodes=2048, devices_per_node=8)
     run = run_from_dict(dict(model=dict(preset="llama3-405b"), layout=layout, train=train, cluster=cluster))
     first, last = PlannedRank(run, 0).stages, PlannedRank(run, run.layout.world - 1).stages

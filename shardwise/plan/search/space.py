@@ -105,8 +105,10 @@ def schedules(run: Run, pipeline: int) -> list[tuple[str, int]]:
     for name in names:
         most = (layers + 2) // pipeline  # the first and the last stage may have no layer
         if name in LOOPED and "chunks" not in fixed:
-            even = (v for v in range(2, most + 1) if v <= SOME_CHUNKS or 0 in (layers % (pipeline * v), layers + 2 - pipeline * v))
-            found += [(name, v) for v in even]
+            for v in range(2, most + 1):
+                stages = pipeline * v
+                if v <= SOME_CHUNKS or layers % stages == 0 or layers + 2 == stages:
+                    found.append((name, v))
         elif name in LOOPED:
             found += [(name, lay.chunks)] * (lay.chunks <= most)
         elif name not in V_SHAPED or pipeline == 1 or most >= 2:
