@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "shardwise"
 PRIVATE = re.compile(
-    r"torch\._[a-zA-Z]|torch\.\w+\._[a-z]|aten\._flash|_fsdp_|_cdata|_local_tensor|\._version|_opoverload|_unsharded_param"
+    r"torch\._[a-zA-Z]|torch\.\w+\._[a-z]|aten\._flash|_fsdp_|_cdata|_local_tensor|\._version|_opoverload|_unsharded_param|_non_persistent|\._base\b"
 )
 ELSEWHERE = {
     "model/gemm/accumulate.py": "a pass of the compiler, which it must not load for everybody",

@@ -22,6 +22,7 @@ from shardwise.parallel.local_parameter import holds_first_slice, local, local_b
 from shardwise.parallel.mesh import Mesh
 from shardwise.run import Run
 from shardwise.run.parameters import shard_bounds
+from shardwise.torch_private import is_persistent
 
 SMALLEST = 1 << 20  # bytes; a shard is divided among the ranks that hold it down to this, and below goes to one of them
 
@@ -101,7 +102,7 @@ def buffers(state: State) -> Iterator[tuple[str, Tensor]]:
     for model in state.parallel.models:
         for prefix, module in model.named_modules():
             for leaf, buffer in module.named_buffers(recurse=False):
-                if leaf not in module._non_persistent_buffers_set:
+                if is_persistent(module, leaf):
                     yield (f"{prefix}.{leaf}" if prefix else leaf), buffer
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import io
 import os
 import re
 import sys
@@ -158,17 +157,3 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-
-
-def entry() -> NoReturn:
-    """The console script."""
-    for stream in (sys.stdout, sys.stderr):  # replace letters that the terminal cannot show
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-    code = main(sys.argv[1:])
-    if sys.argv[1:2] == ["plan"]:
-        # Freeing a search's records one by one takes a seventh of its time, and a plan has nothing else to clean up.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)

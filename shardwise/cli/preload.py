@@ -1,16 +1,28 @@
 """What the fork server imports before it forks a rank. Only the fork server imports this module, since it also leaves the
-command's session: a Ctrl-C or a SIGTERM to the command's process group must not end the server of ranks that are to save."""
+command's session: a Ctrl-C or a SIGTERM to the command's process group must not end the server of ranks that are to save. What it
+would say when the command ends in the middle of starting a rank is of no use to anybody; ranks have outputs of their own."""
 
 # ruff: noqa: E402, F401
 import atexit
 import os
+import signal
+
+from shardwise.train.faults.stop import SIGNALS
 
 os.setsid()
+for number in SIGNALS:  # what came for the command's group meanwhile is forgotten
+    signal.signal(number, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+for number in SIGNALS:
+    signal.signal(number, signal.SIG_DFL)
+for stream in (1, 2):
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 atexit.register(os._exit, 0)  # at the end of the command, without tearing PyTorch down for seconds
 
 import torch._dynamo  # building a model imports it late
 import torch.distributed.fsdp
 
+import shardwise.cli.entry
 import shardwise.cli.main
 import shardwise.cli.train
 import shardwise.train.loop

@@ -34,7 +34,7 @@ def execute(args: argparse.Namespace) -> int:
     starts_ranks = environment is None and run.layout.world > 1
     if starts_ranks:
         start_fork_server()
-    from shardwise.train.faults.monitor import PREEMPTED, Preempted
+    from shardwise.train.faults.stop import PREEMPTED, Preempted
     from shardwise.train.loop import check, train
 
     out = args.out or Path("runs") / run.name

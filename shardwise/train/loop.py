@@ -30,7 +30,8 @@ from shardwise.run import AXES, Run, UserError, to_toml
 from shardwise.train import cuda_graph, tune_gemms
 from shardwise.train.display import PlainDisplay, Progress, make_display
 from shardwise.train.faults.guard import History
-from shardwise.train.faults.monitor import FaultMonitor, Preempted, RollBack
+from shardwise.train.faults.monitor import FaultMonitor, RollBack
+from shardwise.train.faults.stop import Preempted
 from shardwise.train.metrics import Metrics
 from shardwise.train.speed import peak_flops, peak_memory
 from shardwise.train.step import StepResult, TrainState, choose_device

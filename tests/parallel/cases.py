@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 
 from shardwise.data.batches import IGNORE_INDEX, Batch
 from shardwise.parallel.local_parameter import Box, local, local_box
-from shardwise.run import Run, UserError, run_from_dict
+from shardwise.run import LayoutConfig, Run, UserError, run_from_dict
 from shardwise.train.step import TrainState
 
 DENSE = dict(layers=4, hidden=32, heads=4, kv_heads=2, ffn=64, vocab=61, qk_norm=True)
@@ -32,7 +32,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "softmax": MIXTURE | dict(router="softmax", shared_experts=0, dense_layers=0),
     "few": MIXTURE | dict(experts=2, experts_per_token=1, dense_layers=0),
 }  # fmt: skip
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v", "dualpipe-v")
+SCHEDULES: tuple[str, ...] = get_args(get_type_hints(LayoutConfig)["schedule"])
+METHODS: tuple[str, ...] = get_args(get_type_hints(LayoutConfig)["context_method"])
 LENGTH, BATCH = 32, 8
 
 
@@ -135,7 +136,7 @@ def random_layout(
             continue
         layout: dict[str, Any] = dict(sizes)
         layout["zero"] = generator.choice([1, 2, 3])
-        layout["context_method"] = generator.choice(["ring", "ulysses", "gather"])
+        layout["context_method"] = generator.choice(METHODS)
         layout["schedule"] = generator.choice(SCHEDULES) if sizes["pipeline"] > 1 else "1f1b"
         layout["recompute"] = generator.choice(["none", "none", "attention", "full"])
         layout["expert_tensor"] = generator.random() < 0.5

@@ -123,7 +123,6 @@ ONE_AXIS: dict[str, dict[str, Any]] = {
     **{axis: {axis: 2} for axis in AXES if axis != "expert"},
     "expert": dict(shard=2, expert=2),
 }
-METHODS = ("ring", "ulysses", "gather")
 LARGE_EDGES: list[Drawn] = [
     # Each model alone, in both precisions.
     *[(model, {}, more) for model in cases.MODELS for more in ({}, LOW_PRECISION)],
@@ -165,10 +164,10 @@ LARGE_EDGES: list[Drawn] = [
     ("latent", dict(recompute="operations", recompute_operations=("norm", "attention")), LOW_PRECISION),
     ("dense", dict(replicate=2, tensor=2, shard=2, zero=2), dict(dtype="float32")),
     # Context.
-    *[("dense", dict(context=4, context_method=method), {}) for method in METHODS],
-    *[("latent", dict(context=2, context_method=method), {}) for method in METHODS],
-    *[("dense", dict(context=2, tensor=2, context_method=method), LOW_PRECISION) for method in METHODS],
-    *[("dense", dict(context=2, tensor=2, context_method=method, recompute="attention"), {}) for method in METHODS],
+    *[("dense", dict(context=4, context_method=method), {}) for method in cases.METHODS],
+    *[("latent", dict(context=2, context_method=method), {}) for method in cases.METHODS],
+    *[("dense", dict(context=2, tensor=2, context_method=method), LOW_PRECISION) for method in cases.METHODS],
+    *[("dense", dict(context=2, tensor=2, context_method=method, recompute="attention"), {}) for method in cases.METHODS],
     ("dense", dict(context=2, tensor=2, recompute="full", context_method="ulysses", recompute_every=3), {}),
     ("latent", dict(tensor=2, context=2, context_method="ulysses", recompute="full"), {}),
     ("latent", dict(tensor=2, context=2, context_method="gather", shard=2), {}),

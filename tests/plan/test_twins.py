@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -15,10 +15,11 @@ from shardwise.plan.cost.job import job_of
 from shardwise.plan.cost.memory import layer_saved
 from shardwise.plan.cost.operations import layer
 from shardwise.plan.cost.parameters import ends_parameters, layer_parameters
+from shardwise.plan.search import bubbles, space
 from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.plan.trainer.saved import saved
 from shardwise.plan.trainer.work import layer_gemms
-from shardwise.run import Run, run_from_dict
+from shardwise.run import LayoutConfig, Run, run_from_dict
 
 LAYOUTS: list[dict[str, Any]] = [
     {}, dict(tensor=2), dict(tensor=4), dict(shard=4), dict(tensor=2, context=2, context_method="ulysses"), dict(shard=2, expert=2),
@@ -71,3 +72,9 @@ def test_a_layer_saves_about_what_its_operations_say(seed: int, layout: dict[str
     moe = bool(run.model.experts)
     # The closed form leaves out rows for experts that are held in two orders, and the heads that Ulysses exchanges.
     assert layer_saved(job_of(run), routed=moe) == pytest.approx(three - two, rel=0.3 if moe else 0.2)
+
+
+def test_the_search_knows_every_schedule_and_every_context_method() -> None:
+    words = get_type_hints(LayoutConfig)
+    assert set(space.SCHEDULES) == set(bubbles._BUBBLES) == set(get_args(words["schedule"]))
+    assert set(space.METHODS) == set(get_args(words["context_method"]))

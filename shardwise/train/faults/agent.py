@@ -29,8 +29,8 @@ from torch.distributed.elastic.agent.server.api import (
 from shardwise.run.config import TrainConfig
 from shardwise.train.faults.goodput import record_event
 from shardwise.train.faults.heartbeat import Heartbeat, explain, heartbeat_path, interval, limit_in, read_heartbeat
-from shardwise.train.faults.monitor import PREEMPTED, SIGNALS, Preempted
 from shardwise.train.faults.ranks import GRACE, MISTAKE, Ranks, describe_exit, environment_of, free_port
+from shardwise.train.faults.stop import PREEMPTED, SIGNALS, Preempted, StopRequest, decided
 
 FIRST_HEARTBEAT = 120.0
 """Seconds within which a rank must have given its first heartbeat."""
@@ -81,20 +81,25 @@ class Agent(SimpleElasticAgent):
         self.code = 1
         self.starts = 0
         self.wait = 0.0
-        self.stop_since: float | None = None  # when this machine was told to stop
-        self.blocked = False  # waiting where only an exception gets out
+        self.stop = StopRequest()
+        self.started = False  # whether there are ranks, which may have something to save
         self.heartbeats: dict[int, tuple[int, float]] = {}  # rank to its last count and when that was first seen
 
     def execute(self) -> int:
         """Run until all is done; gives the exit code."""
         self.out.mkdir(parents=True, exist_ok=True)
-        before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        before = {number: signal.getsignal(number) for number in SIGNALS}
         try:
+            for number in SIGNALS:
+                signal.signal(number, self._on_signal)
             self.run()
         except Preempted:
             self.code = PREEMPTED
+            self._say_stopped()
         finally:
+            self.started = True  # a signal changes nothing any more
             self.ranks.end(0.0)
+            decided()
             for number, handler in before.items():
                 signal.signal(number, handler)
             self._record("end" if self.code in (0, PREEMPTED) else "failed", code=self.code)
@@ -122,14 +127,15 @@ class Agent(SimpleElasticAgent):
         self._record("begin", ranks=world, restart=self.starts > 0)
         self.ranks.start(arguments, environments)
         self.heartbeats = {rank: (0, time.monotonic()) for rank in environments}
-        if self.stop_since is not None:  # the signal came before there was a rank to pass it on to
+        self.started = True
+        if self.stop.wanted:  # the signal came just now
             self.ranks.signal(signal.SIGTERM)
         self.starts += 1
         return {worker.local_rank: self.ranks.pids[worker.global_rank] for worker in workers}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         codes = self.ranks.codes()
-        if PREEMPTED in codes.values() or self.stop_since is not None:
+        if self.stop.wanted or any(code in (PREEMPTED, -signal.SIGTERM, -signal.SIGUSR1) for code in codes.values()):
             return self._preempted()
         failed = self.ranks.failed()
         if failed is not None:
@@ -148,21 +154,11 @@ class Agent(SimpleElasticAgent):
             self._record("end", code=PREEMPTED)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        deadline = time.monotonic() + self.wait
-        while (left := deadline - time.monotonic()) > 0:
-            if self.stop_since is not None:
-                raise Preempted("told to stop between two starts")
-            time.sleep(min(0.1, left))
+        self.started = False
+        if self.stop.wanted:
+            raise Preempted
+        time.sleep(self.wait)
         super()._restart_workers(worker_group)
-
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        self.blocked = True
-        try:
-            if self.stop_since is not None:
-                raise Preempted("told to stop between two starts")
-            super()._rendezvous(worker_group)
-        finally:
-            self.blocked = False
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
         self.ranks.end(0.0)
@@ -170,28 +166,38 @@ class Agent(SimpleElasticAgent):
     # What this machine decides.
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.stop_since is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if self.stop_since is None:
-            self.stop_since = time.monotonic()
+        first = not self.stop.wanted
+        self.stop.note(number, frame)
+        if not self.started:
+            raise Preempted
+        if first:
             self.ranks.signal(signal.SIGTERM)
-        if self.blocked:
-            raise Preempted("told to stop while waiting for other machines")
 
     def _preempted(self) -> RunResult:
-        """All ranks save after the same step and end; those that do not in time are killed."""
-        since = self.stop_since if self.stop_since is not None else time.monotonic()
-        self.ranks.end(max(0.0, since + self.train.save_deadline - time.monotonic()))
+        """All ranks save after the same step and end; those that do not in time are killed. One that ended otherwise has nothing to
+        save, and without it the others cannot."""
+        since = self.stop.since if self.stop.wanted else time.monotonic()
+        if not self.stop.wanted:
+            self.ranks.signal(signal.SIGTERM)
+        deadline = since + self.train.save_deadline
+        while self.ranks.running() and time.monotonic() < deadline:
+            if any(code not in (0, PREEMPTED) for code in self.ranks.codes().values()):
+                deadline = min(deadline, time.monotonic() + GRACE)
+            time.sleep(0.02)
+        self.ranks.end(0.0)
         codes = self.ranks.codes()
         self.code = PREEMPTED if any(codes.values()) else 0
+        for rank, code in codes.items():
+            if code == -signal.SIGKILL and time.monotonic() > since + self.train.save_deadline:
+                print(f"error: rank {rank} {describe_exit(code)}: it had not saved in time", file=sys.stderr)
+        if self.code:
+            self._say_stopped()
+        return self._over()
+
+    def _say_stopped(self) -> None:
         step = self.saved_step()
         saved = f"its last checkpoint is of step {step}" if step >= 0 else "it has no checkpoint yet"
-        for rank, code in codes.items():
-            if code not in (0, PREEMPTED):
-                print(f"error: rank {rank} {describe_exit(code)} while the run was to be saved", file=sys.stderr)
-        if self.code:
-            print(f"told to stop: the run can go on later; {saved}", file=sys.stderr, flush=True)
-        return self._over()
+        print(f"told to stop: the run can go on later; {saved}", file=sys.stderr, flush=True)
 
     def _failed(self, rank: int, code: int, why: str = "") -> RunResult:
         """One rank failed: end the others, report it, and start again or give up."""

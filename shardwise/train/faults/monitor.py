@@ -1,39 +1,28 @@
 """The fault monitor of one rank while it trains: signals to stop, the heartbeat, bad steps, stragglers, and the events from which
 goodput is computed.
 
-SIGTERM, SIGUSR1 (which Slurm sends ahead of the end) and SIGINT ask for a last checkpoint. A signal may reach the command, which
-passes it on, or any one rank. A rank only takes note; the request travels with a sum that every step makes anyway, so all ranks
-end after the same step, save, and exit with code 75, "try again later" in sysexits.h. Where nothing can be saved yet, before the
-first step, or at a second SIGINT, the process ends at once.
+A signal to stop (`stop.py`) may reach the command, which passes it on, or any one rank. A rank that trains only takes note; the
+request travels with a sum that every step makes anyway, so all ranks end after the same step, save, and exit with code 75, "try
+again later" in sysexits.h. Before the first step there is nothing to save, and the process ends at once.
 """
 
 from __future__ import annotations
 
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from shardwise.run import Run, UserError
 from shardwise.train.faults.goodput import Goodput, goodput, read_events, record_event
 from shardwise.train.faults.guard import Guard
 from shardwise.train.faults.heartbeat import HeartbeatThread, group_progress
+from shardwise.train.faults.stop import Preempted, StopRequest, decided
 from shardwise.train.metrics import read_metrics
 from shardwise.train.speed import Stragglers
 from shardwise.train.step import StepResult, TrainState
-
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-PREEMPTED = 75
-"""Exit code of a run that was told to stop and can go on later (EX_TEMPFAIL)."""
-
-
-class Preempted(Exception):
-    """Raised when a run ends because it was told to."""
 
 
 class RollBack(Exception):
@@ -42,33 +31,6 @@ class RollBack(Exception):
     def __init__(self, batch: int, fault: str) -> None:
         super().__init__(fault)
         self.batch = batch
-
-
-class StopRequest:
-    """While it is open, signals are noted: `wanted` is whether one has come, `since` when."""
-
-    def __init__(self) -> None:
-        self.wanted = False
-        self.since = 0.0
-        self.training = False
-        self._before: dict[signal.Signals, object] = {}
-
-    def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.wanted and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if not self.wanted:
-            self.wanted, self.since = True, time.monotonic()
-        if not self.training:
-            raise Preempted("told to stop before the first step")
 
 
 class FaultMonitor:
@@ -84,7 +46,6 @@ class FaultMonitor:
 
     def __enter__(self) -> FaultMonitor:
         self.out.mkdir(parents=True, exist_ok=True)
-        self._open.enter_context(self.stop)
         if self.run.layout.world > 1:  # a single rank waits for nobody
             self._open.enter_context(self.heartbeat)
         if not self.has_agent:
@@ -93,6 +54,8 @@ class FaultMonitor:
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        decided()
+        self.stop.end()
         self._open.__exit__(*exception)
         if not self.has_agent:
             good = exception[0] is None or issubclass(exception[0], Preempted)
@@ -108,13 +71,14 @@ class FaultMonitor:
         self.stragglers = Stragglers(
             self.run.train.compare_every, train_state.device, train_state.dtype, self.run.layout.world, self.rank
         )
-        self.stop.training = True
+        self.stop.begin()
         self.event("training", step=train_state.step)
 
     def detach(self) -> None:
         """Let go of the train state, so that another can have its memory."""
         del self.train_state, self.guard
-        self.heartbeat.actions_done, self.heartbeat.groups, self.stop.training = lambda: 0, list, False
+        self.heartbeat.actions_done, self.heartbeat.groups = lambda: 0, list
+        self.stop.end()
 
     def event(self, what: str, **values: Any) -> None:
         """Record what happened; the first rank does it for all."""

@@ -28,6 +28,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NoReturn
 
+from shardwise.train.faults.stop import SIGNALS
+
 GRACE = 3.0
 """Seconds that ranks have to end by themselves once one has failed."""
 MISTAKE = 2
@@ -74,7 +76,12 @@ def start_fork_server() -> ForkServerContext | SpawnContext:
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # no temporary folder, or its path is too long for a socket
             forkserver.set_forkserver_preload(["shardwise.cli.preload"])
-            forkserver.ensure_running()
+            # Until the server has left the command's group, a signal to the group is not for it: it inherits this mask.
+            masked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            try:
+                forkserver.ensure_running()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, masked)
             return multiprocessing.get_context("forkserver")
     return multiprocessing.get_context("spawn")
 

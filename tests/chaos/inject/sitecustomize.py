@@ -273,7 +273,7 @@ def wrap_step(injector: Injector, module: ModuleType) -> None:
 
 def forked() -> None:
     """In every process that is forked: a rank has imported everything already, and has its environment when its command begins."""
-    command = sys.modules.get("shardwise.cli.main")
+    command = sys.modules.get("shardwise.cli.entry")
     if "CHAOS_FOLDER" not in os.environ or command is None:
         return
     entry = command.entry

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import stops
 from test_guard import losses, make_run
 
 from shardwise.checkpoint.folder import complete
 from shardwise.cli.main import main
 from shardwise.train.faults.goodput import read_events
-from shardwise.train.faults.monitor import PREEMPTED, Preempted
+from shardwise.train.faults.stop import PREEMPTED, Preempted, StopRequest
 from shardwise.train.loop import train
 from shardwise.train.step import TrainState
 
@@ -72,3 +76,63 @@ def test_a_step_that_ends_the_run_is_its_end_even_when_told_to_stop(
     send_before_step(monkeypatch, signal.SIGTERM, 7)
     train(replace(run, train=replace(run.train, steps=8)), tmp_path / "out")
     assert len(losses(tmp_path / "out")) == 8
+
+
+TINY = "[model]\nlayers = 1\nhidden = 16\nheads = 2\nffn = 32\n[train]\nsteps = 2000\nseq_len = 16\nglobal_batch = 4\ndevice = 'cpu'\n"
+
+
+def started(folder: Path, *keys: str) -> subprocess.Popen[str]:
+    (folder / "r.toml").write_text(TINY)
+    command = [sys.executable, "-m", "shardwise", "train", "r.toml", "--out", "out", *keys]
+    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(sys.path))
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True, process_group=0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("group", [False, True])
+def test_a_stop_while_modules_are_imported_is_one_sentence(tmp_path: Path, number: signal.Signals, group: bool) -> None:
+    process = started(tmp_path, "--layout.shard=2")
+    maps, deadline = Path(f"/proc/{process.pid}/maps"), time.monotonic() + 60
+    while "pyexpat" not in maps.read_text() and "_struct" not in maps.read_text():  # Python's own start is over
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    time.sleep(0.2)
+    os.killpg(process.pid, number) if group else process.send_signal(number)
+    _, said = process.communicate(timeout=30)
+    assert (process.returncode, said) == (PREEMPTED, "told to stop before the first step: there is nothing to save\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_while_ranks_start_is_not_lost(tmp_path: Path, number: signal.Signals) -> None:
+    """Ranks exist, and none has come to its first step: some are in the middle of joining a process group."""
+    process = started(tmp_path, "--layout.shard=2")
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "out" / "logs").glob("rank-1.log")):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.002)
+    process.send_signal(number)
+    begun = time.monotonic()
+    out, said = process.communicate(timeout=30)
+    assert time.monotonic() - begun < 10
+    assert process.returncode == PREEMPTED, (out, said)
+    assert said.splitlines()[-1].startswith("told to stop")
+    assert said.count("told to stop") == 1
+    assert "Traceback" not in said
+
+
+def test_a_second_interrupt_does_not_lose_what_was_trained(capfd: pytest.CaptureFixture[str]) -> None:
+    request = StopRequest()
+    request.note(signal.SIGINT, None)
+    request.note(signal.SIGTERM, None)
+    request.note(signal.SIGINT, None)
+    assert "a third Ctrl-C ends the run" in capfd.readouterr().err
+    with pytest.raises(KeyboardInterrupt):
+        request.note(signal.SIGINT, None)
+
+
+@pytest.mark.large("moments that nobody thought of, and that the run goes on from each of them bit for bit")
+def test_stops_at_random_moments(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    outcomes = stops.campaign(tmp_path, 12, request.config.getoption("--seed"), at_once=1)
+    assert not [outcome for outcome in outcomes if outcome.wrong]
