@@ -8,7 +8,7 @@ import os
 os.setsid()
 atexit.register(os._exit, 0)  # at the end of the command, without tearing PyTorch down for seconds
 
-import torch._dynamo  # building a model imports it late
+import torch._dynamo  # otherwise imported when a model is built
 import torch.distributed.fsdp
 
 import shardwise.cli.main

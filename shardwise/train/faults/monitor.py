@@ -2,8 +2,8 @@
 goodput is computed.
 
 SIGTERM, SIGUSR1 (which Slurm sends ahead of the end) and SIGINT ask for a last checkpoint. A signal may reach the command, which
-passes it on, or any one rank. A rank only takes note; the request travels with a sum that every step makes anyway, so all ranks
-end after the same step, save, and exit with code 75, "try again later" in sysexits.h. Where nothing can be saved yet, before the
+passes it on, or any one rank. A rank only sets a flag, which an all-reduce of every step carries anyway, so all ranks end after
+the same step, save, and exit with code 75, "try again later" in sysexits.h. Where nothing can be saved yet, before the
 first step, or at a second SIGINT, the process ends at once.
 """
 
@@ -142,7 +142,7 @@ class FaultMonitor:
         )
 
     def judge(self, loss: float, norm: float, result: StepResult, log: Callable[[str], None]) -> bool:
-        """Act on a finished step by the run's policy; gives whether it was skipped."""
+        """Act on a finished step by the run's policy; returns whether it was skipped."""
         fault = self.guard.note(loss, norm, result.rescaled)
         if fault is None:
             if not result.usable:
