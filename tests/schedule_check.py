@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from shardwise.schedules.actions import KINDS, Action, Schedule, held
+from shardwise.schedules.actions import KINDS, Action, Schedule, saved_activations
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ def check(schedule: Schedule, most: int = 50) -> Report:
     problems += _counts(schedule)
     problems += _order(schedule, listed)
     problems += _deadlock(schedule, listed)
-    in_flight = _whole(held(schedule))
-    until_input = _whole(held(schedule, after_input=[0] * schedule.stages))
+    in_flight = _whole(saved_activations(schedule))
+    until_input = _whole(saved_activations(schedule, after_input=[0] * schedule.stages))
     return Report(
         _bounded(problems, most),
         in_flight,

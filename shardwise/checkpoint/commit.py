@@ -1,5 +1,5 @@
-"""The last steps of a checkpoint, taken by the first rank: every rank's file is there and fits, the manifest is on the disk,
-and one rename makes the checkpoint exist. A crash before it leaves the old state, a crash after it the new one.
+"""The commit of a checkpoint, by the first rank: every rank's file is there and verified, the manifest is on the disk, and
+one rename makes the checkpoint exist. A crash before it leaves the old state, a crash after it the new one.
 
 Ranks report by files, not by messages: a rank that dies sends no message and would leave a collective hanging, while a file
 that does not come is simply waited for until the run itself ends.
@@ -30,16 +30,16 @@ from shardwise.data.tokenizer import Tokenizer
 from shardwise.files import sync, write_atomically
 from shardwise.run import Run, to_dict, to_toml
 
-PAUSE = 0.02  # seconds between looks at the folder
+PAUSE = 0.02  # seconds between polls of the folder
 
 
 class NotSaved(Exception):
-    """A checkpoint that did not come about, and why."""
+    """A checkpoint was not saved; the message says why."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """What the first rank knows of a checkpoint, taken when the copy was."""
+    """What the first rank writes about a checkpoint, taken together with the copy."""
 
     run: Run
     step: int
@@ -48,9 +48,9 @@ class Description:
 
 
 def await_shards(draft: Path, world: int, stop: Event) -> None:
-    """Return when every rank's file is there; raise when one says that it failed, or when `stop` is set."""
+    """Return when every rank's file is there; raise when a rank reports a failure, or when `stop` is set."""
     while True:
-        stopping = stop.is_set()  # looked at first, so that what is there when it is set still counts
+        stopping = stop.is_set()  # read first, so that files that are there when it is set still count
         there = set(os.listdir(draft)) if draft.is_dir() else set()
         failed = [rank for rank in range(world) if failure_file(rank) in there]
         if failed:
@@ -83,7 +83,7 @@ def commit(draft: Path, target: Path, description: Description) -> Manifest:
     read_shards(draft, manifest)  # raises unless all shards are there, and together make up every tensor
     write_atomically(draft / MANIFEST, to_json(manifest).encode())
     sync(draft)
-    if target.exists():  # of a run that went back behind this step and came here again
+    if target.exists():  # of a run that rolled back and reached this step again
         remove(target)
     draft.rename(target)
     return manifest

@@ -39,8 +39,8 @@ def folder_of_step(out: Path, step: int) -> Path:
 
 
 def draft_of_step(out: Path, step: int, attempt: str) -> Path:
-    """Where the checkpoint of a step is written. `attempt` differs each time a run is started, so that what a dead one left
-    behind is never taken for this one's."""
+    """Where the checkpoint of a step is written. `attempt` differs each time a run is started, so that files of a dead
+    run are never taken for this one's."""
     return checkpoints_of(out) / f".step-{step:08d}.{attempt}.partial"
 
 
@@ -85,7 +85,7 @@ def checkpoint_folder(path: str | Path) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Take a checkpoint away: out of sight at once, off the disk after it."""
+    """Remove a checkpoint: rename it first, then delete its files."""
     going = folder if folder.name.startswith(".") else folder.with_name(f".{folder.name}.going")
     if going != folder:
         shutil.rmtree(going, ignore_errors=True)
@@ -95,7 +95,7 @@ def remove(folder: Path) -> None:
 
 
 def clean(out: Path) -> None:
-    """Remove what an earlier run left half-written or half-removed. Only for who holds the folder's lock."""
+    """Remove what an earlier run left half-written or half-removed. Only the holder of the folder's lock may call it."""
     place = checkpoints_of(out)
     for path in place.iterdir() if place.is_dir() else ():
         if _PASSING.fullmatch(path.name):
@@ -113,7 +113,7 @@ def set_aside(folder: Path) -> Path:
 
 def retire(out: Path, keep: int, keep_every: int) -> None:
     """Remove all but the newest `keep` checkpoints and those of every `keep_every`-th step; and damaged ones, once the run has
-    come past them again."""
+    passed their step again."""
     whole = complete(out)
     for folder in whole[:-keep]:
         step = step_of(folder)
@@ -147,7 +147,7 @@ class FolderLock:
         except OSError as e:
             who = _holder(self.handle)
             if e.errno in _NO_LOCKS:
-                self.warning = f"the file system of {out} has no locks; see to it that no other run uses the folder"
+                self.warning = f"the file system of {out} has no locks; make sure that no other run uses the folder"
             else:
                 os.close(self.handle)
                 reason = f"is in use by another run{who}; wait for it to end, or give --out another folder"
@@ -158,7 +158,7 @@ class FolderLock:
         os.pwrite(self.handle, (json.dumps(note) + "\n").encode(), 0)
 
     def release(self) -> None:
-        """Let others have the folder. The file stays: removing it could pull it from under who locks it next."""
+        """Release the folder. The file stays: the next process to lock it may have it open already."""
         os.close(self.handle)
 
 

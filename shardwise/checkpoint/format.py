@@ -1,4 +1,4 @@
-"""The files of a checkpoint: what they say, and whether they still say what was written.
+"""The files of a checkpoint: their content, and whether it is still what was written.
 
 Every rank leaves `rank-00000.safetensors` with its shards under the names of the whole tensors. The header's metadata has, as
 JSON under `shards`, the whole tensor's shape, where the shard lies in it, and a checksum of its bytes. `manifest.json` names
@@ -251,7 +251,7 @@ def check_file(folder: Path, file: str, manifest: Manifest) -> None:
 
 
 def size_and_checksum(path: Path) -> tuple[int, int]:
-    """Of a file of a checkpoint. In a file of shards the checksum is the header's; the shards have their own."""
+    """Size and checksum of a checkpoint's file. In a file of shards the checksum is the header's; the shards have their own."""
     handle = open_plain(path)
     try:
         size = os.fstat(handle).st_size
@@ -264,7 +264,7 @@ def size_and_checksum(path: Path) -> tuple[int, int]:
 
 
 def _checksum_of(handle: int, size: int) -> int:
-    """The checksum of the next so many bytes of a file, or of those that there are."""
+    """The checksum of the next `size` bytes of a file, or of those that are left."""
     crc = 0
     while size and (block := os.read(handle, min(BLOCK, size))):
         crc, size = checksum(block, crc), size - len(block)
@@ -282,7 +282,7 @@ def _own_checksum(content: Mapping[str, Any]) -> int:
 
 
 def open_plain(path: Path) -> int:
-    """A file descriptor for reading: of a file in this very place, not of what a link points to, nor of a pipe or a folder."""
+    """A file descriptor for reading a regular file; links, pipes and folders are refused."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as e:

@@ -1,7 +1,7 @@
 """Whether a run may use a folder: no other run is in it, and its checkpoints are of the same job.
 
-Two runs are the same job, so that one may go on from the other's checkpoint, by the network, the data and its order, and the
-optimizer whose state was saved. The rest may change: the layout, how long to train, learning rates, what is recorded and kept.
+Two runs are the same job, so that one may resume from the other's checkpoint, when they have the same network, data, order of
+data and optimizer. The rest may change: the layout, how long to train, learning rates, what is recorded and kept.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _differences(before: Run, now: Run, keys: dict[str, tuple[str, ...]]) -> lis
 
 
 def check_same_job(checkpoint: Path, run: Run) -> None:
-    """Refuse to go on from a checkpoint of another job, with all that differs."""
+    """Refuse to resume from a checkpoint of another job, and name all that differs."""
     before = read_run(checkpoint / RUN_FILE)
     changed = model_differences(before, run) + _differences(before, run, _FIXED)
     if changed:
@@ -54,7 +54,7 @@ def check_same_data(checkpoint: Path, before: object, now: str) -> None:
 
 
 def check_folder(run: Run, out: Path) -> None:
-    """Raise what forbids a run to use a folder, before any rank starts: it is another's, or in use, or of another job."""
+    """Raise if a run may not use a folder, before any rank starts: it is no run folder, in use, or of another job."""
     _lock(run, out).release()
 
 
@@ -109,12 +109,12 @@ def _lock(run: Run, out: Path) -> FolderLock:
     return lock
 
 
-TEXT = 480  # bytes of a message that travel
+TEXT = 480  # bytes of a message that are sent
 
 
 def gather(mesh: Mesh, text: str = "", numbers: Sequence[int] = ()) -> tuple[str, list[tuple[int, ...]]]:
     """The message of the first rank that has one ("" when none has), and the integers of every rank. All ranks must call it, with
-    equally many integers. They travel as tensors on the host: an `all_gather_object` would unpickle what arrives."""
+    equally many integers. They are sent as tensors on the host: an `all_gather_object` would unpickle what arrives."""
     if mesh.layout.world == 1:
         return text, [tuple(numbers)]
     message = text.encode()[:TEXT].ljust(TEXT, b"\0")

@@ -1,6 +1,6 @@
 """Tensors of a checkpoint, or of a folder of safetensors files, whole or a box of them at a time.
 
-What is asked for is put together from the shards that overlap it. Only the rows of a shard that are needed are read, so reading
+A box is assembled from the shards that overlap it. Only the rows of a shard that are needed are read, so reading
 takes the memory of the result and one block. Nothing here can load a pickle, which could run any code put in it.
 """
 
@@ -66,7 +66,7 @@ class Reader:
         return self.read(name, (index, *(0 for _ in shape[1:])), (1, *shape[1:]))[0]
 
     def read(self, name: str, offset: Sequence[int], size: Sequence[int]) -> Tensor:
-        """A box of a tensor. Shards read as a whole are held against their checksum."""
+        """A box of a tensor. Shards read as a whole are verified by their checksum."""
         if name not in self:
             raise UserError(Problem(f"does not hold {name}", where=str(self.folder)))
         values = torch.empty(tuple(size), dtype=self.shards[name][0].dtype)
@@ -116,7 +116,7 @@ def _read(shard: Shard, start: tuple[int, ...], into: Tensor) -> None:
 
 
 def _blocks(values: Tensor, rows: int) -> list[tuple[Tensor, int]]:
-    """So many rows at a time, and the number of the first of them."""
+    """Blocks of `rows` rows, each with the index of its first row."""
     return [(values[first : first + rows], first) for first in range(0, len(values), rows)]
 
 
@@ -130,7 +130,7 @@ def _fill(handle: int, into: memoryview, begin: int, file: Path) -> None:
 
 
 def open_checkpoint(folder: Path, kind: str = "model/") -> Reader:
-    """The tensors of a checkpoint whose names begin with `kind`, which the names then lack; or those of a folder of weights."""
+    """The tensors of a checkpoint whose names begin with `kind`, without that prefix; or those of a folder of weights."""
     if not (folder / MANIFEST).exists():
         return Reader(folder, find_weights(folder))
     tensors = read_shards(folder, read_manifest(folder))

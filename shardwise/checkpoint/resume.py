@@ -37,7 +37,7 @@ from shardwise.run import Problem, Run, UserError, read_run
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run goes on from, and what was kept beside its counters."""
+    """The checkpoint that a run resumed from, and what was saved beside its counters."""
 
     folder: Path
     step: int
@@ -89,20 +89,20 @@ def _choose(out: Path, mesh: Mesh, log: Callable[[str], None]) -> Path | None:
         reasons.append(problem)
         damaged.append(folder)
     if reasons:
-        hint = f"no checkpoint of {out} verifies; mend them, or remove {checkpoints_of(out)} to begin anew"
+        hint = f"no checkpoint of {out} verifies; repair them, or remove {checkpoints_of(out)} to begin anew"
         raise UserError(*reasons, hint)
     return None
 
 
 def _next_step(candidates: list[Path]) -> int:
-    """The newest of the checkpoints not yet looked at, -1 when there is none."""
+    """The step of the newest checkpoint not yet verified, -1 when there is none."""
     step = step_of(candidates.pop()) if candidates else None
     return -1 if step is None else step
 
 
 def check_weights(run: Run, out: Path) -> None:
-    """Raise what is wrong with the weights that a run starts from, before any rank starts. One that has checkpoints of its own
-    goes on from those, and the weights may be gone."""
+    """Raise what is wrong with the weights that a run starts from, before any rank starts. A run with checkpoints resumes from
+    those, and does not need the weights any more."""
     if run.train.weights and not complete(out):
         open_weights(checkpoint_folder(run.train.weights), run.model)
 
@@ -125,9 +125,9 @@ def load_weights(state: State, tokenizer: Tokenizer, log: Callable[[str], None])
 
 @torch.no_grad()
 def _load_model(state: State, reader: Reader, prefix: str = "") -> None:
-    for held in state.parallel.parameters:
-        where = local_box(held, state.mesh)
-        local(held.parameter).copy_(reader.read(prefix + held.name, where.offset, where.size))
+    for each in state.parallel.parameters:
+        where = local_box(each, state.mesh)
+        local(each.parameter).copy_(reader.read(prefix + each.name, where.offset, where.size))
     for name, buffer in buffers(state):
         buffer.copy_(reader.read(prefix + name, (0,) * buffer.ndim, buffer.shape))
 
@@ -141,13 +141,13 @@ def _load(state: State, reader: Reader) -> None:
         if name.startswith("optimizer/"):
             parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
             keys.setdefault(parameter, []).append(key)
-    for n, held in enumerate(state.parallel.parameters):
-        where, values = local_box(held, state.mesh), {}
-        for key in keys.get(held.name, ()):
-            name = f"optimizer/{held.name}/{key}"
+    for n, each in enumerate(state.parallel.parameters):
+        where, values = local_box(each, state.mesh), {}
+        for key in keys.get(each.name, ()):
+            name = f"optimizer/{each.name}/{key}"
             if reader.shape(name):
-                values[key] = reader.read(name, where.offset, where.size).to(held.parameter.dtype)
-            else:  # one number for the whole parameter
+                values[key] = reader.read(name, where.offset, where.size).to(each.parameter.dtype)
+            else:  # a scalar of the whole parameter
                 values[key] = reader.get(name)
         if values:
             state.optimizer.set_state(n, values)

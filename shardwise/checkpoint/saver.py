@@ -2,8 +2,8 @@
 
 Every rank writes its copy; the first rank commits, and removes what `train.keep` does not keep. A checkpoint that fails is
 logged and leaves those before it as they are; training goes on, and only the last one of a run must succeed. The next one waits
-for the one before. Whatever ranks must agree on they gather here, in the thread that trains: collectives of another thread
-would fall between those of the training, in another order on every rank.
+for the one before. What ranks must agree on they gather in the training thread: collectives of another thread would
+interleave with those of the training, in another order on every rank.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Pending:
     began: float
     problem: str = ""
     written: Event = field(default_factory=Event)  # this rank's shards are on the disk, or have failed
-    stop: Event = field(default_factory=Event)  # wait for no other rank any more
+    stop: Event = field(default_factory=Event)  # do not wait for other ranks any longer
 
 
 class Saver:
@@ -58,7 +58,7 @@ class Saver:
         self.out, self.mesh, self.log = out, mesh, log
         self.tokenizer, self.fingerprint = tokenizer, fingerprint
         self.staging = Staging()
-        self.problem = ""  # why the last checkpoint did not come about; "" when it did
+        self.problem = ""  # why the last checkpoint was not saved; "" when it was
         self.attempt, _ = gather(mesh, secrets.token_hex(4) if mesh.rank == 0 else "")
         self._pending: _Pending | None = None
         self._thread: Thread | None = None
@@ -101,7 +101,7 @@ class Saver:
         self._thread.start()
 
     def finish(self) -> str:
-        """Wait for the checkpoint being written; gives why the last one did not come about, or "". The same on all ranks."""
+        """Wait for the checkpoint being written; returns why the last one was not saved, or "". The same on all ranks."""
         self._settle()
         self.problem, _ = gather(self.mesh, self.problem if self.mesh.rank == 0 else "")
         return self.problem
@@ -125,7 +125,7 @@ class Saver:
             failed, every = gather(self.mesh, pending.problem, [written])
             everyone = all(written for (written,) in every)
         if failed:
-            pending.stop.set()  # the rank that failed may not even have been able to say so in a file
+            pending.stop.set()  # the rank that failed may not have been able to write its file of the failure
         thread.join()
         self.problem = pending.problem
         if self.problem and self.mesh.rank == 0:

@@ -2,7 +2,7 @@
 
 `model/NAME` are parameters and buffers, `optimizer/NAME/KEY` the optimizer's state of each parameter, `random/RANK/DEVICE` the
 random generators. What several ranks hold is written by one of them, or by all in equal shares where it is large. Training
-waits until the shards are copied aside, and for nothing else; the copy is made in memory taken once.
+waits until the shards are copied aside, and for nothing else; the copy is made in memory allocated once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SMALLEST = 1 << 20  # bytes; a shard is divided among the ranks that hold it dow
 
 
 class OptimizerState(Protocol):
-    """The optimizer's tensors, by the number of their parameter."""
+    """The optimizer's tensors, by the index of their parameter."""
 
     def state_of(self, index: int) -> dict[str, Tensor]: ...
 
@@ -68,26 +68,26 @@ def local_shards(state: State, smallest: int = SMALLEST) -> list[LocalShard]:
 
 def _shards(state: State, smallest: int) -> Iterator[LocalShard]:
     mesh = state.mesh
-    for n, held in enumerate(state.parallel.parameters):
-        if held.copy_of_other_stage:
+    for n, each in enumerate(state.parallel.parameters):
+        if each.copy_of_other_stage:
             continue
-        offset, (replicas, which) = local_box(held, mesh).offset, replica_index(held, mesh)
-        tensors = [(f"model/{held.name}", local(held.parameter.detach()))]
-        tensors += [(f"optimizer/{held.name}/{key}", v) for key, v in sorted(state.optimizer.state_of(n).items())]
-        # Which replica writes follows from the parameter's number, the same on all of them.
-        for turn, (name, values) in enumerate(tensors, start=n):
-            if values.ndim == 0:  # one number for the whole parameter, such as AdamW's count of steps
-                if holds_first_slice(held, mesh) and turn % replicas == which:
+        offset, (replicas, replica) = local_box(each, mesh).offset, replica_index(each, mesh)
+        tensors = [(f"model/{each.name}", local(each.parameter.detach()))]
+        tensors += [(f"optimizer/{each.name}/{key}", v) for key, v in sorted(state.optimizer.state_of(n).items())]
+        # Which replica writes follows from the index of the parameter, the same on all of them.
+        for index, (name, values) in enumerate(tensors, start=n):
+            if values.ndim == 0:  # a scalar of the whole parameter, such as AdamW's count of steps
+                if holds_first_slice(each, mesh) and index % replicas == replica:
                     yield LocalShard(name, (), (), values)
                 continue
             shares = min(replicas, max(1, values.nbytes // smallest), values.shape[0] or 1)
-            share = (which - turn) % replicas
+            share = (replica - index) % replicas
             if share < shares:
                 start, stop = shard_bounds(values.shape[0], shares, share)
-                yield LocalShard(name, held.whole, (offset[0] + start, *offset[1:]), values[start:stop])
-    ranks, which = stage_replica_index(mesh)
-    for turn, (name, buffer) in enumerate(buffers(state)):
-        if turn % ranks == which:
+                yield LocalShard(name, each.whole, (offset[0] + start, *offset[1:]), values[start:stop])
+    replicas, replica = stage_replica_index(mesh)
+    for index, (name, buffer) in enumerate(buffers(state)):
+        if index % replicas == replica:
             yield _whole(f"model/{name}", buffer)
     for device, generator in random_states(state):
         yield _whole(f"random/{mesh.rank}/{device}", generator)
@@ -114,10 +114,10 @@ def random_states(state: State) -> Iterator[tuple[str, Tensor]]:
 
 
 class Staging:
-    """Memory for one copy of what this rank writes, taken at the first checkpoint and used by all later ones.
+    """Memory for one copy of what this rank writes, allocated at the first checkpoint and reused by all later ones.
 
     From a GPU the copies run side by side into pinned memory, and one wait at the end is enough. In a CPU's memory a few
-    threads take an equal share of the bytes each and meet once: PyTorch's own copies would meet after every tensor, which on a
+    threads take an equal share of the bytes each and join once: PyTorch's own copies would join after every tensor, which on a
     busy machine costs many times the copying.
     """
 
@@ -127,13 +127,13 @@ class Staging:
         self._unpin: Callable[[], object] = lambda: None
 
     def _allocate(self, size: int, pinned: bool) -> None:
-        """Exactly so many bytes; PyTorch's own pinned memory comes in powers of two."""
+        """Exactly `size` bytes; PyTorch's own pinned memory comes in powers of two."""
         self._unpin()
-        self.block = torch.empty(0, dtype=torch.uint8)  # lets the old one go first
+        self.block = torch.empty(0, dtype=torch.uint8)  # frees the old one first
         self.block = torch.empty(size, dtype=torch.uint8)
-        # Refused, the copies are slower and as good.
+        # If it is refused, copies are only slower.
         self.pinned = pinned and int(torch.cuda.cudart().cudaHostRegister(self.block.data_ptr(), size, 0)) == 0
-        if self.pinned:  # also when nobody saves any more: who is given this memory next may want to pin it
+        if self.pinned:  # also after the last save: the next owner of this memory may want to pin it
             self._unpin = weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, self.block.data_ptr())
 
     def copy(self, shards: Sequence[LocalShard]) -> Tensor:

@@ -25,7 +25,7 @@ from shardwise.checkpoint.format import BLOCK, DTYPES, LocalShard, checksum, sha
 from shardwise.files import sync, write_atomically
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-FLUSH = 1 << 26  # bytes written before they are sent on to the disk
+FLUSH = 1 << 26  # bytes written between two flushes to the disk
 FILE_BYTES = 5_000_000_000  # the customary size of a shard on the Hugging Face hub
 
 
@@ -40,7 +40,7 @@ def write_shards(draft: Path, rank: int, shards: Sequence[LocalShard], staged: T
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
     handle = os.open(writing, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        # Checksums are computed beside the writing; both leave Python's lock to the training.
+        # Checksums are computed while writing; both release the GIL for the training.
         with ThreadPoolExecutor(1, "checksums") as beside:
             sums = [beside.submit(checksum, data[a:b]) for a, b in pairwise(begins)]
             os.lseek(handle, len(_shards_header(shards, [0] * len(shards))), os.SEEK_SET)
@@ -78,8 +78,7 @@ def _header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadat
 
 
 def _write(handle: int, data: memoryview) -> None:
-    """Write, and send what is written on to the disk at once, beside the writing: left to the end, the disk would stand idle until
-    then."""
+    """Write, and flush to the disk in parallel: flushed only at the end, the disk would be idle until then."""
     flushing: Future[None] | None = None
     with ThreadPoolExecutor(1, "flush") as beside:
         done, sent = 0, 0
@@ -92,13 +91,13 @@ def _write(handle: int, data: memoryview) -> None:
 
 
 def failure_file(rank: int) -> str:
-    """Where a rank says why it could not write its shards."""
+    """Where a rank records why it could not write its shards."""
     return f"rank-{rank:05d}.failed"
 
 
 def report_failure(draft: Path, rank: int, reason: str) -> None:
-    """Give the disk back what was written of the shards, and say why, as far as the disk still lets us. The rank that commits
-    then stops waiting."""
+    """Delete the partial file and record the reason, as far as the disk still allows it. The rank that commits then stops
+    waiting."""
     try:
         _writing(draft, rank).unlink(missing_ok=True)
         write_atomically(draft / failure_file(rank), reason.encode())
@@ -108,8 +107,8 @@ def report_failure(draft: Path, rank: int, reason: str) -> None:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to be written: what it is, known beforehand, and its data, made when its turn comes as chunks that follow each other
-    along the first dimension. A chunk of another dtype is cast."""
+    """A tensor to be written: what it is, known beforehand, and its data, generated when it is written, as consecutive chunks along
+    the first dimension. A chunk of another dtype is cast."""
 
     name: str
     dtype: torch.dtype
@@ -125,8 +124,8 @@ class Entry:
 def write_weights(
     folder: Path, entries: Iterable[Entry], file_bytes: int = FILE_BYTES, progress: Callable[[int], None] | None = None
 ) -> int:
-    """Write `model.safetensors`, or numbered files of at most `file_bytes` (or one larger tensor) and their index; gives the bytes
-    of all tensors. `progress` is given the bytes of every chunk written."""
+    """Write `model.safetensors`, or numbered files of at most `file_bytes` (or one larger tensor) and their index; returns the
+    bytes of all tensors. `progress` is called with the bytes of every chunk written."""
     files: list[list[Entry]] = []
     left = 0
     for entry in entries:

@@ -32,7 +32,7 @@ COLUMNS = ("size(B)", "count", "type", "redop", "time(us)", "algbw(GB/s)", "busb
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What follows the verb."""
+    """Declare the arguments of the verb."""
     parser.add_argument("--out", metavar="FILE", default="hardware-profile.json", help="default: hardware-profile.json")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--ranks", type=int, metavar="N", help="also measure collectives over N ranks of this machine")
@@ -56,9 +56,9 @@ def execute(args: argparse.Namespace) -> int:
         return _as_rank(args, environment)
     profile = _kernels(args) if args.only != "collectives" else None
     if (args.ranks or 1) > 1:
-        from shardwise.measure.bench import described
+        from shardwise.measure.bench import empty_profile
 
-        profile = replace(profile or described(_device(args)), collective=_collectives(args))
+        profile = replace(profile or empty_profile(_device(args)), collective=_collectives(args))
     assert profile is not None
     _finish(args, profile)
     return 0
@@ -130,7 +130,7 @@ def _collectives(args: argparse.Namespace) -> tuple[dict[str, Any], ...]:
 
 def _as_rank(args: argparse.Namespace, environment: RankEnvironment) -> int:
     """One of the ranks that torchrun, Slurm or this command started; the first measures the kernels, writes and prints."""
-    from shardwise.measure.bench import described
+    from shardwise.measure.bench import empty_profile
     from shardwise.measure.bench_collectives import collective_points
     from shardwise.train import launch
 
@@ -140,7 +140,7 @@ def _as_rank(args: argparse.Namespace, environment: RankEnvironment) -> int:
         import torch.distributed as dist
 
         device = _device(args)
-        profile = described(device)
+        profile = empty_profile(device)
         if first and args.only != "collectives":
             profile = _kernels(args)
         if args.only != "kernels":

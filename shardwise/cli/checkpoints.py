@@ -17,7 +17,7 @@ HELP = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What follows the verb."""
+    """Declare the arguments of the verb."""
     parser.add_argument("folder", metavar="DIR", type=Path, help="a run folder, or a checkpoint")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

@@ -12,7 +12,7 @@ HELP = "Print the resolved run as TOML, or with --schema every key with its type
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What follows the verb."""
+    """Declare the arguments of the verb."""
     parser.add_argument("run", nargs="?", help="the run, a TOML file")
     parser.add_argument("--schema", action="store_true", help="list every key instead")
     parser.add_argument("--json", action="store_true", help="as JSON")

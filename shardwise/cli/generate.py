@@ -13,7 +13,7 @@ HELP = "Continue one or several prompts with a checkpoint, or with the newest ch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What follows the verb."""
+    """Declare the arguments of the verb."""
     parser.add_argument("checkpoint", type=Path, help="a checkpoint or a run folder")
     parser.add_argument("--prompt", action="append", required=True, help="text to continue; several make a batch")
     parser.add_argument("--max-tokens", type=int, default=100, help="maximum of new tokens for each prompt (100)")

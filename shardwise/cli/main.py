@@ -82,7 +82,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """Run one command and give its exit code; mistakes are raised as `UserError`."""
+    """Run one command and return its exit code; mistakes are raised as `UserError`."""
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(overview())
         return 0
@@ -118,12 +118,12 @@ def _memory(error: Exception) -> str | None:
     if not full and "can't allocate memory" not in str(error):
         return None
     found = re.search(r"(?:allocate|Unable to allocate) ([\d.]+ \w+)", str(error))
-    much = f" for another {found[1]}" if found else ""
-    return f"memory is full{much}; `shardwise plan` shows what a run needs and which layouts fit"
+    amount = f" for another {found[1]}" if found else ""
+    return f"memory is full{amount}; `shardwise plan` shows what a run needs and which layouts fit"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command; prints mistakes as sentences and gives the exit code: 0 good, 2 the user's mistake."""
+    """Run one command; print mistakes as sentences and return the exit code: 0 for success, 2 for a user's mistake."""
     try:
         return run_command(arguments)
     except UserError as e:
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except UnicodeEncodeError as e:
-        print(f"error: {e.object[e.start : e.end]!a} is no text that can be encoded as {e.encoding}", file=sys.stderr)
+        print(f"error: {e.object[e.start : e.end]!a} cannot be encoded as {e.encoding}", file=sys.stderr)
         return 2
     except OSError as e:
         where = f"{e.filename}: " if e.filename else ""
@@ -152,7 +152,7 @@ def main(arguments: Sequence[str]) -> int:
         if message is None:
             raise
         print(f"error: {message}", file=sys.stderr)
-        # A rank may have better luck when it is started anew: other programs come and go.
+        # A restarted rank may find enough memory: other programs come and go.
         return 1 if "SHARDWISE_AGENT" in os.environ else 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

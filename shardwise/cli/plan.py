@@ -25,7 +25,7 @@ SHOWN_MICROBATCHES = 24
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What follows the verb."""
+    """Declare the arguments of the verb."""
     parser.add_argument("run", nargs="?", help="the run, a TOML file")
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument(

@@ -19,7 +19,7 @@ for stream in (1, 2):
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 atexit.register(os._exit, 0)  # at the end of the command, without tearing PyTorch down for seconds
 
-import torch._dynamo  # building a model imports it late
+import torch._dynamo  # otherwise imported when a model is built
 import torch.distributed.fsdp
 
 import shardwise.cli.entry

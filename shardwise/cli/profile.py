@@ -20,7 +20,7 @@ that `shardwise trace` explains. --modules also counts FLOPs, memory and time by
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What follows the verb."""
+    """Declare the arguments of the verb."""
     parser.add_argument("run", help="the run, a TOML file; override it with --section.key=value")
     parser.add_argument("--out", type=Path, metavar="DIR", help="the profile's folder (default: runs/NAME/profile)")
     parser.add_argument("--steps", type=int, default=3, help="steps to record (default 3)")
@@ -52,7 +52,7 @@ def execute(args: argparse.Namespace) -> int:
         prepare_folder(folder)
         # Also for a single rank, so that the profiler's own messages go to a log.
         return launch.start_local(_rank_arguments(args, folder), run.layout.world, folder / "logs")
-    return _joined(run, args, folder, environment, ranks)
+    return _as_rank(run, args, folder, environment, ranks)
 
 
 def chosen_ranks(text: str | None, world: int) -> tuple[int, ...] | None:
@@ -79,7 +79,7 @@ def _rank_arguments(args: argparse.Namespace, folder: Path) -> list[str]:
     return words + [f"--{override}" for override in args.overrides]
 
 
-def _joined(
+def _as_rank(
     run: Run, args: argparse.Namespace, folder: Path, environment: RankEnvironment, ranks: tuple[int, ...] | None
 ) -> int:
     from shardwise.measure.profile import Recording, prepare_folder, record

@@ -24,7 +24,7 @@ files, folders, any subset of a job's ranks. docs/tracing.md explains every numb
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What follows the verb."""
+    """Declare the arguments of the verb."""
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="profiles, or folders that hold them")
     parser.add_argument("--json", action="store_true", help="for programs: every answer, times in nanoseconds")
     parser.add_argument(
@@ -33,11 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to-step", type=int, metavar="N", help="last profiler step to look at")
     parser.add_argument("--all-events", action="store_true", help="look at the whole file, whatever its steps")
     parser.add_argument(
-        "--cache", type=Path, metavar="DIR", help="where what was read is kept (default: the user's cache folder)"
+        "--cache", type=Path, metavar="DIR", help="cache of parsed profiles (default: in the user's cache folder)"
     )
-    parser.add_argument("--no-cache", action="store_true", help="read the files themselves, and keep nothing")
+    parser.add_argument("--no-cache", action="store_true", help="neither read nor write the cache")
     parser.add_argument(
-        "--against", metavar="WHAT", help="compare with: plan (kept beside), a run or its plan, or another profile"
+        "--against",
+        metavar="WHAT",
+        help="compare with: plan (of the recorded run), a run or its plan, or another profile",
     )
     parser.add_argument(
         "--fail-above", type=float, metavar="PERCENT", help="exit code 1 when the step is slower than --against by more"

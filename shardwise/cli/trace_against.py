@@ -1,6 +1,6 @@
 """`shardwise trace --against`: a profile compared with its plan or with another profile, and the gate for continuous integration.
 
-The word `plan` means the run that `shardwise profile` kept beside the traces; a run (TOML) or the output of `shardwise plan
+The word `plan` means the run that `shardwise profile` stored with the traces; a run (TOML) or the output of `shardwise plan
 --json` is a plan; anything else is another profile, recorded before.
 """
 
@@ -30,7 +30,7 @@ class Comparison:
     names: tuple[str, str]
     differences: tuple[Difference, ...]
     before: float
-    """Seconds of a step of the other."""
+    """Seconds of a step of the plan or the other profile."""
     after: float
     """Seconds of a step of the profile."""
     kernels: tuple[KernelChange, ...] = ()
@@ -60,7 +60,7 @@ def compare_with(args: argparse.Namespace, answers: Explanation) -> Comparison:
         return _with_run(_run_beside(args.paths), answers)
     path = Path(args.against)
     if not path.exists():
-        raise UserError(Problem(f"{path} is not there; give a plan, a run or a profile, or the word plan", "--against"))
+        raise UserError(Problem(f"{path} does not exist; give a plan, a run, a profile, or the word plan", "--against"))
     if path.suffix == ".toml":
         return _with_run(read_run(path, []), answers)
     planned = _read_plan(path)
@@ -68,7 +68,7 @@ def compare_with(args: argparse.Namespace, answers: Explanation) -> Comparison:
 
 
 def _run_beside(paths: list[Path]) -> Run:
-    """The run that was kept with the profiles."""
+    """The run stored with the profiles."""
     for path in paths:
         for folder in (path, *path.parents[:2]):
             if (folder / "run.toml").is_file():
@@ -77,7 +77,7 @@ def _run_beside(paths: list[Path]) -> Run:
 
 
 def planned_timeline(paths: list[Path]) -> Timeline | None:
-    """The predicted timeline of the run that was kept with the profiles; None when there is none."""
+    """The predicted timeline of the run stored with the profiles; None when there is none."""
     from shardwise.plan.plan import plan
     from shardwise.plan.time.timeline import timeline
 

@@ -101,9 +101,9 @@ def _progress_bar() -> Iterator[Callable[[int, int], None] | None]:
 
 
 SPANS = 90_000
-"""Spans of the timeline of all ranks, about."""
+"""About how many spans the timeline of all ranks has."""
 CLOSE_UP = 60_000
-"""Kernels of a close-up, about: what a page can carry."""
+"""About how many kernels a close-up has, so that a page stays usable."""
 
 
 def write_page(explained: Explained, comparison: Comparison | None, path: str, within: float) -> None:

@@ -18,7 +18,7 @@ HELP = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What follows the verb."""
+    """Declare the arguments of the verb."""
     parser.add_argument("run", help="the run, a TOML file; override it with --section.key=value")
     parser.add_argument("--out", type=Path, help="the run folder (default: runs/NAME)")
 
@@ -46,7 +46,7 @@ def execute(args: argparse.Namespace) -> int:
         check(run, out)
         overrides = [f"--{override}" for override in args.overrides]
         return launch.start_ranks(run, out, ["train", args.run, "--out", str(out), *overrides])
-    if environment is None and run.layout.offload:  # `fully_shard` wants a process group, be it of one rank
+    if environment is None and run.layout.offload:  # `fully_shard` needs a process group, even for one rank
         environment = launch.RankEnvironment(0, 1, 0, "127.0.0.1", free_port())
     has_agent = environment is not None and environment.has_agent
     if environment is not None and (environment.world_size > 1 or run.layout.offload):

@@ -22,7 +22,7 @@ KINDS = ("training", "layer", "inference")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What follows the verb."""
+    """Declare the arguments of the verb."""
     parser.add_argument("rows", nargs="*", help="JSON files, each a list of rows (see docs/validation.md)")
     parser.add_argument("--json", action="store_true", help="for programs: every row and the summaries")
     parser.add_argument(

@@ -22,7 +22,7 @@ owner, the schedule, time. --dry runs one rank of a job of any size here, withou
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What follows the verb."""
+    """Declare the arguments of the verb."""
     parser.add_argument("run", help="the run, a TOML file")
     parser.add_argument("--dry", action="store_true", help="one rank, with tensors and communication without data")
     parser.add_argument("--rank", type=at_least(0), help="dry: which rank (default 0)")
@@ -60,10 +60,10 @@ def execute(args: argparse.Namespace) -> int:
     if environment is None and run.layout.world > 1:
         logs = Path(tempfile.mkdtemp(prefix="shardwise-verify-"))
         code = launch.start_local(_rank_arguments(args), run.layout.world, logs)
-        if code != 1:  # a failure's message names them
+        if code != 1:  # the message of a failure names the logs
             shutil.rmtree(logs, ignore_errors=True)
         return 1 if code == launch.ANSWER else code
-    return _joined(run, args, environment)
+    return _as_rank(run, args, environment)
 
 
 def _rank_arguments(args: argparse.Namespace) -> list[str]:
@@ -75,7 +75,7 @@ def _rank_arguments(args: argparse.Namespace) -> list[str]:
     return words + (["--html", args.html] if args.html else [])
 
 
-def _joined(run: Run, args: argparse.Namespace, environment: object) -> int:
+def _as_rank(run: Run, args: argparse.Namespace, environment: object) -> int:
     import torch.distributed as dist
 
     from shardwise.measure.verify import verify_rank

@@ -52,8 +52,8 @@ class Samples:
     """Samples numbered 0, 1, 2, … without end; each `count` of them are one epoch.
 
     Shuffled, an epoch without weights visits every window of every set once, in an order of its own. With weights, sets are
-    drawn by their share and each set has its own epochs. Not shuffled, windows come in order, the sets in turn, so that the
-    first few samples represent all of them.
+    drawn by their share and each set has its own epochs. Not shuffled, windows come in order, round-robin over the sets, so
+    that the first few samples represent all of them.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Samples:
         return int(self._counts.sum())
 
     def take(self, indices: ArrayLike) -> Batch:
-        """The samples of these numbers."""
+        """The samples with these indices."""
         numbers = np.asarray(indices, dtype=np.int64).ravel()
         if numbers.size and (numbers.min() < 0 or not self.count):
             raise IndexError(f"there is no sample {numbers.min()} among {self.count}")
@@ -107,37 +107,36 @@ class Samples:
     def _find(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The part each sample is in, and its window there."""
         if not self.shuffled:
-            return self._by_turns(numbers % self.count)
+            return self._round_robin(numbers % self.count)
         if not self.weights:
             epoch, place = numbers // self.count, numbers % self.count
             place = permute(place, self.count, key_of(self.seed, _ORDER, epoch))
             chosen = np.searchsorted(self._ends, place, side="right")
             return chosen, place - (self._ends - self._counts)[chosen]
-        chosen, rank = mixture(numbers, self.weights, int(key_of(self.seed, _MIXTURE)[0]))
-        window = np.empty_like(rank)
+        chosen, index = mixture(numbers, self.weights, int(key_of(self.seed, _MIXTURE)[0]))
+        window = np.empty_like(index)
         for part in np.unique(chosen).tolist():
             mine = chosen == part
-            epoch, place = rank[mine] // self._counts[part], rank[mine] % self._counts[part]
+            epoch, place = index[mine] // self._counts[part], index[mine] % self._counts[part]
             window[mine] = permute(place, int(self._counts[part]), key_of(self.seed, _ORDER, part, epoch))
         return chosen, window
 
-    def _by_turns(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Sample numbers dealt to the parts in turn; a part that has no more is skipped."""
+    def _round_robin(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The part and window of each sample, round-robin over the parts; an exhausted part is skipped."""
         chosen, window = np.empty_like(numbers), np.empty_like(numbers)
-        dealt = below = 0  # samples, and windows of each part, dealt in earlier rounds
+        taken = below = 0  # samples, and windows of each part, in earlier rounds
         for size in np.unique(self._counts[self._counts > 0]).tolist():
-            players = np.flatnonzero(self._counts >= size)
-            stop = dealt + (size - below) * len(players)
-            mine = (numbers >= dealt) & (numbers < stop)
-            turn, seat = np.divmod(numbers[mine] - dealt, len(players))
-            chosen[mine], window[mine] = players[seat], below + turn
-            dealt, below = stop, size
+            parts = np.flatnonzero(self._counts >= size)
+            stop = taken + (size - below) * len(parts)
+            mine = (numbers >= taken) & (numbers < stop)
+            row, column = np.divmod(numbers[mine] - taken, len(parts))
+            chosen[mine], window[mine] = parts[column], below + row
+            taken, below = stop, size
         return chosen, window
 
 
 def _inside_documents(ends: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For a window in which documents end at `ends`: the position of each token in its document, and the
-    document."""
+    """The position of each token in its document, and the document, for a window in which documents end at `ends`."""
     places = np.arange(length)
     document = np.searchsorted(ends, places, side="right")
     return places - np.concatenate([[0], ends])[document], document

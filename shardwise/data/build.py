@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.data.encode import Done, Job, PartFiles, run_units
+from shardwise.data.encode import Job, UnitFiles, UnitResult, run_units
 from shardwise.data.inputs import Unit, find_inputs, refuse_changed, split_into_units
 from shardwise.data.plan import WORK, locked, make_plan, prepare
 from shardwise.data.shards import DTYPES, ENDS, SHARD_TOKENS, Index, ShardWriter, read_index
@@ -26,7 +26,7 @@ from shardwise.run.problems import Problem, UserError
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a build is. Bytes of input are known from the start, so they measure the way."""
+    """How far a build is, in bytes of input, whose total is known from the start."""
 
     total: int
     before: int  # bytes that an earlier, interrupted build had done
@@ -73,8 +73,8 @@ def build(
                     folder, read_index(folder), time.monotonic() - begun, len(units), len(units), already=True
                 )
             with ShardWriter(folder, job.tokenizer, shard_tokens) as writer:
-                joining = _Joining(job, writer, units)
-                todo = joining.missing()
+                joiner = _Joiner(job, writer, units)
+                todo = joiner.missing()
                 before = _bytes(units) - _bytes(todo)
                 started = time.monotonic()
 
@@ -82,10 +82,10 @@ def build(
                     progress(Progress(_bytes(units), before, done, tokens, time.monotonic() - started))
 
                 report(before, 0)
-                joining.advance()
-                run_units(job, todo, workers or _cores(), before, report, joining.add)
+                joiner.advance()
+                run_units(job, todo, workers or _cores(), before, report, joiner.add)
                 refuse_changed(job.inputs)
-                index = joining.finish([str(name) for name in inputs])
+                index = joiner.finish([str(name) for name in inputs])
             shutil.rmtree(folder / WORK, ignore_errors=True)
         except OSError as e:
             message = f"cannot be written: {e.strerror or e}; finished work is kept for the same command"
@@ -123,7 +123,7 @@ def _job(
 
 
 def _bytes(units: Sequence[Unit]) -> int:
-    return sum(piece.bytes for unit in units for piece in unit.pieces)
+    return sum(chunk.bytes for unit in units for chunk in unit.chunks)
 
 
 def _cores() -> int:
@@ -145,7 +145,7 @@ def _one_thread_a_process() -> Iterator[None]:
             os.environ[name] = before
 
 
-class _Joining:
+class _Joiner:
     """Joins the outputs of units, in order, as soon as they are ready. Outputs that are in a finished shard are removed, so the
     work folder stays small."""
 
@@ -153,7 +153,7 @@ class _Joining:
         self.job = job
         self.writer = writer
         self.units = units
-        self.done: dict[int, Done] = {}
+        self.done: dict[int, UnitResult] = {}
         self._next = 0
         self._offset = 0  # tokens in units before the next
         self._written = writer.finished
@@ -164,7 +164,7 @@ class _Joining:
         itemsize = DTYPES[self.writer.dtype].itemsize
         behind = 0  # tokens before a unit, as long as every unit before it is done
         for unit in self.units:
-            files = PartFiles(self.job.folder, unit.number)
+            files = UnitFiles(self.job.folder, unit.number)
             done = files.done()
             if done is None:
                 behind = -1
@@ -180,14 +180,14 @@ class _Joining:
     def missing(self) -> list[Unit]:
         return [unit for unit in self.units if unit.number not in self.done]
 
-    def add(self, unit: Unit, done: Done) -> None:
+    def add(self, unit: Unit, done: UnitResult) -> None:
         self.done[unit.number] = done
         self.advance()
 
     def advance(self) -> None:
         """Write every unit that is next in order."""
         while done := self.done.get(self._next):
-            files = PartFiles(self.job.folder, self._next)
+            files = UnitFiles(self.job.folder, self._next)
             stop = self._offset + done.tokens
             if stop > self._written:
                 tokens = np.memmap(files.tokens, dtype=DTYPES[self.writer.dtype], mode="r", shape=(done.tokens,))
@@ -214,7 +214,7 @@ class _Joining:
     def _ends(self) -> Iterator[NDArray[Any]]:
         offset = 0
         for unit in self.units:
-            yield np.fromfile(PartFiles(self.job.folder, unit.number).ends, dtype=ENDS) + np.uint64(offset)
+            yield np.fromfile(UnitFiles(self.job.folder, unit.number).ends, dtype=ENDS) + np.uint64(offset)
             offset += self.done[unit.number].tokens
 
 

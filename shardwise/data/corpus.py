@@ -33,7 +33,7 @@ _OTHER_FOLDERS = {
     "pydoc_data",
 }
 _OTHER_PREFIXES = ("config-", "_sysconfig")
-# Digits among the characters of a file: tables of numbers have more, code has a few in a hundred.
+# Largest share of digits in a file: code has a few percent, tables of numbers more.
 _MOST_DIGITS = 0.08
 _DIGITS, _SPACES = b"0123456789", b" \t\r\n\f"
 
@@ -77,14 +77,14 @@ def _is_data(content: bytes) -> bool:
 
 def split(names: Iterable[str]) -> tuple[list[str], list[str]]:
     """Names for training and for validation, some of each kind of document in both. Both are ordered by hash, so that any
-    stretch of either has a bit of everything."""
+    part of either is a mixture of everything."""
     by_hash = sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())
     train, validation = [], []
     for kind in sorted({name.partition("/")[0] for name in by_hash}):
         mine = [name for name in by_hash if name.partition("/")[0] == kind]
-        few = max(round(len(mine) * VALIDATION_SHARE), 1)
-        validation += mine[:few]
-        train += mine[few:]
+        held_out = max(round(len(mine) * VALIDATION_SHARE), 1)
+        validation += mine[:held_out]
+        train += mine[held_out:]
     order = {name: place for place, name in enumerate(by_hash)}
     return sorted(train, key=order.__getitem__), sorted(validation, key=order.__getitem__)
 

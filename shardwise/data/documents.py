@@ -1,6 +1,6 @@
-"""Reads the documents of a piece of input one by one, never the whole piece. A text file is one document, split at line ends
-into parts that fit in memory; JSONL has a document a line, Parquet one a row. What cannot be read is reported with its file
-and line."""
+"""Reads the documents of a chunk of input one by one; the whole chunk is never in memory. A text file is one document, split
+at line ends into parts that fit in memory; JSONL has a document a line, Parquet one a row. What cannot be read is reported
+with its file and line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from shardwise.data.inputs import Input, Piece, import_parquet
+from shardwise.data.inputs import Chunk, Input, import_parquet
 from shardwise.run.problems import Problem, UserError
 
 # A text longer than this is tokenised in parts, split at line ends.
@@ -35,14 +35,14 @@ class Part:
 
 
 class Reader:
-    """The documents of one piece; problems are collected, and raised at the end or when there are many."""
+    """The documents of one chunk; problems are collected, and raised at the end or when there are many."""
 
-    def __init__(self, file: Input, piece: Piece, field: str) -> None:
+    def __init__(self, file: Input, chunk: Chunk, field: str) -> None:
         self.file = file
-        self.piece = piece
+        self.chunk = chunk
         self.field = field
         self.problems: list[Problem] = []
-        self._reported = piece.start
+        self._reported = chunk.start
 
     def __iter__(self) -> Iterator[Part]:
         try:
@@ -68,7 +68,7 @@ class Reader:
     def refuse(self, place: int, message: str) -> None:
         """Record what is wrong with the document at `place`."""
         if self.file.kind == "parquet":
-            where = f"{self.file.path}: row group {self.piece.start}, row {place + 1}"
+            where = f"{self.file.path}: row group {self.chunk.start}, row {place + 1}"
         else:
             with self._open() as source:
                 where = f"{self.file.path}:{_line_number(source, place)}"
@@ -78,10 +78,10 @@ class Reader:
 
     def _text(self) -> Iterator[Part]:
         with self._open() as source:
-            at = _text_edge(source, self.piece.start)
-            first = self.piece.start == 0
-            ends_file = self.file.zipped or self.piece.stop >= self.file.bytes
-            stop = None if ends_file else _text_edge(source, self.piece.stop)
+            at = _text_edge(source, self.chunk.start)
+            first = self.chunk.start == 0
+            ends_file = self.file.zipped or self.chunk.stop >= self.file.bytes
+            stop = None if ends_file else _text_edge(source, self.chunk.stop)
             source.seek(at)
             rest = b""
             while True:
@@ -108,9 +108,9 @@ class Reader:
 
     def _jsonl(self) -> Iterator[Part]:
         with self._open() as source:
-            at = _to_line_start(source, self.piece.start)
+            at = _to_line_start(source, self.chunk.start)
             source.seek(at)
-            while self.file.zipped or at < self.piece.stop:
+            while self.file.zipped or at < self.chunk.stop:
                 line = source.readline()
                 if not line:
                     return
@@ -146,14 +146,14 @@ class Reader:
         arrow, parquet = import_parquet(self.file.path)
         try:
             with parquet.ParquetFile(Path(self.file.path)) as source:
-                groups = list(range(self.piece.start, self.piece.stop))
+                groups = list(range(self.chunk.start, self.chunk.stop))
                 rows = sum(source.metadata.row_group(g).num_rows for g in groups)
                 row = 0
                 for batch in source.iter_batches(_ROWS, row_groups=groups, columns=[self.field], use_threads=False):
                     for cell in batch.column(0):
                         text = self._cell(cell, row)
                         if text is not None:
-                            yield Part(text, self.piece.bytes // rows, row)
+                            yield Part(text, self.chunk.bytes // rows, row)
                         row += 1
         except arrow.ArrowException as e:
             self.problems.append(Problem(f"cannot be read as Parquet: {e}", where=self.file.path))
@@ -184,7 +184,7 @@ def _to_line_start(source: IO[bytes], offset: int) -> int:
 
 def _text_edge(source: IO[bytes], offset: int) -> int:
     """Where to split a text at or after an offset: at a line end if one is near, else at a space, else between characters. Two
-    neighbouring pieces find the same offset, and neither reads far for it."""
+    neighbouring chunks find the same offset, and neither reads far for it."""
     if offset == 0:
         return 0
     source.seek(offset - 1)
@@ -202,7 +202,7 @@ def _text_edge(source: IO[bytes], offset: int) -> int:
 
 def _good_edge(data: bytes) -> int:
     """Where to split a text that continues: after its last line end, else before its last space, else between characters."""
-    edge = data.rfind(b"\n") + 1 or data.rfind(b" ")  # tokens like to begin with their space
+    edge = data.rfind(b"\n") + 1 or data.rfind(b" ")  # most BPE tokens begin with their space
     if edge <= 0:
         edge = len(data)
         while edge > max(len(data) - 4, 1) and data[edge - 1] & 0xC0 == 0x80:

@@ -1,7 +1,7 @@
-"""Units of work: read a unit's documents, tokenise them in batches, and leave its tokens and document ends in the work folder.
-The record that says how many there are is renamed into place last, and marks the unit as done.
+"""Units of work: read a unit's documents, tokenise them in batches, and write its tokens and document ends to the work folder.
+The record of their counts is renamed into place last, and marks the unit as done.
 
-Units run in this process or in several side by side. A worker gets the job once and then only unit numbers; each uses one
+Units run in this process or in parallel in several. A worker gets the job once and then only unit numbers; each uses one
 thread of the tokenizers library, so that as many cores are busy as there are workers.
 """
 
@@ -35,11 +35,11 @@ _MOST_SHOWN = 20
 
 Report = Callable[[int, int], None]
 """Called with bytes of input and tokens."""
-Finished = Callable[["Unit", "Done"], None]
+Finished = Callable[["Unit", "UnitResult"], None]
 
 
 @dataclass(frozen=True)
-class Done:
+class UnitResult:
     """The record of a finished unit."""
 
     tokens: int
@@ -48,7 +48,7 @@ class Done:
     text_bytes: int
 
 
-class PartFiles:
+class UnitFiles:
     """The files of a unit in the work folder."""
 
     def __init__(self, folder: Path, number: int) -> None:
@@ -56,10 +56,10 @@ class PartFiles:
         self.ends = folder / f"{number:06d}.ends"
         self.record = folder / f"{number:06d}.json"
 
-    def done(self) -> Done | None:
+    def done(self) -> UnitResult | None:
         """The record, if the unit was finished earlier."""
         try:
-            return Done(**json.loads(self.record.read_bytes()))
+            return UnitResult(**json.loads(self.record.read_bytes()))
         except (OSError, ValueError, TypeError):
             return None
 
@@ -73,13 +73,13 @@ class Job:
     tokenizer: Tokenizer
     folder: Path
 
-    def encode(self, unit: Unit, report: Report) -> Done:
-        """Do one unit. `report(bytes, tokens)` is called as they are done."""
-        files = PartFiles(self.folder, unit.number)
-        total = sum(piece.bytes for piece in unit.pieces)
+    def encode(self, unit: Unit, report: Report) -> UnitResult:
+        """Tokenise one unit. `report(bytes, tokens)` is called with what was done since the last call."""
+        files = UnitFiles(self.folder, unit.number)
+        total = sum(chunk.bytes for chunk in unit.chunks)
         reported = 0
 
-        def tell(consumed: int, tokens: int) -> None:
+        def add_progress(consumed: int, tokens: int) -> None:
             nonlocal reported
             consumed = min(consumed, total - reported)  # sizes of row groups are estimates
             reported += consumed
@@ -88,23 +88,23 @@ class Job:
         drafts = [path.with_name(f"{path.name}.{os.getpid()}.tmp") for path in (files.tokens, files.ends, files.record)]
         try:
             with open(drafts[0], "wb") as out:
-                batches = _Batches(self.tokenizer, out, tell)
+                batches = _Batches(self.tokenizer, out, add_progress)
                 self._read(unit, batches)
             drafts[1].write_bytes(np.array(batches.ends, dtype=ENDS).tobytes())
-            done = Done(batches.tokens, len(batches.ends), batches.skipped, batches.text_bytes)
+            done = UnitResult(batches.tokens, len(batches.ends), batches.skipped, batches.text_bytes)
             drafts[2].write_text(json.dumps(asdict(done)), encoding="utf-8")
             for draft, path in zip(drafts, (files.tokens, files.ends, files.record), strict=True):
                 os.replace(draft, path)
         finally:
             for draft in drafts:
                 draft.unlink(missing_ok=True)
-        tell(total, 0)
+        add_progress(total, 0)
         return done
 
     def _read(self, unit: Unit, batches: _Batches) -> None:
         problems: list[Problem] = []
-        for piece in unit.pieces:
-            reader = Reader(self.inputs[piece.input], piece, self.field)
+        for chunk in unit.chunks:
+            reader = Reader(self.inputs[chunk.input], chunk, self.field)
             try:
                 for part in reader:
                     batches.add(reader, part)
@@ -121,10 +121,10 @@ class Job:
 class _Batches:
     """Collects parts of documents, tokenises them in batches and writes the tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, out: IO[bytes], tell: Report) -> None:
+    def __init__(self, tokenizer: Tokenizer, out: IO[bytes], report: Report) -> None:
         self.tokenizer = tokenizer
         self.out = out
-        self.tell = tell
+        self.report = report
         self.dtype = DTYPES[dtype_for(tokenizer.vocab)]
         self.end = np.array([tokenizer.end], dtype=self.dtype)
         self.ends: list[int] = []
@@ -153,31 +153,31 @@ class _Batches:
             texts = [part.text for part in self._parts]
             self.text_bytes += sum(len(t) if t.isascii() else len(_utf8(t)) for t in texts)
             before = self.tokens
-            pieces: list[NDArray[Any]] = []
+            arrays: list[NDArray[Any]] = []
             for part, ids in zip(self._parts, self._encode(texts), strict=True):
                 # A tokenizer that normalises may leave nothing of a text.
                 if part.first and part.last and not len(ids):
                     self.skipped += 1
                     continue
-                pieces.append(ids)
+                arrays.append(ids)
                 self.tokens += len(ids)
                 if part.last:
-                    pieces.append(self.end)
+                    arrays.append(self.end)
                     self.tokens += 1
                     self.ends.append(self.tokens)
-            if pieces:
-                self.out.write(np.concatenate(pieces, dtype=self.dtype).data)
-            self.tell(self._consumed, self.tokens - before)
+            if arrays:
+                self.out.write(np.concatenate(arrays, dtype=self.dtype).data)
+            self.report(self._consumed, self.tokens - before)
         self.drop()
 
     def _encode(self, texts: list[str]) -> list[NDArray[Any]]:
         try:
             return self.tokenizer.encode_batch(texts)
         except (UnicodeEncodeError, TypeError):
-            self._blame()
+            self._report_surrogates()
             raise
 
-    def _blame(self) -> None:
+    def _report_surrogates(self) -> None:
         """JSON can contain half of a surrogate pair; report the documents that do."""
         assert self._reader is not None
         for part in self._parts:
@@ -195,7 +195,7 @@ def _utf8(text: str) -> bytes:
 
 
 def run_units(job: Job, todo: Sequence[Unit], workers: int, before: int, progress: Report, finished: Finished) -> None:
-    """Do the units and call `finished` for each, in whatever order they come. `progress` gets bytes and tokens done by now;
+    """Tokenise the units and call `finished` for each, in completion order. `progress` gets the bytes and tokens done so far;
     `before` bytes were done earlier."""
     workers = min(workers, len(todo))
     if workers > 1:
@@ -217,7 +217,7 @@ def _run_pool(job: Job, todo: Sequence[Unit], workers: int, before: int, progres
     context = multiprocessing.get_context("spawn")
     counts = context.Array("q", 2)
     waiting = iter(todo)
-    running: dict[Future[Done | list[Problem]], Unit] = {}
+    running: dict[Future[UnitResult | list[Problem]], Unit] = {}
     failed: dict[int, list[Problem]] = {}
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(job, counts))
     try:
@@ -230,7 +230,7 @@ def _run_pool(job: Job, todo: Sequence[Unit], workers: int, before: int, progres
             for future in ready:
                 unit = running.pop(future)
                 result = future.result()
-                if isinstance(result, Done):
+                if isinstance(result, UnitResult):
                     finished(unit, result)
                 else:
                     failed[unit.number] = result
@@ -267,7 +267,7 @@ def _leave_with_parent() -> None:
     os._exit(1)
 
 
-def _encode(unit: Unit) -> Done | list[Problem]:
+def _encode(unit: Unit) -> UnitResult | list[Problem]:
     job, counts = _worker
 
     def report(consumed: int, tokens: int) -> None:

@@ -34,8 +34,8 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A range of bytes, or of row groups, of an input. A line belongs to the piece that its first byte is in."""
+class Chunk:
+    """A range of bytes, or of row groups, of an input. A line belongs to the chunk that its first byte is in."""
 
     input: int
     start: int
@@ -45,10 +45,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Unit:
-    """What a worker does at a time; an interrupted build keeps or loses whole units."""
+    """The work a worker gets at a time; an interrupted build keeps or loses whole units."""
 
     number: int
-    pieces: tuple[Piece, ...]
+    chunks: tuple[Chunk, ...]
 
 
 def kind_of(path: Path) -> tuple[str, bool] | None:
@@ -173,29 +173,29 @@ def split_into_units(inputs: Sequence[Input]) -> list[Unit]:
     """All inputs, in order, as units of about equal size."""
     size = unit_bytes(inputs)
     units: list[Unit] = []
-    gathered: list[Piece] = []
+    gathered: list[Chunk] = []
     gathered_bytes = 0
-    for piece in _pieces(inputs, size):
-        if gathered and gathered_bytes + piece.bytes > size:
+    for chunk in _chunks(inputs, size):
+        if gathered and gathered_bytes + chunk.bytes > size:
             units.append(Unit(len(units), tuple(gathered)))
             gathered, gathered_bytes = [], 0
-        gathered.append(piece)
-        gathered_bytes += piece.bytes
+        gathered.append(chunk)
+        gathered_bytes += chunk.bytes
     if gathered:
         units.append(Unit(len(units), tuple(gathered)))
     return units
 
 
-def _pieces(inputs: Sequence[Input], size: int) -> Iterator[Piece]:
+def _chunks(inputs: Sequence[Input], size: int) -> Iterator[Chunk]:
     for number, file in enumerate(inputs):
         if file.kind == "parquet":
             # The groups' sizes are uncompressed; scaled, they add up to the file's, as the progress bar needs.
             total = max(sum(file.row_groups), 1)
             for group, group_bytes in enumerate(file.row_groups):
-                yield Piece(number, group, group + 1, group_bytes * file.bytes // total)
+                yield Chunk(number, group, group + 1, group_bytes * file.bytes // total)
         elif file.zipped or file.bytes <= size:
-            yield Piece(number, 0, file.bytes, file.bytes)
+            yield Chunk(number, 0, file.bytes, file.bytes)
         else:
             for start in range(0, file.bytes, size):
                 stop = min(start + size, file.bytes)
-                yield Piece(number, start, stop, stop - start)
+                yield Chunk(number, start, stop, stop - start)

@@ -48,24 +48,24 @@ def open_data(run: Run) -> Data:
         message = f"{run.model.vocab} is too small for the data's tokenizer; set model.vocab = {vocab}, or more"
         problems.append(Problem(message, "model.vocab"))
 
-    learned, evaluated = [], []
+    training, evaluation = [], []
     for each in train:
         count = windows_in(each.tokens, length)
-        kept = max(round(count * data.holdout), 1) if held_out and data.holdout else 0
-        learned.append(Windows(each, 0, count - kept))
-        evaluated.append(Windows(each, count - kept, kept))
-        if count - kept < 1:
-            problems.append(_too_short(each, length, "data.sets", " and one to hold out" if kept else ""))
+        reserved = max(round(count * data.holdout), 1) if held_out and data.holdout else 0
+        training.append(Windows(each, 0, count - reserved))
+        evaluation.append(Windows(each, count - reserved, reserved))
+        if count - reserved < 1:
+            problems.append(_too_short(each, length, "data.sets", " and one to hold out" if reserved else ""))
     if not held_out:
-        evaluated = [Windows(each, 0, windows_in(each.tokens, length)) for each in validation]
-        problems += [_too_short(w.tokens, length, "data.validation", "") for w in evaluated if not w.count]
+        evaluation = [Windows(each, 0, windows_in(each.tokens, length)) for each in validation]
+        problems += [_too_short(w.tokens, length, "data.validation", "") for w in evaluation if not w.count]
     if problems:
         raise UserError(*problems)
 
     separate = data.separate_documents
     return Data(
-        train=Samples(learned, length, seed=run.train.seed, weights=data.weights, separate_documents=separate),
-        validation=Samples(evaluated, length, shuffled=False, separate_documents=separate),
+        train=Samples(training, length, seed=run.train.seed, weights=data.weights, separate_documents=separate),
+        validation=Samples(evaluation, length, shuffled=False, separate_documents=separate),
         tokenizer=train[0].tokenizer(),
         fingerprint=_fingerprint(train, validation),
     )

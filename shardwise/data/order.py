@@ -49,7 +49,7 @@ def permute(index: ArrayLike, n: int, key: ArrayLike) -> Ints:
     """
     start = np.asarray(index, dtype=np.int64)
     if n < 1 or n > 2**62:
-        raise ValueError(f"cannot permute {n} things")
+        raise ValueError(f"cannot permute {n} elements")
     if start.size and (start.min() < 0 or start.max() >= n):
         raise ValueError(f"an index lies outside [0, {n})")
     bits = (n - 1).bit_length()
@@ -87,16 +87,16 @@ def quotas(weights: Sequence[float]) -> Ints:
         step = 1 if missing > 0 else -1
         # The set furthest from its share moves by one; a tie goes to the first. A set that has 1 keeps it.
         movable = [k for k, share in enumerate(shares) if share > 0 and (step > 0 or counts[k] > 1)]
-        nearest_fit = max(movable, key=lambda k: step * (shares[k] - counts[k]))
-        counts[nearest_fit] += step
+        furthest = max(movable, key=lambda k: step * (shares[k] - counts[k]))
+        counts[furthest] += step
     return np.array(counts, dtype=np.int64)
 
 
 def mixture(index: ArrayLike, weights: Sequence[float], seed: int) -> tuple[Ints, Ints]:
-    """For each sample number: the set it comes from, and its rank among that set's samples.
+    """For each sample: the set it comes from, and its index among that set's samples.
 
     Every block of BLOCK samples holds each set's quota, its slots shuffled by a permutation of the block. So
-    the rank is block x quota + offset: no counting, and over all samples the ranks of a set are 0, 1, 2, …
+    the index is block x quota + offset: no counting, and over all samples the indices of a set are 0, 1, 2, …
     each once.
     """
     numbers = np.asarray(index, dtype=np.int64)

@@ -79,7 +79,7 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise UserError(Problem(f"cannot be made a folder: {e.strerror}", "--out", str(folder))) from None
+        raise UserError(Problem(f"cannot be created: {e.strerror}", "--out", str(folder))) from None
     try:
         import fcntl
     except ModuleNotFoundError:  # no such locks on this system

@@ -1,7 +1,7 @@
 """A token set on disk: shards of raw little-endian token ids, the offsets at which documents end, and an index.
 
 A shard gets its final name when it is full and safely on disk, and the index is written last and in one step. So a folder has
-an index only when everything in it is whole, and an interrupted build continues behind its finished shards. A folder without
+an index only when everything in it is complete, and an interrupted build continues after its finished shards. A folder without
 an index, or whose files disagree with it, is refused as half-written.
 """
 
@@ -89,15 +89,15 @@ def read_index(folder: str | Path) -> Index:
     try:
         index = Index(
             dtype=str(content["dtype"]),
-            tokens=_whole(content["tokens"]),
-            documents=_whole(content["documents"]),
-            skipped=_whole(content["skipped"]),
-            text_bytes=_whole(content["text_bytes"]),
-            shards=tuple((str(name), _whole(tokens)) for name, tokens in content["shards"]),
+            tokens=_count(content["tokens"]),
+            documents=_count(content["documents"]),
+            skipped=_count(content["skipped"]),
+            text_bytes=_count(content["text_bytes"]),
+            shards=tuple((str(name), _count(tokens)) for name, tokens in content["shards"]),
             tokenizer={
                 "kind": str(content["tokenizer"]["kind"]),
-                "vocab": _whole(content["tokenizer"]["vocab"]),
-                "end": _whole(content["tokenizer"]["end"]),
+                "vocab": _count(content["tokenizer"]["vocab"]),
+                "end": _count(content["tokenizer"]["end"]),
                 "digest": str(content["tokenizer"]["digest"]),
             },
             source=tuple(map(str, content["source"])),
@@ -115,7 +115,7 @@ def read_index(folder: str | Path) -> Index:
     return index
 
 
-def _whole(value: Any) -> int:
+def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is not a count")
     return value
@@ -179,9 +179,9 @@ class TokenSet:
         shard = bisect.bisect_right(self._starts, start) - 1
         while at < stop:
             base, edge = self._starts[shard], self._starts[shard + 1]
-            upto = min(stop, edge)
-            out[at - start : upto - start] = self._shard(shard)[at - base : upto - base]
-            at, shard = upto, shard + 1
+            end = min(stop, edge)
+            out[at - start : end - start] = self._shard(shard)[at - base : end - base]
+            at, shard = end, shard + 1
         vocab = self.index.tokenizer["vocab"]
         if len(out) and int(out.max()) >= vocab:
             wrong = start + int(np.argmax(out >= vocab))
@@ -255,11 +255,11 @@ class ShardWriter:
         while at < len(tokens):
             if self._file is None:
                 self._file = open(self.folder / f"{self._name()}.tmp", "wb")  # noqa: SIM115  closed when the shard is full
-            piece = np.ascontiguousarray(tokens[at : at + self.shard_tokens - self._in_file], dtype=DTYPES[self.dtype])
-            self._file.write(piece.data)
-            self._hash.update(piece.data)
-            self._in_file += len(piece)
-            at += len(piece)
+            block = np.ascontiguousarray(tokens[at : at + self.shard_tokens - self._in_file], dtype=DTYPES[self.dtype])
+            self._file.write(block.data)
+            self._hash.update(block.data)
+            self._in_file += len(block)
+            at += len(block)
             if self._in_file == self.shard_tokens:
                 self._close()
 

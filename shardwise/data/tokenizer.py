@@ -37,7 +37,7 @@ END_NAMES = (
 
 
 class Tokenizer(Protocol):
-    """What the rest of the package asks of a tokenizer."""
+    """The interface of a tokenizer."""
 
     kind: str
 

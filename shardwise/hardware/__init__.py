@@ -1,4 +1,4 @@
-"""Chips, links and clusters: their specified peaks, and how much of these kernels and collectives reach.
+"""Chips, links and clusters: their specified peaks, and the share of them that kernels and collectives reach.
 
 Every time is in seconds and every function takes numbers or arrays that broadcast. No torch.
 """

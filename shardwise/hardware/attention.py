@@ -1,4 +1,4 @@
-"""How long attention takes in one fused kernel (FlashAttention), which never writes the scores to memory.
+"""The time of attention in one fused kernel (FlashAttention), which never writes the scores to memory.
 
 Queries are split into blocks that loop over the keys; blocks are distributed over the chip's units. Three things cost speed:
 the start and end of each block and the half-empty tiles on the diagonal of a causal mask (modelled as some extra keys); the

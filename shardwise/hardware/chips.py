@@ -85,7 +85,7 @@ def _tera(**speeds: float) -> dict[str, float]:
 # network cards in the maker's own platform (DGX-2: eight cards of 100 Gb/s for sixteen V100; DGX A100 to B200: a card of
 # 200 or 400 Gb/s for each device; DGX B300: of 800).
 # Prices: public on-demand prices of 2025 in machines of eight: Lambda (V100, A100, H100, B200), RunPod (H200 and the PCIe
-# cards), CoreWeave (GB200), Vultr (MI300X and later), Google Cloud (TPU). A800 and H800 stand at the price of the chip they
+# cards), CoreWeave (GB200), Vultr (MI300X and later), Google Cloud (TPU). A800 and H800 have the price of the chip they
 # were cut from, B300 and GB300 a fifth above B200 and GB200: no list has them.
 _V100 = Chip(
     name="v100-sxm-32g",

@@ -38,16 +38,16 @@ def constants(kind: str, chip: Chip) -> dict[str, Any]:
     return _entry(kind, chip.name)
 
 
-def memory_seconds(chip: Chip, bytes: Any, words: tuple[str, str, str] | None = None) -> Any:
+def memory_seconds(chip: Chip, bytes: Any, labels: tuple[str, str, str] | None = None) -> Any:
     """Device time of an elementwise kernel, norm, copy or optimizer step that reads and writes `bytes` in all: a start-up time,
     then a steady share of the memory bandwidth, so half of that speed is reached at a few megabytes. No bytes take no time.
 
-    `words` name the operation of the network, its direction and its dtype: a profile may have measured it.
+    `labels` name the operation of the network, its direction and its dtype: a profile may have measured it.
     """
     moved = np.asarray(bytes, dtype=float)
     fitted = constants("memory", chip)["constants"]
     seconds = np.where(moved > 0, fitted["floor"] + moved / (chip.hbm * fitted["share"]), 0.0)
     if chip.profile is not None:
-        factor = chip.profile.elementwise_factor(chip, moved, words) if words else None
+        factor = chip.profile.elementwise_factor(chip, moved, labels) if labels else None
         seconds = seconds * (chip.profile.memory_factor(chip, moved) if factor is None else factor)
     return seconds if seconds.ndim else float(seconds)

@@ -17,7 +17,7 @@ import numpy as np
 from shardwise.hardware.chips import ITEM_BYTES, Chip
 from shardwise.hardware.efficiency import constants
 
-# Beyond the largest GEMMs that were measured, the loss of clock stays as it was there.
+# Beyond the largest measured GEMMs, the droop of the clock stays as it was there.
 MOST_DOUBLINGS = 8.0
 
 
@@ -76,7 +76,7 @@ def grouped_gemm_seconds(
 def model_seconds(
     fitted: GemmConstants, chip: Chip, m: Any, n: Any, k: Any, dtype: str, count: Any = 1, sustained: Any = 1.0
 ) -> Any:
-    """The model itself, of any constants: what the fit calls."""
+    """The model itself, with any constants; the fit calls it."""
     m, n, k, count = (np.asarray(value, dtype=float) for value in (m, n, k, count))
     computing = _computing_seconds(fitted, chip.units, chip.speed(dtype) * np.asarray(sustained), m, n, k, count)
     item = ITEM_BYTES[dtype]
@@ -96,7 +96,7 @@ def _computing_seconds(fitted: GemmConstants, units: int, speed: Any, m: Any, n:
         full = tiles / units
         waves = np.maximum(full + fitted.quantum * (np.ceil(full) - full), 1.0)
         whole = waves * (k + fitted.depth) * step
-        parts = np.maximum(np.floor(units / tiles), 1e-9)  # below one: no unit is free, and cutting takes for ever
+        parts = np.maximum(np.floor(units / tiles), 1e-9)  # below one: no unit is free, and split-K takes forever
         depth = np.maximum(k / parts, np.minimum(k, fitted.split_depth))
         split = (depth + fitted.depth) * step + fitted.split_seconds
         best = np.minimum(best, np.minimum(whole, split))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardwise.hardware.chips import Chip
     from shardwise.hardware.cluster import Cluster
 
-# The fields of each kind of point: sizes, then words; `seconds` besides.
+# The fields of each kind of point: sizes, then labels; `seconds` besides.
 SIZES = {
     "gemm": ("m", "n", "k"),
     "grouped": ("tokens", "n", "k", "experts"),
@@ -30,7 +30,7 @@ SIZES = {
     "collective": ("bytes", "size"),
     "attention": ("batch", "heads", "queries", "keys", "head_dim"),
 }
-WORDS = {
+LABELS = {
     "gemm": ("dtype",),
     "grouped": ("dtype",),
     "memory": (),
@@ -49,7 +49,7 @@ SLICE = 50_000
 
 @dataclass(frozen=True)
 class Profile:
-    """Measured points by kind, each a dict of sizes, words and `seconds`; and what was measured."""
+    """Measured points by kind, each a dict of sizes, labels and `seconds`; and the machine they were measured on."""
 
     gemm: tuple[dict[str, Any], ...] = ()
     grouped: tuple[dict[str, Any], ...] = ()
@@ -61,11 +61,11 @@ class Profile:
     chip: str = ""  # its name in the catalogue
     torch: str = ""
     date: str = ""
-    threads: float = 0  # of a CPU
-    kernel_seconds: float = 0  # a tiny operation, when they follow each other
+    threads: float = 0  # of PyTorch on a CPU
+    kernel_seconds: float = 0  # a tiny operation, many back to back
     launch: float = 0  # host seconds for each kernel that the planner counts in a training step; 0: not measured
-    overhead: float = 0  # seconds of a step of training besides
-    layer_overhead: float = 0  # and for each layer of a rank, once a step: its optimizer
+    overhead: float = 0  # host seconds of a training step besides launches
+    layer_overhead: float = 0  # and of each layer of a rank, once a step: its optimizer
     _factors: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def gemm_factor(self, chip: Chip, m: Any, n: Any, k: Any, dtype: str, count: Any = 1) -> Any:
@@ -88,14 +88,14 @@ class Profile:
         """Whether there are points of a kind in this dtype."""
         return any(point["dtype"] == dtype for point in getattr(self, kind))
 
-    def elementwise_factor(self, chip: Chip, bytes: Any, words: tuple[str, str, str]) -> Any | None:
-        """The factor of an elementwise operation that moves so many bytes; None where it was not measured."""
+    def elementwise_factor(self, chip: Chip, bytes: Any, labels: tuple[str, str, str]) -> Any | None:
+        """The factor of an elementwise operation that moves `bytes`; None where it was not measured."""
         from shardwise.hardware.efficiency import memory_seconds
 
-        if not any(tuple(point[word] for word in WORDS["elementwise"]) == words for point in self.elementwise):
+        if not any(tuple(point[label] for label in LABELS["elementwise"]) == labels for point in self.elementwise):
             return None
         plain = replace(chip, profile=None)
-        return self._factor("elementwise", words, plain, (bytes,), lambda moved: memory_seconds(plain, moved))
+        return self._factor("elementwise", labels, plain, (bytes,), lambda moved: memory_seconds(plain, moved))
 
     def memory_factor(self, chip: Chip, bytes: Any) -> Any:
         """The factor of a copy."""
@@ -144,23 +144,23 @@ class Profile:
         return np.where(cluster.spans(size, stride) > 1, 1.0, factor)
 
     def _factor(
-        self, kind: str, words: tuple[Any, ...], subject: Any, sizes: tuple[Any, ...], model: Callable[..., Any]
+        self, kind: str, labels: tuple[Any, ...], subject: Any, sizes: tuple[Any, ...], model: Callable[..., Any]
     ) -> Any:
         """Measured over modelled time at `sizes`; `subject` is the chip or cluster of `model`."""
-        key = (kind, words, subject)
+        key = (kind, labels, subject)
         if key not in self._factors:
-            self._factors[key] = self._measured(kind, words, model)
+            self._factors[key] = self._measured(kind, labels, model)
         places, logs = self._factors[key]
         if not len(logs):
             return 1.0
         shape = np.broadcast_shapes(*(np.shape(size) for size in sizes))
         flat = [np.broadcast_to(np.log2(np.maximum(size, 1.0)), shape).ravel() for size in sizes]
-        asked = np.stack(flat, axis=-1)
-        pieces = [_interpolate(places, logs, asked[at : at + SLICE]) for at in range(0, len(asked), SLICE)]
-        return np.exp(np.concatenate(pieces)).reshape(shape)
+        wanted = np.stack(flat, axis=-1)
+        slices = [_interpolate(places, logs, wanted[at : at + SLICE]) for at in range(0, len(wanted), SLICE)]
+        return np.exp(np.concatenate(slices)).reshape(shape)
 
-    def _measured(self, kind: str, words: tuple[Any, ...], model: Callable[..., Any]) -> tuple[Any, Any]:
-        points = [p for p in getattr(self, kind) if tuple(p[word] for word in WORDS[kind]) == words]
+    def _measured(self, kind: str, labels: tuple[Any, ...], model: Callable[..., Any]) -> tuple[Any, Any]:
+        points = [p for p in getattr(self, kind) if tuple(p[label] for label in LABELS[kind]) == labels]
         if not points:
             return np.zeros((0, 0)), np.zeros(0)
         sizes = [np.array([float(p[name]) for p in points]) for name in SIZES[kind]]
@@ -168,9 +168,9 @@ class Profile:
         return np.log2(np.stack(sizes, axis=-1)), np.log(seconds / model(*sizes))
 
 
-def _interpolate(places: Any, logs: Any, asked: Any) -> Any:
-    """The logarithm of the factor at `asked`: the mean of the nearest points, weighted by the inverse square of distance."""
-    distance = ((asked[:, None, :] - places[None, :, :]) ** 2).sum(axis=-1)
+def _interpolate(places: Any, logs: Any, wanted: Any) -> Any:
+    """The logarithm of the factor at `wanted`: the mean of the nearest points, weighted by the inverse square of distance."""
+    distance = ((wanted[:, None, :] - places[None, :, :]) ** 2).sum(axis=-1)
     count = min(NEIGHBOURS, len(logs))
     near = np.argpartition(distance, count - 1, axis=1)[:, :count]
     weight = 1.0 / (np.take_along_axis(distance, near, axis=1) + 1e-6)
@@ -234,5 +234,5 @@ def _check(kind: str, points: Any, where: str) -> list[Problem]:
             value = point.get(name)
             if not _number(value) or value == 0:
                 problems.append(Problem("has to be a number above 0", f"{key}.{name}", where))
-        problems += [Problem("is missing", f"{key}.{word}", where) for word in WORDS[kind] if word not in point]
+        problems += [Problem("is missing", f"{key}.{label}", where) for label in LABELS[kind] if label not in point]
     return problems

@@ -1,1 +1,1 @@
-"""What a real run does: operations, bytes and memory counted, this machine measured, and the plan held against both."""
+"""Counts the FLOPs, traffic and memory of real runs, benchmarks this machine, and compares the plan with both."""

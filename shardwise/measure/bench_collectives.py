@@ -1,8 +1,8 @@
-"""How fast ranks talk: every collective over message sizes, in the columns and conventions of nccl-tests.
+"""Benchmarks every collective over message sizes, in the columns and conventions of nccl-tests.
 
 Bytes are those of the whole buffer (the gathered output of an all-gather, the whole input of a reduce-scatter), `count` the
 elements of one rank's share where the buffer is divided. `algbw` is bytes over time; `busbw` what the busiest link carried
-(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md), which can be compared over numbers of ranks. In `send`
+(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md), which is comparable between group sizes. In `send`
 every rank sends to the next and receives from the one before, as a pipeline does.
 """
 
@@ -23,7 +23,7 @@ from shardwise.hardware import COLLECTIVES
 Point = dict[str, Any]
 
 SMALLEST, LARGEST = 2**10, 2**26
-SHARED_OUT = ("all_gather", "reduce_scatter", "all_to_all")
+DIVIDED = ("all_gather", "reduce_scatter", "all_to_all")
 SUMS = ("all_reduce", "reduce_scatter")
 SAMPLES = 3
 
@@ -32,32 +32,32 @@ def bus_factor(operation: str, size: int) -> float:
     """`busbw` over `algbw` of a group of `size` ranks."""
     if operation == "all_reduce":
         return 2 * (size - 1) / size
-    return (size - 1) / size if operation in SHARED_OUT else 1.0
+    return (size - 1) / size if operation in DIVIDED else 1.0
 
 
 def collective(
     operation: str, size: int, bytes: int, device: torch.device, group: Any
 ) -> tuple[Callable[[], object], int]:
-    """One call of a collective over about `bytes`, and the bytes that it really moves: ranks' shares are whole numbers."""
-    each = max(1, bytes // 4 // size)
-    numbers = each * size if operation in SHARED_OUT else max(1, bytes // 4)
-    whole, part = torch.ones(numbers, device=device), torch.ones(each, device=device)
+    """One call of a collective over about `bytes`, and its exact bytes: every rank's share has the same number of elements."""
+    shard_numel = max(1, bytes // 4 // size)
+    numel = shard_numel * size if operation in DIVIDED else max(1, bytes // 4)
+    whole, shard = torch.ones(numel, device=device), torch.ones(shard_numel, device=device)
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(whole, group=group),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, shard, group=group),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(shard, whole, group=group),
         "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole, group=group),
         "broadcast": lambda: dist.broadcast(whole, src=0, group=group),
-        "send": lambda: _pass_on(whole, size, group),
+        "send": lambda: _send_to_next(whole, size, group),
     }
-    return calls[operation], numbers * 4
+    return calls[operation], numel * 4
 
 
-def _pass_on(message: Tensor, size: int, group: Any) -> None:
-    rank, coming = dist.get_rank(group), torch.empty_like(message)
-    sends = dist.P2POp(dist.isend, message, group=group, group_peer=(rank + 1) % size)
-    takes = dist.P2POp(dist.irecv, coming, group=group, group_peer=(rank - 1) % size)
-    for work in dist.batch_isend_irecv([sends, takes]):
+def _send_to_next(message: Tensor, size: int, group: Any) -> None:
+    rank, received = dist.get_rank(group), torch.empty_like(message)
+    send = dist.P2POp(dist.isend, message, group=group, group_peer=(rank + 1) % size)
+    receive = dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size)
+    for work in dist.batch_isend_irecv([send, receive]):
         work.wait()
 
 
@@ -72,46 +72,46 @@ def collective_points(
     sizes = [2**power for power in range(SMALLEST.bit_length() - 1, LARGEST.bit_length(), step)]
     operations = [name for name in COLLECTIVES if name != "send" or not _shares_gpu(device)]
     cases = [(size, name, bytes) for size in groups for bytes in sizes for name in operations]
-    made = {size: dist.new_group(list(range(size))) for size in groups}  # every rank makes every group
-    # New names for two collectives came with PyTorch 2.13; the old ones work in all versions there are.
+    process_groups = {size: dist.new_group(list(range(size))) for size in groups}  # every rank must create every group
+    # PyTorch 2.13 renames two collectives; the old names work in every version.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     points: list[Point] = []
     ends = time.perf_counter() + seconds
     for done, (size, operation, bytes) in enumerate(cases):
         progress(done / len(cases))
-        left = _agreed(ends - time.perf_counter(), device)
+        left = _max_over_ranks(ends - time.perf_counter(), device)
         if left <= 0:
             break
         if dist.get_rank() < size:
-            points.append(_point(operation, size, bytes, device, made[size], left / (len(cases) - done)))
+            points.append(_point(operation, size, bytes, device, process_groups[size], left / (len(cases) - done)))
     progress(1.0)
     return points
 
 
 def _shares_gpu(device: torch.device) -> bool:
-    """Ranks on one GPU talk through gloo, which sends no GPU's tensors from rank to rank."""
+    """Whether ranks share a GPU and so use gloo, which has no point-to-point operations on CUDA tensors."""
     return device.type == "cuda" and "nccl" not in dist.get_backend_config()
 
 
-def _agreed(value: float, device: torch.device, group: Any = None) -> float:
-    """The largest of all ranks' values, so that they decide alike."""
+def _max_over_ranks(value: float, device: torch.device, group: Any = None) -> float:
+    """The maximum over ranks, so that all decide alike."""
     shared = torch.tensor([value], dtype=torch.float64, device=device)
     dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group)
     return shared.item()
 
 
-def _point(operation: str, size: int, bytes: int, device: torch.device, group: Any, most: float) -> Point:
+def _point(operation: str, size: int, bytes: int, device: torch.device, group: Any, budget: float) -> Point:
     call, moved = collective(operation, size, bytes, device, group)
     _timed(call, 1, device, group)
     once = _timed(call, 1, device, group)
-    repeats = max(1, min(100, int(most / SAMPLES / once)))
+    repeats = max(1, min(100, int(budget / SAMPLES / once)))
     seconds = statistics.median(_timed(call, repeats, device, group) for _ in range(SAMPLES))
     algbw = moved / seconds / 1e9
     return dict(
         operation=operation,
         bytes=moved,
         size=size,
-        count=moved // 4 // (size if operation in SHARED_OUT else 1),
+        count=moved // 4 // (size if operation in DIVIDED else 1),
         type="float",
         redop="sum" if operation in SUMS else "none",
         seconds=seconds,
@@ -121,11 +121,11 @@ def _point(operation: str, size: int, bytes: int, device: torch.device, group: A
 
 
 def _timed(call: Callable[[], object], repeats: int, device: torch.device, group: Any) -> float:
-    """Seconds of one call on the slowest rank, when `repeats` follow each other."""
+    """Seconds of one call on the slowest rank, over `repeats` back to back."""
     dist.barrier(group)
     start = time.perf_counter()
     for _ in range(repeats):
         call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return _agreed((time.perf_counter() - start) / repeats, device, group)
+    return _max_over_ranks((time.perf_counter() - start) / repeats, device, group)

@@ -1,8 +1,8 @@
-"""One rank of any size of job on this machine: tensors without data, and a process group that answers at once.
+"""One rank of a job of any size on this machine, with fake tensors and a fake process group.
 
-The trainer itself runs, with the layout's own mesh, sharding, schedule and messages; only numbers are missing. So shapes are
-checked, and operations, bytes and memory counted, before a single device is rented. Routing is made even for measuring, here and on
-real ranks, so that what experts cost depends on the layout alone.
+The trainer itself runs, with the layout's own mesh, sharding, schedule and messages; only the data is missing. So shapes are
+checked, and FLOPs, traffic and memory counted, before a single device is rented. Routing is made even for measuring, here and
+on real ranks, so that the cost of experts depends on the layout alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardwise.train.step import TrainState
 
 
 def _even(counts: Tensor, total: int) -> list[list[int]]:
-    """What the host would read of an even load."""
+    """The counts of an even load, in place of those that the host would read."""
     rows, parts = counts.shape
     return [[total // parts + (n < total % parts) for n in range(parts)] for _ in range(rows)]
 
@@ -36,7 +36,7 @@ def dry_rank(run: Run, rank: int) -> Iterator[TrainState]:
         fake_process_group(rank, world)
     try:
         mesh = Mesh(run.layout)
-        if dist.is_initialized():  # PyTorch's device meshes need the numbers in their tensors
+        if dist.is_initialized():  # PyTorch's device meshes need real tensors
             for axis in ("zero", "expert_shard"):
                 mesh.sharding(axis)
         with fake_tensors():
@@ -53,7 +53,7 @@ def dry_rank(run: Run, rank: int) -> Iterator[TrainState]:
 
 
 def _round_robin(router: nn.Module, args: Any, routed: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """A forward hook: the choices of a router, replaced by each expert in turn."""
+    """A forward hook that replaces a router's choices by the experts round-robin."""
     assert isinstance(router, Router)
     weights, chosen, auxiliary = routed
     order = torch.arange(chosen.numel(), device=chosen.device).view_as(chosen)
@@ -62,7 +62,7 @@ def _round_robin(router: nn.Module, args: Any, routed: tuple[Tensor, Tensor, Ten
 
 @contextlib.contextmanager
 def even_routing(train_state: TrainState) -> Iterator[None]:
-    """While it is open, tokens go to the experts in turn."""
+    """While it is open, tokens are routed to the experts round-robin."""
     hooks = [router.register_forward_hook(_round_robin) for router in train_state.routers]
     try:
         yield

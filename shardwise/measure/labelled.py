@@ -1,10 +1,10 @@
 """Labels on the steps of a train state while a profile is recorded: actions, phases, modules and messages (`shardwise.labels`).
 
-An observer, hooks and kernels of collectives put them on and are taken off again, so a run without a profiler pays nothing.
-A module's label lies around its forward pass with everything that hooks do for it, also where the pass is recomputed. Backward,
-autograd numbers its nodes as the forward pass made them, so a reader of the profile knows their module. Only what has no number
-is labelled there: gradients added to those of earlier microbatches, deferred weight gradients, and what `fully_shard` gathers
-and scatters. A compiled block is one label, since labels inside of it would be compiled too.
+An observer, hooks and kernels of collectives add them and are removed again, so a run without a profiler pays nothing. A
+module's label encloses its forward pass and its hooks, also where the pass is recomputed. In the backward pass autograd's nodes
+have the sequence numbers that the forward pass gave them, so a reader of the profile knows their module. Only what has no number
+is labelled there: gradient accumulation, deferred weight gradients, and the all-gathers and reduce-scatters of `fully_shard`. A
+compiled block is one label, since labels inside of it would be compiled too.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def labelled_modules(train_state: TrainState) -> dict[nn.Module, str]:
 
 @contextlib.contextmanager
 def labelled(train_state: TrainState) -> Iterator[TrafficCounter]:
-    """While it is open, steps carry labels; what is given counts what they send."""
+    """While it is open, steps carry labels; yields the counter of what they send."""
     with contextlib.ExitStack() as stack:
         names = labelled_modules(train_state)
         stack.enter_context(train_state.observers.watched_by(Labels(names)))
@@ -136,7 +136,7 @@ def _modules(names: dict[nn.Module, str], stack: contextlib.ExitStack) -> None:
             opened.pop().__exit__(None, None, None)
 
         stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
-        # Also when a recomputed pass leaves the module as soon as it has what it needs.
+        # Also when a recomputed pass stops early, once it has what it needs.
         stack.callback(module.register_forward_hook(after, always_call=True).remove)
 
 
@@ -147,14 +147,14 @@ def _sharded(model: Transformer, names: dict[nn.Module, str], stack: contextlib.
 
 
 def _accumulated(model: Transformer, stack: contextlib.ExitStack) -> None:
-    """What adds a gradient to those of the microbatches before, which is a node of autograd without a number: of each whole
-    parameter, which `fully_shard` has made once a pass has run."""
+    """Label the nodes that accumulate gradients, which have no sequence number: those of unsharded parameters, which `fully_shard`
+    creates in its first pass."""
     owners = {module: name for name, module in model.named_modules()}
-    whole: dict[Tensor, str] = {
+    unsharded: dict[Tensor, str] = {
         p: name.rpartition(".")[0] for name, p in model.named_parameters() if not isinstance(p, DTensor)
     }
-    whole |= {parameter: owners[module] for module, parameter in unsharded_parameters(model)}
-    for parameter, name in whole.items():
+    unsharded |= {parameter: owners[module] for module, parameter in unsharded_parameters(model)}
+    for parameter, name in unsharded.items():
         if parameter.requires_grad:
             _accumulation(parameter, name or ROOT, stack)
 
@@ -174,6 +174,6 @@ def _accumulation(parameter: Tensor, name: str, stack: contextlib.ExitStack) -> 
     def after(*_: Any) -> None:
         opened.pop().__exit__(None, None, None)
 
-    stack.callback(str, node)  # the node stays this one for as long as somebody holds it
+    stack.callback(str, node)  # autograd keeps this node only while it is referenced
     stack.callback(node.register_prehook(before).remove)
     stack.callback(node.register_hook(after).remove)

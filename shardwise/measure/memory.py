@@ -1,12 +1,12 @@
-"""Counts what holds memory on one rank during one real step of training: bytes by owner.
+"""Counts the memory of one rank during one real training step: bytes by owner.
 
-What stays between steps (parameters, gradients, optimizer) is found by walking over the train state. What comes and goes is
-found by the lifetime of storages: a dispatch mode sees every tensor that an operator gives back, also in backward passes, and
-a weak reference to its storage tells when it dies. So views and in-place results count once, and tensors without data
-(`FakeTensorMode`) count as if they had it. What a stage has saved for the backward pass of a microbatch is what its forward
-pass made, or was given by another stage, and left alive; without the parameters that `fully_shard` gathered for it.
-Storages made outside of PyTorch's dispatcher are not counted: arrays taken over from NumPy, and what kernels and
-communication libraries hold inside. On CUDA the peak is that of the allocator, which sees them.
+Persistent memory (parameters, gradients, optimizer) is found by walking over the train state. Transient memory is found by the
+lifetime of storages: a dispatch mode sees every tensor that an operator returns, also in backward passes, and a weak reference
+to its storage tells when it is freed. So views and in-place results count once, and fake tensors (`FakeTensorMode`) count as if
+they had data. What a stage has saved for the backward pass of a microbatch are the storages that its forward pass allocated, or
+received from another stage, and left alive; without the parameters that `fully_shard` gathered for it. Storages allocated
+outside of PyTorch's dispatcher are not counted: arrays of NumPy, and workspaces of kernels and communication libraries. On CUDA
+the peak is that of the allocator, which sees them.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from shardwise.train.step import TrainState
 
 
 def storage_of(x: Tensor) -> UntypedStorage:
-    """The memory behind a tensor, behind this rank's part of it where it is spread over ranks."""
+    """The storage of a tensor; of this rank's shard where it is sharded."""
     if isinstance(x, Fp8Matrix):
         return x.fp8_data.untyped_storage()
     return local_shard(x).untyped_storage()
 
 
 def unique_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Bytes of the memory behind some tensors, memory that several share counted once."""
+    """Bytes of the storages of some tensors; a shared storage counts once."""
     storages = (storage_of(x) for x in tensors if x is not None)
     return sum({storage_key(s): s.nbytes() for s in storages}.values())
 
 
 class Storages(TorchDispatchMode):
-    """While it is open, follows every storage that operators make: which are alive, how many bytes, and the most so far.
-    Storages are numbered, since a new one may lie where an old one lay."""
+    """While it is open, tracks every storage that operators allocate: those alive, their bytes, and the peak so far. Storages are
+    numbered, since a new one may have the address of an old one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Storages(TorchDispatchMode):
 
     def __enter__(self) -> Storages:
         # `fully_shard` gives memory back by shrinking storages that stay alive, which no operator sees.
-        self.resizes = observed_resizes(self.follow)
+        self.resizes = observed_resizes(self.track)
         self.resizes.__enter__()
         return super().__enter__()
 
@@ -77,11 +77,11 @@ class Storages(TorchDispatchMode):
         result = operator(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self.follow(storage_of(leaf))
+                self.track(storage_of(leaf))
         return result
 
-    def follow(self, storage: UntypedStorage) -> int:
-        """Count a storage, or its new size; gives its number."""
+    def track(self, storage: UntypedStorage) -> int:
+        """Count a storage, or its new size; returns its number."""
         place, size = storage_key(storage), storage.nbytes()
         if place not in self.references:
             self.count += 1
@@ -98,8 +98,8 @@ class Storages(TorchDispatchMode):
         del self.references[place]
 
     def settle(self) -> None:
-        """Wait until what nobody needs is gone: circles of references, and the tensors of messages that have arrived, which
-        gloo's threads let go of a moment later."""
+        """Wait until unused storages are freed: reference cycles, and the tensors of completed messages, which gloo's threads
+        release a moment later."""
         gc.collect()
         quiet = 0
         while dist.is_initialized() and quiet < 3:
@@ -108,17 +108,17 @@ class Storages(TorchDispatchMode):
             quiet = quiet + 1 if self.now == before else 0
 
     def numbers(self, tensors: Iterable[Tensor]) -> set[int]:
-        """Of those storages behind some tensors that are followed."""
+        """The numbers of the tracked storages of some tensors."""
         places = (storage_key(storage_of(x)) for x in tensors)
         return {self.references[place][0] for place in places if place in self.references}
 
     def bytes(self, numbers: Iterable[int]) -> int:
-        """Of those that are still alive."""
+        """Bytes of those that are still alive."""
         return sum(self.alive.get(number, 0) for number in numbers)
 
 
 def parameters_of(train_state: TrainState) -> list[Tensor]:
-    """Parameters as this rank holds them for good."""
+    """This rank's shards of the parameters, and their compute copies."""
     copies = [
         each.compute_copy.tensor.detach() for each in train_state.parallel.parameters if each.compute_copy is not None
     ]
@@ -126,60 +126,60 @@ def parameters_of(train_state: TrainState) -> list[Tensor]:
 
 
 def gradients_of(train_state: TrainState) -> list[Tensor | None]:
-    """Gradients of those."""
+    """Their gradients."""
     return [each.leaf.grad for each in train_state.parallel.parameters]
 
 
 def optimizer_of(train_state: TrainState) -> list[Tensor]:
-    """What the optimizers remember from step to step."""
+    """The optimizers' state."""
     states = (state for part in train_state.optimizer.parts for state in part.state.values())
     return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
 
 def _groups(train_state: TrainState) -> Iterator[Any]:
-    """What `fully_shard` knows of the parameters that it gathers together."""
+    """The parameter groups of `fully_shard`."""
     return (group for model in train_state.parallel.models for _, group in sharded_groups(model))
 
 
 def gathered_of(train_state: TrainState) -> Iterator[Tensor]:
-    """Whole parameters that `fully_shard` has gathered from their shards, and the buffers of the all-gathers."""
+    """Unsharded parameters of `fully_shard`, and the buffers of its all-gathers."""
     return (x for group in _groups(train_state) for x in gathered_tensors(group))
 
 
 def unreduced_of(train_state: TrainState) -> Iterator[Tensor | None]:
-    """Gradients that wait to be added over ranks: whole ones, and shards of those that replicas have yet to add."""
+    """Gradients not yet reduced: unsharded ones, and shards that wait for the all-reduce over replicas."""
     return (x for group in _groups(train_state) for x in unreduced_gradients(group))
 
 
 @dataclass
 class StepMemory(Observer):
-    """Follows the actions of a step's schedule."""
+    """Samples memory after the actions of a step's schedule."""
 
     train_state: TrainState
     storages: Storages
     saved: dict[int, list[int]] = field(default_factory=dict)
-    """What each microbatch saved, by stage of this rank."""
+    """Bytes that each microbatch saved, by stage of this rank."""
     activations: set[int] = field(default_factory=set)
     """Numbers of the storages that microbatches in flight have saved."""
-    high_water: int = 0
-    """The most bytes of these."""
+    peak_activations: int = 0
+    """Their peak, in bytes."""
     buffers: int = 0
     gathered: int = 0
     gradients: int = 0
-    """The most between two actions, those that wait to be reduced included."""
+    """Peak between two actions, unreduced ones included."""
     left: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
-    """Bytes of each storage that the forward pass of a stage and microbatch left, by its number."""
+    """Bytes of each storage that the forward pass of a stage and microbatch left alive, by its number."""
 
     @contextlib.contextmanager
     def action(self, action: Action) -> Iterator[None]:
-        """See what is alive after a pass."""
+        """Sample what is alive after a pass."""
         before = set(self.storages.alive)
         yield
         if action.kind == "W":  # see `weight_gradients`
             return
         self.storages.settle()
         if action.kind == "F":
-            self._note_saved(action, before)
+            self._record_saved(action, before)
         self._sample()
 
     @contextlib.contextmanager
@@ -187,13 +187,13 @@ class StepMemory(Observer):
         yield
         self._sample_gradients()
 
-    def _note_saved(self, action: Action, before: set[int]) -> None:
-        """What a forward pass has left."""
+    def _record_saved(self, action: Action, before: set[int]) -> None:
+        """Record what a forward pass left alive."""
         pipeline = self.train_state.parallel.pipeline
         made = set(self.storages.alive) - before
         if action.stage:
             made |= self.storages.numbers([pipeline.stages[action.stage].inputs[action.microbatch]])
-        # What came for later passes, and the batch itself, are not this pass's.
+        # Activations received for later passes, and the batch itself, are not saved by this pass.
         others = [buffer for buffer, _ in pipeline.channel.arriving.values()]
         others += [x for microbatch in pipeline.microbatches for x in microbatch.values() if x is not None]
         made -= self.storages.numbers((*gathered_of(self.train_state), *others))
@@ -211,10 +211,10 @@ class StepMemory(Observer):
         ends = numbers(x for stage in stages for xs in (*stage.roots.values(), stage.inputs.values()) for x in xs)
         sent = numbers(x for x, _ in pipeline.channel.sending) - ends
         arrived = numbers(x for x, _ in pipeline.channel.arriving.values())
-        # A gradient that was made ahead of its backward pass is saved until then, and afterwards a gradient.
+        # A gradient computed ahead of its backward pass counts as an activation until then, and as a gradient afterwards.
         gradients = (*gradients_of(self.train_state), *unreduced_of(self.train_state))
         self.activations &= set(self.storages.alive) - numbers(g for g in gradients if g is not None)
-        self.high_water = max(self.high_water, self.storages.bytes((self.activations | deferred) - sent))
+        self.peak_activations = max(self.peak_activations, self.storages.bytes((self.activations | deferred) - sent))
         self.buffers = max(self.buffers, self.storages.bytes(sent | arrived))
         self.gathered = max(self.gathered, unique_bytes(gathered_of(self.train_state)))
         self._sample_gradients()
@@ -225,10 +225,10 @@ class StepMemory(Observer):
 
 
 @contextlib.contextmanager
-def following(step: StepMemory) -> Iterator[None]:
-    """While it is open, every action of the pipeline is followed."""
+def sampling(step: StepMemory) -> Iterator[None]:
+    """While it is open, memory is sampled after every action of the pipeline."""
     gc.collect()
-    gc.freeze()  # what was there before need not be looked through after every action
+    gc.freeze()  # collections after every action skip the objects that exist already
     try:
         with step.train_state.observers.watched_by(step):
             yield
@@ -240,11 +240,11 @@ def measure_memory(train_state: TrainState, batch: Batch) -> dict[str, Any]:
     """Bytes on this rank in one step over `batch`: by owner where an owner is known, and
 
     - `saved`: what each microbatch keeps for its backward pass, by stage,
-    - `activations`: the most that all microbatches in flight keep, which the schedule decides,
-    - `gradients`: after the passes; `unreduced`: the most between them, those that wait to be added over ranks included,
-    - `gathered`: the most between two passes of whole parameters gathered from shards,
-    - `buffers`: the most between two passes of what travels between stages and is no longer, or not yet, of use,
-    - `peak`: the most of everything together at any moment.
+    - `activations`: the peak over all microbatches in flight, which depends on the schedule,
+    - `gradients`: after the passes; `unreduced`: the peak between them, unreduced ones included,
+    - `gathered`: the peak of unsharded parameters between two passes,
+    - `buffers`: the peak between two passes of sends and receives between stages that no pass uses any more, or yet,
+    - `peak`: the peak of everything together.
     """
     cuda = train_state.device.type == "cuda"
     parameters = parameters_of(train_state)
@@ -254,14 +254,14 @@ def measure_memory(train_state: TrainState, batch: Batch) -> dict[str, Any]:
     if cuda:
         torch.cuda.reset_peak_memory_stats(train_state.device)
     for x in (*parameters, *optimizer_of(train_state), *_buffers(train_state)):
-        storages.follow(storage_of(x))
-    with storages, following(step):
+        storages.track(storage_of(x))
+    with storages, sampling(step):
         train_state.train_step(batch)
     return dict(
         parameters=unique_bytes(parameters),
         gradients=unique_bytes(gradients_of(train_state)),
         optimizer=unique_bytes(optimizer_of(train_state)),
-        activations=step.high_water,
+        activations=step.peak_activations,
         gathered=step.gathered,
         buffers=step.buffers,
         unreduced=step.gradients,

@@ -1,8 +1,8 @@
-"""Time by module, of a profile that was just recorded in this process: what `shardwise trace` reads from the file, for a machine
-that has PyTorch and nothing to read files with.
+"""Time by module, from a profile just recorded in this process: the same as `shardwise trace` reads from the file, for machines
+without the packages that read traces.
 
 Time is that of kernels on a GPU and of operators on a CPU, without communication. An operator belongs to the innermost label
-around it, or to the module whose forward pass made the autograd node that it is part of; what has neither is nobody's.
+around it, or to the module whose forward pass created its autograd node; without either it is unlabelled.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 from shardwise.labels import read_label
 
-NOBODY = "(unlabelled)"
+UNLABELLED = "(unlabelled)"
 BACKWARD_SCOPE = 1
 """How PyTorch marks what autograd runs (`RecordScope::BACKWARD_FUNCTION`)."""
 COMMUNICATION = ("nccl", "c10d::", "_c10d_functional::", "gloo:", "rccl")
 
 Node = tuple[int, int]
-"""One of autograd's: the thread whose forward pass made it, and its number there."""
+"""An autograd node: the thread of its forward pass, and its sequence number there."""
 
 
 def module_times(events: Iterable[Any]) -> dict[str, dict[str, float]]:
@@ -36,7 +36,7 @@ def module_times(events: Iterable[Any]) -> dict[str, dict[str, float]]:
 
 
 def _own_seconds(event: Any) -> float:
-    """What an event spent itself: on the device where it started kernels there, otherwise on the host."""
+    """The self time of an event: of its kernels where it launched any, otherwise on the host."""
     if event.name.startswith(COMMUNICATION) or "CPU" not in str(event.device_type):
         return 0.0
     # A range that is an annotation is drawn on the device as well, over the kernels in it.
@@ -50,13 +50,13 @@ def _own_seconds(event: Any) -> float:
 
 
 def _sends(event: Any) -> bool:
-    """Whether this is a message, or the label around one."""
+    """Whether this is a collective or send, or the label around one."""
     label = read_label(event.name)
     return event.name.startswith(COMMUNICATION) or (label is not None and label.kind == "message")
 
 
 def _of_node(event: Any) -> bool:
-    """Whether this is one of autograd's nodes, or the engine around it."""
+    """Whether this is an autograd node, or the engine around it."""
     return event.scope == BACKWARD_SCOPE or event.name.startswith("autograd::engine::evaluate_function")
 
 
@@ -68,20 +68,20 @@ def _label_of(event: Any) -> str | None:
 
 
 def _makers(events: list[Any]) -> dict[Node, str]:
-    """The module that made each of autograd's nodes. An operator says the number that the next node will have; so the last one
-    that says it made the node."""
+    """The module that created each autograd node. An operator records the sequence number of the next node, so the last operator
+    with a number created the node."""
     forward = [e for e in events if e.sequence_nr >= 0 and not _of_node(e)]
     makers: dict[Node, str] = {}
     for event in sorted(forward, key=lambda e: e.time_range.start):
         at: Any = event
         while at is not None and _label_of(at) is None:
             at = at.cpu_parent
-        makers[event.thread, event.sequence_nr] = _label_of(at) or NOBODY if at is not None else NOBODY
+        makers[event.thread, event.sequence_nr] = _label_of(at) or UNLABELLED if at is not None else UNLABELLED
     return makers
 
 
 def _owner(event: Any, makers: dict[Node, str]) -> tuple[str, bool]:
-    """Whose an operator is, and whether the backward pass runs it."""
+    """The module of an operator, and whether the backward pass runs it."""
     owner, backward, at = "", False, event
     while at is not None:
         if not owner:
@@ -90,4 +90,4 @@ def _owner(event: Any, makers: dict[Node, str]) -> tuple[str, bool]:
             backward = True
             owner = owner or makers.get((at.fwd_thread, at.sequence_nr), "")
         at = at.cpu_parent
-    return owner or NOBODY, backward
+    return owner or UNLABELLED, backward

@@ -1,8 +1,8 @@
-"""What each module of a rank's network costs in a step: operations forward, backward and recomputed, and the bytes that its forward
-pass leaves for the backward pass.
+"""What each module of a rank's network costs in a step: FLOPs forward, backward and recomputed, and the bytes that its forward
+pass saves for the backward pass.
 
-The operations are `WorkCounter`'s, blamed on modules in the place of parts, so their sum is the planner's to the last one.
-Bytes are those of storages that are alive when a stage's forward pass has ended, blamed on the module that made them.
+FLOPs are `WorkCounter`'s, attributed to modules instead of parts, so their sum is exactly the planner's. Bytes are those of
+storages that are alive when a stage's forward pass has ended, attributed to the module that allocated them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from shardwise.data.batches import Batch
 from shardwise.measure.memory import (
     StepMemory,
     Storages,
-    following,
     optimizer_of,
     parameters_of,
+    sampling,
     storage_of,
 )
 from shardwise.measure.work import WorkCounter
@@ -29,13 +29,13 @@ from shardwise.model.transformer import Transformer
 from shardwise.train.step import TrainState
 
 OPTIMIZER = "(phase optimizer)"
-"""What is no module's, but the optimizer's; a trace calls it so."""
+"""The optimizer's name among the modules, as in a trace."""
 ROOT = "model"
-"""What the whole network of a stage is called: what stands between its parts."""
+"""The name of a stage's whole network, for operations between its modules."""
 
 
 def module_names(train_state: TrainState) -> dict[nn.Module, str]:
-    """A rank's modules, and their names in the whole model. The loss is the head: it multiplies by it."""
+    """A rank's modules, and their names in the whole model. The loss counts as the head, whose GEMM it contains."""
     names: dict[nn.Module, str] = {}
     for model in train_state.parallel.models:
         names |= {module: name or ROOT for name, module in model.named_modules()}
@@ -44,7 +44,7 @@ def module_names(train_state: TrainState) -> dict[nn.Module, str]:
 
 
 class ModuleWork(WorkCounter):
-    """Adds up the operations of a train state's steps by module."""
+    """Adds up the FLOPs of a train state's steps by module."""
 
     def __init__(self, train_state: TrainState) -> None:
         super().__init__(train_state)
@@ -75,7 +75,7 @@ class ModuleWork(WorkCounter):
 
 
 class NamedStorages(Storages):
-    """Follows storages, and knows the module that ran when each was made."""
+    """Tracks storages, and the module that allocated each."""
 
     def __init__(self, names: dict[nn.Module, str]) -> None:
         super().__init__()
@@ -83,15 +83,15 @@ class NamedStorages(Storages):
         self.inside: list[str] = []
         self.maker: dict[int, str] = {}
 
-    def follow(self, storage: UntypedStorage) -> int:
-        """Count a storage; a new one was made by the module that runs."""
-        number = super().follow(storage)
+    def track(self, storage: UntypedStorage) -> int:
+        """Count a storage; a new one was allocated by the running module."""
+        number = super().track(storage)
         self.maker.setdefault(number, self.inside[-1] if self.inside else ROOT)
         return number
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Know which module runs."""
+        """Keep track of the running module."""
         with contextlib.ExitStack() as stack:
             for module, name in self.names.items():
                 before = module.register_forward_pre_hook(lambda *_, n=name: self.inside.append(n), prepend=True)
@@ -102,22 +102,22 @@ class NamedStorages(Storages):
 
 
 def module_flops(train_state: TrainState, batch: Batch) -> dict[str, dict[str, float]]:
-    """Operations of one step by module and pass."""
+    """FLOPs of one step by module and pass."""
     with ModuleWork(train_state) as counter:
         train_state.train_step(batch)
     return {module: dict(passes) for module, passes in counter.work.flops.items() if sum(passes.values())}
 
 
 def module_activations(train_state: TrainState, batch: Batch) -> dict[str, int]:
-    """Bytes that one microbatch leaves for its backward pass, by module; added over the stages of this rank."""
+    """Bytes that one microbatch saves for its backward pass, by module, summed over the stages of this rank."""
     storages = NamedStorages(module_names(train_state))
     step = StepMemory(train_state, storages)
     train_state.optimizer.zero_grad()
     persistent: list[Tensor] = [*parameters_of(train_state), *optimizer_of(train_state)]
     persistent += [buffer for model in train_state.parallel.models for buffer in model.buffers()]
     for x in persistent:
-        storages.follow(storage_of(x))
-    with storages, storages.watching(), following(step):
+        storages.track(storage_of(x))
+    with storages, storages.watching(), sampling(step):
         train_state.train_step(batch)
     found: Counter[str] = Counter()
     for (_, microbatch), sizes in step.left.items():

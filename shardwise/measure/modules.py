@@ -1,7 +1,7 @@
-"""A rank's network as a list of modules with what each costs in a step: parameters, operations by pass, bytes saved, seconds.
+"""The modules of a rank's network with what each costs in a step: parameters, FLOPs by pass, bytes saved, seconds.
 
-Costs are given twice: of a module itself, and of all modules inside of it. Operations are hardware FLOPs, counted with tokens
-divided evenly over experts; seconds are those of kernels on a GPU and of operators on a CPU.
+Costs are given twice: of a module alone, and with its submodules. FLOPs are hardware FLOPs, counted with tokens divided evenly
+over experts; seconds are those of kernels on a GPU and of operators on a CPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from shardwise.data.batches import Batch
 from shardwise.measure.dry import even_routing
 from shardwise.measure.module_work import ROOT, module_activations, module_flops
-from shardwise.measure.work import as_written
+from shardwise.measure.work import uncompiled
 from shardwise.train.step import TrainState
 
 PASSES = ("forward", "recompute", "backward_input", "backward_weight", "optimizer")
@@ -29,14 +29,14 @@ class Cost:
     held: int = 0
     """Elements of them on this rank."""
     flops: dict[str, float] = field(default_factory=dict)
-    """Operations of a step by pass."""
+    """FLOPs of a step by pass."""
     activations: int = 0
     """Bytes that one microbatch saves for its backward pass."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Of a step, `forward` and `backward`; what is recomputed is part of the backward pass."""
+    """Of a step, `forward` and `backward`, which includes recomputation."""
 
     def add(self, other: Cost) -> None:
-        """Take another's numbers to one's own."""
+        """Add another cost to this one."""
         self.parameters += other.parameters
         self.held += other.held
         self.activations += other.activations
@@ -48,12 +48,12 @@ class Cost:
 def own_costs(
     train_state: TrainState, batches: Iterable[Batch], seconds: dict[str, dict[str, float]]
 ) -> dict[str, Cost]:
-    """By module, without what stands below it; counts in two more steps. `seconds` are those of a step by module."""
+    """Costs by module, without submodules, counted in two more steps. `seconds` are those of a step by module."""
     found: dict[str, Cost] = {name: Cost() for name in _names(train_state)}
-    coming = iter(batches)
-    with even_routing(train_state), as_written(train_state):
-        flops = module_flops(train_state, next(coming))
-        activations = module_activations(train_state, next(coming))
+    remaining = iter(batches)
+    with even_routing(train_state), uncompiled(train_state):
+        flops = module_flops(train_state, next(remaining))
+        activations = module_activations(train_state, next(remaining))
     for name, passes in flops.items():
         found.setdefault(name, Cost()).flops = {key: passes.get(key, 0.0) for key in PASSES}
     for name, size in activations.items():
@@ -72,8 +72,8 @@ def _names(train_state: TrainState) -> Iterable[str]:
     return (name for model in train_state.parallel.models for name, _ in model.named_modules() if name)
 
 
-def with_all_below(own: dict[str, Cost]) -> dict[str, Cost]:
-    """By module, with what stands below it; the root has everything of the network, phases of the step stay apart."""
+def with_submodules(own: dict[str, Cost]) -> dict[str, Cost]:
+    """Costs by module, with submodules; the root has the whole network, phases of the step stay separate."""
     whole: dict[str, Cost] = {ROOT: Cost()}
     for name, cost in own.items():
         if name.startswith("("):
@@ -87,9 +87,9 @@ def with_all_below(own: dict[str, Cost]) -> dict[str, Cost]:
 
 
 def as_rows(own: dict[str, Cost]) -> list[dict[str, Any]]:
-    """For programs: modules in the order of the network, phases last; `own` is without what stands below."""
+    """For programs: modules in the order of the network, phases last; `own` is without submodules."""
     rows = []
-    for name, cost in with_all_below(own).items():
+    for name, cost in with_submodules(own).items():
         alone = own.get(name, Cost())
         rows.append({"module": name, **vars(cost), "own": vars(alone)})
     return rows

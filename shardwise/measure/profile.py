@@ -1,10 +1,10 @@
-"""Records a few steps of a run as PyTorch's profiler sees them, on all ranks or some, and keeps beside them what a reader needs
-to say what they mean: the run, its plan, the schedule, the groups of each axis, what was sent, and when ranks' clocks met.
+"""Records a few steps of a run with PyTorch's profiler, on all ranks or some, together with what a reader needs to explain them:
+the run, its plan, the schedule, the process groups of each axis, the traffic, and clock readings that align the ranks.
 
 The steps are those of `shardwise train`, on the run's own data. A profile is a folder:
 
     profile.json            what was recorded (`manifest`)
-    run.toml, plan.json     the run, resolved, and what the planner says of it
+    run.toml, plan.json     the run, resolved, and its plan
     ranks/rank-00000.json.gz     Kineto traces, one for each rank recorded
     memory/rank-00000.json.gz    bytes by owner in one more step; on GPUs also the allocator's blocks and their history
     modules.json            what each module costs, when asked for
@@ -46,11 +46,11 @@ from shardwise.train.speed import peak_flops
 from shardwise.train.step import TrainState
 
 VERSION = 1
-MEETINGS = 5
-"""How often ranks meet to compare clocks, before the recorded steps and after them."""
+CLOCK_READINGS = 5
+"""Barriers after which ranks read their clocks, before the recorded steps and after them."""
 
 Progress = Callable[[str], None]
-"""Gets what happens next."""
+"""Called with what happens next."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class Recording:
 
     steps: int = 3
     warmup: int = 3
-    """Steps before, not recorded: the first ones make buffers, buckets and compiled kernels."""
+    """Steps before, not recorded: the first ones allocate buffers, build buckets and compile kernels."""
     ranks: tuple[int, ...] | None = None
-    """Which ranks are recorded; all take part. None is all."""
+    """The ranks to record; None for all. The others take part unrecorded."""
     modules: bool = False
     """Also count by module, in two more steps."""
 
@@ -71,12 +71,12 @@ class Recording:
 
 
 def rank_file(folder: Path, kind: str, rank: int) -> Path:
-    """Where a rank's trace or memory is."""
+    """The file of a rank's trace or memory."""
     return folder / kind / f"rank-{rank:05d}.json.gz"
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make the folder of a profile, in the place of an older one."""
+    """Create the folder of a profile, or clear that of an older one."""
     if folder.exists() and not folder.is_dir():
         raise UserError(Problem(f"{folder} is a file; a profile is a folder", "--out", "command line"))
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "profile.json").exists():
@@ -86,41 +86,41 @@ def prepare_folder(folder: Path) -> None:
     for kind in ("ranks", "memory"):
         shutil.rmtree(folder / kind, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
-    # So that the folder is known as one of ours also when a recording is broken off.
+    # So that the folder is known as a profile also after an interrupted recording.
     (folder / "profile.json").write_text(json.dumps({"version": VERSION, "complete": False}))
 
 
 def record(run: Run, folder: Path, recording: Recording, progress: Progress = lambda what: None) -> TrainState:
-    """Record the run into a folder that `prepare_folder` has made. Every rank calls this."""
+    """Record the run into a folder that `prepare_folder` created. Every rank calls this."""
     data = open_data(run)
     train_state = TrainState(run)
     rank = train_state.mesh.rank
     first, last = recording.warmup + 1, recording.warmup + recording.steps
-    coming = batches(data.train, train_state, last + (3 if recording.modules else 1))
+    remaining = batches(data.train, train_state, last + (3 if recording.modules else 1))
     progress(f"{recording.warmup} steps to warm up")
     for _ in range(recording.warmup - 1):
-        _step(train_state, next(coming))
-    clocks = _meet(train_state)
+        _step(train_state, next(remaining))
+    clocks = _read_clocks(train_state)
     progress(f"{recording.steps} steps under the profiler")
-    seen = _recorded(train_state, coming, folder, recording)
-    clocks += _meet(train_state)
+    measured = _record_steps(train_state, remaining, folder, recording)
+    clocks += _read_clocks(train_state)
     progress("one more step to count memory")
-    owners = measure_memory(train_state, next(coming))
+    owners = measure_memory(train_state, next(remaining))
     if recording.has(rank):
-        _write_memory(rank_file(folder, "memory", rank), dict(owners=owners, allocator=seen.allocator))
+        _write_memory(rank_file(folder, "memory", rank), dict(owners=owners, allocator=measured.allocator))
     mine = dict(
-        nanoseconds=seen.nanoseconds,
+        nanoseconds=measured.nanoseconds,
         clocks=clocks,
         device=device_name(train_state.device),
         host=socket.gethostname(),
         groups=_groups(train_state),
-        traffic=seen.traffic,
+        traffic=measured.traffic,
         modules=None,
     )
     if recording.modules:
         progress("two more to count operations and activations by module")
-        mine["modules"] = as_rows(own_costs(train_state, coming, seen.module_seconds))
-    every = _gathered(train_state, mine)
+        mine["modules"] = as_rows(own_costs(train_state, remaining, measured.module_seconds))
+    every = _all_gather(train_state, mine)
     if rank == 0:
         (folder / "run.toml").write_text(to_toml(run))
         (folder / "plan.json").write_text(json.dumps(planned(run, train_state.device)))
@@ -132,12 +132,12 @@ def record(run: Run, folder: Path, recording: Recording, progress: Progress = la
             (folder / "modules.json").write_text(json.dumps(rows))
         (folder / "profile.json").write_text(json.dumps(described, indent=1))
     if run.layout.world > 1:
-        dist.barrier()  # nobody reads before all is written
+        dist.barrier()  # no rank reads before all is written
     return train_state
 
 
 def _step(train_state: TrainState, batch: Batch) -> int:
-    """A step as the training loop does it, to the moment its loss is known; gives its nanoseconds."""
+    """A step as the training loop does it, until its loss is on the host; returns its nanoseconds."""
     start = time.perf_counter_ns()
     result = train_state.train_step(batch)
     result.loss.item(), result.grad_norm.item()
@@ -145,8 +145,8 @@ def _step(train_state: TrainState, batch: Batch) -> int:
 
 
 @dataclass
-class Seen:
-    """What a rank saw of its recorded steps besides the trace."""
+class RankRecord:
+    """What a rank measured of its recorded steps besides the trace."""
 
     nanoseconds: list[int] = field(default_factory=list)
     traffic: list[dict[str, Any]] | None = None
@@ -156,33 +156,35 @@ class Seen:
     """Of a step, by module and direction."""
 
 
-def _recorded(train_state: TrainState, coming: Iterator[Batch], folder: Path, recording: Recording) -> Seen:
-    """The last step to warm up, with labels and the profiler ready, and those that are recorded."""
-    seen, path = Seen(), rank_file(folder, "ranks", train_state.mesh.rank)
+def _record_steps(
+    train_state: TrainState, remaining: Iterator[Batch], folder: Path, recording: Recording
+) -> RankRecord:
+    """Run the last warm-up step, with labels and the profiler on, and the recorded steps."""
+    measured, path = RankRecord(), rank_file(folder, "ranks", train_state.mesh.rank)
     recorded = recording.has(train_state.mesh.rank)
     with contextlib.ExitStack() as stack:
         if recorded:
             path.parent.mkdir(parents=True, exist_ok=True)
             profiler = stack.enter_context(_profiler(train_state.device, recording.steps))
             counter = stack.enter_context(labelled(train_state))
-            seen.allocator = stack.enter_context(allocator_history(train_state.device))
+            measured.allocator = stack.enter_context(allocator_history(train_state.device))
         for number in range(recording.steps + 1):
             with span("phase", "data"):
-                batch = next(coming)
+                batch = next(remaining)
             nanoseconds = _step(train_state, batch)
             if number:
-                seen.nanoseconds.append(nanoseconds)
+                measured.nanoseconds.append(nanoseconds)
             elif recorded:
-                counter.forget()
+                counter.reset()
             if recorded:
                 profiler.step()
     if recorded:
         profiler.export_chrome_trace(str(path))
-        seen.traffic = _traffic(counter)
+        measured.traffic = _traffic(counter)
         if recording.modules:
             times = module_times(profiler.events() or ())
-            seen.module_seconds = {m: {k: v / recording.steps for k, v in t.items()} for m, t in times.items()}
-    return seen
+            measured.module_seconds = {m: {k: v / recording.steps for k, v in t.items()} for m, t in times.items()}
+    return measured
 
 
 def _profiler(device: torch.device, steps: int) -> profile:
@@ -197,16 +199,16 @@ def _profiler(device: torch.device, steps: int) -> profile:
     )
 
 
-def _meet(train_state: TrainState) -> list[int]:
-    """What this rank's clock says when all ranks have met, several times."""
+def _read_clocks(train_state: TrainState) -> list[int]:
+    """This rank's clock after each of several barriers."""
     times = []
-    for _ in range(MEETINGS if train_state.run.layout.world > 1 else 0):
+    for _ in range(CLOCK_READINGS if train_state.run.layout.world > 1 else 0):
         dist.barrier()
         times.append(time.time_ns())
     return times
 
 
-def _gathered(train_state: TrainState, mine: dict[str, Any]) -> list[dict[str, Any]]:
+def _all_gather(train_state: TrainState, mine: dict[str, Any]) -> list[dict[str, Any]]:
     every: list[Any] = [mine]
     if train_state.run.layout.world > 1:
         every = [None] * train_state.run.layout.world
@@ -249,7 +251,7 @@ def _write_memory(path: Path, found: dict[str, Any]) -> None:
 
 
 def planned(run: Run, device: torch.device) -> dict[str, Any]:
-    """What the planner says of a run, for the chip that it really runs on where the run names none."""
+    """The plan of a run, for the chip that it runs on where the run names none."""
     chip = chip_of_driver_name(device_name(device)) if device.type == "cuda" else None
     if not run.cluster.chip and not run.cluster.profile and chip is not None:
         run = replace(run, cluster=replace(run.cluster, chip=chip.name))
@@ -257,7 +259,7 @@ def planned(run: Run, device: torch.device) -> dict[str, Any]:
 
 
 def manifest(train_state: TrainState, recording: Recording, first: int, every: list[dict[str, Any]]) -> dict[str, Any]:
-    """What was recorded; names are stable."""
+    """The content of `profile.json`; its keys are stable."""
     run, pipeline = train_state.run, train_state.parallel.pipeline
     peak, source = peak_flops(train_state.device, train_state.dtype)
     listed = pipeline.schedule
@@ -294,7 +296,7 @@ def manifest(train_state: TrainState, recording: Recording, first: int, every: l
 
 
 def _pipeline_ranks(train_state: TrainState) -> list[int]:
-    """The place in its pipeline of every rank: the pipeline is the outermost axis."""
+    """The pipeline rank of every rank: the pipeline is the outermost axis."""
     layout = train_state.run.layout
     return [rank * layout.pipeline // layout.world for rank in range(layout.world)]
 
@@ -304,8 +306,8 @@ MOST_ENTRIES = 1_000_000
 
 @contextlib.contextmanager
 def allocator_history(device: torch.device) -> Iterator[dict[str, Any]]:
-    """While it is open, the allocator of a GPU keeps what it does; what is given is filled at the end, and stays empty without
-    a GPU."""
+    """While it is open, the CUDA allocator records its history; the dict yielded is filled at the end, and stays empty without a
+    GPU."""
     found: dict[str, Any] = {}
     if device.type != "cuda":
         yield found
@@ -314,12 +316,12 @@ def allocator_history(device: torch.device) -> Iterator[dict[str, Any]]:
     torch.cuda.memory._record_memory_history("all", context=None, max_entries=MOST_ENTRIES, device=device)
     try:
         yield found
-        found.update(_taken(torch.cuda.memory._snapshot(device), device))
+        found.update(_summarized(torch.cuda.memory._snapshot(device), device))
     finally:
         torch.cuda.memory._record_memory_history(None, device=device)
 
 
-def _taken(snapshot: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def _summarized(snapshot: dict[str, Any], device: torch.device) -> dict[str, Any]:
     segments = [
         dict(address=s["address"], bytes=s["total_size"], blocks=[[b["size"], b["state"]] for b in s["blocks"]])
         for s in snapshot["segments"]

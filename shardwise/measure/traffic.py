@@ -2,8 +2,8 @@
 
 All of them, also those of DistributedDataParallel's reducer (C++) and of `fully_shard`, pass PyTorch's dispatcher as an
 operator of `c10d` that names its process group, so a dispatch mode sees them all; an operator or a group that this file does
-not know is an error, not a gap. Bytes are those of the ledger's convention (`wire_bytes`); of an all-to-all, what really
-leaves the rank for others.
+not know is an error, not a gap. Bytes are those of the ledger's convention (`wire_bytes`); of an all-to-all, what a
+rank sends to others.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class TrafficCounter(TorchDispatchMode):
         self.traffic: Traffic = Counter()
         self.messages: Traffic = Counter()
 
-    def forget(self) -> None:
-        """Begin to count anew."""
+    def reset(self) -> None:
+        """Start again from zero."""
         self.traffic.clear()
         self.messages.clear()
 
@@ -50,7 +50,7 @@ class TrafficCounter(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
     def count(self, operator: str, args: tuple[Any, ...]) -> tuple[str, str, Fraction | int] | None:
-        """Add a call; gives its axis, operation and bytes, or None where this rank sends nothing by it."""
+        """Add a call; returns its axis, operation and bytes, or None where this rank sends nothing by it."""
         group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject))
         ranks = group.size()
         size: Fraction | int

@@ -1,8 +1,8 @@
-"""The plan held against the trainer: a few real steps, or a dry one, counted on every rank and compared account by account.
+"""Compares the plan with the trainer: a few real steps, or a dry one, counted on every rank, account by account.
 
-Operations and traffic must agree to the last one, memory that stays to the byte, saved activations within a hundredth, and the
-pipeline must have done the very actions the planner timed. Tokens are random, and dealt out evenly over experts, so
-that what is compared depends on the layout alone. Time is shown beside the plan's; it is judged only when asked.
+FLOPs and traffic must agree exactly, persistent memory to the byte, saved activations within 1%, and the pipeline must have
+executed exactly the actions that the planner timed. Tokens are random, and routed evenly over experts, so that the comparison
+depends on the layout alone. Time is shown beside the plan's; it is judged only when asked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardwise.ledger import Account, Difference, Memory, Span, Timeline, Traffi
 from shardwise.measure.dry import dry_rank, even_routing
 from shardwise.measure.memory import measure_memory
 from shardwise.measure.traffic import TrafficCounter
-from shardwise.measure.work import WorkCounter, as_written
+from shardwise.measure.work import WorkCounter, uncompiled
 from shardwise.plan.plan import plan
 from shardwise.plan.trainer.state import activations, state_bytes
 from shardwise.plan.trainer.traffic import AXIS_OF, traffic
@@ -32,9 +32,9 @@ from shardwise.schedules import make_schedule
 from shardwise.train.step import TrainState
 
 TOLERANCE: dict[str, float] = {"work": 0.0, "traffic": 0.0, "memory": 0.01}
-"""How far apart plan and run may be; an account that is not named is shown and not judged."""
-STAYS = ("parameters", "gradients", "optimizer")
-OWNERS = (*STAYS, "activations")
+"""Relative difference allowed between plan and run; an account that is not named is shown and not judged."""
+PERSISTENT = ("parameters", "gradients", "optimizer")
+OWNERS = (*PERSISTENT, "activations")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Verdict:
     planned: Account
     measured: Account
     schedule: bool
-    """Whether the pipeline did the actions of the list, in its order."""
+    """Whether the pipeline executed the actions of the schedule, in its order."""
     actions: int
 
     def differences(self) -> list[Difference]:
@@ -54,7 +54,7 @@ class Verdict:
         return [replace(d, name=d.name.replace("rank 0 ", f"rank {self.rank} ", 1)) for d in found]
 
     def beyond(self, tolerance: Mapping[str, float]) -> list[Difference]:
-        """Those further apart than allowed; what stays in memory has no tolerance."""
+        """Those further apart than allowed; persistent memory has no tolerance."""
         return [d for d in self.differences() if d.account in tolerance and abs(d.relative) > _allowed(d, tolerance)]
 
     def agrees(self, tolerance: Mapping[str, float]) -> bool:
@@ -63,21 +63,21 @@ class Verdict:
 
 
 def _allowed(difference: Difference, tolerance: Mapping[str, float]) -> float:
-    stays = difference.account == "memory" and difference.name.split()[-1] in STAYS
-    return 0.0 if stays else tolerance[difference.account]
+    persistent = difference.account == "memory" and difference.name.split()[-1] in PERSISTENT
+    return 0.0 if persistent else tolerance[difference.account]
 
 
 def random_batch(run: Run, seed: int = 0) -> Batch:
-    """One rank's share of a step, random tokens, nothing ignored."""
+    """One rank's share of a step: random tokens, all with a loss."""
     rows = run.train.global_batch // run.layout.data_ranks
     tokens = np.random.default_rng(seed).integers(0, run.model.vocab, (rows, run.train.seq_len + 1))
     return Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), None, None)
 
 
 def counted(train_state: TrainState, batch: Batch, *, seconds: float = 0.0) -> tuple[Account, bool, int]:
-    """The account of a step, whether its schedule was the listed one, and how many actions that has."""
+    """The account of a step, whether it executed the schedule, and how many actions that has."""
     run = train_state.run
-    with even_routing(train_state), as_written(train_state):
+    with even_routing(train_state), uncompiled(train_state):
         with WorkCounter(train_state) as ops, TrafficCounter(train_state.mesh.axes_by_group()) as wire:
             train_state.train_step(batch)
         done = list(train_state.parallel.pipeline.executed)
@@ -103,32 +103,32 @@ def _by_axis(wire: TrafficCounter) -> Traffic:
 
 
 def planned(run: Run, rank: int) -> Account:
-    """What the plan says of one rank, but for its time."""
+    """The plan of one rank, without its time."""
     owners = state_bytes(run, rank) | {"activations": activations(run, rank)}
     memory = Memory(({name: float(owners[name]) for name in OWNERS},))
     return Account("plan", 0.0, run.batch_tokens, {}, work(run, rank), memory, traffic(run, rank))
 
 
 def planned_seconds(run: Run) -> float:
-    """How long a step is planned to take, where the run says on what; 0 otherwise."""
+    """The predicted seconds of a step where the run names a chip or a profile; 0 otherwise."""
     return plan(run).account.step_seconds if run.cluster.chip or run.cluster.profile else 0.0
 
 
 def verify_rank(run: Run, steps: int = 3) -> Verdict:
-    """Run a few steps of this rank (all ranks call this together), the first ones to settle, and compare."""
+    """Run a few steps of this rank after a warm-up, and compare. All ranks call this together."""
     train_state = TrainState(run)
     batch = random_batch(run, train_state.mesh.data_index)
     for _ in range(2):  # DistributedDataParallel rebuilds its buckets after the first
         train_state.train_step(batch)
-    taken = []
+    seconds = []
     for _ in range(max(1, steps)):
         start = _now(train_state.device)
         train_state.train_step(batch).loss.item()
-        taken.append(_now(train_state.device) - start)
+        seconds.append(_now(train_state.device) - start)
     done = executed(train_state)
-    account, same, actions = counted(train_state, batch, seconds=statistics.median(taken))
+    account, same, actions = counted(train_state, batch, seconds=statistics.median(seconds))
     account = replace(account, timeline=done)
-    # What is kept follows from where it ran, whatever chip the run names; only time is that chip's.
+    # Saved activations depend on the device that ran, whatever chip the run names; only the time is that chip's.
     here = replace(run, train=replace(run.train, device=_kind(train_state.device)))
     expected = replace(planned(here, train_state.mesh.rank), step_seconds=planned_seconds(run))
     return Verdict(train_state.mesh.rank, expected, account, same, actions)
@@ -139,7 +139,7 @@ def _kind(device: torch.device) -> Literal["cpu", "cuda"]:
 
 
 def executed(train_state: TrainState) -> Timeline:
-    """What the pipeline did in the last step and when, as the host saw it."""
+    """The actions that the pipeline executed in the last step, with the host's times."""
     pipeline = train_state.parallel.pipeline
     begin = pipeline.times[0][0]
     rank = train_state.mesh.index("pipeline")
@@ -157,7 +157,7 @@ def _now(device: torch.device) -> float:
 
 
 def verify_dry(run: Run, rank: int) -> Verdict:
-    """One rank of any size of job, without data."""
+    """One rank of a job of any size, without data."""
     if not 0 <= rank < run.layout.world:
         raise UserError(Problem(f"{rank} is not a rank of a layout of {run.layout.world}", "--rank", "command line"))
     if run.layout.world > 1 and run.layout.replicate == run.layout.world:
@@ -167,7 +167,7 @@ def verify_dry(run: Run, rank: int) -> Verdict:
                 "layout.replicate",
             )
         )
-    # Where the run is meant for GPUs their loss is made; their kernels are not, so activations are those of a CPU.
+    # A run meant for GPUs uses their loss here, but not their kernels, so activations are those of a CPU.
     loss: Literal["chunked", "plain"] = "chunked" if chunks_loss(run, gpu=planned_on_gpu(run)) else "plain"
     run = replace(run, train=replace(run.train, device="cpu", loss=loss))
     with dry_rank(run, rank) as train_state:

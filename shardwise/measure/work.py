@@ -1,13 +1,13 @@
-"""Counts the operations of a rank as it executes them, by part of the network and pass, in the planner's convention.
+"""Counts the FLOPs of a rank as it executes them, by part of the network and pass, in the planner's convention.
 
-A dispatch mode counts GEMMs. One of the forward pass names its weight; in the backward pass a GEMM with that weight makes the
-gradient of an input, and the other one of the same autograd node that of the weight. A forward pass inside of a backward pass is
+A dispatch mode counts GEMMs. A GEMM of the forward pass names its weight; in the backward pass a GEMM with that weight computes an
+input gradient, and the other GEMM of the same autograd node the weight gradient. A forward pass inside of a backward pass is
 recomputation. Attention is counted where the network calls it, by the pairs of query and key that its mask allows, whatever kernel
 computes it: twice as much backward as forward.
 
-All other operators are counted by the bytes of what they read and write: lookups, norms, activations, casts and sums, and the
-optimizer's. Backward, autograd's nodes are numbered as the forward pass made them, so their part is known; what stands between
-the parts (the residual stream) is the network's.
+All other operators are counted by the bytes they read and write: lookups, norms, activations, casts and sums, and the
+optimizer's. In the backward pass autograd's nodes have the sequence numbers of the forward pass, so their part is known;
+operators between the parts (the residual stream) belong to the network.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PARTS: tuple[tuple[type | tuple[type, ...], str], ...] = (
 )
 
 aten = torch.ops.aten
-PRODUCTS: dict[Any, tuple[int, int]] = {  # operator to the places of its two operands
+GEMMS: dict[Any, tuple[int, int]] = {  # operator to the argument positions of its two operands
     aten.mm.default: (0, 1),
     aten.mm.out: (0, 1),
     aten.addmm.default: (1, 2),
@@ -72,34 +72,34 @@ PRODUCTS: dict[Any, tuple[int, int]] = {  # operator to the places of its two op
     torch.ops.shardwise.fp8_gemm.default: (0, 1),
     torch.ops.shardwise.fp8_gemm_onto.default: (0, 1),
 }
-STACKED: dict[Any, tuple[int, int]] = {aten.bmm.default: (0, 1), aten.baddbmm.default: (1, 2)}
-"""Those of many matrices at once, as Muon makes them of experts; in the network they are attention's, which is counted by pairs."""
+BATCHED_GEMMS: dict[Any, tuple[int, int]] = {aten.bmm.default: (0, 1), aten.baddbmm.default: (1, 2)}
+"""Batched GEMMs, which Muon uses for experts; in the network they are attention's, which is counted by pairs."""
 UNKNOWN = "unknown"
 
 
-def as_written(train_state: TrainState) -> contextlib.AbstractContextManager[Any]:
-    """While it is open, layers run as they are written: a compiled one does not let anybody count inside of it."""
+def uncompiled(train_state: TrainState) -> contextlib.AbstractContextManager[Any]:
+    """While it is open, layers run uncompiled: the operators inside a compiled one cannot be counted."""
     if not compiles(train_state.run, gpu=train_state.device.type == "cuda"):
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")
 
 
 class WorkCounter(TorchDispatchMode, Observer):
-    """While it is open, adds up the operations of a train state's steps."""
+    """While it is open, adds up the FLOPs of a train state's steps."""
 
     def __init__(self, train_state: TrainState) -> None:
         super().__init__()
         self.flops: dict[str, dict[str, float]] = {}
         self.bytes: dict[str, dict[str, float]] = {}
         self.updating = False
-        self.update = "parameters"  # what the optimizer's work is blamed on
-        self.made: list[tuple[int, str]] = []  # from which of autograd's numbers on nodes belong to which part
+        self.update = "parameters"  # the part that the optimizer's work is attributed to
+        self.made: list[tuple[int, str]] = []  # the autograd sequence numbers from which nodes belong to a part
         self.train_state = train_state
         self.inside: list[str] = []
         self.weights: dict[int, tuple[StorageWeakRef, str]] = {}
         self.parameters: dict[int, tuple[StorageWeakRef, str]] = {}
-        self.node: tuple[Any, str] | None = None  # that made the gradient of an input last, and its part
-        self.waiting: dict[Any, float] = {}  # gradients of weights, by nodes that have not made that of an input yet
+        self.node: tuple[Any, str] | None = None  # that computed the last input gradient, and its part
+        self.waiting: dict[Any, float] = {}  # FLOPs of weight gradients, by nodes without their input gradient yet
         self.deferred = ""  # the part whose deferred weight gradient is computed
         self.open = contextlib.ExitStack()
 
@@ -128,7 +128,7 @@ class WorkCounter(TorchDispatchMode, Observer):
         return Work(self.flops, self.bytes, CONVENTION)
 
     def _watch(self, model: Transformer) -> None:
-        """Know which part of the network runs."""
+        """Track which part of the network runs."""
         self._know_parameters(model)
         for module in model.modules():
             part = next((name for kind, name in PARTS if isinstance(module, kind)), None)
@@ -151,7 +151,7 @@ class WorkCounter(TorchDispatchMode, Observer):
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Know when the optimizer works."""
+        """Track when the optimizer runs."""
         before, self.updating = self.updating, self.updating or name == "optimizer"
         try:
             yield
@@ -160,7 +160,7 @@ class WorkCounter(TorchDispatchMode, Observer):
 
     @contextlib.contextmanager
     def weight_gradient(self, module: str) -> Iterator[None]:
-        """Know whose deferred gradient is computed."""
+        """Track the module whose deferred gradient is computed."""
         self.deferred = self._deferred_part(module)
         try:
             yield
@@ -172,14 +172,14 @@ class WorkCounter(TorchDispatchMode, Observer):
         return "ffn" if owner == "shared_experts" else owner
 
     def _around(self, module: nn.Module, part: str) -> None:
-        """Also GEMMs that hooks before the module make."""
+        """Track a module with its hooks, which may run GEMMs too."""
         before = module.register_forward_pre_hook(lambda *_: self.inside.append(part), prepend=True)
         after = module.register_forward_hook(lambda *_: self.inside.pop() and None, always_call=True)
         self.open.callback(before.remove)
         self.open.callback(after.remove)
 
     def _mark(self, module: nn.Module, part: str) -> None:
-        """Around the forward of a leaf, which runs also when a module above it is recomputed."""
+        """Track the forward of a leaf, which runs also when a module around it is recomputed."""
         inner = module.forward
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -200,11 +200,11 @@ class WorkCounter(TorchDispatchMode, Observer):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = operator(*args, **(kwargs or {}))
-        places = PRODUCTS.get(operator) or (STACKED.get(operator) if self.updating else None)
+        places = GEMMS.get(operator) or (BATCHED_GEMMS.get(operator) if self.updating else None)
         if places is not None:
             first, second = (args[place] for place in places)
             share = _rows_taken(*args) if operator is aten._grouped_mm.default else 1.0
-            self._product(first, second, 2.0 * first.numel() * second.shape[-1] * share)
+            self._gemm(first, second, 2.0 * first.numel() * second.shape[-1] * share)
         elif operator.namespace in ("aten", "shardwise") and not operator.is_view:
             if operator.namespace == "shardwise":
                 self._quantized(args[0], [x for x in tree_leaves(out) if x.element_size() == 1])
@@ -213,7 +213,7 @@ class WorkCounter(TorchDispatchMode, Observer):
                 and self.inside
                 and self._part_of(self.parameters, args[0]) is not None
             ):
-                # A weight cast for its GEMM, which a recomputed pass may leave before it is made.
+                # A weight cast for its GEMM: a recomputed pass may stop before that GEMM.
                 self._remember(self.weights, out, self.inside[-1])
             self._moved(sum(x.numel() * x.element_size() for x in tree_leaves((args, out)) if isinstance(x, Tensor)))
         return out
@@ -231,14 +231,14 @@ class WorkCounter(TorchDispatchMode, Observer):
         passes[which] = passes.get(which, 0.0) + size
 
     def _part_of_node(self) -> str:
-        """The part whose forward pass made the node that autograd is at."""
+        """The part whose forward pass created the running autograd node."""
         node = autograd_node()
         if node is None:
             return "network"
         at = bisect_right(self.made, node[1], key=lambda mark: mark[0])
         return self.made[at - 1][1] if at else "network"
 
-    def _product(self, first: Tensor, second: Tensor, flops: float) -> None:
+    def _gemm(self, first: Tensor, second: Tensor, flops: float) -> None:
         if self.updating:
             self._add(self.update, "optimizer", flops)
             return
@@ -253,7 +253,7 @@ class WorkCounter(TorchDispatchMode, Observer):
         part = self._part_of(self.weights, first) or self._part_of(self.weights, second)
         if part is not None:
             self._add(part, "backward_input", flops)
-            if here is not None:  # one node makes both gradients, in either order
+            if here is not None:  # one node computes both gradients, in either order
                 self.node, waiting = (here, part), self.waiting.pop(here, 0.0)
                 self._add(part, "backward_weight", waiting)
         elif here is not None and self.node is not None and self.node[0] == here:
@@ -264,7 +264,7 @@ class WorkCounter(TorchDispatchMode, Observer):
             self._add(UNKNOWN, "backward_weight", flops)
 
     def _quantized(self, x: Tensor, forms: list[Tensor]) -> None:
-        """What a weight was quantised or transposed to stands for it."""
+        """Quantised and transposed forms of a weight count as that weight."""
         part = self._part_of(self.weights, x)
         if part is None and self.inside and self._part_of(self.parameters, x) is not None:
             part = self.inside[-1]
@@ -281,7 +281,7 @@ class WorkCounter(TorchDispatchMode, Observer):
         return found[1] if found is not None and not found[0].expired() else None
 
     def _forward_pass(self) -> str:
-        """What a forward pass is, inside of a backward pass."""
+        """A forward pass inside of a backward pass is recomputation."""
         return "recompute" if in_backward() else "forward"
 
     def _attending(self, backward: bool = False) -> str:
@@ -298,7 +298,7 @@ class WorkCounter(TorchDispatchMode, Observer):
                 pairs = q.shape[0] * attended_pairs(q.shape[1], k.shape[1], mask)
             flops = 2.0 * q.shape[2] * pairs * (q.shape[3] + v.shape[3])
             part = self._attending()
-            # Before the call, which a recomputed pass may leave as soon as it has what it needs.
+            # Before the call: a recomputed pass may stop inside of it, once it has what it needs.
             self._add(part, self._forward_pass(), flops)
             out = inner(q, k, v, mask, scale)
             if out.requires_grad:
@@ -325,13 +325,13 @@ class WorkCounter(TorchDispatchMode, Observer):
 
 
 def _rows_taken(first: Tensor, second: Tensor, ends: Tensor, *_: Any) -> float:
-    """The share of the rows that are some expert's; without data, all."""
+    """The share of the rows that belong to an expert; 1 without data."""
     rows = first.shape[0] if second.dim() == 3 else second.shape[0]
     return 1.0 if _is_fake(ends) or not rows else ends[-1].item() / rows
 
 
 def block_flops(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> float:
-    """Operations of some queries on some keys, forward."""
+    """FLOPs of the attention of a block of queries to a block of keys, forward."""
     length, keys = q.shape[2], k.shape[2]
     pairs = length * keys if mask is None else attended_pairs(length, keys, mask)
     return 2.0 * q.shape[0] * q.shape[1] * pairs * (q.shape[3] + v.shape[3])
@@ -349,8 +349,8 @@ def varlen_pairs(varlen: VarlenMask, rows: int, length: int) -> float:
 def attended_pairs(queries: int, keys: int, mask: Tensor | None) -> float:
     """Pairs of a query and a key it sees, of one sequence on average: under the causal mask, or a given one.
 
-    A mask without data, in a dry run, is a causal one: of a square block its triangle, of a part of the sequence that was
-    dealt out evenly that part of the triangle.
+    A mask without data, in a dry run, counts as causal: a square block as its triangle, an evenly divided part of the
+    sequence as that part of the triangle.
     """
     if mask is None or (_is_fake(mask) and queries == keys):
         return queries * (queries + 1) / 2

@@ -1,6 +1,6 @@
 """Pipeline schedules as lists of actions: made by name and timed. Pure Python; imports no array library."""
 
-from shardwise.schedules.actions import KINDS, Action, Kind, Message, Schedule, high_water, message_of, transfers
+from shardwise.schedules.actions import KINDS, Action, Kind, Message, Schedule, message_of, peak_activations, transfers
 from shardwise.schedules.make import (
     SCHEDULES,
     SPLIT_BACKWARD,
@@ -11,7 +11,7 @@ from shardwise.schedules.make import (
     rounds_to_play,
 )
 from shardwise.schedules.stages import split_layers
-from shardwise.schedules.timing import Cost, Stuck, Timing, play, time
+from shardwise.schedules.timing import Cost, Deadlock, Timing, play, time
 
 __all__ = [
     "KINDS",
@@ -19,17 +19,17 @@ __all__ = [
     "SPLIT_BACKWARD",
     "Action",
     "Cost",
+    "Deadlock",
     "Kind",
     "Message",
     "Schedule",
-    "Stuck",
     "Timing",
     "cached_schedule",
     "fewer_rounds",
-    "high_water",
     "legal",
     "make_schedule",
     "message_of",
+    "peak_activations",
     "play",
     "rounds_to_play",
     "split_layers",

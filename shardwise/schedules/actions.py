@@ -89,7 +89,7 @@ def transfers(schedule: Schedule) -> dict[tuple[int, int], tuple[Message, ...]]:
 
 
 def loop_placement(ranks: int, chunks: int) -> tuple[int, ...]:
-    """Stages dealt round the ranks `chunks` times: stage s is on rank s mod ranks."""
+    """Stages placed round-robin, `chunks` on each rank: stage s is on rank s mod ranks."""
     return tuple(stage % ranks for stage in range(ranks * chunks))
 
 
@@ -107,14 +107,14 @@ def keep_microbatches(lists: Iterable[Iterable[Action]], microbatches: int) -> t
     return tuple(tuple(action for action in actions if action.microbatch < microbatches) for actions in lists)
 
 
-def held(
+def saved_activations(
     schedule: Schedule, whole: Sequence[float] | None = None, after_input: Sequence[float] | None = None
 ) -> tuple[tuple[float, ...], ...]:
     """Saved activations of each rank after each of its actions: they live from F until the backward no longer needs them.
 
     `whole[stage]` is what one microbatch keeps between F and B or I, and `after_input[stage]` what is left of it between
     I and W (by default all). By default each counts 1, and the result is a number of microbatch-stages. A split backward
-    costs something between two counts: everything held until W, and nothing held after I.
+    costs something between two counts: everything kept until W, and nothing kept after I.
     """
     whole = [1] * schedule.stages if whole is None else whole
     after_input = whole if after_input is None else after_input
@@ -127,8 +127,8 @@ def held(
     return tuple(tuple(accumulate([change[kind][stage] for kind, stage, _ in actions])) for actions in schedule.ranks)
 
 
-def high_water(
+def peak_activations(
     schedule: Schedule, whole: Sequence[float] | None = None, after_input: Sequence[float] | None = None
 ) -> tuple[float, ...]:
-    """The most each rank holds at any time; arguments as for `held`."""
-    return tuple(max(levels, default=0) for levels in held(schedule, whole, after_input))
+    """The peak of each rank's saved activations; arguments as for `saved_activations`."""
+    return tuple(max(levels, default=0) for levels in saved_activations(schedule, whole, after_input))

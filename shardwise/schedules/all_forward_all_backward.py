@@ -1,13 +1,13 @@
-"""GPipe and the breadth-first pipeline: all microbatches go forward, then all go back.
+"""GPipe and the breadth-first pipeline: all forwards, then all backwards.
 
 GPipe (Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism"): with P ranks,
 m microbatches, F and B the times of one stage, the bubble on each rank is (P - 1)(F + B), and every rank holds the
-activations of m microbatches, which is what all later schedules improve on. The paper goes back in reverse order. Here
-microbatches go back in the order they went forward, as in every schedule of this folder: a stage adds up its gradients in
-one order, and all schedules give the same sum, bit for bit.
+activations of m microbatches, which is what all later schedules improve on. The paper runs backwards in reverse order. Here
+they run in the order of the forwards, as in every schedule of this folder: a stage accumulates its gradients in one order,
+and all schedules give the same sum, bit for bit.
 
-Breadth-first (Lamy-Poirier 2023, "Breadth-First Pipeline Parallelism"): each rank holds v stages, dealt round the ranks in a
-loop, and takes all microbatches through one of them before it turns to the next; then back the same way. With m >= P
+Breadth-first (Lamy-Poirier 2023, "Breadth-First Pipeline Parallelism"): each rank holds v stages, placed round-robin, and
+runs the forward of all microbatches through one of them before the next; then the backward likewise. With m >= P
 microbatches, F and B the times of one of the v stages:
 
 - bubble on each rank: (P - 1)(F + B), a v-th of GPipe's, since a stage is a v-th of a rank's layers;

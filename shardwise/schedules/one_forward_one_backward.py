@@ -1,15 +1,15 @@
 """1F1B (PipeDream-flush, Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training") and interleaved 1F1B
 (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM").
 
-A rank goes forward until its first backward can come, then alternates one forward with one backward, so that a
+A rank runs forwards until its first backward can start, then alternates one forward with one backward, so that a
 microbatch's activations are freed as soon as possible. With P ranks, rank r, m >= P microbatches, F and B the times of one stage:
 
 - 1F1B: bubble (P - 1)(F + B) as in GPipe; rank r holds P - r microbatches, whatever m is.
-- Interleaved, v stages a rank dealt round in a loop: bubble (P - 1)(F + B), a v-th of that, since a stage is a v-th of
+- Interleaved, v stages a rank placed round-robin: bubble (P - 1)(F + B), a v-th of that, since a stage is a v-th of
   a rank's layers; rank r holds 2(P - r - 1) + (v - 1) G + 1 microbatch-stages, at most m v; v times the messages.
 
 G is the size of the groups in which microbatches visit a rank's stages. The paper has G = P and needs m to divide by P.
-Here m is dealt evenly over floor(m / P) groups, of G = ceil(m / floor(m / P)) or one less: no group is shorter than the
+Here m is divided evenly over floor(m / P) groups, of G = ceil(m / floor(m / P)) or one less: no group is shorter than the
 ring, so the bubble stays what it is above for every m >= P, and G = P where P divides m.
 """
 
@@ -19,7 +19,7 @@ from shardwise.schedules.actions import Action, Kind, Schedule, loop_placement
 
 
 def one_forward_one_backward(ranks: int, microbatches: int) -> Schedule:
-    """Rank r goes forward P - r - 1 times, then alternates."""
+    """Rank r runs P - r - 1 forwards, then alternates."""
     lists = []
     for rank in range(ranks):
         forward = [_action("F", rank, microbatch) for microbatch in range(microbatches)]
@@ -45,7 +45,7 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def _groups(ranks: int, microbatches: int) -> tuple[list[list[int | None]], int]:
-    """Microbatches dealt evenly into groups no shorter than the ring, each padded with None to one size.
+    """Microbatches divided evenly into groups no shorter than the ring, each padded with None to one size.
 
     The padding is scheduled like any microbatch and left out afterwards. So the pace is that of a regular schedule, which has
     no deadlock, and leaving out whole microbatches cannot cause one.

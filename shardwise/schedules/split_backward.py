@@ -5,11 +5,11 @@ are the times of one stage, of which ZB-V and DualPipeV have two a rank, placed 
 ZB-H1 and ZB-V (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", sections 2.1 and 6):
 
 - ZB-H1, m >= P microbatches: bubble (P - 1)(F + I - W), a third of 1F1B's when the three are equal. Every rank holds P
-  microbatches, 1F1B's most: rank r has P - r before I, as in 1F1B, and owes up to r W. This is for W <= F and W <= I.
+  microbatches, 1F1B's most: rank r has P - r before I, as in 1F1B, and has up to r W deferred. This is for W <= F and W <= I.
 - ZB-V, two stages a rank placed in a V, m >= 2P - 1: with F = I = W no rank waits between its first action and its
   last. Every rank holds 2P microbatch-stages, which are P microbatches of a whole rank, 1F1B's most. Rank r starts r F
-  after rank 0 and ends r F after it. So where all ranks must meet after the step, (P - 1) F of bubble remain, half of
-  ZB-H1's as a stage is half a rank; the paper does away with it by stepping the optimizer without meeting.
+  after rank 0 and ends r F after it. So where all ranks synchronise after the step, (P - 1) F of bubble remain, half of
+  ZB-H1's as a stage is half a rank; the paper removes it by stepping the optimizer without synchronising.
 
 DualPipeV is the V-shaped half of DualPipe (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.2.1, and the
 repository deepseek-ai/DualPipe; the halving is Sea AI Lab's "cut-in-half"). In the long middle part a rank pairs the
@@ -33,8 +33,8 @@ from shardwise.schedules.actions import Action, Schedule, keep_microbatches, loo
 
 
 class RankList:
-    """The list of one rank, written as in a paper: "so many of this, then so many of that". It counts the microbatches of each
-    kind and stage, so that they come in the same order in every kind."""
+    """The list of one rank, built as a paper describes it: so many of one kind, then so many of another. It counts the microbatches
+    of each kind and stage, so that they come in the same order in every kind."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
@@ -43,17 +43,17 @@ class RankList:
         self._weights_due: deque[Action] = deque()
 
     def forward(self, stage: int) -> None:
-        """The next microbatch of a stage goes forward."""
+        """The forward of a stage's next microbatch."""
         self.actions.append(Action("F", stage, self.forwards[stage]))
         self.forwards[stage] += 1
 
     def backward(self, stage: int) -> None:
-        """The next microbatch of a stage goes back, for the input and the weights together."""
+        """The backward of a stage's next microbatch, for the input and the weights together."""
         self.actions.append(Action("B", stage, self.backwards[stage]))
         self.backwards[stage] += 1
 
     def backward_input(self, stage: int) -> None:
-        """The next microbatch of a stage goes back for its input; its weight gradient is now due."""
+        """The backward of a stage's next microbatch for its input; its weight gradient is now due."""
         microbatch = self.backwards[stage]
         self.actions.append(Action("I", stage, microbatch))
         self._weights_due.append(Action("W", stage, microbatch))

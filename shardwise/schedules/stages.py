@@ -32,11 +32,11 @@ def split_layers(costs: Sequence[float], stages: int, first: float = 0, last: fl
     totals = [_totals(costs, start, first, last) for start in range(layers)]
     sums = sorted(set().union(*totals))
 
-    def fitting(most: float) -> list[int]:
-        """For each first layer, how many layers a stage may have when it may cost at most `most`. Totals only grow."""
-        return [bisect_right(some, most) for some in totals]
+    def fitting(limit: float) -> list[int]:
+        """For each first layer, how many layers a stage of at most this cost may have. Totals only grow."""
+        return [bisect_right(some, limit) for some in totals]
 
-    bottleneck = sums[bisect_left(sums, True, key=lambda most: _fewest_stages(fitting(most)) <= stages)]
+    bottleneck = sums[bisect_left(sums, True, key=lambda limit: _fewest_stages(fitting(limit)) <= stages)]
 
     # best[start] is the least sum of squares with which the layers from `start` on fill the stages still to fill, and the
     # layers of the first of those; from the last stage backwards, and only where a stage can start.

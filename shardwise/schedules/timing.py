@@ -24,7 +24,7 @@ class Cost:
     backward_input: Sequence[float]
     backward_weight: Sequence[float]
     backward: Sequence[float] | None = None
-    """The backward in one piece; where it is not given, the sum of the two halves."""
+    """The unsplit backward; where it is not given, the sum of the two halves."""
 
     @classmethod
     def even(cls, stages: int, forward: float = 1, backward_input: float = 1, backward_weight: float = 1) -> Cost:
@@ -72,7 +72,7 @@ class Timing:
         )
 
 
-class Stuck(ValueError):
+class Deadlock(ValueError):
     """The lists wait for each other, or for an action that is in no list."""
 
     def __init__(self, waiting: dict[int, Action]) -> None:
@@ -83,9 +83,9 @@ class Stuck(ValueError):
 def time(schedule: Schedule, cost: Cost, latency: float | Sequence[float] = 0) -> Timing:
     """Plays the lists. `latency` is the time of a transfer between two ranks, or one for each boundary: `latency[s]`
     between stages s and s + 1, in both directions. The schedule is one that `check` passes; of a mistake in another
-    this sees only that the lists cannot be played to the end, and raises `Stuck`."""
+    this sees only that the lists cannot be played to the end, and raises `Deadlock`."""
     stages, microbatches, placement = schedule.stages, schedule.microbatches, schedule.placement
-    # Plain floats, since arithmetic on the numbers of an array is several times slower.
+    # Plain floats, since arithmetic on array scalars is several times slower.
     durations = {kind: [float(duration) for duration in cost.of(kind)] for kind in KINDS}
     if any(len(by_stage) != stages for by_stage in durations.values()):
         raise ValueError(f"{schedule.name} has {stages} stages: a cost needs that many durations of each kind")
@@ -106,7 +106,7 @@ def play(
     backward: Sequence[float],
 ) -> Timing:
     """Plays lists of actions, each with a duration of its own in `works`. `forward` and `backward` are the latencies of what the
-    forward and the backward of each stage and microbatch send, at stage * microbatches + microbatch. Raises `Stuck`."""
+    forward and the backward of each stage and microbatch send, at stage * microbatches + microbatch. Raises `Deadlock`."""
     # Arrival of what each forward or backward gives the next stage. Slots run by (stage, microbatch); the stage "before
     # the first" and the stage "after the last" have always arrived.
     size = stages * microbatches
@@ -159,6 +159,6 @@ def play(
 
     stuck = {rank: actions[len(ends[rank])] for rank, actions in enumerate(ranks) if len(ends[rank]) < len(actions)}
     if stuck:
-        raise Stuck(stuck)
+        raise Deadlock(stuck)
     busy = tuple(sum(map(sub, end, start)) for start, end in zip(starts, ends, strict=True))
     return Timing(tuple(map(tuple, starts)), tuple(map(tuple, ends)), max(clock, default=0.0), busy)

@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from shardwise.labels import read_label
-from shardwise.schedules import KINDS, SCHEDULES, Action, Stuck, legal, make_schedule, play
+from shardwise.schedules import KINDS, SCHEDULES, Action, Deadlock, legal, make_schedule, play
 from shardwise.trace.answers import PipelineRank, PipelineStep
 from shardwise.trace.comms.describe import POINT_TO_POINT, UNKNOWN, axis_of
 from shardwise.trace.comms.events import CollectiveEvents
@@ -197,7 +197,7 @@ def played(seen: Sequence[Executed], latency: Mapping[Action, int]) -> int | Non
     works = [list(map(float, one.works)) for one in seen]
     try:
         return int(play([one.actions for one in seen], stages, microbatches, works, forward, backward).makespan)
-    except Stuck:
+    except Deadlock:
         return None
 
 

@@ -2,9 +2,9 @@
 
 A step of a small model is thousands of kernels of some microseconds, and launching one takes the host longer than that. A graph is
 a single launch: the same kernels on the same memory, into which the next batch is copied. It does not help where the device is the
-slower of the two, and it keeps the memory of the activations. So, unless it is asked for, some steps are measured first: a host
-that has launched everything and finds the device done as well was the slower one. Kernel by kernel are launched steps computed
-twice, evaluations, batches of another shape, and the steps of `shardwise profile`, which says what each kernel is for.
+slower of the two, and it keeps the memory of the activations. So, unless it is asked for, some steps are measured first: if the
+device is done as soon as the host has launched everything, the host is the slower one. Rechecked steps, evaluations, batches of
+another shape, and the steps of `shardwise profile`, which labels kernels, are launched kernel by kernel.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ WARM_UP = 3
 MEASURED = 3
 """Steps measured to decide."""
 BEHIND = (0.05, 0.005)
-"""A device that ends at most this share of a step, and these seconds, after its host has waited for it. A host that is ahead is
-ahead by a thousand launches, or by all there are."""
+"""The host is the slower one if the device ends at most this share of a step, and these seconds, after the last launch. A host
+that is ahead is ahead by a thousand launches, or by all of them."""
 
 
 def attach(train_state: TrainState, log: Callable[[str], None] = lambda _: None) -> None:
-    """Let the steps of a train state be replayed, if its run can be."""
+    """Replay the steps of a train state, if its run allows it."""
     if replays(train_state.run, gpu=train_state.device.type == "cuda"):
         train_state.replay = GraphedPasses(train_state, log)
 
@@ -78,7 +78,7 @@ class GraphedPasses:
         if train_state.tuner is not None:
             train_state.tuner.stop()
         self.batch = train_state.microbatches(batch)
-        self.leaves = [held.leaf for held in train_state.parallel.parameters]
+        self.leaves = [each.leaf for each in train_state.parallel.parameters]
         graph, pool, stream = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
         try:
             # Other threads may use the GPU meanwhile, for instance to write a checkpoint.
@@ -89,24 +89,24 @@ class GraphedPasses:
             recover(stream, pool)
             train_state.optimizer.zero_grad()
             torch.cuda.synchronize()
-            self.log(f"steps are launched kernel by kernel, since they could not be recorded: {error}".splitlines()[0])
+            self.log(f"steps are launched kernel by kernel, since they could not be captured: {error}".splitlines()[0])
             return train_state.passes(batch)
         self.gradients = [leaf.grad for leaf in self.leaves]
         self.graph = graph
         why = ": the host was slower than the GPU" if self.host_slower else ""
-        self.log(f"steps are replayed from here on{why}")
+        self.log(f"steps are replayed as a CUDA graph from here on{why}")
         return self._replayed(batch)
 
     def _replayed(self, batch: Batch) -> Tensor:
         microbatches = self.train_state.microbatches(batch)
-        if not alike(self.batch, microbatches):
+        if not same_shapes(self.batch, microbatches):
             return self.train_state.passes_of(microbatches)
         for mine, new in zip(self.batch, microbatches, strict=True):
             for name, value in new.items():
                 if value is not None:
-                    there = mine[name]
-                    assert there is not None
-                    there.copy_(value)
+                    static = mine[name]
+                    assert static is not None
+                    static.copy_(value)
         assert self.graph is not None
         self.train_state.refresh()  # the graph does not see whether a parameter was changed
         self.graph.replay()
@@ -116,8 +116,8 @@ class GraphedPasses:
 
 
 def recover(stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
-    """Undo a capture that failed: PyTorch stays on its stream, the random generator and the allocator believe that it still goes
-    on, and its memory pool stays reserved."""
+    """Undo a failed capture: PyTorch is still on its stream, the random generator and the allocator are still in capture mode, and
+    its memory pool is still reserved."""
     torch.cuda.set_stream(stream)
     device = stream.device_index
     generator = torch.cuda.default_generators[device]
@@ -125,8 +125,8 @@ def recover(stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
     end_allocating_to_pool(device, pool)
 
 
-def alike(these: Sequence[Microbatch], those: Sequence[Microbatch]) -> bool:
-    """Whether one batch can be copied over another."""
+def same_shapes(these: Sequence[Microbatch], those: Sequence[Microbatch]) -> bool:
+    """Whether one batch can be copied into another."""
 
     def shapes(batch: Sequence[Microbatch]) -> list[dict[str, object]]:
         return [{name: None if x is None else (x.shape, x.dtype) for name, x in one.items()} for one in batch]

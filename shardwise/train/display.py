@@ -29,7 +29,7 @@ def sparkline(values: list[float], width: int) -> str:
 
 @dataclass
 class Progress:
-    """What is shown of one step."""
+    """What is displayed about one step."""
 
     step: int
     steps: int
@@ -73,7 +73,7 @@ class PlainDisplay:
         pass
 
     def log(self, text: str) -> None:
-        """Print a sentence. Where nobody reads any more, or a log is full, the run goes on in silence."""
+        """Print a sentence. If the output is closed or its disk is full, the run goes on in silence."""
         if self.quiet:
             return
         try:

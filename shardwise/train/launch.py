@@ -1,10 +1,10 @@
-"""Gets the ranks of a run going: joins those that torchrun, Slurm or Kubernetes started, or starts them on this machine, or on
+"""Launches the ranks of a run: joins those that torchrun, Slurm or Kubernetes started, or starts them on this machine, or on
 several that meet at `cluster.rendezvous`.
 
 Ranks started here have an agent (`faults/agent.py`): the first rank that fails takes the others down within seconds, the user
 reads one message that names it, and all are started again. Where there are other ranks than the layout was made for, and
 `train.elastic` allows it, the planner finds the best layout for them. Model and global batch stay, so the run goes on with the
-same losses, to rounding; and every machine and rank finds the same layout by itself, since a search repeats itself.
+same losses, to rounding; and every machine and rank finds the same layout by itself, since the search is deterministic.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardwise.train.faults.heartbeat import enable_flight_recorder
 from shardwise.train.faults.ranks import GRACE, MISTAKE, Ranks, environment_of, free_port
 
 ANSWER = 3
-"""Exit code of a rank that ended well, and whose answer is no."""
+"""Exit code of a rank that succeeded, and whose answer is no."""
 _ANSWERS = "SHARDWISE_ANSWERS"
 JOIN_SECONDS = 600.0
 """How long a machine waits for the others of a run."""
@@ -50,7 +50,7 @@ class RankEnvironment:
 
 
 def rank_environment(environment: Mapping[str, str]) -> RankEnvironment | None:
-    """Read the variables of torchrun (also under Kubernetes) or Slurm; None when nobody started this process as a rank."""
+    """Read the variables of torchrun (also under Kubernetes) or Slurm; None when this process was not started as a rank."""
     e = environment
     if "RANK" in e and "WORLD_SIZE" in e:
         return RankEnvironment(
@@ -117,14 +117,14 @@ def join(environment: RankEnvironment, run: Run) -> None:
     layout = run.layout
     if oversubscribed and (layout.pipeline > 1 or (layout.context > 1 and layout.context_method == "ring")):
         reason = (
-            f"{layout.world} ranks would share {gpus} GPU(s), and gloo, which they then talk through, carries no point-to-point "
-            'messages of GPUs; pipelines and ring attention need them. Use train.device = "cpu" or more GPUs'
+            f"{layout.world} ranks would share {gpus} GPU(s), and gloo, their backend then, has no point-to-point "
+            'operations on CUDA tensors; pipelines and ring attention need them. Use train.device = "cpu" or more GPUs'
         )
         raise UserError(Problem(reason, key="layout"))
     if gpus:
         torch.cuda.set_device(environment.local_rank % gpus)
     dist.init_process_group(
-        # NCCL wants a GPU for each rank; gloo carries collectives of CUDA tensors too, where ranks share one.
+        # NCCL needs a GPU for each rank; where ranks share one, gloo has collectives of CUDA tensors too.
         "cpu:gloo,cuda:nccl" if gpus and not oversubscribed else "gloo",
         init_method=f"tcp://{environment.address}:{environment.port}",
         rank=environment.rank,
@@ -143,7 +143,7 @@ def leave() -> None:
 
 
 def start_local(arguments: Sequence[str], world: int, logs: Path) -> int:
-    """Run `shardwise ARGUMENTS` once as `world` ranks on this machine; gives the exit code: 0 when all ended well, ANSWER when
+    """Run `shardwise ARGUMENTS` once as `world` ranks on this machine; returns the exit code: 0 when all succeeded, ANSWER when
     the first one's answer is no, 2 for a user's mistake, 1 for a failure. For short verbs: the first failure ends it."""
     ranks = Ranks(logs)
     port = free_port()
@@ -167,13 +167,13 @@ def start_local(arguments: Sequence[str], world: int, logs: Path) -> int:
 
 
 def answer(yes: bool) -> int:
-    """The exit code of a verb that asks something; a rank's differs between a no and a failure."""
+    """The exit code of a verb that answers yes or no; a rank's differs between a no and a failure."""
     return 0 if yes else ANSWER if _ANSWERS in os.environ else 1
 
 
 def start_ranks(run: Run, out: Path, arguments: Sequence[str]) -> int:
-    """Run `shardwise ARGUMENTS` as this machine's share of the ranks that the layout needs; gives the exit code: 0 when all ended
-    well, 75 when told to stop, 2 for a user's mistake, 1 when it was given up."""
+    """Run `shardwise ARGUMENTS` as this machine's share of the ranks that the layout needs; returns the exit code: 0 when all
+    succeeded, 75 when told to stop, 2 for a user's mistake, 1 when it was given up."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
     from shardwise.checkpoint.folder import complete, step_of
@@ -203,7 +203,7 @@ def start_ranks(run: Run, out: Path, arguments: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _rendezvous(run: Run) -> Iterator[Any]:
-    """Where the machines of a run meet, be it one; an error there becomes a sentence."""
+    """The rendezvous of the machines of a run, also of one; its errors become sentences."""
     from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters, registry
 
     # The ranks have a store of their own. The one PyTorch would share is announced at the first rendezvous only, so that a
@@ -293,7 +293,7 @@ def layout_overrides(run: Run) -> list[str]:
 
 
 def describe_layout(run: Run) -> str:
-    """A layout for people: all keys that have not their default value, and the microbatch."""
+    """A layout for people: all keys without their default value, and the microbatch."""
     defaults = LayoutConfig()
     chosen = {k: getattr(run.layout, k) for k in to_dict(run)["layout"] if k not in ("auto", "fixed")}
     words = [f"{k} {v}" for k, v in chosen.items() if v != getattr(defaults, k)]

@@ -1,7 +1,7 @@
 """The training loop: batch, forward, backward, step, record, evaluate, save; until the last step.
 
 The samples of a step are a function of its number alone (and of the batches that were left out as bad), so a resumed run sees
-what the unbroken one would have seen. What can go wrong is the business of the fault monitor (`faults/monitor.py`).
+what the unbroken one would have seen. Faults are handled by the fault monitor (`faults/monitor.py`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def check(run: Run, out: Path) -> None:
 
 
 def train(run: Run, out: Path, has_agent: bool = False) -> None:
-    """Train the run into the folder `out`, going on from its newest checkpoint if there is one. Every rank calls this; `has_agent`
+    """Train the run into the folder `out`, resuming from its newest checkpoint if there is one. Every rank calls this; `has_agent`
     when the process that started it records failures. Raises `Preempted` when told to stop, after saving."""
     data = open_data(run)
     mesh = Mesh(run.layout, choose_device(run.train.device).type)
@@ -177,13 +177,13 @@ def _finish(
 
 
 def steps_behind(device: torch.device) -> int:
-    """How many steps the host may have begun beyond the one whose loss it reads."""
+    """How many steps the host may have launched after the one whose loss it reads."""
     return 1 if device.type == "cuda" else 0
 
 
 class _StepLog:
-    """Reads, checks, records and shows what steps measured. On a GPU the host reads a step only when it has begun the next: it
-    would otherwise wait for the last kernel, and the GPU then for the first. Before anything that rests on them, all are read."""
+    """Reads, checks, records and shows the results of steps. On a GPU the host reads a step only when it has launched the next:
+    otherwise the GPU would idle until the next launch. All steps are read before anything that depends on them."""
 
     def __init__(
         self, train_state: TrainState, metrics: Metrics | None, display: PlainDisplay, monitor: FaultMonitor
@@ -199,16 +199,16 @@ class _StepLog:
         self.last = time.perf_counter()
 
     def add(self, result: StepResult) -> None:
-        """A step that was begun."""
+        """Add a launched step."""
         self.unread.append((result, self.train_state.tokens))
 
     def restart_clock(self) -> None:
-        """Time since the last step, of an evaluation or a checkpoint, is not part of the next."""
+        """Exclude the time of an evaluation or a checkpoint from the next step."""
         if not self.unread:
             self.last = time.perf_counter()
 
     def read(self, all_steps: bool) -> bool:
-        """Read the steps that are due; gives whether a rank was told to stop."""
+        """Read the steps that are due; returns whether a rank was told to stop."""
         stop = False
         while len(self.unread) > (0 if all_steps else steps_behind(self.train_state.device)):
             stop = self._read(*self.unread.popleft()) or stop
@@ -259,16 +259,16 @@ def batches(samples: Samples, train_state: TrainState, last: int) -> Iterator[Ba
 
     first = train_state.step + 1
     with ThreadPoolExecutor(1) as reader:
-        coming = reader.submit(read, first)
+        next_batch = reader.submit(read, first)
         for step in range(first, last + 1):
-            batch = coming.result()
+            batch = next_batch.result()
             if step < last:
-                coming = reader.submit(read, step + 1)
+                next_batch = reader.submit(read, step + 1)
             yield batch
 
 
 def _evenly_spaced(count: int, wanted: int) -> np.ndarray:
-    """The same samples each time, spread evenly, so that a few stand for the whole set."""
+    """The same samples each time, evenly spaced, so that a few represent the whole set."""
     wanted = min(wanted, count)
     return np.arange(wanted) * count // wanted
 

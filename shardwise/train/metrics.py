@@ -23,13 +23,13 @@ FILE = "metrics.jsonl"
 
 
 def append_record(path: Path, record: dict[str, Any]) -> OSError | None:
-    """Append a record; gives why it could not be written."""
+    """Append a record; returns the error if it could not be written."""
     line = json.dumps(record) + "\n"
     try:
         file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             length = os.fstat(file).st_size
-            torn = length > 0 and os.pread(file, 1, length - 1) != b"\n"  # the last writer did not get to the end
+            torn = length > 0 and os.pread(file, 1, length - 1) != b"\n"  # the last write was interrupted
             os.write(file, b"\n" * torn + line.encode())
         finally:
             os.close(file)
@@ -98,7 +98,7 @@ class Metrics:
 
 
 def _length_up_to(path: Path, step: int) -> int:
-    """Bytes of the file's first lines that are whole and of no later step; damaged ones among them stay as they are."""
+    """Bytes of the file's leading complete lines up to a step; damaged ones among them stay as they are."""
     length = 0
     for line in read_lines(path)[:-1]:
         if _parse(line).get("step", 0) > step:

@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov & Hutter 2019) and Muon (Jordan et al. 2024) over the parameters a rank holds, by the kind of each.
+"""AdamW (Loshchilov & Hutter 2019) and Muon (Jordan et al. 2024) over a rank's shards of the parameters, by the kind of each.
 
 Decay is decoupled and spares norms and biases. Muon orthogonalises the momentum of the matrices inside the blocks and
 leaves embeddings, head, norms and biases to AdamW. `torch.optim.Muon` is not used: it takes single matrices only, not
@@ -31,7 +31,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    # Sums are accumulated by the GEMMs that they end in, so that nothing is read or written for them alone.
+    # The GEMMs accumulate into the sums, so that no memory traffic is for the additions alone.
     add = torch.addmm if x.dim() == 2 else torch.baddbmm
     for _ in range(NEWTON_SCHULZ_ITERATIONS):
         gram = x @ x.mT
@@ -40,7 +40,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum, orthogonalised, with decoupled decay; for matrices, stacks of them, and parts of either."""
+    """Nesterov momentum, orthogonalised, with decoupled decay; for matrices, stacks of them, and shards of either."""
 
     def __init__(self, parameters: Sequence[tuple[Tensor, LocalParameter]], mesh: Mesh, train: TrainConfig) -> None:
         settings = dict(lr=train.muon_lr, momentum=train.muon_momentum, weight_decay=train.weight_decay)
@@ -75,9 +75,9 @@ class Optimizer:
         self.train = train
         self.observers = observers or Observers()
         self.parameters = list(parameters)
-        # The same memory as the parameters, without the wrapping that data parallelism gives them.
-        self.mine = [local(h.parameter.detach()) for h in self.parameters]
-        pairs = list(zip(self.mine, self.parameters, strict=True))
+        # The local shards as plain tensors, in the memory of the parameters.
+        self.shards = [local(h.parameter.detach()) for h in self.parameters]
+        pairs = list(zip(self.shards, self.parameters, strict=True))
         muon = [(p, h) for p, h in pairs if train.optimizer == "muon" and h.entry.is_layer_matrix]
         rest = [(p, h) for p, h in pairs if train.optimizer != "muon" or not h.entry.is_layer_matrix]
         groups = [
@@ -105,41 +105,41 @@ class Optimizer:
     def step(self, step: int, factor: Tensor | None = None) -> None:
         """Update the parameters from their gradients, times `factor` if there is one; `step` counts from 1."""
         share = learning_rate_factor(self.train, step)
-        for p, h in zip(self.mine, self.parameters, strict=True):
+        for p, h in zip(self.shards, self.parameters, strict=True):
             if p not in self.in_one_pass:
                 p.grad = None if h.grad is None else h.grad.to(p.dtype)
         for part, peak in zip(self.parts, self.peaks, strict=True):
             for group in part.param_groups:
                 group["lr"] = peak * share
             if isinstance(part, FusedAdamW):
-                part.factor = torch.ones((), device=self.mine[0].device) if factor is None else factor.float()
+                part.factor = torch.ones((), device=self.shards[0].device) if factor is None else factor.float()
             elif factor is not None:
                 with self.observers.phase("clip"):
                     scale_gradients([p.grad for group in part.param_groups for p in group["params"]], factor)
             part.step()
-        for p, h in zip(self.mine, self.parameters, strict=True):
+        for p, h in zip(self.shards, self.parameters, strict=True):
             if h.compute_copy is not None and p not in self.in_one_pass:
                 h.compute_copy.copy()
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
-        for p, h in zip(self.mine, self.parameters, strict=True):
+        """Drop the gradients."""
+        for p, h in zip(self.shards, self.parameters, strict=True):
             p.grad = h.leaf.grad = None
 
     def state_of(self, index: int) -> dict[str, Tensor]:
-        """The state of the parameter `parameters[index]`, this rank's part."""
-        p = self.mine[index]
+        """This rank's shard of the state of `parameters[index]`."""
+        p = self.shards[index]
         return next((dict(part.state[p]) for part in self.parts if p in part.state), {})
 
     def set_state(self, index: int, values: dict[str, Tensor]) -> None:
-        """Take over the state of the parameter `parameters[index]`."""
-        p = self.mine[index]
+        """Set this rank's shard of the state of `parameters[index]`."""
+        p = self.shards[index]
         for part in self.parts:
             if any(p is q for group in part.param_groups for q in group["params"]):
                 # AdamW counts steps in a scalar: PyTorch's on the parameter's device because it is fused, ours on the host.
                 host = isinstance(part, FusedAdamW)
                 part.state[p] = {
-                    what: value.to("cpu" if host and what == "step" else p.device) for what, value in values.items()
+                    key: value.to("cpu" if host and key == "step" else p.device) for key, value in values.items()
                 }
 
 
@@ -149,7 +149,7 @@ def fits_fused_adamw(parameters: list[Tensor]) -> bool:
 
 
 class FusedAdamW(torch.optim.Optimizer):
-    """Takes the factor on all gradients as it updates. `factor` is set before each step."""
+    """AdamW that multiplies all gradients by `factor` in the same kernel; it is set before each step."""
 
     factor: Tensor
 

@@ -37,7 +37,7 @@ class LossScale:
     good: int = 0
 
     def update(self, finite: bool) -> bool:
-        """Adapt after a step whose gradients were finite, or not; gives whether a lower scale may mend the next one."""
+        """Adapt after a step whose gradients were finite, or not; returns whether the scale was lowered, which may fix the next."""
         if not finite:
             before, self.scale, self.good = self.scale, max(1.0, self.scale / 2), 0
             return self.scale < before

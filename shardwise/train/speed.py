@@ -1,7 +1,7 @@
-"""How fast and how full: the peak that MFU is measured against, the memory in use, and stragglers, which are ranks whose own work
+"""Speed and memory: the peak that MFU is measured against, the memory in use, and stragglers, which are ranks whose own work
 takes longer than that of the others, so that all wait for them.
 
-All ranks of a step take equally long, since they wait for each other; what differs is the time they do not wait. On a CPU that is
+All ranks take equally long for a step, since they wait for each other; what differs is the time they do not wait. On a CPU that is
 the time the training thread ran or was ready to run, which Linux accounts for: a slow core and a core shared with others both
 show. On a GPU, kernels that compute and kernels that wait for other ranks look alike without a profiler, so every rank times the
 same GEMM between two steps: a throttled or shared GPU shows, a slow host does not.
@@ -23,7 +23,7 @@ from torch import Tensor
 from shardwise.hardware.chips import chip_of_driver_name
 
 STRAGGLER = 1.2
-"""A rank that takes so many times the median is named."""
+"""A rank that takes this many times the median is reported."""
 PROBE_SIZE = 4096
 LONGEST_MEASUREMENT = 0.2
 """Seconds of GEMMs after which no further one begins."""
@@ -49,7 +49,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
 
 def _gemm_seconds(a: Tensor) -> list[float]:
-    """The seconds of five GEMMs of a square matrix with itself, or of those that begin in time."""
+    """The seconds of five GEMMs of a square matrix with itself, or of fewer if they are slow."""
     times: list[float] = []
     while len(times) < 5 and sum(times) <= LONGEST_MEASUREMENT:
         synchronize(a.device)
@@ -61,13 +61,13 @@ def _gemm_seconds(a: Tensor) -> list[float]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what a GPU has been given to do."""
+    """Wait for all work queued on a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes in use so far: of the GPU's allocator, or of this process on a CPU."""
+    """Peak bytes so far: of the GPU's allocator, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -100,7 +100,7 @@ class Comparison:
         return max(self.seconds) / max(median(self.seconds), 1e-9)
 
     def sentence(self) -> str | None:
-        """Names the slowest rank where that means something."""
+        """Names the slowest rank if it is a straggler."""
         if self.ratio < STRAGGLER:
             return None
         return f"rank {self.slowest} computes {self.ratio:.2f} times as long as the median rank"

@@ -1,8 +1,8 @@
 """One training step: microbatches forward and backward, gradients clipped, parameters updated, on any layout.
 
 The loss is the objective's: a sum over all tokens of the global batch divided by what it counts, so one batch of 8 and 8
-accumulated batches of 1 give the same gradient. The count is added over the ranks while the passes run, and the gradients are
-corrected as they are clipped; loss and norm follow in one message. With the count travels whether any rank was asked to stop, so
+accumulated batches of 1 give the same gradient. The count is all-reduced while the passes run, and the gradients are corrected as
+they are clipped; loss and norm follow in a second all-reduce. The first one also carries whether any rank was asked to stop, so
 that all of them end after the same step. Parameters, gradients and optimizer are float32 for 16-bit arithmetic. On a GPU nothing
 here waits for the device, unless a guard must see the loss first: the host is free to prepare what comes next.
 """
@@ -45,28 +45,28 @@ def choose_device(wanted: str) -> torch.device:
         )
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    # Blocks that can grow, unless somebody chose otherwise: or what first steps leave between others is lost to large ones.
+    # Unless the user chose otherwise: without it, the first steps fragment memory and large blocks no longer fit.
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     return torch.device("cuda", torch.cuda.current_device())
 
 
 class Tuning(Protocol):
-    """What is called before every step, to find out how steps are fastest."""
+    """Called before every step, to find out how steps are fastest."""
 
     done: bool
-    """Whether it has found out."""
+    """Whether the choice is made."""
 
     def __call__(self) -> None: ...
 
     def stop(self) -> None:
-        """Steps will not change any more."""
+        """End tuning: later steps must not change."""
 
 
 @dataclass
 class StepResult:
-    """What a step measured. On a GPU it is on its way to the host from the moment that it is there: who reads it later does not
-    wait for the steps that were begun meanwhile."""
+    """The result of a step. On a GPU it is copied to the host asynchronously as soon as it is computed: reading it later does not
+    wait for the steps that were launched meanwhile."""
 
     step: int
     loss: Tensor
@@ -76,16 +76,16 @@ class StepResult:
     usable: bool = True
     """False when float16 gradients overflowed: nothing was updated."""
     rescaled: bool = False
-    """True when they did and the loss scale could be lowered, which may be all that the next step needs."""
+    """True when they did and the loss scale could be lowered, which may fix the next step."""
     accepted: bool = True
     """False when the step was refused, and changed nothing but its own number."""
 
     def __post_init__(self) -> None:
-        self._numbers = torch.stack((self.loss, self.grad_norm, self.stop))
+        self._values = torch.stack((self.loss, self.grad_norm, self.stop))
         self._arrived: torch.cuda.Event | None = None
-        if self._numbers.is_cuda:
-            here = torch.empty(self._numbers.shape, dtype=self._numbers.dtype, pin_memory=True)
-            self._numbers = here.copy_(self._numbers, non_blocking=True)
+        if self._values.is_cuda:
+            here = torch.empty(self._values.shape, dtype=self._values.dtype, pin_memory=True)
+            self._values = here.copy_(self._values, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
@@ -93,12 +93,12 @@ class StepResult:
         """Loss, gradient norm, and whether any rank was told to stop; the host waits until the step is done."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        loss, norm, stop = self._numbers.tolist()
+        loss, norm, stop = self._values.tolist()
         return loss, norm, stop > 0
 
 
 class TrainState:
-    """A model being trained: this rank's part of it, its optimizer, the loss scale, how far it has come, and by what way."""
+    """A model being trained: this rank's part of it, its optimizer, the loss scale, step and tokens, and the history of steps."""
 
     def __init__(self, run: Run, mesh: Mesh | None = None) -> None:
         self.run = run
@@ -130,9 +130,9 @@ class TrainState:
         """The network, on a rank that holds one stage of it."""
         return self.parallel.models[0]
 
-    def samples(self, numbers: np.ndarray) -> np.ndarray:
+    def samples(self, indices: np.ndarray) -> np.ndarray:
         """This rank's share of the samples of a step."""
-        return np.split(numbers, self.run.layout.data_ranks)[self.mesh.data_index]
+        return np.split(indices, self.run.layout.data_ranks)[self.mesh.data_index]
 
     def train_step(
         self,
@@ -143,8 +143,8 @@ class TrainState:
     ) -> StepResult:
         """One step over this rank's share of the global batch.
 
-        `stop` tells all ranks that this one was told to. `accept` looks at the loss and the gradient norm before anything is
-        updated, and must answer alike on every rank; without it nobody waits for them here. `recheck` computes everything twice.
+        `stop` asks all ranks to stop after this step. `accept` sees the loss and the gradient norm before anything is updated,
+        and must answer alike on every rank; without it the host does not wait for them. `recheck` computes everything twice.
         """
         for model in self.parallel.models:
             model.train()
@@ -153,39 +153,39 @@ class TrainState:
             self.optimizer.zero_grad()
         if self.tuner is not None:
             self.tuner()
-        # What ranks hold in common is divided among them, so that a sum over all ranks counts it once.
+        # Ranks that share samples divide their count, so that a sum over all ranks counts it once.
         share = self.objective.count(batch) * layout.data_ranks / layout.world
-        counted = self._begin_sum(self._on_device(torch.tensor([share, float(stop)], dtype=torch.float64)))
+        counted = self._start_all_reduce(self._on_device(torch.tensor([share, float(stop)], dtype=torch.float64)))
         loss = passes_twice(self, batch) if recheck else (self.replay or self.passes)(batch)
         self.step += 1
         self.tokens += self.run.batch_tokens
         with phase("clip"):
             square = squared_norm(self.parallel.parameters, self.mesh, self.device)
-        sums = self._begin_sum(torch.stack((square, loss.double() / layout.tensor)))
-        # Replicas of DDP have the same gradients and so the same norm: then the message travels while the optimizer works.
+        sums = self._start_all_reduce(torch.stack((square, loss.double() / layout.tensor)))
+        # Replicas of DDP have the same gradients and so the same norm: then the all-reduce overlaps with the optimizer.
         square = square * layout.world if uses_ddp(self.mesh) else sums()[0]
         count = counted()[0].clamp(min=1)
         with phase("clip"):
             grad_norm, factor = self._norm_and_factor(square, count)
         usable, rescaled = self._usable(grad_norm)
-        # What is decided on must be the same number everywhere, so the sum over ranks is waited for.
+        # All ranks must decide on the same loss, so the sum over ranks is waited for.
         accepted = not usable or accept is None or accept(*torch.stack((sums()[1] / count, grad_norm)).tolist())
         if usable and accepted:
             with phase("optimizer"):
                 self.optimizer.step(self.step, factor)
         with phase("balance"):
-            self._add_loads()
+            self._reduce_loads()
             for router in self.routers:
                 router.rebalance(self.run.train.balance_rate if accepted else 0.0)
         rate = self.optimizer.learning_rate(self.step)
         return StepResult(self.step, sums()[1] / count, grad_norm, rate, counted()[1], usable, rescaled, accepted)
 
     def passes(self, batch: Batch) -> Tensor:
-        """All microbatches forward and backward, and the gradients brought together; gives this rank's part of the loss."""
+        """All microbatches forward and backward, and the gradients reduced; returns this rank's part of the loss."""
         return self.passes_of(self.microbatches(batch))
 
     def passes_of(self, microbatches: list[Microbatch]) -> Tensor:
-        """The same, of a batch that is on the device."""
+        """The same, for a batch that is on the device."""
         self.refresh()
         # DistributedDataParallel averages where everything else adds.
         replicas = self.mesh.size("replicate") if uses_ddp(self.mesh) else 1
@@ -196,19 +196,19 @@ class TrainState:
         return loss
 
     @torch.no_grad()
-    def evaluate(self, samples: Callable[[np.ndarray], Batch], numbers: np.ndarray) -> float:
-        """Mean loss over the tokens of the samples of these numbers, dealt out over the data ranks."""
+    def evaluate(self, samples: Callable[[np.ndarray], Batch], indices: np.ndarray) -> float:
+        """Mean loss over the tokens of the samples with these indices, divided among the data ranks."""
         self.refresh()
         for model in self.parallel.models:
             model.eval()
         ranks, at_once = self.run.layout.data_ranks, self.run.train.microbatch * self.run.accumulation
-        share = numbers[self.mesh.data_index :: ranks]
+        share = indices[self.mesh.data_index :: ranks]
         loss = torch.zeros((), dtype=self.loss_dtype, device=self.device)
         counted = 0.0
-        for start in range(0, -(-len(numbers) // ranks), at_once):
+        for start in range(0, -(-len(indices) // ranks), at_once):
             own = share[start : start + at_once]
-            # All ranks run whole schedules; rows beyond a rank's share are computed but have nothing to learn.
-            batch = samples(np.concatenate((own, np.full(at_once - len(own), numbers[0]))))
+            # All ranks run whole schedules; rows beyond a rank's share are padding without a loss.
+            batch = samples(np.concatenate((own, np.full(at_once - len(own), indices[0]))))
             batch.targets[len(own) :] = IGNORE_INDEX
             loss += self.parallel.pipeline.run(self.microbatches(batch), self._stream(), self.objective, None)
             counted += self.objective.count(batch)
@@ -221,13 +221,13 @@ class TrainState:
                 each.compute_copy.refresh()
 
     def _stream(self) -> Tensor:
-        """Shape and dtype of what travels between stages for one microbatch."""
+        """A tensor with the shape and dtype of what one microbatch sends between stages."""
         train, layout = self.run.train, self.run.layout
         length = train.seq_len // (layout.context * layout.tensor)
         return torch.empty(train.microbatch, length, self.run.model.hidden, dtype=self.dtype, device=self.device)
 
     def microbatches(self, batch: Batch) -> list[Microbatch]:
-        """The batch in microbatches on the device, of every sequence the part this context rank holds."""
+        """The batch in microbatches on the device, with this context rank's part of every sequence."""
         with self.observers.phase("data"):
             return self._microbatches(batch)
 
@@ -256,7 +256,7 @@ class TrainState:
         return made
 
     def _on_device(self, value: Tensor) -> Tensor:
-        """A tensor of the host on the device. Out of pinned memory, or the host would wait for all that the GPU has to do."""
+        """A host tensor on the device. From pinned memory, or the host would wait for all work queued on the GPU."""
         return value.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else value
 
     def _over_data(self, count: float) -> float:
@@ -276,8 +276,8 @@ class TrainState:
                 dist.all_reduce(loss, group=self.mesh.group(axis))
         return loss
 
-    def _add_loads(self) -> None:
-        """Tokens each expert of this rank's stages was given, over the whole batch."""
+    def _reduce_loads(self) -> None:
+        """All-reduce the tokens routed to each expert of this rank's stages, over the whole batch."""
         if not self.routers:
             return
         loads = torch.stack([router.load for router in self.routers])
@@ -287,8 +287,8 @@ class TrainState:
         for router, load in zip(self.routers, loads, strict=True):
             router.load.copy_(load)
 
-    def _begin_sum(self, share: Tensor) -> Callable[[], Tensor]:
-        """Begin to add what each rank holds over all of them; what is given back waits for the sum."""
+    def _start_all_reduce(self, share: Tensor) -> Callable[[], Tensor]:
+        """Start an all-reduce over all ranks; the function returned waits for the sum."""
         with self.observers.phase("gradients"):
             work = dist.all_reduce(share, async_op=True) if self.run.layout.world > 1 else None
 
@@ -300,9 +300,9 @@ class TrainState:
         return finish
 
     def _norm_and_factor(self, square: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of the gradients, and the factor that divides them by the objective's count, takes the loss scale out and
-        shortens them to the norm that is allowed."""
-        # The backward pass divided by the count of a batch of which every token counts.
+        """The norm of the gradients, and the factor on them that divides by the objective's count, removes the loss scale and clips
+        the norm."""
+        # The backward pass divided by the count of a batch in which every token counts.
         factor = self.objective.full_count / (count * self.loss_scale.scale)
         norm = square.sqrt() * factor
         if self.run.train.clip:
@@ -310,7 +310,7 @@ class TrainState:
         return norm, factor
 
     def _usable(self, grad_norm: Tensor) -> tuple[bool, bool]:
-        """Not for float16 gradients that overflowed, and whether the loss scale was lowered; only float16 waits for the answer."""
+        """Whether the gradients are finite, and whether the loss scale was lowered; only float16 waits for the answer."""
         if not self.checks_overflow:
             return True, False
         finite = bool(grad_norm.isfinite())

@@ -28,7 +28,7 @@ STEPS = 256
 COMPARED = 64
 """Steps after those, with what seemed best or with PyTorch's algorithms: the best of many is in part the luckiest."""
 SHAPES = 32
-"""Most GEMM shapes that are tuned; a network has some twenty."""
+"""Maximum number of GEMM shapes that are tuned; a network has some twenty."""
 
 
 def attach(train_state: TrainState, log: Callable[[str], None] = lambda _: None) -> None:
@@ -51,7 +51,7 @@ class Tuner:
         self.done = False
 
     def __call__(self) -> None:
-        """A step is about to begin."""
+        """Called when a step is about to begin."""
         self.steps += 1
         if self.done or self.steps == 1:
             return
@@ -67,7 +67,7 @@ class Tuner:
             self._use(drawn if self.best is None else self.best if drawn[0] else self._defaults)
 
     def stop(self) -> None:
-        """Leave what is not decided to PyTorch, as a CUDA graph can't change any more."""
+        """Use PyTorch's algorithms where nothing is decided yet: a captured CUDA graph cannot change."""
         if not self.done:
             self._use(self._defaults)
             self.done = True

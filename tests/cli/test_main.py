@@ -79,7 +79,7 @@ def test_without_torch_training_says_what_to_install(tmp_path: Path) -> None:
         (["config", "--train=3"], "--train"),
         (["plan", "--model.preset=llama3-1b", "--html", ""], "not the name of a file"),
         (["plan", "--model.preset=llama3-1b", "--html", "absent/plan.html"], 'no folder "absent"'),
-        (["plan", "--model.preset=llama3-1b", "--name=\udcff", "--html", "x.html"], "'\\udcff' is no text"),
+        (["plan", "--model.preset=llama3-1b", "--name=\udcff", "--html", "x.html"], "'\\udcff' cannot be encoded"),
         (["verify", "absent.toml", "--steps", "-5"], "whole number of 1 or more"),
         (["verify", "absent.toml", "--rank", "3"], "--dry"),
         (["verify", "absent.toml", "--time", "nan"], "number of 0 or more"),

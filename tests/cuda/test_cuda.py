@@ -71,7 +71,7 @@ def offloaded(rank: int) -> dict[str, Any]:
         dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store.name}", rank=0, world_size=1)
         train_state = TrainState(cases.make_run("dense", dict(offload=True), device="cuda"))
         losses, norms = cases.steps(train_state, 0, 3, True)
-        kept = [*train_state.optimizer.mine, *train_state.optimizer.state_of(0).values()]
+        kept = [*train_state.optimizer.shards, *train_state.optimizer.state_of(0).values()]
         return dict(losses=losses, norms=norms, devices=sorted({t.device.type for t in kept}))
 
 

@@ -58,7 +58,7 @@ def test_replayed_steps_are_launched_ones(model: dict[str, Any], layout: dict[st
     batches = [random_batch(run, number) for number in range(STEPS)]
     want, launched, _ = trained(run, False, batches)
     got, replayed, said = trained(run, True, batches)
-    assert said == ["steps are replayed from here on"]
+    assert said == ["steps are replayed as a CUDA graph from here on"]
     assert got == want
     for mine, theirs in zip(replayed.model.parameters(), launched.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
@@ -71,7 +71,7 @@ def test_replayed_steps_are_launched_ones(model: dict[str, Any], layout: dict[st
 def test_a_small_model_is_found_to_wait_for_its_host() -> None:
     run = small_run({}, {}, dict(compile=False, deterministic=False))
     _, train_state, said = trained(run, True, [random_batch(run, number) for number in range(STEPS)])
-    assert said == ["steps are replayed from here on: the host was slower than the GPU"]
+    assert said == ["steps are replayed as a CUDA graph from here on: the host was slower than the GPU"]
     assert train_state.replay.graph is not None  # type: ignore[union-attr]
 
 
@@ -112,7 +112,7 @@ def test_what_waits_for_the_device_is_launched(monkeypatch: pytest.MonkeyPatch) 
     drawn = torch.randn(8, device="cuda")
     got, train_state, said = trained(run, True, batches)
     assert got == want
-    assert "could not be recorded" in said[0]
+    assert "could not be captured" in said[0]
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert torch.equal(torch.randn(8, device="cuda"), drawn)  # as before: nothing has been drawn in the steps
     del train_state

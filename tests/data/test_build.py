@@ -120,7 +120,7 @@ def test_any_number_of_workers(tmp_path: Path, tokenizer_file: Path, write_jsonl
 @pytest.mark.parametrize("ending", ["\n", ""])
 def test_cuts_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, ending: str,
                            write_jsonl: Callable[..., Path], texts: list[str]) -> None:  # fmt: skip
-    """However small the pieces, the documents are those of the files; a long text is cut, and none of it is
+    """However small the chunks, the documents are those of the files; a long text is cut, and none of it is
     lost."""
     monkeypatch.setattr(inputs, "_SMALLEST", size)
     monkeypatch.setattr(inputs, "_UNITS", 10**9)
@@ -242,22 +242,22 @@ def test_other_files_are_left_alone(tmp_path: Path, write_jsonl: Callable[..., P
         with pytest.raises(UserError, match="holds other files"):
             build([path], precious.parent, workers=1, restart=restart)
     assert [p.name for p in precious.parent.iterdir()] == ["precious"]
-    with pytest.raises(UserError, match="cannot be made a folder"):
+    with pytest.raises(UserError, match="cannot be created"):
         build([path], precious, workers=1)
 
 
 KILLED = """
 import os, signal, sys
 from shardwise.data import inputs
-from shardwise.data.build import build, _Joining
+from shardwise.data.build import build, _Joiner
 inputs._SMALLEST = 1000
 if __name__ == "__main__":
-    add = _Joining.add
+    add = _Joiner.add
     def dying(self, unit, done):
         add(self, unit, done)
         if len(self.done) == 5:
             os.kill(os.getpid(), signal.SIGKILL)
-    _Joining.add = dying
+    _Joiner.add = dying
     build([sys.argv[1]], sys.argv[2], workers=2, shard_tokens=1000)
 """
 

@@ -15,7 +15,7 @@ from shardwise.cli.main import main
 from shardwise.hardware import COLLECTIVES, gemm_seconds, load_profile
 from shardwise.measure.bench import measure_kernels, step_seconds
 from shardwise.measure.bench_collectives import bus_factor
-from shardwise.measure.bench_kernels import Allowance, Stopwatch, gemm_shapes
+from shardwise.measure.bench_kernels import Stopwatch, TimeBudget, gemm_shapes
 from shardwise.plan.plan import plan
 from shardwise.run import Run, run_from_dict
 
@@ -90,9 +90,9 @@ def test_a_step_is_predicted_on_this_very_machine(bench: Path, tmp_path: Path) -
 
 def test_the_seconds_are_kept() -> None:
     spent: list[float] = []
-    cases = list(Allowance(0.0).each(range(100)))
+    cases = list(TimeBudget(0.0).each(range(100)))
     assert not cases
-    for _, most in Allowance(1.0, spent.append).each(range(4)):
+    for _, most in TimeBudget(1.0, spent.append).each(range(4)):
         assert most <= 1.0
     assert spent[-1] == 1.0
 
@@ -161,5 +161,5 @@ def test_a_profile_from_code_and_from_the_command_are_the_same_kind() -> None:
         "attention",
         "memory",
         "elementwise",
-        "training's host",
+        "host overhead",
     }

@@ -21,7 +21,7 @@ from shardwise.plan.time.step import play, prepare, step_time
 from shardwise.plan.time.timeline import timeline
 from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.run import Run, run_from_dict
-from shardwise.schedules import SCHEDULES, Cost, high_water, make_schedule, time
+from shardwise.schedules import SCHEDULES, Cost, make_schedule, peak_activations, time
 
 LAYOUTS: list[dict[str, Any]] = [
     dict(),
@@ -192,8 +192,8 @@ def test_microbatches_in_flight_are_those_of_the_schedule(schedule: str) -> None
     listed = make_schedule(schedule, 4, 32, chunks)
     mask = job.rows * job.model.hidden  # of the embedding's dropout
     whole = [one + mask * (s == 0) for s in range(4 * chunks)]
-    again = got.ranks[3]["activations"] - high_water(listed, whole)[3]
-    for rank, held in enumerate(high_water(listed, whole)):
+    again = got.ranks[3]["activations"] - peak_activations(listed, whole)[3]
+    for rank, held in enumerate(peak_activations(listed, whole)):
         assert got.ranks[rank]["activations"] - again == pytest.approx(held, rel=1e-9)
 
 

@@ -23,7 +23,7 @@ from shardwise.plan.time.step import prepare, step_time
 from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.run import LayoutConfig, Run, UserError, run_from_dict, to_dict
 from shardwise.run.check import batch_rules, broken_rules
-from shardwise.schedules import SCHEDULES, Cost, high_water, make_schedule, time
+from shardwise.schedules import SCHEDULES, Cost, make_schedule, peak_activations, time
 
 
 def auto(preset: str = "", layout: Any = "auto", chip: str = "h100", nodes: int = 1, **keys: Any) -> Run:
@@ -117,7 +117,7 @@ def test_closed_forms_are_near_the_played_schedule(name: str) -> None:
         played = time(schedule, Cost.even(stages, f, i, w), hop).makespan
         pace = Pace(ranks, chunks, f, i, w, chunks * (f + i + w), hop)
         assert makespan(name, pace, np.array(microbatches)) == pytest.approx(played, rel=0.12)
-        for rank, held in enumerate(high_water(schedule)):
+        for rank, held in enumerate(peak_activations(schedule)):
             counted = chunks * in_flight(name, ranks, chunks, rank, np.array(microbatches))
             assert counted == pytest.approx(held, rel=0.01)
 

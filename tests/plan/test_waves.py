@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.plan.time.waves import Waves
-from shardwise.schedules import SCHEDULES, Action, Cost, Schedule, Stuck, make_schedule, time
+from shardwise.schedules import SCHEDULES, Action, Cost, Deadlock, Schedule, make_schedule, time
 
 
 @settings(max_examples=80, deadline=None)
@@ -25,5 +25,5 @@ def test_makespans_are_those_of_each_cost_alone(name: str, ranks: int, microbatc
 
 def test_lists_that_wait_for_each_other_are_named() -> None:
     lists = ((Action("B", 0, 0), Action("F", 0, 0)), (Action("F", 1, 0), Action("B", 1, 0)))
-    with pytest.raises(Stuck, match=r"rank 0 waits before B0\.0; rank 1 waits before F1\.0"):
+    with pytest.raises(Deadlock, match=r"rank 0 waits before B0\.0; rank 1 waits before F1\.0"):
         Waves(Schedule("wrong", lists, (0, 1), 1))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_check import check
 
-from shardwise.schedules import SCHEDULES, Action, Cost, Schedule, Stuck, make_schedule, time
+from shardwise.schedules import SCHEDULES, Action, Cost, Deadlock, Schedule, make_schedule, time
 
 
 def with_rank(schedule: Schedule, rank: int, actions: list[Action]) -> Schedule:
@@ -94,7 +94,7 @@ def test_a_deadlock_names_who_waits_for_whom() -> None:
     assert check(corrupt).problems == (
         "deadlock: rank 0 waits before B0.0 for B1.0 of rank 1; rank 1 waits before F1.1 for F0.1 of rank 0",
     )
-    with pytest.raises(Stuck, match=r"rank 0 waits before B0\.0; rank 1 waits before F1\.1"):
+    with pytest.raises(Deadlock, match=r"rank 0 waits before B0\.0; rank 1 waits before F1\.1"):
         time(corrupt, Cost.even(2))
     # Either list alone is sound: only the two together wait for each other.
     assert check(with_rank(schedule, 0, first)).ok

@@ -16,9 +16,9 @@ from shardwise.schedules import (
     Action,
     Cost,
     Schedule,
-    high_water,
     legal,
     make_schedule,
+    peak_activations,
     time,
     transfers,
 )
@@ -200,8 +200,8 @@ def test_dualpipe_v_with_pairs_run_as_one_has_the_published_bubble(
 def test_memory_can_be_weighed_by_stage_and_by_what_the_weights_still_need() -> None:
     schedule = make_schedule("zb-h1", 2, 4)
     # Rank 1 holds one microbatch before I, and owes one W at the end: 10 + 3.
-    assert high_water(schedule, [7, 10], [2, 3]) == (14, 13)
-    assert high_water(schedule) == (2, 2)
+    assert peak_activations(schedule, [7, 10], [2, 3]) == (14, 13)
+    assert peak_activations(schedule) == (2, 2)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 
 from shardwise.run import run_from_dict
 from shardwise.train import cuda_graph
-from shardwise.train.cuda_graph import MEASURED, WARM_UP, GraphedPasses, alike, attach
+from shardwise.train.cuda_graph import MEASURED, WARM_UP, GraphedPasses, attach, same_shapes
 
 
 class Clock:
@@ -62,10 +62,10 @@ def test_batches_are_alike_if_one_fits_in_the_place_of_the_other() -> None:
     def batch(*shape: int, documents: bool = False) -> list[dict[str, torch.Tensor | None]]:
         return [dict(tokens=torch.zeros(shape, dtype=torch.int64), documents=torch.zeros(shape) if documents else None)]
 
-    assert alike(batch(2, 8), batch(2, 8))
-    assert not alike(batch(2, 8), batch(2, 4))
-    assert not alike(batch(2, 8), batch(2, 8, documents=True))
-    assert not alike(batch(2, 8), batch(2, 8) * 2)
+    assert same_shapes(batch(2, 8), batch(2, 8))
+    assert not same_shapes(batch(2, 8), batch(2, 4))
+    assert not same_shapes(batch(2, 8), batch(2, 8, documents=True))
+    assert not same_shapes(batch(2, 8), batch(2, 8) * 2)
 
 
 def test_a_cpu_replays_nothing() -> None:

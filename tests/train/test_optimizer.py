@@ -70,7 +70,7 @@ def test_muon_takes_the_matrices_of_blocks_and_leaves_the_rest() -> None:
         )
     )
     optimizer = TrainState(run).optimizer
-    names = {p: h.name for p, h in zip(optimizer.mine, optimizer.parameters, strict=True)}
+    names = {p: h.name for p, h in zip(optimizer.shards, optimizer.parameters, strict=True)}
     adam, muon = ({names[p] for g in part.param_groups for p in g["params"]} for part in optimizer.parts)
     assert {"embed.weight", "head.weight", "norm.weight"} <= adam
     assert "layers.0.attention.q.weight" in muon

@@ -64,7 +64,7 @@ def model_from_config(values: Keys, where: str = "config.json") -> tuple[ModelCo
 
 
 def _checked(model: Keys, family: Family, where: str) -> ModelConfig:
-    """The config as a run would hold it, or what is wrong with it, by the names the file uses."""
+    """The config as a run has it, or what is wrong with it, by the names in the file."""
     positions = model["max_positions"]
     seq_len = min(512, positions) if isinstance(positions, int) and positions > 0 else 512
     try:

@@ -89,7 +89,7 @@ def from_hf(
         ids = {key: values[key] for key in TOKEN_IDS if values.get(key) is not None}
         if ids and not (folder / GENERATION).exists():
             _write_json(folder / GENERATION, ids)
-        # Batch, layout and the like are left to who trains it, and follow from each other where they are not given.
+        # Batch, layout and the like are left to whoever trains it, and are derived where they are not given.
         sections = {"name": run.name, "model": to_dict(run)["model"], "train": train}
         write_atomically(folder / RUN_FILE, sections_to_toml(sections).encode())
         total = _write(folder, entries, progress, file_bytes)

@@ -55,7 +55,7 @@ _NO_BIAS = {"attention_bias": (False,)}
 
 
 def without(keys: Keys, *names: str) -> Keys:
-    """The others of the keys."""
+    """The keys without those named."""
     return {name: value for name, value in keys.items() if name not in names}
 
 
@@ -165,9 +165,9 @@ FAMILIES = (
 def family_named(values: Keys, where: str) -> Family:
     """The family that a config says it is."""
     known = ", ".join(family.architecture for family in FAMILIES)
-    said = values.get("architectures") or []
+    named = values.get("architectures") or []
     for family in FAMILIES:
-        if said == [family.architecture] or (not said and values.get("model_type") == family.model_type):
+        if named == [family.architecture] or (not named and values.get("model_type") == family.model_type):
             return family
-    name = ", ".join(map(str, said)) if isinstance(said, list) and said else values.get("model_type")
+    name = ", ".join(map(str, named)) if isinstance(named, list) and named else values.get("model_type")
     raise UserError(Problem(f"{name} is not a known architecture; known: {known}", "architectures", where))

@@ -1,4 +1,4 @@
-"""Weights published in fp8 with a scale for each block, as DeepSeek-V3 is, read as the bfloat16 numbers they stand for. They are
+"""Weights published in fp8 with a scale for each block, as DeepSeek-V3 is, read as bfloat16. They are
 dequantized a tensor at a time, so the whole is never in memory."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class BlockScaledReader(Reader):
         return [name for name in super().names if not name.endswith(SCALE)]
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype that `get` gives."""
+        """The dtype that `get` returns."""
         return torch.bfloat16 if name + SCALE in self else super().dtype(name)
 
     def get(self, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which of our tensors hold the same numbers as which of theirs, and how their layouts differ.
+"""Which of our tensors corresponds to which of theirs, and how their layouts differ.
 
 The names of our tensors come from the network itself, so none can be forgotten; a table gives the name of each in the files of
 its family. A `Link` ties the two together and makes either side from the other, a chunk at a time.

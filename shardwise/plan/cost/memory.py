@@ -16,7 +16,7 @@ from shardwise.plan.cost.operations import chunked_loss, embedding, layer, resid
 from shardwise.plan.cost.parameters import LocalNumel, cast_copies, layer_parameters, stage_parameters, zero_groups
 from shardwise.plan.cost.passes import recomputed_layers, recomputed_share
 from shardwise.run.derive import CHUNK_BYTES
-from shardwise.schedules import cached_schedule, high_water, rounds_to_play
+from shardwise.schedules import cached_schedule, peak_activations, rounds_to_play
 
 
 def states(job: Job, held: LocalNumel) -> dict[str, Number]:
@@ -86,7 +86,7 @@ def memory(job: Job) -> Memory:
     if lay.pipeline > 1:
         count, _ = rounds_to_play(lay.pipeline, job.microbatches)
         schedule = cached_schedule(lay.schedule, lay.pipeline, count, lay.stages_per_rank)
-        placement, peaks = schedule.placement, high_water(schedule, saved)
+        placement, peaks = schedule.placement, peak_activations(schedule, saved)
         if lay.schedule in ("gpipe", "breadth-first"):  # these hold every microbatch, also those that are not played
             peaks = tuple(peak * job.microbatches / count for peak in peaks)
     else:

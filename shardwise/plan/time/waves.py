@@ -12,7 +12,7 @@ from itertools import accumulate, chain
 
 import numpy as np
 
-from shardwise.schedules import Cost, Kind, Schedule, Stuck
+from shardwise.schedules import Cost, Deadlock, Kind, Schedule
 
 _ROWS: dict[Kind, int] = {"F": 0, "I": 1, "W": 2, "B": 3}
 _KINDS = np.zeros(128, np.int64)
@@ -79,7 +79,7 @@ def _waves(schedule: Schedule, read: list[int], write: list[int], slots: int) ->
         ready = [rank for rank in playing if arrived[read[at[rank]]]]
         if not ready:
             first = [end - len(own) for end, own in zip(ends, schedule.ranks, strict=True)]
-            raise Stuck({rank: schedule.ranks[rank][at[rank] - first[rank]] for rank in playing})
+            raise Deadlock({rank: schedule.ranks[rank][at[rank] - first[rank]] for rank in playing})
         over = False
         for rank in ready:
             number = at[rank]

@@ -10,7 +10,7 @@ from shardwise.plan.trainer.rank import PlannedRank, Stage
 from shardwise.plan.trainer.saved import Rows, Saved, recomputed_parts, saved
 from shardwise.run import Run
 from shardwise.run.derive import chunk_rows, compiles, planned_on_gpu
-from shardwise.schedules import Schedule, cached_schedule, fewer_rounds, high_water
+from shardwise.schedules import Schedule, cached_schedule, fewer_rounds, peak_activations
 
 STEP_COUNT = 4
 """Bytes of the count of steps that AdamW keeps with every parameter."""
@@ -114,7 +114,7 @@ def activations_at(planned: PlannedRank) -> int:
         deferred[number] = stage.deferred
     schedule, longer = _short_schedule(run)
     own = replace(schedule, ranks=(schedule.ranks[planned.index("pipeline")],))
-    return round(high_water(own, whole, deferred)[0] * longer)
+    return round(peak_activations(own, whole, deferred)[0] * longer)
 
 
 def _short_schedule(run: Run) -> tuple[Schedule, float]:

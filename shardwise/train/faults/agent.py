@@ -35,7 +35,7 @@ from shardwise.train.faults.stop import PREEMPTED, SIGNALS, Preempted, StopReque
 FIRST_HEARTBEAT = 120.0
 """Seconds within which a rank must have given its first heartbeat."""
 LONGEST_WAIT = 64
-"""The wait before a restart is never more than so many times the first one."""
+"""Largest wait before a restart, in multiples of the first one."""
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Agent(SimpleElasticAgent):
         self.heartbeats: dict[int, tuple[int, float]] = {}  # rank to its last count and when that was first seen
 
     def execute(self) -> int:
-        """Run until all is done; gives the exit code."""
+        """Run until all is done; returns the exit code."""
         self.out.mkdir(parents=True, exist_ok=True)
         before = {number: signal.getsignal(number) for number in SIGNALS}
         try:
@@ -238,7 +238,7 @@ class Agent(SimpleElasticAgent):
                 idle = max(idle, now - since)
         if not idle:
             return None
-        # A little later every rank has written where it stands, and those that have not are the silent ones.
+        # A little later every live rank has written another heartbeat; those that have not are silent.
         pause = 2.5 * interval(limit)
         before = {rank: count for rank, (count, _) in self.heartbeats.items()}
         time.sleep(pause)

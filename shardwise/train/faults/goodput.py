@@ -1,9 +1,10 @@
-"""Goodput: of all the time a run folder has been worked on, the share in which steps were computed that count.
+"""Goodput: the share of all time spent on a run folder in which steps were computed that count.
 
-The life of a folder is a row of sessions, each from the start of its ranks to their end, read from `events.jsonl`. The first rank
-and the agent append to it, and unlike `metrics.jsonl` it is never cut back. Steps that count are those in `metrics.jsonl` now.
-Everything else is a loss with a name: start-up, checkpoint stalls, evaluation, skipped steps, steps repeated after a failure or a
-rollback, hangs, waiting between a failure and the next start, and what remains. Time between two commands is listed beside it.
+The life of a folder is a sequence of sessions, each from the start of its ranks to their end, read from `events.jsonl`. The first
+rank and the agent append to it, and unlike `metrics.jsonl` it is never truncated. Steps that count are those in `metrics.jsonl`
+now. Everything else is a loss with a name: start-up, checkpoint stalls, evaluation, skipped steps, steps repeated after a failure
+or a rollback, hangs, waiting between a failure and the next start, and what remains. Time between two commands is listed beside
+it.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class Goodput:
 
 
 def goodput(events: Sequence[dict[str, Any]], metrics: Sequence[dict[str, Any]], now: float) -> Goodput:
-    """The account of a folder's life so far. A session is `begin` … `training` … `end` or `failed`; one that was cut off ends
-    with its last sign of life."""
+    """The account of a folder's life so far. A session is `begin` … `training` … `end` or `failed`; one that was killed ends
+    with its last record."""
     lost = dict.fromkeys(LOSSES, 0.0)
     total = away = 0.0
     failures = 0

@@ -20,7 +20,7 @@ FLAT = 1e-3
 
 @dataclass
 class History:
-    """What judging a step needs from earlier ones."""
+    """What the guard needs of earlier steps."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -43,7 +43,7 @@ class History:
 
 
 def above(values: list[float], value: float, least: int) -> float:
-    """How many deviations a value stands above earlier ones; 0 when there are too few to say."""
+    """How many deviations a value is above earlier ones; 0 when there are too few to tell."""
     if len(values) < least:
         return 0.0
     middle = median(values)
@@ -73,7 +73,7 @@ class Guard:
         return None
 
     def note(self, loss: float, norm: float, rescaled: bool = False) -> str | None:
-        """Add a finished step to the history; gives what was bad about it. Gradients that overflowed in float16 are left to the
+        """Add a finished step to the history; returns what was bad about it. Gradients that overflowed in float16 are left to the
         loss scale as long as it can be lowered. A loss that is not finite is always bad: it is not scaled."""
         if self.settings.guard == "none" or (rescaled and math.isfinite(loss)):
             return None

@@ -1,7 +1,7 @@
 """Hangs: a heartbeat of each rank, and from all of them the rank that did not arrive.
 
 A thread writes `logs/rank-N.beat`: step, phase, seconds without progress, and for each process group the last collective begun and
-the one waited for. It goes on while the main thread is stuck in a collective; a file that stands still is a stopped or frozen
+the one waited for. It goes on while the main thread is stuck in a collective; a file that stops changing is a stopped or frozen
 process. The file has one fixed size and is written in place, so a full disk does not silence a healthy rank. Readers compare
 counters, not clocks, so machines need not agree on the time. The thread is also the last resort under torchrun or srun, where no
 agent watches: long after an agent would have acted, it prints what it knows and ends the process.
@@ -42,7 +42,7 @@ HUNG = 70
 RECORDED = 256
 """Collectives the flight recorder keeps where nobody has asked for more."""
 NAME_LENGTH = 16
-"""Letters of a group's name, which is a hash, that are written."""
+"""Characters of a group's name, which is a hash, that are written."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class HeartbeatThread(threading.Thread):
         return self.step, self.phase, self.actions_done()
 
     def _exit(self, why: str) -> None:
-        """Print all that is known, and end the process: the main thread will not."""
+        """Print all that is known, and end the process, because the main thread is stuck."""
         beats = [beat for rank in range(self.world) if (beat := read_heartbeat(self.logs, rank)) is not None]
         print(f"error: rank {self.rank}: {why}; {explain(beats, [])}", file=sys.stderr, flush=True)
         if self._stacks is not None:
@@ -205,7 +205,7 @@ def group_progress(mesh: Mesh, pipeline: Pipeline, now_ns: int) -> list[GroupPro
 
 
 def missing(beats: Sequence[Heartbeat], silent: Sequence[int]) -> list[tuple[int, GroupProgress]]:
-    """The ranks that others wait for while they themselves wait for nobody, or are silent; each with what it is missed in."""
+    """The ranks that others wait for while they themselves wait for nobody, or are silent; each with the wait that it causes."""
     by_rank = {beat.rank: beat for beat in beats if beat.rank not in silent}
     waiting = {rank for rank, beat in by_rank.items() if any(g.waits_for for g in beat.groups)}
     absent: dict[int, GroupProgress] = {}

@@ -1,9 +1,9 @@
 """The fault monitor of one rank while it trains: signals to stop, the heartbeat, bad steps, stragglers, and the events from which
 goodput is computed.
 
-A signal to stop (`stop.py`) may reach the command, which passes it on, or any one rank. A rank that trains only takes note; the
-request travels with a sum that every step makes anyway, so all ranks end after the same step, save, and exit with code 75, "try
-again later" in sysexits.h. Before the first step there is nothing to save, and the process ends at once.
+A signal to stop (`stop.py`) may reach the command, which passes it on, or any one rank. A rank that trains only sets a flag, which an
+all-reduce of every step carries anyway, so all ranks end after the same step, save, and exit with code 75, "try again later" in
+sysexits.h. Before the first step there is nothing to save, and the process ends at once.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class FaultMonitor:
         )
 
     def judge(self, loss: float, norm: float, result: StepResult, log: Callable[[str], None]) -> bool:
-        """Act on a finished step by the run's policy; gives whether it was skipped."""
+        """Act on a finished step by the run's policy; returns whether it was skipped."""
         fault = self.guard.note(loss, norm, result.rescaled)
         if fault is None:
             if not result.usable:

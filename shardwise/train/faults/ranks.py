@@ -33,7 +33,7 @@ from shardwise.train.faults.stop import SIGNALS
 GRACE = 3.0
 """Seconds that ranks have to end by themselves once one has failed."""
 MISTAKE = 2
-"""Exit code of a user's mistake, which a restart does not mend."""
+"""Exit code of a user's mistake, which a restart does not fix."""
 UNKNOWN = 255
 """What the standard library gives as exit code of a process whose fork server was killed."""
 
@@ -137,7 +137,7 @@ class Ranks:
 
     def _kill(self, rank: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(self.pids[rank], signal.SIGKILL)  # it may have no group of its own yet
+            os.kill(self.pids[rank], signal.SIGKILL)  # it may have no process group of its own yet
             os.killpg(self.pids[rank], signal.SIGKILL)
 
     def failed(self) -> tuple[int, int] | None:

@@ -39,7 +39,7 @@ class Repeatable(Protocol):
     step: int
 
     def passes(self, batch: Batch) -> Tensor:
-        """Forward and backward; gives the loss."""
+        """Forward and backward; returns the loss."""
 
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -59,16 +59,16 @@ def checksum(x: Tensor) -> Tensor:
 def own_gradients(found: list[Tensor]) -> Iterator[None]:
     """While open, the checksum of every gradient that this rank computes for a parameter is appended to `found`, in order.
 
-    `fully_shard` replaces its shards by whole parameters before a module runs, so that is when hooks are put on them.
+    `fully_shard` replaces its shards by whole parameters before a module runs, so that is when hooks are registered on them.
     """
     hooked: dict[int, Any] = {}
 
-    def put_hooks(module: nn.Module, _: Any) -> None:
+    def register_hooks(module: nn.Module, _: Any) -> None:
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad and id(parameter) not in hooked:
                 hooked[id(parameter)] = parameter.register_hook(lambda grad: found.append(checksum(grad)))
 
-    hook = register_module_forward_pre_hook(put_hooks)
+    hook = register_module_forward_pre_hook(register_hooks)
     try:
         yield
     finally:
@@ -86,8 +86,8 @@ def check_repeatable(train_state: Repeatable) -> None:
 
 
 def passes_twice(train_state: Repeatable, batch: Batch) -> Tensor:
-    """Forward and backward of a step, run twice; raises `Corruption` on every rank when the two differ on any. Gives the second
-    loss."""
+    """Forward and backward of a step, run twice; raises `Corruption` on every rank when the two differ on any. Returns the
+    second loss."""
     digests = []
     for attempt in range(2):
         if attempt:

@@ -18,12 +18,12 @@ class TrainObjective(Objective):
     def __init__(self, run: Run, device: torch.device) -> None:
         self.auxiliary_weights = torch.tensor([run.train.balance_loss, run.train.router_z_loss], device=device)
         self.full_count: float = run.batch_tokens
-        """What a global batch counts in which every token counts. Backward passes divide by it, since they run before the true
+        """The count of a global batch in which every token counts. Backward passes divide by it, since they run before the true
         count is known over all ranks; the gradients are corrected as they are clipped."""
 
     @abstractmethod
     def token_arrays(self, batch: Batch) -> dict[str, np.ndarray]:
-        """What `loss` needs of each token, as arrays [rows, sequence]; they are cut as tokens are."""
+        """What `loss` needs of each token, as arrays [rows, sequence]; they are sharded like the tokens."""
 
     @abstractmethod
     def count(self, batch: Batch) -> float:

@@ -78,7 +78,18 @@ def test_a_step_that_ends_the_run_is_its_end_even_when_told_to_stop(
     assert len(losses(tmp_path / "out")) == 8
 
 
-TINY = "[model]\nlayers = 1\nhidden = 16\nheads = 2\nffn = 32\n[train]\nsteps = 2000\nseq_len = 16\nglobal_batch = 4\ndevice = 'cpu'\n"
+TINY = """
+[model]
+layers = 1
+hidden = 16
+heads = 2
+ffn = 32
+[train]
+steps = 2000
+seq_len = 16
+global_batch = 4
+device = "cpu"
+"""
 
 
 def started(folder: Path, *keys: str) -> subprocess.Popen[str]:
