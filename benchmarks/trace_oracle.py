@@ -155,7 +155,7 @@ def check(path: Path) -> tuple[int, list[str]]:
     """Compare both accounts of a file: over all events, and over its complete steps. Gives events and differences."""
     from shardwise.trace.reading.read import read_profile
     from shardwise.trace.spans.activity import activity_of
-    from shardwise.trace.spans.steps import break_down, choose
+    from shardwise.trace.spans.steps import break_down, select_steps
 
     profile = read_profile(path)
     activity = activity_of(profile)
@@ -164,8 +164,8 @@ def check(path: Path) -> tuple[int, list[str]]:
     differences = [*profile.problems]
     if len(found) != len(profile.events):
         differences.append(f"{len(profile.events)} spans instead of {len(found)}")
-    chosen = choose(activity)
-    cases = {"all events": (choose(activity, all_events=True), whole(parts))}
+    chosen = select_steps(activity)
+    cases = {"all events": (select_steps(activity, all_events=True), whole(parts))}
     if chosen.steps:
         cases[f"steps {', '.join(map(str, chosen.numbers))}"] = chosen, step_windows(found, chosen.numbers)
     for name, (looked_at, windows) in cases.items():

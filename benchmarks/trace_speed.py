@@ -46,14 +46,14 @@ def measure(folder: Path, cache: Path | None) -> dict[str, float]:
     """Ours: read all profiles of a folder and break their time down."""
     from shardwise.trace.reading.read import open_profiles
     from shardwise.trace.spans.activity import activity_of
-    from shardwise.trace.spans.steps import break_down, choose
+    from shardwise.trace.spans.steps import break_down, select_steps
 
     begun = time.perf_counter()
     opened = open_profiles([folder], cache)
     breakdowns = []
     for profile in opened.profiles:
         activity = activity_of(profile)
-        breakdowns.append(break_down(activity, choose(activity).windows))
+        breakdowns.append(break_down(activity, select_steps(activity).windows))
     seconds = time.perf_counter() - begun
     assert not opened.problems, opened.problems
     return {"seconds": seconds, "ranks": len(breakdowns)}

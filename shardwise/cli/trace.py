@@ -118,7 +118,7 @@ def _as_json(explained: Explained) -> dict[str, Any]:
 
     windows: dict[str, list[list[int | None]]] = {}
     for r in explained.ranks:
-        by_step: list[list[int | None]] = [[step.number, step.start, step.end] for step in r.chosen.steps]
+        by_step: list[list[int | None]] = [[step.number, step.start, step.end] for step in r.selection.steps]
         whole = zip(*r.windows, strict=True)
         windows[str(r.profile.rank)] = by_step or [[None, int(start), int(end)] for start, end in whole]
     return {**as_json(explained.answers), "windows": windows, "problems": list(explained.problems)}

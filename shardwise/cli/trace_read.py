@@ -57,12 +57,12 @@ def _choose(profiles: tuple[Profile, ...], args: argparse.Namespace) -> tuple[tu
     """Each rank with the steps to look at, and notes for the user about that."""
     from shardwise.trace.rank import Rank
     from shardwise.trace.spans.activity import activity_of
-    from shardwise.trace.spans.steps import choose, find_steps
+    from shardwise.trace.spans.steps import find_steps, select_steps
 
     activities = [activity_of(profile) for profile in profiles]
-    ranks = tuple(Rank(one, choose(one, args.from_step, args.to_step, args.all_events)) for one in activities)
+    ranks = tuple(Rank(one, select_steps(one, args.from_step, args.to_step, args.all_events)) for one in activities)
     asked = args.from_step is not None or args.to_step is not None
-    without = [r.profile for r in ranks if not r.chosen.steps]
+    without = [r.profile for r in ranks if not r.selection.steps]
     notes = []
     if asked and len(without) == len(profiles):
         there = sorted({step.number for p in profiles for step in find_steps(p)})
@@ -72,7 +72,7 @@ def _choose(profiles: tuple[Profile, ...], args: argparse.Namespace) -> tuple[tu
         notes = [f"{p.path}: has none of the steps asked for, so rank {p.rank} is left out" for p in without]
     elif not args.all_events:
         notes = [f"{p.path}: has no complete profiler step, so all of it is looked at" for p in without]
-    if len({r.chosen.numbers for r in ranks if r.chosen.steps}) > 1:
+    if len({r.selection.numbers for r in ranks if r.selection.steps}) > 1:
         notes.append("the ranks have different profiler steps; each is looked at over its own")
     return ranks, tuple(notes)
 
@@ -127,26 +127,26 @@ def write_page(explained: Explained, comparison: Comparison | None, path: str, w
 def close_up(explained: Explained) -> Timeline | None:
     """Every kernel of one step: of the slowest rank, then of the fastest, then of others as far as they fit."""
     from shardwise.trace.spans.intervals import window
-    from shardwise.trace.spans.steps import Chosen
+    from shardwise.trace.spans.steps import Selection
     from shardwise.trace.timeline import timeline
 
     ranks = {r.profile.rank: r for r in explained.ranks}
     spans = {rank: row["span"] for rank, row in explained.answers.ranks.items()}
     order = sorted(spans, key=lambda rank: (-spans[rank], rank))
     order = list(dict.fromkeys([*order[:1], *order[-1:], *order]))
-    steps = ranks[order[0]].chosen.steps if order else ()
+    steps = ranks[order[0]].selection.steps if order else ()
     if not steps:
         return None
     number = max(steps, key=lambda step: step.end - step.start).number
     drawn: dict[int, Rank] = {}
     left = CLOSE_UP
     for rank in order:
-        step = next((step for step in ranks[rank].chosen.steps if step.number == number), None)
+        step = next((step for step in ranks[rank].selection.steps if step.number == number), None)
         if step is None:
             continue
         busy = ranks[rank].activity
         left -= int(((busy.start < step.end) & (busy.end > step.start)).sum())
         if left < 0 and drawn:
             break
-        drawn[rank] = replace(ranks[rank], chosen=Chosen(window(step.start, step.end), (step,)))
+        drawn[rank] = replace(ranks[rank], selection=Selection(window(step.start, step.end), (step,)))
     return timeline(dict(sorted(drawn.items())), explained.answers.clocks, None)

@@ -1,5 +1,5 @@
-"""The ledger's records for people: in the terminal, as one HTML file that works offline, and as a trace for Perfetto.
+"""Shows the ledger's records: in the terminal, as one HTML file that works offline, and as a Chrome trace for Perfetto.
 
-`terminal` and `html` have functions of the same names. What they share is in `words` (numbers with units), `colors` and `pick`
-(what a chart shows of a record). `page.js` and `page.css` are put into every HTML file.
+`terminal` and `html` have functions of the same names. They share `words` (numbers with units), `colors` and `pick` (which parts of
+a record a chart shows). `page.js` and `page.css` are inlined into every HTML file.
 """

@@ -1,5 +1,5 @@
-"""Quantities on a grid of characters: how many cells each part of a bar gets, and which span each cell of a timeline shows.
-Arithmetic only; `terminal` draws."""
+"""Layout on a grid of characters: the width of each part of a bar, and the span in each cell of a timeline. Arithmetic only;
+`terminal` draws."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from shardwise.ledger import Span
 
 OWNER_LETTERS = {"parameters": "P", "gradients": "G", "optimizer": "O", "activations": "A", "logits": "L",
                  "gathered": "Z", "buffers": "B", "workspace": "W"}  # fmt: skip
-"""The letter of an owner where there is no colour; Z is for ZeRO, which gathers."""
+"""Letters of memory owners where there is no colour; Z is ZeRO's gathered parameters."""
 
 KIND_LETTERS = {"forward": ">", "recompute": "r", "backward": "<", "backward_input": "<", "backward_weight": "w",
                 "optimizer": "o", "matmul": "m", "attention": "a", "memory": "y", "host": "h", "replicate": "R",
                 "shard": "S", "context": "C", "tensor": "T", "pipeline": "P", "expert": "E", "data": "d",
                 "checkpoint": "k", "other": "x"}  # fmt: skip
-"""The letter of a pass or category where there is no colour: compute in lower case, communication in capitals."""
+"""Letters of passes and categories where there is no colour: compute in lower case, communication in capitals."""
 
 IDLE = "."
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Neighbouring cells that show one span, or idle time."""
+class CellRange:
+    """Adjacent cells that show one span, or idle time."""
 
     span: Span | None
     cells: int
 
 
 def stacked(values: Sequence[float], scale: float, width: int) -> list[int]:
-    """Cells for each part of a bar that is `width` long at `scale`. Running sums are rounded, not parts, so that the whole bar
+    """Cells for each part of a bar that is `width` long at `scale`. Cumulative sums are rounded, not parts, so that the whole bar
     has the right length."""
     if not scale > 0 or not isfinite(scale):
         return [0] * len(values)
@@ -44,9 +44,9 @@ def stacked(values: Sequence[float], scale: float, width: int) -> list[int]:
     return cells
 
 
-def paint(spans: Iterable[Span], seconds: float, width: int) -> list[Piece]:
-    """One row of a timeline. A cell shows the compute that fills at least half of it, else the communication that does, else
-    nothing: overlapped communication costs no time."""
+def paint(spans: Iterable[Span], seconds: float, width: int) -> list[CellRange]:
+    """One row of a timeline. A cell shows compute if compute fills at least half of it, else the communication that does, else
+    idle: overlapped communication costs no time."""
     compute: list[tuple[float, Span | None]] = [(0.0, None)] * width
     traffic = compute.copy()
     busy = [0.0] * width
@@ -68,24 +68,24 @@ def paint(spans: Iterable[Span], seconds: float, width: int) -> list[Piece]:
     return _joined(shown)
 
 
-def _joined(shown: Sequence[Span | None]) -> list[Piece]:
-    pieces: list[Piece] = []
+def _joined(shown: Sequence[Span | None]) -> list[CellRange]:
+    ranges: list[CellRange] = []
     for span in shown:
-        if pieces and pieces[-1].span is span:
-            pieces[-1] = Piece(span, pieces[-1].cells + 1)
+        if ranges and ranges[-1].span is span:
+            ranges[-1] = CellRange(span, ranges[-1].cells + 1)
         else:
-            pieces.append(Piece(span, 1))
-    return pieces
+            ranges.append(CellRange(span, 1))
+    return ranges
 
 
 def caption(span: Span, cells: int) -> str:
-    """The microbatch's number where it fits, else nothing."""
+    """The microbatch's number, "" if it does not fit."""
     number = str(span.microbatch)
     return number if span.microbatch >= 0 and len(number) <= cells else ""
 
 
 def rows_shown(ranks: Sequence[int], most: int) -> list[int | None]:
-    """The ranks to draw: all, or as many from both ends as fit; None stands for those between."""
+    """The ranks to draw: all, or the first and last that fit, with None for the omitted ones between."""
     if len(ranks) <= most:
         return list(ranks)
     head = (most - 1) // 2 + (most - 1) % 2

@@ -39,7 +39,7 @@ OWNER = {
     "optimizer": OPTIMIZER,
     "activations": "#5bb8fe",
     "logits": "#c32420",
-    "gathered": AXIS["shard"],  # unsharded layers of ZeRO: the shard axis causes them
+    "gathered": AXIS["shard"],  # unsharded parameters of ZeRO, caused by the shard axis
     "buffers": "#b58b5b",
     "workspace": "#a6abb1",
 }
@@ -54,23 +54,23 @@ PASS = {
 }
 
 RAMP = ("#fac75a", "#d0a460", "#a98a68", "#83746d", "#5f6078", "#414f8f")
-"""From little to much, by lightness as well as hue."""
+"""From low to high, by lightness as well as hue."""
 
 UNKNOWN = "#8b8f98"
 
 
 def of_category(name: str) -> str:
-    """The colour of a category, also of one the ledger does not know."""
+    """The colour of a category, `UNKNOWN` if it is not the ledger's."""
     return CATEGORY.get(name, UNKNOWN)
 
 
 def of_owner(name: str) -> str:
-    """The colour of an owner of memory, also of one the ledger does not know."""
+    """The colour of an owner of memory, `UNKNOWN` if it is not the ledger's."""
     return OWNER.get(name, UNKNOWN)
 
 
 def of_span(span: Span) -> str:
-    """The colour of the pass for compute whose name gives it; else the colour of the category."""
+    """The colour of the span's pass if its name gives one, else of its category."""
     return PASS.get(pass_of(span)) or of_category(span.category)
 
 
@@ -81,11 +81,11 @@ def ink_on(color: str) -> str:
 
 
 def shade(color: str, share: float) -> str:
-    """The colour moved towards white by a share, so that neighbours of one kind can be distinguished."""
+    """The colour blended with white by a share, to distinguish neighbours of one kind."""
     parts = (int(color[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
 
 
 def ramp(position: float) -> str:
-    """The colour of a position between 0, little, and 1, much."""
+    """The colour of a position between 0 (low) and 1 (high)."""
     return RAMP[min(len(RAMP) - 1, max(0, round(position * (len(RAMP) - 1))))]

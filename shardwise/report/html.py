@@ -1,7 +1,7 @@
-"""The ledger as one HTML file that loads nothing from elsewhere: it opens offline, prints, and can be sent to anyone. The
-functions mirror those of `terminal`; each returns a section, and `page` puts sections together.
+"""The ledger as one self-contained HTML file that opens offline and prints. The functions mirror those of `terminal`; each returns
+a section, and `page` assembles sections.
 
-Every text passes through `escape` where it enters the page.
+Every text is escaped where it enters the page.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwise.report import colors, html_charts, html_timeline, pick, words
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, a sentence below it, and finished HTML."""
+    """A heading, a sentence below it, and the body as HTML."""
 
     title: str
     remark: str
@@ -39,7 +39,7 @@ def page(title: str, sections: Iterable[Section], remark: str = "") -> str:
 
 
 def key_figures(figures: Iterable[tuple[str, str, str]]) -> Section:
-    """The few numbers that matter: what, how much, and a remark."""
+    """The key numbers: label, value and remark."""
     cells = "".join(
         f'<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd><dd class="note">{escape(note)}</dd></div>'
         for label, value, note in figures
@@ -87,7 +87,7 @@ def breakdown_bar(account: Account) -> Section:
 
 
 def traffic_table(traffic: Traffic) -> Section:
-    """Bytes and messages one rank sends in a step, by axis and collective."""
+    """Wire bytes and messages of one rank in a step, by axis and collective."""
     found, total = pick.traffic_rows(traffic), traffic.total
     if not found:
         return Section("Traffic", "None.", "")
@@ -107,17 +107,17 @@ def traffic_table(traffic: Traffic) -> Section:
     messages = sum(row.messages for row in found)
     sums = ["all", "", words.size(total), "", words.count(messages) if messages else words.DASH, "", ""]
     heads = ["axis", "collective", "sent", "share", "messages", "each", ""]
-    all_of_it = [cell(text, "n" if at > 1 else "") for at, text in enumerate(sums)]
+    total_row = [cell(text, "n" if at > 1 else "") for at, text in enumerate(sums)]
     return Section(
-        "Traffic", "What one rank sends in a step.", table_of(heads, rows, all_of_it, numbers_from=2, wide=True)
+        "Traffic", "What one rank sends in a step.", table_of(heads, rows, total_row, numbers_from=2, wide=True)
     )
 
 
-STEP = "Computation of each pipeline rank by pass, numbered by microbatch; the thin rows are its traffic by axis."
+STEP = "Compute of each pipeline rank by pass, numbered by microbatch; the thin rows are communication by axis."
 
 
 def timeline(timeline: Timeline, title: str = "One step", remark: str = STEP) -> Section:
-    """Each rank with its streams; can be zoomed."""
+    """Streams of each rank; can be zoomed."""
     if not timeline.spans:
         return Section(title, "Not known.", "")
     rows = html_timeline.timeline_rows(timeline)
@@ -131,7 +131,7 @@ def timeline(timeline: Timeline, title: str = "One step", remark: str = STEP) ->
         sum(len(row.spans) for row in rows) < sum(span.category != "bubble" for span in timeline.spans)
         and shown == ranks
     ):
-        remark += " Neighbouring spans too short to see are drawn as one."
+        remark += " Adjacent spans too short to see are merged."
     kinds = {kind[0]: kind[1] for kind in data["kinds"]}
     known = [name.replace("_", " ") for name in (*colors.PASS, *colors.CATEGORY)]
     key = html_charts.legend([(kind, kinds[kind]) for kind in pick.ordered(kinds, known)])
@@ -191,7 +191,7 @@ def comparison_table(
     tolerance: float | Mapping[str, float],
     names: tuple[str, str] = ("plan", "run"),
 ) -> Section:
-    """Two accounts side by side; differences beyond the tolerance are marked and can be shown alone."""
+    """Two accounts side by side; differences beyond the tolerance are marked, and the others can be hidden."""
     remark = pick.agreement(differences, tolerance)
     if not differences:
         return Section("Comparison", remark, "")
@@ -247,7 +247,7 @@ def table_of(
     wide: bool = False,
     classes: Sequence[str] = (),
 ) -> str:
-    """A table of finished cells; heads from `numbers_from` on are right-aligned, `total` is a last row set apart."""
+    """A table of HTML cells; heads from `numbers_from` on are right-aligned, `total` is a separate last row."""
     head = "".join(
         f"<th{_class('n' if at >= numbers_from else '')}>{escape(name)}</th>" for at, name in enumerate(heads)
     )

@@ -1,5 +1,5 @@
-"""The page's charts that stand still, as inline SVG: of a plan, stacked bars of memory and time and the Pareto front; of a
-profile, a bar for each rank, curves of memory, and the order of a pipeline's actions."""
+"""The page's static charts, as inline SVG: of a plan, stacked bars of memory and time and the Pareto front; of a profile, a bar for
+each rank, memory curves, and the order of a pipeline's actions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_ACTIONS = 96
 
 
 def swatch(color: str) -> str:
-    """A small square of a colour."""
+    """A small coloured square."""
     return f'<svg class="swatch"><rect width="11" height="11" fill="{color}"/></svg>'
 
 
@@ -89,7 +89,7 @@ def stacked_bar(parts: Sequence[tuple[str, float, str]]) -> str:
 
 
 def small_bar(share: float, color: str) -> str:
-    """A bar in a table's cell, as long as its share of the cell."""
+    """A bar in a table cell, of this share of its width."""
     return f'<svg><rect width="{100 * share:.2f}%" height="13" fill="{color}"/></svg>'
 
 
@@ -141,7 +141,7 @@ def scatter_chart(
 
 
 def ramp_of(rows: Sequence[Mapping[str, Any]], size: pick.Column | None, row: Mapping[str, Any]) -> str:
-    """The colour of a row by the third column: its rank among the values that occur."""
+    """The colour of a row by the third column: its position among the distinct values."""
     if size is None:
         return colors.ramp(0.6)
     values = sorted({each[size.key] for each in rows})
@@ -170,7 +170,7 @@ def rank_bars(ranks: Mapping[int, Mapping[str, float]], palette: Mapping[str, st
                 tip = f"rank {rank}, {name}: {words.seconds(took / steps / 1e9)} a step, {words.percent(took / whole)}"
                 drawn.append(_rect(x, y, wide, high, palette.get(name, colors.UNKNOWN), tip))
             x += wide
-    return _svg(bottom + 20, "Time of each rank by what it did", drawn)
+    return _svg(bottom + 20, "Time of each rank by category", drawn)
 
 
 def memory_lines(curves: Sequence[tuple[int, Mapping[str, Any]]]) -> tuple[str, list[tuple[str, str]]]:
@@ -197,7 +197,7 @@ def memory_lines(curves: Sequence[tuple[int, Mapping[str, Any]]]) -> tuple[str, 
         points = " ".join(
             "{:.1f},{:.1f}".format(*place(t, b)) for t, b in zip(curve["times"], curve["allocated"], strict=True)
         )
-        tip = escape(f"rank {rank}: {words.size(curve['peak'])} at the most, {words.size(curve['reserved'])} reserved")
+        tip = escape(f"rank {rank}: peak {words.size(curve['peak'])}, {words.size(curve['reserved'])} reserved")
         drawn.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.6" data-tip="{tip}"/>')
         key.append((f"rank {rank}, peak {words.size(curve['peak'])}", color))
     return _svg(top + high + 22, "Memory over time", drawn), key
@@ -232,9 +232,9 @@ def action_order(step: Mapping[str, Any]) -> str:
 
 
 def _scale(values: Sequence[float], unit: float, start: float, end: float) -> tuple[Any, list[float]]:
-    """A function from value to pixel, and the tick marks; logarithmic where values spread widely."""
+    """A function from value to pixel, and the tick marks; logarithmic for a wide range of values."""
     low, high = min(values), max(values)
-    if low > 0 and 6 < high / low < 1e9:  # beyond that no marks could be read
+    if low > 0 and 6 < high / low < 1e9:  # beyond that, tick marks would be illegible
         span = math.log(high * 1.1) - math.log(low / 1.1)
         powers = range(math.floor(math.log10(low / unit)) - 1, math.ceil(math.log10(high / unit)) + 1)
         marks = [m * 10.0**p * unit for p in powers for m in (1, 2, 5)]
@@ -246,7 +246,7 @@ def _scale(values: Sequence[float], unit: float, start: float, end: float) -> tu
 
 
 def _marks(low: float, high: float, unit: float, most: int = 6) -> list[float]:
-    """Tick marks between two values: 1, 2 or 5 times a power of ten of the unit apart, at most `most` steps."""
+    """Tick marks between two values: a step of 1, 2 or 5 times a power of ten of the unit, at most `most` steps."""
     raw = (high - low) / unit / most
     if not raw > 0 or not math.isfinite(raw):
         return []
@@ -268,6 +268,6 @@ def _rect(x: float, y: float, wide: float, high: float, color: str, tip: str) ->
 
 
 def _svg(high: float, label: str, drawn: Sequence[str]) -> str:
-    """A chart as wide as the page; `label` is read to those who cannot see it."""
+    """A chart as wide as the page; `label` is for screen readers."""
     head = f'<svg class="chart" viewBox="0 0 {WIDE} {high}" role="img" aria-label="{escape(label)}">'
     return f"{head}{''.join(drawn)}</svg>"

@@ -1,7 +1,7 @@
-"""The timeline of a step on the page: a row for each stream of each pipeline rank, as arrays small enough for the file.
+"""The timeline of a step on the page: a row for each stream of each pipeline rank, as compact arrays.
 
-A profile can hold millions of spans and a page cannot. Beyond a limit, spans shorter than a slice of the step are joined
-with their neighbours in that slice; the joined one lasts as long as they did together, so time still adds up.
+A profile can hold millions of spans, a page cannot. Beyond a limit, spans shorter than a time slice are merged with their
+neighbours in that slice; the merged span lasts as long as their sum, so total time is preserved.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_RANKS = 128
 
 @dataclass(frozen=True)
 class Row:
-    """Spans of one stream of one rank that do not overlap. The first row of a rank has its label."""
+    """Non-overlapping spans of one stream of one rank. The first row of a rank has its label."""
 
     label: str
     stream: str
@@ -32,29 +32,29 @@ class Row:
 
 
 def timeline_rows(timeline: Timeline, most_spans: int = MOST_SPANS) -> list[Row]:
-    """The rows from top to bottom, thinned to about `most_spans`."""
+    """The rows from top to bottom, merged to about `most_spans` spans."""
     ranks = evenly(sorted({span.rank for span in timeline.spans}), MOST_RANKS)
-    kept: dict[int, dict[str, list[Span]]] = {rank: {} for rank in ranks}
+    by_rank: dict[int, dict[str, list[Span]]] = {rank: {} for rank in ranks}
     for span in timeline.spans:
-        if span.rank in kept and span.category != "bubble":
-            kept[span.rank].setdefault(span.stream, []).append(span)
+        if span.rank in by_rank and span.category != "bubble":
+            by_rank[span.rank].setdefault(span.stream, []).append(span)
     rows = []
-    for rank, streams in kept.items():
+    for rank, streams in by_rank.items():
         label = f"rank {rank}"
         for stream in pick.ordered(streams, ("compute", *colors.AXIS)):
-            for lane in pick.lanes(streams[stream]):
-                rows.append(Row(label, stream, lane))
+            for spans in pick.non_overlapping(streams[stream]):
+                rows.append(Row(label, stream, spans))
                 label = ""
     if sum(len(row.spans) for row in rows) <= most_spans:
         return rows
     end = max(span.start + span.seconds for row in rows for span in row.spans)
-    # A slice of a row leaves at most one joined span and one long one, so this many slices are sure to be few enough. Often
-    # twice as many are, too.
+    # A slice of a row yields at most one merged and one long span, so this many slices stay below the limit. Finer slices
+    # often do, too.
     slices = max(1, most_spans // (2 * len(rows)))
-    best = [replace(row, spans=thinned(row.spans, end / slices)) for row in rows]
+    best = [replace(row, spans=merged(row.spans, end / slices)) for row in rows]
     for _ in range(4):
         slices *= 2
-        finer = [replace(row, spans=thinned(row.spans, end / slices)) for row in rows]
+        finer = [replace(row, spans=merged(row.spans, end / slices)) for row in rows]
         if sum(len(row.spans) for row in finer) > most_spans:
             break
         best = finer
@@ -68,36 +68,36 @@ def evenly(ranks: Sequence[int], most: int) -> list[int]:
     return [ranks[round(at * (len(ranks) - 1) / (most - 1))] for at in range(most)]
 
 
-def thinned(spans: Iterable[Span], slice_seconds: float) -> list[Span]:
-    """Spans of a lane, short ones that start in the same slice joined; the longest gives the joined one its name and kind."""
+def merged(spans: Iterable[Span], slice_seconds: float) -> list[Span]:
+    """Spans of a row, with short ones that start in the same slice merged; a merged span has name and kind of the longest."""
     result: list[Span] = []
     group: list[Span] = []
     for span in spans:
         if group and (
             span.seconds >= slice_seconds or int(span.start / slice_seconds) != int(group[0].start / slice_seconds)
         ):
-            result.append(_joined(group))
+            result.append(_merge(group))
             group = []
         if span.seconds >= slice_seconds:
             result.append(span)
         else:
             group.append(span)
-    return [*result, _joined(group)] if group else result
+    return [*result, _merge(group)] if group else result
 
 
-def _joined(group: Sequence[Span]) -> Span:
+def _merge(group: Sequence[Span]) -> Span:
     if len(group) == 1:
         return group[0]
     longest = max(group, key=lambda span: span.seconds)
-    # The longest's name comes first, because the pass is read from it.
+    # The name begins with the longest's, because the pass is parsed from it.
     name = f"{longest.name} and {len(group) - 1} more"
     total = sum(span.seconds for span in group)
     return Span(longest.rank, longest.stream, name, longest.category, group[0].start, total)
 
 
 def timeline_data(timeline: Timeline, rows: Sequence[Row]) -> dict[str, Any]:
-    """What page.js draws. The spans of a row are columns of binary numbers (`packed`): start relative to the span before,
-    duration, both in `unit` nanoseconds, kind and name in one number and, where known, microbatch and stage."""
+    """Input of page.js. The spans of a row are binary columns (`packed`): start relative to the previous span and duration, both in
+    `unit` nanoseconds; kind and name in one integer; microbatch and stage if known."""
     kinds: dict[str, tuple[int, str]] = {}
     names: dict[str, int] = {}
     drawn_rows = []
@@ -138,7 +138,7 @@ def timeline_data(timeline: Timeline, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def packed(numbers: array[int]) -> str:
-    """Numbers as little-endian bytes in base64, a third of the size of their digits."""
+    """Integers as little-endian bytes in base64, a third of the size of their digits."""
     if sys.byteorder == "big":
         numbers = array(numbers.typecode, numbers)
         numbers.byteswap()
@@ -147,7 +147,7 @@ def packed(numbers: array[int]) -> str:
 
 def timeline_body(data: dict[str, Any], legend: str) -> str:
     """The canvas, its buttons, its legend and its data."""
-    # Inside a script element only "<" could end it early.
+    # "<" could end the script element.
     numbers = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     height = sum(row["high"] + 1 for row in data["rows"]) + 40
     label = escape(f"Timeline, {sum(bool(row['label']) for row in data['rows'])} ranks")

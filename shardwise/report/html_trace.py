@@ -1,6 +1,6 @@
-"""An explained profile as sections of a page: what to change first, then where the time went, then the details.
+"""An explained profile as sections of a page: what to change first, where the time went, details.
 
-`trace_view` decides what is shown, and `html` makes the page.
+`trace_view` selects what is shown, and `html` renders it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ CAUSE_COLORS = {
     "device": colors.CATEGORY["memory"],
     "unknown": colors.UNKNOWN,
 }
-"""Why a device was idle; idle time that an axis causes has the axis's colour."""
+"""Colours of idle causes; a cause of one axis has the axis's colour."""
 
 
 def sections(
     explained: Explained, timeline: Timeline, closeup: Timeline | None = None, problems: Sequence[str] = ()
 ) -> list[Section]:
     """The whole page. `timeline` shows all ranks, `closeup` one step of some ranks, kernel by kernel."""
-    remark = "What each rank computed, coloured by kind; the thin rows are memory copies and communication by axis."
+    remark = "Compute of each rank, coloured by category; the thin rows are memory copies and communication by axis."
     found = [
         html.key_figures(trace_view.figures(explained)),
         findings(explained),
@@ -69,7 +69,7 @@ def findings(explained: Explained) -> Section:
             f'<li class="finding"><h3>{at}. {escape(each["title"])}</h3><p class="gain"><b>{escape(gain)}</b> {escape(cost)}</p>'
             f'<p>{escape(each["advice"][:1].upper() + each["advice"][1:])}.</p><ul class="evidence">{evidence}</ul></li>'
         )
-    return Section("What to change first", "Gains do not add up: each is the most that one change alone could bring.",
+    return Section("What to change first", "Each gain is an upper bound for that change alone; gains do not add up.",
                    f'<ol class="findings">{"".join(cards)}</ol>')  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def breakdown(explained: Explained) -> Section:
         }
         for rank, row in explained["ranks"].items()
     ]
-    remark = "A step by category: each moment is computation, else exposed communication, else idle with its cause."
+    remark = "A step by category: each moment is compute, else exposed communication, else idle with its cause."
     numbers = html.ranking_table(rows, columns).body
     folded = f"<details><summary>Every rank in numbers, over all steps</summary>{numbers}</details>"
     return Section("Where the time went", remark, f'<div class="keep">{bars}{key}</div>{folded}')
@@ -129,7 +129,7 @@ def communication(explained: Explained) -> Section:
         ])  # fmt: skip
         last = row.axis
     heads = ["axis", "collective", "messages", "sent", "time", "exposed", "of it waiting", "bus bandwidth", ""]
-    remark = "One step of one rank, mean of the ranks. Full colour: exposed; pale: overlapped with computation."
+    remark = "One step of one rank, mean of the ranks. Full colour: exposed; pale: overlapped by compute."
     return Section("Communication", remark, table_of(heads, lines, numbers_from=2, wide=True))
 
 
@@ -144,9 +144,7 @@ def idle(explained: Explained) -> Section:
     key = html_charts.legend(
         [(f"{name}, {words.seconds(took)}", CAUSE_COLORS.get(name, colors.UNKNOWN)) for name, took in causes.items()]
     )
-    remark = (
-        "Time in which nothing ran on the device: late launches, synchronisation, data, other ranks, another stage."
-    )
+    remark = "Time without activity on the device: late launches, synchronisation, data, other ranks, another stage."
     return Section("Idle by cause", remark, f'<div class="keep">{bars}{key}</div>')
 
 
@@ -164,8 +162,8 @@ def pipeline(explained: Explained) -> Section:
         f"{step['step']}."
     )
     passes = [("forward", "F"), ("backward", "B"), ("backward_input", "I"), ("backward_weight", "W")]
-    seen = {action[:1] for rank in step["ranks"].values() for action in rank["actions"]}
-    key = html_charts.legend([(name.replace("_", " "), colors.PASS[name]) for name, letter in passes if letter in seen])
+    used = {action[:1] for rank in step["ranks"].values() for action in rank["actions"]}
+    key = html_charts.legend([(name.replace("_", " "), colors.PASS[name]) for name, letter in passes if letter in used])
     return Section("Pipeline", remark, f'<div class="keep">{html_charts.action_order(step)}{key}</div>')
 
 
@@ -190,7 +188,7 @@ def modules(explained: Explained) -> Section:
         ])  # fmt: skip
     attributed = explained["modules"]["attributed"]
     least = f" At least {words.percent(min(attributed.values()))} of a rank's time is attributed." if attributed else ""
-    remark = f"Device time of what each module launched itself, of a step and rank; layers alike are added up.{least}"
+    remark = f"Device time of kernels each module launched itself, per step and rank; layers alike are summed.{least}"
     heads = ["module", *names, "time", "share", "speed", ""]
     return Section("Modules", remark, table_of(heads, lines, numbers_from=1, wide=True) + _more(len(rows)))
 
@@ -200,21 +198,21 @@ def kernels(explained: Explained) -> Section:
     rows = explained["kernels"]
     if not rows:
         return Section("Kernels", "", "")
-    of = trace_view.steps_of(explained) * max(1, len(explained["seen"]))
+    divisor = trace_view.steps_of(explained) * max(1, len(explained["seen"]))
     lines = [
         [
             f'<td data-tip="{escape(row["name"][:300])}">{escape(trace_view.short_kernel(row["name"]))}</td>',
             cell(row["kind"], "quiet"),
-            cell(words.count(round(row["count"] / of)) if row["count"] >= of else f"{row['count'] / of:.2f}", "n"),
+            cell(words.count(round(calls)) if (calls := row["count"] / divisor) >= 1 else f"{calls:.2f}", "n"),
             cell(words.seconds(row["total"] / row["count"] / 1e9) if row["count"] else words.DASH, "n quiet"),
             cell(words.seconds(row["longest"] / 1e9), "n quiet"),
-            cell(words.seconds(row["total"] / of / 1e9), "n"),
+            cell(words.seconds(row["total"] / divisor / 1e9), "n"),
             cell(words.percent(row["share"]), "n"),
         ]
         for row in rows[:MOST_ROWS]
     ]
     heads = ["kernel", "kind", "calls", "each", "longest", "time", "share"]
-    remark = "Of a step and rank, longest first; without a device, operators by self time."
+    remark = "Per step and rank, longest first; without a device, operators by self time."
     return Section("Kernels", remark, table_of(heads, lines, numbers_from=2, wide=True) + _more(len(rows)))
 
 
@@ -234,7 +232,7 @@ def memory(explained: Explained) -> Section:
 
 
 def critical_path(explained: Explained) -> Section:
-    """The chain of work and waiting, across ranks, that sets the time of the steps."""
+    """The chain of work and waiting across ranks that determines the step time."""
     path = explained["critical_path"]
     if not path or not path["length"]:
         return Section("Critical path", "", "")
@@ -255,8 +253,8 @@ def critical_path(explained: Explained) -> Section:
     ranks = sorted(path["ranks"].items(), key=lambda pair: -pair[1])[:6]
     through = ", ".join(f"rank {rank} {words.percent(took / path['length'])}" for rank, took in ranks)
     remark = (
-        f"The chain of work and waiting across ranks that sets the {words.seconds(path['length'] / 1e9)} of all steps; making "
-        f"anything else faster gains nothing. Through {through}."
+        f"The chain of work and waiting across ranks that determines the {words.seconds(path['length'] / 1e9)} of all steps; "
+        f"speeding up anything else gains nothing. Through {through}."
     )
     return Section("Critical path", remark, f'<div class="keep">{bar}</div>')
 

@@ -1,11 +1,11 @@
-// What moves on the page: the hint under the pointer, tables sorted by a column, and the timeline.
+// The interactive parts of the page: tooltips, sortable tables and the timeline.
 //
 // The timeline is drawn on a canvas from flat arrays, because a browser is slow with tens of thousands of elements. The spans
-// of a row are in order and do not overlap: the visible ones are found by bisection, and those that share a pixel are drawn once.
+// of a row are sorted and do not overlap: visible ones are found by binary search, and those that share a pixel are drawn once.
 (() => {
   "use strict";
   const tip = document.getElementById("tip");
-  function hint(text, x, y) {
+  function tooltip(text, x, y) {
     tip.style.display = text ? "block" : "none";
     if (!text) return;
     tip.textContent = text;
@@ -16,7 +16,7 @@
   document.addEventListener("mousemove", (e) => {
     if (e.target.tagName === "CANVAS") return;
     const marked = e.target.closest && e.target.closest("[data-tip]");
-    hint(marked ? marked.getAttribute("data-tip") : "", e.clientX, e.clientY);
+    tooltip(marked ? marked.getAttribute("data-tip") : "", e.clientX, e.clientY);
   });
 
   document.querySelectorAll("table.sortable").forEach((table) => {
@@ -62,7 +62,7 @@
     const data = JSON.parse(place.querySelector("script").textContent);
     const canvas = place.querySelector("canvas"), pen = canvas.getContext("2d");
     const gutter = 62, axis = 24, dark = matchMedia("(prefers-color-scheme: dark)");
-    let from = 0, to = data.end, width = 0, height = axis, asked = false, printing = false, held = null;
+    let from = 0, to = data.end, width = 0, height = axis, scheduled = false, printing = false, drag = null;
     const rows = data.rows.map((row, at) => {
       const d = new Uint32Array(unpacked(row.d)), n = d.length / 3, m = row.m && new Int16Array(unpacked(row.m));
       const start = new Float64Array(n), end = new Float64Array(n);
@@ -84,7 +84,7 @@
     function px(time) { return gutter + (time - from) / (to - from) * (width - gutter); }
 
     function draw() {
-      asked = false;
+      scheduled = false;
       const night = dark.matches && !printing, ratio = window.devicePixelRatio || 1;
       width = canvas.clientWidth;
       if (!width) return;
@@ -137,14 +137,14 @@
         if (text) { pen.fillStyle = kind[3]; pen.fillText(text, left + room / 2, row.y + row.high / 2 + 0.5); }
       }
     }
-    function redraw() { if (!asked) { asked = true; requestAnimationFrame(draw); } }
+    function redraw() { if (!scheduled) { scheduled = true; requestAnimationFrame(draw); } }
     function show(a, b) {
       const span = Math.min(data.end, Math.max(20, b - a));
       from = Math.max(0, Math.min(a, data.end - span)); to = from + span;
       canvas.dataset.from = Math.round(from); canvas.dataset.to = Math.round(to);
       redraw();
     }
-    function zoom(factor, share) {  // `share` of the width lies left of what stays in place
+    function zoom(factor, share) {  // the point at this share of the width stays fixed
       const middle = from + (to - from) * share, span = (to - from) * factor;
       show(middle - span * share, middle + span * (1 - share));
     }
@@ -170,15 +170,15 @@
       return Math.max(0, Math.min(1, (e.clientX - box.left - gutter) / (width - gutter)));
     }
     canvas.addEventListener("pointerdown", (e) => {
-      held = { x: e.clientX, from, to }; canvas.setPointerCapture(e.pointerId); hint("");
+      drag = { x: e.clientX, from, to }; canvas.setPointerCapture(e.pointerId); tooltip("");
     });
-    ["pointerup", "pointercancel"].forEach((end) => canvas.addEventListener(end, () => { held = null; }));
+    ["pointerup", "pointercancel"].forEach((end) => canvas.addEventListener(end, () => { drag = null; }));
     canvas.addEventListener("pointermove", (e) => {
-      if (!held) return hint(under(e), e.clientX, e.clientY);
-      const moved = (held.x - e.clientX) / (width - gutter) * (held.to - held.from);
-      show(held.from + moved, held.to + moved);
+      if (!drag) return tooltip(under(e), e.clientX, e.clientY);
+      const moved = (drag.x - e.clientX) / (width - gutter) * (drag.to - drag.from);
+      show(drag.from + moved, drag.to + moved);
     });
-    canvas.addEventListener("pointerleave", () => hint(""));
+    canvas.addEventListener("pointerleave", () => tooltip(""));
     canvas.addEventListener("wheel", (e) => {
       if (e.ctrlKey || e.metaKey) { e.preventDefault(); zoom(Math.exp(e.deltaY / 200), shareAt(e)); }
       else if (Math.abs(e.deltaX) > Math.abs(e.deltaY) || e.shiftKey) {

@@ -1,8 +1,8 @@
-"""Timelines as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open: a process for each timeline and
-pipeline rank, a thread for each stream.
+"""Timelines as a Chrome trace, for Perfetto (ui.perfetto.dev) and chrome://tracing: a process for each timeline and pipeline rank,
+a thread for each stream.
 
-The format counts microseconds, with decimals allowed. Times are rounded to whole nanoseconds once and written with three
-decimals, so nothing is lost to floating point and spans that touch still touch.
+The format has decimal microseconds. Times are rounded to integer nanoseconds once and written with three decimals, so no precision
+is lost and spans that touch still touch.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from shardwise.ledger import Span, Timeline
-from shardwise.report.pick import lanes, nanoseconds, pass_of, streams_of
+from shardwise.report.pick import nanoseconds, non_overlapping, pass_of, streams_of
 
-# The names of colours chrome://tracing knows; Perfetto picks its own by name.
+# Colour names of chrome://tracing; Perfetto chooses colours by span name.
 CNAME = {
     "matmul": "thread_state_running",
     "attention": "rail_animation",
@@ -35,11 +35,11 @@ CNAME = {
 }
 
 _BACKWARD = "bad"
-"""The backward gets a colour that the forward of the same category does not have."""
+"""Colour of the backward, which differs from the forward of the same category."""
 
 
 def chrome_trace(timelines: Mapping[str, Timeline]) -> Iterator[str]:
-    """One JSON text in parts, a line for each event; a process is named by its timeline and rank."""
+    """The JSON in chunks, a line for each event; a process is named by its timeline and rank."""
     yield '{"displayTimeUnit": "ms", "traceEvents": [\n'
     first = True
     for event in _events(timelines):
@@ -49,7 +49,7 @@ def chrome_trace(timelines: Mapping[str, Timeline]) -> Iterator[str]:
 
 
 def write_chrome_trace(timelines: Mapping[str, Timeline], path: str | Path) -> None:
-    """The trace as a file; compressed when its name ends in .gz, which Perfetto opens directly."""
+    """Write the trace to a file; gzipped if its name ends in .gz, which Perfetto opens directly."""
     opened = gzip.open if Path(path).suffix == ".gz" else open
     with opened(path, "wt", encoding="utf-8") as file:
         file.writelines(chrome_trace(timelines))
@@ -72,12 +72,12 @@ def _events(timelines: Mapping[str, Timeline]) -> Iterator[str]:
 def _streams(process: int, spans: list[Span]) -> Iterator[str]:
     thread = 0
     for stream in streams_of(spans):
-        # Events that overlap without nesting would be drawn wrongly on one thread.
-        for at, lane in enumerate(lanes(span for span in spans if span.stream == stream)):
+        # The format requires events of a thread to nest, so overlapping ones go to further threads.
+        for at, row in enumerate(non_overlapping(span for span in spans if span.stream == stream)):
             thread += 1
             yield _metadata(process, "thread_name", thread, name=stream if at == 0 else f"{stream} ({at + 1})")
             yield _metadata(process, "thread_sort_index", thread, sort_index=thread)
-            for span in lane:
+            for span in row:
                 yield _event(process, thread, span)
 
 

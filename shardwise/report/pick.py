@@ -1,5 +1,4 @@
-"""What a chart shows of a record, decided once for terminal and page: which ranks, in which order, what a span is, which
-points are on the Pareto front."""
+"""Selects what charts show, once for terminal and page: ranks and their order, the kind of a span, the Pareto front."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ _PASS_NAMES = (*PASSES, "backward")
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a ranking: the key in each row, its title, how to write its values, and whether low or high is better."""
+    """A column of a ranking: its key in each row, its title, the format of its values, and whether low or high is better."""
 
     key: str
     title: str
@@ -42,14 +41,14 @@ class Column:
     """Tick marks on an axis are round multiples of this: 2**30 for bytes."""
 
     def text(self, row: Mapping[str, Any]) -> str:
-        """A row's value in words; a row may lack it."""
+        """A row's formatted value, "" if it has none."""
         value = row.get(self.key)
         return "" if value is None else self.words(value)
 
 
 @dataclass(frozen=True)
 class MemoryBar:
-    """One bar: a pipeline rank, or the mean of those not shown one by one."""
+    """One bar: a pipeline rank, or the mean of those without a bar of their own."""
 
     label: str
     owners: Mapping[str, float]
@@ -88,12 +87,12 @@ def pass_of(span: Span) -> str:
 
 
 def kind_of(span: Span) -> str:
-    """What a legend calls a span: its pass, or its category."""
+    """The legend entry of a span: its pass, or its category."""
     return pass_of(span) or span.category
 
 
 def ordered(names: Iterable[str], known: Sequence[str]) -> list[str]:
-    """Names in the ledger's order, then those it does not know in their own."""
+    """Names in the order of `known`, then the others in their own."""
     given = list(dict.fromkeys(names))
     return [name for name in dict.fromkeys(known) if name in given] + [name for name in given if name not in known]
 
@@ -143,33 +142,33 @@ def streams_of(spans: Iterable[Span]) -> list[str]:
     return ordered((span.stream for span in spans), ("compute", *AXES))
 
 
-def lanes(spans: Iterable[Span]) -> list[list[Span]]:
-    """Spans of one stream by start, in as few lanes as possible without overlap within a lane."""
+def non_overlapping(spans: Iterable[Span]) -> list[list[Span]]:
+    """Spans of one stream by start, in as few rows as possible without overlap within a row."""
     found: list[list[Span]] = []
     ends: list[int] = []
     for span in sorted(spans, key=lambda each: each.start):
         start, end = nanoseconds(span)
-        lane = next((at for at, free in enumerate(ends) if free <= start), len(ends))
-        if lane == len(ends):
+        row = next((at for at, free in enumerate(ends) if free <= start), len(ends))
+        if row == len(ends):
             found.append([])
             ends.append(0)
-        found[lane].append(span)
-        ends[lane] = end
+        found[row].append(span)
+        ends[row] = end
     return found
 
 
 def nanoseconds(span: Span) -> tuple[int, int]:
-    """Start and end as whole nanoseconds. Both are rounded from the same clock, so spans that touch still touch."""
+    """Start and end as integer nanoseconds. Times are rounded, not durations, so spans that touch still touch."""
     return round(span.start * 1e9), round((span.start + span.seconds) * 1e9)
 
 
 def left_out(timeline: Timeline) -> str:
-    """A half-sentence on the microbatches that a timeline leaves out."""
+    """A clause on the microbatches that a timeline omits."""
     return f"; {timeline.left_out} more, and their time, left out" if timeline.left_out else ""
 
 
 def tolerance_of(account: str, tolerance: float | Mapping[str, float]) -> float:
-    """How far two accounts may differ, relatively: one limit for all, or one for each account (0 for one not named)."""
+    """The relative tolerance of an account: one for all, or one for each (0 for an account not listed)."""
     return tolerance.get(account, 0.0) if isinstance(tolerance, Mapping) else tolerance
 
 
@@ -189,12 +188,12 @@ def agreement(differences: Sequence[Difference], tolerance: float | Mapping[str,
 
 
 def pareto_front(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> list[bool]:
-    """Which rows are not dominated: no other row is as good in every column that has a better side and better in one."""
+    """Which rows are Pareto-optimal: no other row is at least as good in every column with a better side, and better in one."""
     sides = [column for column in columns if column.better]
     scores = [tuple(row[c.key] if c.better == "low" else -row[c.key] for c in sides) for row in rows]
     distinct = sorted(set(scores))
     best: set[tuple[Any, ...]] = set()
-    # In sorted order a row can only be dominated by one already seen, and then by one of the front.
+    # In sorted order a row can only be dominated by an earlier one, and then by one of the front.
     for score in distinct:
         if not any(all(a <= b for a, b in zip(other, score, strict=True)) for other in best):
             best.add(score)

@@ -1,4 +1,4 @@
-"""The ledger in a terminal. Each function returns something rich can print; the caller owns the console and its width.
+"""The ledger in a terminal. Each function returns a rich renderable; the caller owns the console and its width.
 
 Where there is no colour (a pipe, a log, NO_COLOR) the same charts are drawn with letters, which the legend explains.
 """
@@ -24,21 +24,21 @@ from shardwise.report import cells, colors, pick, words
 
 WIDEST_BAR = 100
 MOST_ROWS = 24
-"""Pipeline ranks that a timeline draws; of a longer pipeline the two ends."""
+"""Pipeline ranks that a timeline draws; of a longer pipeline, its first and last."""
 
 EIGHTHS = " ▏▎▍▌▋▊▉"
 WARNING = "bold red"
 
 
 class Console(RichConsole):
-    """Rich's console; a reader that closed the pipe is an error for `main` to handle, where rich would exit."""
+    """Rich's console, but a closed pipe raises an error for `main` to handle, where rich would exit."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 def key_figures(figures: Iterable[tuple[str, str, str]]) -> RenderableType:
-    """The few numbers that matter: what, how much, and a remark."""
+    """The key numbers: label, value and remark."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(style="bold", no_wrap=True)
@@ -85,7 +85,7 @@ def breakdown_bar(account: Account) -> RenderableType:
 
 
 def traffic_table(traffic: Traffic) -> RenderableType:
-    """Bytes and messages one rank sends in a step, by axis and collective."""
+    """Wire bytes and messages of one rank in a step, by axis and collective."""
     rows, total = pick.traffic_rows(traffic), traffic.total
     if not rows:
         return Group(title("Traffic"), Text("none", style="dim"))
@@ -120,7 +120,7 @@ def timeline(timeline: Timeline, width: int | None = None) -> RenderableType:
 
 
 def ranking_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[pick.Column]) -> RenderableType:
-    """Candidates, best first, numbered. Columns that do not fit are named below instead of squeezing the others."""
+    """Candidates, best first, numbered. Columns that do not fit are listed below the table."""
     return _Ranking(rows, columns)
 
 
@@ -196,7 +196,7 @@ class _Bar:
         drawn: list[tuple[str, Style]] = []
         for part, width in zip(self.parts, cells.stacked([p.value for p in self.parts], self.scale, room), strict=True):
             drawn += [(part.letter if plain else "█", Style() if plain else Style(color=part.color))] * width
-        # A bar of one part may end within a cell, so that small values still differ.
+        # A bar of one part may end within a cell, to show small differences.
         if not plain and len(self.parts) == 1 and self.scale > 0:
             eighths = round(min(1.0, self.parts[0].value / self.scale) * room * 8)
             style = Style(color=self.parts[0].color)
@@ -239,9 +239,9 @@ class _Timeline:
                 yield Text(f"{'':{gutter}}({len(by_rank) - len(shown) + 1} more ranks between)", style="dim")
             else:
                 row = Text(f"{rank:>{gutter - 1}} ", style="dim", no_wrap=True, end="\n")
-                for piece in cells.paint(by_rank[rank], step, width):
-                    row.append_text(_piece(piece, plain))
-                    drawn += [piece.span] if piece.span else []
+                for part in cells.paint(by_rank[rank], step, width):
+                    row.append_text(_drawn(part, plain))
+                    drawn += [part.span] if part.span else []
                 yield row
         end = words.seconds(step)
         yield Text(f"{'':{gutter}}0{end:>{width - 1}}", style="dim", no_wrap=True)
@@ -254,29 +254,29 @@ class _Ranking:
     columns: Sequence[pick.Column]
 
     def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
-        kept, left = self._fitting(options.max_width)
+        shown, hidden = self._fitting(options.max_width)
         table = plain_table()
         table.add_column("", justify="right", style="dim", no_wrap=True)
-        for column in kept:
+        for column in shown:
             table.add_column(safe(column.title), justify="right" if self._numeric(column) else "left", overflow="fold")
         for place, row in enumerate(self.rows, 1):
-            table.add_row(str(place), *(safe(column.text(row)) for column in kept), style="bold" if place == 1 else "")
+            table.add_row(str(place), *(safe(column.text(row)) for column in shown), style="bold" if place == 1 else "")
         yield table
-        if left:
-            yield safe(f"not shown, the terminal is too narrow: {', '.join(column.title for column in left)}", "dim")
+        if hidden:
+            yield safe(f"not shown, the terminal is too narrow: {', '.join(column.title for column in hidden)}", "dim")
 
     def _numeric(self, column: pick.Column) -> bool:
         return all(isinstance(row.get(column.key), int | float | None) for row in self.rows)
 
     def _fitting(self, width: int) -> tuple[list[pick.Column], list[pick.Column]]:
-        left = width - len(str(len(self.rows))) - 4
-        kept: list[pick.Column] = []
+        room = width - len(str(len(self.rows))) - 4
+        shown: list[pick.Column] = []
         for column in self.columns:
-            left -= max(cell_len(text) for text in (column.title, *(column.text(row) for row in self.rows))) + 2
-            if left < 0 and kept:
+            room -= max(cell_len(text) for text in (column.title, *(column.text(row) for row in self.rows))) + 2
+            if room < 0 and shown:
                 break
-            kept.append(column)
-        return kept, list(self.columns[len(kept) :])
+            shown.append(column)
+        return shown, list(self.columns[len(shown) :])
 
 
 def _plain(console: RichConsole) -> bool:
@@ -284,7 +284,7 @@ def _plain(console: RichConsole) -> bool:
 
 
 def safe(text: str, style: str | Style = "") -> Text:
-    """Text from outside, without markup and without control characters, which could drive the reader's terminal."""
+    """Untrusted text, without markup and without control characters, which a terminal would execute."""
     return Text("".join(letter if letter.isprintable() else " " for letter in text), style=style)
 
 
@@ -338,27 +338,27 @@ def _memory_numbers(bars: Sequence[pick.MemoryBar], owners: Sequence[str]) -> Ta
     return table
 
 
-def _piece(piece: cells.Piece, plain: bool) -> Text:
-    span = piece.span
+def _drawn(part: cells.CellRange, plain: bool) -> Text:
+    span = part.span
     if span is None:
-        return Text((cells.IDLE if plain else " ") * piece.cells, style="" if plain else "on default")
+        return Text((cells.IDLE if plain else " ") * part.cells, style="" if plain else "on default")
     if plain:
         # The letter shows the pass, so it comes before the number.
         letter = cells.KIND_LETTERS.get(pick.kind_of(span), "?")
-        return Text(f"{cells.caption(span, piece.cells - 1):{letter}>{piece.cells}}")
+        return Text(f"{cells.caption(span, part.cells - 1):{letter}>{part.cells}}")
     color = colors.of_span(span)
     if span.microbatch > 0 and span.microbatch % 2:
         color = colors.shade(color, 0.25)
     return Text(
-        f"{cells.caption(span, piece.cells):<{piece.cells}}", style=Style(color=colors.ink_on(color), bgcolor=color)
+        f"{cells.caption(span, part.cells):<{part.cells}}", style=Style(color=colors.ink_on(color), bgcolor=color)
     )
 
 
 def _legend(spans: Sequence[Span], plain: bool) -> Text:
-    seen = {pick.kind_of(span): span for span in reversed(spans)}
+    examples = {pick.kind_of(span): span for span in reversed(spans)}
     legend = Text()
-    for kind in pick.ordered(seen, tuple(cells.KIND_LETTERS)):
+    for kind in pick.ordered(examples, tuple(cells.KIND_LETTERS)):
         key = cells.KIND_LETTERS.get(kind, "?") if plain else "■"
-        legend.append(key, style="" if plain else Style(color=colors.of_span(seen[kind])))
+        legend.append(key, style="" if plain else Style(color=colors.of_span(examples[kind])))
         legend.append_text(safe(f" {kind.replace('_', ' ')}   "))
     return legend.append(f"{cells.IDLE if plain else '□'} idle")

@@ -1,4 +1,4 @@
-"""What each module of a network costs, as a tree in the terminal. Layers of equal cost are one row; JSON has all of them."""
+"""The cost of each module of a network, as a tree in the terminal. Layers of equal cost are one row; the JSON has all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = Mapping[str, Any]
 
 
 def merged(ranks: Sequence[Sequence[Row] | None], chosen: Sequence[int]) -> list[dict[str, Any]]:
-    """The rows of some ranks, usually one of each stage, as those of one network."""
+    """The rows of some ranks, usually one per pipeline stage, merged into one network."""
     found: dict[str, dict[str, Any]] = {}
     for rank in chosen:
         for row in ranks[rank] or ():
@@ -26,7 +26,7 @@ def merged(ranks: Sequence[Sequence[Row] | None], chosen: Sequence[int]) -> list
 
 
 def _order(name: str, known: list[str]) -> tuple[Any, ...]:
-    """Sort key: the network first, its layers by number, phases of the step last; otherwise as they came."""
+    """Sort key: the network first, its layers by number, phases of the step last; otherwise in the given order."""
     if name.startswith("("):
         return 2, known.index(name)
     first, _, rest = name.partition(".")
@@ -46,7 +46,7 @@ def _sum(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def folded(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The rows, with layers of equal cost as one."""
+    """The rows, with layers of equal cost summed into one."""
     layers: dict[str, list[Row]] = {}
     for row in rows:
         parts = row["module"].split(".")
@@ -74,7 +74,7 @@ def folded(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _span(layers: Sequence[str]) -> str:
-    """Layer numbers in short: 0-3, or 0,2,5."""
+    """Abbreviated layer numbers: 0-3, or 0,2,5."""
     numbers = [int(layer) for layer in layers]
     if len(numbers) == 1:
         return str(numbers[0])
@@ -85,7 +85,7 @@ def _span(layers: Sequence[str]) -> str:
 
 
 def module_table(rows: Sequence[Row], peak: float, depth: int = 4) -> Table:
-    """The tree, indented by depth; each row includes everything below it."""
+    """The tree, indented by depth; each row includes its submodules."""
     table = Table(box=None, pad_edge=False, header_style="dim", collapse_padding=True)
     table.add_column("module", no_wrap=True)
     for head in ("weights", "forward", "recompute", "backward", "saved", "time", "share", "FLOP/s", "of peak"):
@@ -109,17 +109,17 @@ def _cells(row: Row, total: float, peak: float) -> list[Text]:
     speed = sum(flops.values()) / seconds if seconds else 0.0
     return [
         _or_dot(row["parameters"], words.count),
-        *(_or_dot(flops.get(which, 0.0), _operations) for which in ("forward", "recompute")),
-        _or_dot(backward, _operations),
+        *(_or_dot(flops.get(which, 0.0), _flops) for which in ("forward", "recompute")),
+        _or_dot(backward, _flops),
         _or_dot(row["activations"], words.size),
         _or_dot(seconds, words.seconds),
         _or_dot(seconds / total if total else 0.0, words.percent),
-        _or_dot(speed, _operations),
+        _or_dot(speed, _flops),
         _or_dot(speed / peak if peak else 0.0, words.percent),
     ]
 
 
-def _operations(amount: float) -> str:
+def _flops(amount: float) -> str:
     return words.flops(amount, "")
 
 
@@ -127,5 +127,5 @@ def _seconds(row: Row) -> float:
     return sum(row["seconds"].values())
 
 
-def _or_dot(value: float, said: Callable[[float], str]) -> Text:
-    return Text(said(value)) if value else Text("·", style="dim")
+def _or_dot(value: float, text: Callable[[float], str]) -> Text:
+    return Text(text(value)) if value else Text("·", style="dim")

@@ -1,11 +1,12 @@
-"""An explained profile in a terminal: the numbers that matter, where each rank's time went and why, then what to change.
+"""An explained profile in a terminal: key numbers, where each rank's time went and why, what to change.
 
-`trace_view` decides what is shown; `--json` has the rest.
+`trace_view` selects what is shown; `--json` has the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -13,33 +14,30 @@ from rich.text import Text
 
 from shardwise.report import colors, terminal, trace_view, words
 from shardwise.report.cells import rows_shown
-from shardwise.report.trace_view import Explained
+from shardwise.report.trace_view import AxisRow, Explained, ModuleRow
 
 MOST_RANKS = 16
 MOST_ROWS = 10
 
 
 def sections(explained: Explained, problems: Sequence[str] = ()) -> Iterator[RenderableType]:
-    """What is printed, part by part."""
+    """The report, section by section; empty ones are left out."""
     yield terminal.key_figures(trace_view.figures(explained))
     yield breakdown(explained)
-    yield from (
-        part(explained) for part in (communication, idle, pipeline, modules, kernels) if _has(explained, part.__name__)
-    )
+    if axes := trace_view.axis_rows(explained):
+        yield communication(axes)
+    if causes := trace_view.idle_by_cause(explained):
+        yield idle(causes)
+    if step := trace_view.pipeline_of(explained):
+        yield pipeline(explained, step)
+    if rows := trace_view.module_rows(explained):
+        yield modules(rows)
+    if explained["kernels"]:
+        yield kernels(explained)
     yield findings(explained)
     remarks = [*problems, *trace_view.remarks(explained)]
     if remarks:
         yield terminal.notes(remarks)
-
-
-def _has(explained: Explained, part: str) -> bool:
-    return bool({
-        "communication": trace_view.axis_rows(explained),
-        "idle": trace_view.idle_by_cause(explained),
-        "pipeline": trace_view.pipeline_of(explained),
-        "modules": trace_view.module_rows(explained),
-        "kernels": explained["kernels"],
-    }[part])  # fmt: skip
 
 
 def breakdown(explained: Explained) -> RenderableType:
@@ -61,7 +59,7 @@ def breakdown(explained: Explained) -> RenderableType:
     return Group(terminal.title("Time", "of each rank; communication may overlap with compute"), table)
 
 
-def communication(explained: Explained) -> RenderableType:
+def communication(rows: Sequence[AxisRow]) -> RenderableType:
     """Communication by axis and collective."""
     table = _narrow()
     table.add_column("axis", no_wrap=True)
@@ -69,7 +67,7 @@ def communication(explained: Explained) -> RenderableType:
     for name in ("calls", "sent", "time", "exposed", "waiting", "speed"):
         table.add_column(name, justify="right", no_wrap=True)
     last = ""
-    for row in trace_view.axis_rows(explained):
+    for row in rows:
         table.add_row(
             terminal.named(row.axis, colors.of_category(row.axis)) if row.axis != last else "",
             terminal.safe(row.collective.replace("_", " ")),
@@ -81,19 +79,17 @@ def communication(explained: Explained) -> RenderableType:
             words.rate(row.bandwidth, "B") if row.bandwidth else words.DASH,
         )
         last = row.axis
-    return Group(terminal.title("Communication", "of one rank and step; exposed: not overlapped with compute"), table)
+    return Group(terminal.title("Communication", "per rank and step; exposed: not overlapped by compute"), table)
 
 
-def idle(explained: Explained) -> RenderableType:
+def idle(causes: Mapping[str, float]) -> RenderableType:
     """Idle time of the devices by cause."""
-    parts = [f"{name} {words.seconds(took)}" for name, took in trace_view.idle_by_cause(explained).items()]
-    return Group(terminal.title("Idle", "of a rank and step, by cause"), terminal.safe("   ".join(parts)))
+    parts = [f"{name} {words.seconds(took)}" for name, took in causes.items()]
+    return Group(terminal.title("Idle", "per rank and step, by cause"), terminal.safe("   ".join(parts)))
 
 
-def pipeline(explained: Explained) -> RenderableType:
-    """The executed schedule and its bubble."""
-    step = trace_view.pipeline_of(explained)
-    assert step is not None
+def pipeline(explained: Explained, step: Mapping[str, Any]) -> RenderableType:
+    """The executed schedule and the range of its bubble over pipelines and steps."""
     shares = sorted(trace_view.bubble_share(each) for each in explained["pipelines"])
     text = (
         f"{step['schedule'] or 'an unknown schedule'}, {len(step['ranks'])} ranks, {step['microbatches']} microbatches: "
@@ -102,10 +98,10 @@ def pipeline(explained: Explained) -> RenderableType:
     return Group(terminal.title("Pipeline", "as executed"), terminal.safe(text))
 
 
-def modules(explained: Explained) -> RenderableType:
+def modules(rows: Sequence[ModuleRow]) -> RenderableType:
     """The modules that took longest."""
     table = _costs(("module", "forward", "recompute", "backward", "time", "share"))
-    for row in trace_view.module_rows(explained)[:MOST_ROWS]:
+    for row in rows[:MOST_ROWS]:
         took = [row.passes.get(name, 0.0) for name in ("forward", "recompute", "backward")]
         table.add_row(
             terminal.safe(row.name + (f" ×{row.layers}" if row.layers > 1 else "")),
@@ -113,22 +109,22 @@ def modules(explained: Explained) -> RenderableType:
             words.seconds(row.seconds),
             words.percent(row.share),
         )
-    return Group(terminal.title("Modules", "device time of what each launched itself, of a rank and step"), table)
+    return Group(terminal.title("Modules", "device time of kernels each launched itself, per rank and step"), table)
 
 
 def kernels(explained: Explained) -> RenderableType:
     """The kernels that took longest."""
-    of = trace_view.steps_of(explained) * max(1, len(explained["seen"]))
+    divisor = trace_view.steps_of(explained) * max(1, len(explained["seen"]))
     table = _costs(("kernel", "calls", "each", "time", "share"))
     for row in explained["kernels"][:MOST_ROWS]:
         table.add_row(
             terminal.safe(trace_view.short_kernel(row["name"], 44)),
-            words.count(round(row["count"] / of)),
+            words.count(round(row["count"] / divisor)),
             words.seconds(row["total"] / max(1, row["count"]) / 1e9),
-            words.seconds(row["total"] / of / 1e9),
+            words.seconds(row["total"] / divisor / 1e9),
             words.percent(row["share"]),
         )
-    return Group(terminal.title("Kernels", "of a rank and step"), table)
+    return Group(terminal.title("Kernels", "per rank and step"), table)
 
 
 def findings(explained: Explained) -> RenderableType:

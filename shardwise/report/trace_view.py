@@ -1,7 +1,7 @@
-"""What a report shows of an explained profile, decided once for terminal and page: rows by cost, of a step and rank, layers
-that are alike folded into one.
+"""Selects what reports show of an explained profile, once for terminal and page: rows sorted by cost, per step and rank, with
+identical layers summed.
 
-The explanation is plain data (`ledger.as_dict` of the trace reader's record): times in nanoseconds, ranks as keys.
+The explanation is plain data (`ledger.as_dict` of `trace.answers.Explanation`): times in nanoseconds, ranks as keys.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _LAYER = re.compile(r"\b(layers|h|blocks?)\.(\d+)\b")
 
 
 def steps_of(explained: Explained) -> int:
-    """Number of steps in the profile; without step marks the whole window counts as one."""
+    """Number of steps in the profile; without steps the whole window counts as one."""
     return max(1, len(explained["steps"]))
 
 
 def slowest(explained: Explained) -> int:
-    """The rank that took longest; of equals, the first."""
+    """The slowest rank; of equals, the first."""
     spans = {rank: row["span"] for rank, row in explained["ranks"].items()}
     return min(spans, key=lambda rank: (-spans[rank], rank), default=0)
 
@@ -39,8 +39,8 @@ def share(explained: Explained, name: str) -> float:
 
 
 def figures(explained: Explained) -> list[tuple[str, str, str]]:
-    """The few numbers that matter."""
-    seen, world, steps = explained["seen"], explained["world"], explained["steps"]
+    """The key numbers."""
+    profiled, world, steps = explained["seen"], explained["world"], explained["steps"]
     numbers = ", ".join(map(str, steps[:6])) + (" …" if len(steps) > 6 else "")
     devices = sorted({name for name in explained["devices"].values() if name})
     lost = share(explained, "exposed_communication") + share(explained, "idle")
@@ -50,14 +50,14 @@ def figures(explained: Explained) -> list[tuple[str, str, str]]:
     found = [
         ("step", words.seconds(explained["step_time"] / 1e9),
          f"rank {slowest(explained)}, the slowest; " + (f"steps {numbers}" if steps else "the whole file")),
-        ("ranks", f"{len(seen)} of {world}" if world else str(len(seen)), ", ".join(devices) or "host only"),
+        ("ranks", f"{len(profiled)} of {world}" if world else str(len(profiled)), ", ".join(devices) or "host only"),
         ("compute", words.percent(share(explained, "compute")), "of the time, mean of the ranks"),
         ("exposed comms", words.percent(share(explained, "exposed_communication")),
          f"most of it {most.axis} {most.collective.replace('_', ' ')}" if most and most.exposed else "none"),
         ("idle", words.percent(share(explained, "idle")),
          f"most of it: {max(causes, key=lambda name: causes[name])}" if any(causes.values()) else "none"),
-        ("exposed or idle", f"{words.digits(lost * max(world, len(seen)) * 24)} h",
-         "of device time a day, all ranks"),
+        ("exposed or idle", f"{words.digits(lost * max(world, len(profiled)) * 24)} h",
+         "of device time per day, all ranks"),
     ]  # fmt: skip
     used = explained["flops"]["utilisation"]
     if used:
@@ -89,9 +89,9 @@ class AxisRow:
     seconds: float
     exposed: float
     waiting: float
-    """The share of its summed time in which ranks waited for the last one."""
+    """Share of its summed time spent waiting for the last rank to arrive."""
     bandwidth: float
-    """Bytes a second on the wire while data moved; 0 where sizes are not known."""
+    """Bus bandwidth in bytes per second, without waiting; 0 if sizes are unknown."""
 
 
 def axis_rows(explained: Explained) -> list[AxisRow]:
@@ -105,11 +105,11 @@ def axis_rows(explained: Explained) -> list[AxisRow]:
         def total(name: str, ranks: Sequence[Mapping[str, Any]] = ranks) -> float:
             return sum(rank[name] for rank in ranks)
 
-        of = len(ranks) * steps
+        divisor = len(ranks) * steps
         rows.append(
             AxisRow(
-                each["axis"], each["collective"], len(ranks), total("messages") / of, total("bytes") / of,
-                total("time") / of / 1e9, total("exposed") / of / 1e9,
+                each["axis"], each["collective"], len(ranks), total("messages") / divisor, total("bytes") / divisor,
+                total("time") / divisor / 1e9, total("exposed") / divisor / 1e9,
                 total("wait") / total("summed") if total("summed") else 0.0,
                 total("bytes") * 1e9 / total("timed") if total("timed") else 0.0,
             )
@@ -119,7 +119,7 @@ def axis_rows(explained: Explained) -> list[AxisRow]:
 
 
 def idle_by_cause(explained: Explained) -> dict[str, float]:
-    """Idle seconds of a step by cause, mean of the ranks, longest first."""
+    """Idle seconds per step by cause, mean of the ranks, longest first."""
     rows, steps = list(explained["idle"].values()), steps_of(explained)
     names = dict.fromkeys(name for row in rows for name in row)
     means = {name: fmean(row.get(name, 0) for row in rows) / steps / 1e9 for name in names}
@@ -128,7 +128,7 @@ def idle_by_cause(explained: Explained) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """Device time of a module, or of the modules of the same name in several layers: mean of the ranks, of a step."""
+    """Device time of a module, or summed over the modules of one name in several layers: per step, mean of the ranks."""
 
     name: str
     layers: int
@@ -136,7 +136,7 @@ class ModuleRow:
     share: float
     kernels: float
     speed: float
-    """Operations a second while its kernels ran; 0 where shapes are not known."""
+    """FLOP/s while its kernels ran; 0 if shapes are unknown."""
 
     @property
     def seconds(self) -> float:
@@ -149,7 +149,7 @@ def module_rows(explained: Explained) -> list[ModuleRow]:
     folded: dict[str, list[Mapping[str, Any]]] = {}
     for row in explained["modules"]["rows"]:
         folded.setdefault(_LAYER.sub(r"\1.*", row["module"]), []).append(row)
-    of = steps_of(explained) * max(1, len(explained["seen"]))
+    divisor = steps_of(explained) * max(1, len(explained["seen"]))
     everything = sum(sum(row["passes"].values()) for row in explained["modules"]["rows"]) or 1
     found = []
     for name, rows in folded.items():
@@ -157,8 +157,8 @@ def module_rows(explained: Explained) -> list[ModuleRow]:
         took, flops = sum(passes.values()), sum(row["flops"] for row in rows)
         found.append(
             ModuleRow(
-                name, len(rows), {key: value / of / 1e9 for key, value in passes.items()}, took / everything,
-                sum(row["kernels"] for row in rows) / of, flops * 1e9 / took if took else 0.0,
+                name, len(rows), {key: value / divisor / 1e9 for key, value in passes.items()}, took / everything,
+                sum(row["kernels"] for row in rows) / divisor, flops * 1e9 / took if took else 0.0,
             )
         )  # fmt: skip
     return sorted(found, key=lambda row: -row.seconds)
@@ -191,7 +191,7 @@ def bubble_share(step: Mapping[str, Any]) -> float:
 
 
 def remarks(explained: Explained) -> list[str]:
-    """Remarks on stragglers, clocks, and what the profiles do not show."""
+    """Remarks on stragglers, clocks, and what the profiles do not contain."""
     found = [
         f"rank {each['rank']} is a straggler ({each['reason']}): {words.seconds(each['excess'] / 1e9)} a step, "
         f"{words.percent(each['share'])}; {each['evidence']}"
@@ -201,5 +201,5 @@ def remarks(explained: Explained) -> list[str]:
     if moved:
         far = max(moved, key=lambda rank: abs(moved[rank]))
         length = words.seconds(abs(moved[far]) / 1e9)
-        found.append(f"clocks of {len(moved)} ranks were shifted to match the others, rank {far} most: {length}")
+        found.append(f"clocks of {len(moved)} ranks were aligned with the others, rank {far} by the most: {length}")
     return [*found, *explained["unseen"]]

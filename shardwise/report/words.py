@@ -1,5 +1,4 @@
-"""Numbers as people read them: three significant digits and a unit. Terminal and page use these and no others; what is not a
-finite number is a dash."""
+"""Formats numbers with three significant digits and a unit, for terminal and page alike; a number that is not finite is a dash."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def size(amount: float) -> str:
-    """Bytes in the unit that suits them: 71.2 GiB, 640 KiB, 12 B."""
+    """Bytes with a binary unit: 71.2 GiB, 640 KiB, 12 B."""
     return _scaled(amount, 1024, _BINARY)
 
 
@@ -27,7 +26,7 @@ def seconds(amount: float) -> str:
         return DASH
     if amount < 0:
         return "-" + seconds(-amount)
-    # A unit ends where rounding would print its next one: 999.6 ms is 1.00 s.
+    # A value that rounds up to the next unit is printed in it: 999.6 ms is 1.00 s.
     for limit, unit, name in ((9.995e-7, 1e-9, "ns"), (9.995e-4, 1e-6, "µs"), (0.9995, 1e-3, "ms"), (119.95, 1, "s"),
                               (119.95 * 60, 60, "min"), (47.95 * 3600, 3600, "h")):  # fmt: skip
         if amount < limit:
@@ -55,7 +54,7 @@ def count(amount: float) -> str:
 
 
 def flops(amount: float, unit: str = "FLOPs") -> str:
-    """Operations, or a rate of them with `unit="FLOP/s"`: 412 TFLOP/s."""
+    """FLOPs, or a rate with `unit="FLOP/s"`: 412 TFLOP/s."""
     return _scaled(amount, 1000, tuple(prefix + unit for prefix in _METRIC))
 
 
@@ -101,7 +100,7 @@ def money(amount: float, currency: str = "$") -> str:
 
 
 def quantity(account: str, name: str, value: float) -> str:
-    """A number of `ledger.quantities` in its own unit."""
+    """A value of `ledger.quantities` in its unit."""
     if account == "time":
         return seconds(value)
     if account == "memory" or name.startswith("bytes "):

@@ -1,5 +1,6 @@
 """Reads profiles of PyTorch programs and explains where the time went. Imports no torch.
 
-`reading/` makes columns of files, `spans/` says what ran when, `comms/` what ranks sent each other. `attribution.py` and `rank.py`
-gather one rank; the files beside them answer one question each; `explain.py` asks them all, `advice.py` says what to change.
+`reading/` parses files into columns, `spans/` classifies device activity and selects steps, `comms/` describes and matches
+collectives. `attribution.py` and `rank.py` collect what is known of one rank. Each other file answers one question; `explain.py`
+asks them all, `advice.py` says what to change.
 """

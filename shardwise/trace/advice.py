@@ -1,8 +1,8 @@
-"""What to change first. Each rule is a small function of the answers: it looks for one thing, and gives what it found, with the
-numbers it rests on, or nothing where the evidence is thin. And what the profiles do not show.
+"""What to change first, and what the profiles do not contain. Each rule is a small function of the answers: it looks for one
+bottleneck and returns advice with its evidence, or None where the evidence is weak.
 
-A gain is what the step would lose if the thing were gone and nothing else took its place: an upper bound. Gains do not add up,
-since two findings may be about the same time.
+A gain is an upper bound: how much shorter the step would be without the bottleneck, if no other took its place. Gains do not add
+up, since two findings may concern the same time.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import NamedTuple
 from shardwise.trace.answers import Explanation, Finding
 from shardwise.trace.comms.describe import UNKNOWN
 
-ENOUGH = 0.02
-"""Share of a step below which a finding does not matter."""
+MIN_SHARE = 0.02
+"""Findings below this share of a step are not reported."""
 HALF = 0.5
-"""A cautious part of what could be gained: twice the microbatches halve a bubble, and tensor cores are several times faster than
-single precision."""
+"""Cautious estimate of the share that can be gained: twice the microbatches halve a bubble, and tensor cores are several times
+faster than single precision."""
 
 _SINGLE_PRECISION = re.compile(
     r"sgemm|_s884gemm_f32|gemm\w*_kernel<float|simt_\w*f32|fp32_gemm|implicit_convolve_sgemm"
@@ -29,7 +29,7 @@ _WAIT = re.compile(r"Synchronize|^cudaMemcpy$|^hipMemcpyWithStream$")
 
 
 class Advice(NamedTuple):
-    """What a rule gives."""
+    """What a rule returns."""
 
     gain: float
     """Nanoseconds a step."""
@@ -48,14 +48,14 @@ def _speed(bandwidth: float) -> str:
 
 
 def _idle_of(answers: Explanation, cause: str) -> tuple[float, list[int]]:
-    """Mean idle time of a cause in a step, and the ranks that have more than the mean."""
+    """Mean idle time of a cause in a step, and the ranks at or above the mean."""
     of_rank = {rank: causes.get(cause, 0) for rank, causes in answers.idle.items()}
     usual = answers.per_step(sum(of_rank.values()))
     return usual, [rank for rank, value in of_rank.items() if value >= usual * answers.step_count and value]
 
 
 def _launch_time(answers: Explanation) -> int:
-    """Median over the ranks of the time from launch to launch."""
+    """Median over the ranks of the time between launches."""
     return sorted(q.launch_time for q in answers.launches.values())[len(answers.launches) // 2]
 
 
@@ -69,31 +69,31 @@ def host_bound(answers: Explanation) -> Advice | None:
     short = sum(q.short for q in queues)
     evidence = [
         f"the device is idle {_milliseconds(gain)} a step because the host launched late",
-        f"{late} of {launched} kernels were launched when nothing was left to run",
+        f"{late} of {launched} kernels were launched after the device had run out of work",
         f"the host takes {_launch_time(answers) / 1e3:.1f} us from launch to launch; {short / launched:.0%} of kernels are shorter",
     ]
-    advice = "launch less often: torch.compile or CUDA graphs, fused operators, a larger microbatch; or do less between launches"
+    advice = "fewer launches: torch.compile or CUDA graphs, fused operators, a larger microbatch; or do less between launches"
     return Advice(gain, "The host launches too slowly", advice, evidence, ranks)
 
 
 def synchronisation(answers: Explanation) -> Advice | None:
-    """The host waits for the device, and then the device for the host."""
+    """The host synchronises with the device, and then the device waits for the host."""
     gain, ranks = _idle_of(answers, "synchronisation")
     waits = [call for call in answers.calls if _WAIT.search(call.name)]
     if not waits:
         return None
     most = sorted(waits, key=lambda call: -call.total)[:3]
-    evidence = [f"the device is idle {_milliseconds(gain)} a step after the host had waited for it"]
+    evidence = [f"the device is idle {_milliseconds(gain)} a step after the host synchronised with it"]
     evidence += [f"{call.name}: {answers.per_step(call.count):.1f} a step and rank" for call in most]
-    advice = "do not read values of the device in the step: no .item(), .cpu(), print or bool() of a tensor, no nonzero or masks"
-    return Advice(gain, "The host waits for the device", advice, evidence, ranks)
+    advice = "do not read device values in the step: no .item(), .cpu(), print or bool() of a tensor, no nonzero or boolean masks"
+    return Advice(gain, "The host synchronises with the device", advice, evidence, ranks)
 
 
 def data_stall(answers: Explanation) -> Advice:
     """The next batch is not ready."""
     gain, ranks = _idle_of(answers, "data")
     evidence = [f"the device is idle {_milliseconds(gain)} a step while a batch is fetched"]
-    advice = "more loading workers, prefetching, pinned memory; or tokenise and pack the data beforehand"
+    advice = "more DataLoader workers, prefetching, pinned memory; or tokenise and pack the data beforehand"
     return Advice(gain, "Steps wait for data", advice, evidence, ranks)
 
 
@@ -103,7 +103,7 @@ _ADVICE_BY_AXIS = {
     "replicate": "reduce gradients during the backward pass, larger buckets, more accumulation before a step",
     "context": "overlap the ring with attention, fewer context ranks, or longer sequences on each",
     "expert": "fewer expert ranks, keep them inside a node, overlap dispatch with the shared expert",
-    "pipeline": "overlap sends with compute, and larger microbatches so that there are fewer",
+    "pipeline": "overlap P2P messages with compute; larger microbatches, so that there are fewer messages",
 }
 
 
@@ -117,24 +117,24 @@ def exposed_axis(answers: Explanation) -> Advice | None:
         return None
     axis = max(by_axis, key=lambda one: by_axis[one])
     rows = [row for row in answers.axes if row.axis == axis]
-    whose = "communication of no named group" if axis == UNKNOWN else f"traffic of {axis}"
-    evidence = [f"{_milliseconds(by_axis[axis])} a step of {whose} is overlapped by no compute"]
+    whose = "communication of no named group" if axis == UNKNOWN else f"communication of {axis}"
+    evidence = [f"{_milliseconds(by_axis[axis])} a step of {whose} is not overlapped by compute"]
     waited = answers.per_step(sum(min(m.exposed, m.wait) for row in rows for m in row.ranks.values()))
     if waited > by_axis[axis] / 20:
-        evidence[0] += f", beside {_milliseconds(waited)} in which a rank waits there for the last one to arrive"
+        evidence[0] += f", plus {_milliseconds(waited)} of waiting there for the last rank to arrive"
     for row in rows[:3]:
         total = row.total
         fast = f", {_speed(total.bus_bandwidth)}" if total.bus_bandwidth else ""
         count = total.messages / answers.step_count / len(row.ranks)
         evidence.append(f"{row.collective}: {count:.0f} messages a step and rank{fast}")
     advice = _ADVICE_BY_AXIS.get(
-        axis, "overlap it with compute, or send less: larger buckets, fewer ranks in the group"
+        axis, "overlap it with compute, or communicate less: larger buckets, fewer ranks in the group"
     )
     return Advice(by_axis[axis], f"{whose.capitalize()} is exposed", advice, evidence, sorted(rows[0].ranks))
 
 
 def small_messages(answers: Explanation) -> Advice | None:
-    """Messages too small to use the link, measured against the fastest of the same axis."""
+    """Messages too small for the link's bandwidth, measured against the fastest collective of the same axis."""
     best: dict[str, float] = {}
     for row in answers.axes:
         best[row.axis] = max(best.get(row.axis, 0.0), row.total.bus_bandwidth)
@@ -149,9 +149,9 @@ def small_messages(answers: Explanation) -> Advice | None:
         evidence = [
             f"{total.messages / answers.step_count / ranks:.0f} {row.collective} messages a step and rank, "
             f"{total.bytes / total.sized / 1024:.0f} KiB each",
-            f"they reach {_speed(total.bus_bandwidth)}, others of this axis {_speed(best[row.axis])}",
+            f"they reach {_speed(total.bus_bandwidth)}, the fastest of this axis {_speed(best[row.axis])}",
         ]
-        advice = "send fewer and larger messages: larger buckets, one flat tensor, more layers to a sharded unit"
+        advice = "fewer and larger messages: larger buckets, one flat tensor, more layers per FSDP unit"
         title = f"Messages of {row.axis} ({row.collective}) are small"
         found.append(Advice(lost, title, advice, evidence, sorted(row.ranks)))
     return max(found, key=lambda one: one.gain, default=None)
@@ -174,7 +174,7 @@ def slow_rank(answers: Explanation) -> Advice | None:
 
 
 def imbalance(answers: Explanation) -> Advice | None:
-    """Ranks wait for each other in collectives, and no single one is to blame."""
+    """Ranks wait for each other in collectives, and none is a straggler."""
     if answers.stragglers or len(answers.seen) < 2:
         return None
     matched = sum(row.total.matched for row in answers.axes)
@@ -185,7 +185,7 @@ def imbalance(answers: Explanation) -> Advice | None:
         return None
     by_axis = sorted((row for row in answers.axes if row.collective != "recv"), key=lambda row: -row.total.wait)[:2]
     evidence = [
-        f"ranks wait {_milliseconds(gain)} a step in collectives for the last one to arrive ({matched} messages matched)"
+        f"ranks wait {_milliseconds(gain)} a step in collectives for the last rank to arrive ({matched} events matched)"
     ]
     evidence += [
         f"{row.axis} {row.collective}: {row.total.wait / max(row.total.summed, 1):.0%} of its time is waiting"
@@ -206,7 +206,7 @@ def bubble(answers: Explanation) -> Advice | None:
     share = sum(one.share for one in steps) / len(steps)
     one = steps[0]
     evidence = [
-        f"a rank of the pipeline does not work for {_milliseconds(mean)} a step, {share:.0%} of its window",
+        f"the bubble of a rank is {_milliseconds(mean)} a step, {share:.0%} of the pipeline's window",
         f"{one.schedule or 'an unknown schedule'}, {len(one.members)} ranks, {one.microbatches} microbatches, "
         f"{one.stages_per_rank} stages a rank",
     ]
@@ -215,7 +215,7 @@ def bubble(answers: Explanation) -> Advice | None:
 
 
 def tiny_kernels(answers: Explanation) -> Advice | None:
-    """Kernels so short that starting them costs as much as running them, though the host keeps up."""
+    """Kernels so short that start overhead matters, even if the host keeps up."""
     queues = list(answers.launches.values())
     launched, short = sum(q.launches for q in queues), sum(q.short for q in queues)
     if launched < 1000 or short < 0.5 * launched:
@@ -223,15 +223,15 @@ def tiny_kernels(answers: Explanation) -> Advice | None:
     gain = answers.per_step(sum(q.short_gaps for q in queues))
     evidence = [
         f"{launched / len(queues) / answers.step_count:.0f} kernels a step and rank, "
-        f"{short / launched:.0%} shorter than a launch takes",
-        f"{_milliseconds(gain)} a step lie in the short gaps between kernels that were launched in time",
+        f"{short / launched:.0%} shorter than the time between launches",
+        f"{_milliseconds(gain)} a step in short gaps before kernels that were launched in time",
     ]
     advice = "fuse: torch.compile, fused attention, norms and optimizers, foreach operations"
     return Advice(gain, "Many tiny kernels", advice, evidence, sorted(answers.launches))
 
 
 def copies(answers: Explanation) -> Advice | None:
-    """Exposed copies between host and device."""
+    """Exposed memcpys between host and device."""
     rows = [k for k in answers.kernels if k.kind == "copy" and re.search(r"HtoD|DtoH", k.name)]
     if not rows:
         return None
@@ -242,13 +242,13 @@ def copies(answers: Explanation) -> Advice | None:
     ]
     evidence += [f"{k.name}: {k.count} copies, {_milliseconds(k.total)}" for k in rows[:3]]
     pinned = "pinned host memory and " if any("Pageable" in k.name for k in rows) else ""
-    advice = f"{pinned}non_blocking copies on a stream of their own; make tensors on the device"
+    advice = f"{pinned}non_blocking copies on a separate stream; create tensors on the device"
     title = "Copies between host and device are exposed"
     return Advice(min(across, exposed), title, advice, evidence, sorted(answers.exposed_copy))
 
 
 def single_precision(answers: Explanation) -> Advice | None:
-    """GEMMs in float32 that tensor cores could do."""
+    """GEMMs in float32 without tensor cores."""
     rows = [
         k
         for k in answers.kernels
@@ -258,7 +258,7 @@ def single_precision(answers: Explanation) -> Advice | None:
         return None
     total = answers.per_step(sum(k.total for k in rows))
     evidence = [
-        f"{_milliseconds(total)} a step in {len(rows)} GEMM kernels of float32",
+        f"{_milliseconds(total)} a step in {len(rows)} float32 GEMM kernels",
         *(f"{k.name[:80]}: {_milliseconds(k.total)}" for k in rows[:3]),
     ]
     advice = "bfloat16 (float16 before Ampere), or torch.set_float32_matmul_precision('high') where the chip has TF32"
@@ -266,7 +266,7 @@ def single_precision(answers: Explanation) -> Advice | None:
 
 
 def loose_optimizer(answers: Explanation) -> Advice | None:
-    """An optimizer that launches kernels one parameter at a time."""
+    """An optimizer that launches kernels for each parameter."""
     row = next((m for m in answers.modules.rows if m.module == "(phase optimizer)"), None)
     if row is None or not answers.launches:
         return None
@@ -278,20 +278,20 @@ def loose_optimizer(answers: Explanation) -> Advice | None:
     evidence = [
         f"{count:.0f} kernels a step in the optimizer, {device / count / 1e3:.1f} us each; a launch takes {launch / 1e3:.1f} us"
     ]
-    advice = "a fused or foreach optimizer (fused=True), which takes all parameters in a few launches"
+    advice = "a fused or foreach optimizer (fused=True), which updates all parameters in a few launches"
     return Advice(count * launch - device, "The optimizer is not fused", advice, evidence, sorted(row.ranks))
 
 
 def allocator(answers: Explanation) -> Advice | None:
-    """The allocator asks the driver for memory during steps."""
+    """The caching allocator calls cudaMalloc or cudaFree during steps."""
     rows = [call for call in answers.calls if _ALLOCATE.match(call.name)]
     if sum(call.count for call in rows) < 2:
         return None
     total = answers.per_step(sum(call.total for call in rows))
     evidence = [f"{call.name}: {call.count} calls in the steps, {_milliseconds(call.total)}" for call in rows[:4]]
-    advice = "PYTORCH_ALLOC_CONF=expandable_segments:True, equal shapes in every step, or less memory in use"
+    advice = "PYTORCH_ALLOC_CONF=expandable_segments:True, the same shapes in every step, or less memory in use"
     ranks = sorted({rank for call in rows for rank in call.ranks})
-    return Advice(total, "The allocator goes to the driver", advice, evidence, ranks)
+    return Advice(total, "The allocator calls the driver", advice, evidence, ranks)
 
 
 def recompute(answers: Explanation) -> Advice | None:
@@ -301,7 +301,7 @@ def recompute(answers: Explanation) -> Advice | None:
     if not everything or total < 0.1 * everything:
         return None
     most = sorted(answers.modules.rows, key=lambda m: -m.passes.get("recompute", 0))[:3]
-    evidence = [f"{total / everything:.0%} of the device's time recomputes activations"]
+    evidence = [f"{total / everything:.0%} of device time is recompute of activations"]
     evidence += [f"{m.module}: {_milliseconds(m.passes['recompute'])}" for m in most]
     advice = "if memory allows, recompute less: only attention, or only some layers"
     return Advice(answers.per_step(total), "Recompute takes time", advice, evidence, answers.seen)
@@ -316,16 +316,16 @@ RULES: tuple[Rule, ...] = (
 
 
 def findings(answers: Explanation) -> tuple[Finding, ...]:
-    """What the rules find, if it matters; the largest gain first."""
+    """Findings of all rules that matter, the largest gain first."""
     found = [one for rule in RULES if (one := finding(rule, answers)) is not None]
     return tuple(sorted(found, key=lambda one: (-one.gain, one.rule)))
 
 
 def finding(rule: Rule, answers: Explanation) -> Finding | None:
-    """What one rule finds, if it matters."""
+    """The finding of one rule, None if it does not matter."""
     found = rule(answers)
     share = found.gain / answers.step_time if found is not None and answers.step_time else 0.0
-    if found is None or share < ENOUGH:
+    if found is None or share < MIN_SHARE:
         return None
     hours = 24 * max(answers.world, len(answers.seen)) * min(share, 1.0)
     texts = found.title, found.advice, tuple(found.evidence), tuple(found.ranks)
@@ -333,26 +333,26 @@ def finding(rule: Rule, answers: Explanation) -> Finding | None:
 
 
 def not_recorded(answers: Explanation, dropped: int, lost: Mapping[int, int]) -> tuple[str, ...]:
-    """What these profiles do not show, in sentences: an answer that is empty, or less sure than it looks, says why. `dropped` are
-    unmatched collective events, `lost` each rank's launches without kernels."""
+    """What these profiles do not contain, in sentences: why an answer is empty or uncertain. `dropped` are unmatched collective
+    events, `lost` each rank's launches without kernels."""
     missing = answers.world - len(answers.seen)
     gone = sum(lost[rank] for rank in answers.launches)
     unsized = sum(row.total.messages - row.total.sized for row in answers.axes)
     clocks = answers.clocks.values()
     reasons = (
-        (missing > 0, f"{missing} of {answers.world} ranks were not given: waiting for them counts as transfer"),
-        (gone, f"{gone} launches (of CUDA graphs, or lost) have no kernels in the profile: they look idle, cause unknown"),
+        (missing > 0, f"{missing} of {answers.world} ranks have no profile: waiting for them counts as transfer"),
+        (gone, f"{gone} launches (CUDA graphs, or dropped events) have no kernels in the profile: they look idle, cause unknown"),
         (any(row.axis == UNKNOWN for row in answers.axes),
-         "some messages name no process group, so their axis is unknown and collectives are matched as if of one group"),
+         "some collectives name no process group: their axis is unknown, and they are matched as if of one group"),
         (unsized, f"the size of {unsized} messages is not in the profile, so their bytes and bandwidth are not counted"),
-        (dropped, f"{dropped} messages could not be matched: ranks do not have as many of them, or they do not end together"),
+        (dropped, f"{dropped} messages could not be matched: ranks have different numbers of them, or they do not end together"),
         (len(answers.seen) > 1 and any(clock.uncertainty < 0 for clock in clocks),
-         "clocks of some ranks could not be compared, since they share no matched collective"),
+         "clocks of some ranks could not be aligned, since they share no matched collective"),
         (answers.modules.rows and not any(answers.modules.in_modules.values()),
-         "no modules: record with labels, with_modules or with_stack to see kernels by module"),
-        (not answers.flops.ranks, "no operations: record them with record_shapes=True"),
+         "no modules: record with labels, with_modules or with_stack to attribute kernels to modules"),
+        (not answers.flops.ranks, "no FLOPs: record shapes with record_shapes=True"),
         (not any(answers.memory.values()), "no memory over time: record it with profile_memory=True"),
         (not any(answers.devices.values()) and not answers.launches,
-         "no device: times are those of operators on the host's threads"),
+         "no device: times are self time of operators on the host's threads"),
     )  # fmt: skip
     return tuple(sentence for holds, sentence in reasons if holds)

@@ -1,8 +1,8 @@
-"""The answers about a profile as plain records, one for each question. Times are integer nanoseconds. Each answer is kept for every
-rank seen, and `spread` says how the ranks differ.
+"""The answers about a profile as plain records, one for each question. Times are integer nanoseconds. Each answer covers every
+profiled rank, and `spread` shows how the ranks differ.
 
-The records hold no columns of events and no code that looks at them, so a report, a comparison or a program can use them as they
-are; `as_dict` of the ledger makes JSON of them.
+The records hold no event columns and no analysis code, so reports, comparisons and other programs can use them directly; the
+ledger's `as_dict` converts them to JSON.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from shardwise.ledger import Timeline
 
 CAUSES = ("host", "synchronisation", "data", "peer", "pipeline", "device", "unknown")
-"""Why a device had nothing to run: the host launched late; the host had waited for the device and the queue ran dry; the next
-batch was not ready; the host waited for other ranks, or for another stage; the kernel was launched in time but began later (its
-stream waited for another, or the launch took that long); the profile does not tell."""
+"""Why a device was idle: the host launched late; the host had synchronised with the device, so the queue was empty; the next batch
+was not ready; the host waited for other ranks, or for another pipeline stage; the kernel was launched in time but started late (its
+stream waited for another, or by launch latency); unknown."""
 
 PASSES = ("forward", "recompute", "backward", "other")
-"""Which pass launched a kernel, as far as the profile shows it; `other` is outside the model (optimizer, data)."""
+"""The pass that launched a kernel; `other` is outside the model (optimizer, data)."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How one quantity differs over the ranks seen."""
+    """How one quantity differs across the profiled ranks."""
 
     total: float
     mean: float
@@ -34,7 +34,7 @@ class Spread:
 
 
 def spread(values: Mapping[int, float]) -> Spread:
-    """Total, mean, and the ranks with the least and the most of it (the lowest rank of equals)."""
+    """Total, mean, minimum and maximum over ranks (of equals the lowest rank)."""
     if not values:
         return Spread(0, 0.0, 0, -1, 0, -1)
     low = min(values, key=lambda rank: (values[rank], rank))
@@ -45,14 +45,14 @@ def spread(values: Mapping[int, float]) -> Spread:
 
 @dataclass(frozen=True)
 class Clock:
-    """A rank's clock against that of the reference rank, from collectives that both took part in."""
+    """A rank's clock relative to the reference rank, from collectives of both."""
 
     offset: int
     """Nanoseconds to add to this rank's times; 0 if smaller than the uncertainty."""
     uncertainty: int
-    """Half of the matched collectives agree with the offset to within this; -1 when there are none."""
+    """Median absolute deviation of matched collectives from the offset; -1 if there are none."""
     matched: int
-    """Collectives that the offset was found from."""
+    """Collectives that the offset was computed from."""
 
 
 @dataclass(frozen=True)
@@ -60,58 +60,58 @@ class CommTime:
     """Collective events of one axis and kind on one rank."""
 
     messages: int
-    """How many."""
+    """Number of events; all kernels of one collective count once."""
     bytes: float
     """On the wire, by the convention of the ledger's traffic; 0 where sizes are not recorded."""
     payload: float
-    """Of the whole tensor, for the algorithm bandwidth."""
+    """Bytes of the whole tensors, for the algorithm bandwidth."""
     sized: int
-    """Those whose size is known."""
+    """Events whose size is known."""
     time: int
     """While at least one was in flight."""
     exposed: int
-    """Of that, while nothing was computed."""
+    """Part of `time` that no compute overlapped."""
     summed: int
     """Sum of durations; events that overlap count twice."""
     wait: int
-    """Of the summed time, waiting for the last rank to arrive; 0 where no other rank was seen."""
+    """Part of `summed` spent waiting for the last rank to arrive; 0 where no other rank was profiled."""
     matched: int
-    """Those that were found on another rank too, so that `wait` is known."""
+    """Events matched with another rank, so that `wait` is known."""
     timed: int = 0
-    """Summed time without waiting of those whose size is known, for the bandwidths."""
+    """Summed time without waiting of events whose size is known, for the bandwidths."""
 
     @property
     def bus_bandwidth(self) -> float:
-        """Bytes a second on the wire of a rank while data moved (`busbw` of nccl-tests)."""
+        """Wire bytes per second of a rank, without waiting (`busbw` of nccl-tests)."""
         return self.bytes * 1e9 / self.timed if self.timed else 0.0
 
     @property
     def algorithm_bandwidth(self) -> float:
-        """Bytes of the tensor a second (`algbw` of nccl-tests)."""
+        """Tensor bytes per second (`algbw` of nccl-tests)."""
         return self.payload * 1e9 / self.timed if self.timed else 0.0
 
 
 @dataclass(frozen=True)
 class AxisTime:
-    """One axis and collective over the ranks."""
+    """One axis and collective on all profiled ranks."""
 
     axis: str
     """An axis of the layout, or the name of a process group that belongs to none."""
     collective: str
     ranks: Mapping[int, CommTime]
     group: int = 0
-    """Ranks in the process group, the most seen; 0 when not known."""
+    """Ranks in the largest such process group; 0 if unknown."""
 
     @property
     def total(self) -> CommTime:
-        """Over all ranks seen."""
+        """Sum over the profiled ranks."""
         rows = list(self.ranks.values())
         return CommTime(*(sum(getattr(row, name) for row in rows) for name in CommTime.__dataclass_fields__))
 
 
 @dataclass(frozen=True)
 class KernelTime:
-    """Kernels of one name; on a profile without a device, operators with their self time."""
+    """Kernels of one name; in a CPU-only profile, operators with their self time."""
 
     name: str
     kind: str
@@ -124,7 +124,7 @@ class KernelTime:
     ranks: Mapping[int, int]
     """Total on each rank that ran it."""
     module: str = ""
-    """The module that launched most of its time."""
+    """The module with most of its time."""
 
     @property
     def mean(self) -> float:
@@ -134,7 +134,7 @@ class KernelTime:
 
 @dataclass(frozen=True)
 class CallTime:
-    """Calls of one function of the driver or runtime."""
+    """Calls of one driver or runtime function."""
 
     name: str
     count: int
@@ -145,15 +145,15 @@ class CallTime:
 
 @dataclass(frozen=True)
 class ModuleTime:
-    """Device time that a module launched itself, without its submodules."""
+    """Device time of kernels that a module launched itself, without its submodules."""
 
     module: str
     """Its name, or `(phase optimizer)` and the like for a part of a step outside the model."""
     passes: Mapping[str, int]
-    """Summed nanoseconds by pass, over the ranks seen."""
+    """Nanoseconds by pass, summed over the profiled ranks."""
     kernels: int
     flops: float
-    """Of its GEMMs and attention, where shapes were recorded."""
+    """FLOPs of its GEMMs, convolutions and attention, where shapes were recorded."""
     ranks: Mapping[int, int]
     """Summed nanoseconds on each rank."""
 
@@ -165,13 +165,13 @@ class ModuleTime:
 
 @dataclass(frozen=True)
 class Modules:
-    """Device time by module, and how much of it could be attributed."""
+    """Device time by module, and the share that could be attributed."""
 
     rows: tuple[ModuleTime, ...]
     attributed: Mapping[int, float]
-    """Share of each rank's summed device time that belongs to a module or a named phase."""
+    """Share of each rank's device time attributed to a module or a named phase."""
     in_modules: Mapping[int, float]
-    """Share that belongs to a module."""
+    """Share attributed to a module."""
 
 
 @dataclass(frozen=True)
@@ -183,18 +183,18 @@ class LaunchQueue:
     """Nanoseconds from a launch call to the start of its kernel."""
     longest_delay: int
     late: int
-    """Kernels that the device waited for: launched when it had nothing left to run."""
+    """Kernels launched when the device had already run out of work."""
     mean_depth: float
-    """Kernels launched and not yet begun, mean over the window."""
+    """Kernels launched but not started, mean over the window."""
     deepest: int
     empty: int
-    """Nanoseconds in which nothing was queued and nothing ran."""
+    """Nanoseconds in which no kernel was queued or running."""
     short: int
-    """Kernels shorter than the time from one launch to the next: the host cannot keep up with them."""
+    """Kernels shorter than `launch_time`: the host cannot keep up with them."""
     launch_time: int
-    """Median nanoseconds from one launch to the next on the thread that launches most."""
+    """Median nanoseconds between launches on the thread with most launches."""
     short_gaps: int
-    """Nanoseconds in gaps no longer than `launch_time` before kernels that were launched in time: the cost of starting a kernel."""
+    """Nanoseconds in gaps up to `launch_time` before kernels that were launched in time: kernel start overhead."""
 
 
 @dataclass(frozen=True)
@@ -207,26 +207,26 @@ class PipelineRank:
     end: int
     work: int
     bubble: int
-    """Nanoseconds of the pipeline's window in which this rank did not work: before its first action, waiting for messages, after
-    its last action."""
+    """Nanoseconds of the pipeline's window in which this rank did not work: before its first action, waiting for P2P messages,
+    after its last action."""
     scheduled: int
-    """The bubble when the executed lists are played with the measured work of each action and delay of each message."""
+    """Bubble of the simulated schedule with the measured work of each action and latency of each P2P message."""
     instant: int
-    """The same when messages arrive at once: the bubble of the schedule alone."""
+    """The same with zero latency: the bubble of the schedule alone."""
 
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """One step of one pipeline: ranks that send to each other."""
+    """One step of one pipeline group."""
 
     step: int
     members: tuple[int, ...]
     """Global ranks, by stage."""
     window: int
-    """Nanoseconds from the first work of any rank to the end of the last."""
+    """Nanoseconds from the first work on any rank to the end of the last."""
     ranks: Mapping[int, PipelineRank]
     schedule: str
-    """The name of the schedule that was executed; empty when it is unknown or ranks are missing."""
+    """Name of the executed schedule; empty if unknown or if ranks are missing."""
     stages_per_rank: int
     microbatches: int
 
@@ -243,9 +243,9 @@ class Straggler:
 
     rank: int
     reason: str
-    """`compute`: its own work takes longer; `late`: it arrives late at collectives with no more work than others."""
+    """`compute`: its own work takes longer; `late`: it arrives late at collectives without more work than others."""
     excess: int
-    """Nanoseconds a step, against the median of its peers."""
+    """Nanoseconds a step: above the median compute of its peers, or later than the rank before it."""
     share: float
     """Of the step."""
     evidence: str
@@ -253,14 +253,14 @@ class Straggler:
 
 @dataclass(frozen=True)
 class CriticalPath:
-    """The chain of work and waiting, over ranks, that ends with the last thing done; its parts add up to `length`."""
+    """The chain of work and waiting across ranks that ends with the last event; its parts add up to `length`."""
 
     length: int
     categories: Mapping[str, int]
     """`compute`, `communication AXIS`, `copy`, `host`, `idle`."""
     ranks: Mapping[int, int]
     kernels: Mapping[str, int]
-    """Those with the most time on it."""
+    """Kernels with the most time on the path."""
     segments: tuple[tuple[int, str, str, int, int], ...]
     """Rank, category, name, start and end of the longest segments, a few thousand at most."""
 
@@ -274,22 +274,22 @@ class MemoryCurve:
     peak_at: int
     """Nanoseconds from the window's start."""
     reserved: int
-    """The most that the allocator held."""
+    """Peak bytes reserved by the allocator."""
     times: tuple[int, ...]
     allocated: tuple[int, ...]
-    """Thinned; the highest point of each piece is kept."""
+    """Downsampled to the maximum of each bin."""
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Operations of the GEMMs and attention whose shapes were recorded."""
+    """FLOPs of the GEMMs, convolutions and attention whose shapes were recorded."""
 
     convention: str
     ranks: Mapping[int, float]
     peak: float
-    """Operations a second of one device; 0 when not known."""
+    """FLOP/s of one device; 0 if unknown."""
     utilisation: Mapping[int, float]
-    """Operations over span times peak; empty when the peak is not known."""
+    """FLOPs over span times peak; empty if the peak is unknown."""
 
 
 @dataclass(frozen=True)
@@ -302,30 +302,31 @@ class Finding:
     evidence: tuple[str, ...]
     ranks: tuple[int, ...]
     gain: int
-    """Nanoseconds a step that could be gained at most, on the ranks that hold the others up."""
+    """Upper bound in nanoseconds a step."""
     share: float
     """Of the step."""
     gpu_hours_per_day: float
-    """Device hours gained in a day of the whole job."""
+    """Device-hours gained per day of the whole job."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """All answers. What the profiles do not show is empty, and `unseen` says why."""
+    """All answers. What the profiles do not contain is empty, and `unseen` says why."""
 
     world: int
     """Ranks of the job, as the profiles say."""
     seen: tuple[int, ...]
+    """Profiled ranks."""
     devices: Mapping[int, str]
-    """Name of each rank's device; empty for a rank that ran on the host alone."""
+    """Device name of each rank; empty for a CPU-only rank."""
     steps: tuple[int, ...]
-    """Profiler steps looked at; empty when the whole file was."""
+    """Profiler steps analysed; empty if the whole file was."""
     step_time: int
-    """Mean nanoseconds of a step on the slowest rank (of the whole window where there are no steps)."""
+    """Mean nanoseconds of a step on the slowest rank; of the whole window if there are no steps."""
     ranks: Mapping[int, Mapping[str, int]]
     """`span`, `compute`, `communication`, `copy`, `idle`, `exposed_communication` of each rank."""
     spreads: Mapping[str, Spread]
-    """The same over the ranks."""
+    """The spread of each over the ranks."""
     clocks: Mapping[int, Clock]
     axes: tuple[AxisTime, ...]
     categories: Mapping[int, Mapping[str, int]]
@@ -345,16 +346,16 @@ class Explanation:
     flops: Flops
     findings: tuple[Finding, ...]
     waits: Mapping[int, int]
-    """Nanoseconds each rank waited in matched collectives for the last rank to arrive, without the first collective of the window,
-    whose waiting shows only how the ranks began."""
+    """Nanoseconds each rank waited in matched collectives for the last rank to arrive. Without the first collective of the window,
+    where waits only show when the ranks began."""
     timeline: Timeline
-    """What ran when on each rank, on one clock, short enough to draw."""
+    """Spans of each rank on one clock, downsampled for drawing."""
     unseen: tuple[str, ...] = ()
-    """What the profiles do not show, in sentences."""
+    """What the profiles do not contain, in sentences."""
 
     @property
     def step_count(self) -> int:
-        """Steps looked at; the whole file counts as one."""
+        """Steps analysed; the whole file counts as one."""
         return max(len(self.steps), 1)
 
     @property

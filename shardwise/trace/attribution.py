@@ -1,8 +1,8 @@
-"""Which module, and which pass over it, a moment of a host's thread belongs to, and so every kernel that was launched then.
+"""Attributes moments of a host's thread, and so the kernels launched then, to a module and a pass.
 
-In the forward pass the module is the innermost span of one: a label, a Python frame `nn.Module: …`, or else a user's range. In
-the backward pass autograd runs its nodes itself, but each node carries the sequence number of its forward operator, and that one
-stood in a module. Operators inside a node that number new nodes are a forward pass inside the backward: recompute.
+In the forward pass the module is the innermost module span: a label, a Python frame `nn.Module: …`, or else a user annotation. In
+the backward pass autograd runs its nodes itself, but each node has the sequence number of its forward operator, which ran in a
+module. Operators with new sequence numbers inside a node are a forward pass inside the backward: recompute.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FRAME = "nn.Module: "
 UNATTRIBUTED = "(nowhere)"
 NO_LAUNCH = "(launch not recorded)"
 
-# Ranges that programs name.
+# Annotations that programs use.
 _OPTIMIZER = re.compile(r"^\W*optim(?:izer)?(?:[ _.]?step)?\W*$")
 _DATA = re.compile(r"^\W*(?:load|get|next|fetch)_?batch\W*$|^\W*data_?load(?:er|ing)\W*$")
 _BACKWARD_RANGE = re.compile(r"^\W*backward\W*$", re.IGNORECASE)
@@ -38,18 +38,18 @@ _NOT_MODULES = (
 
 @dataclass(frozen=True)
 class Attribution:
-    """Module or phase, and pass, of each of some moments."""
+    """Module or phase, and pass, of each moment."""
 
     names: tuple[str, ...]
     is_module: NDArray[np.bool_]
     """Which names are modules; the others are phases, in brackets."""
     owner: Integers
-    """Of each moment, into `names`."""
+    """Of each moment, an index into `names`."""
     passes: Integers
 
 
 class ModuleFinder:
-    """The spans of one profile that say where its work belongs."""
+    """Attributes moments of one profile by its spans of modules, phases, actions and autograd nodes."""
 
     def __init__(self, profile: Profile) -> None:
         self.events = events = profile.events
@@ -63,12 +63,12 @@ class ModuleFinder:
         self.numbered = spans_of(events, numbered & (events.forward_thread <= 0))
         self._of_node = self._owners_of_nodes()
 
-    def find(self, lane: NDArray[np.integer], time: Integers) -> Attribution:
-        """Where each moment belongs; lane -1 is no moment."""
+    def find(self, track: NDArray[np.integer], time: Integers) -> Attribution:
+        """The attribution of each moment; track -1 is an unrecorded launch."""
         events = self.events
-        module, node = self.modules.innermost(lane, time), self.nodes.innermost(lane, time)
-        inner = self.numbered.innermost(lane, time)
-        action, phase = self.actions.innermost(lane, time), self.phases.innermost(lane, time)
+        module, node = self.modules.innermost(track, time), self.nodes.innermost(track, time)
+        inner = self.numbered.innermost(track, time)
+        action, phase = self.actions.innermost(track, time), self.phases.innermost(track, time)
         in_node = node >= 0
         began = np.where(module >= 0, events.start[module], -1)
         own = (module >= 0) & (~in_node | (began >= events.start[node]))
@@ -80,9 +80,9 @@ class ModuleFinder:
         for fallback in (phase, action):
             owner = np.where((owner == 0) & (fallback >= 0), self._fallback[events.name[fallback]], owner)
         owner = np.where((owner == 0) & in_node, self._number("(backward)"), owner)
-        owner = np.where(lane < 0, self._number(NO_LAUNCH), owner)
-        # A phase is no pass over the model, wherever a module would be.
-        passes = np.where((lane < 0) | ((phase >= 0) & ~own & ~in_node), OTHER, passes)
+        owner = np.where(track < 0, self._number(NO_LAUNCH), owner)
+        # Work in a phase belongs to no pass, unless a module or node of its own encloses it.
+        passes = np.where((track < 0) | ((phase >= 0) & ~own & ~in_node), OTHER, passes)
         backward = np.array([_BACKWARD_RANGE.match(name) is not None for name in self.names])
         passes = np.where(backward[owner], BACKWARD, passes)
         return Attribution(tuple(self.names), np.array([not n.startswith("(") for n in self.names]), owner, passes)
@@ -97,7 +97,7 @@ class ModuleFinder:
         return spans_of(self.events, self.events.named(wanted, *(kinds or ("cpu_op", "annotation"))))
 
     def _module_spans(self) -> tuple[Spans, Integers]:
-        """Spans of modules by the best sign there is, and each event's module name, as a number."""
+        """Spans of modules from the best source available, and each event's module, as an index into `names`."""
         events = self.events
         of_event = np.zeros(len(events) + 1, np.int64)
         spans, prefix = label_spans(events, "module"), label("module", "")
@@ -115,7 +115,7 @@ class ModuleFinder:
         return spans, of_event
 
     def _paths(self, frames: Spans) -> list[int]:
-        """Frames carry only the class of a module, so its name is the path of the frames around it."""
+        """Frames have only the class of a module, so its name is the path of the enclosing frames."""
         events = self.events
         path: dict[tuple[int, int], int] = {}
         number: list[int] = []
@@ -130,7 +130,7 @@ class ModuleFinder:
         return number
 
     def _phase_spans(self) -> Spans:
-        """Parts of a step outside the model: labels, and ranges that PyTorch names. Also notes the stage and pass of actions."""
+        """Phases of a step outside the model: labels, and annotations of PyTorch. Also records the stage and pass of actions."""
         names = self.events.names
         self._fallback = np.zeros(max(len(names), 1), np.int64)
         self._pass_of_action = np.full(max(len(names), 1), OTHER)
@@ -145,37 +145,37 @@ class ModuleFinder:
         return self._some(lambda name: bool(phase_of(name)))
 
     def _owners_of_nodes(self) -> Integers:
-        """The module of each of autograd's nodes, by event. A node without a forward operator, which accumulates a gradient,
-        belongs with the node that ran before it on its thread."""
+        """The module of each autograd node, by event. A node without a forward operator (AccumulateGrad) belongs to the module of
+        the node before it on its thread."""
         events, node = self.events, self.nodes.event
         found = np.zeros(len(events) + 1, np.int64)
         if not len(node):
             return found
         owner = np.zeros(len(node), np.int64)
         numbered = self.numbered.event
-        outside = self.nodes.innermost(events.lane[numbered], events.start[numbered]) < 0
+        outside = self.nodes.innermost(events.track[numbered], events.start[numbered]) < 0
         for thread in np.unique(events.forward_thread[node]):
             mine = np.flatnonzero((events.forward_thread[node] == thread) & (events.sequence[node] >= 0))
             operator = self._forward_of(node[mine], numbered[outside] if thread <= 0 else numbered)
-            module = self.modules.innermost(events.lane[operator], events.start[operator])
+            module = self.modules.innermost(events.track[operator], events.start[operator])
             owner[mine] = np.where((operator >= 0) & (module >= 0), self._module_name[module], 0)
-        order = np.lexsort((events.start[node], events.lane[node]))
+        order = np.lexsort((events.start[node], events.track[node]))
         known = np.where(owner[order] > 0, np.arange(len(order)), -1)
         latest = np.maximum.accumulate(known)
-        same = (latest >= 0) & (events.lane[node[order]] == events.lane[node[order[latest]]])
+        same = (latest >= 0) & (events.track[node[order]] == events.track[node[order[latest]]])
         found[node[order]] = np.where(same, owner[order[latest]], 0)
         return found
 
     def _forward_of(self, node: Integers, operator: Integers) -> Integers:
-        """The operator that made each node: the last one before it with its number, on the thread that has most of them."""
+        """The forward operator of each node: the last one before it with its sequence number, on the thread with most of them."""
         events = self.events
         best = np.full(len(node), -1, np.int64)
-        # Ranks of numbers and times rather than the values, so that both fit into one key.
+        # Sequence numbers and times are replaced by their order, so that both fit into one key.
         order = np.searchsorted(distinct(events.sequence[operator]), events.sequence)
         moment = np.searchsorted(distinct(events.start), events.start)
         key = order * len(events) + moment
-        for lane in np.unique(events.lane[operator]):
-            own = operator[events.lane[operator] == lane]
+        for track in np.unique(events.track[operator]):
+            own = operator[events.track[operator] == track]
             own = own[np.argsort(key[own], kind="stable")]
             at = np.searchsorted(key[own], key[node]) - 1
             candidate = own[np.maximum(at, 0)]
@@ -186,7 +186,7 @@ class ModuleFinder:
 
 
 def phase_of(name: str) -> str:
-    """The phase of a step that a label or a range of PyTorch names, "" for any other name."""
+    """The phase of a step that a label or annotation names, "" for any other name."""
     found = read_label(name)
     if found is not None and found.kind == "phase":
         return found.words[0]

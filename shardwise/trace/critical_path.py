@@ -1,10 +1,10 @@
-"""The critical path: the chain of work and waiting, over all ranks, that ends with the last thing done. Shortening anything else
-shortens nothing.
+"""The critical path: the chain of work and waiting across ranks that ends with the last event. Shortening anything else does not
+shorten the step.
 
-It is walked backwards. A row began when it did because something had ended: the row before it on its stream, the call that
-launched it, a row of another stream that ended later than both, or, for a collective, the arrival of the last rank, on aligned
-clocks. A launch leads back along the host to the last time the host waited for its device. Each step back is a few binary
-searches, so the walk takes as long as the path.
+It is walked backwards. A row started because something else ended: the previous row on its stream, the call that launched it, a
+row of another stream that ended later than both, or, for a collective, the wait for the last rank, on aligned clocks. A launch
+leads back along the host to its last synchronisation with the device. Each step back is a few binary searches, so the cost is
+proportional to the length of the path.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import numpy as np
 from shardwise.trace.answers import CriticalPath
 from shardwise.trace.comms.events import CollectiveEvents
 from shardwise.trace.comms.matching import Matches, Waiting
-from shardwise.trace.comms.overlap import resumed, row_axes
+from shardwise.trace.comms.overlap import row_axes, start_after_waits
 from shardwise.trace.rank import Rank
 from shardwise.trace.reading.profile import Integers
-from shardwise.trace.spans.activity import CLASSES, Activity, blocking_calls, previous_on_lane
+from shardwise.trace.spans.activity import CLASSES, Activity, blocking_calls, previous_on_track
 from shardwise.trace.spans.intervals import distinct
 
 SEGMENTS = 2000
-"""Segments of the path that are kept for drawing, the longest."""
+"""Longest segments of the path, for drawing."""
 NAMES = 20
 STALLED = 20
-"""A launch call this many times longer than the median has waited for the device."""
+"""A launch call this many times longer than the median was blocked by a full queue."""
 
 
 @dataclass
 class Chain:
-    """One rank's rows as the walk needs them; times on the reference clock."""
+    """One rank's rows, prepared for the walk; times on the reference clock."""
 
     rank: int
     start: Integers
@@ -43,27 +43,27 @@ class Chain:
     name: Integers
     names: tuple[str, ...]
     before: Integers
-    """The row before on the same lane, -1 for none."""
+    """The previous row on the same track, -1 for none."""
     launch: Integers
-    """When the call that launched it began; the smallest integer where it is not known."""
+    """Start of the call that launched it; the smallest integer if unknown."""
     by_end: Integers
     """Rows sorted by end."""
     ends: Integers
     """Their ends, in that order."""
     position: Integers
-    """Where each row stands in that order."""
+    """Position of each row in that order."""
     sync_start: Integers
     sync_end: Integers
     on_host: bool
     jump: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    """For rows of collectives that waited: the rank waited for, its row, and when it arrived."""
+    """For rows of collectives that waited: the last rank, its row, and when it arrived."""
 
 
 def chain(rank: Rank, shift: int) -> Chain:
-    """A rank's rows, ready to be walked; `shift` takes its times to the reference clock."""
+    """A rank's rows, prepared for the walk; `shift` converts its times to the reference clock."""
     activity = rank.activity
     events = rank.profile.events
-    start, end = resumed(activity, rank.comms) + shift, activity.end + shift
+    start, end = start_after_waits(activity, rank.comms) + shift, activity.end + shift
     category = [CLASSES[kind] for kind in activity.kind.tolist()]
     axis, words = row_axes(activity, rank.comms)
     for row in np.flatnonzero(axis >= 0).tolist():
@@ -77,13 +77,13 @@ def chain(rank: Rank, shift: int) -> Chain:
     syncs = syncs[np.argsort(events.end[syncs], kind="stable")]
     return Chain(
         rank.profile.rank, start, end, category, activity.name.astype(np.int64), events.names,
-        previous_on_lane(activity.lane, start), launch, by_end, end[by_end], position, events.start[syncs] + shift,
+        previous_on_track(activity.track, start), launch, by_end, end[by_end], position, events.start[syncs] + shift,
         events.end[syncs] + shift, activity.on_host,
     )  # fmt: skip
 
 
 def _stalled_launches(activity: Activity) -> Integers:
-    """Launch calls far longer than others: the queue was full, and the host went on only when the device had taken something."""
+    """Launch calls far longer than others: the queue was full, and the host blocked until the device took a kernel."""
     calls = distinct(activity.launch[activity.launch >= 0])
     length = activity.profile.events.duration[calls]
     return calls[length > STALLED * np.median(length)] if len(calls) else calls
@@ -92,7 +92,7 @@ def _stalled_launches(activity: Activity) -> Integers:
 def connect(
     chains: Mapping[int, Chain], comms: Mapping[int, CollectiveEvents], matches: Matches, waiting: Waiting
 ) -> None:
-    """Let each collective event that waited lead to the rank it waited for."""
+    """Link each collective event that waited to the last rank's event."""
     bounds = np.append(matches.first_of_each(), len(matches))
     for low, high in pairwise(bounds.tolist()):
         rows = {
@@ -111,14 +111,14 @@ class _Walk:
         self.segments: list[tuple[int, str, str, int, int]] = []
 
     def add(self, rank: int, category: str, name: str, start: int, end: int) -> int:
-        """Add a segment of the path; gives the time it begins at."""
+        """Add a segment of the path. Returns its start."""
         start = max(start, self.begin)
         if end > start:
             self.segments.append((rank, category, name, start, end))
         return min(start, end)
 
     def walk(self, rank: int, row: int) -> None:
-        """From the end of a row back to the start."""
+        """Walk from the end of a row back to `begin`."""
         now = int(self.chains[rank].end[row])
         for _ in range(sum(len(chain.start) for chain in self.chains.values()) * 2 + 1):
             here = self.chains[rank]
@@ -138,7 +138,7 @@ class _Walk:
             row, now = found
 
     def _before(self, here: Chain, row: int, now: int) -> tuple[int, int] | None:
-        """The row that the path goes on with, and from which time; None at the start."""
+        """The next row of the path and the time to continue from; None at the start."""
         previous = int(here.before[row])
         ended = int(here.end[previous]) if previous >= 0 and here.end[previous] <= now else self.begin
         launched = int(here.launch[row])
@@ -157,12 +157,12 @@ class _Walk:
 
     @staticmethod
     def _latest(here: Chain, row: int, now: int) -> int:
-        """The row that ended last up to a time, other than this one and those after it in the order of ends."""
+        """The row that ended last up to a time, among those before this row in the order of ends."""
         at = min(int(here.ends.searchsorted(now, "right")), int(here.position[row])) - 1
         return int(here.by_end[at]) if at >= 0 else -1
 
     def _along_host(self, here: Chain, row: int, now: int) -> tuple[int, int] | None:
-        """Back along the host to the last call that waited for the device, and to the row it waited for."""
+        """Back along the host to its last synchronisation with the device, and to the row it waited for."""
         at = int(here.sync_end.searchsorted(now, "right")) - 1
         while at >= 0 and here.sync_end[at] > self.begin:
             latest = self._latest(here, row, int(here.sync_end[at]))
@@ -176,7 +176,7 @@ class _Walk:
 
 
 def critical_path(chains: Mapping[int, Chain], begin: int, end: int) -> CriticalPath | None:
-    """The path back to `begin` from the last row that begins before `end`."""
+    """The path from `begin` to the last end of the rows that start before `end`."""
     last = [
         (int(chain.end[rows].max()), rank, int(rows[chain.end[rows].argmax()]))
         for rank, chain in chains.items()
@@ -190,9 +190,9 @@ def critical_path(chains: Mapping[int, Chain], begin: int, end: int) -> Critical
     categories: dict[str, int] = defaultdict(int)
     ranks: dict[int, int] = defaultdict(int)
     kernels: dict[str, int] = defaultdict(int)
-    for where, category, name, started, ended in walk.segments:
+    for rank, category, name, started, ended in walk.segments:
         categories[category] += ended - started
-        ranks[where] += ended - started
+        ranks[rank] += ended - started
         if category not in ("host", "idle"):
             kernels[name] += ended - started
     longest = sorted(walk.segments, key=lambda s: s[3] - s[4])[:SEGMENTS]

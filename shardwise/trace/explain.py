@@ -1,5 +1,5 @@
-"""All answers about some ranks of a job: each rank by itself, then what only several ranks together tell (clocks, waiting, the
-pipeline, the critical path), then what to change.
+"""All answers about the profiled ranks of a job: each rank by itself, then across ranks (clocks, waiting, pipeline, critical path),
+then what to change.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from shardwise.trace.comms.matching import (
     RankComms,
     Waiting,
     clocks,
-    first_ones,
-    left_together,
+    drop_mismatched,
+    first_collective_rows,
     match,
-    trusted,
+    synchronising_rows,
     waiting,
 )
 from shardwise.trace.comms.overlap import axis_times, comm_times
@@ -37,27 +37,27 @@ from shardwise.trace.timeline import memory, timeline
 
 
 def explain(given: Sequence[Rank], peak_flops: float = 0.0) -> Explanation:
-    """Explain some ranks of one job; those without a window are left out. `peak_flops` is what a device can do a second."""
+    """Explain the profiled ranks of one job; those without a window are left out. `peak_flops` is FLOP/s of one device."""
     ranks = {r.profile.rank: r for r in sorted(given, key=lambda r: r.profile.rank) if len(r.windows.start)}
     parts = [RankComms(rank, r.comms, r.profile.base, r.step_of(r.comms.start)) for rank, r in ranks.items()]
-    matches = trusted(parts, match(parts))
+    matches = drop_mismatched(parts, match(parts))
     clock = clocks(parts, matches)
     waited = waiting(parts, matches, {rank: one.offset for rank, one in clock.items()})
-    first = first_ones(parts, matches)
-    counted = left_together(parts, matches) & ~first
+    first = first_collective_rows(parts, matches)
+    counted = synchronising_rows(parts, matches) & ~first
     absolute = {rank: r.profile.base + clock[rank].offset for rank, r in ranks.items()}
     origin = min((r.steps[0][1] + absolute[rank] for rank, r in ranks.items()), default=0)
     shifts = {rank: base - origin for rank, base in absolute.items()}
     flops, flops_by_module = flops_of_ranks(ranks, peak_flops)
     breakdowns = {rank: asdict(break_down(r.activity, r.windows)) for rank, r in ranks.items()}
-    step_times = [b["span"] // max(len(ranks[rank].chosen.steps), 1) for rank, b in breakdowns.items()]
+    step_times = [b["span"] // max(len(ranks[rank].selection.steps), 1) for rank, b in breakdowns.items()]
     step_time = max(step_times, default=0)
     queues = {rank: launch_queue(r) for rank, r in ranks.items()}
     answers = Explanation(
         world=max([len(ranks), *(r.profile.world for r in given)]),
         seen=tuple(ranks),
         devices={rank: _device(r.profile) for rank, r in ranks.items()},
-        steps=tuple(sorted({number for r in ranks.values() for number in r.chosen.numbers})),
+        steps=tuple(sorted({number for r in ranks.values() for number in r.selection.numbers})),
         step_time=step_time,
         ranks=breakdowns,
         spreads={
@@ -82,7 +82,7 @@ def explain(given: Sequence[Rank], peak_flops: float = 0.0) -> Explanation:
         memory={rank: memory(r.profile, r.steps[0][1], r.steps[-1][2]) for rank, r in ranks.items()},
         flops=flops,
         findings=(),
-        # Waiting for another stage is the pipeline's.
+        # Waiting for another stage is pipeline bubble, not counted here.
         waits={rank: int(waited.wait[counted & (matches.rank == rank)].sum()) for rank in ranks},
         timeline=timeline(ranks, clock),
     )
@@ -103,7 +103,7 @@ def _comm_times(rank: Rank, matches: Matches, waited: Waiting) -> dict[tuple[str
 def _critical_path(
     ranks: dict[int, Rank], shifts: dict[int, int], matches: Matches, waited: Waiting
 ) -> CriticalPath | None:
-    """From the start of the first window to the end of the last thing that began in the windows."""
+    """From the start of the first window to the end of the last event that began in the windows."""
     chains = {rank: chain(r, shifts[rank]) for rank, r in ranks.items()}
     connect(chains, {rank: r.comms for rank, r in ranks.items()}, matches, waited)
     end = max((r.steps[-1][2] + shifts[rank] for rank, r in ranks.items()), default=0)
@@ -116,6 +116,6 @@ def _exposed_copy(rank: Rank) -> int:
 
 
 def _device(profile: Profile) -> str:
-    """The name of the device that a rank's kernels ran on."""
-    used = {lane.device for lane in profile.events.lanes if lane.stream >= 0}
+    """Name of the device that ran a rank's kernels."""
+    used = {track.device for track in profile.events.tracks if track.stream >= 0}
     return next((device.name for device in profile.devices if device.number in used), "")

@@ -1,7 +1,7 @@
-"""The answers for other uses: as JSON, as an account of the ledger that can be laid beside a plan, and beside another profile.
+"""The answers for other uses: as JSON, as an account of the ledger to compare with a plan, and compared with another profile.
 
-Quantities are brought to one step of one rank first, so that runs of different lengths and sizes can be compared. Kernels are
-matched by name; where a library renamed them, by the name without its parameters. What a profile does not show stays empty.
+Quantities are normalised to one step of one rank, so that runs of different lengths and sizes can be compared. Kernels are matched
+by name; where a library renamed them, by the name without template arguments. What a profile does not contain stays empty.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwise.trace.answers import AxisTime, CommTime, Explanation, KernelTime,
 
 
 def as_json(answers: Explanation) -> dict[str, Any]:
-    """All answers for programs: each for every rank, for all ranks, and with the spread over them. Times are in nanoseconds."""
+    """All answers as JSON: for every rank, summed over ranks, and with the spread. Times are in nanoseconds."""
     plain = as_dict(answers)
     axes: dict[str, dict[str, Any]] = {}
     for row in answers.axes:
@@ -53,7 +53,7 @@ def _comm_time(one: CommTime) -> dict[str, float]:
 
 
 def _table(ranks: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
-    """Numbers of each rank, and the spread of each number."""
+    """Quantities of each rank, and the spread of each over ranks."""
     names = dict.fromkeys(name for numbers in ranks.values() for name in numbers)
     spreads = {name: spread({rank: numbers.get(name, 0) for rank, numbers in ranks.items()}) for name in names}
     return {
@@ -63,7 +63,7 @@ def _table(ranks: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
 
 
 def account(answers: Explanation, tokens: float = 0.0) -> Account:
-    """The account of a mean step of the slowest rank; `tokens` are those of a step over all ranks."""
+    """The account of the slowest rank's mean step; `tokens` are those of a step over all ranks."""
     rank, steps = answers.slowest, answers.step_count
     return Account(
         "trace",
@@ -76,7 +76,7 @@ def account(answers: Explanation, tokens: float = 0.0) -> Account:
 
 
 def _traffic(answers: Explanation, rank: int) -> Traffic:
-    """What one rank put on the wire in a step. A receive is counted where it is sent."""
+    """Wire bytes and messages of one rank in a step. A P2P message is counted at its sender."""
     size: dict[str, dict[str, float]] = {}
     messages: dict[str, dict[str, float]] = {}
     for row in answers.axes:
@@ -94,11 +94,11 @@ class KernelChange:
     """A kernel in two runs; nanoseconds and calls of one step of one rank."""
 
     before: tuple[str, ...]
-    """Its names; () where the run does not have it."""
+    """Its names; () if the run does not have it."""
     after: tuple[str, ...]
     kind: str
     module: str
-    """Where most of its time lies, after the change where it is there."""
+    """The module with most of its time, after the change if it is still there."""
     calls_before: float
     calls_after: float
     time_before: float
@@ -111,7 +111,7 @@ class KernelChange:
 
 
 def differences(before: Explanation, after: Explanation) -> tuple[Difference, ...]:
-    """Time by class, category, idle cause and axis, and traffic, of two runs: seconds, bytes and messages of a step and rank."""
+    """Time by class, category, idle cause and axis, and traffic, of two runs: seconds, bytes and messages per step and rank."""
     one, other = _quantities(before), _quantities(after)
     keys = sorted({**one, **other}, key=lambda key: key[0])
     found = (Difference(*key, one.get(key, 0.0), other.get(key, 0.0)) for key in keys)
@@ -137,7 +137,7 @@ def _quantities(answers: Explanation) -> dict[tuple[str, str], float]:
 
 
 def kernel_changes(before: Explanation, after: Explanation) -> tuple[KernelChange, ...]:
-    """Kernels by how much they changed the step. Equal names are matched first, then equal bare names."""
+    """Kernels, the largest change of step time first. Equal names are matched first, then equal bare names."""
     groups: dict[tuple[str, str], tuple[list[KernelTime], list[KernelTime]]] = {}
     names = [{(k.name, k.kind) for k in run.kernels} for run in (before, after)]
     for at, run in enumerate((before, after)):

@@ -1,9 +1,9 @@
-"""Why a device had nothing to run, how far the host is ahead of it, and a rank's whole time in the ledger's categories.
+"""Idle time of a device by cause, its launch queue, and a rank's whole time in the ledger's categories.
 
-Each piece of idle time gets one cause, so the causes add up to it exactly. In this order: the host was fetching a batch; the host
-was in a point-to-point message or another collective; the host was waiting for the device when it ran dry, so nothing was queued;
-the next kernel was launched after the device had fallen idle; it was launched before and still began later. At the end of a
-window, where nothing comes next, the cause is unknown.
+Every idle moment gets one cause, so the causes add up exactly. In this order: the host was fetching a batch; the host was in a P2P
+message or another collective; the host was blocked in a synchronisation when the device became idle, so nothing was queued; the
+next kernel was launched after the device became idle; it was launched before and still started late. At the end of a window, where
+no kernel follows, the cause is unknown.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from shardwise.trace.comms.overlap import busy_intervals
 from shardwise.trace.rank import Rank
 from shardwise.trace.reading.profile import Events, Integers
 from shardwise.trace.spans.activity import COMPUTE, COPY, Activity, blocking_calls, category_of
-from shardwise.trace.spans.intervals import Intervals, difference, distinct, intersect, nothing, total, union
+from shardwise.trace.spans.intervals import Intervals, difference, distinct, empty, intersect, total, union
 
 _CATEGORY_OF_CAUSE = {
     "host": "host", "synchronisation": "host", "data": "data", "peer": "other", "pipeline": "bubble", "device": "other",
     "unknown": "other",
 }  # fmt: skip
-"""The planner has no word for work that was launched in time and began late."""
+"""The ledger has no category for kernels that were launched in time and started late."""
 
 
 def idle_causes(rank: Rank) -> dict[str, int]:
     """Nanoseconds of idle time by cause."""
-    pieces = _idle_pieces(rank.activity, rank.idle)
-    return {cause: total(pieces[cause]) for cause in CAUSES}
+    by_cause = _idle_by_cause(rank.activity, rank.idle)
+    return {cause: total(by_cause[cause]) for cause in CAUSES}
 
 
-def _idle_pieces(activity: Activity, idle: Intervals) -> dict[str, Intervals]:
-    """The idle time split by cause."""
+def _idle_by_cause(activity: Activity, idle: Intervals) -> dict[str, Intervals]:
+    """Idle intervals by cause."""
     events = activity.profile.events
     found: dict[str, Intervals] = {}
     left = idle
@@ -49,12 +49,12 @@ def _idle_pieces(activity: Activity, idle: Intervals) -> dict[str, Intervals]:
         found[cause] = intersect(left, spans)
         left = difference(left, spans)
     if activity.on_host:
-        # Time between operators is the host's own: the interpreter, or what the profiler does not record.
-        return dict.fromkeys(CAUSES, nothing()) | found | {"host": left}
+        # Time between operators is host time: the interpreter, or what the profiler does not record.
+        return dict.fromkeys(CAUSES, empty()) | found | {"host": left}
     start, end = left
     launch = _launch_of_next(activity, end)
     blocked = _blocked_at(events, start)
-    # Up to the launch the host was late; from the launch on the device was.
+    # Until the launch the host was late; after it the device was.
     known = launch >= 0
     ready = np.where(known, np.clip(launch, start, end), start)
     # Before the first recorded kernel, and after launches whose kernels are missing, the device may have been busy.
@@ -72,7 +72,7 @@ def _intervals(events: Events, rows: NDArray[np.bool_] | Integers) -> Intervals:
 
 
 def _host_comms(events: Events, point_to_point: bool) -> Intervals:
-    """When the host itself carried out a collective. A device's are launched and left alone."""
+    """When the host itself executed a collective, which a device does asynchronously."""
 
     def wanted(name: str) -> bool:
         host = name.startswith(("gloo:", "mpi:", "c10d::barrier", "c10d::monitored_barrier"))
@@ -83,18 +83,18 @@ def _host_comms(events: Events, point_to_point: bool) -> Intervals:
 
 
 def _launch_of_next(activity: Activity, gap_end: Integers) -> Integers:
-    """When the kernel after each gap was launched (start of the call); -1 where none follows or its launch is not known."""
+    """Launch time (start of the call) of the kernel after each gap; -1 if none follows or its launch is unknown."""
     if not len(activity) or not len(gap_end):
         return np.full(len(gap_end), -1, np.int64)
-    # A gap may also end where a cause that goes first begins; then it waited for whatever comes later.
+    # A gap may also end where a cause of higher priority begins; then it waited for the next kernel after that.
     at = np.searchsorted(activity.start, gap_end, side="left")
     call = activity.launch[np.minimum(at, len(activity) - 1)]
     return np.where((at < len(activity)) & (call >= 0), activity.profile.events.start[call], -1)
 
 
 def _after_lost_launch(activity: Activity, gap_end: Integers) -> NDArray[np.bool_]:
-    """Whether something that the profile does not show was launched before the kernel after each gap, and after the kernel before
-    that on its stream."""
+    """Whether a launch whose kernels are missing lies between the launch of the kernel after each gap and that of the kernel before
+    it on its stream."""
     events = activity.profile.events
     lost = np.sort(events.start[activity.lost_launches])
     if not len(lost) or not len(gap_end):
@@ -108,7 +108,7 @@ def _after_lost_launch(activity: Activity, gap_end: Integers) -> NDArray[np.bool
 
 
 def _blocked_at(events: Events, moment: Integers) -> NDArray[np.bool_]:
-    """Whether the host was waiting for its device at these moments."""
+    """Whether the host was blocked in a synchronisation at these moments."""
     start, end = _intervals(events, blocking_calls(events))
     if not len(start):
         return np.zeros(len(moment), np.bool_)
@@ -117,21 +117,21 @@ def _blocked_at(events: Events, moment: Integers) -> NDArray[np.bool_]:
 
 
 def launch_queue(rank: Rank) -> LaunchQueue | None:
-    """How far the host is ahead: a host that is ahead keeps a queue of launched kernels, and the device never waits. None where
-    launches are not known (a profile without a device, or of the device alone)."""
+    """How far the host is ahead: a host that is ahead keeps launched kernels queued, so the device never waits. None if launches
+    are unknown (a CPU-only profile, or one of the device alone)."""
     activity, span = rank.activity, total(rank.windows)
     rows = np.flatnonzero(rank.rows & (activity.launch >= 0))
     if not len(rows) or span <= 0:
         return None
     call = activity.profile.events.start[activity.launch[rows]]
     start, end = activity.start[rows], activity.end[rows]
-    # Clocks of host and device differ a little: a kernel that seems to begin before its launch was not delayed.
+    # Clocks of host and device differ slightly: a kernel that seems to start before its launch was not delayed.
     delay = np.maximum(start - call, 0)
     busy_until = np.concatenate(([np.iinfo(np.int64).min], np.maximum.accumulate(end)[:-1]))
     interval = _launch_interval(activity, rows)
     gap = np.where(np.arange(len(rows)) > 0, start - busy_until, 0)
     change = np.repeat((1, -1), len(rows))
-    # A kernel that begins as it is launched was never queued, so at equal times starts count first.
+    # A kernel that starts as it is launched was never queued, so at equal times starts count first.
     depth = np.cumsum(change[np.lexsort((change, np.concatenate((call, np.maximum(start, call)))))])
     covered = total(union(np.minimum(call, start), end))
     reach = int(end.max() - min(int(call.min()), int(start.min())))
@@ -150,23 +150,23 @@ def launch_queue(rank: Rank) -> LaunchQueue | None:
 
 
 def _launch_interval(activity: Activity, rows: Integers) -> int:
-    """Median time from one launch to the next on the thread that launches most."""
+    """Median time between launches on the thread with most launches."""
     events = activity.profile.events
     call = distinct(activity.launch[rows])
-    lane = np.bincount(events.lane[call]).argmax()
-    steps = np.diff(events.start[call[events.lane[call] == lane]])
+    track = np.bincount(events.track[call]).argmax()
+    steps = np.diff(events.start[call[events.track[call] == track]])
     return int(np.sort(steps)[(len(steps) - 1) // 2]) if len(steps) else 0
 
 
 def categories(rank: Rank) -> dict[str, int]:
-    """Nanoseconds of each of the ledger's categories within the windows. Every moment has exactly one category, so they add up to
-    the span: compute comes first, then exposed communication by axis, then copies, then idle time by cause."""
+    """Nanoseconds in each of the ledger's categories within the windows. Every moment has exactly one category, so they add up to
+    the span. Priority: compute, exposed communication by axis, copies, idle time by cause."""
     found = dict.fromkeys(CATEGORIES, 0)
     left = rank.windows
     for category, moments in _categories_in_order(rank):
         found[category] += total(intersect(left, moments))
         left = difference(left, moments)
-    for cause, moments in _idle_pieces(rank.activity, left).items():
+    for cause, moments in _idle_by_cause(rank.activity, left).items():
         found[_CATEGORY_OF_CAUSE[cause]] += total(moments)
     return found
 
@@ -186,7 +186,7 @@ def _categories_in_order(rank: Rank) -> Iterator[tuple[str, Intervals]]:
         yield category, busy_intervals(activity, comms, rows)
     for axis in AXES:
         mine = comms.mask(lambda d: d.axis == axis)  # noqa: B023
-        # A receive lasts from when it is posted: nearly all of it is waiting for the stage before.
+        # A receive lasts from when it is posted: nearly all of it is waiting for the previous stage.
         waits = mine & comms.mask(lambda d: d.axis == "pipeline" and d.collective in ("recv", "send_recv"))
         yield axis, union(comms.start[mine & ~waits], comms.end[mine & ~waits])
         yield "bubble", union(comms.start[waits], comms.end[waits])

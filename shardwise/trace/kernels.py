@@ -1,4 +1,4 @@
-"""Device time by kernel and by module over the ranks, calls of the runtime by name, and operations by module."""
+"""Device time by kernel and by module, runtime calls by name, and FLOPs by module, over the profiled ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwise.trace.spans.intervals import distinct, total
 
 
 def kernel_times(ranks: Mapping[int, Rank]) -> tuple[KernelTime, ...]:
-    """Kernels by total time, one entry for each name and class."""
+    """Kernels sorted by total time, one entry for each name and class."""
     count: dict[tuple[str, int], int] = defaultdict(int)
     longest: dict[tuple[str, int], int] = defaultdict(int)
     times: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
@@ -32,7 +32,7 @@ def kernel_times(ranks: Mapping[int, Rank]) -> tuple[KernelTime, ...]:
         named = [(names[one // len(CLASSES)], one % len(CLASSES)) for one in keys.tolist()]
         most = np.zeros(len(keys), np.int64)
         np.maximum.at(most, which, length)
-        # Several pieces of an operator's self time are one call: calls are counted by their events.
+        # Several segments of an operator's self time are one call: calls are counted by event.
         events = len(r.profile.events)
         calls = distinct(which * events + activity.event[rows]) // events if activity.on_host else which
         width = len(attribution.names)
@@ -56,14 +56,14 @@ def kernel_times(ranks: Mapping[int, Rank]) -> tuple[KernelTime, ...]:
 
 
 def _sums(which: NDArray[np.integer], value: Integers, count: int) -> Integers:
-    """Sums of values by group; exact, unlike those of `np.bincount`, which are floats."""
+    """Integer sums of values by group; `np.bincount` would sum floats."""
     found = np.zeros(count, np.int64)
     np.add.at(found, which, value)
     return found
 
 
 def module_times(ranks: Mapping[int, Rank], flops: Mapping[int, Mapping[str, float]]) -> Modules:
-    """Device time by module and pass; modules by total time. `flops` are those of each rank and module."""
+    """Device time by module and pass, sorted by total time. `flops` are by rank and module."""
     passes: dict[str, Integers] = defaultdict(lambda: np.zeros(len(PASSES), np.int64))
     kernels: dict[str, int] = defaultdict(int)
     times: dict[str, dict[int, int]] = defaultdict(dict)
@@ -100,7 +100,7 @@ def module_times(ranks: Mapping[int, Rank], flops: Mapping[int, Mapping[str, flo
 
 
 def call_times(ranks: Mapping[int, Rank]) -> tuple[CallTime, ...]:
-    """Calls of the driver and runtime, by total time."""
+    """Driver and runtime calls, sorted by total time."""
     count: dict[str, int] = defaultdict(int)
     time: dict[str, dict[int, int]] = defaultdict(dict)
     for rank, r in ranks.items():
@@ -117,14 +117,14 @@ def call_times(ranks: Mapping[int, Rank]) -> tuple[CallTime, ...]:
 
 
 def flops_of_ranks(ranks: Mapping[int, Rank], peak: float) -> tuple[Flops, dict[int, dict[str, float]]]:
-    """Operations of each rank, and of its modules; `peak` is what a device can do a second, 0 when not known."""
+    """FLOPs of each rank, and of its modules; `peak` is FLOP/s of one device, 0 if unknown."""
     by_module: dict[int, dict[str, float]] = {}
     for rank, r in ranks.items():
-        event, operations = event_flops(r.profile)
+        event, flops = event_flops(r.profile)
         inside = r.on_host(event)
-        event, operations = event[inside], operations[inside]
-        found = r.finder.find(r.profile.events.lane[event], r.profile.events.start[event])
-        sums = np.bincount(found.owner, operations, minlength=len(found.names))
+        event, flops = event[inside], flops[inside]
+        found = r.finder.find(r.profile.events.track[event], r.profile.events.start[event])
+        sums = np.bincount(found.owner, flops, minlength=len(found.names))
         by_module[rank] = {found.names[at]: float(sums[at]) for at in np.flatnonzero(sums)}
     each = {rank: sum(of.values()) for rank, of in by_module.items() if of}
     span = {rank: total(ranks[rank].windows) for rank in each}

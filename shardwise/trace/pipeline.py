@@ -1,9 +1,9 @@
-"""The pipeline as it was executed: the actions of each rank in order, which schedule that is, and the bubble.
+"""The executed pipeline: the actions of each rank in order, the name of that schedule, and the bubble.
 
-A rank's time, from the start of its first action to the end of its last, is split at the starts of its actions. The time in an
-action that was not spent waiting for a message is the work of that action; everything else in the window of the pipeline is
-bubble. The lists are then played with these works and the measured delays of the messages: if the profile was read correctly,
-that gives the same bubble. Played with messages that arrive at once, it gives the bubble of the schedule alone.
+A rank's time, from the start of its first action to the end of its last, is split at the starts of its actions. Time in an action
+not spent waiting for a P2P message is the work of that action; the rest of the pipeline's window is bubble. The action lists are
+then simulated with the measured work and message latencies: if the profile was read correctly, the bubble is the same. Simulated
+with zero latency, they give the bubble of the schedule alone.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Executed:
     edges: tuple[int, ...]
     """Start of each action, and the end of the last."""
     waits: Intervals
-    """When it waited for messages."""
+    """When the rank waited for P2P messages."""
 
     @cached_property
     def waited(self) -> list[int]:
-        """How long it waited in each action."""
+        """Wait time in each action."""
         return [total(intersect(self.waits, window(start, end))) for start, end in pairwise(self.edges)]
 
     @cached_property
     def works(self) -> list[int]:
-        """How long each action took without waiting."""
+        """Time of each action without waiting."""
         return [end - start - wait for (start, end), wait in zip(pairwise(self.edges), self.waited, strict=True)]
 
 
@@ -57,7 +57,7 @@ def read_action(text: str) -> Action | None:
 
 
 def executed(rank: Rank, shift: int, start: int, end: int) -> Executed | None:
-    """The actions of a rank in a window; `shift` takes the profile's clock to the reference. None without labels of actions."""
+    """The actions of a rank in a window; `shift` converts its times to the reference clock. None without action labels."""
     activity, events = rank.activity, rank.profile.events
     found: list[tuple[int, int, int, Action]] = []
     for event in label_spans(events, "action").event.tolist():
@@ -72,15 +72,15 @@ def executed(rank: Rank, shift: int, start: int, end: int) -> Executed | None:
         begin, last = [one[0] for one in found], max(one[1] for one in found)
     else:
         begin, last = _on_device(activity, found)
-    waits = _waits(activity, rank.comms, int(events.lane[found[0][2]]))
+    waits = _waits(activity, rank.comms, int(events.track[found[0][2]]))
     inside = intersect(waits, window(begin[0], last))
     edges = tuple(time + shift for time in (*begin, last))
     return Executed(tuple(one[3] for one in found), edges, Intervals(inside.start + shift, inside.end + shift))
 
 
 def _on_device(activity: Activity, found: Sequence[tuple[int, int, int, Action]]) -> tuple[list[int], int]:
-    """When the device began the first kernel of each action, and ended the last of all. An action that launched nothing begins
-    with the next one."""
+    """Start of the first kernel of each action, and end of the last kernel of all. An action without kernels begins with the next
+    one."""
     events = activity.profile.events
     first = np.array([one[0] for one in found])
     finish = np.array([one[1] for one in found])
@@ -98,15 +98,15 @@ def _on_device(activity: Activity, found: Sequence[tuple[int, int, int, Action]]
     return begin.tolist(), end
 
 
-def _waits(activity: Activity, comms: CollectiveEvents, lane: int) -> Intervals:
-    """When a rank only waited for a message of the pipeline: a receive was in flight, and its device, or the host's thread that
-    runs the actions, did nothing else."""
+def _waits(activity: Activity, comms: CollectiveEvents, track: int) -> Intervals:
+    """When a rank only waited for a P2P message of the pipeline: a receive was in flight, and its device, or the thread that runs
+    the actions, did nothing else."""
     waiting = comms.mask(lambda d: d.collective in ("recv", "send_recv") and d.axis in ("pipeline", UNKNOWN))
     receives = union(comms.start[waiting], comms.end[waiting])
     if activity.on_host:
-        carried = np.zeros(len(activity.profile.events), np.bool_)
-        carried[comms.carrier[comms.carrier >= 0]] = True
-        busy = (activity.lane == lane) & ~carried[activity.event]
+        execution = np.zeros(len(activity.profile.events), np.bool_)
+        execution[comms.execution[comms.execution >= 0]] = True
+        busy = (activity.track == track) & ~execution[activity.event]
         return difference(receives, union(activity.start[busy], activity.end[busy]))
     others = ~comms.mask(lambda d: d.collective in POINT_TO_POINT)
     computing = join(activity.intervals(COMPUTE, COPY), union(comms.start[others], comms.end[others]))
@@ -114,7 +114,7 @@ def _waits(activity: Activity, comms: CollectiveEvents, lane: int) -> Intervals:
 
 
 def pipelines(ranks: Mapping[int, Rank], shifts: Mapping[int, int]) -> tuple[PipelineStep, ...]:
-    """Every pipeline in every step; `shifts` take each rank's times to the reference clock."""
+    """Every pipeline in every step; `shifts` convert each rank's times to the reference clock."""
     steps: dict[int, dict[int, Executed]] = defaultdict(dict)
     for rank, r in ranks.items():
         for number, start, end in r.steps:
@@ -130,7 +130,7 @@ def pipelines(ranks: Mapping[int, Rank], shifts: Mapping[int, int]) -> tuple[Pip
 
 
 def _members(profiles: Mapping[int, Profile], ranks: Mapping[int, Executed]) -> Iterator[tuple[int, ...]]:
-    """The pipelines of these ranks: their process groups of that axis, or each rank by itself where no group is named."""
+    """The pipeline groups of these ranks; a rank without such a process group is one by itself."""
     done: set[int] = set()
     for rank in sorted(ranks):
         if rank in done:
@@ -144,18 +144,18 @@ def _members(profiles: Mapping[int, Profile], ranks: Mapping[int, Executed]) -> 
         yield members
 
 
-def _pipeline_step(step: int, members: tuple[int, ...], seen: Mapping[int, Executed]) -> PipelineStep:
-    # A rank that waits for its first message has not begun.
-    start = min(one.edges[0] + one.waited[0] for one in seen.values())
-    end = max(one.edges[-1] for one in seen.values())
-    lists = {rank: one.actions for rank, one in seen.items()}
+def _pipeline_step(step: int, members: tuple[int, ...], profiled: Mapping[int, Executed]) -> PipelineStep:
+    # A rank has not begun while it waits for its first message.
+    start = min(one.edges[0] + one.waited[0] for one in profiled.values())
+    end = max(one.edges[-1] for one in profiled.values())
+    lists = {rank: one.actions for rank, one in profiled.items()}
     scheduled = instant = None
-    if len(seen) == len(members):
-        parts = list(seen.values())
+    if len(profiled) == len(members):
+        parts = list(profiled.values())
         scheduled, instant = played(parts, _latencies(parts)), played(parts, {})
     name, chunks, microbatches = _schedule(members, lists)
     ranks = {}
-    for rank, one in seen.items():
+    for rank, one in profiled.items():
         work = sum(one.works)
         ranks[rank] = PipelineRank(
             tuple(map(str, one.actions)), one.edges[0], one.edges[-1], work, end - start - work,
@@ -164,12 +164,12 @@ def _pipeline_step(step: int, members: tuple[int, ...], seen: Mapping[int, Execu
     return PipelineStep(step, members, end - start, ranks, name, chunks, microbatches)
 
 
-def _latencies(seen: Sequence[Executed]) -> dict[Action, int]:
-    """Of each message, named by the forward or backward that made it: from the end of that action to when the action that needs it
-    could have begun, had it waited first and worked then. Negative where it was sent before its action was over."""
-    ended = {_maker(action): end for one in seen for action, end in zip(one.actions, one.edges[1:], strict=True)}
+def _latencies(ranks: Sequence[Executed]) -> dict[Action, int]:
+    """Latency of each P2P message, keyed by the forward or backward that produced it: from the end of that action to when the
+    consuming action could have started, had it done all its waiting first. Negative if it was sent before its action ended."""
+    ended = {_producer(action): end for one in ranks for action, end in zip(one.actions, one.edges[1:], strict=True)}
     found: dict[Action, int] = {}
-    for one in seen:
+    for one in ranks:
         for (kind, stage, microbatch), begin, waited in zip(one.actions, one.edges, one.waited, strict=False):
             if kind == "W":
                 continue
@@ -179,30 +179,30 @@ def _latencies(seen: Sequence[Executed]) -> dict[Action, int]:
     return found
 
 
-def _maker(action: Action) -> Action:
-    """The action as the maker of a message: both kinds of backward for the input make the gradient that is sent on."""
+def _producer(action: Action) -> Action:
+    """The action as producer of a message: `B` and `I` both produce the input gradient that is sent on."""
     return action._replace(kind="B") if action.kind == "I" else action
 
 
-def played(seen: Sequence[Executed], latency: Mapping[Action, int]) -> int | None:
-    """From the first start to the last end when every action begins as soon as its rank is free and its input has arrived. None
-    when the lists wait for each other. Exact: floats hold integers of up to 2^53, and a step has fewer nanoseconds."""
-    actions = [action for one in seen for action in one.actions]
+def played(ranks: Sequence[Executed], latency: Mapping[Action, int]) -> int | None:
+    """Makespan if every action starts as soon as its rank is free and its input has arrived. None if the lists deadlock. Exact:
+    floats hold integers of up to 2^53, and a step has fewer nanoseconds."""
+    actions = [action for one in ranks for action in one.actions]
     stages = 1 + max(action.stage for action in actions)
     microbatches = 1 + max(action.microbatch for action in actions)
     forward, backward = (
         [float(latency.get(Action(kind, s, m), 0)) for s in range(stages) for m in range(microbatches)]
         for kind in ("F", "B")
     )
-    works = [list(map(float, one.works)) for one in seen]
+    works = [list(map(float, one.works)) for one in ranks]
     try:
-        return int(play([one.actions for one in seen], stages, microbatches, works, forward, backward).makespan)
+        return int(play([one.actions for one in ranks], stages, microbatches, works, forward, backward).makespan)
     except Deadlock:
         return None
 
 
 def _schedule(members: tuple[int, ...], lists: Mapping[int, Sequence[Action]]) -> tuple[str, int, int]:
-    """The name of the schedule that these lists are, "" when unknown; stages per rank; microbatches."""
+    """The name of the schedule with these lists, "" if unknown; stages per rank; microbatches."""
     actions = [action for rank in lists for action in lists[rank]]
     microbatches = len({action.microbatch for action in actions})
     stages = len({action.stage for action in actions})

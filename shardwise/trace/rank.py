@@ -1,4 +1,4 @@
-"""One rank of a job: the part of its profile that is looked at, and what many answers need of it, each worked out once."""
+"""One rank of a job: the selected part of its profile, and intermediate results that several answers need, each computed once."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from shardwise.trace.comms.overlap import busy_intervals
 from shardwise.trace.reading.profile import Integers, Profile
 from shardwise.trace.spans.activity import COMPUTE, Activity, spans_of
 from shardwise.trace.spans.intervals import Intervals, difference, intersect
-from shardwise.trace.spans.steps import Chosen
+from shardwise.trace.spans.steps import Selection
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank, and what is worked out of its profile."""
+    """One rank, and intermediate results from its profile."""
 
     activity: Activity
-    chosen: Chosen
+    selection: Selection
 
     @property
     def profile(self) -> Profile:
-        """What was read of it."""
+        """The parsed profile."""
         return self.activity.profile
 
     @property
     def windows(self) -> Intervals:
-        """The time that is looked at."""
-        return self.chosen.windows
+        """The selected time."""
+        return self.selection.windows
 
     @cached_property
     def comms(self) -> CollectiveEvents:
@@ -41,58 +41,58 @@ class Rank:
 
     @cached_property
     def finder(self) -> ModuleFinder:
-        """Finds the module of a moment."""
+        """Attributes moments to modules."""
         return ModuleFinder(self.profile)
 
     @cached_property
     def steps(self) -> tuple[tuple[int, int, int], ...]:
-        """Number, start and end of each step; the window as step 0 when there are no steps."""
-        if self.chosen.steps:
-            return tuple((step.number, step.start, step.end) for step in self.chosen.steps)
+        """Number, start and end of each step; without steps, the window as step 0."""
+        if self.selection.steps:
+            return tuple((step.number, step.start, step.end) for step in self.selection.steps)
         return tuple((0, int(start), int(end)) for start, end in zip(*self.windows, strict=True))
 
     def step_of(self, time: Integers) -> Integers:
-        """The step of each moment, -1 for none."""
+        """The step of each time, -1 for none."""
         out = np.full(len(time), -1, np.int64)
         for number, start, end in self.steps:
             out[(time >= start) & (time < end)] = number
         return out
 
     def on_host(self, event: Integers) -> NDArray[np.bool_]:
-        """Which of these events on the host are looked at: those in the steps. Without steps all are, since the window is then
-        that of the device."""
-        if not self.chosen.steps:
+        """Mask of these host events that are in the selected steps. Without steps all are, since the window is then that of the
+        device."""
+        if not self.selection.steps:
             return np.ones(len(event), np.bool_)
         return self.step_of(self.profile.events.start[event]) >= 0
 
     @cached_property
     def rows(self) -> NDArray[np.bool_]:
-        """Rows of the activity that begin in the windows."""
+        """Mask of the rows of the activity that begin in the windows."""
         return self.step_of(self.activity.start) >= 0
 
     @cached_property
     def computing(self) -> Intervals:
-        """When it computed, within the windows; a thread that waits for a collective does not."""
+        """Compute within the windows, without time in which a thread was blocked in a collective."""
         found = busy_intervals(self.activity, self.comms, self.activity.kind == COMPUTE)
         return intersect(found, self.windows)
 
     @cached_property
     def idle(self) -> Intervals:
-        """When it did nothing, within the windows."""
+        """Idle time within the windows."""
         return difference(self.windows, self.activity.intervals())
 
     @cached_property
     def attribution(self) -> Attribution:
-        """Module and pass of each row of the activity, by its launch."""
+        """Module and pass of each row of the activity, at its launch."""
         events, rows, comms = self.profile.events, self.activity, self.comms
         if rows.on_host:
-            # What a thread of the backend does belongs where it was asked for.
-            carried = (comms.carrier >= 0) & (events.lane[comms.carrier] != events.lane[comms.call])
+            # Work of a backend's thread is attributed to the call that issued it.
+            remote = (comms.execution >= 0) & (events.track[comms.execution] != events.track[comms.call])
             call = np.full(len(events) + 1, -1, np.int64)
-            call[comms.carrier[carried]] = comms.call[carried]
-            by = call[spans_of(events, call[:-1] >= 0).innermost(rows.lane, rows.start)]
-            lane, time = np.where(by >= 0, events.lane[by], rows.lane), np.where(by >= 0, events.start[by], rows.start)
-            return self.finder.find(lane, time)
+            call[comms.execution[remote]] = comms.call[remote]
+            by = call[spans_of(events, call[:-1] >= 0).innermost(rows.track, rows.start)]
+            track = np.where(by >= 0, events.track[by], rows.track)
+            return self.finder.find(track, np.where(by >= 0, events.start[by], rows.start))
         known = rows.launch >= 0
-        lane = np.where(known, events.lane[rows.launch], -1)
-        return self.finder.find(lane, np.where(known, events.start[rows.launch], 0))
+        track = np.where(known, events.track[rows.launch], -1)
+        return self.finder.find(track, np.where(known, events.start[rows.launch], 0))

@@ -1,7 +1,7 @@
-"""Which rank the others wait for, and why: its own work takes longer than that of its peers, or it arrives late at collectives.
+"""Finds stragglers: ranks whose compute takes longer than that of their peers, or that arrive late at collectives.
 
-A rank is named only if it shows in nearly every step, stands out from the spread of its peers, and matters for the step. Pipeline
-stages differ in work, so a rank's peers are the ranks of its stage.
+A rank is reported only if it is slow in nearly every step, by more than its peers scatter and by a share of the step that matters.
+Pipeline stages differ in work, so a rank's peers are the ranks of its stage.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from shardwise.trace.rank import Rank
 from shardwise.trace.reading.profile import Profile
 from shardwise.trace.spans.intervals import intersect, total, window
 
-ENOUGH = 0.02
-"""Share of a step below which a rank is not named."""
-STANDS_OUT = 3
-"""How many times the median deviation of its peers a rank must differ by."""
-OFTEN = 0.8
-"""Share of steps in which it must show, and of collectives at which it must be last."""
-FEWEST_PEERS = 2
-FEWEST_COLLECTIVES = 5
+MIN_SHARE = 0.02
+"""Ranks below this share of a step are not reported."""
+MIN_DEVIATIONS = 3
+"""A straggler's excess is above this many median absolute deviations of its peers."""
+MIN_FREQUENCY = 0.8
+"""Share of steps in which a straggler must be slow, or of collectives at which it must be last."""
+MIN_PEERS = 2
+MIN_COLLECTIVES = 5
 
 
 def stragglers(
@@ -37,7 +37,7 @@ def stragglers(
     first: NDArray[np.bool_],
     clocks: Mapping[int, Clock],
 ) -> tuple[Straggler, ...]:
-    """Stragglers by excess; `first` are rows of collectives whose waiting shows only how the ranks began."""
+    """Stragglers sorted by excess; `first` masks rows of collectives whose waits only show when the ranks began."""
     compute = {
         rank: [total(intersect(r.computing, window(start, end))) for _, start, end in r.steps]
         for rank, r in ranks.items()
@@ -46,12 +46,12 @@ def stragglers(
     profiles = {rank: r.profile for rank, r in ranks.items()}
     found = [*_slow(profiles, compute, step_time), *_late(matches, waiting, first, clocks, step_time, steps)]
     slow = {one.rank for one in found if one.reason == "compute"}
-    kept = [one for one in found if one.reason == "compute" or one.rank not in slow]
-    return tuple(sorted(kept, key=lambda one: -one.excess))
+    unique = [one for one in found if one.reason == "compute" or one.rank not in slow]
+    return tuple(sorted(unique, key=lambda one: -one.excess))
 
 
 def peers(profiles: Mapping[int, Profile]) -> dict[int, tuple[int, ...]]:
-    """Each rank's peers among those seen: the ranks of its pipeline stage, itself included."""
+    """Each rank's peers among the profiled ranks: those of its pipeline stage, itself included."""
     stage: dict[int, int] = {}
     for rank, profile in profiles.items():
         groups = [g.ranks for name, g in profile.groups.items() if axis_of(g.description, name) == "pipeline"]
@@ -63,15 +63,15 @@ def _slow(profiles: Mapping[int, Profile], compute: Mapping[int, Sequence[int]],
     found = []
     for rank, same in peers(profiles).items():
         others = [other for other in same if other != rank and len(compute[other]) == len(compute[rank])]
-        if len(others) < FEWEST_PEERS or not compute[rank]:
+        if len(others) < MIN_PEERS or not compute[rank]:
             continue
         table = np.array([compute[other] for other in others])
         middle = np.median(table, axis=0)
         excess = np.array(compute[rank]) - middle
         deviation = float(np.median(np.abs(table - middle)))
         mean = int(excess.mean())
-        often = float((excess > STANDS_OUT * deviation).mean())
-        if step_time and mean > ENOUGH * step_time and mean > STANDS_OUT * deviation and often >= OFTEN:
+        often = float((excess > MIN_DEVIATIONS * deviation).mean())
+        if step_time and mean > MIN_SHARE * step_time and mean > MIN_DEVIATIONS * deviation and often >= MIN_FREQUENCY:
             usual = float(middle.mean())
             evidence = (
                 f"computes {np.mean(compute[rank]) / 1e6:.2f} ms a step, its {len(others)} peers {usual / 1e6:.2f} ms "
@@ -89,7 +89,7 @@ def _late(
     step_time: int,
     steps: int,
 ) -> list[Straggler]:
-    """Ranks at which nearly every collective they take part in waits."""
+    """Ranks that arrive last at nearly all of their collectives."""
     if not len(matches):
         return []
     taken: dict[int, int] = defaultdict(int)
@@ -99,7 +99,7 @@ def _late(
     heads = np.append(True, np.diff(matches.collective) != 0)
     members = np.bincount(matches.collective)[matches.collective]
     for at in range(len(matches)):
-        if members[at] <= FEWEST_PEERS or first[at]:
+        if members[at] <= MIN_PEERS or first[at]:
             continue
         taken[int(matches.rank[at])] += 1
         if heads[at] and waiting.lateness[at] > 2 * uncertainty:
@@ -109,7 +109,7 @@ def _late(
     found = []
     for rank, count in last.items():
         excess = caused[rank] // max(steps, 1)
-        if taken[rank] < FEWEST_COLLECTIVES or count < OFTEN * taken[rank] or excess <= ENOUGH * step_time:
+        if taken[rank] < MIN_COLLECTIVES or count < MIN_FREQUENCY * taken[rank] or excess <= MIN_SHARE * step_time:
             continue
         evidence = (
             f"arrives last at {count} of its {taken[rank]} matched collectives, in total {excess / 1e6:.2f} ms a step after "

@@ -1,7 +1,7 @@
-"""What is drawn over time: what ran when on each rank, on one clock, as the ledger's timeline; and memory.
+"""Spans of all ranks on one clock, as the ledger's timeline; and memory over time.
 
-A profile has more spans than a picture has pixels. Short spans of one stream that begin in the same pixel are drawn as one, so a
-timeline stays small and still shows every stretch of work and every visible gap. A memory curve keeps its peaks likewise.
+A profile has more spans than a picture has pixels. Short spans of one stream that begin in the same pixel are merged, so a timeline
+stays small and still shows all work and every visible gap. A memory curve is downsampled to the maximum of each bin.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from shardwise.trace.reading.profile import Integers, Profile
 from shardwise.trace.spans.activity import COMMUNICATION, COPY, category_of
 
 SPANS = 24_000
-"""Of all ranks together, about, when spans are joined."""
-FEWEST, MOST = 60, 600
-"""Pixels across one stream of one rank."""
+"""Approximate number of spans of all ranks together, after merging."""
+MIN_PIXELS, MAX_PIXELS = 60, 600
+"""Limits of the resolution of one stream of one rank."""
 STREAMS = 3
-"""That a rank usually has."""
+"""Typical number of streams of a rank."""
 POINTS = 400
-"""Of a memory curve."""
+"""Maximum number of points of a memory curve."""
 
 _DEVICE_TYPES = {0: "cpu", 1: "gpu", 12: "xpu"}
 
 
 def timeline(ranks: Mapping[int, Rank], clocks: Mapping[int, Clock], points: int | None = 0) -> Timeline:
-    """Every rank's rows in its windows, in seconds from the first window, on one clock. `points` is how many pixels a stream is
-    drawn with (0: by the number of ranks); with None no rows are joined, as an export wants it."""
+    """Every rank's rows in its windows, in seconds from the first window, on one clock. `points` is the number of pixels of a
+    stream (0: by the number of ranks); with None no rows are merged, as for an export."""
     ranks = {rank: r for rank, r in ranks.items() if rank in clocks and len(r.windows.start)}
     absolute = {rank: r.profile.base + clocks[rank].offset for rank, r in ranks.items()}
     origin = min((int(r.windows.start[0]) + absolute[rank] for rank, r in ranks.items()), default=0)
     found: list[Span] = []
     length = 0
-    across = points or min(max(SPANS // max(STREAMS * len(ranks), 1), FEWEST), MOST)
+    pixels = points or min(max(SPANS // max(STREAMS * len(ranks), 1), MIN_PIXELS), MAX_PIXELS)
     for rank, r in ranks.items():
         first, last = int(r.windows.start[0]), int(r.windows.end[-1])
-        grain = max((last - first) // across, 1) if points is not None else 0
-        found += _spans(r, (first, last), absolute[rank] - origin, grain)
+        pixel = max((last - first) // pixels, 1) if points is not None else 0
+        found += _spans(r, (first, last), absolute[rank] - origin, pixel)
         length = max(length, last + absolute[rank] - origin)
     return Timeline(tuple(found), length / 1e9)
 
 
-def _spans(rank: Rank, window: tuple[int, int], shift: int, grain: int) -> list[Span]:
+def _spans(rank: Rank, window: tuple[int, int], shift: int, pixel: int) -> list[Span]:
     activity, names = rank.activity, rank.profile.events.names
     category, stream, words = _categories(rank)
     plural = "operators" if activity.on_host else "kernels"
@@ -55,9 +55,9 @@ def _spans(rank: Rank, window: tuple[int, int], shift: int, grain: int) -> list[
     start, end = np.maximum(activity.start[rows], window[0]), np.minimum(activity.end[rows], window[1])
     length = end - start
     found = []
-    for lane in np.unique(stream[rows]).tolist():
-        mine = np.flatnonzero(stream[rows] == lane)
-        for group in _groups(start[mine], end[mine], grain, window[0]):
+    for number in np.unique(stream[rows]).tolist():
+        mine = np.flatnonzero(stream[rows] == number)
+        for group in _groups(start[mine], end[mine], pixel, window[0]):
             these = mine[group]
             begin, finish = int(start[these[0]]) + shift, int(end[these].max()) + shift
             if len(these) == 1:
@@ -66,16 +66,16 @@ def _spans(rank: Rank, window: tuple[int, int], shift: int, grain: int) -> list[
             else:
                 weight = np.bincount(category[rows[these]], length[these])
                 name, kind = f"{len(these)} {plural}", int(weight.argmax())
-            found.append(Span(rank.profile.rank, words[lane], name, words[kind], begin / 1e9, (finish - begin) / 1e9))
+            found.append(Span(rank.profile.rank, words[number], name, words[kind], begin / 1e9, (finish - begin) / 1e9))
     return sorted(found, key=lambda span: span.start)
 
 
-def _groups(start: Integers, end: Integers, grain: int, begin: int) -> Iterator[slice]:
-    """Which rows of one stream are drawn as one: neighbours that are short and begin in the same pixel."""
+def _groups(start: Integers, end: Integers, pixel: int, begin: int) -> Iterator[slice]:
+    """Rows of one stream that are merged: neighbours shorter than a pixel that begin in the same one."""
     if not len(start):
         return
-    long = (end - start) >= grain
-    point = (start - begin) // max(grain, 1)
+    long = (end - start) >= pixel
+    point = (start - begin) // max(pixel, 1)
     apart = np.ones(len(start), np.bool_)
     apart[1:] = long[1:] | long[:-1] | (point[1:] != point[:-1])
     edges = np.append(np.flatnonzero(apart), len(start)).tolist()
@@ -84,7 +84,7 @@ def _groups(start: Integers, end: Integers, grain: int, begin: int) -> Iterator[
 
 
 def _categories(rank: Rank) -> tuple[Integers, Integers, list[str]]:
-    """Category and stream of each row, as indices into a list of words: the ledger's categories, `compute`, `copy`, and axes."""
+    """Category and stream of each row, as indices into a list of names: the ledger's categories, `compute`, `copy`, and axes."""
     activity = rank.activity
     words = ["matmul", "attention", "memory", "compute", "copy", "communication", "other"]
     number = {word: at for at, word in enumerate(words)}
@@ -102,8 +102,8 @@ def _categories(rank: Rank) -> tuple[Integers, Integers, list[str]]:
 
 
 def memory(profile: Profile, start: int, end: int) -> tuple[MemoryCurve, ...]:
-    """A curve for each device on which memory was allocated in a window; times count from the window's start. Where the allocator
-    does not say how much is allocated, changes are added up from the start of the profile."""
+    """A curve for each device with allocations in a window; times count from the window's start. If the profile has no totals,
+    they are cumulative sums from the start of the profile."""
     found = profile.allocations
     curves = []
     for kind, device in sorted(set(zip(found.device_type.tolist(), found.device.tolist(), strict=True))):
@@ -117,12 +117,12 @@ def memory(profile: Profile, start: int, end: int) -> tuple[MemoryCurve, ...]:
             continue
         time, allocated, reserved = time[inside] - start, allocated[inside], reserved[inside]
         at = int(allocated.argmax())
-        # The highest point of each piece, so that thinning never hides a peak.
-        pieces = np.unique(np.linspace(0, len(time), min(POINTS, len(time)) + 1).astype(np.int64))[:-1]
-        highest = np.maximum.reduceat(allocated, pieces)
+        # The maximum of each bin, so that downsampling never hides a peak.
+        bins = np.unique(np.linspace(0, len(time), min(POINTS, len(time)) + 1).astype(np.int64))[:-1]
+        highest = np.maximum.reduceat(allocated, bins)
         name = f"{_DEVICE_TYPES.get(kind, f'device type {kind}')} {device}" if kind else "cpu"
         curves.append(MemoryCurve(
-            name, int(allocated[at]), int(time[at]), max(int(reserved.max()), 0), tuple(time[pieces].tolist()),
+            name, int(allocated[at]), int(time[at]), max(int(reserved.max()), 0), tuple(time[bins].tolist()),
             tuple(highest.tolist()),
         ))  # fmt: skip
     return tuple(curves)

@@ -13,7 +13,7 @@ from shardwise.trace.answers import Explanation
 from shardwise.trace.explain import explain
 from shardwise.trace.rank import Rank
 from shardwise.trace.spans.activity import activity_of
-from shardwise.trace.spans.steps import choose
+from shardwise.trace.spans.steps import select_steps
 
 HOST = dict(pid=1, tid=1)
 
@@ -68,7 +68,7 @@ def explained(folder: Path, ranks: Mapping[int, tuple[str, Sequence[str]]], peak
     """Write, read and explain ranks: each has its member and its events."""
     profiles = [read(folder / f"rank-{rank}.json", text_of(events, before)) for rank, (before, events) in ranks.items()]
     activities = [activity_of(profile) for profile in profiles]
-    return explain([Rank(activity, choose(activity)) for activity in activities], peak)
+    return explain([Rank(activity, select_steps(activity)) for activity in activities], peak)
 
 
 def moments(spans: Sequence[tuple[int, int]]) -> set[int]:

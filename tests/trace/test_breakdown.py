@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from profile_files import BASES, device_events, host_events, kernel, read, span, step, text_of
 
 from shardwise.trace.spans.activity import activity_of
-from shardwise.trace.spans.intervals import covered, difference, intersect, join, own_pieces, total, union
-from shardwise.trace.spans.steps import break_down, choose
+from shardwise.trace.spans.intervals import difference, intersect, join, self_time_segments, total, union
+from shardwise.trace.spans.steps import break_down, select_steps
 
 quick = settings(max_examples=120, deadline=None)
 
@@ -34,7 +34,7 @@ def compare(path: Path, text: bytes) -> None:
     low = min((start for start, _, _ in parts), default=0)
     shifted = [(start - low, end - low, kind) for start, end, kind in parts]
     for all_events in (True, False):
-        chosen = choose(activity, all_events=all_events)
+        chosen = select_steps(activity, all_events=all_events)
         windows = oracle.step_windows(found, chosen.numbers) if chosen.steps else oracle.whole(parts)
         right = oracle.breakdown(parts, windows)
         assert right == oracle.breakdown_by_sets(shifted, [(start - low, end - low) for start, end in windows])
@@ -78,7 +78,7 @@ def compare_large(path: Path, text: bytes) -> None:
     found = oracle.spans(oracle.load(path))
     parts = oracle.pieces(found)
     activity = activity_of(profile)
-    chosen = choose(activity)
+    chosen = select_steps(activity)
     assert asdict(break_down(activity, chosen.windows)) == oracle.breakdown(parts, oracle.whole(parts))
 
 
@@ -89,7 +89,7 @@ def test_where_rounding_to_microseconds_loses_time(folder: Path) -> None:
     path = folder / "rounding.json"
     profile = read(path, text_of(events))
     activity = activity_of(profile)
-    ours = asdict(break_down(activity, choose(activity).windows))
+    ours = asdict(break_down(activity, select_steps(activity).windows))
     parts = oracle.pieces(oracle.spans(oracle.load(path)))
     assert ours == oracle.breakdown(parts, oracle.whole(parts))
     assert (ours["span"], ours["compute"], ours["idle"]) == (799_900, 760_000, 39_900)
@@ -120,18 +120,11 @@ def test_interval_sets(one: list[tuple[int, int]], other: list[tuple[int, int]])
     assert moments(intersect(a, b)) == in_a & in_b
     assert moments(difference(a, b)) == in_a - in_b
     assert moments(join(a, b)) == in_a | in_b
-    start, end = (
-        (np.array(column, np.int64) for column in zip(*((s, s + d) for s, d in other), strict=True))
-        if other
-        else (a[0][:0],) * 2
-    )
-    inside = [len(in_a & set(range(s, s + d))) for s, d in other]
-    assert covered(a, start, end).tolist() == inside
 
 
 def test_own_time_when_spans_only_overlap() -> None:
-    lane = np.zeros(3, np.int32)
-    piece, start, end = own_pieces(lane, np.array([0, 5, 20]), np.array([10, 15, 30]))
+    track = np.zeros(3, np.int32)
+    piece, start, end = self_time_segments(track, np.array([0, 5, 20]), np.array([10, 15, 30]))
     assert list(zip(piece.tolist(), start.tolist(), end.tolist(), strict=True)) == [
         (0, 0, 5),
         (1, 5, 10),
@@ -147,11 +140,11 @@ def test_steps(folder: Path) -> None:
               step(5, 490, 200), step(6, 690, 5), span("Trace", "PyTorch Profiler (0)", 95, 900, pid="Spans", tid="x")]  # fmt: skip
     profile = read(folder / "steps.json", text_of(events))
     activity = activity_of(profile)
-    chosen = choose(activity)
+    chosen = select_steps(activity)
     assert chosen.numbers == (4, 5), "3 begins before the recording does, 6 holds nothing"
     assert break_down(activity, chosen.windows).span == 400
-    assert choose(activity, 3, 4).numbers == (3, 4)
-    assert choose(activity, first=5).numbers == (5, 6)
-    assert choose(activity, first=9).numbers == ()
-    everything = choose(activity, all_events=True)
+    assert select_steps(activity, 3, 4).numbers == (3, 4)
+    assert select_steps(activity, first=5).numbers == (5, 6)
+    assert select_steps(activity, first=9).numbers == ()
+    everything = select_steps(activity, all_events=True)
     assert (everything.steps, total(everything.windows)) == ((), 740 - 120)

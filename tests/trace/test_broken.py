@@ -19,7 +19,7 @@ from shardwise.trace.reading import text as text_module
 from shardwise.trace.reading.profile import Profile
 from shardwise.trace.reading.read import NoProfile, read_profile
 from shardwise.trace.spans.activity import activity_of
-from shardwise.trace.spans.steps import break_down, choose
+from shardwise.trace.spans.steps import break_down, select_steps
 
 EVENTS = [kernel(f"kernel {n}", 1000 * n, 500, correlation=n) for n in range(40)]
 
@@ -39,7 +39,7 @@ def attempt(path: Path, text: bytes) -> Profile | str:
         return str(refusal)
     assert all(problem.startswith(str(path)) for problem in profile.problems)
     activity = activity_of(profile)
-    result = break_down(activity, choose(activity).windows)
+    result = break_down(activity, select_steps(activity).windows)
     assert result.span >= result.idle >= 0
     return profile
 

@@ -47,7 +47,7 @@ def test_round_trip(kept: tuple[Path, Path]) -> None:
     path, folder = kept
     profile = read_profile(path)
     assert profile.problems
-    assert len(profile.messages) == len(profile.shapes) == len(profile.allocations) == 1
+    assert len(profile.comm_params) == len(profile.shapes) == len(profile.allocations) == 1
     found = cache.load(folder, path)
     assert found is not None
     assert equal(profile, found)
@@ -73,7 +73,7 @@ def test_a_broken_cache_is_written_anew(kept: tuple[Path, Path], damage: str, ta
     if damage == "missing":
         file.unlink()
     else:
-        other = next(folder.rglob("messages.parquet")).read_bytes()
+        other = next(folder.rglob("comm_params.parquet")).read_bytes()
         file.write_bytes({"cut": whole[:-20], "garbage": bytes(len(whole)), "another": other, "empty": b""}[damage])
     assert cache.load(folder, path) is None
     assert equal(open_profiles([path], folder).profiles[0], read_profile(path))

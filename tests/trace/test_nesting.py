@@ -16,27 +16,27 @@ def nested(draw: st.DrawFn) -> list[tuple[int, int, int]]:
     """Brackets: spans inside of spans."""
     found: list[tuple[int, int, int]] = []
 
-    def open_one(lane: int, low: int, high: int, depth: int) -> None:
-        found.append((lane, low, high - low))
+    def open_one(track: int, low: int, high: int, depth: int) -> None:
+        found.append((track, low, high - low))
         at = low
         while depth < 4 and at < high and draw(st.booleans()):
             begin = draw(st.integers(at, high))
             finish = draw(st.integers(begin, high))
-            open_one(lane, begin, finish, depth + 1)
+            open_one(track, begin, finish, depth + 1)
             at = finish
 
-    for lane in range(draw(st.integers(1, 2))):
-        open_one(lane, draw(st.integers(0, 5)), draw(st.integers(5, 40)), 0)
+    for track in range(draw(st.integers(1, 2))):
+        open_one(track, draw(st.integers(0, 5)), draw(st.integers(5, 40)), 0)
     return found
 
 
 def walked(given: list[tuple[int, int, int]]) -> tuple[list[int], list[int]]:
-    """Enclosers, and ends cut to them, by walking each lane with a stack."""
+    """Enclosers, and ends cut to them, by walking each track with a stack."""
     parent, ends = [-1] * len(given), [start + length for _, start, length in given]
-    for lane in {one[0] for one in given}:
+    for track in {one[0] for one in given}:
         stack: list[int] = []
         for at, (own, start, _) in enumerate(given):
-            if own != lane:
+            if own != track:
                 continue
             while stack and ends[stack[-1]] <= start:
                 stack.pop()
@@ -52,8 +52,8 @@ def walked(given: list[tuple[int, int, int]]) -> tuple[list[int], list[int]]:
 @given(st.one_of(spans, nested()))
 def test_innermost_and_parent(given_spans: list[tuple[int, int, int]]) -> None:
     ordered = sorted(given_spans, key=lambda one: (one[1], -one[2]))
-    lane, start, length = (np.array(column, np.int64) for column in zip(*ordered, strict=True))
-    found = nest(lane, start, start + length)
+    track, start, length = (np.array(column, np.int64) for column in zip(*ordered, strict=True))
+    found = nest(track, start, start + length)
     parent, ends = walked(ordered)
     assert found.parent.tolist() == parent
     for where in range(3):

@@ -11,7 +11,7 @@ from made_jobs import Host, explained, job_member, message
 from shardwise.schedules import Action, Cost, make_schedule, time
 from shardwise.trace.answers import Explanation
 from shardwise.trace.pipeline import Executed, played, read_action
-from shardwise.trace.spans.intervals import nothing
+from shardwise.trace.spans.intervals import empty
 
 CASES = [("1f1b", 2, 4, 1), ("gpipe", 3, 4, 1), ("interleaved", 2, 4, 2), ("zb-h1", 3, 5, 1), ("zb-v", 2, 4, 2)]
 
@@ -84,7 +84,7 @@ def test_playing() -> None:
     def actions(*texts: str, works: tuple[int, ...]) -> Executed:
         read = [read_action(text) for text in texts]
         assert None not in read
-        return Executed(tuple(one for one in read if one), (0, *accumulate(works)), nothing())
+        return Executed(tuple(one for one in read if one), (0, *accumulate(works)), empty())
 
     parts = [actions("F0.0", "B0.0", works=(10, 20)), actions("F1.0", "B1.0", works=(11, 21))]
     assert played(parts, {}) == 10 + 11 + 21 + 20

@@ -1,4 +1,4 @@
-"""What is read of a profile: exact times, every spelling of categories, ranks, groups, messages, shapes, allocations."""
+"""What is read of a profile: exact times, every spelling of categories, ranks, groups, collectives, shapes, allocations."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def test_categories(tmp_path: Path) -> None:
     assert kinds == [*KIND_OF_CATEGORY.values(), "other", "other", "other"]
 
 
-def test_order_and_lanes(tmp_path: Path) -> None:
-    """By start, of equal starts the longer first; a stream and a thread of the same numbers are two lanes."""
+def test_order_and_tracks(tmp_path: Path) -> None:
+    """By start, of equal starts the longer first; a stream and a thread of the same numbers are two tracks."""
     name = '{"ph": "M", "name": "thread_name", "pid": 0, "tid": 7, "args": {"name": "stream 7 "}}'
     events = [
         span("cpu_op", "inner", 5, 2),
@@ -77,10 +77,10 @@ def test_order_and_lanes(tmp_path: Path) -> None:
     ]
     profile = read(tmp_path / "a.json", text_of(events))
     assert [profile.events.names[n] for n in profile.events.name] == ["k", "f", "outer", "inner"]
-    lanes = [profile.events.lanes[n] for n in profile.events.lane]
-    assert [(lane.process, lane.thread, lane.stream, lane.device) for lane in lanes] == [
+    tracks = [profile.events.tracks[n] for n in profile.events.track]
+    assert [(track.process, track.thread, track.stream, track.device) for track in tracks] == [
         ("0", "7", 7, 0), ("0", "7", -1, -1), ("1", "1", -1, -1), ("1", "1", -1, -1)]  # fmt: skip
-    assert lanes[0].name == "stream 7"
+    assert tracks[0].name == "stream 7"
 
 
 def test_numbers_of_events(tmp_path: Path) -> None:
@@ -104,17 +104,17 @@ def test_messages_shapes_and_allocations(tmp_path: Path) -> None:
               span("cpu_op", "aten::add", 6, 1, **shapes), span("cpu_op", "aten::add", 5, 1, **shapes), json.dumps(memory),
               span("cpu_op", "c10d::send", 9, 1, **{"Collective name": "send", "Src Rank": 0, "Dst Rank": 3})]  # fmt: skip
     profile = read(tmp_path / "a.json", text_of(events))
-    messages = profile.messages
-    assert messages.event.tolist() == [2, 3, 4]
-    assert messages.collective[0] == -1
-    assert [messages.texts[text] for text in messages.collective[1:]] == ["allreduce", "send"]
-    assert [messages.texts[column[1]] for column in (messages.group, messages.description, messages.ranks)] == [
+    params = profile.comm_params
+    assert params.event.tolist() == [2, 3, 4]
+    assert params.collective[0] == -1
+    assert [params.texts[text] for text in params.collective[1:]] == ["allreduce", "send"]
+    assert [params.texts[column[1]] for column in (params.group, params.description, params.ranks)] == [
         "7",
         "tensor",
         "[0, 1]",
     ]
-    assert (messages.elements_in[1], messages.elements_out[1], messages.size[1], messages.sequence[1]) == (10, 20, 2, 5)
-    assert (messages.source.tolist(), messages.destination.tolist()) == ([-1, -1, 0], [-1, -1, 3])
+    assert (params.elements_in[1], params.elements_out[1], params.size[1], params.sequence[1]) == (10, 20, 2, 5)
+    assert (params.source.tolist(), params.destination.tolist()) == ([-1, -1, 0], [-1, -1, 3])
     found = profile.shapes
     assert found.event.tolist() == [0, 1]
     assert found.decode(found.dims[0]) == [[2, 3], []]

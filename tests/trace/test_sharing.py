@@ -45,7 +45,7 @@ def test_two_processes_read_what_one_does(tmp_path: Path, monkeypatch: pytest.Mo
     path = write(tmp_path / "rank.json.gz", TEXTS[case])
     assert len(TEXTS[case]) > 2 << 20
     alone = read_profile(path)
-    monkeypatch.setattr(read_module, "_WORTH_SHARING", 1 << 20)
+    monkeypatch.setattr(read_module, "_SPLIT_FROM", 1 << 20)
     monkeypatch.setattr(read_module, "_cores", lambda: 2)
     together = read_module.open_profiles([path]).profiles[0]
     assert equal(alone, together)

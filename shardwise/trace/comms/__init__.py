@@ -1,1 +1,1 @@
-"""Collective events: found on device or host, described, matched over ranks, and how much of them compute overlaps."""
+"""Collective events: found on device or host, described, matched across ranks, and split into exposed and overlapped time."""

@@ -1,10 +1,10 @@
-"""What is known of a collective: its axis, its kind, its process group and its bytes.
+"""Describes a collective: its axis, kind, process group and bytes.
 
-Programs write this in several places, by version and backend: in the arguments of NCCL's kernel or of the host's
-`record_param_comms`, in a label of this project's trainer, in the shapes of the call (`nccl:all_reduce`, `c10d::…`), at worst
-only in the kernel's name. The axis comes from the label, or else from the description of the process group: this project's
-words, the dimensions of a DeviceMesh (torchtitan, FSDP) or Megatron's names. Any other group keeps its own name, since a guess
-would blame the wrong axis. Few descriptions are distinct, so each is worked out once.
+The source depends on version and backend: arguments of the NCCL kernel or of `record_param_comms` on the host, a label of this
+project's trainer, shapes of the call (`nccl:all_reduce`, `c10d::…`), at worst only the kernel's name. The axis comes from the
+label, or from the description of the process group: this project's axes, dimensions of a DeviceMesh (torchtitan, FSDP) or
+Megatron's names. Any other group keeps its own name, since a guess could blame the wrong axis. Few descriptions are distinct, so
+each is computed once.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from shardwise.trace.reading.profile import Integers, Profile, column_at, row_of
 AXES = ("replicate", "shard", "context", "tensor", "pipeline", "expert")
 
 WORLD = "world"
-"""The default process group, of all ranks."""
+"""Axis of the default process group, which has all ranks."""
 
 UNKNOWN = "unknown"
-"""The profile names no process group."""
+"""Axis where the profile names no process group."""
 
 _DIMENSIONS = {
     "tp": "tensor", "tensor": "tensor", "mp": "tensor", "tensor_model": "tensor", "expert_tensor": "tensor", "etp": "tensor",
@@ -41,8 +41,8 @@ _DIMENSIONS = {
     "dp_shard_in_ep": "shard", "efsdp": "shard", "zero": "shard", "expert_data": "shard", "edp": "shard",
     "intra_distributed_optimizer_instance": "shard", "batch": "replicate", "loss": "replicate",
 }  # fmt: skip
-"""Axes of mesh dimensions and of Megatron's groups, without the words that all of those have. Megatron's distributed optimizer
-shards over its data group, but the group is there for replicas."""
+"""Axis by mesh dimension or Megatron group, without the prefixes and suffixes that all of those share. Megatron's distributed
+optimizer shards over its data group, but the group itself is of replicas."""
 
 _COLLECTIVES = (
     (re.compile(r"reduce_?scatter"), "reduce_scatter"),
@@ -67,31 +67,31 @@ ELEMENT_BYTES = {
     "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "complexfloat": 8, "complexdouble": 16, "uint8": 1, "int8": 1, "int32": 4,
     "int64": 8, "float16": 2, "float32": 4, "float64": 8,
 }  # fmt: skip
-"""Bytes of an element, by the profiler's spelling in lower case without blanks."""
+"""Bytes of an element by dtype, as the profiler writes it, in lower case without spaces."""
 
 CHANGES_SIZE = ("all_gather", "reduce_scatter", "all_to_all")
-"""Collectives whose calls name both input and output."""
+"""Collectives whose calls have both an input and an output tensor."""
 
 
 class Description(NamedTuple):
-    """What is known of a collective."""
+    """Axis, kind, process group and size of a collective."""
 
     axis: str
     collective: str
     group: str
-    """Name of the process group; "" when the profile names none."""
+    """Name of the process group, "" if the profile has none."""
     size: int
-    """Ranks in the group, 0 when not known."""
+    """Ranks in the group, 0 if unknown."""
     bytes: float
-    """On the wire."""
+    """Sent by this rank on the wire."""
     payload: float
-    """Of the whole tensor."""
+    """Bytes of the whole tensor."""
     sized: bool
-    """Whether its bytes are known."""
+    """Whether `bytes` is known."""
 
 
 def axis_of(description: str, name: str = "") -> str:
-    """The axis of a process group, or what the program called the group when its description names no known axis."""
+    """The axis of a process group, or the group's own description if that names no known axis."""
     word = re.sub(r"[\s\-]+", "_", description.strip().lower())
     if word in ("default_pg", "default", "world"):
         return WORLD
@@ -110,7 +110,7 @@ def axis_of(description: str, name: str = "") -> str:
 
 
 def collective_of(name: str) -> str:
-    """The ledger's word for the collective that the name of a kernel, operator or range spells; "" for any other name."""
+    """The ledger's collective for the name of a kernel, operator or annotation; "" for any other name."""
     spelled = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
     for pattern, word in _COLLECTIVES:
         if pattern.search(spelled):
@@ -119,22 +119,22 @@ def collective_of(name: str) -> str:
 
 
 def element_bytes(dtype: str) -> int:
-    """Bytes of one element of a type as the profiler writes it; 0 for an unknown type."""
+    """Bytes of one element of a dtype as the profiler writes it; 0 for an unknown dtype."""
     return ELEMENT_BYTES.get(re.sub(r"c10::|[\s]", "", dtype.lower()), 0)
 
 
 def describe(
-    profile: Profile, own: Integers, label: Integers, carrier: Integers, call: Integers
+    profile: Profile, own: Integers, label: Integers, params: Integers, call: Integers
 ) -> tuple[tuple[Description, ...], Integers]:
-    """The distinct descriptions of some collectives, and which is whose. Each collective is given by events, -1 for none: its
-    own, its label, the one that carries its arguments and the call that has its shapes."""
-    events, messages, shapes = profile.events, profile.messages, profile.shapes
+    """The distinct descriptions of some collectives, and the index of each collective's. Each is given by four events, -1 for
+    none: its own, its label, the event with its `CommParams`, and the call with its shapes."""
+    events, comm_params, shapes = profile.events, profile.comm_params, profile.shapes
     if not len(own):
         return (), np.zeros(0, np.int64)
-    row, shaped = row_of(messages.event, carrier), row_of(shapes.event, call)
+    row, shaped = row_of(comm_params.event, params), row_of(shapes.event, call)
     arguments = (
-        messages.group, messages.description, messages.collective, messages.dtype, messages.ranks, messages.splits_in,
-        messages.elements_in, messages.elements_out, messages.size,
+        comm_params.group, comm_params.description, comm_params.collective, comm_params.dtype, comm_params.ranks,
+        comm_params.splits_in, comm_params.elements_in, comm_params.elements_out, comm_params.size,
     )  # fmt: skip
     columns = [
         *(column_at(events.name, event) for event in (own, label, call)),
@@ -148,7 +148,7 @@ def describe(
 
 @dataclass(frozen=True)
 class _Reader:
-    """One distinct description, as indices into the profile's tables."""
+    """One distinct description, before it is read: indices into the profile's tables."""
 
     profile: Profile
     own: int
@@ -162,17 +162,17 @@ class _Reader:
     dtype: int
     ranks: int
     splits: int
-    given: int
-    got: int
+    elements_in: int
+    elements_out: int
     size: int
 
     def read(self) -> Description:
-        """In words and bytes."""
+        """The description these indices stand for."""
         names = self.profile.events.names
         name = self._text(self.group)
         group = self.profile.groups.get(name)
         own, call = names[self.own], names[self.call] if self.call >= 0 else ""
-        # The backend may run another collective than was asked for; the name of a kernel says least.
+        # The backend may run another collective than the call, so a kernel's name is the weakest evidence.
         spelled = (self._text(self.collective), *((own, call) if own.startswith("c10d::") else (call, own)))
         collective = next((word for word in map(collective_of, spelled) if word), "unknown")
         description = self._text(self.description) or (group.description if group else "")
@@ -184,48 +184,49 @@ class _Reader:
         size = self.size if self.size > 0 else group.size if group else 0
         if not name:
             name, size = self._group_of_axis(axis)
-        given = self._given(collective)
+        input_bytes = self._input_bytes(collective)
         if not name and size <= 0:
             size = self._size_by_shapes(collective)
-        wire = self._wire(collective, size, given) if given is not None and size > 0 else None
+        wire = self._wire(collective, size, input_bytes) if input_bytes is not None and size > 0 else None
         if label is not None and labelled:
             wire = _number(label.words[2])
-        payload = 0 if given is None else given * (size if collective == "all_gather" else 1)
+        payload = 0 if input_bytes is None else input_bytes * (size if collective == "all_gather" else 1)
         sized = wire is not None or collective in ("recv", "barrier")
         return Description(axis, collective, name, max(size, 0), float(wire or 0), float(payload), sized)
 
     def _group_of_axis(self, axis: str) -> tuple[str, int]:
-        """The group of a collective that names none, if all groups of its axis have the same members."""
+        """The group of a collective without one, if all groups of its axis have the same members."""
         alike = {g.ranks: name for name, g in self.profile.groups.items() if axis_of(g.description, name) == axis}
         return (next(iter(alike.values())), len(next(iter(alike)))) if len(alike) == 1 else ("", 0)
 
     def _text(self, at: int) -> str:
-        return self.profile.messages.texts[at] if at >= 0 else ""
+        return self.profile.comm_params.texts[at] if at >= 0 else ""
 
-    def _given(self, collective: str) -> int | None:
-        """Bytes that this rank puts in, None when not known."""
+    def _input_bytes(self, collective: str) -> int | None:
+        """Bytes of this rank's input, None if unknown."""
         element = element_bytes(self._text(self.dtype)) if self.dtype >= 0 else 0
-        if element and max(self.given, self.got) > 0:
-            return element * (self.got if collective == "recv" and self.got > 0 else max(self.given, 0) or self.got)
-        return self._given_by_shapes(collective)
+        sent, received = self.elements_in, self.elements_out
+        if element and max(sent, received) > 0:
+            return element * (received if collective == "recv" and received > 0 else max(sent, 0) or received)
+        return self._input_bytes_by_shapes(collective)
 
     def _tensors(self) -> list[tuple[int, int]]:
         """Numel and element size of each tensor of the call."""
         dims, types = self.profile.shapes.decode(self.dims), self.profile.shapes.decode(self.types)
         found: list[tuple[int, int]] = []
-        for shape, kind in zip(dims, types, strict=False):
+        for shape, dtype in zip(dims, types, strict=False):
             shapes = shape if shape and isinstance(shape[0], list) else [shape]
-            element = element_bytes(str(kind))  # the type of a list of tensors is not recorded
+            element = element_bytes(str(dtype))  # the type of a list of tensors is not recorded
             if element and all(isinstance(n, int) for one in shapes for n in one):
                 found += [(prod(one), element) for one in shapes if one]
         return found
 
-    def _given_by_shapes(self, collective: str) -> int | None:
+    def _input_bytes_by_shapes(self, collective: str) -> int | None:
         tensors = self._tensors()
         if not tensors:
             return None
         called = self.profile.events.names[self.call]
-        # Operators of `c10d` take the output before the input; annotations have only the input.
+        # `c10d` operators take the output before the input; annotations have only the input.
         second = called.startswith("c10d::") and collective in CHANGES_SIZE
         if second and len(tensors) < 2:
             return None
@@ -233,20 +234,20 @@ class _Reader:
         return elements * element
 
     def _size_by_shapes(self, collective: str) -> int:
-        """Ranks of the group: the factor by which an all-gather or reduce-scatter changes the size, or else all of the job."""
+        """Ranks of the group: ratio of output to input for an all-gather or reduce-scatter, else all ranks of the job."""
         tensors = self._tensors()
         if collective in ("all_gather", "reduce_scatter") and len(tensors) >= 2 and self.call >= 0:
             small, large = sorted(elements for elements, _ in tensors[:2])
             return large // small if small else 0
         return 0 if self.profile.groups else max(self.profile.world, 0)
 
-    def _wire(self, collective: str, size: int, given: int) -> Fraction:
+    def _wire(self, collective: str, size: int, input_bytes: int) -> Fraction:
         splits = _numbers(self._text(self.splits))
         if collective == "all_to_all" and len(splits) == size and any(splits):
             index = self._index_in_group()
             if 0 <= index < size:
-                return Fraction(given * (sum(splits) - splits[index]), sum(splits))
-        return wire_bytes(collective, size, given)
+                return Fraction(input_bytes * (sum(splits) - splits[index]), sum(splits))
+        return wire_bytes(collective, size, input_bytes)
 
     def _index_in_group(self) -> int:
         group = self.profile.groups.get(self._text(self.group))
@@ -255,7 +256,7 @@ class _Reader:
 
 
 def _numbers(text: str) -> list[int]:
-    """The integers of a list as the file writes it; [] when it is shortened or not a list."""
+    """The integers of a list as the file writes it; [] if it is truncated or not a list."""
     parts = text.strip().strip("[]").split(",")
     try:
         return [int(part) for part in parts if part.strip()]

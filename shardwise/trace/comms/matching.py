@@ -1,9 +1,9 @@
-"""The same collective on several ranks, matched by the group's sequence number where the profile has it, else by order within a
-step. By order only where all ranks seen of a group have equally many in the step: a wrong match would be worse than none.
+"""Matches a collective across ranks: by the process group's sequence number where the profile has it, else by order within a step.
+By order only if all profiled ranks of the group have equally many in the step: a wrong match is worse than none.
 
-Matches give the clocks and the waiting. All ranks leave a collective such as an all-reduce almost together, so the median
-difference of its ends on two ranks is the difference of their clocks. And no byte moves before the last rank has arrived, so a
-rank's time in a collective up to then is waiting, and the rest is transfer.
+Matches give clock offsets and wait times. All ranks leave a collective such as an all-reduce almost together, so the median
+difference of its ends on two ranks is their clock offset. No data moves before the last rank has arrived, so a rank's time in the
+collective up to then is waiting, and the rest is transfer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardwise.trace.answers import Clock
 from shardwise.trace.comms.events import CollectiveEvents
 from shardwise.trace.reading.profile import Integers
 
-TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 """Collectives that no rank leaves before every rank has arrived."""
 
 
@@ -29,22 +29,22 @@ class RankComms:
     rank: int
     comms: CollectiveEvents
     base: int
-    """The time its times count from, on its machine's clock."""
+    """Time zero of the rank, on its host's clock."""
     step: Integers
-    """The step of each event, -1 for those outside the windows."""
+    """The step of each event, -1 outside the windows."""
 
 
 @dataclass(frozen=True)
 class Matches:
-    """Every event that was found on two ranks or more. Sorted by collective, then rank."""
+    """Every event that was matched on two or more ranks, sorted by collective, then rank."""
 
     collective: Integers
-    """A number for each matched collective."""
+    """Index of the matched collective."""
     rank: Integers
     event: Integers
     """Into that rank's collective events."""
     dropped: int
-    """Events that could not be matched, since ranks of their group disagree on how many there are."""
+    """Events that could not be matched."""
 
     def __len__(self) -> int:
         return len(self.rank)
@@ -53,10 +53,10 @@ class Matches:
         """The first row of each collective."""
         return np.flatnonzero(np.append(True, np.diff(self.collective) != 0)[: len(self)])
 
-    def only(self, kept: NDArray[np.bool_]) -> Matches:
-        """Some of the rows; the others count as dropped."""
-        dropped = self.dropped + int((~kept).sum())
-        return Matches(self.collective[kept], self.rank[kept], self.event[kept], dropped)
+    def only(self, mask: NDArray[np.bool_]) -> Matches:
+        """The masked rows; the others count as dropped."""
+        dropped = self.dropped + int((~mask).sum())
+        return Matches(self.collective[mask], self.rank[mask], self.event[mask], dropped)
 
 
 def match(parts: Sequence[RankComms]) -> Matches:
@@ -65,13 +65,15 @@ def match(parts: Sequence[RankComms]) -> Matches:
     columns: list[tuple[Integers, ...]] = [(np.zeros(0, np.int64),) * 5]
     for part in parts:
         comms = part.comms
-        # A group without a name is that of all ranks.
-        named = comms.column(lambda d: _number(keys, d.group, d.axis, d.collective) if d.collective in TOGETHER else -1)
+        # A group without a name is taken for that of all ranks.
+        named = comms.column(
+            lambda d: _number(keys, d.group, d.axis, d.collective) if d.collective in SYNCHRONISING else -1
+        )
         key = np.maximum(named.astype(np.int64), _pair_keys(part, keys))
-        kept = np.flatnonzero((key >= 0) & (part.step >= 0) & comms.first)
-        group, step = key[kept], part.step[kept]
-        numbers = _numbers(group, step, comms.sequence[kept])
-        columns.append((np.full(len(kept), part.rank), kept, group, step, numbers))
+        selected = np.flatnonzero((key >= 0) & (part.step >= 0) & comms.first)
+        group, step = key[selected], part.step[selected]
+        numbers = _numbers(group, step, comms.sequence[selected])
+        columns.append((np.full(len(selected), part.rank), selected, group, step, numbers))
     return _joined(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
@@ -80,7 +82,7 @@ def _number(keys: dict[object, int], *key: object) -> int:
 
 
 def _pair_keys(part: RankComms, keys: dict[object, int]) -> Integers:
-    """The key of each send and receive: its axis, who sends and who receives; -1 for other events."""
+    """The key of each send and receive: axis, source and destination; -1 for other events."""
     found = np.full(len(part.comms), -1, np.int64)
     for at, one in enumerate(part.comms.descriptions):
         if one.collective not in ("send", "recv"):
@@ -94,8 +96,8 @@ def _pair_keys(part: RankComms, keys: dict[object, int]) -> Integers:
 
 
 def _numbers(group: Integers, step: Integers, sequence: Integers) -> Integers:
-    """The group's sequence number; where there is none, how many of this group, collective and step came before, counted from -1
-    downwards so that the two never coincide."""
+    """Sequence numbers; where there are none, the order among events of the same key and step, counted from -1 downwards so that
+    the two never coincide."""
     order = np.lexsort((step, group))
     starts = np.flatnonzero(np.append(True, (np.diff(group[order]) != 0) | (np.diff(step[order]) != 0))[: len(order)])
     counted = np.empty(len(group), np.int64)
@@ -108,26 +110,25 @@ def _joined(rank: Integers, event: Integers, group: Integers, step: Integers, nu
     if not len(rank):
         return Matches(rank, rank, rank, 0)
     counted = number < 0
-    # Steps matter only for matches by order: sequence numbers run through all steps.
+    # Steps matter only for matches by order: sequence numbers continue over all steps.
     where = np.where(counted, step, -1)
     agree = _agreeing(rank, group, where, counted)
     rows = np.stack((group, where, number), 1)
     _, collective = np.unique(rows, axis=0, return_inverse=True)
     collective = collective.reshape(-1)
-    # One number twice on a rank: a library gave it to more than one kernel, so they cannot be told apart.
-    twice = np.unique(np.stack((collective, rank), 1), axis=0, return_counts=True)
-    bad = np.isin(collective, twice[0][twice[1] > 1, 0])
-    kept = agree & ~bad
-    several = np.bincount(collective[kept], minlength=collective.max() + 1) > 1
-    kept &= several[collective]
-    order = np.lexsort((rank[kept], collective[kept]))
-    return Matches(
-        collective[kept][order], rank[kept][order], event[kept][order], int((~agree).sum() + (agree & bad).sum())
-    )
+    # A sequence number counts on one rank: the library gave it to several kernels, so the match is ambiguous.
+    counts = np.unique(np.stack((collective, rank), 1), axis=0, return_counts=True)
+    ambiguous = np.isin(collective, counts[0][counts[1] > 1, 0])
+    mask = agree & ~ambiguous
+    dropped = int((~mask).sum())
+    several = np.bincount(collective[mask], minlength=collective.max() + 1) > 1
+    mask &= several[collective]
+    order = np.lexsort((rank[mask], collective[mask]))
+    return Matches(collective[mask][order], rank[mask][order], event[mask][order], dropped)
 
 
 def _agreeing(rank: Integers, group: Integers, step: Integers, counted: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Whether all ranks have equally many events of a group in a step; always true where they have sequence numbers."""
+    """Whether all ranks have equally many events of a group in a step; always true for events with sequence numbers."""
     _, cell = np.unique(np.stack((group, step), 1), axis=0, return_inverse=True)
     pairs, count = np.unique(np.stack((cell.reshape(-1), rank), 1), axis=0, return_counts=True)
     most = np.zeros(cell.max() + 1, np.int64)
@@ -137,34 +138,33 @@ def _agreeing(rank: Integers, group: Integers, step: Integers, counted: NDArray[
     return ~counted | (most == least)[cell.reshape(-1)]
 
 
-def trusted(parts: Sequence[RankComms], matches: Matches) -> Matches:
-    """The matches without those of two ranks whose ends differ by more than the collectives last: what was matched there by order
-    is not the same collective."""
+def drop_mismatched(parts: Sequence[RankComms], matches: Matches) -> Matches:
+    """Drop matches between two ranks whose ends scatter by more than the collectives last: they are not the same collective."""
     if not len(matches):
         return matches
     ends = _times(parts, matches, "end")
     length = ends - _times(parts, matches, "start")
-    together = left_together(parts, matches)
+    synchronising = synchronising_rows(parts, matches)
     heads = matches.first_of_each()
     anchor = np.repeat(matches.rank[heads], np.diff(np.append(heads, len(matches))))
     bad = np.zeros(len(matches), np.bool_)
-    for (first, second), (_, deviation, _) in _edges(matches, ends, together).items():
-        mine = together & (anchor == first) & (matches.rank == second)
+    for (first, second), (_, deviation, _) in _edges(matches, ends, synchronising).items():
+        mine = synchronising & (anchor == first) & (matches.rank == second)
         if mine.any() and deviation > _median(length[mine]):
             bad |= np.isin(matches.collective, matches.collective[mine])
     return matches.only(~bad)
 
 
 def clocks(parts: Sequence[RankComms], matches: Matches) -> dict[int, Clock]:
-    """Each rank's clock against that of the lowest rank it can be compared with, through any number of other ranks."""
-    edges = _edges(matches, _times(parts, matches, "end"), left_together(parts, matches))
+    """Each rank's clock relative to the lowest rank that it is connected to by matches, directly or through other ranks."""
+    edges = _edges(matches, _times(parts, matches, "end"), synchronising_rows(parts, matches))
     found = {part.rank: Clock(0, -1, 0) for part in parts}
     for root in sorted(found):
         if found[root].uncertainty >= 0:
             continue
         reached = {root: Clock(0, 0, 0)}
         while True:
-            # The least uncertain comparison that reaches one more rank.
+            # The edge to a new rank with the least uncertainty.
             steps = [
                 (reached[a].uncertainty + u, b, reached[a].offset + shift, n)
                 for (a, b), (shift, u, n) in edges.items()
@@ -183,16 +183,16 @@ def clocks(parts: Sequence[RankComms], matches: Matches) -> dict[int, Clock]:
 
 
 def _edges(
-    matches: Matches, ends: Integers, together: NDArray[np.bool_]
+    matches: Matches, ends: Integers, synchronising: NDArray[np.bool_]
 ) -> dict[tuple[int, int], tuple[int, int, int]]:
-    """For each two ranks that share collectives: what to add to the second's times, the median deviation, how many collectives."""
-    kept = np.flatnonzero(together)
-    collective, rank, end = matches.collective[kept], matches.rank[kept], ends[kept]
-    if not len(kept):
+    """For each two ranks with common collectives: offset of the second's clock, median deviation, number of collectives."""
+    rows = np.flatnonzero(synchronising)
+    collective, rank, end = matches.collective[rows], matches.rank[rows], ends[rows]
+    if not len(rows):
         return {}
     starts = np.flatnonzero(np.append(True, np.diff(collective) != 0))
-    anchor = np.repeat(starts, np.diff(np.append(starts, len(kept))))
-    other = np.flatnonzero(np.arange(len(kept)) != anchor)
+    anchor = np.repeat(starts, np.diff(np.append(starts, len(rows))))
+    other = np.flatnonzero(np.arange(len(rows)) != anchor)
     pair = np.stack((rank[anchor[other]], rank[other]), 1)
     shift = end[anchor[other]] - end[other]
     distinct, which = np.unique(pair, axis=0, return_inverse=True)
@@ -225,13 +225,13 @@ def _times(
     return out
 
 
-def left_together(parts: Sequence[RankComms], matches: Matches) -> NDArray[np.bool_]:
-    """Which rows are of collectives that no rank leaves before every rank has arrived."""
-    return _rows_of(parts, matches, *TOGETHER)
+def synchronising_rows(parts: Sequence[RankComms], matches: Matches) -> NDArray[np.bool_]:
+    """Mask of the rows of synchronising collectives."""
+    return _rows_of(parts, matches, *SYNCHRONISING)
 
 
 def _rows_of(parts: Sequence[RankComms], matches: Matches, *collectives: str) -> NDArray[np.bool_]:
-    """Which rows are of these collectives."""
+    """Mask of the rows of these collectives."""
     out = np.zeros(len(matches), np.bool_)
     for part in parts:
         mine = matches.rank == part.rank
@@ -239,8 +239,8 @@ def _rows_of(parts: Sequence[RankComms], matches: Matches, *collectives: str) ->
     return out
 
 
-def first_ones(parts: Sequence[RankComms], matches: Matches) -> NDArray[np.bool_]:
-    """Which rows belong to a collective that is the first of any of its ranks: its waiting shows only how the ranks began."""
+def first_collective_rows(parts: Sequence[RankComms], matches: Matches) -> NDArray[np.bool_]:
+    """Mask of the rows of a collective that is the first on any of its ranks: waits there only show when the ranks began."""
     start = _times(parts, matches, "start")
     first = [mine[start[mine].argmin()] for part in parts if len(mine := np.flatnonzero(matches.rank == part.rank))]
     return np.isin(matches.collective, matches.collective[first]) if first else np.zeros(len(matches), np.bool_)
@@ -248,19 +248,19 @@ def first_ones(parts: Sequence[RankComms], matches: Matches) -> NDArray[np.bool_
 
 @dataclass(frozen=True)
 class Waiting:
-    """For each row of `Matches`: how long its rank waited for the last rank to arrive, and which that was."""
+    """For each row of `Matches`: how long its rank waited for the last rank to arrive, and the last rank."""
 
     wait: Integers
     last: Integers
-    """The rank that arrived last, or the sender; its own wait is 0."""
+    """The rank that arrived last, or the sender of a P2P message; its own wait is 0."""
     arrival: Integers
-    """When it arrived, on the reference clock."""
+    """When the last rank arrived, on the reference clock."""
     lateness: Integers
-    """How much later it arrived than the rank before it."""
+    """How much later the last rank arrived than the one before it."""
 
 
 def waiting(parts: Sequence[RankComms], matches: Matches, offsets: Mapping[int, int]) -> Waiting:
-    """Tells waiting from transfer, on aligned clocks."""
+    """Split matched events into waiting and transfer, on aligned clocks."""
     start = _times(parts, matches, "start", offsets)
     end = _times(parts, matches, "end", offsets)
     if not len(matches):
@@ -268,7 +268,7 @@ def waiting(parts: Sequence[RankComms], matches: Matches, offsets: Mapping[int, 
     sender, receiver = _rows_of(parts, matches, "send"), _rows_of(parts, matches, "recv")
     starts = matches.first_of_each()
     sizes = np.diff(np.append(starts, len(matches)))
-    # Of a send and its receive only the receiver waits.
+    # In a P2P message only the receiver waits.
     never = np.iinfo(np.int64).min
     came = np.where(receiver, never, start)
     arrival = np.repeat(np.maximum.reduceat(came, starts), sizes)

@@ -1,1 +1,1 @@
-"""From Kineto files to columns: gzipped or plain JSON, broken or whole, exact to the nanosecond, cached as Parquet."""
+"""Parses Kineto traces into columns: plain or gzipped JSON, complete or damaged, exact to the nanosecond, cached as Parquet."""

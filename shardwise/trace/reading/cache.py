@@ -1,9 +1,8 @@
-"""Keeps what was read of a profile as Parquet tables, so that the next question about it is answered at once. Any tool that reads
-Parquet can open them.
+"""Caches parsed profiles as Parquet tables, which any Parquet reader can open.
 
-Each profile has a folder named after its path. The folder is written elsewhere and renamed into place, so nobody reads half of
-one. Each table carries the size, time and format of the file it was read from; one that does not fit, or cannot be read, is
-ignored.
+Each profile has a folder named by a hash of its path. The folder is written under another name and renamed into place, so nobody
+reads half of one. Each table carries the size and modification time of its source file and the version of the cache format. A
+table with another stamp, or one that cannot be read, is ignored.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shardwise.files import cache_folder
-from shardwise.trace.reading.profile import Allocations, Device, Events, Group, Lane, Messages, Profile, Shapes
+from shardwise.trace.reading.profile import Allocations, CommParams, Device, Events, Group, Profile, Shapes, Track
 
-FORMAT = 1
-"""Raise it whenever what is read of a file, or how it is stored, changes."""
+FORMAT = 2
+"""Version of the cache. Raise it whenever the parsed columns or their storage change."""
 
-TABLES: Mapping[str, Any] = {"events": Events, "messages": Messages, "shapes": Shapes, "allocations": Allocations}
-_STAMP, _REST = b"shardwise.stamp", b"shardwise.rest"
-_PLAIN = ("rank", "world", "base", "groups", "devices", "backend", "rank_known", "problems")
+TABLES: Mapping[str, Any] = {"events": Events, "comm_params": CommParams, "shapes": Shapes, "allocations": Allocations}
+_STAMP, _METADATA = b"shardwise.stamp", b"shardwise.metadata"
+_FIELDS = ("rank", "world", "base", "groups", "devices", "backend", "rank_known", "problems")
 
 
-class _Rest(msgspec.Struct):
-    """The parts of a profile that are not columns."""
+class _Metadata(msgspec.Struct):
+    """The fields of a profile that are not columns."""
 
     rank: int
     world: int
@@ -46,8 +45,8 @@ class _Rest(msgspec.Struct):
     rank_known: bool
     problems: tuple[str, ...]
     names: tuple[str, ...]
-    lanes: tuple[Lane, ...]
-    message_texts: tuple[str, ...]
+    tracks: tuple[Track, ...]
+    comm_texts: tuple[str, ...]
     shape_texts: tuple[str, ...]
 
 
@@ -61,28 +60,28 @@ def _entry(folder: Path, path: Path) -> Path:
 
 
 def stamp(path: Path) -> bytes:
-    """Changes when the file or the format of the cache does."""
-    about = path.stat()
-    return f"{FORMAT} {about.st_size} {about.st_mtime_ns}".encode()
+    """Identifies a version of the file and of the cache format."""
+    info = path.stat()
+    return f"{FORMAT} {info.st_size} {info.st_mtime_ns}".encode()
 
 
 def store(folder: Path, profile: Profile, stamped: bytes) -> None:
-    """Store a profile that was read when its file had this stamp. A full disk or a folder without write access is no error."""
+    """Store a profile whose file had this stamp when it was read. A full disk or a read-only folder is no error."""
     entry = _entry(folder, Path(profile.path))
     new = entry.with_name(f"{entry.name}.{os.getpid()}.new")
     old = entry.with_name(f"{entry.name}.{os.getpid()}.old")
-    rest = _Rest(
-        **{name: getattr(profile, name) for name in _PLAIN},
+    extra = _Metadata(
+        **{name: getattr(profile, name) for name in _FIELDS},
         path=profile.path,
         names=profile.events.names,
-        lanes=profile.events.lanes,
-        message_texts=profile.messages.texts,
+        tracks=profile.events.tracks,
+        comm_texts=profile.comm_params.texts,
         shape_texts=profile.shapes.texts,
     )
     with contextlib.suppress(OSError, pa.ArrowException):
         new.mkdir(parents=True)
         for name in TABLES:
-            metadata = {_STAMP: stamped, **({_REST: msgspec.json.encode(rest)} if name == "events" else {})}
+            metadata = {_STAMP: stamped, **({_METADATA: msgspec.json.encode(extra)} if name == "events" else {})}
             table = pa.table(_columns(getattr(profile, name))).replace_schema_metadata(metadata)
             pq.write_table(
                 table, new / f"{name}.parquet", compression="lz4", use_dictionary=False, write_statistics=False
@@ -95,21 +94,21 @@ def store(folder: Path, profile: Profile, stamped: bytes) -> None:
 
 
 def load(folder: Path, path: Path) -> Profile | None:
-    """The stored profile of a file as it is now, or None."""
+    """The cached profile of a file, None if there is none for its current version."""
     entry = _entry(folder, path)
     try:
         now = stamp(path)
         tables = {name: _table(entry / f"{name}.parquet", now) for name in TABLES}
-        rest = msgspec.json.decode(tables["events"].schema.metadata[_REST], type=_Rest)
+        extra = msgspec.json.decode(tables["events"].schema.metadata[_METADATA], type=_Metadata)
         columns = {name: _arrays(table) for name, table in tables.items()}
         texts: dict[str, dict[str, Any]] = {
-            "events": {"names": rest.names, "lanes": rest.lanes},
-            "messages": {"texts": rest.message_texts},
-            "shapes": {"texts": rest.shape_texts},
+            "events": {"names": extra.names, "tracks": extra.tracks},
+            "comm_params": {"texts": extra.comm_texts},
+            "shapes": {"texts": extra.shape_texts},
             "allocations": {},
         }
         parts = {name: kind(**columns[name], **texts[name]) for name, kind in TABLES.items()}
-        return Profile(path=str(path), **{name: getattr(rest, name) for name in _PLAIN}, **parts)
+        return Profile(path=str(path), **{name: getattr(extra, name) for name in _FIELDS}, **parts)
     except (OSError, KeyError, TypeError, ValueError, pa.ArrowException, msgspec.MsgspecError):
         return None
 
@@ -121,7 +120,7 @@ def _columns(part: Any) -> dict[str, Any]:
 def _table(file: Path, stamped: bytes) -> pa.Table:
     table = pq.read_table(file, memory_map=True, use_threads=False)
     if (table.schema.metadata or {}).get(_STAMP) != stamped:
-        raise ValueError("read from another file")
+        raise ValueError("stale")
     return table
 
 

@@ -1,5 +1,5 @@
-"""Turns batches of records into columns. Names, lanes and shapes repeat, so each distinct one is kept once and referred to by a
-number. Only what the columns need is taken out of a batch.
+"""Turns batches of records into columns. Names, tracks and shapes repeat, so each distinct value is interned and columns hold its
+index. Only the fields that columns need are taken from a batch.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from shardwise.trace.reading.profile import (
     KIND_OF_CATEGORY,
     NONE,
     Allocations,
+    CommParams,
     Events,
     Integers,
-    Lane,
-    Messages,
     Shapes,
+    Track,
 )
-from shardwise.trace.reading.records import Arguments, Instant, Naming, Problems, Record, Scalar, Span, nanoseconds
+from shardwise.trace.reading.records import Arguments, Instant, Metadata, Problems, Record, Scalar, Span, nanoseconds
 
 LONGEST_NAME = 1 << 14
 _ON_DEVICE = np.zeros(len(CODE), np.bool_)
 _ON_DEVICE[[CODE[kind] for kind in ("kernel", "copy", "set", "gpu_annotation", "sync")]] = True
-_OTHERS = frozenset((Instant, Naming))
-_MESSAGE_TEXTS = ("group", "description", "collective", "dtype", "ranks", "splits_in", "splits_out")
-_MESSAGE_NUMBERS = ("elements_in", "elements_out", "size", "number", "source", "destination")
+_OTHERS = frozenset((Instant, Metadata))
+_COMM_TEXTS = ("group", "description", "collective", "dtype", "ranks", "splits_in", "splits_out")
+_COMM_NUMBERS = ("elements_in", "elements_out", "size", "number", "source", "destination")
 _ALLOCATION_NUMBERS = ("bytes", "allocated", "reserved", "device_type", "device", "address")
 
 
 class Interned(dict[Any, int]):
-    """Numbers distinct keys in the order they come."""
+    """Maps each distinct key to an index, in order of first use."""
 
     def __missing__(self, key: Any) -> int:
         number = len(self)
@@ -43,25 +43,25 @@ class Interned(dict[Any, int]):
 
 
 class Columns:
-    """Collects one rank's columns."""
+    """Builds the columns of one rank."""
 
     def __init__(self, problems: Problems) -> None:
         self._problems = problems
-        self._names, self._lanes, self._tracks = Interned(), Interned(), Interned()
-        self._shaped, self._message_texts = Interned(), Interned()
+        self._names, self._tracks, self._origins = Interned(), Interned(), Interned()
+        self._shaped, self._comm_texts = Interned(), Interned()
         self._kind_of: list[int] = []
-        """Of each track: a category, process and thread."""
-        self._lane_of: list[int] = []
+        """By origin: category, process and thread."""
+        self._track_of: list[int] = []
         self._streams: dict[int, tuple[int, int]] = {}
         self._thread_names: dict[tuple[Any, Any], str] = {}
         self._parts: list[tuple[NDArray[Any], ...]] = []
-        self._messages: list[list[int]] = []
+        self._comm_params: list[list[int]] = []
         self._shapes: list[NDArray[np.int64]] = []
         self._allocations: list[NDArray[np.int64]] = []
         self._count = 0
 
     def add(self, position: int, records: list[Record]) -> None:
-        """Add a batch of events that begins at that byte."""
+        """Add a batch of events; `position` is the byte where it begins."""
         spans = [record for record in records if type(record) is Span]
         self._add_others(position, [record for record in records if type(record) in _OTHERS])
         start, known = nanoseconds([span.ts for span in spans])
@@ -78,35 +78,35 @@ class Columns:
         self._problems.count("have a negative duration, taken as 0", position, int((duration < 0).sum()))
         empty = Arguments()
         arguments = [span.args or empty for span in spans]
-        names, tracks = self._names, self._tracks
+        names, origins = self._names, self._origins
         name = np.array([names[span.name] for span in spans], np.int32)
-        track = np.array([tracks[span.cat, span.pid, span.tid] for span in spans], np.int32)
-        kind, lane = self._kinds_and_lanes(track)
-        self._learn_streams(lane, arguments)
+        origin = np.array([origins[span.cat, span.pid, span.tid] for span in spans], np.int32)
+        kind, track = self._kinds_and_tracks(origin)
+        self._record_streams(track, arguments)
         external = whole([a.external for a in arguments])
         if (external == NONE).any():
             external = np.where(external == NONE, whole([a.external_before_1_12 for a in arguments]), external)
         self._parts.append((
-            kind, name, start, np.maximum(duration, 0), lane, whole([a.correlation for a in arguments]), external,
+            kind, name, start, np.maximum(duration, 0), track, whole([a.correlation for a in arguments]), external,
             whole([a.sequence for a in arguments]), whole([a.forward_thread for a in arguments]),
         ))  # fmt: skip
         self._add_shapes(arguments)
-        self._add_messages(arguments, name)
+        self._add_comm_params(arguments, name)
         self._count += len(spans)
 
-    def _kinds_and_lanes(self, track: NDArray[np.int32]) -> tuple[NDArray[np.int8], NDArray[np.int32]]:
-        """Kind and lane of each span. A lane's number is even for a thread and odd for a stream, since their ids may coincide."""
-        for category, process, thread in islice(self._tracks, len(self._kind_of), None):
+    def _kinds_and_tracks(self, origin: NDArray[np.int32]) -> tuple[NDArray[np.int8], NDArray[np.int32]]:
+        """Kind and track of each span. Tracks of threads are even and those of streams odd, since their ids may coincide."""
+        for category, process, thread in islice(self._origins, len(self._kind_of), None):
             code = CODE[KIND_OF_CATEGORY.get(category, "other")]
             self._kind_of.append(code)
-            self._lane_of.append(self._lanes[process, thread] * 2 + int(_ON_DEVICE[code]))
-        return np.array(self._kind_of, np.int8)[track], np.array(self._lane_of, np.int32)[track]
+            self._track_of.append(self._tracks[process, thread] * 2 + int(_ON_DEVICE[code]))
+        return np.array(self._kind_of, np.int8)[origin], np.array(self._track_of, np.int32)[origin]
 
-    def _learn_streams(self, lane: NDArray[np.int32], arguments: Sequence[Arguments]) -> None:
-        """Note stream and device of new lanes."""
-        for number in np.flatnonzero(np.bincount(lane)).tolist():
+    def _record_streams(self, track: NDArray[np.int32], arguments: Sequence[Arguments]) -> None:
+        """Record stream and device of new tracks."""
+        for number in np.flatnonzero(np.bincount(track)).tolist():
             if number % 2 and number not in self._streams:
-                first = arguments[int(np.argmax(lane == number))]
+                first = arguments[int(np.argmax(track == number))]
                 self._streams[number] = (_number(first.stream), _number(first.device))
 
     def _add_shapes(self, arguments: Sequence[Arguments]) -> None:
@@ -116,23 +116,23 @@ class Columns:
             inputs = [shaped[join((a.dims, a.types, a.values))] for a in map(arguments.__getitem__, rows)]
             self._shapes.append(np.array([np.array(rows) + self._count, inputs], np.int64))
 
-    def _add_messages(self, arguments: Sequence[Arguments], name: NDArray[np.int32]) -> None:
+    def _add_comm_params(self, arguments: Sequence[Arguments], name: NDArray[np.int32]) -> None:
         rows = [row for row, a in enumerate(arguments) if a.collective is not None]
         recorded = self._names.get("record_param_comms")
         if recorded is not None:
             rows = sorted({*rows, *np.flatnonzero(name == recorded).tolist()})
-        texts = self._message_texts
+        texts = self._comm_texts
         for row in rows:
             a = arguments[row]
-            words = [getattr(a, column) for column in _MESSAGE_TEXTS]
-            self._messages.append([
+            words = [getattr(a, column) for column in _COMM_TEXTS]
+            self._comm_params.append([
                 self._count + row,
                 *(NONE if word is None else texts[str(word)] for word in words),
-                *(getattr(a, column) for column in _MESSAGE_NUMBERS),
+                *(getattr(a, column) for column in _COMM_NUMBERS),
             ])  # fmt: skip
 
-    def _add_others(self, position: int, records: list[Instant | Naming]) -> None:
-        """Add allocations and names of threads."""
+    def _add_others(self, position: int, records: list[Instant | Metadata]) -> None:
+        """Add allocations and thread names."""
         memory = [r for r in records if type(r) is Instant and r.name == "[memory]" and r.args is not None]
         if memory:
             time, known = nanoseconds([record.ts for record in memory])
@@ -140,63 +140,63 @@ class Columns:
             numbers = [whole([getattr(record.args, column) for record in memory]) for column in _ALLOCATION_NUMBERS]
             self._allocations.append(np.stack([time, *numbers])[:, known])
         for record in records:
-            if type(record) is Naming and record.name == "thread_name" and record.args is not None:
+            if type(record) is Metadata and record.name == "thread_name" and record.args is not None:
                 self._thread_names[record.pid, record.tid] = str(record.args.name or "").strip()[:LONGEST_NAME]
 
     def absorb(self, later: Columns) -> None:
         """Add the columns of a later part of the same file."""
-        names, shaped, texts, lanes = (
+        names, shaped, texts, tracks = (
             np.array([mine[key] for key in theirs] or [0], np.int64)
             for mine, theirs in (
                 (self._names, later._names),
                 (self._shaped, later._shaped),
-                (self._message_texts, later._message_texts),
-                (self._lanes, later._lanes),
+                (self._comm_texts, later._comm_texts),
+                (self._tracks, later._tracks),
             )
         )
-        for kind, name, start, duration, lane, *numbers in later._parts:
-            moved = (lanes[lane // 2] * 2 + lane % 2).astype(np.int32)
+        for kind, name, start, duration, track, *numbers in later._parts:
+            moved = (tracks[track // 2] * 2 + track % 2).astype(np.int32)
             self._parts.append((kind, names[name].astype(np.int32), start, duration, moved, *numbers))
         for number, stream in later._streams.items():
-            self._streams.setdefault(int(lanes[number // 2]) * 2 + number % 2, stream)
+            self._streams.setdefault(int(tracks[number // 2]) * 2 + number % 2, stream)
         self._thread_names |= later._thread_names
         self._shapes += [np.stack([event + self._count, shaped[inputs]]) for event, inputs in later._shapes]
-        words = len(_MESSAGE_TEXTS) + 1
-        self._messages += [
+        words = len(_COMM_TEXTS) + 1
+        self._comm_params += [
             [row[0] + self._count, *(int(texts[word]) if word >= 0 else NONE for word in row[1:words]), *row[words:]]
-            for row in later._messages
+            for row in later._comm_params
         ]
         self._allocations += later._allocations
         self._problems.absorb(later._problems)
         self._count += later._count
 
-    def finish(self) -> tuple[Events, Messages, Shapes, Allocations]:
+    def finish(self) -> tuple[Events, CommParams, Shapes, Allocations]:
         """The columns, sorted by time."""
-        kind, name, start, duration, lane, *numbers = self._joined()
+        kind, name, start, duration, track, *numbers = self._joined()
         order = np.argsort(start, kind="stable")
         ties = np.diff(start[order]) == 0
         if (ties & (np.diff(duration[order]) > 0)).any():
             order = np.lexsort((-duration, start))
-        used = np.flatnonzero(np.bincount(lane))
-        lane = np.searchsorted(used, lane)
-        pairs = list(self._lanes)
+        used = np.flatnonzero(np.bincount(track))
+        track = np.searchsorted(used, track)
+        pairs = list(self._tracks)
         correlation, external, sequence, forward_thread = (column[order] for column in numbers)
         events = Events(
             kind=kind[order],
             name=name[order],
             start=start[order],
             duration=duration[order],
-            lane=lane.astype(np.int32)[order],
+            track=track.astype(np.int32)[order],
             correlation=correlation,
             external=external,
             sequence=sequence,
             forward_thread=forward_thread,
             names=tuple(text[:LONGEST_NAME] for text in self._names),
-            lanes=tuple(self._lane(int(number), pairs[number // 2]) for number in used),
+            tracks=tuple(self._track(int(number), pairs[number // 2]) for number in used),
         )
         position = np.empty(len(order), np.int32)
         position[order] = np.arange(len(order), dtype=np.int32)
-        return events, self._finish_messages(position), self._finish_shapes(position), self._finish_allocations()
+        return events, self._finish_comm_params(position), self._finish_shapes(position), self._finish_allocations()
 
     def _joined(self) -> list[NDArray[Any]]:
         kinds = (np.int8, np.int32, np.int64, np.int64, np.int32, *[np.int64] * 4)
@@ -206,23 +206,23 @@ class Columns:
         self._parts = []
         return columns
 
-    def _lane(self, number: int, pair: tuple[Any, Any]) -> Lane:
+    def _track(self, number: int, pair: tuple[Any, Any]) -> Track:
         process, thread = pair
         stream, device = NONE, NONE
         if number % 2:
             stream, device = self._streams[number]
             stream = stream if stream >= 0 else max(_number(thread), 0)
             device = device if device >= 0 else max(_number(process), 0)
-        return Lane(str(process), str(thread), self._thread_names.get(pair, ""), stream, device)
+        return Track(str(process), str(thread), self._thread_names.get(pair, ""), stream, device)
 
-    def _finish_messages(self, position: NDArray[np.int32]) -> Messages:
-        width = 1 + len(_MESSAGE_TEXTS) + len(_MESSAGE_NUMBERS)
-        table = whole([number for row in self._messages for number in row]).reshape(-1, width).T
+    def _finish_comm_params(self, position: NDArray[np.int32]) -> CommParams:
+        width = 1 + len(_COMM_TEXTS) + len(_COMM_NUMBERS)
+        table = whole([number for row in self._comm_params for number in row]).reshape(-1, width).T
         event, group, description, collective, dtype, ranks, splits_in, splits_out, *numbers = _in_order(
             table, position
         )
         short = (c.astype(np.int32) for c in (group, description, collective, dtype, ranks, splits_in, splits_out))
-        return Messages(event.astype(np.int32), *short, *numbers, texts=tuple(self._message_texts))  # type: ignore[misc]
+        return CommParams(event.astype(np.int32), *short, *numbers, texts=tuple(self._comm_texts))  # type: ignore[misc]
 
     def _finish_shapes(self, position: NDArray[np.int32]) -> Shapes:
         table = np.concatenate(self._shapes, axis=1) if self._shapes else np.zeros((2, 0), np.int64)
@@ -239,7 +239,7 @@ class Columns:
 
 
 def _in_order(table: Integers, position: NDArray[np.int32]) -> Integers:
-    """Columns whose first refers to events, in the order of the sorted events; `position` is where each event went."""
+    """A table in the order of the sorted events. Its first column indexes events; `position` maps old to new indices."""
     if table.shape[1]:
         table[0] = position[table[0]]
     return table[:, np.argsort(table[0], kind="stable")]

@@ -1,8 +1,8 @@
-"""One rank's profile as columns: every span with its exact time in nanoseconds, and beside them sparse tables of what only some
-spans carry: arguments of collectives, shapes, allocations. A million spans take a few dozen megabytes, and every question about
-them is arithmetic on arrays.
+"""One rank's profile as columns: every span with its exact time in nanoseconds, and sparse tables for what only some spans have:
+arguments of collectives and input shapes. Allocations are a table of their own. A million spans take a few dozen megabytes, and
+every question about them is arithmetic on arrays.
 
-Arrows between spans (`ac2g`, `fwdbwd`) are not kept: `correlation` and `sequence` hold the same links, exactly.
+Flow events (`ac2g`, `fwdbwd`) are dropped: `correlation` and `sequence` hold the same links.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Indices = NDArray[np.int32]
 KINDS = (
     "cpu_op", "annotation", "runtime", "kernel", "copy", "set", "gpu_annotation", "sync", "python", "other",
 )  # fmt: skip
-"""What a span is. On the host: an operator, a user's range, a call of the driver or runtime. On the device: a kernel, a memory
-copy, a memset, a range over the kernels launched in it, waiting for a stream or event. Then a Python frame, and anything else."""
+"""Kinds of spans. On the host: operator, user annotation, runtime or driver call. On the device: kernel, memcpy, memset, the
+annotation over kernels launched in a user's range, synchronisation with a stream or event. Then Python frame, and any other."""
 
 CODE: Mapping[str, int] = {kind: code for code, kind in enumerate(KINDS)}
-"""The code of each kind in the column."""
+"""Integer code of each kind in `Events.kind`."""
 
 DEVICE_KINDS = ("kernel", "copy", "set")
-"""What keeps a device busy."""
+"""Kinds that keep a device busy."""
 
 KIND_OF_CATEGORY: Mapping[str, str] = {
     # PyTorch since 1.12, then the spellings of 1.8 to 1.11.
@@ -48,28 +48,28 @@ KIND_OF_CATEGORY: Mapping[str, str] = {
 """Kind of each category in the file. A category that is not here is `other`."""
 
 NONE = -1
-"""In any column of numbers: the file does not say."""
+"""Missing value in any integer column."""
 
 
-class Lane(NamedTuple):
-    """What spans run on: a thread of a process, or a stream of a device."""
+class Track(NamedTuple):
+    """A thread of a process, or a stream of a device."""
 
     process: str
-    """Process id, or what the file has instead."""
+    """`pid` of the file, which need not be a number."""
     thread: str
     name: str
     """The thread's name, "" when not given."""
     stream: int
     """Stream of a device, -1 for a thread."""
     device: int
-    """Number of the device, -1 for a thread."""
+    """Device index, -1 for a thread."""
 
 
 class Group(NamedTuple):
     """A process group."""
 
     description: str
-    """What the program called it. Shardwise and DeviceMesh put the axis here."""
+    """`pg_desc` of the file. Shardwise and DeviceMesh put the axis here."""
     ranks: tuple[int, ...]
     """Its members, () when not listed."""
     size: int
@@ -97,18 +97,18 @@ class Events:
     """Nanoseconds after the profile's `base`."""
     duration: Integers
     """Nanoseconds, never negative."""
-    lane: Indices
-    """Into `lanes`."""
+    track: Indices
+    """Into `tracks`."""
     correlation: Integers
-    """Equal for a launch and what it launched."""
+    """Correlation id, equal for a runtime call and the kernel, memcpy or memset it launched."""
     external: Integers
-    """The profiler's number of the operator that a launch or kernel belongs to."""
+    """External id: the operator that a launch or kernel belongs to."""
     sequence: Integers
     """Autograd's sequence number, equal for a forward operator and its backward."""
     forward_thread: Integers
-    """On backward operators: the profiler's number of the thread that ran the forward."""
+    """On backward operators: id of the thread that ran the forward."""
     names: tuple[str, ...]
-    lanes: tuple[Lane, ...]
+    tracks: tuple[Track, ...]
 
     def __len__(self) -> int:
         return len(self.start)
@@ -120,38 +120,38 @@ class Events:
 
     @cached_property
     def stream(self) -> Integers:
-        """Stream of each span's lane, -1 on threads."""
-        return np.array([lane.stream for lane in self.lanes] or [NONE], np.int64)[self.lane]
+        """Stream of each span's track, -1 on threads."""
+        return np.array([track.stream for track in self.tracks] or [NONE], np.int64)[self.track]
 
     def of_kind(self, *kinds: str) -> NDArray[np.bool_]:
-        """Which spans are of these kinds."""
+        """Mask of the spans of these kinds."""
         wanted = np.zeros(len(KINDS), np.bool_)
         wanted[[CODE[kind] for kind in kinds]] = True
         return wanted[self.kind]
 
     def by_name(self, value: Callable[[str], int]) -> Integers:
-        """A number for each distinct name, to be indexed by `name`; never empty, so that index -1 is safe."""
+        """`value` of each distinct name, to be indexed by `name`; never empty, so that index -1 is safe."""
         return np.array([value(name) for name in self.names] or [0], np.int64)
 
     def named(self, wanted: Callable[[str], bool], *kinds: str) -> NDArray[np.bool_]:
-        """Which spans have a name that `wanted` accepts, of these kinds where any are given. Each distinct name is asked once."""
+        """Mask of the spans whose name satisfies `wanted`, of these kinds if any are given. Each distinct name is tested once."""
         found = (self.by_name(wanted) > 0)[self.name]
         return found & self.of_kind(*kinds) if kinds else found
 
 
 @dataclass(frozen=True)
-class Messages:
-    """Arguments of collectives and point-to-point messages, from `record_param_comms` on the host and NCCL's or RCCL's kernels."""
+class CommParams:
+    """Arguments of collectives and P2P messages: from `record_param_comms` on the host, and from kernels of NCCL or RCCL."""
 
     event: Indices
     """Into the events, sorted."""
     group: Indices
-    """Name of the process group, into `texts`, as the next six columns are; -1: not given."""
+    """Name of the process group. This and the next six columns index `texts`; -1: not given."""
     description: Indices
     collective: Indices
     dtype: Indices
     ranks: Indices
-    """Members of the group as in the file: "[0, 1]", with "..." where it is shortened."""
+    """Members of the group as the file writes them: "[0, 1]", with "..." where truncated."""
     splits_in: Indices
     splits_out: Indices
     elements_in: Integers
@@ -159,9 +159,9 @@ class Messages:
     size: Integers
     """Ranks in the group."""
     sequence: Integers
-    """Number of the collective within its group."""
+    """Sequence number of the collective in its group."""
     source: Integers
-    """The sending rank of a point-to-point message."""
+    """Sending rank of a P2P message."""
     destination: Integers
     texts: tuple[str, ...]
 
@@ -171,22 +171,22 @@ class Messages:
 
 @dataclass(frozen=True)
 class Shapes:
-    """Inputs of operators. Few are distinct, so each distinct one is kept once, as the file's own JSON."""
+    """Inputs of operators. Few are distinct, so each is interned, as the file's JSON text."""
 
     event: Indices
     """Into the events, sorted."""
     dims: Indices
-    """Into `texts`, as the next two columns are; -1: not given."""
+    """This and the next two columns index `texts`; -1: not given."""
     types: Indices
     values: Indices
-    """Concrete inputs: scalars as text."""
+    """Concrete inputs: scalars as strings."""
     texts: tuple[str, ...]
 
     def __len__(self) -> int:
         return len(self.event)
 
     def decode(self, text: int) -> list[Any]:
-        """The list that an index into `texts` stands for; [] for -1 and for anything that is not a list."""
+        """The list at an index of `texts`; [] for -1 and for any text that is not a JSON list."""
         if text < 0:
             return []
         try:
@@ -207,9 +207,9 @@ class Allocations:
     allocated: Integers
     """Bytes allocated on the device afterwards; -1: not given."""
     reserved: Integers
-    """Bytes the allocator holds afterwards; -1: not given."""
+    """Bytes reserved by the allocator afterwards; -1: not given."""
     device_type: Integers
-    """PyTorch's number of the device type: 0 CPU, 1 CUDA and ROCm."""
+    """`c10::DeviceType`: 0 CPU, 1 CUDA and ROCm."""
     device: Integers
     address: Integers
     """Of the block; equal for its allocation and its free."""
@@ -220,31 +220,31 @@ class Allocations:
 
 @dataclass(frozen=True)
 class Profile:
-    """What one file says about one rank."""
+    """The parsed profile of one rank, from one file."""
 
     rank: int
     world: int
     """Ranks of the job, -1 when not given."""
     base: int
-    """The time that `start` counts from, in nanoseconds of the recording machine's clock."""
+    """Time zero of `start`, in nanoseconds of the recording host's clock."""
     path: str
     events: Events
-    messages: Messages
+    comm_params: CommParams
     shapes: Shapes
     allocations: Allocations
     groups: Mapping[str, Group] = field(default_factory=dict)
-    """Process groups by the name that collectives use."""
+    """Process groups by name."""
     devices: tuple[Device, ...] = ()
     backend: str = ""
     """The communication backend: nccl, gloo, …"""
     rank_known: bool = True
-    """Whether the file or its name gives the rank; otherwise it is any free number."""
+    """Whether the file or its name gives the rank; otherwise it is the first unused number."""
     problems: tuple[str, ...] = ()
-    """What could not be read, one sentence each, with file and byte."""
+    """What could not be parsed, one sentence each, with file and byte."""
 
 
 def row_of(sorted_events: NDArray[np.integer], event: Integers) -> Integers:
-    """Where each event stands in a sorted column of events, -1 for nowhere."""
+    """Row of each event in a sorted column of events, -1 if absent."""
     if not len(sorted_events):
         return np.full(len(event), NONE, np.int64)
     at = np.minimum(np.searchsorted(sorted_events, event), len(sorted_events) - 1)
@@ -252,5 +252,5 @@ def row_of(sorted_events: NDArray[np.integer], event: Integers) -> Integers:
 
 
 def column_at(column: NDArray[np.integer], row: Integers) -> Integers:
-    """A column at some rows, -1 where the row is -1."""
+    """Values of a column at these rows, -1 where the row is -1."""
     return np.where(row >= 0, column[row].astype(np.int64), NONE) if len(column) else np.full(len(row), NONE, np.int64)

@@ -1,4 +1,4 @@
-"""Finds the profiles of a job in files and folders and reads them, several at a time, from the cache where it has them.
+"""Finds the profiles of a job in files and folders and parses them in parallel, or takes them from the cache.
 
 Any subset of ranks will do. What cannot be read is reported and left out; it is an error only when nothing is left.
 """
@@ -38,7 +38,7 @@ class NoEvents(NoProfile):
 
 
 class _Header(msgspec.Struct):
-    """The wanted members beside the events."""
+    """The top-level members that are used, beside the events."""
 
     distributed: Any = msgspec.field(default=None, name="distributedInfo")
     devices: Any = msgspec.field(default=None, name="deviceProperties")
@@ -46,27 +46,27 @@ class _Header(msgspec.Struct):
 
 
 class Rest(NamedTuple):
-    """The later part of a file."""
+    """The second half of a file, parsed."""
 
     begin: int
-    """The byte of the text at which it begins."""
+    """Byte of the text where it begins."""
     columns: Columns
     tail: bytes
 
 
 class SecondHalf(NamedTuple):
-    """The part of a file that another process reads."""
+    """The second half of a file, which another process parses."""
 
     begin: int
-    """It begins at the first cut at or after this byte of the text."""
+    """It begins at the first event boundary at or after this byte of the text."""
     wait: Callable[[], Rest | None]
 
 
 def read_profile(
     path: Path, progress: Callable[[int], None] | None = None, second_half: SecondHalf | None = None
 ) -> Profile:
-    """Read one file. Raises `NoProfile` when nothing of it could be read; any other problem is noted in the profile. `progress`
-    gets the bytes of the file read so far. Another process may read the second half at the same time."""
+    """Read one file. Raises `NoProfile` when no event could be parsed; other problems are recorded in the profile. `progress` is
+    called with the bytes read so far. Another process may parse `second_half` at the same time."""
     problems = Problems(str(path))
     columns = Columns(problems)
     try:
@@ -91,7 +91,7 @@ def read_profile(
     base = next((h.base for h in headers if isinstance(h.base, int) and abs(h.base) < 1 << 62), 0)
     devices = next((h.devices for h in headers if isinstance(h.devices, list) and h.devices), [])
     rank, known = _rank(info, path)
-    events, messages, shapes, allocations = columns.finish()
+    events, comm_params, shapes, allocations = columns.finish()
     if not len(events):
         raise NoProfile(*(problems.sentences() or (f"{path}: holds no events",)))
     if events.of_kind("other").all():  # a timeline, such as that of a plan
@@ -102,7 +102,7 @@ def read_profile(
         base=base,
         path=str(path),
         events=events,
-        messages=messages,
+        comm_params=comm_params,
         shapes=shapes,
         allocations=allocations,
         groups=_groups(info.get("pg_config")),
@@ -114,7 +114,7 @@ def read_profile(
 
 
 def read_rest(path: Path, begin: int) -> Rest | None:
-    """The events of a file from about this byte on; None where it cannot be cut."""
+    """Parse a file from the first event boundary at or after this byte; None if there is none."""
     problems = Problems(str(path))
     columns = Columns(problems)
     with Source(path) as source:
@@ -136,7 +136,7 @@ def _header(text: bytes, where: str, problems: Problems) -> _Header:
             return msgspec.json.decode(attempt, type=_Header)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
             continue
-    problems.add(f"what stands {where} its events is not JSON, so rank, groups and devices in it are unknown")
+    problems.add(f"the text {where} its events is not JSON, so rank, groups and devices in it are unknown")
     return _Header()
 
 
@@ -180,15 +180,15 @@ def _devices(listed: list[Any]) -> list[Device]:
 
 
 ENDINGS = (".json", ".json.gz")
-_WORTH_SHARING = 1 << 26  # bytes of text
+_SPLIT_FROM = 1 << 26  # bytes of text
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes read so far and the bytes of all files."""
+"""Called with the bytes read so far and the total bytes of all files."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """Profiles by rank, no rank twice, and what could not be read."""
+    """Profiles sorted by rank, one for each rank, and what could not be read."""
 
     profiles: tuple[Profile, ...]
     problems: tuple[str, ...]
@@ -196,11 +196,11 @@ class Opened:
 
 @dataclass(frozen=True)
 class Refused:
-    """Why a file gave no profile."""
+    """A file without a profile, and why."""
 
     problems: tuple[str, ...]
     other_json: bool = False
-    """It is JSON, but not a profile."""
+    """Valid JSON, but not a profile."""
 
 
 @dataclass(frozen=True)
@@ -209,11 +209,11 @@ class File:
 
     path: Path
     named: bool
-    """The user named it, and not only its folder: it must be a profile."""
+    """Named by the user, not found in a folder: it must be a profile."""
 
 
 def open_profiles(paths: Sequence[Path], cache_folder: Path | None = None, progress: Progress | None = None) -> Opened:
-    """Read every profile that the paths name or hold; without a cache folder nothing is stored or looked up."""
+    """Read every profile in these files and folders. Without `cache_folder` the cache is not used."""
     files, problems = find_files(paths)
     profiles: list[Profile] = []
     for file, result in _results(files, cache_folder, progress):
@@ -225,12 +225,12 @@ def open_profiles(paths: Sequence[Path], cache_folder: Path | None = None, progr
         raise UserError(
             *(problems or [f"{', '.join(map(str, paths))}: no profile found (files ending in {' or '.join(ENDINGS)})"])
         )
-    chosen, more = _one_a_rank(profiles)
-    return Opened(chosen, (*problems, *more, *(p for profile in chosen for p in profile.problems)))
+    by_rank, more = _one_per_rank(profiles)
+    return Opened(by_rank, (*problems, *more, *(p for profile in by_rank for p in profile.problems)))
 
 
 def find_files(paths: Sequence[Path]) -> tuple[list[File], list[str]]:
-    """The files that paths name, and those in the folders they name, each once; and problems of paths."""
+    """The files among these paths and in the folders among them, each once; and problems of paths."""
     files: dict[Path, File] = {}
     problems = []
     for path in paths:
@@ -251,7 +251,7 @@ def find_files(paths: Sequence[Path]) -> tuple[list[File], list[str]]:
 def _results(
     files: list[File], folder: Path | None, progress: Progress | None
 ) -> Iterator[tuple[File, Profile | Refused]]:
-    """Each file and its profile, or why it has none, in the order of the files."""
+    """Each file with its profile, or why it has none, in order."""
     results: dict[Path, Profile | Refused] = {}
     for file in files:
         if folder is not None and (cached := cache.load(folder, file.path)) is not None:
@@ -261,12 +261,12 @@ def _results(
     if workers > 1:
         _read_in_parallel(results, missing, folder, workers, progress)
     else:
-        _read_in_turn(results, missing, folder, progress)
+        _read_sequentially(results, missing, folder, progress)
     for file in files:
         yield file, results[file.path]
 
 
-def _read_in_turn(
+def _read_sequentially(
     results: dict[Path, Profile | Refused], paths: list[Path], folder: Path | None, progress: Progress | None
 ) -> None:
     """Read files one after the other."""
@@ -277,7 +277,7 @@ def _read_in_turn(
             if progress:
                 progress(before + done, sum(sizes))
 
-        results[path] = _read(path, folder, advance, share=_cores() > 1)
+        results[path] = _read(path, folder, advance, split=_cores() > 1)
 
 
 def _read_in_parallel(
@@ -287,7 +287,7 @@ def _read_in_parallel(
     workers: int,
     progress: Progress | None,
 ) -> None:
-    """Read files in processes of their own, the largest first."""
+    """Read files in a process pool, the largest first."""
     sizes = {path: _size(path) for path in paths}
     done = 0
     try:
@@ -306,13 +306,13 @@ def _read_in_parallel(
 
 
 def _read(
-    path: Path, folder: Path | None, progress: Callable[[int], None] | None = None, share: bool = False
+    path: Path, folder: Path | None, progress: Callable[[int], None] | None = None, split: bool = False
 ) -> Profile | Refused:
-    """Read one file and store it in the cache. With `share`, a second process reads the second half of a large file."""
+    """Read one file and cache it. With `split`, a second process parses the second half of a large file."""
     try:
         stamp = cache.stamp(path) if folder is not None else b""
-        size = text_size(path) if share else 0
-        if size < _WORTH_SHARING:
+        size = text_size(path) if split else 0
+        if size < _SPLIT_FROM:
             profile = read_profile(path, progress)
         else:
             with ProcessPoolExecutor(1, _context()) as pool:
@@ -328,7 +328,7 @@ def _read(
 
 
 def _result(rest: Future[Rest | None]) -> Rest | None:
-    """What another process read; None if it failed, and this one has to read on by itself."""
+    """What the other process parsed; None if it failed, and this one parses the whole file."""
     try:
         return rest.result()
     except (BrokenProcessPool, OSError):
@@ -336,12 +336,12 @@ def _result(rest: Future[Rest | None]) -> Rest | None:
 
 
 def _context() -> BaseContext:
-    """Forking takes a hundredth of the time of starting Python, and no other thread runs here yet."""
+    """Fork where possible: it takes a hundredth of the time of starting Python, and no other thread runs here yet."""
     return multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 
 
-def _one_a_rank(profiles: list[Profile]) -> tuple[tuple[Profile, ...], list[str]]:
-    """Profiles by rank. Those without one get free numbers; of two with the same rank the first counts."""
+def _one_per_rank(profiles: list[Profile]) -> tuple[tuple[Profile, ...], list[str]]:
+    """Profiles sorted by rank. A profile without a rank gets an unused one; of two with the same rank the first is used."""
     by_rank: dict[int, Profile] = {}
     problems = []
     for profile in sorted(profiles, key=lambda p: not p.rank_known):

@@ -1,9 +1,9 @@
-"""Events as typed records. A whole batch of text is decoded at once; only the wanted fields of each event become objects, and times
-stay text until a column of them is made. What JSON forbids is mended first, an event with fields of wrong types is kept as far as
-it makes sense, and what is wrong with the file is collected.
+"""Events as typed records. A whole batch of text is decoded at once. Only the used fields of an event become objects, and times
+stay text until a column is made of them. Invalid JSON is repaired first, an event with fields of wrong types keeps those that fit,
+and every problem of the file is collected.
 
-Times are microseconds such as 1712195495519689.047. A float keeps 53 bits, which for a date is a quarter of a microsecond: kernels
-would overlap that did not, and short ones would vanish. So digits are read as digits, into exact nanoseconds.
+Times are microseconds such as 1712195495519689.047. A float64 resolves such a date to a quarter of a microsecond: kernels would
+appear to overlap, and short ones would vanish. So the decimal text is parsed into exact integer nanoseconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwise.trace.reading.profile import NONE
 
 
 class Problems:
-    """The problems of one file: each kind once, with how often it came and where first."""
+    """The problems of one file, each kind with its count and first position."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -32,11 +32,11 @@ class Problems:
         self._counted: dict[str, list[int]] = {}
 
     def add(self, sentence: str) -> None:
-        """A problem of the file as a whole."""
+        """Add a problem of the file as a whole."""
         self._sentences.append(f"{self.path}: {sentence}")
 
     def count(self, what: str, position: int, times: int = 1) -> None:
-        """A problem of some events; `what` follows their number, as in "3 events have no name"."""
+        """Count a problem of some events; `what` completes "3 events …", as in "have no name"."""
         if times:
             self._counted.setdefault(what, [0, position])[0] += times
 
@@ -47,7 +47,7 @@ class Problems:
             self.count(what, first, times)
 
     def sentences(self) -> tuple[str, ...]:
-        """All problems, for people."""
+        """All problems as sentences."""
         counted = (
             f"{self.path}: {count} event{'' if count == 1 else 's'} {what}; the first at or after byte {first} of the text"
             for what, (count, first) in self._counted.items()
@@ -64,16 +64,16 @@ _LONE_BYTE = re.compile("[\udc80-\udcff]")
 
 
 def mend(text: bytes) -> bytes:
-    """Replaces what JSON forbids but profilers write: `nan` and `inf` of a bandwidth divided by zero, Windows paths with single
-    backslashes, names cut in the middle of a letter. The length stays, so that bytes keep their positions."""
+    """Replace what profilers write and JSON forbids: `nan` and `inf` of a bandwidth divided by zero, Windows paths with single
+    backslashes, names truncated within a UTF-8 character. The length stays the same, and so do byte positions."""
     try:
         text.decode("utf-8")
     except UnicodeDecodeError:
-        # A letter that the end cuts may be completed by the next block.
-        letters, used = codecs.utf_8_decode(text, "surrogateescape", False)
-        text = _LONE_BYTE.sub("?", letters).encode("utf-8") + text[used:]
-    small = text.lower()
-    if b"nan" in small or b"inf" in small or _BAD_ESCAPE.search(text):
+        # The next block may complete a character at the end.
+        characters, used = codecs.utf_8_decode(text, "surrogateescape", False)
+        text = _LONE_BYTE.sub("?", characters).encode("utf-8") + text[used:]
+    lower = text.lower()
+    if b"nan" in lower or b"inf" in lower or _BAD_ESCAPE.search(text):
         return _STRING_OR_NO_NUMBER.sub(_mend_token, text)
     return text
 
@@ -91,13 +91,13 @@ def _mend_escape(found: re.Match[bytes]) -> bytes:
 
 
 Scalar = int | float | str | bool | None
-"""A process, a thread or a stream: mostly a number, sometimes a word."""
+"""`pid`, `tid` or stream: mostly a number, sometimes a string."""
 
 
 class Arguments(Struct, gc=False):
-    """The wanted fields of an event's `args`."""
+    """The used fields of an event's `args`."""
 
-    # In the order of the files, since the decoder looks for each field after the one before.
+    # In the order of the files, since the decoder searches for each field from the one before.
     external: int = field(default=NONE, name="External id")
     sequence: int = field(default=NONE, name="Sequence number")
     forward_thread: int = field(default=NONE, name="Fwd thread id")
@@ -124,7 +124,7 @@ class Arguments(Struct, gc=False):
 
 
 class Span(Struct, gc=False, kw_only=True, tag_field="ph", tag="X"):
-    """Something that took time."""
+    """A complete event (`ph` X): something with a duration."""
 
     cat: str = ""
     name: str
@@ -147,7 +147,7 @@ class MemoryArguments(Struct, gc=False):
 
 
 class Instant(Struct, gc=False, tag_field="ph", tag="i"):
-    """An instant event; only allocations are wanted, which are named `[memory]`."""
+    """An instant event; only allocations, named `[memory]`, are used."""
 
     name: str = ""
     ts: Raw = Raw()
@@ -155,13 +155,13 @@ class Instant(Struct, gc=False, tag_field="ph", tag="i"):
 
 
 class NameArguments(Struct, gc=False):
-    """A name given to a process or thread."""
+    """The name of a process or thread."""
 
     name: Scalar = None
 
 
-class Naming(Struct, gc=False, tag_field="ph", tag="M"):
-    """Metadata: names a thread."""
+class Metadata(Struct, gc=False, tag_field="ph", tag="M"):
+    """A metadata event; only thread names are used."""
 
     name: str = ""
     pid: Scalar = None
@@ -169,7 +169,7 @@ class Naming(Struct, gc=False, tag_field="ph", tag="M"):
     args: NameArguments | None = None
 
 
-# Arrows, counters, samples and the rest: their fields are skipped.
+# Flow events, counters, samples and the rest: their fields are skipped.
 _SKIPPED = tuple(
     msgspec.defstruct(f"Skipped{number}", [], tag_field="ph", tag=phase, gc=False)
     for number, phase in enumerate(
@@ -178,9 +178,9 @@ _SKIPPED = tuple(
 )
 
 Record = Any
-"""A `Span`, `Instant` or `Naming`, or an empty record of a skipped event."""
+"""A `Span`, `Instant` or `Metadata`, or an empty record of a skipped event."""
 
-_union: Any = Span | Instant | Naming
+_union: Any = Span | Instant | Metadata
 for _kind in _SKIPPED:
     _union = _union | _kind
 
@@ -191,14 +191,14 @@ raw_list = msgspec.json.Decoder(list[Raw])
 """Splits a list of events without decoding them."""
 
 MALFORMED = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
-"""What decoders raise on text that is not JSON, or has wrong types."""
+"""What decoders raise on text that is not JSON or has fields of wrong types."""
 
 _one = msgspec.json.Decoder(_union)
 _TEXT = (str, int, float)
 
 
 def read_one(element: bytes) -> tuple[Record | None, str, bool]:
-    """One event, as far as it makes sense; else None and the reason. And whether it is JSON at all."""
+    """One event with the fields that can be read, or None and the reason; and whether it is JSON."""
     try:
         return _one.decode(element), "", True
     except MALFORMED:
@@ -210,13 +210,13 @@ def read_one(element: bytes) -> tuple[Record | None, str, bool]:
     except ValueError:
         return None, "is not JSON", False
     try:
-        return *_made(element, value), True
+        return *_converted(element, value), True
     except MALFORMED:
         return None, "is not JSON", True
 
 
-def _made(element: bytes, value: Any) -> tuple[Record | None, str]:
-    """An event with fields of wrong types: those that fit or can be converted, or None and the reason."""
+def _converted(element: bytes, value: Any) -> tuple[Record | None, str]:
+    """An event with fields of wrong types: those that fit or can be converted. Else None and the reason."""
     if not isinstance(value, dict):
         return None, "is not an object"
     phase = value.get("ph")
@@ -284,17 +284,17 @@ def _word(value: Any) -> str:
 
 
 LIMIT = 1 << 62
-"""Nanoseconds that no time may reach, so that sums and differences of two stay within 64 bits."""
+"""Upper bound of times in nanoseconds, so that the sum or difference of two fits into 64 bits."""
 
 _SCALE = np.array([1000, 100, 10, 1], np.int64)
-_LONGEST = 18  # digits that surely fit 64 bits
+_LONGEST = 18  # digits that always fit into 64 bits
 _LONGEST_ODD = 400
 _EXACT = Context(prec=_LONGEST_ODD + 10)
 
 
 def nanoseconds(texts: Sequence[bytes]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Texts of microseconds in nanoseconds, and which of them are times; 0 for those that are not. What is finer is rounded to the
-    nearest nanosecond, halves to even. Texts may be any buffers, so that none is copied."""
+    """Texts of microseconds as integer nanoseconds, and a mask of those that are times; others are 0. Finer values are rounded to
+    the nearest nanosecond, halves to even. Texts may be any buffers, so that none is copied."""
     if not texts:
         return np.zeros(0, np.int64), np.zeros(0, np.bool_)
     joined = b",".join([*texts, b""])
@@ -323,14 +323,14 @@ def nanoseconds(texts: Sequence[bytes]) -> tuple[NDArray[np.int64], NDArray[np.b
 
 
 def _one_by_one(texts: Sequence[bytes]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """The same for any texts: exponents, many digits, quotes, words."""
+    """The same for any text: exponents, many digits, quotes, words."""
     values = [_exact(bytes(text)) for text in texts]
     known = np.array([value is not None for value in values], np.bool_)
     return np.array([value or 0 for value in values], np.int64), known
 
 
 def _exact(text: bytes) -> int | None:
-    """One text of microseconds in nanoseconds, None when it is not a number or out of range."""
+    """One text of microseconds as nanoseconds, None if it is not a number or out of range."""
     if len(text) > _LONGEST_ODD:
         return None
     try:

@@ -1,8 +1,8 @@
-"""The text of a profile, block by block, cut into batches of events as it arrives; the whole text is never held. Files may be plain
-or gzipped, whatever their name. One that ends too early or turns to garbage gives all that came before, and says where it stopped.
+"""Streams the text of a profile block by block and splits it into batches of events, so the whole text is never in memory. Files
+may be plain or gzipped, whatever their name. A truncated or corrupt file yields every event before the damage, and its position.
 
 A batch of a few megabytes is cut where one event seems to end and the next to begin, and decoded. If the decoder accepts it, the
-cut was right. Only if not (the list ended, a string looks like an end, the text is broken) is every bracket looked at.
+cut was right. If not (the list ended, a string looks like an end, the text is corrupt), brackets are counted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAGIC = b"\x1f\x8b"
 
 
 class Source:
-    """A file's text, block by block. Afterwards `problem` says what cut it short, if anything did."""
+    """A file's text, block by block. After the end `problem` says what cut it short, "" if nothing."""
 
     def __init__(self, path: Path, progress: Callable[[int], None] | None = None) -> None:
         self._file = path.open("rb")
@@ -40,9 +40,9 @@ class Source:
         zipped = self._file.peek(2)[:2] == _MAGIC
         self._blocks = self._unzipped() if zipped else iter(lambda: self._file.read(BLOCK), b"")
         self._given = 0
-        """Bytes of text given of this gzip member."""
+        """Bytes of this gzip member decompressed so far."""
         self._member = 0
-        """Where in the file the member begins."""
+        """Offset of the member in the file."""
         self.problem = ""
 
     def __enter__(self) -> Source:
@@ -85,27 +85,27 @@ class Source:
                 yield block
 
     def _up_to_the_damage(self) -> Iterator[bytes]:
-        """The text before the damage: the member is read again in small steps, at last in single bytes, without what was given."""
+        """The rest of the text before the damage: decompresses the member again in small chunks, the damaged one byte by byte."""
         self._file.seek(self._member)
         inflate, skipped = zlib.decompressobj(_GZIP), self._given
-        while piece := self._file.read(_CAREFUL_BLOCK):
+        while chunk := self._file.read(_CAREFUL_BLOCK):
             before = inflate.copy()
             try:
-                text = inflate.decompress(piece)
+                text = inflate.decompress(chunk)
             except zlib.error as e:
-                start = self._file.tell() - len(piece)
+                start = self._file.tell() - len(chunk)
                 self.problem = f"its gzip stream is damaged after byte {start} of the file ({e})"
-                yield _byte_by_byte(before, piece)[skipped:]
+                yield _byte_by_byte(before, chunk)[skipped:]
                 return
             if len(text) > skipped:
                 yield text[skipped:]
             skipped = max(0, skipped - len(text))
 
 
-def _byte_by_byte(inflate: Any, piece: bytes) -> bytes:
-    """The text of a piece up to where it fails."""
+def _byte_by_byte(inflate: Any, chunk: bytes) -> bytes:
+    """The text of a chunk up to the damage."""
     text = b""
-    for byte in piece:
+    for byte in chunk:
         try:
             text += inflate.decompress(bytes((byte,)))
         except zlib.error:
@@ -114,7 +114,7 @@ def _byte_by_byte(inflate: Any, piece: bytes) -> bytes:
 
 
 def text_size(path: Path) -> int:
-    """About how many bytes of text a file holds. For gzip that is the note at its end, right for a single stream below 4 GiB."""
+    """Approximate bytes of text in a file. For gzip this is its trailer, exact for a single stream below 4 GiB."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
@@ -125,7 +125,7 @@ def text_size(path: Path) -> int:
 
 
 LARGEST = 1 << 24
-"""The most bytes of one event, or of what stands before or after the events; more is skipped and reported."""
+"""Limit in bytes of one event, and of the text before or after the events; what is larger is skipped and reported."""
 
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 _KEY_LENGTH = 1 << 12  # of a key with colon and spaces
@@ -141,7 +141,7 @@ _EVENT_OR_END = re.compile(rb'\{\s*"(?:ph|name|cat|pid|tid|ts|id|args)"\s*:|\]\s
 
 
 class Text:
-    """The text of a profile. After `records` is used up, `head` and `tail` hold what stands around the events, as JSON."""
+    """The text of a profile. After `records` is exhausted, `head` and `tail` hold the members around the events, as JSON."""
 
     def __init__(self, source: Source, problems: Problems) -> None:
         self._source = source
@@ -156,7 +156,7 @@ class Text:
         """The text is an object without events."""
 
     def begin(self) -> str:
-        """Go to the first event. Gives "", or the reason why there is none."""
+        """Go to the first event. Returns "", or the reason why there is none."""
         self._more()
         if self._buffer.startswith(b"\xef\xbb\xbf"):
             self._drop(3)
@@ -170,24 +170,22 @@ class Text:
             return f"is not a profile: it begins with {bytes(self._buffer[:12])!r}, which is not JSON"
         head: bytes | None = b""
         while not (found := _EVENTS.search(self._buffer)):
-            kept = len(self._buffer) - _KEY_LENGTH
-            if kept > 0:
-                head = head + self._buffer[:kept] if head is not None and len(head) < LARGEST else None
-                self._drop(kept)
+            passed = len(self._buffer) - _KEY_LENGTH
+            if passed > 0:
+                head = head + self._buffer[:passed] if head is not None and len(head) < LARGEST else None
+                self._drop(passed)
             if not self._more():
                 self.is_other_json = not self._source.problem
                 return "is not a profile: it has no list of traceEvents"
         if head is None:
-            self._problems.add(
-                f"what stands before its events, up to byte {self.position}, is too large and was not read"
-            )
+            self._problems.add(f"the text before its events, up to byte {self.position}, is too large and was not read")
         else:
             self.head = (head + self._buffer[: found.start()]).rstrip().rstrip(b",") + b"}"
         self._drop(found.end())
         return ""
 
     def records(self) -> Iterator[tuple[int, list[Record]]]:
-        """The events in batches, each with the byte where it begins."""
+        """Batches of events, each with the byte where it begins."""
         wanted = BLOCK
         while True:
             while len(self._buffer) < wanted and self._more():
@@ -233,13 +231,15 @@ class Text:
         return True
 
     def _finish(self) -> None:
-        """Keep what follows the events."""
+        """Read the text after the events."""
         if self._buffer.startswith(b"]"):
             self._drop(1)
         while len(self._buffer) <= LARGEST and self._more():
             pass
         if len(self._buffer) > LARGEST:
-            self._problems.add(f"what follows its events, from byte {self.position} on, is too large and was not read")
+            self._problems.add(
+                f"the text after its events, from byte {self.position} on, is too large and was not read"
+            )
             self._buffer = b""
         rest = _SPACE.sub(b"", self._buffer, count=1)
         self.tail = b"{" + rest if rest.startswith(b'"') else b""
@@ -252,7 +252,7 @@ class Text:
         self._problems.add(f"ends {where}, at byte {self.position + len(self._buffer)} of the text{because}")
 
     def _decode(self) -> tuple[list[Record], int, bool] | None:
-        """Events at the start of the buffer, their bytes, and whether the list ended there; None if no cut is right."""
+        """Events at the start of the buffer, their size in bytes, and whether the list ended there; None if no cut is right."""
         for cut in self._cuts()[: -_TRIES - 1 : -1]:
             if (records := self._list(cut + 1)) is not None:
                 return records, cut + 1, False
@@ -264,7 +264,7 @@ class Text:
         return None
 
     def _cuts(self) -> list[int]:
-        """Where events near the end of the buffer seem to end."""
+        """Possible ends of events near the end of the buffer."""
         for window in _TAIL_WINDOWS:
             begin = max(0, len(self._buffer) - window)
             cuts = [found.start() for found in _BETWEEN.finditer(self._buffer, begin)]
@@ -295,21 +295,21 @@ class Text:
         return records
 
     def _walk(self) -> tuple[list[Record], int, bool]:
-        """Events at the start of the buffer, one by one, without broken ones; the bytes used; whether the list ended."""
+        """Events at the start of the buffer, one by one, without malformed ones; the bytes consumed; whether the list ended."""
         records: list[Record] = []
         at = failures = 0
         while True:
             at = _after_space(self._buffer, at)
             if at >= len(self._buffer) or self._buffer[at : at + 1] == b"]":
                 return records, at, at < len(self._buffer)
-            # With unbalanced quotes every event seems to go on to the end, so after some failures look only a little ahead.
+            # With unbalanced quotes every event seems to reach the end, so after some failures only a short window is searched.
             stop = len(self._buffer) if failures < _FAILURES else min(at + _NEAR, len(self._buffer))
             end = _end_of_object(self._buffer, at, stop) if self._buffer[at : at + 1] == b"{" else 0
             if end <= 0:
                 following = _EVENT_OR_END.search(self._buffer, at + 1)
                 unfinished = len(self._buffer) - at <= LARGEST if not self._ended else not following
                 if end < 0 and stop == len(self._buffer) and unfinished:
-                    return records, at, False  # its rest is still to come, or was cut off
+                    return records, at, False  # the rest of it is not read yet, or truncated
                 failures += 1
                 what = "could not be read: no end found" if end < 0 else "could not be read: not an object"
                 self._problems.count(what, self.position + at)
@@ -338,7 +338,7 @@ class Text:
             self.position += count
 
     def _skip_space(self) -> bytes:
-        """Drop spaces and commas; gives the byte that follows, b"" at the end."""
+        """Drop spaces and commas. Returns the next byte, b"" at the end."""
         while True:
             self._drop(_after_space(self._buffer, 0))
             if self._buffer or not self._more():
@@ -346,13 +346,13 @@ class Text:
 
 
 def _after_space(text: bytes, at: int) -> int:
-    """The position of the next byte that is no space or comma."""
+    """Position of the next byte that is neither space nor comma."""
     found = _SPACE.match(text, at)
     return found.end() if found else at
 
 
 def _end_of_object(text: bytes, start: int, stop: int) -> int:
-    """Where the object that begins at `start` ends; -1 if not before `stop`."""
+    """End of the object that begins at `start`; -1 if it is not before `stop`."""
     depth = 0
     for found in _BRACKET_OR_STRING.finditer(text, start, stop):
         token = found[0]

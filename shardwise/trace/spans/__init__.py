@@ -1,1 +1,1 @@
-"""What a rank did when: intervals and nesting, the activity of its device or threads, and the steps looked at."""
+"""Arithmetic on intervals and nested spans, the activity of a rank's device or threads, and the selected steps."""

@@ -1,8 +1,8 @@
-"""What kept a rank busy: one row for each kernel, copy or memset of its device, classified as compute, communication or copy and
-joined with the call that launched it. Most questions are asked of this table.
+"""Device activity of a rank: one row for each kernel, memcpy or memset, classified as compute, communication or copy and linked to
+the runtime call that launched it. Most answers are computed from this table.
 
-On a profile without a device the rows are the self time of the operators on the host's threads. A kernel communicates if it
-carries the arguments of a collective (NCCL and RCCL write them since PyTorch 2.3), or else if its name says so.
+In a CPU-only profile the rows are self time of operators on the host's threads. A kernel is communication if it has the arguments
+of a collective (NCCL and RCCL since PyTorch 2.3), or if its name is that of a communication library.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from shardwise.labels import read_label
 from shardwise.trace.reading.profile import DEVICE_KINDS, Events, Integers, Profile
-from shardwise.trace.spans.intervals import Intervals, Nest, nest, own_pieces, union
+from shardwise.trace.spans.intervals import Intervals, Nest, nest, self_time_segments, union
 
 CLASSES = ("compute", "communication", "copy")
 COMPUTE, COMMUNICATION, COPY = range(3)
@@ -27,7 +27,7 @@ _MATMUL = re.compile(
     r"|splitk|triton_\w*_mm_|(?:^|_)mm_",
     re.IGNORECASE,
 )
-# Communication libraries, then kernels that inference and MoE libraries bring themselves.
+# Communication libraries, then kernels of inference and MoE libraries.
 _COMMUNICATING_KERNEL = re.compile(
     r"(?:^|[\s:_*])(?:nccl|rccl|oneccl|msccl|nvshmem)|deep_ep::|cross_device_reduce"
     r"|(?:one|two)_?shot_?all_?reduce|multimem_\w*(?:reduce|gather)|allreduce_fusion_kernel|all_?reduce_?kernel",
@@ -43,11 +43,11 @@ _BLOCKING = re.compile(r"Synchronize|cudaMemcpy|hipMemcpyWithStream")
 
 @dataclass(frozen=True)
 class Activity:
-    """Rows by start. Times are those of the profile."""
+    """Rows sorted by start. Times are on the profile's clock."""
 
     profile: Profile
     on_host: bool
-    """The profile has no device: rows are pieces of operators on threads."""
+    """CPU-only profile: rows are segments of self time of operators on threads."""
     event: Integers
     start: Integers
     end: Integers
@@ -58,16 +58,16 @@ class Activity:
         return len(self.start)
 
     def intervals(self, *kinds: int) -> Intervals:
-        """When rows of any of these classes ran; of all classes when none is named."""
+        """When rows of any of these classes ran; of all classes if none is given."""
         if not kinds:
             return union(self.start, self.end)
         wanted = np.isin(self.kind, kinds)
         return union(self.start[wanted], self.end[wanted])
 
     @cached_property
-    def lane(self) -> NDArray[np.int32]:
-        """Stream, or thread, of each row, as a lane of the events."""
-        return self.profile.events.lane[self.event]
+    def track(self) -> NDArray[np.int32]:
+        """Track of each row, into the events' tracks."""
+        return self.profile.events.track[self.event]
 
     @cached_property
     def name(self) -> NDArray[np.int32]:
@@ -76,8 +76,7 @@ class Activity:
 
     @cached_property
     def launch(self) -> Integers:
-        """The runtime call that launched each row, by the correlation number both carry. -1 where it was not recorded, and on a
-        profile without a device."""
+        """The runtime call that launched each row, by correlation id. -1 where it was not recorded, and in a CPU-only profile."""
         events = self.profile.events
         calls = np.flatnonzero(events.of_kind("runtime") & (events.correlation >= 0))
         if self.on_host or not len(calls):
@@ -89,8 +88,8 @@ class Activity:
 
     @cached_property
     def before(self) -> Integers:
-        """The row before each row on its lane, -1 for none."""
-        return previous_on_lane(self.lane, self.start)
+        """The previous row on the same track, -1 for none."""
+        return previous_on_track(self.track, self.start)
 
     def rows_of(self, event: Integers) -> Integers:
         """The first row of each event, -1 where it has none."""
@@ -102,23 +101,23 @@ class Activity:
 
     @cached_property
     def lost_launches(self) -> Integers:
-        """Calls that launched something the profile does not show: graphs whose kernels were not recorded, dropped events."""
+        """Launch calls whose kernels are missing: CUDA graphs recorded without kernels, dropped events."""
         events = self.profile.events
         launching = events.named(lambda name: _LAUNCH.search(name) is not None, "runtime")
         calls = np.flatnonzero(launching & (events.correlation >= 0))
         return calls[~np.isin(calls, self.launch)]
 
 
-def previous_on_lane(lane: NDArray[np.int32], start: Integers) -> Integers:
-    """For each span, the one that began before it on its lane; -1 for none."""
-    order = np.lexsort((start, lane))
+def previous_on_track(track: NDArray[np.int32], start: Integers) -> Integers:
+    """For each span, the previous one on its track; -1 for none."""
+    order = np.lexsort((start, track))
     before = np.full(len(start), -1, np.int64)
-    before[order[1:]] = np.where(lane[order[1:]] == lane[order[:-1]], order[:-1], -1)
+    before[order[1:]] = np.where(track[order[1:]] == track[order[:-1]], order[:-1], -1)
     return before
 
 
 def activity_of(profile: Profile) -> Activity:
-    """What kept the devices of a profile busy, or its threads when it has none."""
+    """Activity of the devices of a profile, or of its threads if it has no device."""
     events = profile.events
     event = np.flatnonzero(events.of_kind(*DEVICE_KINDS))
     if len(event):
@@ -127,27 +126,27 @@ def activity_of(profile: Profile) -> Activity:
         return Activity(profile, False, event, events.start[event], events.end[event], kind)
     comms, copies = events.named(_communicating_operator), events.named(_COPYING_OPERATOR.__contains__)
     event = np.flatnonzero(host_work(events))
-    piece, start, end = own_pieces(events.lane[event], events.start[event], events.end[event])
+    span, start, end = self_time_segments(events.track[event], events.start[event], events.end[event])
     order = np.argsort(start, kind="stable")
-    event = event[piece[order]]
+    event = event[span[order]]
     kind = np.where(comms[event], COMMUNICATION, np.where(copies[event], COPY, COMPUTE)).astype(np.int8)
     return Activity(profile, True, event, start[order], end[order], kind)
 
 
 def host_work(events: Events) -> NDArray[np.bool_]:
-    """Which events are work of the host: its operators, and the ranges that stand for collectives."""
-    # Labels of actions, phases and modules are recorded like operators, but time in them alone is not work.
+    """Mask of the events that are work of the host: operators, and annotations of collectives."""
+    # Labels of actions, phases and modules are recorded as operators, but their self time is not work.
     label = events.named(lambda name: read_label(name) is not None and not _communicating_operator(name))
     return (events.of_kind("cpu_op") & ~label) | events.named(_communicating_operator, "annotation")
 
 
 def blocking_calls(events: Events) -> Integers:
-    """Runtime calls during which the host waits for its device."""
+    """Runtime calls that block the host until its device is done."""
     return np.flatnonzero(events.named(lambda name: bool(_BLOCKING.search(name)) and "Async" not in name, "runtime"))
 
 
 def category_of(name: str) -> str:
-    """The ledger's category of a kernel or operator that computes, by its name: `attention`, `matmul` or `memory`."""
+    """The ledger's category of a compute kernel or operator, by its name: `attention`, `matmul` or `memory`."""
     if _ATTENTION.search(name):
         return "attention"
     return "matmul" if _MATMUL.search(name) else "memory"
@@ -156,34 +155,34 @@ def category_of(name: str) -> str:
 def _communicating_kernels(profile: Profile) -> NDArray[np.bool_]:
     events = profile.events
     result = events.named(lambda name: _COMMUNICATING_KERNEL.search(name) is not None)
-    result[profile.messages.event] = True
+    result[profile.comm_params.event] = True
     return result & events.of_kind("kernel")
 
 
 def _communicating_operator(name: str) -> bool:
-    """Whether an operator or a range on the host is a collective."""
+    """Whether an operator or annotation on the host is a collective."""
     found = read_label(name)
     return found.kind == "message" if found else _COMMUNICATING_OPERATOR.match(name) is not None
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Some spans of the host's threads, to find the innermost one at a moment."""
+    """Some spans of the host's threads, to find the innermost one open at a time."""
 
     event: Integers
     """Into the events."""
     nest: Nest
 
-    def innermost(self, lane: NDArray[np.integer], time: Integers) -> Integers:
-        """The event of these that is innermost at each moment, -1 for none."""
-        found = self.nest.innermost(lane, time)
+    def innermost(self, track: NDArray[np.integer], time: Integers) -> Integers:
+        """The innermost of these events open on each track at each time, -1 for none."""
+        found = self.nest.innermost(track, time)
         return np.where(found >= 0, self.event[found] if len(self.event) else -1, -1)
 
 
-def spans_of(events: Events, wanted: NDArray[np.bool_]) -> Spans:
-    """The wanted spans that stand on threads."""
-    event = np.flatnonzero(wanted & (events.stream < 0))
-    return Spans(event, nest(events.lane[event], events.start[event], events.end[event]))
+def spans_of(events: Events, mask: NDArray[np.bool_]) -> Spans:
+    """The masked spans that are on threads."""
+    event = np.flatnonzero(mask & (events.stream < 0))
+    return Spans(event, nest(events.track[event], events.start[event], events.end[event]))
 
 
 def label_spans(events: Events, kind: str) -> Spans:

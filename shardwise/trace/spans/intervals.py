@@ -1,8 +1,8 @@
-"""Arithmetic on spans of time in whole nanoseconds. Sets of moments as intervals: union, intersection, difference, length. And
-nesting: which span of a thread encloses which.
+"""Arithmetic on time in integer nanoseconds: union, intersection, difference and length of sets of intervals; nesting and self time
+of the spans of a thread.
 
-Everything is a sort, a running sum or a binary search over arrays of integers, so it is exact and fast. An interval includes its
-start and not its end, so two that touch are one.
+Everything is a sort, a cumulative sum or a binary search over integer arrays, so it is exact and fast. Intervals are half-open:
+they include their start and not their end, so two that touch are one.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from shardwise.trace.reading.profile import NONE, Integers
 
 
 class Intervals(NamedTuple):
-    """A set of moments: sorted intervals, none empty, none touching another."""
+    """A set of disjoint intervals: sorted, none empty, none touching another."""
 
     start: Integers
     end: Integers
 
 
 def union(start: Integers, end: Integers) -> Intervals:
-    """All moments in any of these intervals, which may overlap, be empty and come in any order."""
-    some = end > start
-    start, end = start[some], end[some]
+    """The union of intervals, which may overlap, be empty and come in any order."""
+    nonempty = end > start
+    start, end = start[nonempty], end[nonempty]
     if not len(start):
-        return nothing()
+        return empty()
     order = np.argsort(start, kind="stable")
     start, reach = start[order], np.maximum.accumulate(end[order])
     first = np.concatenate(([True], start[1:] > reach[:-1]))
@@ -36,7 +36,7 @@ def union(start: Integers, end: Integers) -> Intervals:
     return Intervals(start[first], reach[last])
 
 
-def nothing() -> Intervals:
+def empty() -> Intervals:
     """The empty set."""
     return Intervals(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
@@ -47,45 +47,29 @@ def window(start: int, end: int) -> Intervals:
 
 
 def total(intervals: Intervals) -> int:
-    """Their summed length."""
+    """Total length."""
     return int((intervals.end - intervals.start).sum())
 
 
 def join(*sets: Intervals) -> Intervals:
-    """All moments in any of the sets."""
+    """The union of sets."""
     return union(np.concatenate([s.start for s in sets]), np.concatenate([s.end for s in sets]))
 
 
 def intersect(one: Intervals, other: Intervals) -> Intervals:
-    """The moments in both. Also clips the first set to windows."""
-    times, in_one, in_other = _laid_out(one, other)
+    """The time in both sets. Also clips a set to windows."""
+    times, in_one, in_other = _sweep(one, other)
     return _where(times, in_one & in_other)
 
 
 def difference(one: Intervals, other: Intervals) -> Intervals:
-    """The moments in the first and not in the other."""
-    times, in_one, in_other = _laid_out(one, other)
+    """The time in the first set and not in the other."""
+    times, in_one, in_other = _sweep(one, other)
     return _where(times, in_one & ~in_other)
 
 
-def covered(intervals: Intervals, start: Integers, end: Integers) -> Integers:
-    """For each span from `start` to `end`: how much of it lies in the intervals."""
-    return np.maximum(_before(intervals, end) - _before(intervals, start), 0)
-
-
-def _before(intervals: Intervals, time: Integers) -> Integers:
-    """How much of the intervals lies before each time."""
-    if not len(intervals.start):
-        return np.zeros(len(time), np.int64)
-    lengths = intervals.end - intervals.start
-    ahead = np.concatenate(([0], np.cumsum(lengths)))
-    at = np.searchsorted(intervals.start, time, side="right")
-    into = np.minimum(time - intervals.start[at - 1], lengths[at - 1])
-    return np.where(at > 0, ahead[at - 1] + into, 0)
-
-
-def _laid_out(one: Intervals, other: Intervals) -> tuple[Integers, NDArray[np.bool_], NDArray[np.bool_]]:
-    """Times at which either set begins or ends, and whether the stretch after each is in the one and in the other."""
+def _sweep(one: Intervals, other: Intervals) -> tuple[Integers, NDArray[np.bool_], NDArray[np.bool_]]:
+    """Sorted edges of both sets, and whether the time after each edge is in the one and in the other set."""
     times = np.concatenate((one.start, one.end, other.start, other.end))
     changes = np.repeat((1, -1, 0, 0), [len(one.start)] * 2 + [len(other.start)] * 2)
     other_changes = np.repeat((0, 0, 1, -1), [len(one.start)] * 2 + [len(other.start)] * 2)
@@ -93,71 +77,70 @@ def _laid_out(one: Intervals, other: Intervals) -> tuple[Integers, NDArray[np.bo
     return times[order], np.cumsum(changes[order]) > 0, np.cumsum(other_changes[order]) > 0
 
 
-def _where(times: Integers, wanted: NDArray[np.bool_]) -> Intervals:
-    """The wanted stretches."""
+def _where(times: Integers, mask: NDArray[np.bool_]) -> Intervals:
+    """The intervals between neighbouring times where the mask holds."""
     if not len(times):
-        return nothing()
-    return union(times[:-1][wanted[:-1]], times[1:][wanted[:-1]])
+        return empty()
+    return union(times[:-1][mask[:-1]], times[1:][mask[:-1]])
 
 
-def own_pieces(lane: NDArray[np.int32], start: Integers, end: Integers) -> tuple[Integers, Integers, Integers]:
-    """Each span's self time: when it is the latest to have begun of the spans open on its lane. Gives span, start and end of every
-    piece.
+def self_time_segments(track: NDArray[np.int32], start: Integers, end: Integers) -> tuple[Integers, Integers, Integers]:
+    """Self time: at each moment a track belongs to the open span that began last. Returns span, start and end of every segment.
 
-    Spans are sorted by start, the longer first at equal starts, as in `Events`. Where they nest, self time is what the children
-    leave. Where they only overlap, every moment still has exactly one owner.
+    Spans are sorted by start, the longer first at equal starts, as in `Events`. Where they nest, self time excludes the children.
+    Where they only overlap, every moment still belongs to exactly one span.
 
-    The result is what painting the spans in order would leave. Each span is painted as two overlapping strokes whose length is a
-    power of two, and strokes are handed down by halves, which takes log(n) passes.
+    The result equals painting the spans in order. It is a sparse table of maxima: each span covers its range with two overlapping
+    blocks of a power-of-two length, and blocks are pushed down by halves in log(n) passes.
     """
-    kept = np.flatnonzero(end > start)
-    if not len(kept):
-        return nothing().start, nothing().start, nothing().start
-    times = np.concatenate((start[kept], end[kept]))
-    lanes = np.concatenate((lane[kept], lane[kept]))
-    order = np.lexsort((times, lanes))
-    times, lanes = times[order], lanes[order]
+    nonempty = np.flatnonzero(end > start)
+    if not len(nonempty):
+        return empty().start, empty().start, empty().start
+    times = np.concatenate((start[nonempty], end[nonempty]))
+    tracks = np.concatenate((track[nonempty], track[nonempty]))
+    order = np.lexsort((times, tracks))
+    times, tracks = times[order], tracks[order]
     position = np.empty(len(order), np.int64)
     position[order] = np.arange(len(order))
-    first, last = position[: len(kept)], position[len(kept) :]
+    first, last = position[: len(nonempty)], position[len(nonempty) :]
     # Equal times are several positions with nothing between them; a span may begin or end at any of them.
     level = np.frexp((last - first).astype(np.float64))[1] - 1
     owner = np.full(len(times), NONE, np.int64)
-    rank = np.arange(len(kept))
+    index = np.arange(len(nonempty))
     for height in range(int(level.max()), -1, -1):
-        these = level == height
-        np.maximum.at(owner, first[these], rank[these])
-        np.maximum.at(owner, last[these] - (1 << height), rank[these])
+        mask = level == height
+        np.maximum.at(owner, first[mask], index[mask])
+        np.maximum.at(owner, last[mask] - (1 << height), index[mask])
         if height:
             half = 1 << (height - 1)
-            handed = owner.copy()
-            np.maximum(handed[half:], owner[:-half], out=handed[half:])
-            owner = handed
+            pushed = owner.copy()
+            np.maximum(pushed[half:], owner[:-half], out=pushed[half:])
+            owner = pushed
     owner, begin, finish = owner[:-1], times[:-1], times[1:]
-    own = (owner >= 0) & (finish > begin) & (lanes[1:] == lanes[:-1])
-    return kept[owner[own]], begin[own], finish[own]
+    own = (owner >= 0) & (finish > begin) & (tracks[1:] == tracks[:-1])
+    return nonempty[owner[own]], begin[own], finish[own]
 
 
 @dataclass(frozen=True)
 class Nest:
-    """Spans of threads that open and close like brackets. Indices are into the arrays it was made from; -1 is none."""
+    """The nesting of spans on threads. Indices are into the arrays it was made from; -1 is none."""
 
     parent: Integers
     """The span that directly encloses each span."""
     _moments: Integers
     """All times at which spans begin or end, sorted."""
     _keys: Integers
-    """When the innermost open span changes: lane times the number of moments, plus the index of the moment."""
+    """Changes of the innermost open span, as keys: track times the number of moments, plus the index of the moment."""
     _open: Integers
-    """The innermost open span from then on."""
+    """The innermost open span after each change."""
 
-    def innermost(self, lane: NDArray[np.integer], time: Integers) -> Integers:
-        """The innermost span open at each time on each lane: it began at or before, and ends after."""
+    def innermost(self, track: NDArray[np.integer], time: Integers) -> Integers:
+        """The innermost open span on each track at each time: it began at or before that time and ends after it."""
         if not len(self._keys):
             return np.full(len(time), -1, np.int64)
         moment = np.searchsorted(self._moments, time, side="right") - 1
-        at = np.searchsorted(self._keys, lane.astype(np.int64) * len(self._moments) + moment, side="right") - 1
-        return np.where((moment >= 0) & (lane >= 0) & (at >= 0), self._open[at], -1)
+        at = np.searchsorted(self._keys, track.astype(np.int64) * len(self._moments) + moment, side="right") - 1
+        return np.where((moment >= 0) & (track >= 0) & (at >= 0), self._open[at], -1)
 
 
 def distinct(numbers: Integers) -> Integers:
@@ -166,11 +149,11 @@ def distinct(numbers: Integers) -> Integers:
     return ordered[np.append(np.ones(min(len(ordered), 1), np.bool_), ordered[1:] != ordered[:-1])]
 
 
-def nest(lane: NDArray[np.integer], start: Integers, end: Integers) -> Nest:
-    """The nesting of spans sorted by start, the longer first at equal starts. A span that outlives the one it began in is cut at
-    that one's end, as a profiler draws it."""
+def nest(track: NDArray[np.integer], start: Integers, end: Integers) -> Nest:
+    """The nesting of spans sorted by start, the longer first at equal starts. A span that outlasts its parent is cut at the end of
+    the parent, as profilers draw it."""
     moments = distinct(np.concatenate((start, end)))
-    base = lane.astype(np.int64) * len(moments)
+    base = track.astype(np.int64) * len(moments)
     first, last = np.searchsorted(moments, start) + base, np.searchsorted(moments, end) + base
     # An empty span encloses nothing and is never the innermost.
     order = np.flatnonzero(end > start)
@@ -182,7 +165,7 @@ def nest(lane: NDArray[np.integer], start: Integers, end: Integers) -> Nest:
     enclosing[order] = np.where(parent >= 0, order[parent], -1)
     found = Nest(enclosing, moments, keys, np.where(opened >= 0, order[opened], -1))
     short = np.flatnonzero(end <= start)
-    enclosing[short] = found.innermost(lane[short], start[short])
+    enclosing[short] = found.innermost(track[short], start[short])
     return found
 
 
@@ -201,11 +184,11 @@ def _parents(first: Integers, last: Integers) -> tuple[Integers, Integers]:
     proper = not np.any(same & (level_ends > level_starts)) and not np.any((parent >= 0) & (last > last[parent]))
     if proper and np.all((depth == 1) == (parent < 0)):
         return parent, last
-    return _swept(first, last)
+    return _parents_by_stack(first, last)
 
 
-def _swept(first: Integers, last: Integers) -> tuple[Integers, Integers]:
-    """The same for spans that overlap without nesting, one by one."""
+def _parents_by_stack(first: Integers, last: Integers) -> tuple[Integers, Integers]:
+    """The same for spans that overlap without nesting, one by one with a stack."""
     starts, ends = first.tolist(), last.tolist()
     parent: list[int] = []
     stack: list[int] = []
@@ -221,7 +204,7 @@ def _swept(first: Integers, last: Integers) -> tuple[Integers, Integers]:
 
 
 def _changes(first: Integers, last: Integers, parent: Integers) -> tuple[Integers, Integers]:
-    """Times at which the innermost open span changes, and which it is from then on."""
+    """Times at which the innermost open span changes, and the span after each."""
     count = len(first)
     here = np.arange(count)
     times = np.concatenate((first, last))

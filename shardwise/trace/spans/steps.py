@@ -1,9 +1,9 @@
-"""Which part of a profile is looked at, the profiler's steps or the whole file, and where its time went: compute, communication,
-copy, idle.
+"""Selects the part of a profile to analyse, profiler steps or the whole file, and breaks its time down into compute,
+communication, copy and idle.
 
 A step's window is its `ProfilerStep#N` range on the host, for the device too: these windows follow each other without gaps, so
-their sum is the time of the steps. The device runs behind the host, so a window holds the end of the step before and lacks the
-end of its own; over a few steps that evens out. Work that crosses the edge of a window is cut there.
+their sum is the time of the steps. The device runs behind the host, so a window holds the tail of the step before and lacks its
+own; over a few steps this evens out. Work that crosses the edge of a window is clipped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from shardwise.trace.reading.profile import DEVICE_KINDS, Events, Profile
 from shardwise.trace.spans.activity import COMMUNICATION, COMPUTE, COPY, Activity, host_work
-from shardwise.trace.spans.intervals import Intervals, difference, intersect, join, nothing, total, union, window
+from shardwise.trace.spans.intervals import Intervals, difference, empty, intersect, join, total, union, window
 
 _STEP = re.compile(r"ProfilerStep#?\s*(\d{1,15})")
 _WHOLE_RECORDING = re.compile(r"PyTorch Profiler \(\d+\)$")
@@ -29,25 +29,25 @@ class Step:
     start: int
     end: int
     complete: bool
-    """Recorded from start to end, with work in it. A profiler that is stopped after a step opens a last, empty one."""
+    """Recorded from start to end, with work in it. A profiler stopped after a step has opened one more, empty step."""
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """The part of one rank's profile that is looked at."""
+class Selection:
+    """The part of one rank's profile that is analysed."""
 
     windows: Intervals
     steps: tuple[Step, ...] = ()
-    """() when the whole file is looked at."""
+    """() if the whole file is analysed."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Numbers of the steps looked at."""
+        """Numbers of the selected steps."""
         return tuple(step.number for step in self.steps)
 
 
 def find_steps(profile: Profile) -> tuple[Step, ...]:
-    """The steps of a profile, by number. Of two with the same number the longer counts."""
+    """The steps of a profile, by number. Of two with the same number the longer is used."""
     events = profile.events
     number = events.by_name(lambda name: int(found[1]) if (found := _STEP.fullmatch(name)) else -1)[events.name]
     rows = np.flatnonzero((number >= 0) & events.of_kind("annotation"))
@@ -71,30 +71,32 @@ def find_steps(profile: Profile) -> tuple[Step, ...]:
 
 
 def _recorded(events: Events) -> tuple[int, int]:
-    """When the profiler began and stopped to record, as far as the file says."""
+    """Start and end of the recording, as far as the file gives them."""
     rows = np.flatnonzero(events.named(lambda name: _WHOLE_RECORDING.match(name) is not None, "other"))
     if not len(rows):
         return -(1 << 62), 1 << 62
     return int(events.start[rows].min()), int(events.end[rows].max())
 
 
-def choose(activity: Activity, first: int | None = None, last: int | None = None, all_events: bool = False) -> Chosen:
-    """All complete steps; or the steps from `first` to `last`, complete or not; or the whole file, also when it has no steps.
+def select_steps(
+    activity: Activity, first: int | None = None, last: int | None = None, all_events: bool = False
+) -> Selection:
+    """All complete steps; or the steps from `first` to `last`, complete or not; or the whole file, also if it has no complete step.
 
-    When a profile has none of the steps asked for, the result has no window.
+    If a profile has none of the requested steps, the result has no window.
     """
     steps = () if all_events else find_steps(activity.profile)
     if first is None and last is None:
-        chosen = tuple(step for step in steps if step.complete)
-        if not chosen:
-            whole = window(int(activity.start.min()), int(activity.end.max())) if len(activity) else nothing()
-            return Chosen(whole)
+        selected = tuple(step for step in steps if step.complete)
+        if not selected:
+            whole = window(int(activity.start.min()), int(activity.end.max())) if len(activity) else empty()
+            return Selection(whole)
     else:
         low, high = first or 0, last if last is not None else 1 << 62
-        chosen = tuple(step for step in steps if low <= step.number <= high)
-    starts = np.array([step.start for step in chosen], np.int64)
-    ends = np.array([step.end for step in chosen], np.int64)
-    return Chosen(union(starts, ends), chosen)
+        selected = tuple(step for step in steps if low <= step.number <= high)
+    starts = np.array([step.start for step in selected], np.int64)
+    ends = np.array([step.end for step in selected], np.int64)
+    return Selection(union(starts, ends), selected)
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class Breakdown:
     span: int
     """Length of the windows."""
     compute: int
-    """While any kernel computed; without a device, while any thread was in an operator."""
+    """While any compute kernel ran; without a device, while any thread was in an operator."""
     communication: int
     """While any collective was in flight, waiting for other ranks included."""
     copy: int

@@ -1,8 +1,8 @@
 """The fault monitor of one rank while it trains: signals to stop, the heartbeat, bad steps, stragglers, and the events from which
 goodput is computed.
 
-A signal to stop (`stop.py`) may reach the command, which passes it on, or any one rank. A rank that trains only sets a flag, which an
-all-reduce of every step carries anyway, so all ranks end after the same step, save, and exit with code 75, "try again later" in
+A signal to stop (`stop.py`) may reach the command, which passes it on, or any one rank. A rank that trains only sets a flag, which
+an all-reduce of every step carries anyway, so all ranks end after the same step, save, and exit with code 75, "try again later" in
 sysexits.h. Before the first step there is nothing to save, and the process ends at once.
 """
 
