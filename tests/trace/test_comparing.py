@@ -96,7 +96,7 @@ def test_export(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["--fail-above", "5"], "--fail-above needs --against"),
-        (["--against", "nowhere"], "nowhere is not there"),
+        (["--against", "nowhere"], "nowhere does not exist"),
         (["--against", "plan"], "no run.toml"),
         (["--chip", "h10"], "no chip"),
     ],
