@@ -8,16 +8,18 @@ on real ranks, so that the cost of experts depends on the layout alone.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.model.moe import Experts, Router
+from shardwise.model.moe import Experts, MoE, Router
 from shardwise.parallel.mesh import Mesh
 from shardwise.run import Run
+from shardwise.run.derive import accepted_choices
 from shardwise.torch_private import fake_process_group, fake_tensors
 from shardwise.train.step import TrainState
 
@@ -46,24 +48,45 @@ def dry_rank(run: Run, rank: int) -> Iterator[TrainState]:
                 for module in model.modules():
                     if isinstance(module, Experts):
                         module.read_counts = _even
+                    elif isinstance(module, MoE):
+                        module.accepted = partial(_accepted, run)
             yield train_state
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _round_robin(router: nn.Module, args: Any, routed: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """A forward hook that replaces a router's choices by the experts round-robin."""
-    assert isinstance(router, Router)
-    weights, chosen, auxiliary = routed
-    order = torch.arange(chosen.numel(), device=chosen.device).view_as(chosen)
-    return weights, order % router.config.experts, auxiliary
+def _accepted(run: Run, weights: Tensor) -> Tensor:
+    """As many choices as experts accept of an even load, in place of those that have a weight."""
+    part, length = accepted_choices(run.model, run.train.seq_len), run.train.seq_len * run.model.experts_per_token
+    return torch.arange(len(weights) * part // length, device=weights.device)
+
+
+def _round_robin(length: int) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """A forward hook that replaces a router's choices by the experts round-robin. Of sequences of that length, experts with a
+    capacity below that load accept as many of each rank's choices as of any other's."""
+
+    def route(router: nn.Module, args: Any, routed: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        assert isinstance(router, Router)
+        c = router.config
+        weights, chosen, auxiliary = routed
+        order = torch.arange(chosen.numel(), device=chosen.device)
+        if c.expert_capacity:
+            part, whole = accepted_choices(c, length), length * c.experts_per_token
+            kept = (order + 1) * part // whole > order * part // whole
+            order = kept.cumsum(0) - 1
+            # The values alone: what the backward pass has saved stays as it is.
+            weights.data.copy_(torch.where(kept.view_as(chosen), weights.data.clamp_min(1e-3), 0.0))
+        return weights, order.view_as(chosen) % c.experts, auxiliary
+
+    return route
 
 
 @contextlib.contextmanager
 def even_routing(train_state: TrainState) -> Iterator[None]:
     """While it is open, tokens are routed to the experts round-robin."""
-    hooks = [router.register_forward_hook(_round_robin) for router in train_state.routers]
+    route = _round_robin(train_state.run.train.seq_len)
+    hooks = [router.register_forward_hook(route) for router in train_state.routers]
     try:
         yield
     finally:

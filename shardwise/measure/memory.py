@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import glob
+import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator
@@ -99,13 +101,13 @@ class Storages(TorchDispatchMode):
 
     def settle(self) -> None:
         """Wait until unused storages are freed: reference cycles, and the tensors of completed messages, which gloo's threads
-        release a moment later."""
+        release a moment later, or much later on a busy machine: so until none of them has anything to do."""
         gc.collect()
         quiet = 0
         while dist.is_initialized() and quiet < 3:
             before = self.now
             time.sleep(0.002)
-            quiet = quiet + 1 if self.now == before else 0
+            quiet = quiet + 1 if self.now == before and not _other_threads_run() else 0
 
     def numbers(self, tensors: Iterable[Tensor]) -> set[int]:
         """The numbers of the tracked storages of some tensors."""
@@ -115,6 +117,16 @@ class Storages(TorchDispatchMode):
     def bytes(self, numbers: Iterable[int]) -> int:
         """Bytes of those that are still alive."""
         return sum(self.alive.get(number, 0) for number in numbers)
+
+
+def _other_threads_run() -> bool:
+    """Whether another thread of this process runs or is ready to, as Linux reports it."""
+    for task in glob.iglob("/proc/self/task/*/stat"):
+        if int(task.split("/")[4]) != threading.get_native_id():
+            with contextlib.suppress(OSError), open(task) as stat:  # a thread may end meanwhile
+                if stat.read().rpartition(")")[2].split()[0] == "R":
+                    return True
+    return False
 
 
 def parameters_of(train_state: TrainState) -> list[Tensor]:

@@ -8,7 +8,6 @@ combine (`moe_ops.py`) and one grouped GEMM does all experts, so that the host n
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -19,6 +18,7 @@ from shardwise.model.layers import FeedForward, at_least_float32
 from shardwise.model.moe_ops import combine_weighted, dispatch, has_fused_kernels, sort_by_expert, topk_experts
 from shardwise.model.router_gemm import multiplies, router_gemm
 from shardwise.run import ModelConfig
+from shardwise.run.derive import expert_capacity
 
 
 class Router(nn.Module):
@@ -85,7 +85,7 @@ class Router(nn.Module):
     def within_capacity(self, chosen: Tensor) -> Tensor:
         """Which choices [batch, sequence, k] an expert still has room for, the earliest tokens of a sequence first."""
         c = self.config
-        capacity = math.ceil(c.expert_capacity * chosen.shape[1] * c.experts_per_token / c.experts)
+        capacity = expert_capacity(c, chosen.shape[1])
         taken = F.one_hot(chosen.flatten(1), c.experts).cumsum(dim=1)
         place = taken.gather(-1, chosen.flatten(1)[..., None])[..., 0]
         return (place <= capacity).view_as(chosen)
@@ -171,6 +171,9 @@ class Experts(nn.Module):
 class MoE(nn.Module):
     """Router, routed experts and, where the model has them, shared experts that every token passes."""
 
+    accepted: Callable[[Tensor], Tensor] = staticmethod(lambda weights: weights.nonzero()[:, 0])
+    """The choices that have a weight; a run without data puts another function in its place."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.router = Router(config)
@@ -213,9 +216,10 @@ class MoE(nn.Module):
     def _forward_within_capacity(self, x: Tensor, weights: Tensor, flat: Tensor) -> Tensor:
         """The same when experts have a capacity: choices without weight are not sent at all."""
         tokens, k = weights.shape
-        accepted = weights.detach().flatten().nonzero()[:, 0]
+        accepted = self.accepted(weights.detach().flatten())
         order = accepted[flat[accepted].argsort(stable=True)]
-        counts = flat[accepted].bincount(minlength=self.router.config.experts)
+        counts = torch.zeros(self.router.config.experts, dtype=flat.dtype, device=flat.device)
+        counts = counts.scatter_add_(0, flat[accepted], torch.ones_like(accepted))
         copies = x[:, None].expand(-1, k, -1).reshape(tokens * k, -1)
         done = self.run_experts(copies.index_select(0, order), counts)
         done = torch.zeros_like(copies).index_copy(0, order, done).view(tokens, k, -1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import ceil
 
 from shardwise.run.config import ModelConfig, Run
 
@@ -150,3 +151,14 @@ def derive(run: Run) -> Run:
     if not cluster.devices_per_node:
         cluster = replace(cluster, devices_per_node=-(-run.layout.world // cluster.nodes))
     return replace(run, model=derive_model(run.model, train.seq_len), train=train, cluster=cluster)
+
+
+def expert_capacity(model: ModelConfig, length: int) -> int:
+    """Choices that each expert accepts of a sequence of that length."""
+    return ceil(model.expert_capacity * length * model.experts_per_token / model.experts)
+
+
+def accepted_choices(model: ModelConfig, length: int) -> int:
+    """Choices that the experts accept of such a sequence when routers choose all experts alike."""
+    choices = length * model.experts_per_token
+    return min(choices, model.experts * expert_capacity(model, length)) if model.expert_capacity else choices

@@ -180,8 +180,6 @@ class Observed:
         """Operations by part and pass and bytes by axis are the plan's to the last one, what stays in memory to the byte."""
         for rank, record in enumerate(self.records):
             beyond = record.verdict.beyond(EXACTLY)
-            if self.run.model.expert_capacity:  # how many rows it leaves, a plan cannot tell
-                beyond = [d for d in beyond if not any(word in d.name for word in ("expert", "activations"))]
             assert not beyond, (str(self), rank, beyond[:5])
             has_layers = any(stage.layers for stage in PlannedRank(self.run, rank).stages)
             if self.run.train.optimizer == "muon" and has_layers:

@@ -19,12 +19,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import ceil
 
 from shardwise.ledger import AXIS_OF as AXIS_OF
 from shardwise.ledger import Traffic
 from shardwise.plan.trainer.rank import SCALE, PlannedParameter, PlannedRank, Stage
 from shardwise.run import Run
+from shardwise.run.derive import accepted_choices
 
 INTEGER = 8
 """Bytes of an index: of a token, or of an expert."""
@@ -307,11 +307,9 @@ def router(wire: Wire, ffn: Times, once: Times) -> None:
 def rows_to_experts(planned: PlannedRank) -> Fraction:
     """Rows a rank has for the experts of one MoE layer in a microbatch, when routers choose all experts alike."""
     m, lay, train = planned.run.model, planned.run.layout, planned.run.train
-    each = Fraction(train.seq_len * m.experts_per_token, m.experts)
-    if m.expert_capacity:
-        each = min(each, Fraction(ceil(m.expert_capacity * train.seq_len * m.experts_per_token / m.experts)))
+    rows = train.microbatch * accepted_choices(m, train.seq_len)
     # With expert tensor parallelism each tensor rank has the rows of all of them.
-    return train.microbatch * m.experts * each / (lay.context * (1 if lay.expert_tensor else lay.tensor))
+    return Fraction(rows, lay.context * (1 if lay.expert_tensor else lay.tensor))
 
 
 def even_rows(planned: PlannedRank) -> Fraction:
