@@ -3,6 +3,9 @@ copies and kernels of a GPU. That ranks hold what the planner says is in tests/p
 
 from __future__ import annotations
 
+import hashlib
+import sys
+import threading
 from typing import Any
 
 import cases
@@ -14,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.measure.dry import dry_rank
-from shardwise.measure.memory import Storages, measure_memory
+from shardwise.measure.memory import Storages, _other_threads_run, measure_memory
 from shardwise.measure.verify import random_batch
 from shardwise.parallel import apply as apply_module
 from shardwise.parallel import shard as shard_module
@@ -125,3 +128,22 @@ def test_storages_are_counted_once_and_forgotten() -> None:
         assert storages.now == 0
         del kept
     assert not storages.alive
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_thread_that_has_something_to_do_is_waited_for() -> None:
+    """However long other programs keep it from the processor: it may hold a tensor."""
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.is_set():
+            hashlib.sha256(bytes(2**24)).digest()  # without the interpreter's lock
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        assert any(_other_threads_run() for _ in range(1000))
+    finally:
+        over.set()
+        thread.join()
+    assert not all(_other_threads_run() for _ in range(1000))

@@ -42,6 +42,7 @@ DRY = tiers(
         ("mixture", dict(pipeline=2, shard=4, expert=2, schedule="dualpipe-v")),
         ("tied", dict(pipeline=4, tensor=2)),
         ("mixture", dict(replicate=2, shard=12, expert=4, tensor=2, expert_tensor=True)),
+        ("capacity", dict(shard=4, expert=2)),
     ],
     [
         ("dense", dict(context=4, tensor=2)),

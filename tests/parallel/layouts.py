@@ -166,6 +166,7 @@ LARGE_EDGES: list[Drawn] = [
     # Context.
     *[("dense", dict(context=4, context_method=method), {}) for method in cases.METHODS],
     *[("latent", dict(context=2, context_method=method), {}) for method in cases.METHODS],
+    ("latent", dict(shard=2, context=2, tensor=2, async_tensor=True), dict(microbatch=1)),
     *[("dense", dict(context=2, tensor=2, context_method=method), LOW_PRECISION) for method in cases.METHODS],
     *[("dense", dict(context=2, tensor=2, context_method=method, recompute="attention"), {}) for method in cases.METHODS],
     ("dense", dict(context=2, tensor=2, recompute="full", context_method="ulysses", recompute_every=3), {}),
