@@ -137,8 +137,8 @@ def campaign(folder: Path, count: int, seed: int, at_once: int) -> list[Outcome]
         number, stop = numbered
         whole = folder / f"whole-{stop.ranks}"
         outcome = stopped(folder / f"stop-{number}", stop, takes[stop.ranks], whole)
-        if outcome.wrong:
-            print(f"{number}: {stop}: {outcome.wrong}\n{outcome.said}", flush=True)
+        how = f"{outcome.wrong}\n{outcome.said}" if outcome.wrong else "as it should"
+        print(f"{number}: {stop}: exit code {outcome.code} after {outcome.seconds:.1f} s, {how}", flush=True)
         return outcome
 
     with ThreadPoolExecutor(at_once) as pool:
