@@ -8,7 +8,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from shardwise.train.faults.stop import end_at_once
+from shardwise.train.faults.stop import end_at_once, ignore_signals
 
 
 def entry() -> NoReturn:
@@ -26,6 +26,8 @@ def entry() -> NoReturn:
     if not trains:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     code = main(sys.argv[1:])
+    if trains:
+        ignore_signals()
     if sys.argv[1:2] == ["plan"]:
         # Freeing a search's records one by one takes a seventh of its time, and a plan has nothing else to clean up.
         sys.stdout.flush()

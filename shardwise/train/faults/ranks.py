@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
@@ -76,6 +76,7 @@ def start_fork_server() -> ForkServerContext | SpawnContext:
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # no temporary folder, or its path is too long for a socket
             forkserver.set_forkserver_preload(["shardwise.cli.preload"])
+            resource_tracker.ensure_running()  # which undoes the mask, so it comes first
             # Until the server has left the command's group, a signal to the group is not for it: it inherits this mask.
             masked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             try:

@@ -38,6 +38,12 @@ def end_at_once(sentence: str, code: int = PREEMPTED, signals: tuple[signal.Sign
         signal.signal(number, end)
 
 
+def ignore_signals() -> None:
+    """Let signals change nothing any more, also while Python shuts down and puts the default actions back."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def decided() -> None:
     """The run has ended, and what becomes of it is known: `end_at_once` does nothing any more."""
     _decided.set()
