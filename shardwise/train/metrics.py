@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,14 @@ class Metrics:
         self.dropped_steps, self.dropped_seconds = len(dropped), sum(dropped)
         self.path, self.log = folder / FILE, log
         self.writable = True
-        if self.path.exists():
-            os.truncate(self.path, _length_up_to(self.path, resumed_step))
-        self.board = _open_tensorboard(folder, resumed_step) if run.train.tensorboard else None
-        self.wandb = _open_wandb(folder, run) if run.train.wandb else None
+        with self._tolerated(self.path):
+            if self.path.exists():
+                os.truncate(self.path, _length_up_to(self.path, resumed_step))
+        self.board = self.wandb = None
+        with self._tolerated("TensorBoard's file"):
+            self.board = _open_tensorboard(folder, resumed_step) if run.train.tensorboard else None
+        with self._tolerated("Weights & Biases' folder"):
+            self.wandb = _open_wandb(folder, run) if run.train.wandb else None
 
     def record(self, **values: Any) -> None:
         """Append one record. JSON has no NaN, so a number that is not finite is written as text."""
@@ -84,15 +89,27 @@ class Metrics:
         self.writable = problem is None
         numbers = {k: v for k, v in values.items() if k != "step" and not isinstance(v, list)}
         if self.board is not None:
-            for key, value in numbers.items():
-                self.board.add_scalar(key, value, values["step"])
+            board, self.board = self.board, None
+            with self._tolerated("TensorBoard's file"):
+                for key, value in numbers.items():
+                    board.add_scalar(key, value, values["step"])
+                self.board = board  # else it would fail at every step
         if self.wandb is not None:
             self.wandb.log(numbers, step=values["step"])
+
+    @contextmanager
+    def _tolerated(self, what: object) -> Iterator[None]:
+        """A disk that cannot be written costs records, not the run."""
+        try:
+            yield
+        except OSError as e:
+            self.log(f"warning: {what} cannot be written: {e.strerror}; training goes on without it")
 
     def close(self) -> None:
         """Flush and close everything."""
         if self.board is not None:
-            self.board.close()
+            with self._tolerated("TensorBoard's file"):
+                self.board.close()
         if self.wandb is not None:
             self.wandb.finish()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from shardwise.checkpoint.reader import open_checkpoint
+from shardwise.files import write_atomically
 from shardwise.report.words import clock
 from shardwise.run import Run, UserError, read_run, run_from_dict
 from shardwise.run.write import to_toml
@@ -204,6 +206,40 @@ def test_metrics_that_cannot_be_written_do_not_end_a_run(
     said = capsys.readouterr().out
     assert said.count("metrics.jsonl cannot be written: No space left on device; training goes on without") == 1
     assert (tmp_path / "checkpoints" / "step-00000006").is_dir()
+
+
+def test_a_run_that_has_begun_goes_on_where_no_file_can_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A disk without inodes: what exists can be written, and nothing else."""
+
+    def no_inode(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def no_board(*args: Any, **keys: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    train(make_run(steps=2, eval_every=0), tmp_path / "begun")
+    monkeypatch.setattr(loop, "write_atomically", no_inode)
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", no_board, raising=False)
+    train(make_run(steps=4, eval_every=0, tensorboard=True), tmp_path / "begun")
+    said = capsys.readouterr().out
+    assert "run.toml cannot be written: No space left on device; training goes on, and the file stays as it was" in said
+    assert "TensorBoard's file cannot be written: No space left on device; training goes on without it" in said
+    assert (tmp_path / "begun" / "checkpoints" / "step-00000004").is_dir()
+    with pytest.raises(UserError, match=r"new/run\.toml: cannot be written: No space left on device"):
+        train(make_run(), tmp_path / "new")
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    (tmp_path / "a").write_bytes(b"before")
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(tmp_path / "a", b"after")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"before")]
 
 
 @pytest.mark.parametrize("damage", [b"garbage", b"\xff\r\xfe", b'{"step": null}', b"[1]"])
