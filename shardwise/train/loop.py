@@ -88,7 +88,8 @@ def _attempt(
     if mesh.rank == 0:
         _write_run(run, out, begun=resumed is not None, log=display.log)
         metrics = Metrics(out, run, display.log, resumed_step=train_state.step)
-        monitor.event("repeat", steps=metrics.dropped_steps, seconds=metrics.dropped_seconds)
+        dropped = dict(steps=metrics.dropped_steps, seconds=metrics.dropped_seconds)
+        monitor.event("repeat", heard=metrics.last_written, **dropped)
     saver = Saver(out, mesh, data.tokenizer, data.fingerprint, display.log)
     monitor.attach(train_state)
     tune_gemms.attach(train_state, display.log)

@@ -71,6 +71,7 @@ class Metrics:
         self.dropped_steps, self.dropped_seconds = len(dropped), sum(dropped)
         self.path, self.log = folder / FILE, log
         self.writable = True
+        self.last_written = self.path.stat().st_mtime if self.path.exists() else 0.0
         with self._tolerated(self.path):
             if self.path.exists():
                 os.truncate(self.path, _length_up_to(self.path, resumed_step))

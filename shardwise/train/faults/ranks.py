@@ -34,6 +34,8 @@ GRACE = 3.0
 """Seconds that ranks have to end by themselves once one has failed."""
 MISTAKE = 2
 """Exit code of a user's mistake, which a restart does not fix."""
+COMMAND = "SHARDWISE_COMMAND"
+"""The variable that tells a rank which command started it."""
 THREADS = "OMP_NUM_THREADS"
 UNKNOWN = 255
 """What the standard library gives as exit code of a process whose fork server was killed."""
@@ -59,7 +61,12 @@ def environment_of(rank: int, local_rank: int, world: int, here: int, address: s
         LOCAL_WORLD_SIZE=str(here),
         MASTER_ADDR=address,
         MASTER_PORT=str(port),
-    ) | {THREADS: threads}
+    ) | {THREADS: threads, COMMAND: command_name()}
+
+
+def command_name() -> str:
+    """The name of the command that this process is, or that started it as a rank."""
+    return os.environ.get(COMMAND) or f"{socket.gethostname()}-{os.getpid()}"
 
 
 def threads_of(value: str) -> int | None:
