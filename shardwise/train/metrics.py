@@ -13,14 +13,17 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from shardwise.files import write_atomically
 from shardwise.run import Run, UserError, to_dict
 
 FILE = "metrics.jsonl"
+WANDB_ID = "wandb-id"
 
 
 def append_record(path: Path, record: dict[str, Any]) -> OSError | None:
@@ -79,7 +82,7 @@ class Metrics:
         with self._tolerated("TensorBoard's file"):
             self.board = _open_tensorboard(folder, resumed_step) if run.train.tensorboard else None
         with self._tolerated("Weights & Biases' folder"):
-            self.wandb = _open_wandb(folder, run) if run.train.wandb else None
+            self.wandb = _open_wandb(folder, run, self._wandb_id(folder)) if run.train.wandb else None
 
     def record(self, **values: Any) -> None:
         """Append one record. JSON has no NaN, so a number that is not finite is written as text."""
@@ -97,6 +100,17 @@ class Metrics:
                 self.board = board  # else it would fail at every step
         if self.wandb is not None:
             self.wandb.log(numbers, step=values["step"])
+
+    def _wandb_id(self, folder: Path) -> str:
+        """What Weights & Biases knows the run of this folder by. Two folders may have a run of the same name; one folder has one
+        run, however often it is started."""
+        path = folder / WANDB_ID
+        known = path.read_text(errors="replace").strip() if path.exists() else ""
+        identity = known or secrets.token_hex(8)
+        if not known:
+            with self._tolerated(path):
+                write_atomically(path, f"{identity}\n".encode())
+        return identity
 
     @contextmanager
     def _tolerated(self, what: object) -> Iterator[None]:
@@ -134,11 +148,11 @@ def _open_tensorboard(folder: Path, resumed_step: int) -> Any:
     return SummaryWriter(folder / "tensorboard", purge_step=resumed_step + 1)
 
 
-def _open_wandb(folder: Path, run: Run) -> Any:
+def _open_wandb(folder: Path, run: Run, identity: str) -> Any:
     try:
         import wandb
     except ImportError:
         raise UserError("train.wandb needs Weights & Biases: pip install 'shardwise[wandb]'") from None
     return wandb.init(
-        project=run.train.wandb, name=run.name, dir=folder, config=to_dict(run), resume="allow", id=run.name
+        project=run.train.wandb, name=run.name, dir=folder, config=to_dict(run), resume="allow", id=identity
     )

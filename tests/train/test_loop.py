@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -166,6 +167,32 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [e.value for e in events.Scalars("loss")] == pytest.approx(losses(tmp_path))
     assert len(events.Scalars("eval_loss")) == 2
+
+
+def test_weights_and_biases_knows_a_run_by_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[dict[str, Any]] = []
+    steps: list[int] = []
+
+    class Service:
+        def log(self, values: dict[str, Any], step: int) -> None:
+            steps.append(step)
+
+        def finish(self) -> None:
+            pass
+
+    fake = ModuleType("wandb")
+    fake.init = lambda **keys: begun.append(keys) or Service()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    short = dict(wandb="project", eval_every=0, checkpoint_every=0)
+    train(make_run(steps=2, **short), tmp_path / "one")
+    train(make_run(steps=3, **short), tmp_path / "one")
+    train(make_run(steps=2, **short), tmp_path / "two")
+    one, again, two = begun
+    assert [keys["name"] for keys in begun] == ["tiny"] * 3
+    assert one["id"] == again["id"] == (tmp_path / "one" / "wandb-id").read_text().strip()
+    assert two["id"] not in (one["id"], "tiny")
+    assert [keys["resume"] for keys in begun] == ["allow"] * 3
+    assert {1, 2, 3} <= set(steps)
 
 
 def test_durations_and_curves_read_well() -> None:
