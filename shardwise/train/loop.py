@@ -234,6 +234,7 @@ class _StepLog:
         loss, grad_norm, stop = result.read()
         now = time.perf_counter()
         seconds, self.last = now - self.last, now
+        memory = peak_memory(self.train_state.device)
         skipped = self.monitor.judge(loss, grad_norm, result, self.display.log)
         if self.metrics is not None:
             self.metrics.record(
@@ -244,6 +245,8 @@ class _StepLog:
                 tokens=tokens,
                 tokens_per_s=run.batch_tokens / seconds,
                 seconds=seconds,
+                mfu=self.flops / seconds / self.peak,
+                memory_gib=round(memory / 2**30, 3),
                 **({"skipped": True} if skipped else {}),
             )
         # The first steps are slow; a moving mean forgets them soon.
@@ -257,7 +260,7 @@ class _StepLog:
                 learning_rate=result.learning_rate,
                 tokens_per_s=run.batch_tokens / self.pace,
                 mfu=self.flops / self.pace / self.peak,
-                memory=peak_memory(self.train_state.device),
+                memory=memory,
                 seconds_left=self.pace * (run.train.steps - result.step),
             )
         )

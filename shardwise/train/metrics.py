@@ -1,7 +1,7 @@
 """A run's metrics: `metrics.jsonl` always, TensorBoard and Weights & Biases when the run asks.
 
-One JSON object a step and one an evaluation. A resumed run truncates the file to the step it resumes from, so that every step is
-there once; it does so in place, so that a crash meanwhile loses nothing.
+One JSON object a step and one an evaluation; docs/checkpoints.md lists their keys. A resumed run truncates the file to the step
+it resumes from, so that every step is there once; it does so in place, so that a crash meanwhile loses nothing.
 
 Files of records, which are metrics and events, are only appended to. A line is one write, so lines of two writers do not mix, and
 a crash or a damaged disk costs the records it hit and no others. A record that cannot be written, on a full disk say, is left out:

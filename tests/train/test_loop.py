@@ -24,6 +24,7 @@ from shardwise.train import loop
 from shardwise.train.display import sparkline
 from shardwise.train.loop import train
 from shardwise.train.metrics import read_metrics
+from shardwise.train.speed import peak_memory
 from shardwise.train.step import StepResult, TrainState
 
 LARGE = pytest.mark.large("a loss scale that a resumed run takes up; checkpoints of it are in tests/checkpoint")
@@ -48,7 +49,12 @@ def test_a_run_folder_holds_what_scripts_rely_on(tmp_path: Path, capsys: pytest.
     records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     steps = [r for r in records if "loss" in r]
     assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
-    assert set(steps[0]) == {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "seconds"}
+    measured = {"tokens_per_s", "seconds", "mfu", "memory_gib"}
+    assert set(steps[0]) == {"step", "loss", "grad_norm", "lr", "tokens"} | measured
+    # The same work over the same peak at every step, and the memory of this process.
+    assert steps[1]["mfu"] * steps[1]["seconds"] == pytest.approx(steps[0]["mfu"] * steps[0]["seconds"])
+    assert 0 < steps[0]["mfu"] < 1
+    assert steps[-1]["memory_gib"] == pytest.approx(peak_memory(torch.device("cpu")) / 2**30, rel=0.2)
     assert steps[-1]["tokens"] == 6 * 4 * 32
     assert [(r["step"], set(r)) for r in records if "eval_loss" in r] == [
         (3, {"step", "eval_loss"}),
@@ -109,10 +115,9 @@ def test_a_host_that_reads_a_step_late_writes_the_same(tmp_path: Path, monkeypat
         ("begin", 1), ("begin", 2), ("read", 1), ("begin", 3), ("read", 2), ("begin", 4), ("read", 3), ("read", 4),
         ("evaluate", 4), ("begin", 5), ("begin", 6), ("read", 5), ("read", 6), ("evaluate", 6),
     ]  # fmt: skip
+    clocked = ("seconds", "tokens_per_s", "mfu", "memory_gib")
     once, late = (
-        [{k: v for k, v in r.items() if k not in ("seconds", "tokens_per_s")} for r in read_metrics(tmp_path / which)][
-            :-1
-        ]
+        [{k: v for k, v in r.items() if k not in clocked} for r in read_metrics(tmp_path / which)][:-1]
         for which in ("once", "late")
     )
     assert late == once
