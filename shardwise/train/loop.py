@@ -94,7 +94,7 @@ def _attempt(
     monitor.attach(train_state)
     tune_gemms.attach(train_state, display.log)
     cuda_graph.attach(train_state, display.log)
-    began = time.perf_counter()
+    began, step_before, tokens_before = time.perf_counter(), train_state.step, train_state.tokens
     try:
         _steps(train_state, data, metrics, saver, display, monitor)
         _finish(train_state, metrics, saver, display, monitor)
@@ -108,7 +108,8 @@ def _attempt(
         if metrics is not None:
             metrics.close()
     took = clock(time.perf_counter() - began)
-    display.log(f"trained {train_state.tokens:,} tokens in {took}; everything is in {out}")
+    since = f" since step {step_before}, {train_state.tokens:,} in all" if step_before else ""
+    display.log(f"trained {train_state.tokens - tokens_before:,} tokens in {took}{since}; everything is in {out}")
 
 
 def _write_run(run: Run, out: Path, begun: bool, log: Callable[[str], None]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -149,6 +150,16 @@ def test_metrics_are_cut_back_to_the_step_that_is_resumed(tmp_path: Path) -> Non
         f.write('{"step": 7, "lo')
     train(run, tmp_path)
     assert losses(tmp_path) == before
+
+
+def test_the_last_line_tells_what_was_trained_now_from_what_was_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(make_run(steps=4, eval_every=0), tmp_path)
+    assert re.search(r"^trained 512 tokens in \d+s; everything is in ", capsys.readouterr().out, re.MULTILINE)
+    train(make_run(steps=6, eval_every=0), tmp_path)
+    said = capsys.readouterr().out
+    assert re.search(r"^trained 256 tokens in \d+s since step 4, 768 in all; everything is in ", said, re.MULTILINE)
 
 
 def test_a_finished_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
