@@ -53,6 +53,8 @@ def test_the_command_starts_its_ranks_and_the_curve_is_that_of_one(tmp_path: Pat
     for process in (several, alone):
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0, out + err
+    for log in (tmp_path / "several" / "logs").glob("rank-*.log"):
+        assert "Warning" not in log.read_text()  # such as those of PyTorch's own future
     a, b = read_metrics(tmp_path / "alone"), read_metrics(tmp_path / "several")
     for one, other in zip(a, b, strict=True):
         assert one["step"] == other["step"]
