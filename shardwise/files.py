@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from pathlib import Path
@@ -10,11 +11,16 @@ from pathlib import Path
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file so that readers see it whole or not at all, even after a power failure."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(draft, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
+    try:
+        with open(draft, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
 
 
 def sync(path: Path) -> None:

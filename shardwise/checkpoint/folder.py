@@ -7,6 +7,7 @@ leaves half a checkpoint under a checkpoint's name.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -154,8 +155,9 @@ class FolderLock:
                 raise UserError(Problem(reason, where=str(out))) from None
         since = datetime.now(UTC).isoformat(timespec="seconds")
         note = dict(host=socket.gethostname(), process=os.getpid(), since=since)
-        os.ftruncate(self.handle, 0)
-        os.pwrite(self.handle, (json.dumps(note) + "\n").encode(), 0)
+        with contextlib.suppress(OSError):  # on a full disk the lock holds without it
+            os.ftruncate(self.handle, 0)
+            os.pwrite(self.handle, (json.dumps(note) + "\n").encode(), 0)
 
     def release(self) -> None:
         """Release the folder. The file stays: the next process to lock it may have it open already."""

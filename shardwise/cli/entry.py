@@ -6,13 +6,31 @@ import io
 import os
 import signal
 import sys
+import warnings
 from typing import NoReturn
 
 from shardwise.train.faults.stop import end_at_once, ignore_signals
 
 
+def hide_deprecations() -> None:
+    """Keep PyTorch's warnings of what it will change from users, who can do nothing about them. For the command and its ranks
+    alone; `PYTHONWARNINGS` or `-W` shows them."""
+    if sys.warnoptions:
+        return
+    for category, message in (
+        (FutureWarning, ""),
+        (UserWarning, r"(?is).*deprecat"),
+        (DeprecationWarning, ""),
+    ):
+        warnings.filterwarnings("ignore", message, category, module=r"torch(\.|$)")
+    # Some are counted to the caller's module.
+    warnings.filterwarnings("ignore", r"(?is).*\btorch\b.*deprecat", FutureWarning)
+    warnings.filterwarnings("ignore", r"(?is).*\btorch\b.*deprecat", UserWarning)
+
+
 def entry() -> NoReturn:
     """The console script."""
+    hide_deprecations()
     trains, is_rank = sys.argv[1:2] == ["train"], "RANK" in os.environ
     if not is_rank:
         end_at_once("interrupted", 128 + signal.SIGINT, (signal.SIGINT,))

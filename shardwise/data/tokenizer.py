@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,11 @@ END_NAMES = (
     "<|return|>",
     "[SEP]",
 )
+# Names of the tokens that begin and pad a text, for tokenizers without a `tokenizer_config.json`.
+OTHER_NAMES = {
+    "bos": ("<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<s>", "<bos>", "<|bos|>", "[BOS]", "<|startoftext|>"),
+    "pad": ("<|finetune_right_pad_id|>", "<｜▁pad▁｜>", "<pad>", "<|pad|>", "[PAD]"),
+}
 
 
 class Tokenizer(Protocol):
@@ -48,6 +53,10 @@ class Tokenizer(Protocol):
     @property
     def end(self) -> int:
         """The token that ends a document."""
+
+    @property
+    def special_tokens(self) -> dict[str, tuple[str, int]]:
+        """The name and the id of `eos`, which is the end, and of `bos` and `pad` where it has them."""
 
     @property
     def digest(self) -> str:
@@ -72,6 +81,7 @@ class ByteTokenizer:
     kind = BYTE
     vocab = 257
     end = 256
+    special_tokens: ClassVar = {"eos": (END_NAMES[0], 256)}
     digest = BYTE
 
     def encode(self, text: str) -> list[int]:
@@ -93,8 +103,12 @@ class JsonTokenizer:
 
     kind = "json"
 
-    def __init__(self, content: bytes, *, end: str = "", hint: str = "", where: str = FILE) -> None:
-        """`end` names the end-of-document token; `hint` is a name to try before the usual ones."""
+    def __init__(
+        self, content: bytes, *, end: str = "", hints: Mapping[str, str] | None = None, where: str = FILE
+    ) -> None:
+        """`end` names the end-of-document token; `hints` are names to try before the usual ones, of `eos`, `bos` and `pad`. An
+        empty name of the last two says that there is none."""
+        hints = hints or {}
         self._content = content
         self._library = _read(content, where)
         vocabulary = self._library.get_vocab(with_added_tokens=True)
@@ -102,8 +116,14 @@ class JsonTokenizer:
             raise UserError(Problem("is a tokenizer without a single token", where=where))
         # Ids may have gaps, so the count of tokens would be too small.
         self.vocab = max(vocabulary.values()) + 1
-        self.end_name = _find_end(vocabulary, end, hint, where)
+        self.end_name = _find_end(vocabulary, end, hints.get("eos", ""), where)
         self.end: int = vocabulary[self.end_name]
+        special = {token.content for token in self._library.get_added_tokens_decoder().values() if token.special}
+        self.special_tokens = {"eos": (self.end_name, self.end)}
+        for role, names in OTHER_NAMES.items():
+            usual = next((name for name in names if name in special), "")
+            if (name := hints.get(role, usual)) in vocabulary:
+                self.special_tokens[role] = name, vocabulary[name]
         self.digest = hashlib.sha256(content + b"\0" + self.end_name.encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -122,7 +142,8 @@ class JsonTokenizer:
     def save(self, folder: str | Path) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / FILE).write_bytes(self._content)
-        _write_marker(Path(folder), {"kind": self.kind, "end": self.end_name})
+        others = {role: self.special_tokens.get(role, ("", 0))[0] for role in OTHER_NAMES}
+        _write_marker(Path(folder), {"kind": self.kind, "end": self.end_name, **others})
 
 
 def load_tokenizer(where: str | Path, end: str = "") -> Tokenizer:
@@ -142,7 +163,7 @@ def load_tokenizer(where: str | Path, end: str = "") -> Tokenizer:
         raise UserError(Problem(message, where=str(where))) from None
     except OSError as e:
         raise UserError(Problem(f"cannot be read: {e.strerror}", where=str(where))) from None
-    return JsonTokenizer(content, end=end, hint=_published_end(path.parent), where=str(path))
+    return JsonTokenizer(content, end=end, hints=_published(path.parent), where=str(path))
 
 
 def _from_folder(folder: Path, end: str) -> Tokenizer:
@@ -153,8 +174,10 @@ def _from_folder(folder: Path, end: str) -> Tokenizer:
         message = f"holds neither {FILE} nor {MARKER}, so its tokenizer is unknown"
         raise UserError(Problem(message, where=str(folder)))
     content = (folder / FILE).read_bytes()
-    hint = marker.get("end") or _published_end(folder)
-    return JsonTokenizer(content, end=end, hint=hint, where=str(folder / FILE))
+    # A marker of version 0.1 names the end alone.
+    named = {"eos": marker.get("end") or None, "bos": marker.get("bos"), "pad": marker.get("pad")}
+    hints = _published(folder) | {role: name for role, name in named.items() if name is not None}
+    return JsonTokenizer(content, end=end, hints=hints, where=str(folder / FILE))
 
 
 def _read(content: bytes, where: str) -> Any:
@@ -186,13 +209,18 @@ def _find_end(vocabulary: dict[str, int], end: str, hint: str, where: str) -> st
     raise UserError(Problem(message, where=where))
 
 
-def _published_end(folder: Path) -> str:
-    """The end-of-document token that a published model's `tokenizer_config.json` names, or ""."""
+def _published(folder: Path) -> dict[str, str]:
+    """The special tokens that a published model's `tokenizer_config.json` names; empty where it has none."""
     try:
-        named = json.loads((folder / "tokenizer_config.json").read_bytes())["eos_token"]
-        return named if isinstance(named, str) else str(named["content"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
+        config = json.loads((folder / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    found = {}
+    for role in ("eos", *OTHER_NAMES) if isinstance(config, dict) else ():
+        named = config.get(f"{role}_token")
+        named = named.get("content") if isinstance(named, dict) else named
+        found[role] = named if isinstance(named, str) else ""
+    return found
 
 
 def _write_marker(folder: Path, marker: dict[str, str]) -> None:
@@ -206,7 +234,7 @@ def _read_marker(folder: Path) -> dict[str, str]:
         return {}
     try:
         marker = json.loads(path.read_bytes())
-        known = marker["kind"] in (BYTE, JsonTokenizer.kind) and isinstance(marker.get("end", ""), str)
+        known = marker["kind"] in (BYTE, JsonTokenizer.kind) and all(isinstance(v, str) for v in marker.values())
     except (OSError, ValueError, KeyError, TypeError):
         known = False
     if not known:

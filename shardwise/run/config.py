@@ -299,7 +299,7 @@ class TrainConfig:
     )
     compare_every: int = key(50, "steps between comparisons of the ranks' own compute time; 0: never", least=0)
     tensorboard: bool = key(False, "also write TensorBoard events to the run folder")
-    wandb: str = key("", "also send metrics to this Weights & Biases project")
+    wandb: str = key("", "also send metrics to this Weights & Biases project; the id is in the run folder (wandb-id)")
 
 
 @dataclass(frozen=True)

@@ -52,25 +52,35 @@ class RankEnvironment:
 def rank_environment(environment: Mapping[str, str]) -> RankEnvironment | None:
     """Read the variables of torchrun (also under Kubernetes) or Slurm; None when this process was not started as a rank."""
     e = environment
-    if "RANK" in e and "WORLD_SIZE" in e:
+
+    def number(name: str, otherwise: int) -> int:
+        """A variable that is empty is like one that is not set."""
+        try:
+            return int(e.get(name) or otherwise)
+        except ValueError:
+            reason = f'{name} is "{e[name]}" in the environment, and must be a whole number'
+            raise UserError(reason) from None
+
+    if e.get("RANK") and e.get("WORLD_SIZE"):
+        world = number("WORLD_SIZE", 1)
         return RankEnvironment(
-            int(e["RANK"]),
-            int(e["WORLD_SIZE"]),
-            int(e.get("LOCAL_RANK", "0")),
-            e.get("MASTER_ADDR", "127.0.0.1"),
-            int(e.get("MASTER_PORT", "29500")),
-            int(e.get("LOCAL_WORLD_SIZE", e["WORLD_SIZE"])),
+            number("RANK", 0),
+            world,
+            number("LOCAL_RANK", 0),
+            e.get("MASTER_ADDR") or "127.0.0.1",
+            number("MASTER_PORT", 29500),
+            number("LOCAL_WORLD_SIZE", world),
             "SHARDWISE_AGENT" in e,
         )
-    if "SLURM_PROCID" in e and int(e.get("SLURM_NTASKS", "1")) > 1:
+    if e.get("SLURM_PROCID") and number("SLURM_NTASKS", 1) > 1:
         return RankEnvironment(
-            int(e["SLURM_PROCID"]),
-            int(e["SLURM_NTASKS"]),
-            int(e.get("SLURM_LOCALID", "0")),
+            number("SLURM_PROCID", 0),
+            number("SLURM_NTASKS", 1),
+            number("SLURM_LOCALID", 0),
             e.get("MASTER_ADDR") or first_host(e.get("SLURM_STEP_NODELIST") or e.get("SLURM_JOB_NODELIST", "")),
             # Jobs on the same node need different ports.
-            int(e.get("MASTER_PORT") or 20000 + int(e.get("SLURM_JOB_ID", "0")) % 20000),
-            int(e.get("SLURM_NTASKS_PER_NODE") or 1),
+            number("MASTER_PORT", 20000 + number("SLURM_JOB_ID", 0) % 20000),
+            number("SLURM_NTASKS_PER_NODE", 1),
         )
     return None
 
@@ -113,7 +123,7 @@ def join(environment: RankEnvironment, run: Run) -> None:
 
     enable_flight_recorder(os.environ)
     gpus = torch.cuda.device_count() if run.train.device != "cpu" else 0
-    oversubscribed = gpus > 0 and int(os.environ.get("LOCAL_WORLD_SIZE", environment.world_size)) > gpus
+    oversubscribed = gpus > 0 and int(os.environ.get("LOCAL_WORLD_SIZE") or environment.world_size) > gpus
     layout = run.layout
     if oversubscribed and (layout.pipeline > 1 or (layout.context > 1 and layout.context_method == "ring")):
         reason = (

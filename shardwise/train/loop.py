@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from shardwise.checkpoint.format import RUN_FILE
 from shardwise.checkpoint.job import check_folder, hold_folder
 from shardwise.checkpoint.resume import check_weights, load_weights, resume
 from shardwise.checkpoint.saver import Saver
@@ -26,7 +27,7 @@ from shardwise.files import write_atomically
 from shardwise.parallel.mesh import Mesh
 from shardwise.plan.cost.flops import CONVENTION, parameters, training_flops
 from shardwise.report.words import clock
-from shardwise.run import AXES, Run, UserError, to_toml
+from shardwise.run import AXES, Problem, Run, UserError, to_toml
 from shardwise.train import cuda_graph, tune_gemms
 from shardwise.train.display import PlainDisplay, Progress, make_display
 from shardwise.train.faults.guard import History
@@ -85,14 +86,15 @@ def _attempt(
         return
     metrics = None
     if mesh.rank == 0:
-        write_atomically(out / "run.toml", to_toml(run).encode())
+        _write_run(run, out, begun=resumed is not None, log=display.log)
         metrics = Metrics(out, run, display.log, resumed_step=train_state.step)
-        monitor.event("repeat", steps=metrics.dropped_steps, seconds=metrics.dropped_seconds)
+        dropped = dict(steps=metrics.dropped_steps, seconds=metrics.dropped_seconds)
+        monitor.event("repeat", heard=metrics.last_written, **dropped)
     saver = Saver(out, mesh, data.tokenizer, data.fingerprint, display.log)
     monitor.attach(train_state)
     tune_gemms.attach(train_state, display.log)
     cuda_graph.attach(train_state, display.log)
-    began = time.perf_counter()
+    began, step_before, tokens_before = time.perf_counter(), train_state.step, train_state.tokens
     try:
         _steps(train_state, data, metrics, saver, display, monitor)
         _finish(train_state, metrics, saver, display, monitor)
@@ -106,7 +108,21 @@ def _attempt(
         if metrics is not None:
             metrics.close()
     took = clock(time.perf_counter() - began)
-    display.log(f"trained {train_state.tokens:,} tokens in {took}; everything is in {out}")
+    since = f" since step {step_before}, {train_state.tokens:,} in all" if step_before else ""
+    display.log(f"trained {train_state.tokens - tokens_before:,} tokens in {took}{since}; everything is in {out}")
+
+
+def _write_run(run: Run, out: Path, begun: bool, log: Callable[[str], None]) -> None:
+    """Write the resolved run into its folder. Where the run has begun already it goes on without, because the disk may have room
+    again when it saves; a new folder that cannot be written is a mistake."""
+    file = out / RUN_FILE
+    try:
+        write_atomically(file, to_toml(run).encode())
+    except OSError as e:
+        problem = f"cannot be written: {e.strerror}"
+        if not begun and not file.exists():
+            raise UserError(Problem(problem, where=str(file))) from None
+        log(f"warning: {file} {problem}; training goes on, and the file stays as it was")
 
 
 def _steps(
@@ -219,6 +235,7 @@ class _StepLog:
         loss, grad_norm, stop = result.read()
         now = time.perf_counter()
         seconds, self.last = now - self.last, now
+        memory = peak_memory(self.train_state.device)
         skipped = self.monitor.judge(loss, grad_norm, result, self.display.log)
         if self.metrics is not None:
             self.metrics.record(
@@ -229,6 +246,8 @@ class _StepLog:
                 tokens=tokens,
                 tokens_per_s=run.batch_tokens / seconds,
                 seconds=seconds,
+                mfu=self.flops / seconds / self.peak,
+                memory_gib=round(memory / 2**30, 3),
                 **({"skipped": True} if skipped else {}),
             )
         # The first steps are slow; a moving mean forgets them soon.
@@ -242,7 +261,7 @@ class _StepLog:
                 learning_rate=result.learning_rate,
                 tokens_per_s=run.batch_tokens / self.pace,
                 mfu=self.flops / self.pace / self.peak,
-                memory=peak_memory(self.train_state.device),
+                memory=memory,
                 seconds_left=self.pace * (run.train.steps - result.step),
             )
         )

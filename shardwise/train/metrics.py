@@ -1,7 +1,7 @@
 """A run's metrics: `metrics.jsonl` always, TensorBoard and Weights & Biases when the run asks.
 
-One JSON object a step and one an evaluation. A resumed run truncates the file to the step it resumes from, so that every step is
-there once; it does so in place, so that a crash meanwhile loses nothing.
+One JSON object a step and one an evaluation; docs/checkpoints.md lists their keys. A resumed run truncates the file to the step
+it resumes from, so that every step is there once; it does so in place, so that a crash meanwhile loses nothing.
 
 Files of records, which are metrics and events, are only appended to. A line is one write, so lines of two writers do not mix, and
 a crash or a damaged disk costs the records it hit and no others. A record that cannot be written, on a full disk say, is left out:
@@ -13,13 +13,17 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from shardwise.files import write_atomically
 from shardwise.run import Run, UserError, to_dict
 
 FILE = "metrics.jsonl"
+WANDB_ID = "wandb-id"
 
 
 def append_record(path: Path, record: dict[str, Any]) -> OSError | None:
@@ -70,10 +74,15 @@ class Metrics:
         self.dropped_steps, self.dropped_seconds = len(dropped), sum(dropped)
         self.path, self.log = folder / FILE, log
         self.writable = True
-        if self.path.exists():
-            os.truncate(self.path, _length_up_to(self.path, resumed_step))
-        self.board = _open_tensorboard(folder, resumed_step) if run.train.tensorboard else None
-        self.wandb = _open_wandb(folder, run) if run.train.wandb else None
+        self.last_written = self.path.stat().st_mtime if self.path.exists() else 0.0
+        with self._tolerated(self.path):
+            if self.path.exists():
+                os.truncate(self.path, _length_up_to(self.path, resumed_step))
+        self.board = self.wandb = None
+        with self._tolerated("TensorBoard's file"):
+            self.board = _open_tensorboard(folder, resumed_step) if run.train.tensorboard else None
+        with self._tolerated("Weights & Biases' folder"):
+            self.wandb = _open_wandb(folder, run, self._wandb_id(folder)) if run.train.wandb else None
 
     def record(self, **values: Any) -> None:
         """Append one record. JSON has no NaN, so a number that is not finite is written as text."""
@@ -84,15 +93,38 @@ class Metrics:
         self.writable = problem is None
         numbers = {k: v for k, v in values.items() if k != "step" and not isinstance(v, list)}
         if self.board is not None:
-            for key, value in numbers.items():
-                self.board.add_scalar(key, value, values["step"])
+            board, self.board = self.board, None
+            with self._tolerated("TensorBoard's file"):
+                for key, value in numbers.items():
+                    board.add_scalar(key, value, values["step"])
+                self.board = board  # else it would fail at every step
         if self.wandb is not None:
             self.wandb.log(numbers, step=values["step"])
+
+    def _wandb_id(self, folder: Path) -> str:
+        """What Weights & Biases knows the run of this folder by. Two folders may have a run of the same name; one folder has one
+        run, however often it is started."""
+        path = folder / WANDB_ID
+        known = path.read_text(errors="replace").strip() if path.exists() else ""
+        identity = known or secrets.token_hex(8)
+        if not known:
+            with self._tolerated(path):
+                write_atomically(path, f"{identity}\n".encode())
+        return identity
+
+    @contextmanager
+    def _tolerated(self, what: object) -> Iterator[None]:
+        """A disk that cannot be written costs records, not the run."""
+        try:
+            yield
+        except OSError as e:
+            self.log(f"warning: {what} cannot be written: {e.strerror}; training goes on without it")
 
     def close(self) -> None:
         """Flush and close everything."""
         if self.board is not None:
-            self.board.close()
+            with self._tolerated("TensorBoard's file"):
+                self.board.close()
         if self.wandb is not None:
             self.wandb.finish()
 
@@ -116,11 +148,11 @@ def _open_tensorboard(folder: Path, resumed_step: int) -> Any:
     return SummaryWriter(folder / "tensorboard", purge_step=resumed_step + 1)
 
 
-def _open_wandb(folder: Path, run: Run) -> Any:
+def _open_wandb(folder: Path, run: Run, identity: str) -> Any:
     try:
         import wandb
     except ImportError:
         raise UserError("train.wandb needs Weights & Biases: pip install 'shardwise[wandb]'") from None
     return wandb.init(
-        project=run.train.wandb, name=run.name, dir=folder, config=to_dict(run), resume="allow", id=run.name
+        project=run.train.wandb, name=run.name, dir=folder, config=to_dict(run), resume="allow", id=identity
     )

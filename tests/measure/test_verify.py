@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,23 @@ def test_ranks_that_differ_from_the_plan_are_no_failure(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, "")
     assert json.loads(done.stdout)["agrees"] is False
     assert [each.name for each in tmp_path.iterdir()] == ["run.toml"]
+
+
+def test_warnings_of_pytorch_s_own_future_reach_no_user(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[model]\nlayers = 1\nhidden = 16\nheads = 2\n[layout]\ntensor = 2\n[train]\nseq_len = 16\n")
+    command = [sys.executable, "-m", "shardwise", "verify", str(path), "--dry", "--json"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path])}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert (done.returncode, "Warning" in done.stderr) == (0, False), done.stderr
+    if hasattr(torch.distributed, "reduce_scatter_single"):  # this PyTorch warns, and who asks for warnings gets them
+        asked = environment | {"PYTHONWARNINGS": "default"}
+        done = subprocess.run(command, capture_output=True, text=True, env=asked, timeout=300)
+        assert "FutureWarning: `torch.distributed" in done.stderr
+    # Whoever imports the package decides himself.
+    before = list(warnings.filters)
+    assert main(["--version"]) == 0
+    assert warnings.filters == before
 
 
 @pytest.mark.parametrize("more", [[], ["--dry"]])

@@ -15,7 +15,7 @@ import pytest
 
 from shardwise.run import UserError, read_run
 from shardwise.train.faults.heartbeat import Heartbeat, read_heartbeat
-from shardwise.train.faults.ranks import _die_with_command
+from shardwise.train.faults.ranks import _die_with_command, environment_of, threads_of
 from shardwise.train.launch import RankEnvironment, check_here, first_host, rank_environment
 from shardwise.train.metrics import read_metrics
 
@@ -53,6 +53,8 @@ def test_the_command_starts_its_ranks_and_the_curve_is_that_of_one(tmp_path: Pat
     for process in (several, alone):
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0, out + err
+    for log in (tmp_path / "several" / "logs").glob("rank-*.log"):
+        assert "Warning" not in log.read_text()  # such as those of PyTorch's own future
     a, b = read_metrics(tmp_path / "alone"), read_metrics(tmp_path / "several")
     for one, other in zip(a, b, strict=True):
         assert one["step"] == other["step"]
@@ -128,6 +130,28 @@ def test_a_mistake_that_a_rank_finds_is_one_sentence_and_no_restart(tmp_path: Pa
     assert re.fullmatch(r"error: step \d: the (loss|gradient norm) is (nan|inf); train\.guard = .*\n", err), err
 
 
+def test_threads_are_what_openmp_makes_of_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 12)
+    for value in ("", " ", "many", "0", "-4", "4,", "4,0", "4.5", str(1 << 40)):  # like none: the cores are shared
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+        assert environment_of(0, 0, 4, 4, "", 1)["OMP_NUM_THREADS"] == "3", value
+    for value, threads in (("5", 5), (" 5 ", 5), ("4,2", 4), ("1, 8", 1)):
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+        assert threads_of(environment_of(0, 0, 4, 4, "", 1)["OMP_NUM_THREADS"]) == threads
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert environment_of(0, 0, 4, 4, "", 1)["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize("threads", ["", "1,2"])
+def test_ranks_start_whatever_the_threads_are_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: str
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    process = shardwise(tmp_path, "--out=out", "--layout.shard=2", "--train.steps=1", "--train.restarts=0")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, out + err
+
+
 def test_a_layout_that_cannot_work_starts_nothing(tmp_path: Path) -> None:
     process = shardwise(tmp_path, "--layout.tensor=3", "--layout.pipeline=5", "--layout.shard=3")
     _, err = process.communicate(timeout=60)
@@ -148,6 +172,12 @@ def test_other_launchers_are_recognised() -> None:
     assert rank_environment(slurm) == RankEnvironment(5, 16, 1, "gpu003", 20007)
     assert rank_environment(dict(SLURM_PROCID="0", SLURM_NTASKS="1")) is None
     assert rank_environment({}) is None
+    # What is empty is like what is not set, and what is no number is a sentence.
+    assert rank_environment(dict(RANK="", WORLD_SIZE="")) is None
+    empty = dict(RANK="1", WORLD_SIZE="2", LOCAL_RANK="", LOCAL_WORLD_SIZE="", MASTER_ADDR="", MASTER_PORT="")
+    assert rank_environment(empty) == RankEnvironment(1, 2, 0, "127.0.0.1", 29500, 2)
+    with pytest.raises(UserError, match='MASTER_PORT is "http" in the environment, and must be a whole number'):
+        rank_environment(torchrun | dict(MASTER_PORT="http"))
     assert [first_host(n) for n in ("a1,b2", "node12", "x[01,05]")] == ["a1", "node12", "x01"]
 
 

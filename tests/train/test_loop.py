@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from shardwise.checkpoint.reader import open_checkpoint
+from shardwise.files import write_atomically
 from shardwise.report.words import clock
 from shardwise.run import Run, UserError, read_run, run_from_dict
 from shardwise.run.write import to_toml
@@ -21,6 +25,7 @@ from shardwise.train import loop
 from shardwise.train.display import sparkline
 from shardwise.train.loop import train
 from shardwise.train.metrics import read_metrics
+from shardwise.train.speed import peak_memory
 from shardwise.train.step import StepResult, TrainState
 
 LARGE = pytest.mark.large("a loss scale that a resumed run takes up; checkpoints of it are in tests/checkpoint")
@@ -45,7 +50,12 @@ def test_a_run_folder_holds_what_scripts_rely_on(tmp_path: Path, capsys: pytest.
     records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     steps = [r for r in records if "loss" in r]
     assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
-    assert set(steps[0]) == {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "seconds"}
+    measured = {"tokens_per_s", "seconds", "mfu", "memory_gib"}
+    assert set(steps[0]) == {"step", "loss", "grad_norm", "lr", "tokens"} | measured
+    # The same work over the same peak at every step, and the memory of this process.
+    assert steps[1]["mfu"] * steps[1]["seconds"] == pytest.approx(steps[0]["mfu"] * steps[0]["seconds"])
+    assert 0 < steps[0]["mfu"] < 1
+    assert steps[-1]["memory_gib"] == pytest.approx(peak_memory(torch.device("cpu")) / 2**30, rel=0.2)
     assert steps[-1]["tokens"] == 6 * 4 * 32
     assert [(r["step"], set(r)) for r in records if "eval_loss" in r] == [
         (3, {"step", "eval_loss"}),
@@ -106,10 +116,9 @@ def test_a_host_that_reads_a_step_late_writes_the_same(tmp_path: Path, monkeypat
         ("begin", 1), ("begin", 2), ("read", 1), ("begin", 3), ("read", 2), ("begin", 4), ("read", 3), ("read", 4),
         ("evaluate", 4), ("begin", 5), ("begin", 6), ("read", 5), ("read", 6), ("evaluate", 6),
     ]  # fmt: skip
+    clocked = ("seconds", "tokens_per_s", "mfu", "memory_gib")
     once, late = (
-        [{k: v for k, v in r.items() if k not in ("seconds", "tokens_per_s")} for r in read_metrics(tmp_path / which)][
-            :-1
-        ]
+        [{k: v for k, v in r.items() if k not in clocked} for r in read_metrics(tmp_path / which)][:-1]
         for which in ("once", "late")
     )
     assert late == once
@@ -143,6 +152,16 @@ def test_metrics_are_cut_back_to_the_step_that_is_resumed(tmp_path: Path) -> Non
     assert losses(tmp_path) == before
 
 
+def test_the_last_line_tells_what_was_trained_now_from_what_was_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(make_run(steps=4, eval_every=0), tmp_path)
+    assert re.search(r"^trained 512 tokens in \d+s; everything is in ", capsys.readouterr().out, re.MULTILINE)
+    train(make_run(steps=6, eval_every=0), tmp_path)
+    said = capsys.readouterr().out
+    assert re.search(r"^trained 256 tokens in \d+s since step 4, 768 in all; everything is in ", said, re.MULTILINE)
+
+
 def test_a_finished_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(make_run(), tmp_path)
     train(make_run(), tmp_path)
@@ -164,6 +183,32 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [e.value for e in events.Scalars("loss")] == pytest.approx(losses(tmp_path))
     assert len(events.Scalars("eval_loss")) == 2
+
+
+def test_weights_and_biases_knows_a_run_by_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[dict[str, Any]] = []
+    steps: list[int] = []
+
+    class Service:
+        def log(self, values: dict[str, Any], step: int) -> None:
+            steps.append(step)
+
+        def finish(self) -> None:
+            pass
+
+    fake = ModuleType("wandb")
+    fake.init = lambda **keys: begun.append(keys) or Service()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    short = dict(wandb="project", eval_every=0, checkpoint_every=0)
+    train(make_run(steps=2, **short), tmp_path / "one")
+    train(make_run(steps=3, **short), tmp_path / "one")
+    train(make_run(steps=2, **short), tmp_path / "two")
+    one, again, two = begun
+    assert [keys["name"] for keys in begun] == ["tiny"] * 3
+    assert one["id"] == again["id"] == (tmp_path / "one" / "wandb-id").read_text().strip()
+    assert two["id"] not in (one["id"], "tiny")
+    assert [keys["resume"] for keys in begun] == ["allow"] * 3
+    assert {1, 2, 3} <= set(steps)
 
 
 def test_durations_and_curves_read_well() -> None:
@@ -204,6 +249,40 @@ def test_metrics_that_cannot_be_written_do_not_end_a_run(
     said = capsys.readouterr().out
     assert said.count("metrics.jsonl cannot be written: No space left on device; training goes on without") == 1
     assert (tmp_path / "checkpoints" / "step-00000006").is_dir()
+
+
+def test_a_run_that_has_begun_goes_on_where_no_file_can_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A disk without inodes: what exists can be written, and nothing else."""
+
+    def no_inode(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def no_board(*args: Any, **keys: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    train(make_run(steps=2, eval_every=0), tmp_path / "begun")
+    monkeypatch.setattr(loop, "write_atomically", no_inode)
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", no_board, raising=False)
+    train(make_run(steps=4, eval_every=0, tensorboard=True), tmp_path / "begun")
+    said = capsys.readouterr().out
+    assert "run.toml cannot be written: No space left on device; training goes on, and the file stays as it was" in said
+    assert "TensorBoard's file cannot be written: No space left on device; training goes on without it" in said
+    assert (tmp_path / "begun" / "checkpoints" / "step-00000004").is_dir()
+    with pytest.raises(UserError, match=r"new/run\.toml: cannot be written: No space left on device"):
+        train(make_run(), tmp_path / "new")
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    (tmp_path / "a").write_bytes(b"before")
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(tmp_path / "a", b"after")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"before")]
 
 
 @pytest.mark.parametrize("damage", [b"garbage", b"\xff\r\xfe", b'{"step": null}', b"[1]"])

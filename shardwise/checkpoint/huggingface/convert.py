@@ -26,10 +26,11 @@ from shardwise.checkpoint.huggingface.config import config_from_model, model_fro
 from shardwise.checkpoint.huggingface.families import family_named
 from shardwise.checkpoint.huggingface.quantized import open_published
 from shardwise.checkpoint.huggingface.tensors import Link, left_out, links
+from shardwise.checkpoint.huggingface.tokenizer import made_tokenizer, token_ids, tokenizer_config
 from shardwise.checkpoint.reader import Reader, open_checkpoint
 from shardwise.checkpoint.weights import compare_shapes, state_shapes
 from shardwise.checkpoint.writer import FILE_BYTES, Entry, write_weights
-from shardwise.data.tokenizer import load_tokenizer
+from shardwise.data.tokenizer import Tokenizer, load_tokenizer
 from shardwise.files import sync, write_atomically
 from shardwise.run import ModelConfig, Problem, UserError, read_run, run_from_dict, to_dict
 from shardwise.run.write import sections_to_toml
@@ -124,13 +125,31 @@ def to_hf(
     with _new_folder(out) as folder:
         _copy_companions(source, folder)
         generation = read_json(source / GENERATION) if (source / GENERATION).is_file() else {}
-        values |= {key: generation.get(key) for key in TOKEN_IDS}
-        if values["eos_token_id"] is None:
-            with contextlib.suppress(UserError):  # not every checkpoint has its tokenizer
-                values["eos_token_id"] = load_tokenizer(source).end
-        _write_json(folder / "config.json", values)
+        tokenizer = _tokenizer(source)
+        ids = {key: generation.get(key) for key in TOKEN_IDS}
+        if tokenizer is not None:
+            ids = token_ids(tokenizer) | {key: value for key, value in ids.items() if value is not None}
+            _write_missing(folder / "tokenizer.json", made_tokenizer(tokenizer))
+            _write_missing(folder / "tokenizer_config.json", tokenizer_config(tokenizer, config.max_positions))
+        ids = dict.fromkeys(TOKEN_IDS) | ids  # all three, since architectures have defaults of their own
+        _write_json(folder / GENERATION, generation | ids)
+        _write_json(folder / "config.json", values | ids)
         total = _write(folder, entries, progress, file_bytes)
     return Conversion(architecture, _parameters(shapes), total, ())
+
+
+def _tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer of a checkpoint; not every one has it."""
+    try:
+        return load_tokenizer(folder)
+    except UserError:
+        return None
+
+
+def _write_missing(file: Path, content: dict[str, Any] | None) -> None:
+    """Write a file that no companion is."""
+    if content is not None and not file.exists():
+        _write_json(file, content)
 
 
 def _check_theirs(reader: Reader, config: ModelConfig, found: list[Link], shapes: Shapes) -> list[str]:

@@ -5,6 +5,9 @@ rank and the agent append to it, and unlike `metrics.jsonl` it is never truncate
 now. Everything else is a loss with a name: start-up, checkpoint stalls, evaluation, skipped steps, steps repeated after a failure
 or a rollback, hangs, waiting between a failure and the next start, and what remains. Time between two commands is listed beside
 it.
+
+Several commands may be started in one folder at once. One of them gets it and trains, the others are refused, and their events come
+in between. So an event names its command, sessions are told apart by it, and time in which several were up counts once.
 """
 
 from __future__ import annotations
@@ -16,17 +19,22 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.report.words import clock
+from shardwise.train.faults.ranks import command_name
 from shardwise.train.metrics import append_record, parse_record, read_lines
 
 EVENTS_FILE = "events.jsonl"
 LOSSES = ("start-up", "checkpoints", "evaluation", "skipped", "repeated", "hangs", "restarts", "other")
 MEASURED = {"saved": "checkpoints", "evaluated": "evaluation", "repeat": "repeated", "hang": "hangs"}
 """Events that carry the seconds of a loss."""
+BY_RANKS = ("training", "saved", "evaluated", "repeat", "bad")
+"""Events of a run that is up."""
 
 
 def record_event(folder: Path, what: str, **values: Any) -> None:
-    """Append one event with the current time."""
-    append_record(folder / EVENTS_FILE, {"time": round(time.time(), 3), "what": what, **values})
+    """Append one event with the current time and its command."""
+    append_record(
+        folder / EVENTS_FILE, {"time": round(time.time(), 3), "what": what, "command": command_name(), **values}
+    )
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
@@ -65,46 +73,98 @@ class Goodput:
         return {"goodput": round(self.share, 6), "total_seconds": round(self.total, 3), **seconds}
 
 
-def goodput(events: Sequence[dict[str, Any]], metrics: Sequence[dict[str, Any]], now: float) -> Goodput:
-    """The account of a folder's life so far. A session is `begin` … `training` … `end` or `failed`; one that was killed ends
-    with its last record."""
-    lost = dict.fromkeys(LOSSES, 0.0)
-    total = away = 0.0
-    failures = 0
-    begun: float | None = None
-    ended: float | None = None
-    training = failed = False
-    last_event = now
+def goodput(
+    events: Sequence[dict[str, Any]], metrics: Sequence[dict[str, Any]], now: float, command: str = ""
+) -> Goodput:
+    """The account of a folder's life so far; `command` is the one that asks, and still runs. Steps are measured while they are
+    computed, so start-up is what no session computed in, and waiting what no session was up in."""
+    spans = _Spans()
+    streams: dict[str, list[dict[str, Any]]] = {}
     for event in events:
-        at, what = event["time"], event["what"]
-        if what == "begin":
-            if begun is not None:  # the session before did not record its end
-                last = max(begun, min(at, max(last_event, event.get("heard", 0.0))))
-                total, ended, failures = total + last - begun, last, failures + 1
-            if ended is not None:
-                gap = max(0.0, at - ended)
-                if failed and event.get("restart"):
-                    lost["restarts"] += gap
-                    total += gap
-                else:
-                    away += gap
-            begun, training, failed = at, False, False
-        elif what == "training" and begun is not None and not training:
-            lost["start-up"] += max(0.0, at - begun)
-            training = True
-        elif what in ("end", "failed") and begun is not None:
-            failed = what == "failed"
-            failures += failed
-            if not training:
-                lost["start-up"] += at - begun
-            total, ended, begun = total + at - begun, at, None
-        elif what in MEASURED:
-            lost[MEASURED[what]] += event["seconds"]
-        last_event = at
-    if begun is not None:
-        total += now - begun
+        streams.setdefault(event.get("command", ""), []).append(event)
+    running = command or (events[-1].get("command", "") if events else "")
+    for name, stream in streams.items():
+        spans.add(stream, now if name == running else _last_sign(stream, events))
+    lost = dict.fromkeys(LOSSES, 0.0)
+    for event in events:
+        if event["what"] in MEASURED:
+            lost[MEASURED[event["what"]]] += event["seconds"]
+    computing, up = _length(spans.computing), _length(spans.computing + spans.starting)
+    total = _length(spans.computing + spans.starting + spans.waiting)
+    lost["start-up"], lost["restarts"] = up - computing, total - up
     steps = [r for r in metrics if "seconds" in r]
     lost["skipped"] = sum(r["seconds"] for r in steps if r.get("skipped"))
-    useful = sum(r["seconds"] for r in steps if not r.get("skipped"))
+    useful = min(total, sum(r["seconds"] for r in steps if not r.get("skipped")))
     lost["other"] = max(0.0, total - useful - sum(lost.values()))
-    return Goodput(total, useful, lost, away, failures)
+    return Goodput(total, useful, lost, spans.life() - total, spans.failures)
+
+
+class _Spans:
+    """When the sessions of all commands were starting, computing, and waiting for a restart: pairs of times that may overlap."""
+
+    def __init__(self) -> None:
+        self.starting: list[tuple[float, float]] = []
+        self.computing: list[tuple[float, float]] = []
+        self.waiting: list[tuple[float, float]] = []
+        self.failures = 0
+
+    def add(self, events: Sequence[dict[str, Any]], last_sign: float) -> None:
+        """Add the events of one command. A session is `begin` … `training` … `end` or `failed`; one that was killed ends with its
+        last sign of life."""
+        begun: float | None = None
+        trained: float | None = None
+        ended: float | None = None
+        failed = False
+        last = 0.0
+        for event in events:
+            at, what = event["time"], event["what"]
+            if what == "begin":
+                if begun is not None:  # the session before did not record its end
+                    ended, failed = max(last, min(at, event.get("heard", 0.0))), False
+                    self._close(begun, trained, ended)
+                    self.failures += 1
+                if ended is not None and failed and event.get("restart"):
+                    self.waiting.append((ended, at))
+                begun, trained = at, None
+            elif what in ("end", "failed"):
+                if begun is not None:
+                    self._close(begun, trained, at)
+                    self.failures += what == "failed"
+                elif ended is not None and failed:  # given up, or told to stop, while it waited
+                    self.waiting.append((ended, at))
+                begun, ended, failed = None, at, what == "failed"
+            elif what in BY_RANKS:
+                if (
+                    begun is None and ended is not None
+                ):  # older files do not say whose an event is: another session goes on
+                    begun = trained = ended
+                if what == "training" and trained is None:
+                    trained = at
+            last = at
+        if begun is not None:
+            self._close(begun, trained, max(last, last_sign))
+
+    def _close(self, begun: float, trained: float | None, ended: float) -> None:
+        self.starting.append((begun, ended if trained is None else trained))
+        if trained is not None:
+            self.computing.append((trained, ended))
+
+    def life(self) -> float:
+        """From the first beginning to the last end."""
+        times = [time for span in (*self.starting, *self.computing, *self.waiting) for time in span]
+        return max(times) - min(times) if times else 0.0
+
+
+def _last_sign(stream: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]]) -> float:
+    """When a command that is gone was last heard of: by the session that followed, which found its metrics."""
+    after = next(n for n, event in enumerate(events) if event is stream[-1]) + 1
+    return next((event["heard"] for event in events[after:] if event.get("heard")), 0.0)
+
+
+def _length(spans: Sequence[tuple[float, float]]) -> float:
+    """How much time lies in any of these spans; where they overlap it counts once."""
+    total, until = 0.0, float("-inf")
+    for begun, ended in sorted(spans):
+        total += max(0.0, ended - max(begun, until))
+        until = max(until, ended)
+    return total

@@ -133,7 +133,7 @@ class HeartbeatThread(threading.Thread):
 
     def run(self) -> None:
         """Write heartbeats, and end the process when it cannot go on."""
-        file = os.open(heartbeat_path(self.logs, self.rank), os.O_WRONLY | os.O_CREAT, 0o644)
+        file: int | None = None
         pause, count = interval(self.limit), 0
         last, since = self._progress(), time.monotonic()
         while True:
@@ -143,7 +143,9 @@ class HeartbeatThread(threading.Thread):
             idle = time.monotonic() - since
             count += 1
             beat = Heartbeat(self.rank, os.getpid(), count, self.step, self.phase, round(idle, 3), self.groups())
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # a full disk may have room for the next one
+                if file is None:
+                    file = os.open(heartbeat_path(self.logs, self.rank), os.O_WRONLY | os.O_CREAT, 0o644)
                 os.pwrite(file, json.dumps(asdict(beat)).encode()[:FILE_BYTES].ljust(FILE_BYTES), 0)
             if idle > limit_in(self.phase, self.limit) + 4 * pause:
                 self._exit(f"no progress for {idle:.0f} s in {self.phase} of step {self.step}")
@@ -152,7 +154,8 @@ class HeartbeatThread(threading.Thread):
             if time.monotonic() > self.deadline():
                 self._exit("told to stop, but the last checkpoint was not written within train.save_deadline")
             if self._over.wait(pause):
-                os.close(file)
+                if file is not None:
+                    os.close(file)
                 return
 
     def _progress(self) -> tuple[int, str, int]:

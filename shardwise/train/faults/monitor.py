@@ -19,6 +19,7 @@ from shardwise.run import Run, UserError
 from shardwise.train.faults.goodput import Goodput, goodput, read_events, record_event
 from shardwise.train.faults.guard import Guard
 from shardwise.train.faults.heartbeat import HeartbeatThread, group_progress
+from shardwise.train.faults.ranks import command_name
 from shardwise.train.faults.stop import Preempted, StopRequest, decided
 from shardwise.train.metrics import read_metrics
 from shardwise.train.speed import Stragglers
@@ -130,7 +131,7 @@ class FaultMonitor:
 
     def goodput(self) -> Goodput:
         """The account of the folder's life until now."""
-        return goodput(read_events(self.out), read_metrics(self.out), time.time())
+        return goodput(read_events(self.out), read_metrics(self.out), time.time(), command_name())
 
     def _deadline(self) -> float:
         """When a rank that was told to stop must have saved."""

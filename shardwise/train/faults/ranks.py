@@ -34,6 +34,9 @@ GRACE = 3.0
 """Seconds that ranks have to end by themselves once one has failed."""
 MISTAKE = 2
 """Exit code of a user's mistake, which a restart does not fix."""
+COMMAND = "SHARDWISE_COMMAND"
+"""The variable that tells a rank which command started it."""
+THREADS = "OMP_NUM_THREADS"
 UNKNOWN = 255
 """What the standard library gives as exit code of a process whose fork server was killed."""
 
@@ -47,7 +50,9 @@ def free_port() -> int:
 
 def environment_of(rank: int, local_rank: int, world: int, here: int, address: str, port: int) -> dict[str, str]:
     """The environment of a rank, with the variables of torchrun. `here` is the number of ranks on this machine."""
-    cores = max(1, (os.cpu_count() or 1) // here)
+    threads = os.environ.get(THREADS, "")
+    if threads_of(threads) is None:
+        threads = str(max(1, (os.cpu_count() or 1) // here))
     return dict(
         os.environ,
         RANK=str(rank),
@@ -56,8 +61,22 @@ def environment_of(rank: int, local_rank: int, world: int, here: int, address: s
         LOCAL_WORLD_SIZE=str(here),
         MASTER_ADDR=address,
         MASTER_PORT=str(port),
-        OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", str(cores)),
-    )
+    ) | {THREADS: threads, COMMAND: command_name()}
+
+
+def command_name() -> str:
+    """The name of the command that this process is, or that started it as a rank."""
+    return os.environ.get(COMMAND) or f"{socket.gethostname()}-{os.getpid()}"
+
+
+def threads_of(value: str) -> int | None:
+    """The threads that a value of OMP_NUM_THREADS asks for: the first number of its list, which has one for each level of nested
+    parallel regions (OpenMP 5.2, section 21.1.2). None where OpenMP would ignore the value."""
+    try:
+        levels = [int(level) for level in value.split(",")]
+    except ValueError:
+        return None
+    return levels[0] if min(levels) > 0 and max(levels) < 1 << 31 else None
 
 
 def describe_exit(code: int) -> str:
@@ -214,7 +233,7 @@ def _run_rank(
         import torch
 
         # The variable is read when the library is loaded, which the fork server did before it was set.
-        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+        torch.set_num_threads(threads_of(environment[THREADS]) or 1)
         sys.argv = ["shardwise", *arguments]
         runpy.run_module("shardwise", run_name="__main__")
     except SystemExit as end:

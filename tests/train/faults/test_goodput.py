@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from shardwise.train.faults.agent import LONGEST_WAIT, Restarts
 from shardwise.train.faults.goodput import goodput, read_events, record_event
 from shardwise.train.faults.heartbeat import GroupProgress, Heartbeat, HeartbeatThread, explain, missing, read_heartbeat
+from shardwise.train.faults.ranks import environment_of
 from shardwise.train.speed import Comparison, busy_seconds
 
 
@@ -120,6 +121,70 @@ def test_every_second_of_a_run_s_life_is_accounted_for() -> None:
     assert account.useful + sum(account.lost.values()) == pytest.approx(account.total)
     assert account.record()["goodput"] == pytest.approx(30 / 90, abs=1e-6)
     assert "1 failure; lost: start-up 21s (23.3%)" in account.sentence()
+
+
+def refused(at: float, command: str) -> list[dict[str, Any]]:
+    """The events of a start that finds the folder in use."""
+    begin, end = dict(time=at, what="begin", restart=False), dict(time=at + 2, what="failed", code=2)
+    return [event | (dict(command=command) if command else {}) for event in (begin, end)]
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["events say whose they are", "older files"])
+def test_starts_that_met_in_one_folder_count_their_common_time_once(named: bool) -> None:
+    """Three starts while one trains: it goes on, and the time they were up is not the run's whole life."""
+    mine = dict(command="a-1") if named else {}
+    run: list[dict[str, Any]] = [
+        dict(time=0.0, what="begin") | mine,
+        dict(time=10.0, what="training") | mine,
+        dict(time=60.0, what="saved", seconds=1.0) | mine,
+        dict(time=100.0, what="saved", seconds=1.0) | mine,
+    ]
+    others = [*refused(12.0, "a-2" * named), *refused(12.5, "a-3" * named), *refused(70.0, "b-1" * named)]
+    events = sorted([*run, *others], key=lambda event: event["time"])
+    account = goodput(events, [dict(seconds=8.0)] * 10, now=100.0, command="a-1" * named)
+    if named:
+        assert account.useful + sum(account.lost.values()) == pytest.approx(account.total)
+        assert (account.total, account.useful, account.lost["start-up"], account.away) == (100.0, 80.0, 10.0, 0.0)
+    else:  # when the other start came is known, and not since when nothing had happened
+        assert (account.useful, account.total) == (80.0, pytest.approx(100.0, abs=15.0))
+
+
+def test_a_killed_command_lived_until_its_last_record_and_others_do_not_change_that() -> None:
+    events: list[dict[str, Any]] = [
+        dict(time=0.0, what="begin", command="a"),
+        dict(time=5.0, what="training", command="a"),
+        *refused(7.0, "b"),
+        dict(time=100.0, what="begin", command="c"),
+        dict(time=101.0, what="repeat", seconds=20.0, heard=30.0, command="c"),
+        dict(time=102.0, what="training", command="c"),
+        dict(time=110.0, what="saved", seconds=0.0, command="c"),
+    ]
+    account = goodput(events, [dict(seconds=8.0)], now=110.0, command="c")
+    assert (account.total, account.away, account.failures) == (30.0 + 10.0, 70.0, 1)
+    assert account.useful + sum(account.lost.values()) == pytest.approx(account.total)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(("begin", "training", "saved", "end", "failed")))))
+def test_goodput_is_never_more_than_all_time(happened: list[tuple[str, str]]) -> None:
+    events = [dict(time=float(n), what=w, command=c, seconds=0.0) for n, (c, w) in enumerate(happened)]
+    account = goodput(events, [dict(seconds=1000.0)], now=float(len(events)))
+    assert 0.0 <= account.share <= 1.0
+    assert 0.0 <= account.total <= len(events)
+    assert account.away >= 0.0
+
+
+def test_the_events_of_ranks_name_the_command_that_started_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record_event(tmp_path, "begin")
+    monkeypatch.setenv("SHARDWISE_COMMAND", environment_of(0, 0, 1, 1, "", 1)["SHARDWISE_COMMAND"])
+    monkeypatch.setattr(os, "getpid", lambda: -1)  # the rank is another process
+    record_event(tmp_path, "training")
+    one, other = read_events(tmp_path)
+    assert one["command"] == other["command"]
+    monkeypatch.delenv("SHARDWISE_COMMAND")
+    record_event(tmp_path, "begin")
+    assert read_events(tmp_path)[-1]["command"] != one["command"]
 
 
 @given(st.floats(0.0, 1e3), st.integers(0, 5))
