@@ -306,7 +306,7 @@ class TrainConfig:
 class ClusterConfig:
     """What it runs on. A 0 stands for what is usual for the chip."""
 
-    chip: str = key("", "accelerator by its catalogue name; empty: this machine")
+    chip: str = key("", "accelerator by its catalogue name, or a TOML file that describes one; empty: this machine")
     nodes: int = key(1, "machines", least=1)
     devices_per_node: int = key(
         0, "accelerators in a machine; 0: what the layout needs, spread evenly (auto: the usual)", least=0

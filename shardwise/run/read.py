@@ -39,8 +39,18 @@ def read_run(path: str | Path | None = None, overrides: Iterable[str] = (), rule
         given.setdefault("name", (Path(path).stem, str(path)))
         if any(item.removeprefix("--") == FREE for item in overrides):
             given = _Given({name: value for name, value in given.items() if not name.startswith("layout.")})
+        _find_chip_file(given, Path(path).parent)
     given.update(_from_overrides(overrides, problems))
+    _find_chip_file(given, Path.cwd())
     return _resolve(given, problems, rules)
+
+
+def _find_chip_file(given: _Given, folder: Path) -> None:
+    """A chip's own file is looked for beside the run, then in the working folder. The resolved run has its whole path, so that a
+    copy of the run finds it too."""
+    chip, where = given.get("cluster.chip", ("", ""))
+    if isinstance(chip, str) and chip.endswith(".toml") and (folder / chip).is_file():
+        given["cluster.chip"] = (str((folder / chip).resolve()), where)
 
 
 def run_from_dict(values: dict[str, Any], where: str = "") -> Run:
