@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -240,7 +241,9 @@ def find_chip(name: str) -> Chip:
 
 
 def _known_chip(name: str) -> Chip:
-    wanted = name.strip().lower().replace("_", "-")
+    wanted = re.sub(r"[\s_]+", "-", name.strip().lower())
+    wanted = re.sub(r"^((nvidia|geforce|tesla|amd|instinct|google)-)+", "", wanted)
+    wanted = re.sub(r"(\d)gb\b", r"\1g", wanted)  # 80gb is 80g here
     wanted = ALIASES.get(wanted, wanted)
     if wanted not in CHIPS:
         hint = nearest(wanted, [*CHIPS, *ALIASES])
@@ -299,4 +302,8 @@ def _nearest_chip(found: Mapping[str, Any]) -> Chip:
 
 def chip_of_driver_name(name: str) -> Chip | None:
     """The chip a driver calls `name`, or None when the catalogue does not know it."""
-    return next((chip for chip in CHIPS.values() if any(part in name for part in chip.driver_names)), None)
+
+    def called(part: str) -> bool:
+        return re.search(re.escape(part) + r"(?!\d)", name) is not None  # an L40 is no L4
+
+    return next((chip for chip in CHIPS.values() if any(map(called, chip.driver_names))), None)
