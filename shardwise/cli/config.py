@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from shardwise.run import UserError, read_run, to_dict, to_toml
+from shardwise.run import UserError, read_planned, read_run, to_dict, to_toml
 from shardwise.run.write import schema
 
 HELP = "Print the resolved run as TOML, or with --schema every key with its type, default and meaning."
@@ -15,6 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
     parser.add_argument("run", nargs="?", help="the run, a TOML file")
     parser.add_argument("--schema", action="store_true", help="list every key instead")
+    parser.add_argument(
+        "--planned", action="store_true", help="as `plan` reads it: precision and batch of the preset where none is set"
+    )
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
@@ -25,7 +28,8 @@ def execute(args: argparse.Namespace) -> int:
         return 0
     if args.run is None and not args.overrides:
         raise UserError("name a run (a TOML file), or ask for --schema")
-    run = read_run(args.run, args.overrides)
+    planned = read_planned(args.run, args.overrides) if args.planned else None
+    run = planned.run if planned else read_run(args.run, args.overrides)
     print(json.dumps(to_dict(run), indent=1) if args.json else to_toml(run), end="\n" if args.json else "")
     return 0
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.options import new_file
 from shardwise.hardware.chips import unknown_chip
-from shardwise.run import AXES, Problem, UserError, read_run
+from shardwise.run import AXES, Problem, UserError, read_planned
 
 if TYPE_CHECKING:
     from shardwise.plan.plan import Plan
@@ -59,7 +59,8 @@ def execute(args: argparse.Namespace) -> int:
 def _execute(args: argparse.Namespace) -> int:
     if args.run is None and not args.overrides:
         raise UserError("name a run (a TOML file), or give keys such as --model.preset=llama3-8b")
-    run = read_run(args.run, args.overrides, (unknown_chip,))
+    planned = read_planned(args.run, args.overrides, (unknown_chip,))
+    run, left_open = planned.run, planned.sentence()
     devices = _devices(args.devices)
     if run.layout.auto:
         from shardwise.plan.search import search
@@ -80,11 +81,11 @@ def _execute(args: argparse.Namespace) -> int:
 
         write_chrome_trace({"plan: pipeline rank": timeline(best.job)}, args.trace)
     if args.html:
-        Path(args.html).write_bytes(_page(best, found).encode())
+        Path(args.html).write_bytes(_page(best, found, left_open).encode())
     if args.json:
-        print(json.dumps((found or best).as_dict()))
+        print(json.dumps((found or best).as_dict() | {"not_set": planned.left_open}))
     else:
-        _print(best, found)
+        _print(best, found, left_open)
         for path in filter(None, (args.html, args.trace)):
             print(f"wrote {path}", file=sys.stderr)
     return 0 if best.fits else 1
@@ -210,12 +211,14 @@ def _all_figures(best: Plan, found: SearchResult | None) -> list[tuple[str, str,
     return figures(best) + ([("next change", what, brings)] if change else [])
 
 
-def _print(best: Plan, found: SearchResult | None) -> None:
+def _print(best: Plan, found: SearchResult | None, left_open: str) -> None:
     from shardwise.plan.time.timeline import timeline
     from shardwise.report import terminal
     from shardwise.report.terminal import Console
 
     console = Console()
+    if left_open:
+        console.print(terminal.safe(left_open, "yellow"), end="\n\n")
     if found is not None:
         console.print(f"{found.searched:,} layouts considered, {found.simulated:,} simulated\n", style="dim")
         columns = _columns(several=_several(found))
@@ -237,7 +240,7 @@ def _print(best: Plan, found: SearchResult | None) -> None:
         console.print(terminal.notes(best.notes))
 
 
-def _page(best: Plan, found: SearchResult | None) -> str:
+def _page(best: Plan, found: SearchResult | None, left_open: str) -> str:
     from shardwise.plan.time.timeline import timeline
     from shardwise.report import html
 
@@ -257,6 +260,6 @@ def _page(best: Plan, found: SearchResult | None) -> str:
         html.traffic_table(best.account.traffic),
         html.timeline(timeline(best.job, 4 * SHOWN_MICROBATCHES)),
     ]
-    if best.notes:
-        sections.append(html.notes(best.notes))
+    if best.notes or left_open:
+        sections.append(html.notes([*[left_open] * bool(left_open), *best.notes]))
     return html.page(f"Plan of {best.run.name}", sections, f"{best.run.layout.world} × {best.job.cluster.chip.name}")
