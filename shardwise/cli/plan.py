@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.options import new_file
+from shardwise.cli.options import at_least, new_file
 from shardwise.hardware.chips import unknown_chip
-from shardwise.run import AXES, Problem, UserError, read_planned
+from shardwise.run import AXES, Problem, UserError, read_planned, to_dict, to_toml
 
 if TYPE_CHECKING:
     from shardwise.plan.plan import Plan
@@ -39,6 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--keep", type=int, default=12, help="search: layouts to show (default 12)")
     parser.add_argument(
+        "--pick", type=at_least(1), metavar="N", help="search: print row N of the ranking as a run, to plan or to train"
+    )
+    parser.add_argument("--out", type=new_file, metavar="FILE", help="--pick: write the run to this file instead")
+    parser.add_argument(
         "--max-microbatch",
         type=int,
         default=0,
@@ -62,13 +66,15 @@ def _execute(args: argparse.Namespace) -> int:
     planned = read_planned(args.run, args.overrides, (unknown_chip,))
     run, left_open = planned.run, planned.sentence()
     devices = _devices(args.devices)
+    if args.out and args.pick is None:
+        raise UserError(Problem("is the file of --pick N; without it no run is written", "--out", "command line"))
     if run.layout.auto:
         from shardwise.plan.search import search
 
         found = search(run, devices=devices, keep=args.keep, max_microbatch=args.max_microbatch)
-        best = found.best
-    elif devices or args.max_microbatch:
-        options = {"--devices": devices, "--max-microbatch": args.max_microbatch}
+        best = found.best if args.pick is None else _row(found, args.pick)
+    elif devices or args.max_microbatch or args.pick:
+        options = {"--devices": devices, "--max-microbatch": args.max_microbatch, "--pick": args.pick}
         what = 'is for a search: set layout = "auto"'
         raise UserError(*(Problem(what, option, "command line") for option, given in options.items() if given))
     else:
@@ -82,13 +88,36 @@ def _execute(args: argparse.Namespace) -> int:
         write_chrome_trace({"plan: pipeline rank": timeline(best.job)}, args.trace)
     if args.html:
         Path(args.html).write_bytes(_page(best, found, left_open).encode())
-    if args.json:
+    if args.pick:
+        _write_run(best, args)
+    elif args.json:
         print(json.dumps((found or best).as_dict() | {"not_set": planned.left_open}))
     else:
         _print(best, found, left_open)
-        for path in filter(None, (args.html, args.trace)):
+    if not args.json:
+        for path in filter(None, (args.html, args.trace, args.out)):
             print(f"wrote {path}", file=sys.stderr)
     return 0 if best.fits else 1
+
+
+def _row(found: SearchResult, number: int) -> Plan:
+    if number > len(found.ranking):
+        what = f"there is no row {number}: the ranking has {len(found.ranking)}; --keep asks for more"
+        raise UserError(Problem(what, "--pick", "command line"))
+    return found.ranking[number - 1]
+
+
+def _write_run(best: Plan, args: argparse.Namespace) -> None:
+    """The run with one layout of the ranking, to the file of `--out` or to the output."""
+    from shardwise.report import words
+
+    memory, step = words.size(best.account.memory.peak), words.seconds(best.account.step_seconds)
+    said = f"# row {args.pick} of the layouts for {args.run or 'these keys'}: {step} a step, {memory} on the fullest rank\n"
+    text = json.dumps(to_dict(best.run), indent=1) + "\n" if args.json else said + to_toml(best.run)
+    if args.out:
+        Path(args.out).write_text(text, encoding="utf-8")
+    else:
+        print(text, end="")
 
 
 def _devices(text: str | None) -> list[int] | None:
@@ -206,7 +235,8 @@ def _several(found: SearchResult) -> bool:
 
 def _all_figures(best: Plan, found: SearchResult | None) -> list[tuple[str, str, str]]:
     """The figures of a plan; of the best of a search also the gain of the next change."""
-    change = found.next_changes[0] if found is not None else ""
+    at = next((n for n, plan in enumerate(found.ranking) if plan is best), 0) if found is not None else 0
+    change = found.next_changes[at] if found is not None else ""
     what, _, brings = change.partition(": ")
     return figures(best) + ([("next change", what, brings)] if change else [])
 

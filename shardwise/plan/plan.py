@@ -18,7 +18,7 @@ from shardwise.plan.time.step import Step, prepare, step_time
 from shardwise.plan.trainer.memory import memory_of
 from shardwise.plan.trainer.traffic import traffic
 from shardwise.plan.trainer.work import work
-from shardwise.run import AXES, LayoutConfig, Run
+from shardwise.run import AXES, LayoutConfig, Run, to_dict
 
 RANKED = ("zero", "schedule", "chunks", "recompute", "recompute_budget", "context_method")
 SHOWN = (*AXES, *RANKED, "async_tensor", "expert_tensor", "offload")
@@ -74,6 +74,7 @@ class Plan:
             "cost": as_dict(self.cost),
             "binds": self.binds,
             "notes": list(self.notes),
+            "run": to_dict(self.run),
         }
 
 
