@@ -246,8 +246,8 @@ def _known_chip(name: str) -> Chip:
     wanted = re.sub(r"(\d)gb\b", r"\1g", wanted)  # 80gb is 80g here
     wanted = ALIASES.get(wanted, wanted)
     if wanted not in CHIPS:
-        hint = nearest(wanted, [*CHIPS, *ALIASES])
-        raise UserError(Problem(f'no chip is called "{name}"{hint or "; known: " + ", ".join(CHIPS)}'))
+        hint = nearest(wanted, [*CHIPS, *ALIASES]) or "; known: " + ", ".join(CHIPS) + "."
+        raise UserError(Problem(f'no chip is called "{name}"{hint} `shardwise config --chips` lists them'))
     return CHIPS[wanted]
 
 

@@ -112,10 +112,9 @@ def _resolve(given: _Given, problems: list[Problem], rules: Iterable[Rule] = ())
         base = {f"model.{k}": (v, f"preset {preset}") for k, v in PRESETS[preset].items()}
         given = _Given({**base, **given})
     elif isinstance(preset, str) and preset:
-        known = f"; known: {', '.join(PRESETS)}"
-        problems.append(
-            Problem(f'there is no preset "{preset}"{nearest(preset, PRESETS) or known}', "model.preset", where)
-        )
+        hint = nearest(preset, PRESETS) or f"; known: {', '.join(PRESETS)}."
+        reason = f'there is no preset "{preset}"{hint} `shardwise config --presets` lists them'
+        problems.append(Problem(reason, "model.preset", where))
 
     values: dict[str, Any] = {}
     bad = {p.key for p in problems}
