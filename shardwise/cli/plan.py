@@ -151,9 +151,12 @@ def figures(best: Plan) -> list[tuple[str, str, str]]:
         extra.append(lay.schedule + (f" × {lay.stages_per_rank}" if lay.stages_per_rank > 1 else ""))
     extra.append(f"recompute {lay.recompute}" + (f" of {lay.recompute_budget:g} GiB" if lay.recompute_budget else ""))
     extra.append(f"microbatch {run.train.microbatch} × {run.accumulation}")
+    if best.over_network:
+        extra.append(f"over the network between machines: {', '.join(best.over_network)}")
     memory = account.memory
     fits = "fits" if best.fits else "DOES NOT FIT"
     chip, peak = best.job.cluster.chip.name, mfu_peak(best.job)
+    hourly = f"{words.money(cost.usd_per_hour)} an hour" if cost.usd_per_hour else "no price known: set cluster.price"
     saved = f"a checkpoint every {words.seconds(cost.checkpoint_every_s)}"
     if not run.train.checkpoint_every:
         steps = max(1, round(cost.checkpoint_every_s / account.step_seconds))
@@ -169,7 +172,7 @@ def figures(best: Plan) -> list[tuple[str, str, str]]:
         ("limit", best.binds.partition(":")[0], best.binds.partition(": ")[2]),
         ("job", f"{cost.days:.1f} days", f"{run.train.steps} steps, {words.count(cost.device_hours)} device-hours, "
          f"goodput {words.percent(cost.goodput)}, {cost.failures:.1f} failures expected"),
-        ("cost", words.money(cost.usd), f"{words.count(cost.kwh)} kWh; {saved}"),
+        ("cost", words.price(cost.usd), f"{hourly}; {words.count(cost.kwh)} kWh; {saved}"),
     ]  # fmt: skip
 
 
@@ -178,18 +181,21 @@ def _columns(*, several: bool) -> list[Any]:
     from shardwise.report import words
     from shardwise.report.pick import Column
 
-    # A narrow terminal leaves out the last ones.
+    # A narrow terminal leaves out the last ones that are not essential.
     columns = [
-        Column("layout", "layout"),
-        Column("step_seconds", "step", words.seconds, "low"),
+        Column("layout", "layout", essential=True),
+        Column("step_seconds", "step", words.seconds, "low", essential=True),
         Column("mfu", "MFU", words.percent, "high"),
-        Column("memory", "memory", words.size, "low", 2.0**30),
+        Column("memory", "memory", words.size, "low", 2.0**30, essential=True),
+        Column("usd", "cost", words.price, "low", essential=True),
         Column("binds", "limited by"),
-        Column("usd", "cost", words.money, "low"),
         Column("tokens_per_s", "tokens/s", words.count, "high"),
         Column("next", "next change"),
     ]
-    return [Column("devices", "devices"), *columns] if several else columns
+    if several:
+        columns.insert(5, Column("usd_per_hour", "an hour", words.price, "low"))
+        columns.insert(0, Column("devices", "devices", essential=True))
+    return columns
 
 
 def _rows(plans: list[Plan], changes: list[str] | None = None) -> list[dict[str, Any]]:
@@ -202,6 +208,7 @@ def _rows(plans: list[Plan], changes: list[str] | None = None) -> list[dict[str,
             mfu=plan.mfu,
             memory=plan.account.memory.peak,
             usd=plan.cost.usd,
+            usd_per_hour=plan.cost.usd_per_hour,
             binds=plan.binds.partition(":")[0].removeprefix("traffic of the ").removesuffix(" axis"),
             next=change,
         )
@@ -212,7 +219,8 @@ def _rows(plans: list[Plan], changes: list[str] | None = None) -> list[dict[str,
 def short_layout(plan: Plan) -> str:
     """A layout on one line: sizes above 1, and its options."""
     lay = plan.run.layout
-    words = [f"{axis[0] if axis != 'context' else 'c'}{getattr(lay, axis)}" for axis in AXES if getattr(lay, axis) > 1]
+    far = plan.over_network
+    words = [f"{axis[0]}{getattr(lay, axis)}{'*' * (axis in far)}" for axis in AXES if getattr(lay, axis) > 1]
     if lay.shard * lay.context > 1:
         words.append(f"zero{lay.zero}")
     if lay.pipeline > 1:
@@ -226,7 +234,10 @@ def short_layout(plan: Plan) -> str:
     return " ".join([*words, f"mb{plan.run.train.microbatch}"])
 
 
-LETTERS = "r replicate, s shard, c context, t tensor, p pipeline, e expert, re- recomputed, mb microbatch"
+LETTERS = (
+    "r replicate, s shard, c context, t tensor, p pipeline, e expert, * over the network between machines, "
+    "re- recomputed, mb microbatch"
+)
 
 
 def _several(found: SearchResult) -> bool:

@@ -39,6 +39,8 @@ class Column:
     better: Literal["low", "high", ""] = ""
     unit: float = 1.0
     """Tick marks on an axis are round multiples of this: 2**30 for bytes."""
+    essential: bool = False
+    """A narrow terminal leaves out the other columns first."""
 
     def text(self, row: Mapping[str, Any]) -> str:
         """A row's formatted value, "" if it has none."""

@@ -99,6 +99,11 @@ def money(amount: float, currency: str = "$") -> str:
     return f"{currency}{amount:,.0f}" if amount < 999_999.5 else currency + count(amount)
 
 
+def price(amount: float) -> str:
+    """What something costs; 0 is no known price."""
+    return money(amount) if amount else DASH
+
+
 def quantity(account: str, name: str, value: float) -> str:
     """A value of `ledger.quantities` in its unit."""
     if account == "time":
