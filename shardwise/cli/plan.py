@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.options import at_least, new_file
 from shardwise.hardware.chips import unknown_chip
-from shardwise.run import AXES, Problem, UserError, read_planned, to_dict, to_toml
+from shardwise.run import AXES, Problem, UserError, counted, read_planned, to_dict, to_toml
 
 if TYPE_CHECKING:
     from shardwise.plan.plan import Plan
@@ -140,10 +140,10 @@ def figures(best: Plan) -> list[tuple[str, str, str]]:
     from shardwise.report import words
 
     account, run, cost = best.account, best.run, best.cost
-    counted = parameters(run.model)
-    size = f"{words.count(counted.total)} parameters"
-    if counted.active != counted.total:
-        size += f", {words.count(counted.active)} active"
+    network = parameters(run.model)
+    size = f"{words.count(network.total)} parameters"
+    if network.active != network.total:
+        size += f", {words.count(network.active)} active"
     lay = run.layout
     sizes = " × ".join(f"{axis} {getattr(lay, axis)}" for axis in AXES if getattr(lay, axis) > 1) or "one device"
     extra = [f"ZeRO-{lay.zero}"] if lay.shard * lay.context > 1 else []
@@ -168,9 +168,10 @@ def figures(best: Plan) -> list[tuple[str, str, str]]:
         ("memory", f"{memory.peak / GIB:.1f} GiB", f"on the fullest rank: {fits}"),
         ("step", words.seconds(account.step_seconds), f"80% interval: {words.seconds(best.low)} to {words.seconds(best.high)}"),
         ("speed", words.rate(account.tokens_per_second, "tokens"), f"{words.count(account.tokens)} tokens a step"),
-        ("MFU", words.percent(best.mfu), f"{CONVENTION}; of {peak[0]} of {peak[1] / 1e12:,.3g} TFLOP/s"),
+        ("MFU", words.percent(best.mfu), f"{CONVENTION}; of {peak[0]} of {words.flops(peak[1], 'FLOP/s')}"),
         ("limit", best.binds.partition(":")[0], best.binds.partition(": ")[2]),
-        ("job", f"{cost.days:.1f} days", f"{run.train.steps} steps, {words.count(cost.device_hours)} device-hours, "
+        ("job", words.seconds(cost.days * 86400),
+         f"{counted(run.train.steps, 'step')}, {words.count(cost.device_hours)} device-hours, "
          f"goodput {words.percent(cost.goodput)}, {cost.failures:.1f} failures expected"),
         ("cost", words.price(cost.usd), f"{hourly}; {words.count(cost.kwh)} kWh; {saved}"),
     ]  # fmt: skip
@@ -261,7 +262,7 @@ def _print(best: Plan, found: SearchResult | None, left_open: str) -> None:
     if left_open:
         console.print(terminal.safe(left_open, "yellow"), end="\n\n")
     if found is not None:
-        console.print(f"{found.searched:,} layouts considered, {found.simulated:,} simulated\n", style="dim")
+        console.print(f"{counted(found.searched, 'layout')} considered, {found.simulated:,} simulated\n", style="dim")
         columns = _columns(several=_several(found))
         console.print(terminal.ranking_table(_rows(found.ranking, found.next_changes), columns))
         for reason in found.without.values():

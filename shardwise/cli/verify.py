@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.cli.options import at_least, new_file
 from shardwise.hardware.chips import unknown_chip
-from shardwise.run import Run, UserError, read_planned, read_run
+from shardwise.run import Run, UserError, counted, read_planned, read_run
 
 if TYPE_CHECKING:
     from shardwise.measure.verify import Verdict
@@ -135,10 +135,10 @@ def _show(verdicts: list[Verdict], args: argparse.Namespace) -> int:
 
 def _sentences(verdicts: list[Verdict], worst: Verdict, left_open: str) -> list[str]:
     same = sum(v.schedule for v in verdicts)
-    ranks = f"{len(verdicts)} ranks" if len(verdicts) > 1 else f"rank {worst.rank}"
+    ranks = counted(len(verdicts), "rank") if len(verdicts) > 1 else f"rank {worst.rank}"
     found = [f"{ranks} compared, rank {worst.rank} shown; with even routing and random tokens"]
     if same == len(verdicts):
-        found.append(f"the pipeline executed its {worst.actions} actions in the order of the schedule")
+        found.append(f"the pipeline executed its {counted(worst.actions, 'action')} in the order of the schedule")
     else:
-        found.append(f"{len(verdicts) - same} ranks did not execute the schedule in its order")
+        found.append(f"{counted(len(verdicts) - same, 'rank')} did not execute the schedule in its order")
     return found + [left_open] * bool(left_open)

@@ -3,7 +3,7 @@
 from shardwise.run.axes import AXES, RANK_AXES
 from shardwise.run.config import ClusterConfig, DataConfig, LayoutConfig, ModelConfig, Run, TrainConfig
 from shardwise.run.presets import PRESETS
-from shardwise.run.problems import Problem, UserError
+from shardwise.run.problems import Problem, UserError, counted
 from shardwise.run.read import PlannedRun, read_planned, read_run, run_from_dict
 from shardwise.run.write import to_dict, to_toml
 
@@ -20,6 +20,7 @@ __all__ = [
     "Run",
     "TrainConfig",
     "UserError",
+    "counted",
     "read_planned",
     "read_run",
     "run_from_dict",
