@@ -697,6 +697,13 @@ LENDERS: dict[str, dict[str, str]] = {
         "tpu-v4": "a100-sxm-80g",
         "tpu-v5p": "a100-sxm-80g",
         "cpu": "a100-sxm-80g",
+        "h20": "h100-sxm",
+        "l40s": "a100-sxm-80g",
+        "l4": "a100-sxm-80g",
+        "rtx-4090": "a100-sxm-80g",
+        "a10g": "a100-sxm-80g",
+        "a10": "a100-sxm-80g",
+        "mi250": "mi250x",
     }
 }
 LENDERS["attention"] = {
@@ -712,6 +719,7 @@ LENDERS["collectives"] = {
     **LENDERS["gemm"],
     "h200-sxm": "h100-sxm",
     "h100-pcie": "a100-pcie-80g",
+    **dict.fromkeys(("l40s", "l4", "rtx-4090", "a10g", "a10"), "a100-pcie-80g"),  # PCIe
     "mi250x": "a100-sxm-80g",
     "mi300x": "a100-sxm-80g",
     "mi325x": "a100-sxm-80g",

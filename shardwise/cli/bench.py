@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.run import Problem, Run, UserError
+from shardwise.run import Problem, Run, UserError, counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -244,7 +244,7 @@ def tables(profile: Profile) -> list[Table]:
         made.append(_table("Elementwise operations", columns, rows))
     for size, operation in dict.fromkeys((p["size"], p["operation"]) for p in profile.collective):
         members = [p for p in profile.collective if (p["size"], p["operation"]) == (size, operation)]
-        made.append(_table(f"{operation}, {size} ranks", COLUMNS, [_nccl_row(p) for p in members]))
+        made.append(_table(f"{operation}, {counted(size, 'rank')}", COLUMNS, [_nccl_row(p) for p in members]))
     return made
 
 
@@ -275,7 +275,9 @@ def _speeds(title: str, sizes: Sequence[str], shapes: Shapes) -> Table:
 
 
 def _speed(tflops: float) -> str:
-    return f"{tflops:.3g}" if tflops < 100 else f"{tflops:.0f}"
+    from shardwise.report import words
+
+    return words.digits(tflops) if tflops >= 1 else f"{tflops:.4f}"
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

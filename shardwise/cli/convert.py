@@ -31,6 +31,7 @@ def execute(args: argparse.Namespace) -> int:
     import torch
 
     from shardwise.checkpoint.huggingface import from_hf, to_hf
+    from shardwise.report import words
 
     begin = time.perf_counter()
     with _progress() as progress:
@@ -41,7 +42,7 @@ def execute(args: argparse.Namespace) -> int:
             done = to_hf(args.source, args.out, dtype, progress)
     seconds = time.perf_counter() - begin
     print(
-        f"{args.out}: {done.architecture}, {done.parameters:,} parameters, {done.bytes / 1e9:.3g} GB in {seconds:.1f} s"
+        f"{args.out}: {done.architecture}, {done.parameters:,} parameters, {words.size(done.bytes)} in {seconds:.1f} s"
     )
     for note in done.notes:
         print(f"left out: {note}")

@@ -36,11 +36,13 @@ def entry() -> NoReturn:
         end_at_once("interrupted", 128 + signal.SIGINT, (signal.SIGINT,))
     if trains and not is_rank:
         end_at_once("told to stop before the first step: there is nothing to save")
+    from shardwise.cli.letters import NAME, register
     from shardwise.cli.main import main
 
+    register()
     for stream in (sys.stdout, sys.stderr):  # replace letters that the terminal cannot show
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors=NAME)
     if not trains:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     code = main(sys.argv[1:])

@@ -31,7 +31,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "validate": ("shardwise.cli.validate", "predict published measurements and print the errors"),
     "bench": ("shardwise.cli.bench", "measure this machine into a profile for the planner"),
     "generate": ("shardwise.cli.generate", "continue text with a checkpoint"),
-    "config": ("shardwise.cli.config", "print the resolved run, or every key there is"),
+    "config": ("shardwise.cli.config", "print the resolved run; every key, chip and preset there is"),
     "data": ("shardwise.cli.data", "turn text, JSONL or Parquet into token shards"),
     "convert": ("shardwise.cli.convert", "weights to and from Hugging Face folders"),
 }

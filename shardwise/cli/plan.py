@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.options import new_file
+from shardwise.cli.options import at_least, new_file
 from shardwise.hardware.chips import unknown_chip
-from shardwise.run import AXES, Problem, UserError, read_run
+from shardwise.run import AXES, Problem, UserError, counted, read_planned, to_dict, to_toml
 
 if TYPE_CHECKING:
     from shardwise.plan.plan import Plan
@@ -39,6 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--keep", type=int, default=12, help="search: layouts to show (default 12)")
     parser.add_argument(
+        "--pick", type=at_least(1), metavar="N", help="search: print row N of the ranking as a run, to plan or to train"
+    )
+    parser.add_argument("--out", type=new_file, metavar="FILE", help="--pick: write the run to this file instead")
+    parser.add_argument(
         "--max-microbatch",
         type=int,
         default=0,
@@ -59,15 +63,18 @@ def execute(args: argparse.Namespace) -> int:
 def _execute(args: argparse.Namespace) -> int:
     if args.run is None and not args.overrides:
         raise UserError("name a run (a TOML file), or give keys such as --model.preset=llama3-8b")
-    run = read_run(args.run, args.overrides, (unknown_chip,))
+    planned = read_planned(args.run, args.overrides, (unknown_chip,))
+    run, left_open = planned.run, planned.sentence()
     devices = _devices(args.devices)
+    if args.out and args.pick is None:
+        raise UserError(Problem("is the file of --pick N; without it no run is written", "--out", "command line"))
     if run.layout.auto:
         from shardwise.plan.search import search
 
         found = search(run, devices=devices, keep=args.keep, max_microbatch=args.max_microbatch)
-        best = found.best
-    elif devices or args.max_microbatch:
-        options = {"--devices": devices, "--max-microbatch": args.max_microbatch}
+        best = found.best if args.pick is None else _row(found, args.pick)
+    elif devices or args.max_microbatch or args.pick:
+        options = {"--devices": devices, "--max-microbatch": args.max_microbatch, "--pick": args.pick}
         what = 'is for a search: set layout = "auto"'
         raise UserError(*(Problem(what, option, "command line") for option, given in options.items() if given))
     else:
@@ -80,14 +87,37 @@ def _execute(args: argparse.Namespace) -> int:
 
         write_chrome_trace({"plan: pipeline rank": timeline(best.job)}, args.trace)
     if args.html:
-        Path(args.html).write_bytes(_page(best, found).encode())
-    if args.json:
-        print(json.dumps((found or best).as_dict()))
+        Path(args.html).write_bytes(_page(best, found, left_open).encode())
+    if args.pick:
+        _write_run(best, args)
+    elif args.json:
+        print(json.dumps((found or best).as_dict() | {"not_set": planned.left_open}))
     else:
-        _print(best, found)
-        for path in filter(None, (args.html, args.trace)):
+        _print(best, found, left_open)
+    if not args.json:
+        for path in filter(None, (args.html, args.trace, args.out)):
             print(f"wrote {path}", file=sys.stderr)
     return 0 if best.fits else 1
+
+
+def _row(found: SearchResult, number: int) -> Plan:
+    if number > len(found.ranking):
+        what = f"there is no row {number}: the ranking has {len(found.ranking)}; --keep asks for more"
+        raise UserError(Problem(what, "--pick", "command line"))
+    return found.ranking[number - 1]
+
+
+def _write_run(best: Plan, args: argparse.Namespace) -> None:
+    """The run with one layout of the ranking, to the file of `--out` or to the output."""
+    from shardwise.report import words
+
+    memory, step = words.size(best.account.memory.peak), words.seconds(best.account.step_seconds)
+    said = f"# row {args.pick} of the layouts for {args.run or 'these keys'}: {step} a step, {memory} on the fullest rank\n"
+    text = json.dumps(to_dict(best.run), indent=1) + "\n" if args.json else said + to_toml(best.run)
+    if args.out:
+        Path(args.out).write_text(text, encoding="utf-8")
+    else:
+        print(text, end="")
 
 
 def _devices(text: str | None) -> list[int] | None:
@@ -110,10 +140,10 @@ def figures(best: Plan) -> list[tuple[str, str, str]]:
     from shardwise.report import words
 
     account, run, cost = best.account, best.run, best.cost
-    counted = parameters(run.model)
-    size = f"{words.count(counted.total)} parameters"
-    if counted.active != counted.total:
-        size += f", {words.count(counted.active)} active"
+    network = parameters(run.model)
+    size = f"{words.count(network.total)} parameters"
+    if network.active != network.total:
+        size += f", {words.count(network.active)} active"
     lay = run.layout
     sizes = " × ".join(f"{axis} {getattr(lay, axis)}" for axis in AXES if getattr(lay, axis) > 1) or "one device"
     extra = [f"ZeRO-{lay.zero}"] if lay.shard * lay.context > 1 else []
@@ -121,9 +151,12 @@ def figures(best: Plan) -> list[tuple[str, str, str]]:
         extra.append(lay.schedule + (f" × {lay.stages_per_rank}" if lay.stages_per_rank > 1 else ""))
     extra.append(f"recompute {lay.recompute}" + (f" of {lay.recompute_budget:g} GiB" if lay.recompute_budget else ""))
     extra.append(f"microbatch {run.train.microbatch} × {run.accumulation}")
+    if best.over_network:
+        extra.append(f"over the network between machines: {', '.join(best.over_network)}")
     memory = account.memory
     fits = "fits" if best.fits else "DOES NOT FIT"
     chip, peak = best.job.cluster.chip.name, mfu_peak(best.job)
+    hourly = f"{words.money(cost.usd_per_hour)} an hour" if cost.usd_per_hour else "no price known: set cluster.price"
     saved = f"a checkpoint every {words.seconds(cost.checkpoint_every_s)}"
     if not run.train.checkpoint_every:
         steps = max(1, round(cost.checkpoint_every_s / account.step_seconds))
@@ -135,11 +168,12 @@ def figures(best: Plan) -> list[tuple[str, str, str]]:
         ("memory", f"{memory.peak / GIB:.1f} GiB", f"on the fullest rank: {fits}"),
         ("step", words.seconds(account.step_seconds), f"80% interval: {words.seconds(best.low)} to {words.seconds(best.high)}"),
         ("speed", words.rate(account.tokens_per_second, "tokens"), f"{words.count(account.tokens)} tokens a step"),
-        ("MFU", words.percent(best.mfu), f"{CONVENTION}; of {peak[0]} of {peak[1] / 1e12:,.3g} TFLOP/s"),
+        ("MFU", words.percent(best.mfu), f"{CONVENTION}; of {peak[0]} of {words.flops(peak[1], 'FLOP/s')}"),
         ("limit", best.binds.partition(":")[0], best.binds.partition(": ")[2]),
-        ("job", f"{cost.days:.1f} days", f"{run.train.steps} steps, {words.count(cost.device_hours)} device-hours, "
+        ("job", words.seconds(cost.days * 86400),
+         f"{counted(run.train.steps, 'step')}, {words.count(cost.device_hours)} device-hours, "
          f"goodput {words.percent(cost.goodput)}, {cost.failures:.1f} failures expected"),
-        ("cost", words.money(cost.usd), f"{words.count(cost.kwh)} kWh; {saved}"),
+        ("cost", words.price(cost.usd), f"{hourly}; {words.count(cost.kwh)} kWh; {saved}"),
     ]  # fmt: skip
 
 
@@ -148,18 +182,21 @@ def _columns(*, several: bool) -> list[Any]:
     from shardwise.report import words
     from shardwise.report.pick import Column
 
-    # A narrow terminal leaves out the last ones.
+    # A narrow terminal leaves out the last ones that are not essential.
     columns = [
-        Column("layout", "layout"),
-        Column("step_seconds", "step", words.seconds, "low"),
+        Column("layout", "layout", essential=True),
+        Column("step_seconds", "step", words.seconds, "low", essential=True),
         Column("mfu", "MFU", words.percent, "high"),
-        Column("memory", "memory", words.size, "low", 2.0**30),
+        Column("memory", "memory", words.size, "low", 2.0**30, essential=True),
+        Column("usd", "cost", words.price, "low", essential=True),
         Column("binds", "limited by"),
-        Column("usd", "cost", words.money, "low"),
         Column("tokens_per_s", "tokens/s", words.count, "high"),
         Column("next", "next change"),
     ]
-    return [Column("devices", "devices"), *columns] if several else columns
+    if several:
+        columns.insert(5, Column("usd_per_hour", "an hour", words.price, "low"))
+        columns.insert(0, Column("devices", "devices", essential=True))
+    return columns
 
 
 def _rows(plans: list[Plan], changes: list[str] | None = None) -> list[dict[str, Any]]:
@@ -172,6 +209,7 @@ def _rows(plans: list[Plan], changes: list[str] | None = None) -> list[dict[str,
             mfu=plan.mfu,
             memory=plan.account.memory.peak,
             usd=plan.cost.usd,
+            usd_per_hour=plan.cost.usd_per_hour,
             binds=plan.binds.partition(":")[0].removeprefix("traffic of the ").removesuffix(" axis"),
             next=change,
         )
@@ -182,7 +220,8 @@ def _rows(plans: list[Plan], changes: list[str] | None = None) -> list[dict[str,
 def short_layout(plan: Plan) -> str:
     """A layout on one line: sizes above 1, and its options."""
     lay = plan.run.layout
-    words = [f"{axis[0] if axis != 'context' else 'c'}{getattr(lay, axis)}" for axis in AXES if getattr(lay, axis) > 1]
+    far = plan.over_network
+    words = [f"{axis[0]}{getattr(lay, axis)}{'*' * (axis in far)}" for axis in AXES if getattr(lay, axis) > 1]
     if lay.shard * lay.context > 1:
         words.append(f"zero{lay.zero}")
     if lay.pipeline > 1:
@@ -196,7 +235,10 @@ def short_layout(plan: Plan) -> str:
     return " ".join([*words, f"mb{plan.run.train.microbatch}"])
 
 
-LETTERS = "r replicate, s shard, c context, t tensor, p pipeline, e expert, re- recomputed, mb microbatch"
+LETTERS = (
+    "r replicate, s shard, c context, t tensor, p pipeline, e expert, * over the network between machines, "
+    "re- recomputed, mb microbatch"
+)
 
 
 def _several(found: SearchResult) -> bool:
@@ -205,19 +247,22 @@ def _several(found: SearchResult) -> bool:
 
 def _all_figures(best: Plan, found: SearchResult | None) -> list[tuple[str, str, str]]:
     """The figures of a plan; of the best of a search also the gain of the next change."""
-    change = found.next_changes[0] if found is not None else ""
+    at = next((n for n, plan in enumerate(found.ranking) if plan is best), 0) if found is not None else 0
+    change = found.next_changes[at] if found is not None else ""
     what, _, brings = change.partition(": ")
     return figures(best) + ([("next change", what, brings)] if change else [])
 
 
-def _print(best: Plan, found: SearchResult | None) -> None:
+def _print(best: Plan, found: SearchResult | None, left_open: str) -> None:
     from shardwise.plan.time.timeline import timeline
     from shardwise.report import terminal
     from shardwise.report.terminal import Console
 
     console = Console()
+    if left_open:
+        console.print(terminal.safe(left_open, "yellow"), end="\n\n")
     if found is not None:
-        console.print(f"{found.searched:,} layouts considered, {found.simulated:,} simulated\n", style="dim")
+        console.print(f"{counted(found.searched, 'layout')} considered, {found.simulated:,} simulated\n", style="dim")
         columns = _columns(several=_several(found))
         console.print(terminal.ranking_table(_rows(found.ranking, found.next_changes), columns))
         for reason in found.without.values():
@@ -237,7 +282,7 @@ def _print(best: Plan, found: SearchResult | None) -> None:
         console.print(terminal.notes(best.notes))
 
 
-def _page(best: Plan, found: SearchResult | None) -> str:
+def _page(best: Plan, found: SearchResult | None, left_open: str) -> str:
     from shardwise.plan.time.timeline import timeline
     from shardwise.report import html
 
@@ -257,6 +302,6 @@ def _page(best: Plan, found: SearchResult | None) -> str:
         html.traffic_table(best.account.traffic),
         html.timeline(timeline(best.job, 4 * SHOWN_MICROBATCHES)),
     ]
-    if best.notes:
-        sections.append(html.notes(best.notes))
+    if best.notes or left_open:
+        sections.append(html.notes([*[left_open] * bool(left_open), *best.notes]))
     return html.page(f"Plan of {best.run.name}", sections, f"{best.run.layout.world} × {best.job.cluster.chip.name}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.hardware.chips import unknown_chip
-from shardwise.run import Problem, Run, UserError, read_run
+from shardwise.run import Problem, Run, UserError, counted, read_run
 
 if TYPE_CHECKING:
     from shardwise.train.launch import RankEnvironment
@@ -112,10 +112,9 @@ def _show(folder: Path, args: argparse.Namespace) -> int:
         _show_modules(modules, manifest)
     else:
         _show_answers(folder)
-    ranks = "1 rank" if len(manifest["ranks"]) == 1 else f"{len(manifest['ranks'])} ranks"
-    print(
-        f"\n{manifest['steps']} steps of {ranks} are in {folder}; shardwise trace {folder} explains them, --html makes a page"
-    )
+    ranks, steps = counted(len(manifest["ranks"]), "rank"), counted(manifest["steps"], "step")
+    here = f"{steps} of {ranks} {'is' if manifest['steps'] == 1 else 'are'} in {folder}"
+    print(f"\n{here}; shardwise trace {folder} explains, --html makes a page")
     return 0
 
 

@@ -171,9 +171,8 @@ def show(comparison: Comparison, passed: bool, args: argparse.Namespace) -> None
                 f"{'+' if one.change > 0 else '-'}{words.seconds(abs(one.change) / 1e9)}",
             )  # fmt: skip
         console.print(table)
-    than = (
-        f"{abs(comparison.slower):.1f} % {'slower' if comparison.slower > 0 else 'faster'} than {comparison.names[0]}"
-    )
+    share = comparison.slower / 100
+    than = f"{words.slower(share)} {'as' if share >= 1 else 'than'} {comparison.names[0]}"
     console.print(f"The step takes {words.seconds(comparison.after)}: {than}.", highlight=False)
     if not passed:
         console.print(f"That is more than the {args.fail_above:g} % allowed.", highlight=False)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.cli.options import at_least, new_file
 from shardwise.hardware.chips import unknown_chip
-from shardwise.run import Run, UserError, read_run
+from shardwise.run import Run, UserError, counted, read_planned, read_run
 
 if TYPE_CHECKING:
     from shardwise.measure.verify import Verdict
@@ -41,7 +41,10 @@ def execute(args: argparse.Namespace) -> int:
     """Count and compare."""
     if args.rank is not None and not args.dry:
         raise UserError("--rank is the rank of --dry; without --dry all ranks run")
-    run = read_run(args.run, args.overrides, (unknown_chip,))
+    # A dry run is of the job that `plan` plans; real steps are of the one that `train` trains.
+    planned = read_planned(args.run, args.overrides, (unknown_chip,)) if args.dry else None
+    run = planned.run if planned else read_run(args.run, args.overrides, (unknown_chip,))
+    args.left_open = planned.sentence() if planned else ""
     if args.time is not None and (args.dry or not (run.cluster.chip or run.cluster.profile)):
         reason = "a dry run is not timed" if args.dry else "set cluster.chip or cluster.profile to plan one"
         raise UserError(f"--time: there is no time to compare; {reason}")
@@ -115,7 +118,7 @@ def _show(verdicts: list[Verdict], args: argparse.Namespace) -> int:
     if args.html:
         from shardwise.report import html
 
-        sections = [html.comparison_table(differences, shown), html.notes(_sentences(verdicts, worst))]
+        sections = [html.comparison_table(differences, shown), html.notes(_sentences(verdicts, worst, args.left_open))]
         Path(args.html).write_bytes(html.page("Plan against run", sections).encode())
     if args.json:
         print(json.dumps(as_dict(verdicts, tolerance)))
@@ -126,16 +129,16 @@ def _show(verdicts: list[Verdict], args: argparse.Namespace) -> int:
     console = Console()
     console.print(terminal.comparison_table(differences, shown))
     console.print()
-    console.print(terminal.notes(_sentences(verdicts, worst)))
+    console.print(terminal.notes(_sentences(verdicts, worst, args.left_open)))
     return answer(agrees)
 
 
-def _sentences(verdicts: list[Verdict], worst: Verdict) -> list[str]:
+def _sentences(verdicts: list[Verdict], worst: Verdict, left_open: str) -> list[str]:
     same = sum(v.schedule for v in verdicts)
-    ranks = f"{len(verdicts)} ranks" if len(verdicts) > 1 else f"rank {worst.rank}"
+    ranks = counted(len(verdicts), "rank") if len(verdicts) > 1 else f"rank {worst.rank}"
     found = [f"{ranks} compared, rank {worst.rank} shown; with even routing and random tokens"]
     if same == len(verdicts):
-        found.append(f"the pipeline executed its {worst.actions} actions in the order of the schedule")
+        found.append(f"the pipeline executed its {counted(worst.actions, 'action')} in the order of the schedule")
     else:
-        found.append(f"{len(verdicts) - same} ranks did not execute the schedule in its order")
-    return found
+        found.append(f"{counted(len(verdicts) - same, 'rank')} did not execute the schedule in its order")
+    return found + [left_open] * bool(left_open)

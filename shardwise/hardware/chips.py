@@ -1,15 +1,20 @@
-"""Accelerators by name: peak speed, memory and links as their makers state them, dense (no sparsity), and what a device
-costs to rent. A *device* is what the framework calls one: half of an MI250X, a whole TPU chip.
+"""Accelerators by name, from the catalogue `chips.toml`, or from a user's own file in the same format: peak speed, memory, links
+and price of one device.
 
 How much of a peak is reached is fitted to measurements: see `efficiency.py`.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
 
 from shardwise.run import Run
 from shardwise.run.check import Broken
@@ -21,6 +26,9 @@ from shardwise.run.problems import Problem, UserError, nearest
 POWER_EXPONENT = 0.4
 
 GB, GIB = 10**9, 2**30
+
+Fabric = Literal["rail", "fat-tree", "ethernet", "torus"]
+FABRICS: tuple[Fabric, ...] = ("rail", "fat-tree", "ethernet", "torus")
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,7 @@ class Chip:
     driver_names: tuple[str, ...] = ()
     fabric: str = "rail"
     clock: float = 1.0  # tensor speed under a power cap, relative to none
+    lender: str = ""  # the chip of the catalogue whose curves a user's own chip has
     profile: Any = field(default=None, hash=False, compare=False)  # a measured `profile.Profile`, or None
 
     def altered(self, power_w: float = 0, hbm_gbs: float = 0) -> Chip:
@@ -72,136 +81,10 @@ ITEM_BYTES = {
 
 
 def _tera(**speeds: float) -> dict[str, float]:
-    """Peaks in FLOP/s from TFLOP/s. float32 is the rate without tensor cores, which PyTorch uses unless TF32 is enabled;
-    `half` is both 16-bit formats."""
+    """Peaks in FLOP/s from TFLOP/s; `half` is both 16-bit formats."""
     half = speeds.pop("half", 0.0)
     named = dict(speeds, float16=half, bfloat16=half) if half else speeds
     return {name: speed * 1e12 for name, speed in named.items()}
-
-
-# Memory: what the maker calls 32, 40, 80 or 192 GB is that many GiB, as is the 141 of an H200, the 180 of a B200 and the
-# 186 of a GB200; the 288 GB of a B300 and a GB300 are decimal (the driver shows 268 GiB on a B300).
-# Links: a device's bandwidth in one direction, on the fast link as the maker states it, and between machines that of the
-# network cards in the maker's own platform (DGX-2: eight cards of 100 Gb/s for sixteen V100; DGX A100 to B200: a card of
-# 200 or 400 Gb/s for each device; DGX B300: of 800).
-# Prices: public on-demand prices of 2025 in machines of eight: Lambda (V100, A100, H100, B200), RunPod (H200 and the PCIe
-# cards), CoreWeave (GB200), Vultr (MI300X and later), Google Cloud (TPU). A800 and H800 have the price of the chip they
-# were cut from, B300 and GB300 a fifth above B200 and GB200: no list has them.
-_V100 = Chip(
-    name="v100-sxm-32g",
-    maker="NVIDIA",
-    generation="volta",
-    peak=_tera(float64=7.8, float32=15.7, float16=125.0),
-    memory=32 * GIB,
-    hbm=900e9,
-    units=80,
-    l2=6 * 2**20,
-    power=300,
-    devices_per_node=16,
-    domain=16,
-    intra=150e9,
-    inter=6.25e9,
-    price=0.55,
-    driver_names=("V100",),
-)
-_A100 = Chip(
-    name="a100-sxm-80g",
-    maker="NVIDIA",
-    generation="ampere",
-    peak=_tera(float64=19.5, float32=19.5, tf32=156, half=312, int8=624),
-    memory=80 * GIB,
-    hbm=2.039e12,
-    units=108,
-    l2=40 * 2**20,
-    power=400,
-    devices_per_node=8,
-    domain=8,
-    intra=300e9,
-    inter=25e9,
-    price=1.79,
-    driver_names=("A100",),
-)
-_H100 = Chip(
-    name="h100-sxm",
-    maker="NVIDIA",
-    generation="hopper",
-    peak=_tera(float64=66.9, float32=66.9, tf32=494.7, half=989.4, fp8=1978.9, int8=1978.9),
-    memory=80 * GIB,
-    hbm=3.35e12,
-    units=132,
-    l2=50 * 2**20,
-    power=700,
-    devices_per_node=8,
-    domain=8,
-    intra=450e9,
-    inter=50e9,
-    price=2.99,
-    driver_names=("H100",),
-)
-_B200 = Chip(
-    name="b200",
-    maker="NVIDIA",
-    generation="blackwell",
-    peak=_tera(float64=37, float32=75, tf32=1125, half=2250, fp8=4500, int8=4500, fp4=9000),
-    memory=180 * GIB,
-    hbm=8e12,
-    units=148,
-    l2=126 * 2**20,
-    power=1000,
-    devices_per_node=8,
-    domain=8,
-    intra=900e9,
-    inter=50e9,
-    price=4.99,
-    driver_names=("B200",),
-)
-_GB200 = replace(
-    _B200,
-    name="gb200",
-    peak=_tera(float64=40, float32=80, tf32=1250, half=2500, fp8=5000, int8=5000, fp4=10000),
-    memory=186 * GIB,
-    units=152,
-    power=1200,
-    devices_per_node=4,
-    domain=72,
-    price=10.50,
-    driver_names=("GB200",),
-)
-_MI300X = Chip(
-    name="mi300x",
-    maker="AMD",
-    generation="cdna3",
-    peak=_tera(float64=163.4, float32=163.4, tf32=653.7, half=1307.4, fp8=2614.9, int8=2614.9),
-    memory=192 * GIB,
-    hbm=5.3e12,
-    units=304,
-    l2=32 * 2**20,
-    power=750,
-    devices_per_node=8,
-    domain=8,
-    intra=448e9,
-    inter=50e9,
-    price=1.85,
-    driver_names=("MI300X",),
-)
-_TPU_V4 = Chip(
-    name="tpu-v4",
-    maker="Google",
-    generation="tpu",
-    # A float32 GEMM is made of bfloat16 passes; six of them keep full precision.
-    peak=_tera(float32=275 / 6, bfloat16=275, int8=275),
-    memory=32 * GIB,
-    hbm=1.228e12,
-    units=8,
-    l2=160 * 2**20,
-    power=192,
-    devices_per_node=4,
-    domain=4096,
-    intra=300e9,
-    inter=6.25e9,
-    price=3.22,
-    fabric="torus",
-)
 
 
 def _cpu() -> Chip:
@@ -232,161 +115,195 @@ def _cpu() -> Chip:
     )
 
 
-# A driver's name is looked up in this order, so the more exact name comes first.
-CHIPS: dict[str, Chip] = {
-    chip.name: chip
-    for chip in (
-        _V100,
-        replace(
-            _A100,
-            name="a100-sxm-40g",
-            memory=40 * GIB,
-            hbm=1.555e12,
-            price=1.29,
-            driver_names=("A100-SXM4-40GB", "A100-PCIE-40GB"),
-        ),
-        replace(
-            _A100,
-            name="a100-pcie-80g",
-            hbm=1.935e12,
-            power=300,
-            intra=32e9,
-            price=1.39,
-            driver_names=("A100 80GB PCIe", "A100-PCIE-80GB"),
-        ),
-        _A100,
-        replace(_A100, name="a800-sxm-80g", intra=200e9, driver_names=("A800",)),
-        replace(
-            _H100,
-            name="h100-pcie",
-            peak=_tera(float64=51.2, float32=51.2, tf32=378, half=756, fp8=1513, int8=1513),
-            hbm=2.039e12,
-            units=114,
-            power=350,
-            intra=64e9,
-            inter=25e9,
-            price=2.39,
-            driver_names=("H100 PCIe",),
-        ),
-        _H100,
-        replace(_H100, name="h800-sxm", peak=dict(_H100.peak, float64=1e12), intra=200e9, driver_names=("H800",)),
-        replace(_H100, name="h200-sxm", memory=141 * GIB, hbm=4.8e12, price=3.59, driver_names=("H200",)),
-        _GB200,
-        replace(
-            _GB200,
-            name="gb300",
-            peak=_tera(float64=1.3, float32=80, tf32=1250, half=2500, fp8=5000, fp4=15000),
-            memory=288 * GB,
-            power=1400,
-            inter=100e9,
-            price=12.60,
-            driver_names=("GB300",),
-        ),
-        _B200,
-        replace(
-            _B200,
-            name="b300",
-            peak=_tera(float64=1.2, float32=75, tf32=1125, half=2250, fp8=4500, fp4=13500),
-            memory=288 * GB,
-            power=1100,
-            inter=100e9,
-            price=5.99,
-            driver_names=("B300",),
-        ),
-        # One of the two dies of an MI250X: the driver shows each as a device.
-        replace(
-            _MI300X,
-            name="mi250x",
-            generation="cdna2",
-            peak=_tera(float64=47.9, float32=47.9, half=191.5, int8=191.5),
-            memory=64 * GIB,
-            hbm=1.6384e12,
-            units=110,
-            l2=8 * 2**20,
-            power=280,
-            intra=100e9,
-            inter=12.5e9,
-            price=0.0,
-            driver_names=("MI250X",),
-        ),
-        _MI300X,
-        replace(_MI300X, name="mi325x", memory=256 * GIB, hbm=6e12, power=1000, price=2.00, driver_names=("MI325X",)),
-        replace(
-            _MI300X,
-            name="mi355x",
-            peak=_tera(float64=78.6, float32=157.3, half=2516.6, fp8=5033.2, int8=5033.2, fp4=10066.3),
-            memory=288 * GIB,
-            hbm=8e12,
-            units=256,
-            power=1400,
-            intra=537.6e9,
-            price=2.59,
-            driver_names=("MI355X",),
-        ),
-        replace(
-            _TPU_V4,
-            name="tpu-v3",
-            peak=_tera(float32=123 / 6, bfloat16=123),
-            hbm=900e9,
-            units=4,
-            l2=32 * 2**20,
-            power=220,
-            domain=1024,
-            intra=280e9,
-            price=2.00,
-        ),
-        _TPU_V4,
-        replace(
-            _TPU_V4,
-            name="tpu-v5p",
-            peak=_tera(float32=459 / 6, bfloat16=459, int8=918),
-            memory=95 * GIB,
-            hbm=2.765e12,
-            power=350,
-            domain=8960,
-            intra=600e9,
-            price=4.20,
-        ),
-        _cpu(),
-    )
+# Keys of a chip in a file: the field and its unit. Fields in whole numbers have one that is an `int`.
+_NUMBERS: dict[str, tuple[str, float]] = {
+    "memory_gib": ("memory", GIB),
+    "memory_gb": ("memory", GB),
+    "hbm_gbs": ("hbm", 1e9),
+    "intra_gbs": ("intra", 1e9),
+    "inter_gbs": ("inter", 1e9),
+    "units": ("units", 1),
+    "l2_mib": ("l2", 2**20),
+    "power_w": ("power", 1.0),
+    "devices_per_node": ("devices_per_node", 1),
+    "domain": ("domain", 1),
+    "price": ("price", 1.0),
 }
+_TEXTS = ("maker", "generation", "fabric")
+_LISTS = ("driver_names", "aliases")
+_KEYS = ("like", "tflops", *_NUMBERS, *_TEXTS, *_LISTS)
+_NEEDED = {"peak": "tflops", "memory": "memory_gib", "hbm": "hbm_gbs", "intra": "intra_gbs", "inter": "inter_gbs"}
 
-ALIASES = {
-    "v100": "v100-sxm-32g",
-    "a100": "a100-sxm-80g",
-    "a100-40": "a100-sxm-40g",
-    "a100-80": "a100-sxm-80g",
-    "a100-40g": "a100-sxm-40g",
-    "a100-80g": "a100-sxm-80g",
-    "a100-pcie": "a100-pcie-80g",
-    "a800": "a800-sxm-80g",
-    "h100": "h100-sxm",
-    "h800": "h800-sxm",
-    "h200": "h200-sxm",
-    "v3": "tpu-v3",
-    "v4": "tpu-v4",
-    "v5p": "tpu-v5p",
-}
+
+def _read_keys(values: Mapping[str, Any], problems: list[Problem], where: str) -> dict[str, Any]:
+    """The fields of `Chip` that a chip's table gives; what is wrong with it goes to `problems`."""
+    found: dict[str, Any] = {}
+
+    def wrong(name: str, what: str) -> None:
+        problems.append(Problem(what, name, where))
+
+    for name, value in values.items():
+        if name not in _KEYS:
+            wrong(name, f"there is no such key{nearest(name, _KEYS) or '; known: ' + ', '.join(_KEYS)}")
+        elif name in _NUMBERS:
+            attribute, unit = _NUMBERS[name]
+            whole = isinstance(unit, int) and unit == 1
+            least = "at least 0" if name == "price" else "at least 1" if whole else "above 0"
+            if (
+                not _is_number(value)
+                or value < 0
+                or (value == 0 and name != "price")
+                or (whole and value != int(value))
+            ):
+                wrong(name, f"{value!r} is not a {'whole ' * whole}number {least}")
+            elif attribute in found:
+                wrong(name, "the memory is given twice; use memory_gib or memory_gb")
+            else:
+                found[attribute] = int(value * unit) if isinstance(unit, int) else float(value * unit)
+        elif name == "tflops":
+            found["peak"] = _read_peaks(value, wrong)
+        elif name in _LISTS:
+            if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+                wrong(name, "is not a list of names")
+            elif name == "driver_names":
+                found[name] = tuple(value)
+        elif not isinstance(value, str):
+            wrong(name, f"{value!r} is not text")
+        elif name == "fabric" and value not in FABRICS:
+            wrong(name, f'"{value}" is not one of {", ".join(FABRICS)}')
+        elif name in _TEXTS:
+            found[name] = value
+    return found
+
+
+def _read_peaks(value: Any, wrong: Callable[[str, str], None]) -> dict[str, float]:
+    dtypes = (*ITEM_BYTES, "half")
+    if not isinstance(value, dict) or not value:
+        wrong("tflops", "is not a table of TFLOP/s by dtype, such as { float32 = 60, half = 900 }")
+        return {}
+    for dtype, speed in value.items():
+        if dtype not in dtypes:
+            wrong(f"tflops.{dtype}", f"is not one of {', '.join(dtypes)}{nearest(dtype, dtypes)}")
+        elif not _is_number(speed) or speed <= 0:
+            wrong(f"tflops.{dtype}", f"{speed!r} is not a number above 0")
+    good = {dtype: speed for dtype, speed in value.items() if dtype in dtypes and _is_number(speed)}
+    return _tera(**good)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
+
+
+def _like(base: Chip, name: str, found: Mapping[str, Any]) -> Chip:
+    """Another chip with these fields instead. A fast link that ends at the machine still does when machines have another size."""
+    own = {"driver_names": (), "name": name, **found}
+    if "devices_per_node" in own and base.domain == base.devices_per_node:
+        own.setdefault("domain", own["devices_per_node"])
+    return replace(base, **own)
+
+
+def _catalogue() -> tuple[dict[str, Chip], dict[str, str]]:
+    """The chips of `chips.toml` in its order, then this machine; and the other spellings of their names."""
+    path = Path(__file__).with_name("chips.toml")
+    tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    problems: list[Problem] = []
+
+    @cache
+    def made(name: str) -> Chip:
+        values = tables[name]
+        found = _read_keys(values, problems, f"{path}: {name}")
+        return _like(made(values["like"]), name, found) if "like" in values else Chip(name=name, **found)
+
+    chips = {name: made(name) for name in tables}
+    if problems:
+        raise UserError(*problems)
+    aliases = {alias: name for name, values in tables.items() for alias in values.get("aliases", ())}
+    return {**chips, "cpu": _cpu()}, aliases
+
+
+CHIPS, ALIASES = _catalogue()
 
 
 def unknown_chip(run: Run) -> Iterator[Broken]:
-    """The rule that a run's chip is in the catalogue."""
+    """The rule that a run's chip is in the catalogue, or in a file without mistakes."""
     try:
         find_chip(run.cluster.chip or "cpu")
-    except UserError as problem:
-        yield Broken("cluster.chip", (), problem.problems[0].message)
+    except UserError as error:
+        for problem in error.problems:
+            yield Broken("cluster.chip", (), str(problem))
 
 
 def find_chip(name: str) -> Chip:
-    """The chip called `name`, by its catalogue name or an alias."""
-    wanted = name.strip().lower().replace("_", "-")
+    """The chip called `name`, by its catalogue name or an alias; or the one that a TOML file describes."""
+    if name.strip().lower().endswith(".toml"):
+        return _own_chip(Path(name.strip()))
+    return _known_chip(name)
+
+
+def _known_chip(name: str) -> Chip:
+    wanted = re.sub(r"[\s_]+", "-", name.strip().lower())
+    wanted = re.sub(r"^((nvidia|geforce|tesla|amd|instinct|google)-)+", "", wanted)
+    wanted = re.sub(r"(\d)gb\b", r"\1g", wanted)  # 80gb is 80g here
     wanted = ALIASES.get(wanted, wanted)
     if wanted not in CHIPS:
-        hint = nearest(wanted, [*CHIPS, *ALIASES])
-        raise UserError(Problem(f'no chip is called "{name}"{hint or "; known: " + ", ".join(CHIPS)}'))
+        hint = nearest(wanted, [*CHIPS, *ALIASES]) or "; known: " + ", ".join(CHIPS) + "."
+        raise UserError(Problem(f'no chip is called "{name}"{hint} `shardwise config --chips` lists them'))
     return CHIPS[wanted]
+
+
+def _own_chip(path: Path) -> Chip:
+    """The chip of a user's file: the keys of a chip of the catalogue, alone or below its name in brackets."""
+    where = str(path)
+    try:
+        values = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+    except OSError as e:
+        raise UserError(Problem(f"cannot be read: {e.strerror}", where=where)) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise UserError(Problem(f"is not valid TOML: {e}", where=where)) from None
+    name, problems = path.stem, list[Problem]()
+    if len(values) == 1 and isinstance(table := next(iter(values.values())), dict) and "tflops" not in values:
+        [name], values = values, table
+    found = _read_keys(values, problems, where)
+    if name in CHIPS:
+        problems.append(Problem(f'"{name}" is the name of a chip in the catalogue; give the file another', where=where))
+    base = None
+    if isinstance(values.get("like", ""), str) and values.get("like"):
+        try:
+            base = _known_chip(values["like"])
+        except UserError as error:
+            problems += [Problem(p.message, "like", where) for p in error.problems]
+    elif "like" not in values:
+        missing = [key for attribute, key in _NEEDED.items() if attribute not in found and key not in values]
+        problems += [
+            Problem("is missing; give it, or the name of a known chip as `like`", key, where) for key in missing
+        ]
+    if problems:
+        raise UserError(*problems)
+    if base is None:
+        close = _nearest_chip(found)
+        usual: dict[str, Any] = dict(maker="", generation=name, devices_per_node=8, domain=8, price=0.0, fabric="rail")
+        base = replace(close, **usual)
+    return replace(_like(base, name, found), lender=base.name)
+
+
+def _nearest_chip(found: Mapping[str, Any]) -> Chip:
+    """The accelerator of the catalogue whose 16-bit speed and memory bandwidth are nearest, by ratio: of the same generation where
+    there is one, and joined in a torus only where this one is."""
+
+    def fast(peaks: Mapping[str, float]) -> float:
+        return max(peaks.get("bfloat16", 0.0), peaks.get("float16", 0.0)) or max(peaks.values())
+
+    torus = found.get("fabric") == "torus"
+    known = [chip for chip in CHIPS.values() if chip.name != "cpu" and (chip.fabric == "torus") == torus]
+    same = [chip for chip in known if chip.generation == found.get("generation")]
+    peak, hbm = fast(found["peak"]), found["hbm"]
+    return min(same or known, key=lambda c: abs(math.log(fast(c.peak) / peak)) + abs(math.log(c.hbm / hbm)))
 
 
 def chip_of_driver_name(name: str) -> Chip | None:
     """The chip a driver calls `name`, or None when the catalogue does not know it."""
-    return next((chip for chip in CHIPS.values() if any(part in name for part in chip.driver_names)), None)
+
+    def called(part: str) -> bool:
+        return re.search(re.escape(part) + r"(?!\d)", name) is not None  # an L40 is no L4
+
+    return next((chip for chip in CHIPS.values() if any(map(called, chip.driver_names))), None)

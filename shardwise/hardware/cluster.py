@@ -7,16 +7,13 @@ by its size and its stride, the product of the sizes inside it: members are `str
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from shardwise.hardware.chips import GB, Chip, find_chip
+from shardwise.hardware.chips import FABRICS, GB, Chip, Fabric, find_chip
 from shardwise.hardware.efficiency import constants
 from shardwise.run.problems import Problem, UserError
-
-Fabric = Literal["rail", "fat-tree", "ethernet", "torus"]
-FABRICS: tuple[Fabric, ...] = ("rail", "fat-tree", "ethernet", "torus")
 
 # Latency of a hop over a cloud's Ethernet, where software does what InfiniBand cards do, relative to InfiniBand: from the
 # published all-reduces of four B200 machines on EFA.

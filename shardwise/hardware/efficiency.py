@@ -35,7 +35,7 @@ def _entry(kind: str, chip_name: str) -> dict[str, Any]:
 
 def constants(kind: str, chip: Chip) -> dict[str, Any]:
     """The constants of one kind ("gemm", "memory", "attention" or "collectives") that hold for `chip`."""
-    return _entry(kind, chip.name)
+    return _entry(kind, chip.lender or chip.name)
 
 
 def memory_seconds(chip: Chip, bytes: Any, labels: tuple[str, str, str] | None = None) -> Any:

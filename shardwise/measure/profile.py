@@ -40,7 +40,7 @@ from shardwise.measure.traffic import TrafficCounter
 from shardwise.plan.cost.flops import CONVENTION, training_flops
 from shardwise.plan.plan import plan
 from shardwise.plan.trainer.work import CONVENTION as HARDWARE
-from shardwise.run import Problem, Run, UserError, to_dict, to_toml
+from shardwise.run import Problem, Run, UserError, counted, to_dict, to_toml
 from shardwise.train.loop import batches
 from shardwise.train.speed import peak_flops
 from shardwise.train.step import TrainState
@@ -97,11 +97,11 @@ def record(run: Run, folder: Path, recording: Recording, progress: Progress = la
     rank = train_state.mesh.rank
     first, last = recording.warmup + 1, recording.warmup + recording.steps
     remaining = batches(data.train, train_state, last + (3 if recording.modules else 1))
-    progress(f"{recording.warmup} steps to warm up")
+    progress(f"{counted(recording.warmup, 'step')} to warm up")
     for _ in range(recording.warmup - 1):
         _step(train_state, next(remaining))
     clocks = _read_clocks(train_state)
-    progress(f"{recording.steps} steps under the profiler")
+    progress(f"{counted(recording.steps, 'step')} under the profiler")
     measured = _record_steps(train_state, remaining, folder, recording)
     clocks += _read_clocks(train_state)
     progress("one more step to count memory")

@@ -18,7 +18,8 @@ from shardwise.plan.time.step import Step, prepare, step_time
 from shardwise.plan.trainer.memory import memory_of
 from shardwise.plan.trainer.traffic import traffic
 from shardwise.plan.trainer.work import work
-from shardwise.run import AXES, LayoutConfig, Run
+from shardwise.run import AXES, LayoutConfig, Run, to_dict
+from shardwise.run.coordinates import group_span
 
 RANKED = ("zero", "schedule", "chunks", "recompute", "recompute_budget", "context_method")
 SHOWN = (*AXES, *RANKED, "async_tensor", "expert_tensor", "offload")
@@ -48,12 +49,19 @@ class Plan:
         """Whether every rank has the memory."""
         return self.account.memory.fits
 
+    @property
+    def over_network(self) -> tuple[str, ...]:
+        """The axes whose groups reach beyond the devices that the fast link joins: they use the network between machines."""
+        spans = {axis: group_span(self.run.layout, axis) for axis in AXES}
+        return tuple(axis for axis, (size, stride) in spans.items() if self.job.cluster.spans(size, stride) > 1)
+
     def as_dict(self) -> dict[str, Any]:
         """For programs; names are stable."""
         account = self.account
         return {
             "layout": layout_dict(self.run.layout) | {"microbatch": self.run.train.microbatch},
             "devices": self.run.layout.world,
+            "over_network": list(self.over_network),
             "fits": self.fits,
             "step_seconds": account.step_seconds,
             "step_seconds_low": self.low,
@@ -74,6 +82,7 @@ class Plan:
             "cost": as_dict(self.cost),
             "binds": self.binds,
             "notes": list(self.notes),
+            "run": to_dict(self.run),
         }
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from shardwise.ledger import Span, Timeline
 from shardwise.report import colors, pick
+from shardwise.run.problems import counted
 
 MOST_SPANS = 120_000
 MOST_RANKS = 128
@@ -150,7 +151,7 @@ def timeline_body(data: dict[str, Any], legend: str) -> str:
     # "<" could end the script element.
     numbers = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     height = sum(row["high"] + 1 for row in data["rows"]) + 40
-    label = escape(f"Timeline, {sum(bool(row['label']) for row in data['rows'])} ranks")
+    label = escape(f"Timeline, {counted(sum(bool(row['label']) for row in data['rows']), 'rank')}")
     return (
         '<div class="timeline"><div class="tools"><button value="0.5">+</button><button value="2">−</button>'
         '<button value="all">whole</button>'

@@ -20,6 +20,7 @@ from shardwise.ledger import (
     Traffic,
 )
 from shardwise.run.axes import AXES
+from shardwise.run.problems import counted
 
 ALL_BARS = 8
 """A pipeline no longer than this is shown whole."""
@@ -39,6 +40,8 @@ class Column:
     better: Literal["low", "high", ""] = ""
     unit: float = 1.0
     """Tick marks on an axis are round multiples of this: 2**30 for bytes."""
+    essential: bool = False
+    """A narrow terminal leaves out the other columns first."""
 
     def text(self, row: Mapping[str, Any]) -> str:
         """A row's formatted value, "" if it has none."""
@@ -183,8 +186,10 @@ def agreement(differences: Sequence[Difference], tolerance: float | Mapping[str,
     if not differences:
         return "Nothing to compare: the accounts share no quantity."
     if not apart:
-        return f"All {len(differences)} quantities agree within tolerance."
-    return f"{apart} of {len(differences)} quantities differ by more than the tolerance."
+        one = len(differences) == 1
+        return f"{'The one quantity agrees' if one else f'All {len(differences)} quantities agree'} within tolerance."
+    differ = "differs" if apart == 1 else "differ"
+    return f"{apart} of {counted(len(differences), 'quantity')} {differ} by more than the tolerance."
 
 
 def pareto_front(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> list[bool]:

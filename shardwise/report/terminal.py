@@ -12,7 +12,7 @@ from typing import Any
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console as RichConsole
-from rich.console import ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import ConsoleOptions, Group, JustifyMethod, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.segment import Segment
 from rich.style import Style
@@ -26,6 +26,8 @@ WIDEST_BAR = 100
 MOST_ROWS = 24
 """Pipeline ranks that a timeline draws; of a longer pipeline, its first and last."""
 
+COLUMN_GAP = 3
+"""Cells between two columns of a table without a frame."""
 EIGHTHS = " ▏▎▍▌▋▊▉"
 WARNING = "bold red"
 
@@ -120,7 +122,7 @@ def timeline(timeline: Timeline, width: int | None = None) -> RenderableType:
 
 
 def ranking_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[pick.Column]) -> RenderableType:
-    """Candidates, best first, numbered. Columns that do not fit are listed below the table."""
+    """Candidates, best first, numbered. Columns that do not fit are listed below the table, essential ones are kept."""
     return _Ranking(rows, columns)
 
 
@@ -255,10 +257,12 @@ class _Ranking:
 
     def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
         shown, hidden = self._fitting(options.max_width)
+        longest = max(shown, key=self._width, default=None)
         table = plain_table()
         table.add_column("", justify="right", style="dim", no_wrap=True)
         for column in shown:
-            table.add_column(safe(column.title), justify="right" if self._numeric(column) else "left", overflow="fold")
+            side: JustifyMethod = "right" if self._numeric(column) else "left"
+            table.add_column(safe(column.title), justify=side, overflow="fold", no_wrap=column is not longest)
         for place, row in enumerate(self.rows, 1):
             table.add_row(str(place), *(safe(column.text(row)) for column in shown), style="bold" if place == 1 else "")
         yield table
@@ -268,15 +272,20 @@ class _Ranking:
     def _numeric(self, column: pick.Column) -> bool:
         return all(isinstance(row.get(column.key), int | float | None) for row in self.rows)
 
+    def _width(self, column: pick.Column) -> int:
+        return max(cell_len(text) for text in (column.title, *(column.text(row) for row in self.rows)))
+
     def _fitting(self, width: int) -> tuple[list[pick.Column], list[pick.Column]]:
-        room = width - len(str(len(self.rows))) - 4
-        shown: list[pick.Column] = []
-        for column in self.columns:
-            room -= max(cell_len(text) for text in (column.title, *(column.text(row) for row in self.rows))) + 2
-            if room < 0 and shown:
+        """The columns that fit, and the others: the last that are not essential are left out first. The longest of the essential
+        ones is folded where they are still too wide."""
+        shown = list(self.columns)
+        room = width - len(str(len(self.rows)))
+        for column in reversed(self.columns):
+            if sum(self._width(each) + COLUMN_GAP for each in shown) <= room or len(shown) == 1:
                 break
-            shown.append(column)
-        return shown, list(self.columns[len(shown) :])
+            if not column.essential:
+                shown.remove(column)
+        return shown, [column for column in self.columns if column not in shown]
 
 
 def _plain(console: RichConsole) -> bool:

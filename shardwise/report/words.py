@@ -11,8 +11,8 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def size(amount: float) -> str:
-    """Bytes with a binary unit: 71.2 GiB, 640 KiB, 12 B."""
-    return _scaled(amount, 1024, _BINARY)
+    """Bytes with a binary unit: 71.2 GiB, 640 KiB, 12 B. There is no part of a byte, also where a mean has one."""
+    return _scaled(round(amount) if abs(amount) < 1024 else amount, 1024, _BINARY)
 
 
 def gib(amount: float) -> str:
@@ -83,9 +83,20 @@ def change(share: float) -> str:
         return "new"
     if share == 0:
         return "0%"
+    if abs(share) < 5e-6:
+        return "<0.001%" if share > 0 else "-<0.001%"
     if abs(share) < 0.0005:
-        return f"{share * 100:+.1g}%"
+        return f"{share * 100:+.3f}%"
     return f"{share * 100:+,.1f}%" if abs(share) < 9.995 else f"×{share + 1:,.0f}"
+
+
+def slower(share: float) -> str:
+    """How a time differs from another, as a share of that: 3.2% slower, 10.0% faster, 5.6 times as long."""
+    if not math.isfinite(share):
+        return DASH
+    if share >= 1:
+        return f"{digits(1 + share)} times as long"
+    return f"{abs(share) * 100:.1f}% {'slower' if share > 0 else 'faster'}"
 
 
 def money(amount: float, currency: str = "$") -> str:
@@ -97,6 +108,11 @@ def money(amount: float, currency: str = "$") -> str:
     if amount < 99.995:
         return f"{currency}{amount:.2f}"
     return f"{currency}{amount:,.0f}" if amount < 999_999.5 else currency + count(amount)
+
+
+def price(amount: float) -> str:
+    """What something costs; 0 is no known price."""
+    return money(amount) if amount else DASH
 
 
 def quantity(account: str, name: str, value: float) -> str:

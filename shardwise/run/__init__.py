@@ -3,8 +3,8 @@
 from shardwise.run.axes import AXES, RANK_AXES
 from shardwise.run.config import ClusterConfig, DataConfig, LayoutConfig, ModelConfig, Run, TrainConfig
 from shardwise.run.presets import PRESETS
-from shardwise.run.problems import Problem, UserError
-from shardwise.run.read import read_run, run_from_dict
+from shardwise.run.problems import Problem, UserError, counted
+from shardwise.run.read import PlannedRun, read_planned, read_run, run_from_dict
 from shardwise.run.write import to_dict, to_toml
 
 __all__ = [
@@ -15,10 +15,13 @@ __all__ = [
     "DataConfig",
     "LayoutConfig",
     "ModelConfig",
+    "PlannedRun",
     "Problem",
     "Run",
     "TrainConfig",
     "UserError",
+    "counted",
+    "read_planned",
     "read_run",
     "run_from_dict",
     "to_dict",

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from shardwise.run.axes import RANK_AXES
 from shardwise.run.config import LayoutConfig, Run
 from shardwise.run.derive import REPEATS_PARTS, must_launch, tunes_gemms
-from shardwise.run.problems import nearest
+from shardwise.run.problems import counted, nearest
 
 
 class Broken(NamedTuple):
@@ -252,9 +252,10 @@ def batch_rules(run: Run) -> Iterator[Rule]:
     axes = tuple(f"layout.{axis}" for axis in RANK_AXES)
     uneven = (each == -(-world // nodes)) & (world % nodes > 0)
     yield Rule(uneven, "cluster.nodes", ("cluster.devices_per_node", *axes),
-               lambda: f"the {world} ranks of the layout do not divide over {nodes} nodes")
+               lambda: f"{counted(world, 'rank')} of the layout cannot be spread evenly over {counted(nodes, 'node')}")
     yield Rule((uneven == 0) & (nodes * each != world), "cluster.devices_per_node", ("cluster.nodes", *axes), lambda: (
-        f"{nodes} nodes x {each} devices are not the {world} ranks of the layout (replicate x shard x context x tensor x pipeline)"
+        f"{counted(nodes, 'node')} x {counted(each, 'device')} are not the {counted(world, 'rank')} of the layout (replicate x "
+        f"shard x context x tensor x pipeline)"
     ))
 
 
@@ -262,6 +263,6 @@ def _data_rules(run: Run) -> Iterator[Rule]:
     sets, weights = run.data.sets, run.data.weights
     if weights:
         yield Rule(len(weights) != len(sets), "data.weights", ("data.sets",),
-                   lambda: f"{len(weights)} weights for {len(sets)} sets")
+                   lambda: f"{counted(len(weights), 'weight')} for {counted(len(sets), 'set')}")
         yield Rule(not (min(weights) >= 0 and sum(weights) > 0), "data.weights", (),
                    lambda: "weights must not be negative, and one must be above 0")

@@ -30,7 +30,9 @@ def key(
 class ModelConfig:
     """The network. Without a preset, a Llama-like decoder of the given shape."""
 
-    preset: str = key("", "published model whose shape to start from; keys given beside it override it")
+    preset: str = key(
+        "", "published model whose shape to start from (`config --presets`); keys given beside it override it"
+    )
     layers: int = key(4, "decoder layers; the deepest published network has 1000", least=1, most=4096)
     hidden: int = key(256, "width of the residual stream", least=1)
     heads: int = key(4, "query heads", least=1)
@@ -306,7 +308,9 @@ class TrainConfig:
 class ClusterConfig:
     """What it runs on. A 0 stands for what is usual for the chip."""
 
-    chip: str = key("", "accelerator by its catalogue name; empty: this machine")
+    chip: str = key(
+        "", "accelerator by name (`config --chips`), or a TOML file that describes one; empty: this machine"
+    )
     nodes: int = key(1, "machines", least=1)
     devices_per_node: int = key(
         0, "accelerators in a machine; 0: what the layout needs, spread evenly (auto: the usual)", least=0

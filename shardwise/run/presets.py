@@ -117,3 +117,30 @@ PRESETS: dict[str, Keys] = {
         router_scale=2.5,
     ),
 }
+
+
+# Sequence and batch (in sequences) that models were pretrained with, by how their names begin. Published: GPT-2 (Radford et al.
+# 2019, section 2.3), GPT-3 (Brown et al. 2020, table 2.1: 3.2M tokens, here the 1536 sequences of MLPerf's and Megatron's runs),
+# Llama 2 (Touvron et al. 2023, section 2.2: 4M tokens), Llama 3 405B (Grattafiori et al. 2024, section 3.4.1: 4M tokens, then 8M,
+# then 16M), DeepSeek-V3 (2024, section 4.2), the lengths of Qwen2.5, Qwen3 (before they are stretched) and Mixtral. Assumed: 4M
+# tokens where no batch is published, and for Llama 3 70B the 8M of the second phase.
+_PRETRAINING = {
+    "gpt2-": (1024, 512),
+    "gpt3-": (2048, 1536),
+    "llama2-": (4096, 1024),
+    "llama3-": (8192, 512),
+    "llama3-70b": (8192, 1024),
+    "llama3-405b": (8192, 2048),
+    "qwen2.5-": (4096, 1024),
+    "qwen3-": (4096, 1024),
+    "mixtral-": (32768, 128),
+    "deepseek-v3": (4096, 15360),
+}
+
+
+def pretraining(preset: str) -> Keys:
+    """The keys of `[train]` that a preset's model was pretrained with. All are planned in bfloat16: papers before 2021 used float16
+    or do not say, and DeepSeek-V3's fp8 is a key of its own."""
+    begins = max((name for name in _PRETRAINING if preset.startswith(name)), key=len)
+    seq_len, global_batch = _PRETRAINING[begins]
+    return dict(dtype="bfloat16", seq_len=seq_len, global_batch=global_batch)

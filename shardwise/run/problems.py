@@ -35,3 +35,10 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """The sentence ending that helps with a misspelt name: '; did you mean "tensor"?' or ''."""
     close = difflib.get_close_matches(word, list(known), n=2, cutoff=0.6)
     return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things, one or several: "1 rank", "16,384 ranks"."""
+    if number != 1:
+        noun = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number:,} {noun}"

@@ -9,16 +9,18 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from shardwise.run.check import Broken, broken_rules
 from shardwise.run.config import SECTIONS, Key, Run, all_keys
 from shardwise.run.derive import derive
-from shardwise.run.presets import PRESETS
+from shardwise.run.presets import PRESETS, pretraining
 from shardwise.run.problems import Problem, UserError, nearest
 
 COMMAND_LINE = "command line"
 FREE = "layout=auto"
+PRECISION_AND_BATCH = ("train.dtype", "train.seq_len", "train.global_batch")
+"""Keys that a plan takes from the preset where the run sets none of them."""
 
 
 class _Given(dict[str, tuple[Any, str]]):
@@ -32,6 +34,46 @@ def read_run(path: str | Path | None = None, overrides: Iterable[str] = (), rule
     """The run of a TOML file (or of the defaults alone), with `section.key=value` overrides laid over it. `layout=auto`
     there leaves nothing of the file's layout. `rules` are the caller's own, reported with all the others."""
     problems: list[Problem] = []
+    return _resolve(_all_given(path, overrides, problems), problems, rules)
+
+
+class PlannedRun(NamedTuple):
+    """A run as it is planned, and which of its keys the user left open: their values, and where these are from."""
+
+    run: Run
+    left_open: dict[str, Any]
+    source: str
+
+    def sentence(self) -> str:
+        """What the user did not set, in a line; empty where everything is set."""
+        values = ", ".join(f"{name} = {value}" for name, value in self.left_open.items())
+        if not values:
+            return ""
+        hint = "" if self.source == "defaults" else "; training it takes the defaults unless they are set"
+        return f"not set in the run, {self.source}: {values}{hint}"
+
+
+def read_planned(
+    path: str | Path | None = None, overrides: Iterable[str] = (), rules: Iterable[Rule] = ()
+) -> PlannedRun:
+    """The run for a plan, which is asked about the published model where a run names one and says nothing of precision and batch:
+    these are then what it was pretrained with. Training has small defaults instead, which suit any machine."""
+    problems: list[Problem] = []
+    given = _all_given(path, overrides, problems)
+    preset = given.get("model.preset", ("", ""))[0]
+    left, source = [name for name in PRECISION_AND_BATCH if name not in given], "defaults"
+    if left == list(PRECISION_AND_BATCH) and isinstance(preset, str) and preset in PRESETS:
+        source = f"taken from the preset {preset}"
+        keys = pretraining(preset)
+        if "train.microbatch" not in given and given.get("layout.auto", ("",))[0] not in (True, "true"):
+            keys["microbatch"] = 1  # a rank's whole share of such a batch never fits
+        left = [f"train.{name}" for name in keys]
+        given.update({f"train.{name}": (value, f"preset {preset}") for name, value in keys.items()})
+    run = _resolve(given, problems, rules)
+    return PlannedRun(run, {name: getattr(run.train, name.partition(".")[2]) for name in left}, source)
+
+
+def _all_given(path: str | Path | None, overrides: Iterable[str], problems: list[Problem]) -> _Given:
     given = _Given()
     overrides = list(overrides)
     if path is not None:
@@ -39,8 +81,18 @@ def read_run(path: str | Path | None = None, overrides: Iterable[str] = (), rule
         given.setdefault("name", (Path(path).stem, str(path)))
         if any(item.removeprefix("--") == FREE for item in overrides):
             given = _Given({name: value for name, value in given.items() if not name.startswith("layout.")})
+        _find_chip_file(given, Path(path).parent)
     given.update(_from_overrides(overrides, problems))
-    return _resolve(given, problems, rules)
+    _find_chip_file(given, Path.cwd())
+    return given
+
+
+def _find_chip_file(given: _Given, folder: Path) -> None:
+    """A chip's own file is looked for beside the run, then in the working folder. The resolved run has its whole path, so that a
+    copy of the run finds it too."""
+    chip, where = given.get("cluster.chip", ("", ""))
+    if isinstance(chip, str) and chip.endswith(".toml") and (folder / chip).is_file():
+        given["cluster.chip"] = (str((folder / chip).resolve()), where)
 
 
 def run_from_dict(values: dict[str, Any], where: str = "") -> Run:
@@ -60,10 +112,9 @@ def _resolve(given: _Given, problems: list[Problem], rules: Iterable[Rule] = ())
         base = {f"model.{k}": (v, f"preset {preset}") for k, v in PRESETS[preset].items()}
         given = _Given({**base, **given})
     elif isinstance(preset, str) and preset:
-        known = f"; known: {', '.join(PRESETS)}"
-        problems.append(
-            Problem(f'there is no preset "{preset}"{nearest(preset, PRESETS) or known}', "model.preset", where)
-        )
+        hint = nearest(preset, PRESETS) or f"; known: {', '.join(PRESETS)}."
+        reason = f'there is no preset "{preset}"{hint} `shardwise config --presets` lists them'
+        problems.append(Problem(reason, "model.preset", where))
 
     values: dict[str, Any] = {}
     bad = {p.key for p in problems}

@@ -150,7 +150,7 @@ def test_a_terminal_of_few_letters_shows_others() -> None:
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "microbatch 1 ? 1" in done.stdout
+    assert "microbatch 1 x 1" in done.stdout
 
 
 def test_config_prints_the_resolved_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -152,7 +152,7 @@ def test_every_number_of_devices_is_shown_or_told(run_file: Path, capsys: pytest
     many = ["plan", str(run_file), "--layout=auto", "--model.preset=llama3-70b", "--devices", "8,64,128", "--keep", "1"]
     assert main(many) == 0
     shown = capsys.readouterr().out
-    rows = [line.split()[:2] for line in shown.splitlines() if line[:1].isdigit() and " mb1 " in line]
+    rows = [line.split()[:2] for line in shown.splitlines() if line[:1].isdigit() and "GiB" in line and "$" in line]
     assert sorted(devices for _, devices in rows) == ["128", "64"]
     assert "nothing fits on 8 devices" in shown
 
@@ -164,3 +164,32 @@ def test_a_limit_that_limits_nothing_is_a_mistake(
     assert main(["plan", str(run_file), *layout, "--max-microbatch", "4"]) == 2
     told = capsys.readouterr().err
     assert "train.microbatch is given (1)" in told if layout else "is for a search" in told
+
+
+def test_a_narrow_ranking_keeps_memory_and_cost(
+    run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["plan", str(run_file), "--layout=auto", "--train.global_batch=256", "--keep", "12"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    head = shown[next(n for n, line in enumerate(shown) if "layout" in line and "step" in line)]
+    assert head.split()[:1] == ["layout"]
+    assert head.split()[-2:] == ["memory", "cost"]
+    assert max(map(len, shown)) <= 80
+    first = next(line for line in shown if line.startswith(" 1 "))
+    assert "GiB" in first
+    assert "$" in first
+    assert any(line.startswith("not shown") and "next change" in line for line in shown)
+
+
+def test_axes_that_leave_the_machine_are_marked(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(run_file), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["over_network"] == ["shard", "pipeline"]  # 8 devices a machine: tensor 2 is inside, shard 8 is not
+    assert plan["cost"]["usd_per_hour"] == pytest.approx(32 * 2.99)
+    assert main(["plan", str(run_file)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "over the network between machines: shard, pipeline" in shown
+    assert "$95.68 an hour" in shown
+    assert main(["plan", str(run_file), "--cluster.chip=h20"]) == 0
+    assert "no price known: set cluster.price" in " ".join(capsys.readouterr().out.split())

@@ -20,11 +20,18 @@ NAMES = [
     "h100-pcie",
     "h800-sxm",
     "h200-sxm",
+    "h20",
+    "l40s",
+    "l4",
+    "rtx-4090",
+    "a10g",
+    "a10",
     "b200",
     "b300",
     "gb200",
     "gb300",
     "mi250x",
+    "mi250",
     "mi300x",
     "mi325x",
     "mi355x",
@@ -68,6 +75,14 @@ def test_a_chips_figures_make_sense(name: str) -> None:
         ("NVIDIA B300 SXM6 AC", "b300"),
         ("NVIDIA GB300", "gb300"),
         ("AMD Instinct MI300X", "mi300x"),
+        ("AMD Instinct MI250X/MI250", "mi250x"),
+        ("AMD Instinct MI250", "mi250"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
         ("Tesla V100-SXM2-32GB", "v100-sxm-32g"),
     ],
 )
@@ -79,12 +94,37 @@ def test_a_drivers_name_finds_its_chip(driver: str, name: str) -> None:
 
 def test_an_unknown_driver_name_finds_none() -> None:
     assert chip_of_driver_name("NVIDIA GeForce GTX 1080") is None
+    assert chip_of_driver_name("NVIDIA L40") is None  # no L4
+    assert chip_of_driver_name("NVIDIA RTX A1000") is None  # no A10 or A100
 
 
 def test_short_names_and_spellings() -> None:
     assert find_chip("H100").name == "h100-sxm"
     assert find_chip("A100_SXM_40G").name == "a100-sxm-40g"
     assert all(find_chip(alias).name == name for alias, name in ALIASES.items())
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("a100-40gb", "a100-sxm-40g"),
+        ("A100-80GB", "a100-sxm-80g"),
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm-80g"),
+        ("h100-80gb", "h100-sxm"),
+        ("NVIDIA H200", "h200-sxm"),
+        ("H20", "h20"),
+        ("4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("L40S", "l40s"),
+        ("l4", "l4"),
+        ("A10G", "a10g"),
+        ("a10", "a10"),
+        ("AMD Instinct MI250", "mi250"),
+        ("v100-32gb", "v100-sxm-32g"),
+    ],
+)
+def test_common_spellings_are_known(spelling: str, name: str) -> None:
+    assert find_chip(spelling).name == name
 
 
 def test_a_misspelt_name_gets_the_near_ones() -> None:

@@ -145,3 +145,17 @@ def test_a_comparison_marks_what_is_beyond_tolerance() -> None:
     only = lines(terminal.comparison_table(differences, {"time": 0.5}, only_beyond=True))
     assert [line.split()[0] for line in only[3:]] == ["memory", "time"]
     assert "agree" in lines(terminal.comparison_table(differences[3:], 0.05, only_beyond=True))[0]
+
+
+def test_a_ranking_folds_what_is_essential_before_it_drops_it() -> None:
+    rows = [{"layout": "tensor 8 " * 12, "step": 1.5, "note": "short"}]
+    columns = [
+        Column("layout", "layout", essential=True),
+        Column("note", "remark"),
+        Column("step", "step", words.seconds, essential=True),
+    ]
+    shown = lines(terminal.ranking_table(rows, columns), 60)
+    assert "1.50 s" in "\n".join(shown)
+    assert max(map(len, shown)) <= 60
+    assert shown[-1].endswith("too narrow: remark")
+    assert " ".join(word for line in shown for word in line.split()).count("tensor") == 12

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from shardwise.ledger import CATEGORIES, OWNERS, PASSES
 from shardwise.report import colors, words
+from shardwise.run import counted
 from shardwise.run.axes import AXES
 
 
@@ -21,6 +22,18 @@ from shardwise.run.axes import AXES
     [
         (words.size(71.2 * 2**30), "71.2 GiB"),
         (words.size(12), "12 B"),
+        (words.size(63.9), "64 B"),
+        (words.size(1023.7), "1.00 KiB"),
+        (words.slower(0.1), "10.0% slower"),
+        (words.slower(-0.25), "25.0% faster"),
+        (words.slower(4.641), "5.64 times as long"),
+        (words.change(1e-9), "<0.001%"),
+        (words.change(-2e-4), "-0.020%"),
+        (words.flops(1307.4e12, "FLOP/s"), "1.31 PFLOP/s"),
+        (words.price(0), "–"),
+        (counted(1, "message"), "1 message"),
+        (counted(2, "quantity"), "2 quantities"),
+        (counted(3, "microbatch"), "3 microbatches"),
         (words.gib(2**30), "1.00"),
         (words.seconds(0.00431), "4.31 ms"),
         (words.seconds(0.9996), "1.00 s"),
@@ -48,7 +61,22 @@ def test_numbers_as_people_say_them(said: str, text: str) -> None:
     assert said == text
 
 
-SAYERS = [words.size, words.gib, words.seconds, words.count, words.flops, words.percent, words.change, words.money]
+SAYERS = [words.size, words.gib, words.seconds, words.count, words.flops, words.percent, words.change, words.money,
+          words.slower, words.price, words.digits]  # fmt: skip
+
+
+@given(st.floats(-1e15, 1e15) | st.floats(-1, 1) | st.integers(-(10**6), 10**6), st.sampled_from(SAYERS))
+def test_no_exponents(amount: float, say: object) -> None:
+    text = say(amount)  # type: ignore[operator]
+    assert not re.search(r"\de[+-]?\d", text), text
+
+
+@given(st.integers(0, 10**9), st.sampled_from(["rank", "message", "step", "quantity", "microbatch"]))
+def test_one_is_one_and_others_are_several(number: int, noun: str) -> None:
+    said, word = counted(number, noun).split()
+    assert int(said.replace(",", "")) == number
+    assert (word == noun) == (number == 1)
+    assert word == noun or word.endswith("s")
 
 
 @given(st.floats(), st.sampled_from(SAYERS))
@@ -63,7 +91,7 @@ def test_every_number_has_words(amount: float, say: object) -> None:
 def test_words_keep_three_digits(amount: float) -> None:
     number, unit = words.size(amount).replace(",", "").split()
     scale = 1024 ** ("B", "KiB", "MiB", "GiB", "TiB", "PiB").index(unit)
-    assert float(number) * scale == pytest.approx(amount, rel=0.006, abs=0.006 * scale)
+    assert float(number) * scale == pytest.approx(amount, rel=0.006, abs=0.006 * scale if scale > 1 else 0.5)
 
 
 def test_every_name_has_its_colour_and_an_axis_always_the_same() -> None:

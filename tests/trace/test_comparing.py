@@ -61,7 +61,7 @@ def test_for_a_person(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     before, after = profile(tmp_path / "before", "gemm", 400), profile(tmp_path / "after", "gemm", 500)
     assert main(["trace", str(after), "--no-cache", "--against", str(before), "--fail-above", "5"]) == 1
     said = capsys.readouterr().out
-    assert "10.0 % slower than before" in said
+    assert "10.0% slower than before" in said
     assert "more than the 5 % allowed" in said
 
 

@@ -95,10 +95,10 @@ def cluster_of(run: Run) -> Cluster:
     """The machines a run names."""
     c = run.cluster
     profile = load_profile(c.profile) if c.profile else None
-    chip = find_chip(c.chip or "cpu").name
-    if profile is not None and profile.chip not in ("", chip):
+    chip = find_chip(c.chip or "cpu")
+    if profile is not None and profile.chip not in ("", chip.name):
         raise UserError(
-            Problem(f"was measured on {profile.chip}, and cluster.chip is {chip}", "cluster.profile", c.profile)
+            Problem(f"was measured on {profile.chip}, and cluster.chip is {chip.name}", "cluster.profile", c.profile)
         )
     names = ("intra_gbs", "inter_gbs", "power_w", "hbm_gbs", "domain", "taper", "fabric")
     return make_cluster(chip, c.nodes, c.devices_per_node, **{n: getattr(c, n) for n in names}, profile=profile)

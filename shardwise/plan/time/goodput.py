@@ -36,6 +36,8 @@ class JobCost:
     """That training waits for one."""
     checkpoint_write_s: float
     """Until it is on disk."""
+    usd_per_hour: float = 0.0
+    """Of all devices together; 0 where no price is known."""
 
 
 def data_stall(run: Run, cluster: Cluster, step_seconds: float) -> float:
@@ -63,4 +65,5 @@ def job_cost(run: Run, cluster: Cluster, step_seconds: float, devices: int, chec
     price = c.price or cluster.chip.price
     # Chips draw close to their limit while training; hosts, network and cooling add about half as much again.
     kwh = hours * min(c.power_w or math.inf, cluster.chip.power) / 1000 * 1.5
-    return JobCost(total / 86400, hours, hours * price, kwh, useful / total, total / between, interval, stall, write)
+    efficiency, failures, hourly = useful / total, total / between, price * devices
+    return JobCost(total / 86400, hours, hours * price, kwh, efficiency, failures, interval, stall, write, hourly)

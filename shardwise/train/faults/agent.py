@@ -27,6 +27,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 
 from shardwise.run.config import TrainConfig
+from shardwise.run.problems import counted
 from shardwise.train.faults.goodput import record_event
 from shardwise.train.faults.heartbeat import Heartbeat, explain, heartbeat_path, interval, limit_in, read_heartbeat
 from shardwise.train.faults.ranks import GRACE, MISTAKE, Ranks, describe_exit, environment_of, free_port
@@ -211,7 +212,7 @@ class Agent(SimpleElasticAgent):
         wait = self.restarts.after_failure(step)
         failures, limit = self.restarts.failures, self.restarts.limit
         if wait is None:
-            often = f"; it has failed {failures} times without a new checkpoint" if limit else ""
+            often = f"; it has failed {counted(failures, 'time')} without a new checkpoint" if limit else ""
             where = f"\nthe other ranks were stopped; their output is in {self.ranks.logs}"
             print(f"error: {message}{often}{where}", file=sys.stderr, flush=True)
             self._record("gave up", rank=rank, why=message)
