@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -148,5 +147,5 @@ def close_up(explained: Explained) -> Timeline | None:
         left -= int(((busy.start < step.end) & (busy.end > step.start)).sum())
         if left < 0 and drawn:
             break
-        drawn[rank] = replace(ranks[rank], selection=Selection(window(step.start, step.end), (step,)))
+        drawn[rank] = ranks[rank].over(Selection(window(step.start, step.end), (step,)))
     return timeline(dict(sorted(drawn.items())), explained.answers.clocks, None)

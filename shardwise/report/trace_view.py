@@ -118,6 +118,12 @@ def axis_rows(explained: Explained) -> list[AxisRow]:
     return sorted(rows, key=lambda row: (places[row.axis], -row.exposed, row.collective))
 
 
+def most_exposed(rows: Sequence[AxisRow], most: int) -> list[AxisRow]:
+    """At most so many rows, those with most exposed time, in their order."""
+    chosen = {id(row) for row in sorted(rows, key=lambda row: (-row.exposed, -row.seconds))[:most]}
+    return [row for row in rows if id(row) in chosen]
+
+
 def idle_by_cause(explained: Explained) -> dict[str, float]:
     """Idle seconds per step by cause, mean of the ranks, longest first."""
     rows, steps = list(explained["idle"].values()), steps_of(explained)

@@ -83,7 +83,9 @@ def explain(given: Sequence[Rank], peak_flops: float = 0.0) -> Explanation:
         flops=flops,
         findings=(),
         # Waiting for another stage is pipeline bubble, not counted here.
-        waits={rank: int(waited.wait[counted & (matches.rank == rank)].sum()) for rank in ranks},
+        waits={
+            rank: int(waited.wait[rows][counted[rows]].sum()) for rank in ranks for rows in (matches.rows_of(rank),)
+        },
         timeline=timeline(ranks, clock),
     )
     lost = {rank: int(r.on_host(r.activity.lost_launches).sum()) for rank, r in ranks.items()}
@@ -93,7 +95,7 @@ def explain(given: Sequence[Rank], peak_flops: float = 0.0) -> Explanation:
 def _comm_times(rank: Rank, matches: Matches, waited: Waiting) -> dict[tuple[str, str], CommTime]:
     """Collective events of one rank by axis and collective."""
     comms = rank.comms
-    mine = matches.rank == rank.profile.rank
+    mine = matches.rows_of(rank.profile.rank)
     wait, matched = np.zeros(len(comms), np.int64), np.zeros(len(comms), np.bool_)
     wait[matches.event[mine]] = waited.wait[mine]
     matched[matches.event[mine]] = True

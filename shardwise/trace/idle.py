@@ -20,7 +20,7 @@ from shardwise.trace.comms.describe import AXES, POINT_TO_POINT, collective_of
 from shardwise.trace.comms.overlap import busy_intervals
 from shardwise.trace.rank import Rank
 from shardwise.trace.reading.profile import Events, Integers
-from shardwise.trace.spans.activity import COMPUTE, COPY, Activity, blocking_calls, category_of
+from shardwise.trace.spans.activity import COMPUTE, COPY, Activity, blocking_calls
 from shardwise.trace.spans.intervals import Intervals, difference, distinct, empty, intersect, total, union
 
 _CATEGORY_OF_CAUSE = {
@@ -173,8 +173,7 @@ def categories(rank: Rank) -> dict[str, int]:
 
 def _categories_in_order(rank: Rank) -> Iterator[tuple[str, Intervals]]:
     activity, comms, attribution = rank.activity, rank.comms, rank.attribution
-    words = ("matmul", "attention", "memory")
-    kind = activity.profile.events.by_name(lambda name: words.index(category_of(name)))[activity.name]
+    kind = activity.category
     optimizer = np.array([name == "(phase optimizer)" for name in attribution.names])[attribution.owner]
     computing = activity.kind == COMPUTE
     for category, rows in (
