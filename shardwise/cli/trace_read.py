@@ -46,7 +46,7 @@ def _peak(profiles: tuple[Profile, ...], args: argparse.Namespace) -> float:
 
     if args.chip:
         return find_chip(args.chip).speed(args.dtype)
-    names = {device.name for profile in profiles for device in profile.devices}
+    names = {device.name for profile in profiles for device in profile.used_devices}
     chips = {chip.name: chip for name in names if (chip := chip_of_driver_name(name)) is not None}
     chip = next(iter(chips.values())) if len(chips) == 1 else None
     return chip.peak.get(args.dtype, 0.0) if chip is not None else 0.0

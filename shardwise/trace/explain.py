@@ -36,6 +36,9 @@ from shardwise.trace.stragglers import stragglers
 from shardwise.trace.timeline import memory, timeline
 
 
+UNNAMED_DEVICE = "a GPU that the profile does not name"
+
+
 def explain(given: Sequence[Rank], peak_flops: float = 0.0) -> Explanation:
     """Explain the profiled ranks of one job; those without a window are left out. `peak_flops` is FLOP/s of one device."""
     ranks = {r.profile.rank: r for r in sorted(given, key=lambda r: r.profile.rank) if len(r.windows.start)}
@@ -118,6 +121,5 @@ def _exposed_copy(rank: Rank) -> int:
 
 
 def _device(profile: Profile) -> str:
-    """Name of the device that ran a rank's kernels."""
-    used = {track.device for track in profile.events.tracks if track.stream >= 0}
-    return next((device.name for device in profile.devices if device.number in used), "")
+    """Name of the device that ran a rank's kernels, "" if it has none: kernels decide, since not every file names its devices."""
+    return "" if not profile.used_devices else next((d.name for d in profile.used_devices if d.name), UNNAMED_DEVICE)

@@ -260,6 +260,15 @@ class Profile:
     """What could not be parsed, one sentence each, with file and byte."""
 
 
+    @property
+    def used_devices(self) -> tuple[Device, ...]:
+        """The devices that ran kernels, copies or sets; those that the file does not list have no name."""
+        tracks = np.unique(self.events.track[self.events.of_kind(*DEVICE_KINDS)]).tolist()
+        listed = {device.number: device for device in self.devices}
+        numbers = sorted({self.events.tracks[track].device for track in tracks})
+        return tuple(listed.get(number, Device(number, "", NONE, NONE)) for number in numbers)
+
+
 def row_of(sorted_events: NDArray[np.integer], event: Integers) -> Integers:
     """Row of each event in a sorted column of events, -1 if absent."""
     if not len(sorted_events):
