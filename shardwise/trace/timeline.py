@@ -92,7 +92,7 @@ def _categories(rank: Rank) -> tuple[Integers, Integers, list[str]]:
     stream = np.full(len(activity), number["compute"], np.int64)
     copying, communicating = activity.kind == COPY, activity.kind == COMMUNICATION
     category[copying], stream[copying] = number["memory"], number["copy"]
-    category[communicating], stream[communicating] = number["other"], number["communication"]
+    category[communicating] = stream[communicating] = number["communication"]
     axis, axes = row_axes(activity, rank.comms)
     at = np.array([number.setdefault(word, len(number)) for word in axes] or [0], np.int64)
     words = list(number)
