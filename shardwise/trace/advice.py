@@ -69,7 +69,8 @@ def host_bound(answers: Explanation) -> Advice | None:
     short = sum(q.short for q in queues)
     evidence = [
         f"the device is idle {_milliseconds(gain)} a step because the host launched late",
-        f"{late} of {launched} kernels were launched after the device had run out of work",
+        f"{answers.per_step(late):.0f} of {answers.per_step(launched):.0f} kernels a step and rank were launched after the device "
+        "had run out of work",
         f"the host takes {_launch_time(answers) / 1e3:.1f} us from launch to launch; {short / launched:.0%} of kernels are shorter",
     ]
     advice = "fewer launches: torch.compile or CUDA graphs, fused operators, a larger microbatch; or do less between launches"
@@ -185,7 +186,7 @@ def imbalance(answers: Explanation) -> Advice | None:
         return None
     by_axis = sorted((row for row in answers.axes if row.collective != "recv"), key=lambda row: -row.total.wait)[:2]
     evidence = [
-        f"ranks wait {_milliseconds(gain)} a step in collectives for the last rank to arrive ({matched} events matched)"
+        f"ranks wait {_milliseconds(gain)} a step in collectives for the last rank to arrive ({matched} events matched in all steps)"
     ]
     evidence += [
         f"{row.axis} {row.collective}: {row.total.wait / max(row.total.summed, 1):.0%} of its time is waiting"
@@ -240,7 +241,10 @@ def copies(answers: Explanation) -> Advice | None:
         f"{_milliseconds(across)} of copies between host and device a step and rank",
         f"{_milliseconds(exposed)} a step and rank of all copies are exposed",
     ]
-    evidence += [f"{k.name}: {k.count} copies, {_milliseconds(k.total)}" for k in rows[:3]]
+    evidence += [
+        f"{k.name}: {answers.per_step(k.count):.1f} copies, {_milliseconds(answers.per_step(k.total))} a step and rank"
+        for k in rows[:3]
+    ]
     pinned = "pinned host memory and " if any("Pageable" in k.name for k in rows) else ""
     advice = f"{pinned}non_blocking copies on a separate stream; create tensors on the device"
     title = "Copies between host and device are exposed"
@@ -258,8 +262,8 @@ def single_precision(answers: Explanation) -> Advice | None:
         return None
     total = answers.per_step(sum(k.total for k in rows))
     evidence = [
-        f"{_milliseconds(total)} a step in {len(rows)} float32 GEMM kernels",
-        *(f"{k.name[:80]}: {_milliseconds(k.total)}" for k in rows[:3]),
+        f"{_milliseconds(total)} a step and rank in {len(rows)} float32 GEMM kernels",
+        *(f"{k.name[:80]}: {_milliseconds(answers.per_step(k.total))} a step and rank" for k in rows[:3]),
     ]
     advice = "bfloat16 (float16 before Ampere), or torch.set_float32_matmul_precision('high') where the chip has TF32"
     return Advice(total * HALF, "GEMMs in single precision", advice, evidence, sorted(rows[0].ranks))
@@ -288,7 +292,10 @@ def allocator(answers: Explanation) -> Advice | None:
     if sum(call.count for call in rows) < 2:
         return None
     total = answers.per_step(sum(call.total for call in rows))
-    evidence = [f"{call.name}: {call.count} calls in the steps, {_milliseconds(call.total)}" for call in rows[:4]]
+    evidence = [
+        f"{call.name}: {answers.per_step(call.count):.1f} calls, {_milliseconds(answers.per_step(call.total))} a step and rank"
+        for call in rows[:4]
+    ]
     advice = "PYTORCH_ALLOC_CONF=expandable_segments:True, the same shapes in every step, or less memory in use"
     ranks = sorted({rank for call in rows for rank in call.ranks})
     return Advice(total, "The allocator calls the driver", advice, evidence, ranks)
@@ -302,7 +309,9 @@ def recompute(answers: Explanation) -> Advice | None:
         return None
     most = sorted(answers.modules.rows, key=lambda m: -m.passes.get("recompute", 0))[:3]
     evidence = [f"{total / everything:.0%} of device time is recompute of activations"]
-    evidence += [f"{m.module}: {_milliseconds(m.passes['recompute'])}" for m in most]
+    evidence += [
+        f"{m.module}: {_milliseconds(answers.per_step(m.passes['recompute']))} a step and rank" for m in most
+    ]
     advice = "if memory allows, recompute less: only attention, or only some layers"
     return Advice(answers.per_step(total), "Recompute takes time", advice, evidence, answers.seen)
 

@@ -155,6 +155,39 @@ def test_every_rule_is_tried_and_ranked() -> None:
     assert [one.rule for one in found] == ["exposed_axis", "data_stall"]
 
 
+@pytest.mark.parametrize(("rule", "given", "gain"), SPEAKS, ids=lambda value: getattr(value, "__name__", ""))
+def test_figures_are_of_one_step(rule: advice.Rule, given: dict[str, Any], gain: int) -> None:
+    """Six steps of the same say what one of them says: no figure of the evidence is a sum over steps."""
+    one = advice.finding(rule, answers(**given))
+    six = advice.finding(rule, answers(**{name: _six_times(value) for name, value in given.items()}, steps=tuple(range(6))))
+    assert one is not None
+    assert six is not None
+    assert [line for line in six.evidence if "in all steps" not in line] == [
+        line for line in one.evidence if "in all steps" not in line
+    ]
+
+
+def _six_times(value: Any) -> Any:
+    """What six steps have, of what one has."""
+    if isinstance(value, dict):
+        return {key: _six_times(each) for key, each in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_six_times(each) for each in value)
+    if isinstance(value, Modules):
+        return replace(value, rows=_six_times(value.rows))
+    if isinstance(value, LaunchQueue):
+        return replace(value, **{name: 6 * getattr(value, name) for name in ("launches", "late", "short", "short_gaps")})
+    if isinstance(value, CommTime):
+        return CommTime(*(6 * getattr(value, name) for name in CommTime.__dataclass_fields__))
+    if isinstance(value, AxisTime):
+        return replace(value, ranks=_six_times(value.ranks))
+    if isinstance(value, KernelTime | CallTime):
+        return replace(value, count=6 * value.count, total=6 * value.total, ranks=_six_times(value.ranks))
+    if isinstance(value, ModuleTime):
+        return replace(value, kernels=6 * value.kernels, passes=_six_times(value.passes), ranks=_six_times(value.ranks))
+    return 6 * value if isinstance(value, int) else value
+
+
 def job(folder: Path, slow: int | None, late: int | None) -> Explanation:
     """Four ranks, three steps, ten all-reduces a step; one may compute longer or come late."""
     files = {}
