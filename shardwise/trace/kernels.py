@@ -13,7 +13,7 @@ from shardwise.trace.attribution import NO_LAUNCH, UNATTRIBUTED
 from shardwise.trace.flops import CONVENTION, event_flops
 from shardwise.trace.rank import Rank
 from shardwise.trace.reading.profile import Integers
-from shardwise.trace.spans.activity import CLASSES
+from shardwise.trace.spans.activity import CATEGORIES_BY_NAME, CLASSES, COMPUTE, spans_of
 from shardwise.trace.spans.intervals import distinct, total
 
 MOST_KERNELS = MOST_MODULES = 2000
@@ -151,8 +151,10 @@ def call_times(ranks: Mapping[int, Rank]) -> tuple[CallTime, ...]:
 def flops_of_ranks(ranks: Mapping[int, Rank], peak: float) -> tuple[Flops, dict[int, dict[str, float]]]:
     """FLOPs of each rank, and of its modules; `peak` is FLOP/s of one device, 0 if unknown."""
     by_module: dict[int, dict[str, float]] = {}
+    known: dict[int, float] = {}
     for rank, r in ranks.items():
         event, flops = event_flops(r.profile)
+        known[rank] = _known_share(r, event)
         inside = r.on_host(event)
         event, flops = event[inside], flops[inside]
         found = r.finder.find(r.profile.events.track[event], r.profile.events.start[event])
@@ -161,4 +163,23 @@ def flops_of_ranks(ranks: Mapping[int, Rank], peak: float) -> tuple[Flops, dict[
     each = {rank: sum(of.values()) for rank, of in by_module.items() if of}
     span = {rank: total(ranks[rank].windows) for rank in each}
     used = {rank: each[rank] / (peak * span[rank] / 1e9) for rank in each if peak and span[rank]}
-    return Flops(CONVENTION, each, peak, used), by_module
+    return Flops(CONVENTION, each, peak, used, {rank: known[rank] for rank in each}), by_module
+
+
+def _known_share(rank: Rank, counted: Integers) -> float:
+    """Share of the time of GEMM and attention kernels that counted operators launched."""
+    activity, events = rank.activity, rank.profile.events
+    rows = np.flatnonzero(rank.rows & (activity.kind == COMPUTE) & (activity.category != CATEGORIES_BY_NAME.index("memory")))
+    length = (activity.end - activity.start)[rows]
+    if not int(length.sum()):
+        return 1.0
+    mask = np.zeros(len(events), np.bool_)
+    mask[counted] = True
+    if activity.on_host:
+        track, time = activity.track[rows].astype(np.int64), activity.start[rows]
+    else:
+        launch = activity.launch[rows]
+        track = np.where(launch >= 0, events.track[launch], -1)
+        time = np.where(launch >= 0, events.start[launch], 0)
+    inside = spans_of(events, mask).innermost(track, time) >= 0
+    return int(length[inside].sum()) / int(length.sum())
