@@ -31,5 +31,7 @@ def label(kind: str, *words: object) -> str:
 
 def read_label(name: str) -> Label | None:
     """The label in a span's name, or None for any other name."""
+    if not name.startswith(PREFIX):
+        return None
     kind, *words = name.removeprefix(PREFIX).split(" ")
-    return Label(kind, tuple(words)) if name.startswith(PREFIX) and kind in KINDS and words else None
+    return Label(kind, tuple(words)) if kind in KINDS and words else None

@@ -6,7 +6,7 @@ All three use the same names for parts of the model, passes, owners of memory, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -196,12 +196,18 @@ def compare(first: Account, second: Account) -> list[Difference]:
     return [Difference(a, n, one.get((a, n), 0.0), other.get((a, n), 0.0)) for a, n in names]
 
 
+_PLAIN = frozenset((int, float, str, bool, type(None)))
+
+
 def as_dict(record: Any) -> Any:
     """A record as plain data for JSON."""
+    pairs: Iterable[tuple[Any, Any]]
     if isinstance(record, Mapping):
-        return {key: as_dict(value) for key, value in record.items()}
-    if isinstance(record, tuple | list):
-        return [as_dict(value) for value in record]
-    if hasattr(record, "__dataclass_fields__"):
-        return {name: as_dict(getattr(record, name)) for name in record.__dataclass_fields__}
-    return record
+        pairs = record.items()
+    elif isinstance(record, tuple | list):
+        return [value if type(value) in _PLAIN else as_dict(value) for value in record]
+    elif hasattr(record, "__dataclass_fields__"):
+        pairs = ((name, getattr(record, name)) for name in record.__dataclass_fields__)
+    else:
+        return record
+    return {key: value if type(value) in _PLAIN else as_dict(value) for key, value in pairs}

@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -47,7 +46,7 @@ def _peak(profiles: tuple[Profile, ...], args: argparse.Namespace) -> float:
 
     if args.chip:
         return find_chip(args.chip).speed(args.dtype)
-    names = {device.name for profile in profiles for device in profile.devices}
+    names = {device.name for profile in profiles for device in profile.used_devices}
     chips = {chip.name: chip for name in names if (chip := chip_of_driver_name(name)) is not None}
     chip = next(iter(chips.values())) if len(chips) == 1 else None
     return chip.peak.get(args.dtype, 0.0) if chip is not None else 0.0
@@ -148,5 +147,5 @@ def close_up(explained: Explained) -> Timeline | None:
         left -= int(((busy.start < step.end) & (busy.end > step.start)).sum())
         if left < 0 and drawn:
             break
-        drawn[rank] = replace(ranks[rank], selection=Selection(window(step.start, step.end), (step,)))
+        drawn[rank] = ranks[rank].over(Selection(window(step.start, step.end), (step,)))
     return timeline(dict(sorted(drawn.items())), explained.answers.clocks, None)

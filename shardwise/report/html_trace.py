@@ -108,7 +108,7 @@ def communication(explained: Explained) -> Section:
         return Section("Communication", "", "")
     longest = max(row.seconds for row in rows) or 1.0
     lines, last = [], ""
-    for row in rows:
+    for row in trace_view.most_exposed(rows, MOST_ROWS):
         color = colors.of_category(row.axis)
         hidden = (row.seconds - row.exposed) / longest
         bar = (
@@ -130,7 +130,7 @@ def communication(explained: Explained) -> Section:
         last = row.axis
     heads = ["axis", "collective", "messages", "sent", "time", "exposed", "of it waiting", "bus bandwidth", ""]
     remark = "One step of one rank, mean of the ranks. Full colour: exposed; pale: overlapped by compute."
-    return Section("Communication", remark, table_of(heads, lines, numbers_from=2, wide=True))
+    return Section("Communication", remark, table_of(heads, lines, numbers_from=2, wide=True) + _more(len(rows)))
 
 
 def idle(explained: Explained) -> Section:

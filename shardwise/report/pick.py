@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Any, Literal
 
 from shardwise.ledger import (
@@ -145,18 +146,26 @@ def streams_of(spans: Iterable[Span]) -> list[str]:
     return ordered((span.stream for span in spans), ("compute", *AXES))
 
 
-def non_overlapping(spans: Iterable[Span]) -> list[list[Span]]:
-    """Spans of one stream by start, in as few rows as possible without overlap within a row."""
+def non_overlapping(spans: Iterable[Span], most: int = 16) -> list[list[Span]]:
+    """Spans of one stream by start, in as few rows as possible without overlap within a row. The last of `most` rows takes all that
+    do not fit into those before."""
     found: list[list[Span]] = []
-    ends: list[int] = []
+    free: list[int] = []
+    busy: list[tuple[int, int]] = []
     for span in sorted(spans, key=lambda each: each.start):
         start, end = nanoseconds(span)
-        row = next((at for at, free in enumerate(ends) if free <= start), len(ends))
-        if row == len(ends):
+        while busy and busy[0][0] <= start:
+            heappush(free, heappop(busy)[1])
+        if free:
+            row = heappop(free)
+        elif len(found) < most:
+            row = len(found)
             found.append([])
-            ends.append(0)
+        else:
+            found[-1].append(span)
+            continue
         found[row].append(span)
-        ends[row] = end
+        heappush(busy, (end, row))
     return found
 
 

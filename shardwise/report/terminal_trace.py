@@ -18,6 +18,7 @@ from shardwise.report.trace_view import AxisRow, Explained, ModuleRow
 
 MOST_RANKS = 16
 MOST_ROWS = 10
+MOST_AXES = 20
 
 
 def sections(explained: Explained, problems: Sequence[str] = ()) -> Iterator[RenderableType]:
@@ -67,7 +68,7 @@ def communication(rows: Sequence[AxisRow]) -> RenderableType:
     for name in ("calls", "sent", "time", "exposed", "waiting", "speed"):
         table.add_column(name, justify="right", no_wrap=True)
     last = ""
-    for row in rows:
+    for row in trace_view.most_exposed(rows, MOST_AXES):
         table.add_row(
             terminal.named(row.axis, colors.of_category(row.axis)) if row.axis != last else "",
             terminal.safe(row.collective.replace("_", " ")),
@@ -79,7 +80,9 @@ def communication(rows: Sequence[AxisRow]) -> RenderableType:
             words.rate(row.bandwidth, "B") if row.bandwidth else words.DASH,
         )
         last = row.axis
-    return Group(terminal.title("Communication", "per rank and step; exposed: not overlapped by compute"), table)
+    head = terminal.title("Communication", "per rank and step; exposed: not overlapped by compute")
+    more = len(rows) - MOST_AXES
+    return Group(head, table, Text(f"{more} more are in --json", style="dim")) if more > 0 else Group(head, table)
 
 
 def idle(causes: Mapping[str, float]) -> RenderableType:

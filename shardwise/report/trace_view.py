@@ -61,12 +61,22 @@ def figures(explained: Explained) -> list[tuple[str, str, str]]:
     ]  # fmt: skip
     used = explained["flops"]["utilisation"]
     if used:
-        found.append(("MFU", words.percent(fmean(used.values())), explained["flops"]["convention"]))
+        found.append(("MFU", words.percent(fmean(used.values())), _known_flops(explained)))
     peaks = [(curve["peak"], rank) for rank, curves in explained["memory"].items() for curve in curves]
     if peaks:
         peak, rank = max(peaks)
         found.append(("memory", words.size(peak), f"peak allocated, rank {rank}"))
     return found
+
+
+def _known_flops(explained: Explained) -> str:
+    """What the MFU counts, and for how much of the kernels it knows that."""
+    flops = explained["flops"]
+    known = fmean(flops["known"].values()) if flops.get("known") else 1.0
+    if known > 0.995:
+        return str(flops["convention"])
+    missing = f"knows {words.percent(known)} of the time of GEMMs and attention; the rest has no shapes and counts as 0"
+    return f"{missing}; {flops['convention']}"
 
 
 def categories(explained: Explained) -> dict[int, dict[str, int]]:
@@ -116,6 +126,12 @@ def axis_rows(explained: Explained) -> list[AxisRow]:
         )  # fmt: skip
     places = {axis: at for at, axis in enumerate(ordered((row.axis for row in rows), AXES))}
     return sorted(rows, key=lambda row: (places[row.axis], -row.exposed, row.collective))
+
+
+def most_exposed(rows: Sequence[AxisRow], most: int) -> list[AxisRow]:
+    """At most so many rows, those with most exposed time, in their order."""
+    chosen = {id(row) for row in sorted(rows, key=lambda row: (-row.exposed, -row.seconds))[:most]}
+    return [row for row in rows if id(row) in chosen]
 
 
 def idle_by_cause(explained: Explained) -> dict[str, float]:

@@ -8,9 +8,9 @@ up, since two findings may concern the same time.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
 
+from shardwise.trace.advice_idle import Advice, data_stall, host_bound, idle_device, launch_time, milliseconds, synchronisation
 from shardwise.trace.answers import Explanation, Finding
 from shardwise.trace.comms.describe import UNKNOWN
 
@@ -25,76 +25,10 @@ _SINGLE_PRECISION = re.compile(
 )
 _TENSOR_CORES = re.compile(r"tf32|tensorop|s1688|s16816|h884|h1688|bf16|f16")
 _ALLOCATE = re.compile(r"^(cuda|hip)(Malloc|Free)(Host|Async|Managed|Array)?$")
-_WAIT = re.compile(r"Synchronize|^cudaMemcpy$|^hipMemcpyWithStream$")
-
-
-class Advice(NamedTuple):
-    """What a rule returns."""
-
-    gain: float
-    """Nanoseconds a step."""
-    title: str
-    advice: str
-    evidence: list[str]
-    ranks: Sequence[int]
-
-
-def _milliseconds(nanoseconds: float) -> str:
-    return f"{nanoseconds / 1e6:.2f} ms"
 
 
 def _speed(bandwidth: float) -> str:
     return f"{bandwidth / 1e9:.1f} GB/s" if bandwidth >= 1e8 else f"{bandwidth / 1e6:.1f} MB/s"
-
-
-def _idle_of(answers: Explanation, cause: str) -> tuple[float, list[int]]:
-    """Mean idle time of a cause in a step, and the ranks at or above the mean."""
-    of_rank = {rank: causes.get(cause, 0) for rank, causes in answers.idle.items()}
-    usual = answers.per_step(sum(of_rank.values()))
-    return usual, [rank for rank, value in of_rank.items() if value >= usual * answers.step_count and value]
-
-
-def _launch_time(answers: Explanation) -> int:
-    """Median over the ranks of the time between launches."""
-    return sorted(q.launch_time for q in answers.launches.values())[len(answers.launches) // 2]
-
-
-def host_bound(answers: Explanation) -> Advice | None:
-    """The device waits for launches."""
-    gain, ranks = _idle_of(answers, "host")
-    queues = list(answers.launches.values())
-    launched, late = sum(q.launches for q in queues), sum(q.late for q in queues)
-    if launched < 100 or late < 0.05 * launched:
-        return None
-    short = sum(q.short for q in queues)
-    evidence = [
-        f"the device is idle {_milliseconds(gain)} a step because the host launched late",
-        f"{late} of {launched} kernels were launched after the device had run out of work",
-        f"the host takes {_launch_time(answers) / 1e3:.1f} us from launch to launch; {short / launched:.0%} of kernels are shorter",
-    ]
-    advice = "fewer launches: torch.compile or CUDA graphs, fused operators, a larger microbatch; or do less between launches"
-    return Advice(gain, "The host launches too slowly", advice, evidence, ranks)
-
-
-def synchronisation(answers: Explanation) -> Advice | None:
-    """The host synchronises with the device, and then the device waits for the host."""
-    gain, ranks = _idle_of(answers, "synchronisation")
-    waits = [call for call in answers.calls if _WAIT.search(call.name)]
-    if not waits:
-        return None
-    most = sorted(waits, key=lambda call: -call.total)[:3]
-    evidence = [f"the device is idle {_milliseconds(gain)} a step after the host synchronised with it"]
-    evidence += [f"{call.name}: {answers.per_step(call.count):.1f} a step and rank" for call in most]
-    advice = "do not read device values in the step: no .item(), .cpu(), print or bool() of a tensor, no nonzero or boolean masks"
-    return Advice(gain, "The host synchronises with the device", advice, evidence, ranks)
-
-
-def data_stall(answers: Explanation) -> Advice:
-    """The next batch is not ready."""
-    gain, ranks = _idle_of(answers, "data")
-    evidence = [f"the device is idle {_milliseconds(gain)} a step while a batch is fetched"]
-    advice = "more DataLoader workers, prefetching, pinned memory; or tokenise and pack the data beforehand"
-    return Advice(gain, "Steps wait for data", advice, evidence, ranks)
 
 
 _ADVICE_BY_AXIS = {
@@ -118,10 +52,10 @@ def exposed_axis(answers: Explanation) -> Advice | None:
     axis = max(by_axis, key=lambda one: by_axis[one])
     rows = [row for row in answers.axes if row.axis == axis]
     whose = "communication of no named group" if axis == UNKNOWN else f"communication of {axis}"
-    evidence = [f"{_milliseconds(by_axis[axis])} a step of {whose} is not overlapped by compute"]
+    evidence = [f"{milliseconds(by_axis[axis])} a step of {whose} is not overlapped by compute"]
     waited = answers.per_step(sum(min(m.exposed, m.wait) for row in rows for m in row.ranks.values()))
     if waited > by_axis[axis] / 20:
-        evidence[0] += f", plus {_milliseconds(waited)} of waiting there for the last rank to arrive"
+        evidence[0] += f", plus {milliseconds(waited)} of waiting there for the last rank to arrive"
     for row in rows[:3]:
         total = row.total
         fast = f", {_speed(total.bus_bandwidth)}" if total.bus_bandwidth else ""
@@ -185,7 +119,7 @@ def imbalance(answers: Explanation) -> Advice | None:
         return None
     by_axis = sorted((row for row in answers.axes if row.collective != "recv"), key=lambda row: -row.total.wait)[:2]
     evidence = [
-        f"ranks wait {_milliseconds(gain)} a step in collectives for the last rank to arrive ({matched} events matched)"
+        f"ranks wait {milliseconds(gain)} a step in collectives for the last rank to arrive ({matched} events matched in all steps)"
     ]
     evidence += [
         f"{row.axis} {row.collective}: {row.total.wait / max(row.total.summed, 1):.0%} of its time is waiting"
@@ -206,7 +140,7 @@ def bubble(answers: Explanation) -> Advice | None:
     share = sum(one.share for one in steps) / len(steps)
     one = steps[0]
     evidence = [
-        f"the bubble of a rank is {_milliseconds(mean)} a step, {share:.0%} of the pipeline's window",
+        f"the bubble of a rank is {milliseconds(mean)} a step, {share:.0%} of the pipeline's window",
         f"{one.schedule or 'an unknown schedule'}, {len(one.members)} ranks, {one.microbatches} microbatches, "
         f"{one.stages_per_rank} stages a rank",
     ]
@@ -224,7 +158,7 @@ def tiny_kernels(answers: Explanation) -> Advice | None:
     evidence = [
         f"{launched / len(queues) / answers.step_count:.0f} kernels a step and rank, "
         f"{short / launched:.0%} shorter than the time between launches",
-        f"{_milliseconds(gain)} a step in short gaps before kernels that were launched in time",
+        f"{milliseconds(gain)} a step in short gaps before kernels that were launched in time",
     ]
     advice = "fuse: torch.compile, fused attention, norms and optimizers, foreach operations"
     return Advice(gain, "Many tiny kernels", advice, evidence, sorted(answers.launches))
@@ -237,10 +171,13 @@ def copies(answers: Explanation) -> Advice | None:
         return None
     across, exposed = answers.per_step(sum(k.total for k in rows)), answers.per_step(sum(answers.exposed_copy.values()))
     evidence = [
-        f"{_milliseconds(across)} of copies between host and device a step and rank",
-        f"{_milliseconds(exposed)} a step and rank of all copies are exposed",
+        f"{milliseconds(across)} of copies between host and device a step and rank",
+        f"{milliseconds(exposed)} a step and rank of all copies are exposed",
     ]
-    evidence += [f"{k.name}: {k.count} copies, {_milliseconds(k.total)}" for k in rows[:3]]
+    evidence += [
+        f"{k.name}: {answers.per_step(k.count):.1f} copies, {milliseconds(answers.per_step(k.total))} a step and rank"
+        for k in rows[:3]
+    ]
     pinned = "pinned host memory and " if any("Pageable" in k.name for k in rows) else ""
     advice = f"{pinned}non_blocking copies on a separate stream; create tensors on the device"
     title = "Copies between host and device are exposed"
@@ -258,8 +195,8 @@ def single_precision(answers: Explanation) -> Advice | None:
         return None
     total = answers.per_step(sum(k.total for k in rows))
     evidence = [
-        f"{_milliseconds(total)} a step in {len(rows)} float32 GEMM kernels",
-        *(f"{k.name[:80]}: {_milliseconds(k.total)}" for k in rows[:3]),
+        f"{milliseconds(total)} a step and rank in {len(rows)} float32 GEMM kernels",
+        *(f"{k.name[:80]}: {milliseconds(answers.per_step(k.total))} a step and rank" for k in rows[:3]),
     ]
     advice = "bfloat16 (float16 before Ampere), or torch.set_float32_matmul_precision('high') where the chip has TF32"
     return Advice(total * HALF, "GEMMs in single precision", advice, evidence, sorted(rows[0].ranks))
@@ -274,7 +211,7 @@ def loose_optimizer(answers: Explanation) -> Advice | None:
     count, device = row.kernels / ranks / answers.step_count, row.total / ranks / answers.step_count
     if count < 200:
         return None
-    launch = _launch_time(answers)
+    launch = launch_time(answers)
     evidence = [
         f"{count:.0f} kernels a step in the optimizer, {device / count / 1e3:.1f} us each; a launch takes {launch / 1e3:.1f} us"
     ]
@@ -288,7 +225,10 @@ def allocator(answers: Explanation) -> Advice | None:
     if sum(call.count for call in rows) < 2:
         return None
     total = answers.per_step(sum(call.total for call in rows))
-    evidence = [f"{call.name}: {call.count} calls in the steps, {_milliseconds(call.total)}" for call in rows[:4]]
+    evidence = [
+        f"{call.name}: {answers.per_step(call.count):.1f} calls, {milliseconds(answers.per_step(call.total))} a step and rank"
+        for call in rows[:4]
+    ]
     advice = "PYTORCH_ALLOC_CONF=expandable_segments:True, the same shapes in every step, or less memory in use"
     ranks = sorted({rank for call in rows for rank in call.ranks})
     return Advice(total, "The allocator calls the driver", advice, evidence, ranks)
@@ -302,7 +242,9 @@ def recompute(answers: Explanation) -> Advice | None:
         return None
     most = sorted(answers.modules.rows, key=lambda m: -m.passes.get("recompute", 0))[:3]
     evidence = [f"{total / everything:.0%} of device time is recompute of activations"]
-    evidence += [f"{m.module}: {_milliseconds(m.passes['recompute'])}" for m in most]
+    evidence += [
+        f"{m.module}: {milliseconds(answers.per_step(m.passes['recompute']))} a step and rank" for m in most
+    ]
     advice = "if memory allows, recompute less: only attention, or only some layers"
     return Advice(answers.per_step(total), "Recompute takes time", advice, evidence, answers.seen)
 
@@ -310,7 +252,7 @@ def recompute(answers: Explanation) -> Advice | None:
 Rule = Callable[[Explanation], Advice | None]
 
 RULES: tuple[Rule, ...] = (
-    host_bound, synchronisation, data_stall, exposed_axis, small_messages, slow_rank, imbalance, bubble,
+    host_bound, synchronisation, data_stall, idle_device, exposed_axis, small_messages, slow_rank, imbalance, bubble,
     tiny_kernels, copies, single_precision, loose_optimizer, allocator, recompute,
 )  # fmt: skip
 

@@ -8,7 +8,7 @@ ledger's `as_dict` converts them to JSON.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardwise.ledger import Timeline
 
@@ -290,6 +290,9 @@ class Flops:
     """FLOP/s of one device; 0 if unknown."""
     utilisation: Mapping[int, float]
     """FLOPs over span times peak; empty if the peak is unknown."""
+    known: Mapping[int, float] = field(default_factory=dict)
+    """Share of the time of GEMM and attention kernels whose operators have recorded shapes: what is missing of it is missing in
+    the FLOPs, too."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,10 @@ NODE = "autograd::engine::evaluate_function"
 FRAME = "nn.Module: "
 UNATTRIBUTED = "(nowhere)"
 NO_LAUNCH = "(launch not recorded)"
+DEEPEST = 40
+"""Modules in a path; a deeper one is named by these and by itself."""
+THREADS = 16
+"""Threads among which the forward operator of a node is looked for, those with most operators."""
 
 # Annotations that programs use.
 _OPTIMIZER = re.compile(r"^\W*optim(?:izer)?(?:[ _.]?step)?\W*$")
@@ -118,14 +123,22 @@ class ModuleFinder:
         """Frames have only the class of a module, so its name is the path of the enclosing frames."""
         events = self.events
         path: dict[tuple[int, int], int] = {}
+        depth: dict[int, int] = {}
+        deepest: dict[int, int] = {}
         number: list[int] = []
         parents, names = frames.nest.parent.tolist(), events.name[frames.event].tolist()
         for at, (parent, name) in enumerate(zip(parents, names, strict=True)):
             # A parent begins before its children, so its number is known.
             outer = number[parent] if 0 <= parent < at else 0
+            # Frames deeper than that belong to a path that leaves out those between.
+            outer = deepest.get(outer, outer)
             if (outer, name) not in path:
                 own = events.names[name].removeprefix(FRAME)
-                path[outer, name] = self._number(f"{self.names[outer]}.{own}" if outer else own)
+                deep = depth.get(outer, 0) >= DEEPEST
+                path[outer, name] = made = self._number(f"{self.names[outer]}.{'….' * deep}{own}" if outer else own)
+                depth[made] = depth.get(outer, 0) + 1
+                if deep:
+                    deepest[made] = outer
             number.append(path[outer, name])
         return number
 
@@ -134,7 +147,8 @@ class ModuleFinder:
         names = self.events.names
         self._fallback = np.zeros(max(len(names), 1), np.int64)
         self._pass_of_action = np.full(max(len(names), 1), OTHER)
-        for at, name in enumerate(names):
+        for at in self.events.names_of("cpu_op", "annotation").tolist():
+            name = names[at]
             found = read_label(name)
             if phase := phase_of(name):
                 self._fallback[at] = self._number(f"(phase {phase})")
@@ -154,9 +168,10 @@ class ModuleFinder:
         owner = np.zeros(len(node), np.int64)
         numbered = self.numbered.event
         outside = self.nodes.innermost(events.track[numbered], events.start[numbered]) < 0
-        for thread in np.unique(events.forward_thread[node]):
-            mine = np.flatnonzero((events.forward_thread[node] == thread) & (events.sequence[node] >= 0))
-            operator = self._forward_of(node[mine], numbered[outside] if thread <= 0 else numbered)
+        known = events.sequence[node] >= 0
+        inner = events.forward_thread[node] > 0
+        for mine, candidates in ((known & inner, numbered), (known & ~inner, numbered[outside])):
+            operator = self._forward_of(node[mine], candidates)
             module = self.modules.innermost(events.track[operator], events.start[operator])
             owner[mine] = np.where((operator >= 0) & (module >= 0), self._module_name[module], 0)
         order = np.lexsort((events.start[node], events.track[node]))
@@ -167,24 +182,43 @@ class ModuleFinder:
         return found
 
     def _forward_of(self, node: Integers, operator: Integers) -> Integers:
-        """The forward operator of each node: the last one before it with its sequence number, on the thread with most of them."""
+        """The forward operator of each node: the last one before it with its sequence number, on the thread with most of those of
+        all nodes with its `forward_thread`."""
         events = self.events
         best = np.full(len(node), -1, np.int64)
-        # Sequence numbers and times are replaced by their order, so that both fit into one key.
-        order = np.searchsorted(distinct(events.sequence[operator]), events.sequence)
-        moment = np.searchsorted(distinct(events.start), events.start)
-        key = order * len(events) + moment
-        for track in np.unique(events.track[operator]):
-            own = operator[events.track[operator] == track]
-            own = own[np.argsort(key[own], kind="stable")]
-            at = np.searchsorted(key[own], key[node]) - 1
-            candidate = own[np.maximum(at, 0)]
-            made = np.where((at >= 0) & (events.sequence[candidate] == events.sequence[node]), candidate, -1)
-            if (made >= 0).sum() > (best >= 0).sum():
-                best = made
+        if not len(operator) or not len(node):
+            return best
+        # Operators by sequence number, thread and time. A cell is one number on one thread, the busier threads first.
+        busy = np.bincount(events.track[operator], minlength=len(events.tracks))
+        place = np.argsort(np.argsort(-busy, kind="stable"), kind="stable")[events.track[operator]]
+        operator = operator[np.lexsort((operator, place, events.sequence[operator]))]
+        sequence, track, moment = events.sequence[operator], events.track[operator], events.start[operator]
+        begins = np.append(True, (np.diff(sequence) != 0) | (np.diff(track) != 0))
+        cell, number = np.flatnonzero(begins), np.cumsum(begins) - 1
+        # Times are replaced by their order, so that cell and time fit into one key.
+        moments = distinct(moment)
+        key = number * (len(moments) + 1) + np.searchsorted(moments, moment)
+        low, high = (np.searchsorted(sequence[cell], events.sequence[node], side=side) for side in ("left", "right"))
+        count = np.minimum(high - low, THREADS)
+        pair = np.repeat(np.arange(len(node)), count)
+        of_cell = low[pair] + np.arange(len(pair)) - np.repeat(np.cumsum(count) - count, count)
+        before = np.searchsorted(moments, events.start[node])
+        at = np.searchsorted(key, of_cell * (len(moments) + 1) + before[pair]) - 1
+        made = (at >= 0) & (number[at] == of_cell)
+        pair, at = pair[made], at[made]
+        # The thread with most matches, of equals the first.
+        thread = events.forward_thread[node][pair]
+        voted, which, votes = np.unique(
+            np.stack((thread, track[at]), 1), axis=0, return_inverse=True, return_counts=True
+        )
+        order = np.lexsort((voted[:, 1], -votes, voted[:, 0]))
+        won = order[np.append(np.ones(min(len(order), 1), np.bool_), np.diff(voted[order, 0]) != 0)]
+        chosen = np.isin(which.reshape(-1), won)
+        best[pair[chosen]] = operator[at[chosen]]
         return best
 
 
+@lru_cache(maxsize=1 << 16)
 def phase_of(name: str) -> str:
     """The phase of a step that a label or annotation names, "" for any other name."""
     found = read_label(name)

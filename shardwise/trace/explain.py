@@ -36,6 +36,9 @@ from shardwise.trace.stragglers import stragglers
 from shardwise.trace.timeline import memory, timeline
 
 
+UNNAMED_DEVICE = "a GPU that the profile does not name"
+
+
 def explain(given: Sequence[Rank], peak_flops: float = 0.0) -> Explanation:
     """Explain the profiled ranks of one job; those without a window are left out. `peak_flops` is FLOP/s of one device."""
     ranks = {r.profile.rank: r for r in sorted(given, key=lambda r: r.profile.rank) if len(r.windows.start)}
@@ -83,7 +86,9 @@ def explain(given: Sequence[Rank], peak_flops: float = 0.0) -> Explanation:
         flops=flops,
         findings=(),
         # Waiting for another stage is pipeline bubble, not counted here.
-        waits={rank: int(waited.wait[counted & (matches.rank == rank)].sum()) for rank in ranks},
+        waits={
+            rank: int(waited.wait[rows][counted[rows]].sum()) for rank in ranks for rows in (matches.rows_of(rank),)
+        },
         timeline=timeline(ranks, clock),
     )
     lost = {rank: int(r.on_host(r.activity.lost_launches).sum()) for rank, r in ranks.items()}
@@ -93,7 +98,7 @@ def explain(given: Sequence[Rank], peak_flops: float = 0.0) -> Explanation:
 def _comm_times(rank: Rank, matches: Matches, waited: Waiting) -> dict[tuple[str, str], CommTime]:
     """Collective events of one rank by axis and collective."""
     comms = rank.comms
-    mine = matches.rank == rank.profile.rank
+    mine = matches.rows_of(rank.profile.rank)
     wait, matched = np.zeros(len(comms), np.int64), np.zeros(len(comms), np.bool_)
     wait[matches.event[mine]] = waited.wait[mine]
     matched[matches.event[mine]] = True
@@ -116,6 +121,5 @@ def _exposed_copy(rank: Rank) -> int:
 
 
 def _device(profile: Profile) -> str:
-    """Name of the device that ran a rank's kernels."""
-    used = {track.device for track in profile.events.tracks if track.stream >= 0}
-    return next((device.name for device in profile.devices if device.number in used), "")
+    """Name of the device that ran a rank's kernels, "" if it has none: kernels decide, since not every file names its devices."""
+    return "" if not profile.used_devices else next((d.name for d in profile.used_devices if d.name), UNNAMED_DEVICE)

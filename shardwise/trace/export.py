@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from shardwise.ledger import AXIS_OF, COLLECTIVES, Account, Difference, Timeline, Traffic, as_dict
@@ -26,14 +26,14 @@ def as_json(answers: Explanation) -> dict[str, Any]:
         "axes": axes,
         "idle": _table(answers.idle),
         "categories": _table(answers.categories),
-        "kernels": [as_dict(row) | {"mean": row.mean, "spread": asdict(spread(row.ranks))} for row in answers.kernels],
+        "kernels": [as_dict(row) | {"mean": row.mean, "spread": vars(spread(row.ranks))} for row in answers.kernels],
         "modules": plain["modules"]
         | {
             "rows": [
-                as_dict(row) | {"total": row.total, "spread": asdict(spread(row.ranks))} for row in answers.modules.rows
+                as_dict(row) | {"total": row.total, "spread": vars(spread(row.ranks))} for row in answers.modules.rows
             ]
         },
-        "launches": _table({rank: asdict(queue) for rank, queue in answers.launches.items()}),
+        "launches": _table({rank: vars(queue) for rank, queue in answers.launches.items()}),
         "pipelines": [as_dict(step) | {"bubble_share": step.share} for step in answers.pipelines],
     }
 
@@ -44,12 +44,12 @@ def _axis(row: AxisTime) -> dict[str, Any]:
         "group": row.group,
         "all": _comm_time(row.total),
         "ranks": {str(rank): _comm_time(one) for rank, one in row.ranks.items()},
-        "spread": {name: asdict(spread({rank: getattr(m, name) for rank, m in row.ranks.items()})) for name in names},
+        "spread": {name: vars(spread({rank: getattr(m, name) for rank, m in row.ranks.items()})) for name in names},
     }
 
 
 def _comm_time(one: CommTime) -> dict[str, float]:
-    return asdict(one) | {"bus_bandwidth": one.bus_bandwidth, "algorithm_bandwidth": one.algorithm_bandwidth}
+    return vars(one) | {"bus_bandwidth": one.bus_bandwidth, "algorithm_bandwidth": one.algorithm_bandwidth}
 
 
 def _table(ranks: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def _table(ranks: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
     spreads = {name: spread({rank: numbers.get(name, 0) for rank, numbers in ranks.items()}) for name in names}
     return {
         "ranks": {str(rank): dict(numbers) for rank, numbers in ranks.items()},
-        "spread": {name: asdict(one) for name, one in spreads.items()},
+        "spread": {name: vars(one) for name, one in spreads.items()},
     }
 
 

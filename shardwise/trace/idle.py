@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from shardwise.ledger import CATEGORIES
 from shardwise.trace.answers import CAUSES, LaunchQueue
 from shardwise.trace.attribution import phase_of
-from shardwise.trace.comms.describe import AXES, POINT_TO_POINT, collective_of
+from shardwise.trace.comms.describe import AXES, POINT_TO_POINT, UNKNOWN, collective_of
+from shardwise.trace.comms.events import OTHER_GROUPS
 from shardwise.trace.comms.overlap import busy_intervals
 from shardwise.trace.rank import Rank
 from shardwise.trace.reading.profile import Events, Integers
-from shardwise.trace.spans.activity import COMPUTE, COPY, Activity, blocking_calls, category_of
+from shardwise.trace.spans.activity import COMMUNICATION, COMPUTE, COPY, Activity, blocking_calls
 from shardwise.trace.spans.intervals import Intervals, difference, distinct, empty, intersect, total, union
 
 _CATEGORY_OF_CAUSE = {
@@ -28,6 +29,12 @@ _CATEGORY_OF_CAUSE = {
     "unknown": "other",
 }  # fmt: skip
 """The ledger has no category for kernels that were launched in time and started late."""
+
+
+GROUPS = 6
+"""Process groups of no known axis that are a category each."""
+UNNAMED_GROUP = "unnamed group"
+"""Category of communication whose process group the profile does not name."""
 
 
 def idle_causes(rank: Rank) -> dict[str, int]:
@@ -159,12 +166,13 @@ def _launch_interval(activity: Activity, rows: Integers) -> int:
 
 
 def categories(rank: Rank) -> dict[str, int]:
-    """Nanoseconds in each of the ledger's categories within the windows. Every moment has exactly one category, so they add up to
-    the span. Priority: compute, exposed communication by axis, copies, idle time by cause."""
+    """Nanoseconds in each of the ledger's categories within the windows, and in those of process groups that belong to no axis of the
+    ledger. Every moment has exactly one category, so they add up to the span. Priority: compute, exposed communication by axis,
+    copies, idle time by cause."""
     found = dict.fromkeys(CATEGORIES, 0)
     left = rank.windows
     for category, moments in _categories_in_order(rank):
-        found[category] += total(intersect(left, moments))
+        found[category] = found.get(category, 0) + total(intersect(left, moments))
         left = difference(left, moments)
     for cause, moments in _idle_by_cause(rank.activity, left).items():
         found[_CATEGORY_OF_CAUSE[cause]] += total(moments)
@@ -173,8 +181,7 @@ def categories(rank: Rank) -> dict[str, int]:
 
 def _categories_in_order(rank: Rank) -> Iterator[tuple[str, Intervals]]:
     activity, comms, attribution = rank.activity, rank.comms, rank.attribution
-    words = ("matmul", "attention", "memory")
-    kind = activity.profile.events.by_name(lambda name: words.index(category_of(name)))[activity.name]
+    kind = activity.category
     optimizer = np.array([name == "(phase optimizer)" for name in attribution.names])[attribution.owner]
     computing = activity.kind == COMPUTE
     for category, rows in (
@@ -190,5 +197,26 @@ def _categories_in_order(rank: Rank) -> Iterator[tuple[str, Intervals]]:
         waits = mine & comms.mask(lambda d: d.axis == "pipeline" and d.collective in ("recv", "send_recv"))
         yield axis, union(comms.start[mine & ~waits], comms.end[mine & ~waits])
         yield "bubble", union(comms.start[waits], comms.end[waits])
+    for name, mine in _own_groups(rank):
+        yield name, union(comms.start[mine], comms.end[mine])
     yield "memory", activity.intervals(COPY)
+    yield UNNAMED_GROUP, activity.intervals(COMMUNICATION)
     yield "other", activity.intervals()
+
+
+def _own_groups(rank: Rank) -> Iterator[tuple[str, NDArray[np.bool_]]]:
+    """Communication of no axis of the ledger: the groups that took longest by their names, then the others together, and that of
+    groups without a name."""
+    comms = rank.comms
+    took: dict[str, int] = {}
+    own = dict.fromkeys(d.axis for d in comms.descriptions if d.axis not in (*AXES, UNKNOWN))
+    number = {axis: at for at, axis in enumerate(own)}
+    at = comms.column(lambda d: number.get(d.axis, -2 if d.axis == UNKNOWN else -1))
+    for axis, place in number.items():
+        took[axis] = int((comms.end - comms.start)[at == place].sum())
+    order = sorted(took, key=lambda axis: (-took[axis], axis))
+    named = [axis for axis in order if axis != OTHER_GROUPS][:GROUPS]
+    for axis in named:
+        yield f"group {axis}" if axis in CATEGORIES else axis, at == number[axis]
+    yield OTHER_GROUPS, np.isin(at, [number[axis] for axis in order if axis not in named])
+    yield UNNAMED_GROUP, at == -2

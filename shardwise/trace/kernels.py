@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +13,11 @@ from shardwise.trace.attribution import NO_LAUNCH, UNATTRIBUTED
 from shardwise.trace.flops import CONVENTION, event_flops
 from shardwise.trace.rank import Rank
 from shardwise.trace.reading.profile import Integers
-from shardwise.trace.spans.activity import CLASSES
+from shardwise.trace.spans.activity import CATEGORIES_BY_NAME, CLASSES, COMPUTE, spans_of
 from shardwise.trace.spans.intervals import distinct, total
+
+MOST_KERNELS = MOST_MODULES = 2000
+"""Names that have a row each; the rest, which took least, is summed in one row."""
 
 
 def kernel_times(ranks: Mapping[int, Rank]) -> tuple[KernelTime, ...]:
@@ -44,15 +47,38 @@ def kernel_times(ranks: Mapping[int, Rank]) -> tuple[KernelTime, ...]:
             count[name] += number
             longest[name] = max(longest[name], high)
             times[name][rank] = time
-    everything = sum(sum(of.values()) for of in times.values())
+    totals = {key: sum(of.values()) for key, of in times.items()}
+    everything = sum(totals.values())
+    order = sorted(times, key=lambda key: (-totals[key], key[0]))
     found = [
         KernelTime(
-            name, CLASSES[kind], count[name, kind], sum(of.values()), longest[name, kind],
-            sum(of.values()) / everything if everything else 0.0, of, max(modules[name, kind].items(), key=lambda m: m[1])[0],
+            name, CLASSES[kind], count[name, kind], totals[name, kind], longest[name, kind],
+            totals[name, kind] / everything if everything else 0.0, times[name, kind],
+            max(modules[name, kind].items(), key=lambda m: m[1])[0],
         )
-        for (name, kind), of in times.items()
+        for name, kind in order[:MOST_KERNELS]
     ]  # fmt: skip
-    return tuple(sorted(found, key=lambda row: (-row.total, row.name)))
+    for kind, word in enumerate(CLASSES):
+        rest = [key for key in order[MOST_KERNELS:] if key[1] == kind]
+        if rest:
+            total = sum(totals[key] for key in rest)
+            found.append(
+                KernelTime(
+                    f"({len(rest)} other kernels)", word, sum(count[key] for key in rest), total,
+                    max(longest[key] for key in rest), total / everything if everything else 0.0,
+                    _summed(times[key] for key in rest),
+                )
+            )  # fmt: skip
+    return tuple(found)
+
+
+def _summed(times: Iterable[Mapping[int, int]]) -> dict[int, int]:
+    """Sums by rank."""
+    found: dict[int, int] = defaultdict(int)
+    for of in times:
+        for rank, time in of.items():
+            found[rank] += time
+    return dict(sorted(found.items()))
 
 
 def _sums(which: NDArray[np.integer], value: Integers, count: int) -> Integers:
@@ -86,17 +112,23 @@ def module_times(ranks: Mapping[int, Rank], flops: Mapping[int, Mapping[str, flo
         everything = int(length.sum())
         attributed[rank] = int(table[known].sum()) / everything if everything else 0.0
         inside[rank] = int(table[attribution.is_module].sum()) / everything if everything else 0.0
+    totals = {name: int(of.sum()) for name, of in passes.items()}
+    order = sorted(passes, key=lambda name: (-totals[name], name))
+    rest = order[MOST_MODULES:]
+    named = [(name, [name]) for name in order[:MOST_MODULES]] + (
+        [(f"({len(rest)} other modules)", rest)] if rest else []
+    )
     found = [
         ModuleTime(
             name,
-            dict(zip(PASSES, passes[name].tolist(), strict=True)),
-            kernels[name],
-            sum(of_rank.get(name, 0.0) for of_rank in flops.values()),
-            times[name],
+            dict(zip(PASSES, np.sum([passes[one] for one in of], axis=0).tolist(), strict=True)),
+            sum(kernels[one] for one in of),
+            sum(of_rank.get(one, 0.0) for of_rank in flops.values() for one in of),
+            _summed(times[one] for one in of) if len(of) > 1 else times[name],
         )
-        for name in passes
+        for name, of in named
     ]
-    return Modules(tuple(sorted(found, key=lambda row: (-row.total, row.module))), attributed, inside)
+    return Modules(tuple(found), attributed, inside)
 
 
 def call_times(ranks: Mapping[int, Rank]) -> tuple[CallTime, ...]:
@@ -119,8 +151,10 @@ def call_times(ranks: Mapping[int, Rank]) -> tuple[CallTime, ...]:
 def flops_of_ranks(ranks: Mapping[int, Rank], peak: float) -> tuple[Flops, dict[int, dict[str, float]]]:
     """FLOPs of each rank, and of its modules; `peak` is FLOP/s of one device, 0 if unknown."""
     by_module: dict[int, dict[str, float]] = {}
+    known: dict[int, float] = {}
     for rank, r in ranks.items():
         event, flops = event_flops(r.profile)
+        known[rank] = _known_share(r, event)
         inside = r.on_host(event)
         event, flops = event[inside], flops[inside]
         found = r.finder.find(r.profile.events.track[event], r.profile.events.start[event])
@@ -129,4 +163,23 @@ def flops_of_ranks(ranks: Mapping[int, Rank], peak: float) -> tuple[Flops, dict[
     each = {rank: sum(of.values()) for rank, of in by_module.items() if of}
     span = {rank: total(ranks[rank].windows) for rank in each}
     used = {rank: each[rank] / (peak * span[rank] / 1e9) for rank in each if peak and span[rank]}
-    return Flops(CONVENTION, each, peak, used), by_module
+    return Flops(CONVENTION, each, peak, used, {rank: known[rank] for rank in each}), by_module
+
+
+def _known_share(rank: Rank, counted: Integers) -> float:
+    """Share of the time of GEMM and attention kernels that counted operators launched."""
+    activity, events = rank.activity, rank.profile.events
+    rows = np.flatnonzero(rank.rows & (activity.kind == COMPUTE) & (activity.category != CATEGORIES_BY_NAME.index("memory")))
+    length = (activity.end - activity.start)[rows]
+    if not int(length.sum()):
+        return 1.0
+    mask = np.zeros(len(events), np.bool_)
+    mask[counted] = True
+    if activity.on_host:
+        track, time = activity.track[rows].astype(np.int64), activity.start[rows]
+    else:
+        launch = activity.launch[rows]
+        track = np.where(launch >= 0, events.track[launch], -1)
+        time = np.where(launch >= 0, events.start[launch], 0)
+    inside = spans_of(events, mask).innermost(track, time) >= 0
+    return int(length[inside].sum()) / int(length.sum())

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -22,9 +22,9 @@ from shardwise.trace.answers import PipelineRank, PipelineStep
 from shardwise.trace.comms.describe import POINT_TO_POINT, UNKNOWN, axis_of
 from shardwise.trace.comms.events import CollectiveEvents
 from shardwise.trace.rank import Rank
-from shardwise.trace.reading.profile import Profile
+from shardwise.trace.reading.profile import Integers, Profile
 from shardwise.trace.spans.activity import COMPUTE, COPY, Activity, label_spans
-from shardwise.trace.spans.intervals import Intervals, difference, intersect, join, total, union, window
+from shardwise.trace.spans.intervals import Intervals, clip, covered, difference, join, union
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Executed:
     @cached_property
     def waited(self) -> list[int]:
         """Wait time in each action."""
-        return [total(intersect(self.waits, window(start, end))) for start, end in pairwise(self.edges)]
+        return np.diff(covered(self.waits, np.array(self.edges, np.int64))).tolist()
 
     @cached_property
     def works(self) -> list[int]:
@@ -56,46 +56,80 @@ def read_action(text: str) -> Action | None:
     return None
 
 
-def executed(rank: Rank, shift: int, start: int, end: int) -> Executed | None:
-    """The actions of a rank in a window; `shift` converts its times to the reference clock. None without action labels."""
-    activity, events = rank.activity, rank.profile.events
-    found: list[tuple[int, int, int, Action]] = []
-    for event in label_spans(events, "action").event.tolist():
-        label = read_label(events.names[events.name[event]])
-        action = read_action(label.words[0]) if label else None
-        if action is not None and events.start[event] < end and events.end[event] > start:
-            found.append((int(events.start[event]), int(events.end[event]), event, action))
-    if not found:
-        return None
-    found.sort()
-    if activity.on_host:
-        begin, last = [one[0] for one in found], max(one[1] for one in found)
-    else:
-        begin, last = _on_device(activity, found)
-    waits = _waits(activity, rank.comms, int(events.track[found[0][2]]))
-    inside = intersect(waits, window(begin[0], last))
-    edges = tuple(time + shift for time in (*begin, last))
-    return Executed(tuple(one[3] for one in found), edges, Intervals(inside.start + shift, inside.end + shift))
+class Actions:
+    """The labelled actions of one rank. What all its steps need is computed once."""
+
+    def __init__(self, rank: Rank, shift: int) -> None:
+        """`shift` converts the rank's times to the reference clock."""
+        self._rank, self._shift = rank, shift
+        events = rank.profile.events
+        event = label_spans(events, "action").event
+        action = {name: _labelled_action(events.names[name]) for name in np.unique(events.name[event]).tolist()}
+        event = event[[action[name] is not None for name in events.name[event].tolist()]]
+        event = event[np.lexsort((event, events.end[event], events.start[event]))]
+        self._action = [one for name in events.name[event].tolist() if (one := action[name]) is not None]
+        self._start, self._end = events.start[event], events.end[event]
+        self._reach = np.maximum.accumulate(self._end)
+        self._track = events.track[event]
+        self._waits: dict[int, Intervals] = {}
+
+    def __len__(self) -> int:
+        return len(self._action)
+
+    def executed(self, start: int, end: int) -> Executed | None:
+        """The actions in a window; None if there are none."""
+        high = int(np.searchsorted(self._start, end, side="left"))
+        low = min(int(np.searchsorted(self._reach, start, side="right")), high)
+        rows = low + np.flatnonzero(self._end[low:high] > start)
+        if not len(rows):
+            return None
+        if self._rank.activity.on_host:
+            begin, last = self._start[rows].tolist(), int(self._end[rows].max())
+        else:
+            begin, last = self._on_device(self._start[rows], self._end[rows])
+        inside = clip(self._waits_of(int(self._track[rows[0]])), begin[0], last)
+        edges = tuple(time + self._shift for time in (*begin, last))
+        waits = Intervals(inside.start + self._shift, inside.end + self._shift)
+        return Executed(tuple(self._action[row] for row in rows.tolist()), edges, waits)
+
+    def _waits_of(self, track: int) -> Intervals:
+        """When the rank waited; without a device, when this thread did."""
+        track = track if self._rank.activity.on_host else -1
+        if track not in self._waits:
+            self._waits[track] = _waits(self._rank.activity, self._rank.comms, track)
+        return self._waits[track]
+
+    @cached_property
+    def _launches(self) -> tuple[Integers, Integers]:
+        """Rows of the activity with a launch, and the start of that call, by its start."""
+        activity = self._rank.activity
+        known = np.flatnonzero(activity.launch >= 0)
+        call = activity.profile.events.start[activity.launch[known]]
+        order = np.argsort(call, kind="stable")
+        return known[order], call[order]
+
+    def _on_device(self, first: Integers, finish: Integers) -> tuple[list[int], int]:
+        """Start of the first kernel of each action, and end of the last kernel of all. An action without kernels begins with the
+        next one."""
+        activity = self._rank.activity
+        rows, call = self._launches
+        some = slice(*np.searchsorted(call, (first[0], int(finish.max()))).tolist())
+        rows, call = rows[some], call[some]
+        at = np.searchsorted(first, call, side="right") - 1
+        inside = (at >= 0) & (call < finish[np.maximum(at, 0)])
+        rows, at = rows[inside], at[inside]
+        begin = np.full(len(first), np.iinfo(np.int64).max)
+        np.minimum.at(begin, at, activity.start[rows])
+        if not len(rows):
+            return first.tolist(), int(finish.max())
+        end = int(activity.end[rows].max())
+        begin = np.minimum.accumulate(np.minimum(begin, end)[::-1])[::-1]
+        return begin.tolist(), end
 
 
-def _on_device(activity: Activity, found: Sequence[tuple[int, int, int, Action]]) -> tuple[list[int], int]:
-    """Start of the first kernel of each action, and end of the last kernel of all. An action without kernels begins with the next
-    one."""
-    events = activity.profile.events
-    first = np.array([one[0] for one in found])
-    finish = np.array([one[1] for one in found])
-    known = np.flatnonzero(activity.launch >= 0)
-    call = events.start[activity.launch[known]]
-    at = np.searchsorted(first, call, side="right") - 1
-    inside = (at >= 0) & (call < finish[np.maximum(at, 0)])
-    rows, at = known[inside], at[inside]
-    begin = np.full(len(found), np.iinfo(np.int64).max)
-    np.minimum.at(begin, at, activity.start[rows])
-    if not len(rows):
-        return first.tolist(), int(finish.max())
-    end = int(activity.end[rows].max())
-    begin = np.minimum.accumulate(np.minimum(begin, end)[::-1])[::-1]
-    return begin.tolist(), end
+def _labelled_action(name: str) -> Action | None:
+    label = read_label(name)
+    return read_action(label.words[0]) if label else None
 
 
 def _waits(activity: Activity, comms: CollectiveEvents, track: int) -> Intervals:
@@ -117,31 +151,32 @@ def pipelines(ranks: Mapping[int, Rank], shifts: Mapping[int, int]) -> tuple[Pip
     """Every pipeline in every step; `shifts` convert each rank's times to the reference clock."""
     steps: dict[int, dict[int, Executed]] = defaultdict(dict)
     for rank, r in ranks.items():
-        for number, start, end in r.steps:
-            one = executed(r, shifts[rank], start, end)
+        actions = Actions(r, shifts[rank])
+        for number, start, end in r.steps if actions else ():
+            one = actions.executed(start, end)
             if one is not None:
                 steps[number][rank] = one
-    profiles = {rank: r.profile for rank, r in ranks.items()}
+    members_of = {rank: _members(ranks[rank].profile) for rank in {rank for of in steps.values() for rank in of}}
     return tuple(
         _pipeline_step(step, members, {rank: of_rank[rank] for rank in members if rank in of_rank})
         for step, of_rank in sorted(steps.items())
-        for members in _members(profiles, of_rank)
+        for members in _groups(members_of, of_rank)
     )
 
 
-def _members(profiles: Mapping[int, Profile], ranks: Mapping[int, Executed]) -> Iterator[tuple[int, ...]]:
-    """The pipeline groups of these ranks; a rank without such a process group is one by itself."""
+def _members(profile: Profile) -> tuple[int, ...]:
+    """The pipeline group of a rank; a rank without such a process group is one by itself."""
+    of_axis = {g.ranks for name, g in profile.groups.items() if axis_of(g.description, name) == "pipeline"}
+    return max((ranks for ranks in of_axis if profile.rank in ranks), key=len, default=(profile.rank,))
+
+
+def _groups(members_of: Mapping[int, tuple[int, ...]], ranks: Mapping[int, Executed]) -> Iterator[tuple[int, ...]]:
+    """The pipeline groups of these ranks."""
     done: set[int] = set()
     for rank in sorted(ranks):
-        if rank in done:
-            continue
-        groups = profiles[rank].groups
-        of_axis = {
-            g.ranks for name, g in groups.items() if axis_of(g.description, name) == "pipeline" and rank in g.ranks
-        }
-        members = max(of_axis, key=len) if of_axis else (rank,)
-        done |= set(members)
-        yield members
+        if rank not in done:
+            done |= set(members_of[rank])
+            yield members_of[rank]
 
 
 def _pipeline_step(step: int, members: tuple[int, ...], profiled: Mapping[int, Executed]) -> PipelineStep:
@@ -210,11 +245,17 @@ def _schedule(members: tuple[int, ...], lists: Mapping[int, Sequence[Action]]) -
     if len(lists) < len(members):
         return "", chunks, microbatches
     wanted = tuple(tuple(lists[rank]) for rank in members)
+    return _name_of(wanted, microbatches, chunks), chunks, microbatches
+
+
+@lru_cache(maxsize=64)
+def _name_of(lists: tuple[tuple[Action, ...], ...], microbatches: int, chunks: int) -> str:
+    """The name of the schedule with these lists, "" if unknown. All steps of a run have the same lists."""
     for name in SCHEDULES:
-        if not legal(name, len(members), microbatches, chunks):
+        if not legal(name, len(lists), microbatches, chunks):
             try:
-                if make_schedule(name, len(members), microbatches, chunks).ranks == wanted:
-                    return name, chunks, microbatches
+                if make_schedule(name, len(lists), microbatches, chunks).ranks == lists:
+                    return name
             except ValueError:
                 continue
-    return "", chunks, microbatches
+    return ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -13,7 +13,7 @@ from shardwise.trace.comms.events import CollectiveEvents, collective_events
 from shardwise.trace.comms.overlap import busy_intervals
 from shardwise.trace.reading.profile import Integers, Profile
 from shardwise.trace.spans.activity import COMPUTE, Activity, spans_of
-from shardwise.trace.spans.intervals import Intervals, difference, intersect
+from shardwise.trace.spans.intervals import Intervals, difference, intersect, self_time_segments
 from shardwise.trace.spans.steps import Selection
 
 
@@ -23,6 +23,13 @@ class Rank:
 
     activity: Activity
     selection: Selection
+
+    def over(self, selection: Selection) -> Rank:
+        """The same rank over other steps, with its collective events if they are known."""
+        found = replace(self, selection=selection)
+        if "comms" in vars(self):
+            vars(found)["comms"] = self.comms
+        return found
 
     @property
     def profile(self) -> Profile:
@@ -52,11 +59,20 @@ class Rank:
         return tuple((0, int(start), int(end)) for start, end in zip(*self.windows, strict=True))
 
     def step_of(self, time: Integers) -> Integers:
-        """The step of each time, -1 for none."""
-        out = np.full(len(time), -1, np.int64)
-        for number, start, end in self.steps:
-            out[(time >= start) & (time < end)] = number
-        return out
+        """The step of each time, -1 for none; where steps overlap, the last of them."""
+        number, start, end = self._segments
+        if not len(number):
+            return np.full(len(time), -1, np.int64)
+        at = np.searchsorted(start, time, side="right") - 1
+        return np.where((at >= 0) & (time < end[at]), number[at], -1)
+
+    @cached_property
+    def _segments(self) -> tuple[Integers, Integers, Integers]:
+        """Number, start and end of disjoint parts of the steps, by start."""
+        number, start, end = np.array(self.steps, np.int64).reshape(-1, 3).T
+        which, start, end = self_time_segments(np.zeros(len(number), np.int32), start, end)
+        order = np.argsort(start, kind="stable")
+        return number[which[order]], start[order], end[order]
 
     def on_host(self, event: Integers) -> NDArray[np.bool_]:
         """Mask of these host events that are in the selected steps. Without steps all are, since the window is then that of the

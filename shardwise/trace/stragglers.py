@@ -17,7 +17,7 @@ from shardwise.trace.comms.describe import axis_of
 from shardwise.trace.comms.matching import Matches, Waiting
 from shardwise.trace.rank import Rank
 from shardwise.trace.reading.profile import Profile
-from shardwise.trace.spans.intervals import intersect, total, window
+from shardwise.trace.spans.intervals import covered
 
 MIN_SHARE = 0.02
 """Ranks below this share of a step are not reported."""
@@ -27,6 +27,8 @@ MIN_FREQUENCY = 0.8
 """Share of steps in which a straggler must be slow, or of collectives at which it must be last."""
 MIN_PEERS = 2
 MIN_COLLECTIVES = 5
+MANY_PEERS = 100
+"""Among more peers than these a rank is compared with all of them, itself included, which moves no median."""
 
 
 def stragglers(
@@ -38,10 +40,7 @@ def stragglers(
     clocks: Mapping[int, Clock],
 ) -> tuple[Straggler, ...]:
     """Stragglers sorted by excess; `first` masks rows of collectives whose waits only show when the ranks began."""
-    compute = {
-        rank: [total(intersect(r.computing, window(start, end))) for _, start, end in r.steps]
-        for rank, r in ranks.items()
-    }
+    compute = {rank: _compute_of_steps(r) for rank, r in ranks.items()}
     steps = max((len(of) for of in compute.values()), default=1)
     profiles = {rank: r.profile for rank, r in ranks.items()}
     found = [*_slow(profiles, compute, step_time), *_late(matches, waiting, first, clocks, step_time, steps)]
@@ -50,31 +49,55 @@ def stragglers(
     return tuple(sorted(unique, key=lambda one: -one.excess))
 
 
+def _compute_of_steps(rank: Rank) -> list[int]:
+    _, start, end = np.array(rank.steps, np.int64).reshape(-1, 3).T
+    return (covered(rank.computing, end) - covered(rank.computing, start)).tolist()
+
+
 def peers(profiles: Mapping[int, Profile]) -> dict[int, tuple[int, ...]]:
     """Each rank's peers among the profiled ranks: those of its pipeline stage, itself included."""
     stage: dict[int, int] = {}
     for rank, profile in profiles.items():
         groups = [g.ranks for name, g in profile.groups.items() if axis_of(g.description, name) == "pipeline"]
         stage[rank] = max((ranks.index(rank) for ranks in groups if rank in ranks), default=0)
-    return {rank: tuple(other for other in profiles if stage[other] == stage[rank]) for rank in profiles}
+    of_stage: dict[int, list[int]] = defaultdict(list)
+    for rank in profiles:
+        of_stage[stage[rank]].append(rank)
+    shared = {one: tuple(ranks) for one, ranks in of_stage.items()}
+    return {rank: shared[stage[rank]] for rank in profiles}
+
+
+def _usual(compute: Sequence[Sequence[int]]) -> tuple[NDArray[np.float64], float]:
+    """The median over some ranks in each step, and their median absolute deviation from it."""
+    table = np.array(compute)
+    middle = np.median(table, axis=0)
+    return middle, float(np.median(np.abs(table - middle)))
 
 
 def _slow(profiles: Mapping[int, Profile], compute: Mapping[int, Sequence[int]], step_time: int) -> list[Straggler]:
     found = []
+    alike: dict[tuple[int, ...], list[int]] = {}
+    usual_of: dict[tuple[int, ...], tuple[NDArray[np.float64], float]] = {}
     for rank, same in peers(profiles).items():
-        others = [other for other in same if other != rank and len(compute[other]) == len(compute[rank])]
-        if len(others) < MIN_PEERS or not compute[rank]:
+        equal = (*same[:1], len(compute[rank]))
+        if equal not in alike:
+            alike[equal] = [other for other in same if len(compute[other]) == len(compute[rank])]
+        others = alike[equal]
+        if len(others) <= MIN_PEERS or not compute[rank]:
             continue
-        table = np.array([compute[other] for other in others])
-        middle = np.median(table, axis=0)
+        if len(others) <= MANY_PEERS:
+            middle, deviation = _usual([compute[other] for other in others if other != rank])
+        else:
+            if equal not in usual_of:
+                usual_of[equal] = _usual([compute[other] for other in others])
+            middle, deviation = usual_of[equal]
         excess = np.array(compute[rank]) - middle
-        deviation = float(np.median(np.abs(table - middle)))
         mean = int(excess.mean())
         often = float((excess > MIN_DEVIATIONS * deviation).mean())
         if step_time and mean > MIN_SHARE * step_time and mean > MIN_DEVIATIONS * deviation and often >= MIN_FREQUENCY:
             usual = float(middle.mean())
             evidence = (
-                f"computes {np.mean(compute[rank]) / 1e6:.2f} ms a step, its {len(others)} peers {usual / 1e6:.2f} ms "
+                f"computes {np.mean(compute[rank]) / 1e6:.2f} ms a step, its {len(others) - 1} peers {usual / 1e6:.2f} ms "
                 f"(half of them within {deviation / 1e6:.2f} ms), in {often:.0%} of {len(compute[rank])} steps"
             )
             found.append(Straggler(rank, "compute", mean, mean / step_time, evidence))
@@ -112,7 +135,7 @@ def _late(
         if taken[rank] < MIN_COLLECTIVES or count < MIN_FREQUENCY * taken[rank] or excess <= MIN_SHARE * step_time:
             continue
         evidence = (
-            f"arrives last at {count} of its {taken[rank]} matched collectives, in total {excess / 1e6:.2f} ms a step after "
+            f"arrives last at {count} of its {taken[rank]} matched collectives of all steps, in total {excess / 1e6:.2f} ms a step after "
             f"the rank before it (clocks known to {uncertainty / 1e3:.0f} us)"
         )
         found.append(Straggler(rank, "late", excess, excess / step_time if step_time else 0.0, evidence))

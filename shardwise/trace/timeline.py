@@ -16,7 +16,8 @@ from shardwise.trace.answers import Clock, MemoryCurve
 from shardwise.trace.comms.overlap import row_axes
 from shardwise.trace.rank import Rank
 from shardwise.trace.reading.profile import Integers, Profile
-from shardwise.trace.spans.activity import COMMUNICATION, COPY, category_of
+from shardwise.trace.spans.activity import CATEGORIES_BY_NAME, COMMUNICATION, COPY
+from shardwise.trace.spans.intervals import parts
 
 SPANS = 24_000
 """Approximate number of spans of all ranks together, after merging."""
@@ -55,8 +56,7 @@ def _spans(rank: Rank, window: tuple[int, int], shift: int, pixel: int) -> list[
     start, end = np.maximum(activity.start[rows], window[0]), np.minimum(activity.end[rows], window[1])
     length = end - start
     found = []
-    for number in np.unique(stream[rows]).tolist():
-        mine = np.flatnonzero(stream[rows] == number)
+    for number, mine in parts(stream[rows]):
         for group in _groups(start[mine], end[mine], pixel, window[0]):
             these = mine[group]
             begin, finish = int(start[these[0]]) + shift, int(end[these].max()) + shift
@@ -86,13 +86,13 @@ def _groups(start: Integers, end: Integers, pixel: int, begin: int) -> Iterator[
 def _categories(rank: Rank) -> tuple[Integers, Integers, list[str]]:
     """Category and stream of each row, as indices into a list of names: the ledger's categories, `compute`, `copy`, and axes."""
     activity = rank.activity
-    words = ["matmul", "attention", "memory", "compute", "copy", "communication", "other"]
+    words = [*CATEGORIES_BY_NAME, "compute", "copy", "communication", "other"]
     number = {word: at for at, word in enumerate(words)}
-    category = rank.profile.events.by_name(lambda name: number[category_of(name)])[activity.name]
+    category = activity.category.copy()
     stream = np.full(len(activity), number["compute"], np.int64)
     copying, communicating = activity.kind == COPY, activity.kind == COMMUNICATION
     category[copying], stream[copying] = number["memory"], number["copy"]
-    category[communicating], stream[communicating] = number["other"], number["communication"]
+    category[communicating] = stream[communicating] = number["communication"]
     axis, axes = row_axes(activity, rank.comms)
     at = np.array([number.setdefault(word, len(number)) for word in axes] or [0], np.int64)
     words = list(number)
@@ -106,8 +106,9 @@ def memory(profile: Profile, start: int, end: int) -> tuple[MemoryCurve, ...]:
     they are cumulative sums from the start of the profile."""
     found = profile.allocations
     curves = []
-    for kind, device in sorted(set(zip(found.device_type.tolist(), found.device.tolist(), strict=True))):
-        mine = (found.device_type == kind) & (found.device == device)
+    places, which = np.unique(np.stack((found.device_type, found.device), 1), axis=0, return_inverse=True)
+    for at, mine in parts(which.reshape(-1)):
+        kind, device = places[at].tolist()
         added = np.cumsum(found.bytes[mine])
         known = found.allocated[mine]
         allocated = known if np.all(known >= 0) else added - min(0, int(added.min()))
@@ -116,13 +117,13 @@ def memory(profile: Profile, start: int, end: int) -> tuple[MemoryCurve, ...]:
         if not inside.any():
             continue
         time, allocated, reserved = time[inside] - start, allocated[inside], reserved[inside]
-        at = int(allocated.argmax())
+        top = int(allocated.argmax())
         # The maximum of each bin, so that downsampling never hides a peak.
         bins = np.unique(np.linspace(0, len(time), min(POINTS, len(time)) + 1).astype(np.int64))[:-1]
         highest = np.maximum.reduceat(allocated, bins)
         name = f"{_DEVICE_TYPES.get(kind, f'device type {kind}')} {device}" if kind else "cpu"
         curves.append(MemoryCurve(
-            name, int(allocated[at]), int(time[at]), max(int(reserved.max()), 0), tuple(time[bins].tolist()),
+            name, int(allocated[top]), int(time[top]), max(int(reserved.max()), 0), tuple(time[bins].tolist()),
             tuple(highest.tolist()),
         ))  # fmt: skip
     return tuple(curves)

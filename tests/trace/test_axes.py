@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
+from made_jobs import Host, explained, job_member, message
 
 from shardwise.ledger import wire_bytes
 from shardwise.trace.comms.describe import axis_of, collective_of, element_bytes
@@ -55,3 +57,22 @@ def test_bytes() -> None:
     assert wire_bytes("all_reduce", 3, 10) == Fraction(40, 3)
     assert wire_bytes("send", 2, 12) == wire_bytes("broadcast", 8, 12) == 12
     assert wire_bytes("all_reduce", 1, 12) == wire_bytes("send", 1, 12) == wire_bytes("barrier", 8, 12) == 0
+
+
+def test_exposed_traffic_of_other_groups_is_communication_of_its_own(tmp_path: Path) -> None:
+    """Neither world nor a group with a name of its own nor one without a name is painted as "other"."""
+    host = Host()
+    host.step(0, 0, 1000)
+    host.launch("gemm", 0, 10, 100)
+    host.launch("ncclDevKernel_AllReduce", 20, 110, 200, 9, **message("allreduce", 64, "0", 4))
+    host.launch("ncclDevKernel_AllGather", 30, 310, 300, 9, **message("allgather", 64, "7", 2))
+    host.launch("ncclDevKernel_SendRecv", 40, 610, 90, 9)
+    groups = {"0": ("default_pg", range(4)), "7": ("embedding tables", (0, 1))}
+    answers = explained(tmp_path, {0: (job_member(0, 4, groups), host.events)})
+    found = {name: took for name, took in answers.categories[0].items() if took}
+    assert sum(found.values()) == 1000
+    assert {name: found.get(name) for name in ("world", "embedding tables", "unnamed group")} == {
+        "world": 200, "embedding tables": 300, "unnamed group": 90,
+    }  # fmt: skip
+    categories = {span.category for span in answers.timeline.spans if span.stream != "compute"}
+    assert "other" not in categories

@@ -12,6 +12,7 @@ from made_jobs import Host, explained, job_member, message
 from shardwise.ledger import Timeline
 from shardwise.trace import advice
 from shardwise.trace.answers import (
+    CAUSES,
     AxisTime,
     CallTime,
     Clock,
@@ -89,6 +90,7 @@ SPEAKS: list[tuple[advice.Rule, dict[str, Any], int]] = [
     (advice.host_bound, dict(idle=idle("host"), launches=queue(late=900)), 10 * MS),
     (advice.synchronisation, dict(idle=idle("synchronisation"), calls=(call("cudaStreamSynchronize"),)), 10 * MS),
     (advice.data_stall, dict(idle=idle("data")), 10 * MS),
+    (advice.idle_device, dict(idle=idle("device", 0.64)), 64 * MS),
     (advice.exposed_axis, dict(axes=(axis(),)), 20 * MS),
     (advice.small_messages, dict(axes=(axis(messages=100, sized=100, bytes=1e7), axis(collective="all_gather"))), int(19.8 * MS)),
     (advice.slow_rank, dict(stragglers=(Straggler(1, "compute", 7 * MS, 0.07, "why"),)), 7 * MS),
@@ -110,6 +112,8 @@ SILENT: list[tuple[advice.Rule, dict[str, Any]]] = [
     (advice.synchronisation, dict(idle=idle("synchronisation"))),  # no such call was seen
     (advice.synchronisation, dict(idle=idle("synchronisation", 0.01), calls=(call("cudaStreamSynchronize"),))),
     (advice.data_stall, dict(idle=idle("data", 0.01))),
+    (advice.idle_device, dict(idle=idle("data", 0.64))),  # another rule says it
+    (advice.idle_device, dict(idle=idle("device", 0.08))),
     (advice.exposed_axis, dict(axes=(axis(wait=20 * MS),))),  # all of it is waiting, which is another finding
     (advice.exposed_axis, dict(axes=(axis(exposed=MS),))),
     (advice.small_messages, dict(axes=(axis(messages=100, sized=100, bytes=1e7),))),  # nothing of the axis is faster
@@ -153,6 +157,48 @@ def test_every_rule_is_tried_and_ranked() -> None:
     assert {rule for rule, *_ in SPEAKS} == {rule for rule, _ in SILENT} == set(advice.RULES)
     found = advice.findings(answers(idle=idle("data", 0.03), axes=(axis(),)))
     assert [one.rule for one in found] == ["exposed_axis", "data_stall"]
+
+
+@pytest.mark.parametrize(("rule", "given", "gain"), SPEAKS, ids=lambda value: getattr(value, "__name__", ""))
+def test_figures_are_of_one_step(rule: advice.Rule, given: dict[str, Any], gain: int) -> None:
+    """Six steps of the same say what one of them says: no figure of the evidence is a sum over steps."""
+    one = advice.finding(rule, answers(**given))
+    six = advice.finding(rule, answers(**{name: _six_times(value) for name, value in given.items()}, steps=tuple(range(6))))
+    assert one is not None
+    assert six is not None
+    assert [line for line in six.evidence if "in all steps" not in line] == [
+        line for line in one.evidence if "in all steps" not in line
+    ]
+
+
+def _six_times(value: Any) -> Any:
+    """What six steps have, of what one has."""
+    if isinstance(value, dict):
+        return {key: _six_times(each) for key, each in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_six_times(each) for each in value)
+    if isinstance(value, Modules):
+        return replace(value, rows=_six_times(value.rows))
+    if isinstance(value, LaunchQueue):
+        return replace(value, **{name: 6 * getattr(value, name) for name in ("launches", "late", "short", "short_gaps")})
+    if isinstance(value, CommTime):
+        return CommTime(*(6 * getattr(value, name) for name in CommTime.__dataclass_fields__))
+    if isinstance(value, AxisTime):
+        return replace(value, ranks=_six_times(value.ranks))
+    if isinstance(value, KernelTime | CallTime):
+        return replace(value, count=6 * value.count, total=6 * value.total, ranks=_six_times(value.ranks))
+    if isinstance(value, ModuleTime):
+        return replace(value, kernels=6 * value.kernels, passes=_six_times(value.passes), ranks=_six_times(value.ranks))
+    return 6 * value if isinstance(value, int) else value
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_much_idle_time_always_has_advice(cause: str) -> None:
+    """Whatever else the profile lacks: no launches, no calls."""
+    found = advice.findings(answers(idle=idle(cause, 0.98)))
+    assert [one.gain for one in found] == [98 * MS]
+    assert found[0].advice
+    assert "98%" in " ".join(found[0].evidence) or "98.00 ms" in found[0].evidence[0]
 
 
 def job(folder: Path, slow: int | None, late: int | None) -> Explanation:

@@ -10,8 +10,10 @@ each is computed once.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -73,6 +75,9 @@ CHANGES_SIZE = ("all_gather", "reduce_scatter", "all_to_all")
 """Collectives whose calls have both an input and an output tensor."""
 
 
+_wire_bytes = lru_cache(maxsize=1 << 12)(wire_bytes)
+
+
 class Description(NamedTuple):
     """Axis, kind, process group and size of a collective."""
 
@@ -90,18 +95,20 @@ class Description(NamedTuple):
     """Whether `bytes` is known."""
 
 
+@lru_cache(maxsize=1 << 16)
 def axis_of(description: str, name: str = "") -> str:
     """The axis of a process group, or the group's own description if that names no known axis."""
-    word = re.sub(r"[\s\-]+", "_", description.strip().lower())
+    word = "_".join(description.lower().replace("-", " ").split())
     if word in ("default_pg", "default", "world"):
         return WORLD
     if word in AXES:
         return word
     if word in AXIS_OF:
         return AXIS_OF[word]
-    bare = re.sub(r"^(mesh|group)_", "", word)
-    bare = re.sub(r"(_model)?_parallel(_group)?", lambda found: "_model" if found[1] else "", bare)
-    bare = re.sub(r"_group$", "", bare)
+    bare = word.removeprefix("mesh_" if word.startswith("mesh_") else "group_")
+    if "_parallel" in bare:
+        bare = re.sub(r"(_model)?_parallel(_group)?", lambda found: "_model" if found[1] else "", bare)
+    bare = bare.removesuffix("_group")
     if bare in _DIMENSIONS:
         return _DIMENSIONS[bare]
     if word and word != "undefined":
@@ -109,6 +116,7 @@ def axis_of(description: str, name: str = "") -> str:
     return f"group {name}" if name else UNKNOWN
 
 
+@lru_cache(maxsize=1 << 16)
 def collective_of(name: str) -> str:
     """The ledger's collective for the name of a kernel, operator or annotation; "" for any other name."""
     spelled = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
@@ -118,6 +126,7 @@ def collective_of(name: str) -> str:
     return ""
 
 
+@lru_cache(maxsize=1 << 10)
 def element_bytes(dtype: str) -> int:
     """Bytes of one element of a dtype as the profiler writes it; 0 for an unknown dtype."""
     return ELEMENT_BYTES.get(re.sub(r"c10::|[\s]", "", dtype.lower()), 0)
@@ -143,14 +152,24 @@ def describe(
         *(column_at(column, row) for column in arguments),
     ]
     distinct, which = np.unique(np.stack(columns, 1), axis=0, return_inverse=True)
-    return tuple(_Reader(profile, *line).read() for line in distinct.tolist()), which.reshape(-1)
+    alike = _groups_by_axis(profile)
+    return tuple(_Reader(profile, alike, *line).read() for line in distinct.tolist()), which.reshape(-1)
 
 
-@dataclass(frozen=True)
+def _groups_by_axis(profile: Profile) -> dict[str, tuple[str, int]]:
+    """Name and size of the group of each axis whose groups all have the same members."""
+    members: dict[str, dict[tuple[int, ...], str]] = {}
+    for name, group in profile.groups.items():
+        members.setdefault(axis_of(group.description, name), {})[group.ranks] = name
+    return {axis: (name, len(ranks)) for axis, of in members.items() if len(of) == 1 for ranks, name in of.items()}
+
+
+@dataclass(slots=True)
 class _Reader:
     """One distinct description, before it is read: indices into the profile's tables."""
 
     profile: Profile
+    alike: Mapping[str, tuple[str, int]]
     own: int
     label: int
     call: int
@@ -183,7 +202,7 @@ class _Reader:
             axis, collective = AXIS_OF.get(label.words[0], label.words[0]), label.words[1]
         size = self.size if self.size > 0 else group.size if group else 0
         if not name:
-            name, size = self._group_of_axis(axis)
+            name, size = self.alike.get(axis, ("", 0))
         input_bytes = self._input_bytes(collective)
         if not name and size <= 0:
             size = self._size_by_shapes(collective)
@@ -193,11 +212,6 @@ class _Reader:
         payload = 0 if input_bytes is None else input_bytes * (size if collective == "all_gather" else 1)
         sized = wire is not None or collective in ("recv", "barrier")
         return Description(axis, collective, name, max(size, 0), float(wire or 0), float(payload), sized)
-
-    def _group_of_axis(self, axis: str) -> tuple[str, int]:
-        """The group of a collective without one, if all groups of its axis have the same members."""
-        alike = {g.ranks: name for name, g in self.profile.groups.items() if axis_of(g.description, name) == axis}
-        return (next(iter(alike.values())), len(next(iter(alike)))) if len(alike) == 1 else ("", 0)
 
     def _text(self, at: int) -> str:
         return self.profile.comm_params.texts[at] if at >= 0 else ""
@@ -242,12 +256,12 @@ class _Reader:
         return 0 if self.profile.groups else max(self.profile.world, 0)
 
     def _wire(self, collective: str, size: int, input_bytes: int) -> Fraction:
-        splits = _numbers(self._text(self.splits))
-        if collective == "all_to_all" and len(splits) == size and any(splits):
+        splits = _numbers(self._text(self.splits)) if collective == "all_to_all" else []
+        if len(splits) == size and any(splits):
             index = self._index_in_group()
             if 0 <= index < size:
                 return Fraction(input_bytes * (sum(splits) - splits[index]), sum(splits))
-        return wire_bytes(collective, size, input_bytes)
+        return _wire_bytes(collective, size, input_bytes)
 
     def _index_in_group(self) -> int:
         group = self.profile.groups.get(self._text(self.group))

@@ -13,12 +13,16 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.trace.comms.describe import CHANGES_SIZE, UNKNOWN, Description, collective_of, describe
+from shardwise.trace.comms.describe import AXES, CHANGES_SIZE, UNKNOWN, WORLD, Description, collective_of, describe
 from shardwise.trace.reading.profile import Integers, Profile, column_at, row_of
 from shardwise.trace.spans.activity import COMMUNICATION, Activity, label_spans, spans_of
 from shardwise.trace.spans.intervals import distinct, nest
 
 _HOST_BACKENDS = ("gloo:", "mpi:", "ucc:")
+_HOST = ("cpu_op", "annotation")
+MOST_GROUPS = 100
+"""Process groups of no known axis that a rank's answers name; the others are taken together."""
+OTHER_GROUPS = "other groups"
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,20 @@ class CollectiveEvents:
 
 def collective_events(activity: Activity) -> CollectiveEvents:
     """The collective events of a rank, on its device, or on its host if it has none."""
-    return _on_host(activity) if activity.on_host else _on_device(activity)
+    return _folded(_on_host(activity) if activity.on_host else _on_device(activity))
+
+
+def _folded(comms: CollectiveEvents) -> CollectiveEvents:
+    """With more process groups of no known axis than anyone reads, those that took longest keep their names."""
+    own = sorted({d.axis for d in comms.descriptions} - {*AXES, WORLD, UNKNOWN})
+    if len(own) <= MOST_GROUPS:
+        return comms
+    number = {axis: at for at, axis in enumerate(own)}
+    at = np.array([number.get(d.axis, len(own)) for d in comms.descriptions], np.int64)[comms.which]
+    took = np.bincount(at, comms.end - comms.start, minlength=len(own) + 1)[: len(own)]
+    others = {own[one] for one in np.argsort(-took, kind="stable")[MOST_GROUPS:].tolist()}
+    descriptions = tuple(d._replace(axis=OTHER_GROUPS) if d.axis in others else d for d in comms.descriptions)
+    return replace(comms, descriptions=descriptions)
 
 
 def _on_device(activity: Activity) -> CollectiveEvents:
@@ -105,7 +122,7 @@ def _best_call(profile: Profile, track: NDArray[np.integer], time: Integers) -> 
         return spans_of(events, calls).innermost(track, time)
 
     operator, annotation = innermost("c10d::"), innermost("nccl:", *_HOST_BACKENDS)
-    both = events.by_name(lambda name: collective_of(name) in CHANGES_SIZE and "base" in name) > 0
+    both = events.by_name(lambda name: "base" in name and collective_of(name) in CHANGES_SIZE, *_HOST) > 0
     return np.where((operator >= 0) & (both[events.name[operator]] | (annotation < 0)), operator, annotation)
 
 
@@ -142,7 +159,7 @@ def _on_host(activity: Activity) -> CollectiveEvents:
     execution[np.searchsorted(issued, calls)] = by_call
     execution[np.searchsorted(issued, without_call)] = without_call
     # The backend's span of a send shows when its completion was polled, not when it was sent.
-    sends = (events.by_name(lambda name: collective_of(name) == "send") > 0)[events.name[issued]]
+    sends = (events.by_name(lambda name: collective_of(name) == "send", *_HOST) > 0)[events.name[issued]]
     shown = np.where((execution >= 0) & ~sends, execution, issued)
     label = label_spans(events, "message").innermost(events.track[issued], events.start[issued])
     params = _params_inside(profile, issued)
@@ -216,7 +233,7 @@ def _executions(profile: Profile, calls: Integers, backend_spans: Integers) -> I
     """For each call the backend's span that executed it, -1 for none. A backend executes calls in order, so the next span of a
     collective belongs to the earliest such call without one. Gloo's span of a reduce-scatter is an all-reduce."""
     events = profile.events
-    kinds = [collective_of(name) for name in events.names]
+    kinds = {name: collective_of(events.names[name]) for name in events.names_of(*_HOST).tolist()}
     waiting: dict[str, deque[int]] = defaultdict(deque)
     found = np.full(len(calls), -1, np.int64)
     moments = sorted(
@@ -225,10 +242,10 @@ def _executions(profile: Profile, calls: Integers, backend_spans: Integers) -> I
     )
     for _, is_span, which in moments:
         if not is_span:
-            kind = kinds[events.name[calls[which]]]
+            kind = kinds[int(events.name[calls[which]])]
             waiting["all_reduce" if kind == "reduce_scatter" else kind].append(which)
         else:
-            queue = waiting[kinds[events.name[which]]]
+            queue = waiting[kinds[int(events.name[which])]]
             if queue:
                 found[queue.popleft()] = which
     return found

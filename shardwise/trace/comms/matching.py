@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 from shardwise.trace.answers import Clock
 from shardwise.trace.comms.events import CollectiveEvents
 from shardwise.trace.reading.profile import Integers
+from shardwise.trace.spans.intervals import parts as parts_of
 
 SYNCHRONISING = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 """Collectives that no rank leaves before every rank has arrived."""
@@ -53,6 +56,14 @@ class Matches:
         """The first row of each collective."""
         return np.flatnonzero(np.append(True, np.diff(self.collective) != 0)[: len(self)])
 
+    @cached_property
+    def _rows(self) -> dict[int, Integers]:
+        return dict(parts_of(self.rank))
+
+    def rows_of(self, rank: int) -> Integers:
+        """The rows of one rank."""
+        return self._rows.get(rank, np.zeros(0, np.int64))
+
     def only(self, mask: NDArray[np.bool_]) -> Matches:
         """The masked rows; the others count as dropped."""
         dropped = self.dropped + int((~mask).sum())
@@ -67,7 +78,9 @@ def match(parts: Sequence[RankComms]) -> Matches:
         comms = part.comms
         # A group without a name is taken for that of all ranks.
         named = comms.column(
-            lambda d: _number(keys, d.group, d.axis, d.collective) if d.collective in SYNCHRONISING else -1
+            lambda d: (
+                _number(keys, d.group, "" if d.group else d.axis, d.collective) if d.collective in SYNCHRONISING else -1
+            )
         )
         key = np.maximum(named.astype(np.int64), _pair_keys(part, keys))
         selected = np.flatnonzero((key >= 0) & (part.step >= 0) & comms.first)
@@ -84,14 +97,13 @@ def _number(keys: dict[object, int], *key: object) -> int:
 def _pair_keys(part: RankComms, keys: dict[object, int]) -> Integers:
     """The key of each send and receive: axis, source and destination; -1 for other events."""
     found = np.full(len(part.comms), -1, np.int64)
-    for at, one in enumerate(part.comms.descriptions):
-        if one.collective not in ("send", "recv"):
-            continue
-        for row in np.flatnonzero(part.comms.which == at):
-            source, destination = int(part.comms.source[row]), int(part.comms.destination[row])
-            pair = (part.rank, destination) if one.collective == "send" else (source, part.rank)
-            if min(pair) >= 0:
-                found[row] = _number(keys, one.axis, "pair", *pair)
+    rows = np.flatnonzero(part.comms.mask(lambda d: d.collective in ("send", "recv")))
+    columns = (part.comms.which[rows], part.comms.source[rows], part.comms.destination[rows])
+    for row, which, source, destination in zip(rows.tolist(), *(column.tolist() for column in columns), strict=True):
+        one = part.comms.descriptions[which]
+        pair = (part.rank, destination) if one.collective == "send" else (source, part.rank)
+        if min(pair) >= 0:
+            found[row] = _number(keys, one.axis, "pair", *pair)
     return found
 
 
@@ -147,33 +159,39 @@ def drop_mismatched(parts: Sequence[RankComms], matches: Matches) -> Matches:
     synchronising = synchronising_rows(parts, matches)
     heads = matches.first_of_each()
     anchor = np.repeat(matches.rank[heads], np.diff(np.append(heads, len(matches))))
-    bad = np.zeros(len(matches), np.bool_)
-    for (first, second), (_, deviation, _) in _edges(matches, ends, synchronising).items():
-        mine = synchronising & (anchor == first) & (matches.rank == second)
-        if mine.any() and deviation > _median(length[mine]):
-            bad |= np.isin(matches.collective, matches.collective[mine])
-    return matches.only(~bad)
+    edges = _edges(matches, ends, synchronising)
+    rows = np.flatnonzero(synchronising)
+    key = anchor[rows] * (int(matches.rank.max()) + 1) + matches.rank[rows]
+    wrong = []
+    for _, at in parts_of(key):
+        mine = rows[at]
+        edge = edges.get((int(anchor[mine[0]]), int(matches.rank[mine[0]])))
+        if edge is not None and edge[1] > _median(length[mine]):
+            wrong.append(matches.collective[mine])
+    return matches.only(~np.isin(matches.collective, np.concatenate(wrong))) if wrong else matches
 
 
 def clocks(parts: Sequence[RankComms], matches: Matches) -> dict[int, Clock]:
     """Each rank's clock relative to the lowest rank that it is connected to by matches, directly or through other ranks."""
     edges = _edges(matches, _times(parts, matches, "end"), synchronising_rows(parts, matches))
     found = {part.rank: Clock(0, -1, 0) for part in parts}
+    leading: dict[int, list[tuple[int, int, int, int]]] = {}
+    for (a, b), edge in edges.items():
+        leading.setdefault(a, []).append((b, *edge))
     for root in sorted(found):
         if found[root].uncertainty >= 0:
             continue
-        reached = {root: Clock(0, 0, 0)}
-        while True:
-            # The edge to a new rank with the least uncertainty.
-            steps = [
-                (reached[a].uncertainty + u, b, reached[a].offset + shift, n)
-                for (a, b), (shift, u, n) in edges.items()
-                if a in reached and b not in reached
-            ]
-            if not steps:
-                break
-            uncertainty, rank, offset, count = min(steps)
+        reached: dict[int, Clock] = {}
+        # The edge to a new rank with the least uncertainty comes next.
+        steps = [(0, root, 0, 0)]
+        while steps:
+            uncertainty, rank, offset, count = heappop(steps)
+            if rank in reached:
+                continue
             reached[rank] = Clock(offset, uncertainty, count)
+            for other, shift, deviation, number in leading.get(rank, ()):
+                if other not in reached:
+                    heappush(steps, (uncertainty + deviation, other, offset + shift, number))
         if len(reached) > 1:
             found |= {
                 rank: Clock(c.offset if abs(c.offset) > c.uncertainty else 0, c.uncertainty, c.matched)
@@ -219,7 +237,7 @@ def _times(
     """Start or end of each matched event on one clock."""
     out = np.zeros(len(matches), np.int64)
     for part in parts:
-        mine = matches.rank == part.rank
+        mine = matches.rows_of(part.rank)
         shift = part.base + (offsets or {}).get(part.rank, 0)
         out[mine] = getattr(part.comms, which)[matches.event[mine]] + shift
     return out
@@ -234,7 +252,7 @@ def _rows_of(parts: Sequence[RankComms], matches: Matches, *collectives: str) ->
     """Mask of the rows of these collectives."""
     out = np.zeros(len(matches), np.bool_)
     for part in parts:
-        mine = matches.rank == part.rank
+        mine = matches.rows_of(part.rank)
         out[mine] = part.comms.mask(lambda d: d.collective in collectives)[matches.event[mine]]
     return out
 
@@ -242,7 +260,7 @@ def _rows_of(parts: Sequence[RankComms], matches: Matches, *collectives: str) ->
 def first_collective_rows(parts: Sequence[RankComms], matches: Matches) -> NDArray[np.bool_]:
     """Mask of the rows of a collective that is the first on any of its ranks: waits there only show when the ranks began."""
     start = _times(parts, matches, "start")
-    first = [mine[start[mine].argmin()] for part in parts if len(mine := np.flatnonzero(matches.rank == part.rank))]
+    first = [mine[start[mine].argmin()] for part in parts if len(mine := matches.rows_of(part.rank))]
     return np.isin(matches.collective, matches.collective[first]) if first else np.zeros(len(matches), np.bool_)
 
 

@@ -8,6 +8,7 @@ call identifies such blocking calls, and their time is subtracted from compute.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from shardwise.trace.answers import AxisTime, CommTime
 from shardwise.trace.comms.events import CollectiveEvents
 from shardwise.trace.reading.profile import Integers
 from shardwise.trace.spans.activity import COMMUNICATION, Activity
-from shardwise.trace.spans.intervals import Intervals, difference, empty, intersect, join, total, union
+from shardwise.trace.spans.intervals import Intervals, covered, difference, join, parts, union, unions
 
 
 def busy_intervals(activity: Activity, comms: CollectiveEvents, rows: NDArray[np.bool_]) -> Intervals:
@@ -26,19 +27,25 @@ def busy_intervals(activity: Activity, comms: CollectiveEvents, rows: NDArray[np
     blocked = dict(_blocked(activity, comms))
     if not blocked:
         return union(activity.start[rows], activity.end[rows])
-    found = empty()
-    for track in np.flatnonzero(np.bincount(activity.track[rows], minlength=1)).tolist():
-        mine = rows & (activity.track == track)
-        ran = union(activity.start[mine], activity.end[mine])
-        found = join(found, difference(ran, blocked[track]) if track in blocked else ran)
-    return found
+    row = np.flatnonzero(rows)
+    free = row[~np.isin(activity.track[row], list(blocked))]
+    found = [union(activity.start[free], activity.end[free])]
+    for track, at in parts(activity.track[row]):
+        if track in blocked:
+            mine = row[at]
+            found.append(difference(union(activity.start[mine], activity.end[mine]), blocked[track]))
+    return join(*found)
 
 
 def start_after_waits(activity: Activity, comms: CollectiveEvents) -> Integers:
     """Start of each row, or the time it resumed if its thread was blocked in a collective."""
     start = activity.start.copy()
-    for track, blocked in _blocked(activity, comms):
-        mine = np.flatnonzero((activity.kind != COMMUNICATION) & (activity.track == track))
+    waits = dict(_blocked(activity, comms))
+    row = np.flatnonzero(activity.kind != COMMUNICATION) if waits else np.zeros(0, np.int64)
+    for track, where in parts(activity.track[row]):
+        if track not in waits:
+            continue
+        mine, blocked = row[where], waits[track]
         at = np.searchsorted(blocked.start, start[mine], side="right") - 1
         until = np.where(at >= 0, blocked.end[np.maximum(at, 0)], start[mine])
         start[mine] = np.clip(until, start[mine], activity.end[mine])
@@ -49,9 +56,9 @@ def _blocked(activity: Activity, comms: CollectiveEvents) -> Iterator[tuple[int,
     """Threads that were blocked in collectives, and when."""
     events = activity.profile.events
     if activity.on_host and comms.blocking.any():
-        track_of_call = events.track[comms.call]
-        for track in np.unique(track_of_call[comms.blocking]).tolist():
-            waits = comms.blocking & (track_of_call == track)
+        blocking = np.flatnonzero(comms.blocking)
+        for track, at in parts(events.track[comms.call[blocking]]):
+            waits = blocking[at]
             yield track, union(events.start[comms.call[waits]], comms.end[waits])
 
 
@@ -69,7 +76,7 @@ def row_axes(activity: Activity, comms: CollectiveEvents) -> tuple[Integers, lis
             return -1
         return number.setdefault(AXIS_OF.get(one.words[0], one.words[0]), len(number))
 
-    of_event = events.by_name(labelled)[events.name]
+    of_event = events.by_name(labelled, "cpu_op", "annotation", otherwise=-1)[events.name]
     for event in (comms.call, comms.execution) if activity.on_host else (comms.execution,):
         of_event[event[event >= 0]] = of_comm[event >= 0]
     return np.where(activity.kind == COMMUNICATION, of_event[activity.event], -1), list(number)
@@ -84,38 +91,53 @@ def comm_times(
     computing: Intervals,
 ) -> dict[tuple[str, str], CommTime]:
     """The `selected` events of a rank by axis and collective, clipped to the window. `wait` and `matched` are per event."""
-    found = {}
+    number: dict[tuple[str, str], int] = {}
+    pair_of = np.array([number.setdefault((d.axis, d.collective), len(number)) for d in comms.descriptions], np.int64)
+    pairs = list(number)
+    pair = pair_of[comms.which] if len(comms) else np.zeros(0, np.int64)
+    busy_of, busy = unions(pair[selected], comms.start[selected], comms.end[selected])
+    in_window = covered(window, busy.end) - covered(window, busy.start)
+    overlapped = covered(computing, busy.end) - covered(computing, busy.start)
     length = comms.end - comms.start
-    size, payload = comms.column(lambda d: d.bytes), comms.column(lambda d: d.payload)
-    sized = comms.mask(lambda d: d.sized)
-    for pair in sorted({(d.axis, d.collective) for d in comms.descriptions}):
-        mine = selected & comms.mask(lambda d: (d.axis, d.collective) == pair)  # noqa: B023
-        if not mine.any():
-            continue
-        once = mine & comms.first
-        busy = intersect(union(comms.start[mine], comms.end[mine]), window)
-        found[pair] = CommTime(
-            messages=int(once.sum()),
-            bytes=float(size[once].sum()),
-            payload=float(payload[once].sum()),
-            sized=int((once & sized).sum()),
-            time=total(busy),
-            exposed=total(difference(busy, computing)),
-            summed=int(length[mine].sum()),
-            wait=int(wait[mine].sum()),
-            matched=int((mine & matched).sum()),
-            timed=int((length - wait)[mine & sized].sum()),
-        )
-    return found
+    once, sized = selected & comms.first, comms.mask(lambda d: d.sized)
+
+    def sums(rows: NDArray[np.bool_], value: NDArray[Any] | None = None) -> list[Any]:
+        """The sum of a value over the rows of each pair; without a value, their number."""
+        value = np.ones(len(comms), np.int64) if value is None else value
+        return _sums(pair[rows], value[rows], len(pairs))
+
+    columns = (
+        sums(once), sums(once, comms.column(lambda d: d.bytes)), sums(once, comms.column(lambda d: d.payload)),
+        sums(once & sized), _sums(busy_of, in_window, len(pairs)), _sums(busy_of, in_window - overlapped, len(pairs)),
+        sums(selected, length), sums(selected, wait), sums(selected & matched), sums(selected & sized, length - wait),
+    )  # fmt: skip
+    found = dict(zip(pairs, map(CommTime, *columns), strict=True))
+    some = sums(selected)
+    return {name: found[name] for name in sorted(pairs) if some[number[name]]}
+
+
+def _sums(group: Integers, value: NDArray[Any], count: int) -> list[Any]:
+    """Sums of values by group, of integers as integers."""
+    found = np.zeros(count, value.dtype)
+    np.add.at(found, group, value)
+    return found.tolist()
 
 
 def axis_times(
     ranks: Mapping[int, Mapping[tuple[str, str], CommTime]], comms_of: Mapping[int, CollectiveEvents]
 ) -> tuple[AxisTime, ...]:
     """Rows of all ranks, sorted by exposed time."""
-    rows = []
-    for pair in {pair for of_rank in ranks.values() for pair in of_rank}:
-        sizes = [d.size for comms in comms_of.values() for d in comms.descriptions if (d.axis, d.collective) == pair]
-        times = {rank: of[pair] for rank, of in ranks.items() if pair in of}
-        rows.append(AxisTime(*pair, times, max(sizes, default=0)))
-    return tuple(sorted(rows, key=lambda row: (-row.total.exposed, -row.total.time, row.axis, row.collective)))
+    sizes: dict[tuple[str, str], int] = {}
+    for comms in comms_of.values():
+        for d in comms.descriptions:
+            sizes[d.axis, d.collective] = max(sizes.get((d.axis, d.collective), 0), d.size)
+    times: dict[tuple[str, str], dict[int, CommTime]] = {}
+    for rank, of_rank in ranks.items():
+        for pair, one in of_rank.items():
+            times.setdefault(pair, {})[rank] = one
+    rows = [(AxisTime(*pair, of, sizes.get(pair, 0)), *_exposed_and_time(of)) for pair, of in times.items()]
+    return tuple(row[0] for row in sorted(rows, key=lambda row: (-row[1], -row[2], row[0].axis, row[0].collective)))
+
+
+def _exposed_and_time(ranks: Mapping[int, CommTime]) -> tuple[int, int]:
+    return sum(one.exposed for one in ranks.values()), sum(one.time for one in ranks.values())

@@ -96,17 +96,21 @@ class Columns:
 
     def _kinds_and_tracks(self, origin: NDArray[np.int32]) -> tuple[NDArray[np.int8], NDArray[np.int32]]:
         """Kind and track of each span. Tracks of threads are even and those of streams odd, since their ids may coincide."""
-        for category, process, thread in islice(self._origins, len(self._kind_of), None):
+        known = len(self._kind_of)
+        for category, process, thread in islice(self._origins, known, None) if len(self._origins) > known else ():
             code = CODE[KIND_OF_CATEGORY.get(category, "other")]
             self._kind_of.append(code)
             self._track_of.append(self._tracks[process, thread] * 2 + int(_ON_DEVICE[code]))
-        return np.array(self._kind_of, np.int8)[origin], np.array(self._track_of, np.int32)[origin]
+        # Only those of this batch become arrays: a file may have as many origins as events.
+        used, which = np.unique(origin, return_inverse=True)
+        kind, track = ([of[one] for one in used.tolist()] for of in (self._kind_of, self._track_of))
+        return np.array(kind, np.int8)[which], np.array(track, np.int32)[which]
 
     def _record_streams(self, track: NDArray[np.int32], arguments: Sequence[Arguments]) -> None:
         """Record stream and device of new tracks."""
-        for number in np.flatnonzero(np.bincount(track)).tolist():
+        for number, row in zip(*(column.tolist() for column in np.unique(track, return_index=True)), strict=True):
             if number % 2 and number not in self._streams:
-                first = arguments[int(np.argmax(track == number))]
+                first = arguments[row]
                 self._streams[number] = (_number(first.stream), _number(first.device))
 
     def _add_shapes(self, arguments: Sequence[Arguments]) -> None:

@@ -129,14 +129,31 @@ class Events:
         wanted[[CODE[kind] for kind in kinds]] = True
         return wanted[self.kind]
 
-    def by_name(self, value: Callable[[str], int]) -> Integers:
-        """`value` of each distinct name, to be indexed by `name`; never empty, so that index -1 is safe."""
-        return np.array([value(name) for name in self.names] or [0], np.int64)
+    def by_name(self, value: Callable[[str], int], *kinds: str, otherwise: int = 0) -> Integers:
+        """`value` of each distinct name, to be indexed by `name`; `otherwise` for names that no span of these kinds has, if any are
+        given. Never empty, so that index -1 is safe."""
+        found = np.full(max(len(self.names), 1), otherwise, np.int64)
+        names = self.names
+        at = self.names_of(*(kinds or KINDS))
+        found[at] = [value(names[one]) for one in at.tolist()]
+        return found
 
     def named(self, wanted: Callable[[str], bool], *kinds: str) -> NDArray[np.bool_]:
-        """Mask of the spans whose name satisfies `wanted`, of these kinds if any are given. Each distinct name is tested once."""
-        found = (self.by_name(wanted) > 0)[self.name]
+        """Mask of the spans whose name satisfies `wanted`, of these kinds if any are given. Each distinct name that they have is
+        tested once."""
+        found = (self.by_name(wanted, *kinds) > 0)[self.name]
         return found & self.of_kind(*kinds) if kinds else found
+
+    def names_of(self, *kinds: str) -> Integers:
+        """The distinct names that spans of these kinds have, as indices into `names`."""
+        return np.flatnonzero(self._has_kind[[CODE[kind] for kind in kinds]].any(axis=0))
+
+    @cached_property
+    def _has_kind(self) -> NDArray[np.bool_]:
+        """By kind and name: whether there is such a span."""
+        found = np.zeros((len(KINDS), max(len(self.names), 1)), np.bool_)
+        found[self.kind, self.name] = True
+        return found
 
 
 @dataclass(frozen=True)
@@ -241,6 +258,15 @@ class Profile:
     """Whether the file or its name gives the rank; otherwise it is the first unused number."""
     problems: tuple[str, ...] = ()
     """What could not be parsed, one sentence each, with file and byte."""
+
+
+    @property
+    def used_devices(self) -> tuple[Device, ...]:
+        """The devices that ran kernels, copies or sets; those that the file does not list have no name."""
+        tracks = np.unique(self.events.track[self.events.of_kind(*DEVICE_KINDS)]).tolist()
+        listed = {device.number: device for device in self.devices}
+        numbers = sorted({self.events.tracks[track].device for track in tracks})
+        return tuple(listed.get(number, Device(number, "", NONE, NONE)) for number in numbers)
 
 
 def row_of(sorted_events: NDArray[np.integer], event: Integers) -> Integers:

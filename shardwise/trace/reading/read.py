@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -131,9 +132,9 @@ def _header(text: bytes, where: str, problems: Problems) -> _Header:
     """The members before or after the events."""
     if not text:
         return _Header()
-    for attempt in (text, mend(text)):
+    for repaired in (bytes, mend):
         try:
-            return msgspec.json.decode(attempt, type=_Header)
+            return msgspec.json.decode(repaired(text), type=_Header)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
             continue
     problems.add(f"the text {where} its events is not JSON, so rank, groups and devices in it are unknown")
@@ -271,11 +272,12 @@ def _read_sequentially(
 ) -> None:
     """Read files one after the other."""
     sizes = [_size(path) for path in paths]
-    for number, path in enumerate(paths):
+    total, begun = sum(sizes), accumulate(sizes, initial=0)
+    for path, before in zip(paths, begun, strict=False):
 
-        def advance(done: int, before: int = sum(sizes[:number])) -> None:
+        def advance(done: int, before: int = before) -> None:
             if progress:
-                progress(before + done, sum(sizes))
+                progress(before + done, total)
 
         results[path] = _read(path, folder, advance, split=_cores() > 1)
 
@@ -289,7 +291,7 @@ def _read_in_parallel(
 ) -> None:
     """Read files in a process pool, the largest first."""
     sizes = {path: _size(path) for path in paths}
-    done = 0
+    done, total = 0, sum(sizes.values())
     try:
         with ProcessPoolExecutor(workers, _context()) as pool:
             waiting = {pool.submit(_read, path, folder): path for path in sorted(paths, key=lambda p: -sizes[p])}
@@ -298,7 +300,7 @@ def _read_in_parallel(
                 results[path] = future.result()
                 done += sizes[path]
                 if progress:
-                    progress(done, sum(sizes.values()))
+                    progress(done, total)
     except BrokenProcessPool:
         lost = [path for path in paths if path not in results]
         gone = "reading it was stopped from outside (is there enough memory?)"
@@ -344,12 +346,13 @@ def _one_per_rank(profiles: list[Profile]) -> tuple[tuple[Profile, ...], list[st
     """Profiles sorted by rank. A profile without a rank gets an unused one; of two with the same rank the first is used."""
     by_rank: dict[int, Profile] = {}
     problems = []
+    free = (n for n in range(len(profiles)) if n not in by_rank)
     for profile in sorted(profiles, key=lambda p: not p.rank_known):
         if profile.rank_known and profile.rank in by_rank:
             other = by_rank[profile.rank].path
             problems.append(f"{profile.path}: says it is rank {profile.rank}, as {other} does; it is left out")
             continue
-        rank = profile.rank if profile.rank_known else next(n for n in range(len(profiles)) if n not in by_rank)
+        rank = profile.rank if profile.rank_known else next(free)
         by_rank[rank] = replace(profile, rank=rank)
     return tuple(by_rank[rank] for rank in sorted(by_rank)), problems
 

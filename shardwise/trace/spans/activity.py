@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,18 +20,19 @@ from shardwise.trace.spans.intervals import Intervals, Nest, nest, self_time_seg
 
 CLASSES = ("compute", "communication", "copy")
 COMPUTE, COMMUNICATION, COPY = range(3)
+CATEGORIES_BY_NAME = ("matmul", "attention", "memory")
+"""What `category_of` may answer."""
 
-_ATTENTION = re.compile(r"flash|fmha|attention|softmax|sdpa|mha_", re.IGNORECASE)
+# Of names in lower case; the searched text is faster to lower than to compare without case.
+_ATTENTION = re.compile(r"flash|fmha|attention|softmax|sdpa|mha_")
 _MATMUL = re.compile(
     r"gemm|gemv|cutlass|cublas|nvjet|xmma|wgrad|dgrad|conv|cijk_|matmul|::(?:mm|bmm|addmm|baddbmm|linear|mkldnn_linear|mv|addmv)$"
-    r"|splitk|triton_\w*_mm_|(?:^|_)mm_",
-    re.IGNORECASE,
+    r"|splitk|triton_\w*_mm_|(?:^|_)mm_"
 )
 # Communication libraries, then kernels of inference and MoE libraries.
 _COMMUNICATING_KERNEL = re.compile(
     r"(?:^|[\s:_*])(?:nccl|rccl|oneccl|msccl|nvshmem)|deep_ep::|cross_device_reduce"
-    r"|(?:one|two)_?shot_?all_?reduce|multimem_\w*(?:reduce|gather)|allreduce_fusion_kernel|all_?reduce_?kernel",
-    re.IGNORECASE,
+    r"|(?:one|two)_?shot_?all_?reduce|multimem_\w*(?:reduce|gather)|allreduce_fusion_kernel|all_?reduce_?kernel"
 )
 _COMMUNICATING_OPERATOR = re.compile(
     r"(?:gloo|nccl|mpi|ucc|xccl):|_?c10d(?:_functional)?(?:_autograd)?::|record_param_comms$|symm_mem::"
@@ -73,6 +74,14 @@ class Activity:
     def name(self) -> NDArray[np.int32]:
         """Name of each row, into the events' names."""
         return self.profile.events.name[self.event]
+
+    @cached_property
+    def category(self) -> Integers:
+        """The ledger's category of each row by its name, into `CATEGORIES_BY_NAME`."""
+        names = self.profile.events.names
+        used, which = np.unique(self.name, return_inverse=True)
+        found = [CATEGORIES_BY_NAME.index(category_of(names[one])) for one in used.tolist()]
+        return np.array(found or [0], np.int64)[which.reshape(-1)]
 
     @cached_property
     def launch(self) -> Integers:
@@ -124,7 +133,8 @@ def activity_of(profile: Profile) -> Activity:
         kind = np.where(events.of_kind("kernel")[event], COMPUTE, COPY).astype(np.int8)
         kind[_communicating_kernels(profile)[event]] = COMMUNICATION
         return Activity(profile, False, event, events.start[event], events.end[event], kind)
-    comms, copies = events.named(_communicating_operator), events.named(_COPYING_OPERATOR.__contains__)
+    host = ("cpu_op", "annotation")
+    comms, copies = events.named(_communicating_operator, *host), events.named(_COPYING_OPERATOR.__contains__, *host)
     event = np.flatnonzero(host_work(events))
     span, start, end = self_time_segments(events.track[event], events.start[event], events.end[event])
     order = np.argsort(start, kind="stable")
@@ -136,7 +146,7 @@ def activity_of(profile: Profile) -> Activity:
 def host_work(events: Events) -> NDArray[np.bool_]:
     """Mask of the events that are work of the host: operators, and annotations of collectives."""
     # Labels of actions, phases and modules are recorded as operators, but their self time is not work.
-    label = events.named(lambda name: read_label(name) is not None and not _communicating_operator(name))
+    label = events.named(lambda name: read_label(name) is not None and not _communicating_operator(name), "cpu_op")
     return (events.of_kind("cpu_op") & ~label) | events.named(_communicating_operator, "annotation")
 
 
@@ -145,20 +155,28 @@ def blocking_calls(events: Events) -> Integers:
     return np.flatnonzero(events.named(lambda name: bool(_BLOCKING.search(name)) and "Async" not in name, "runtime"))
 
 
+@lru_cache(maxsize=1 << 16)
 def category_of(name: str) -> str:
     """The ledger's category of a compute kernel or operator, by its name: `attention`, `matmul` or `memory`."""
-    if _ATTENTION.search(name):
+    lower = name.lower()
+    if _ATTENTION.search(lower):
         return "attention"
-    return "matmul" if _MATMUL.search(name) else "memory"
+    return "matmul" if _MATMUL.search(lower) else "memory"
+
+
+@lru_cache(maxsize=1 << 16)
+def _communicating_kernel(name: str) -> bool:
+    return _COMMUNICATING_KERNEL.search(name.lower()) is not None
 
 
 def _communicating_kernels(profile: Profile) -> NDArray[np.bool_]:
     events = profile.events
-    result = events.named(lambda name: _COMMUNICATING_KERNEL.search(name) is not None)
+    result = events.named(_communicating_kernel, "kernel")
     result[profile.comm_params.event] = True
     return result & events.of_kind("kernel")
 
 
+@lru_cache(maxsize=1 << 16)
 def _communicating_operator(name: str) -> bool:
     """Whether an operator or annotation on the host is a collective."""
     found = read_label(name)

@@ -51,6 +51,39 @@ def total(intervals: Intervals) -> int:
     return int((intervals.end - intervals.start).sum())
 
 
+def covered(intervals: Intervals, time: Integers) -> Integers:
+    """How much of a set lies before each time. The difference of two such numbers is the set's length between the two times."""
+    if not len(intervals.start):
+        return np.zeros(len(time), np.int64)
+    before = np.concatenate(([0], np.cumsum(intervals.end - intervals.start)))
+    at = np.searchsorted(intervals.start, time, side="right")
+    last = np.maximum(at - 1, 0)
+    return before[at] - np.where(at > 0, np.maximum(intervals.end[last] - time, 0), 0)
+
+
+def clip(intervals: Intervals, start: int, end: int) -> Intervals:
+    """The part of a set between two times; takes as long as that part is large, however large the set is."""
+    low = int(np.searchsorted(intervals.end, start, side="right"))
+    high = max(int(np.searchsorted(intervals.start, end, side="left")), low)
+    return Intervals(np.maximum(intervals.start[low:high], start), np.minimum(intervals.end[low:high], end))
+
+
+def unions(group: Integers, start: Integers, end: Integers) -> tuple[Integers, Intervals]:
+    """The union of the intervals of each group: the group of every interval found, and the interval."""
+    moments = distinct(np.concatenate((start, end)))
+    base = group * len(moments)
+    found = union(np.searchsorted(moments, start) + base, np.searchsorted(moments, end) + base)
+    count = max(len(moments), 1)
+    return found.start // count, Intervals(moments[found.start % count], moments[found.end % count])
+
+
+def parts(group: NDArray[np.integer]) -> list[tuple[int, Integers]]:
+    """Each group that occurs, ascending, with the positions where it does."""
+    order = np.argsort(group, kind="stable")
+    first = np.flatnonzero(np.append(np.ones(min(len(order), 1), np.bool_), np.diff(group[order]) != 0))
+    return list(zip(group[order[first]].tolist(), np.split(order, first[1:]), strict=True)) if len(order) else []
+
+
 def join(*sets: Intervals) -> Intervals:
     """The union of sets."""
     return union(np.concatenate([s.start for s in sets]), np.concatenate([s.end for s in sets]))
@@ -152,6 +185,8 @@ def distinct(numbers: Integers) -> Integers:
 def nest(track: NDArray[np.integer], start: Integers, end: Integers) -> Nest:
     """The nesting of spans sorted by start, the longer first at equal starts. A span that outlasts its parent is cut at the end of
     the parent, as profilers draw it."""
+    if not len(start):
+        return Nest(start, start, start, start)
     moments = distinct(np.concatenate((start, end)))
     base = track.astype(np.int64) * len(moments)
     first, last = np.searchsorted(moments, start) + base, np.searchsorted(moments, end) + base

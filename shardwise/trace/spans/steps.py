@@ -49,25 +49,25 @@ class Selection:
 def find_steps(profile: Profile) -> tuple[Step, ...]:
     """The steps of a profile, by number. Of two with the same number the longer is used."""
     events = profile.events
-    number = events.by_name(lambda name: int(found[1]) if (found := _STEP.fullmatch(name)) else -1)[events.name]
+    number = events.by_name(
+        lambda name: int(found[1]) if (found := _STEP.fullmatch(name)) else -1,
+        "annotation", "gpu_annotation", otherwise=-1,
+    )[events.name]  # fmt: skip
     rows = np.flatnonzero((number >= 0) & events.of_kind("annotation"))
     if not len(rows):  # recorded without the host
         rows = np.flatnonzero((number >= 0) & events.of_kind("gpu_annotation"))
-    longest: dict[int, int] = {}
-    for row in rows.tolist():
-        step = int(number[row])
-        if step not in longest or events.duration[row] > events.duration[longest[step]]:
-            longest[step] = row
+    # Of each number the longest, and of equals the first.
+    rows = rows[np.lexsort((rows, -events.duration[rows], number[rows]))]
+    rows = rows[np.append(np.ones(min(len(rows), 1), np.bool_), np.diff(number[rows]) != 0)]
     first, last = _recorded(events)
     work = events.start[host_work(events)]
     if not len(work):
         work = events.start[events.of_kind(*DEVICE_KINDS)]
-    steps = []
-    for step, row in sorted(longest.items()):
-        start, end = int(events.start[row]), int(events.end[row])
-        holds_work = np.searchsorted(work, start) < np.searchsorted(work, end)
-        steps.append(Step(step, start, end, bool(first <= start < end <= last and holds_work)))
-    return tuple(steps)
+    start, end = events.start[rows], events.end[rows]
+    holds_work = np.searchsorted(work, start) < np.searchsorted(work, end)
+    complete = (first <= start) & (start < end) & (end <= last) & holds_work
+    columns = (number[rows].tolist(), start.tolist(), end.tolist(), complete.tolist())
+    return tuple(map(Step, *columns))
 
 
 def _recorded(events: Events) -> tuple[int, int]:

@@ -1,0 +1,81 @@
+"""Odd but legal profiles take time in proportion to their events, and at most three times that of a usual profile with as many."""
+
+from __future__ import annotations
+
+import io
+import json
+import resource
+import statistics
+from argparse import Namespace
+from functools import cache
+from pathlib import Path
+
+import odd_traces
+import pytest
+from odd_traces import ODD, PER_RANK, RANK_COSTS, Writer
+
+from shardwise.cli.trace_read import read_and_explain, write_page
+from shardwise.ledger import as_dict
+from shardwise.report import terminal_trace
+from shardwise.report.terminal import Console
+from shardwise.trace.export import as_json
+
+SMALL, LARGE = 6_000, (60_000, 240_000)
+MOST = 3.0
+ARGUMENTS = Namespace(
+    no_cache=True, cache=None, chip=None, dtype="bfloat16", from_step=None, to_step=None, all_events=False
+)
+
+
+def used() -> float:
+    """CPU seconds of this process and of its children so far."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def explain(folder: Path, page: bool = False) -> float:
+    """CPU seconds to read, explain, print and write as JSON, and as a page if asked for."""
+    begun = used()
+    explained = read_and_explain([folder], ARGUMENTS)
+    json.dumps(as_json(explained.answers))
+    console = Console(file=io.StringIO(), width=120)
+    for part in terminal_trace.sections(as_dict(explained.answers)):
+        console.print(part)
+    if page:
+        write_page(explained, None, str(folder / "page.html"), 10)
+    return used() - begun
+
+
+def seconds(folder: Path, make: Writer, count: int, rounds: int = 3, page: bool = False) -> float:
+    """The median of some rounds."""
+    folder.mkdir()
+    make(folder, count)
+    return statistics.median(explain(folder, page) for _ in range(rounds))
+
+
+def plain_events(make: Writer, count: int) -> int:
+    """Events of the usual profile that an odd one is compared with."""
+    return count + (count // PER_RANK * RANK_COSTS if make is odd_traces.many_ranks else 0)
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """CPU seconds of a usual profile with so many events, measured once for each number; everything is imported by then."""
+    folder = tmp_path_factory.mktemp("plain")
+    seconds(folder / "first", odd_traces.plain, 2000, 2, page=True)
+    return cache(lambda count, page=False: seconds(folder / f"{count} {page}", odd_traces.plain, count, page=page))
+
+
+@pytest.mark.parametrize("make", ODD, ids=lambda make: make.__name__)
+def test_an_odd_profile_takes_no_longer_than_three_usual_ones(make: Writer, usual, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    took, plain = seconds(tmp_path / "odd", make, SMALL), usual(plain_events(make, SMALL))
+    assert took <= MOST * plain, f"{took:.2f} s, a usual profile {plain:.2f} s"
+
+
+@pytest.mark.large("growth: what is quadratic, but hidden by a small constant at the small tier's sizes; the page, too")
+@pytest.mark.parametrize("make", ODD, ids=lambda make: make.__name__)
+def test_time_grows_with_the_events(make: Writer, usual, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    small, large = (seconds(tmp_path / str(count), make, count, 1, page=True) for count in LARGE)
+    assert large <= 1.6 * LARGE[1] / LARGE[0] * small, f"{LARGE[0]} events: {small:.2f} s, {LARGE[1]}: {large:.2f} s"
+    plain = usual(plain_events(make, LARGE[1]), True)
+    assert large <= MOST * plain, f"{large:.2f} s, a usual profile {plain:.2f} s"
