@@ -166,8 +166,8 @@ def _launch_interval(activity: Activity, rows: Integers) -> int:
 
 
 def categories(rank: Rank) -> dict[str, int]:
-    """Nanoseconds in each of the ledger's categories within the windows, and in those of process groups that belong to no axis of the
-    ledger. Every moment has exactly one category, so they add up to the span. Priority: compute, exposed communication by axis,
+    """Nanoseconds in each of the ledger's categories within the windows, and in those of process groups that belong to no axis of
+    the ledger. Every moment has exactly one category, so they add up to the span. Priority: compute, exposed communication by axis,
     copies, idle time by cause."""
     found = dict.fromkeys(CATEGORIES, 0)
     left = rank.windows
