@@ -6,10 +6,9 @@ import argparse
 import gc
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.options import at_least, new_file
+from shardwise.cli.options import at_least, new_file, write_file
 from shardwise.hardware.chips import unknown_chip
 from shardwise.run import AXES, Problem, UserError, counted, read_planned, to_dict, to_toml
 
@@ -87,7 +86,7 @@ def _execute(args: argparse.Namespace) -> int:
 
         write_chrome_trace({"plan: pipeline rank": timeline(best.job)}, args.trace)
     if args.html:
-        Path(args.html).write_bytes(_page(best, found, left_open).encode())
+        write_file(args.html, _page(best, found, left_open).encode())
     if args.pick:
         _write_run(best, args)
     elif args.json:
@@ -115,7 +114,7 @@ def _write_run(best: Plan, args: argparse.Namespace) -> None:
     said = f"# row {args.pick} of the layouts for {args.run or 'these keys'}: {step} a step, {memory} on the fullest rank\n"
     text = json.dumps(to_dict(best.run), indent=1) + "\n" if args.json else said + to_toml(best.run)
     if args.out:
-        Path(args.out).write_text(text, encoding="utf-8")
+        write_file(args.out, text.encode())
     else:
         print(text, end="")
 
