@@ -162,7 +162,7 @@ def figures(best: Plan) -> list[tuple[str, str, str]]:
         saved = f"with {saved} (train.checkpoint_every = {steps})"
     return [
         ("model", run.model.preset or "custom", size),
-        ("devices", f"{lay.world} {chip}", f"{memory.capacity / GIB:.1f} GiB usable on each"),
+        ("devices", f"{lay.world} {chip}", f"{memory.capacity / GIB:.1f} GiB usable on each{_unfilled(best)}"),
         ("layout", sizes, ", ".join(extra)),
         ("memory", f"{memory.peak / GIB:.1f} GiB", f"on the fullest rank: {fits}"),
         ("step", words.seconds(account.step_seconds), f"80% interval: {words.seconds(best.low)} to {words.seconds(best.high)}"),
@@ -174,6 +174,15 @@ def figures(best: Plan) -> list[tuple[str, str, str]]:
          f"goodput {words.percent(cost.goodput)}, {cost.failures:.1f} failures expected"),
         ("cost", words.price(cost.usd), f"{hourly}; {words.count(cost.kwh)} kWh; {saved}"),
     ]  # fmt: skip
+
+
+def _unfilled(best: Plan) -> str:
+    """A clause for a layout that leaves devices of its machines idle."""
+    cluster = best.job.cluster
+    usual = cluster.chip.devices_per_node
+    if cluster.chip.name == "cpu" or cluster.per_node >= usual:
+        return ""
+    return f"; {cluster.per_node} of the {usual} in a machine: --layout=auto finds the best layout for all of them"
 
 
 def _columns(*, several: bool) -> list[Any]:

@@ -279,12 +279,13 @@ def batch_rules(run: Run) -> Iterator[Rule]:
         ))
     axes = tuple(f"layout.{axis}" for axis in RANK_AXES)
     uneven = (each == -(-world // nodes)) & (world % nodes > 0)
+    fills = '; layout = "auto" finds a layout that fills the machines'
     yield Rule(uneven, "cluster.nodes", ("cluster.devices_per_node", *axes), lambda: (
-        f"{counted(world, 'rank')} of the layout cannot be spread evenly over {counted(nodes, 'node')}"
+        f"{counted(world, 'rank')} of the layout cannot be spread evenly over {counted(nodes, 'node')}{fills}"
     ))
     yield Rule((uneven == 0) & (nodes * each != world), "cluster.devices_per_node", ("cluster.nodes", *axes), lambda: (
         f"{counted(nodes, 'node')} x {counted(each, 'device')} are not the {counted(world, 'rank')} of the layout (replicate x "
-        f"shard x context x tensor x pipeline)"
+        f"shard x context x tensor x pipeline){fills}"
     ))
 
 
