@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cli.options import write_file
 from shardwise.run import Problem, Run, UserError, counted
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def _finish(args: argparse.Namespace, profile: Profile) -> None:
     from shardwise.hardware.profile import dump_profile
 
     content = dump_profile(profile)
-    Path(args.out).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_file(args.out, (json.dumps(content, indent=1) + "\n").encode())
     if args.quiet:
         return
     if args.json:

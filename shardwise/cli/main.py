@@ -115,7 +115,9 @@ def missing_part(error: ModuleNotFoundError) -> str | None:
 def _memory(error: Exception) -> str | None:
     """The message of an out-of-memory error; None for any other error. PyTorch has a class for GPUs, and none for CPUs."""
     full = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    if not full and "can't allocate memory" not in str(error):
+    if not full and not any(
+        text in str(error) for text in ("can't allocate memory", "Storage size calculation overflowed")
+    ):
         return None
     found = re.search(r"(?:allocate|Unable to allocate) ([\d.]+ \w+)", str(error))
     amount = f" for another {found[1]}" if found else ""

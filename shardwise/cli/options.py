@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from shardwise.run.problems import Problem, UserError
+
 
 def at_least(least: float, kind: type[int] | type[float] = int) -> Callable[[str], int | float]:
     """A number that is not below `least`."""
@@ -30,3 +32,11 @@ def new_file(text: str) -> str:
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f'there is no folder "{path.parent}" to write "{path.name}" to')
     return text
+
+
+def write_file(path: str | Path, content: bytes) -> None:
+    """Write a file that the user named. Where a disk is full, Python's own error does not say which file it was."""
+    try:
+        Path(path).write_bytes(content)
+    except OSError as e:
+        raise UserError(Problem(f"cannot be written: {e.strerror or e}", where=str(path))) from None

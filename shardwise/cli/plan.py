@@ -6,10 +6,9 @@ import argparse
 import gc
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.options import at_least, new_file
+from shardwise.cli.options import at_least, new_file, write_file
 from shardwise.hardware.chips import unknown_chip
 from shardwise.run import AXES, Problem, UserError, counted, read_planned, to_dict, to_toml
 
@@ -87,7 +86,7 @@ def _execute(args: argparse.Namespace) -> int:
 
         write_chrome_trace({"plan: pipeline rank": timeline(best.job)}, args.trace)
     if args.html:
-        Path(args.html).write_bytes(_page(best, found, left_open).encode())
+        write_file(args.html, _page(best, found, left_open).encode())
     if args.pick:
         _write_run(best, args)
     elif args.json:
@@ -115,7 +114,7 @@ def _write_run(best: Plan, args: argparse.Namespace) -> None:
     said = f"# row {args.pick} of the layouts for {args.run or 'these keys'}: {step} a step, {memory} on the fullest rank\n"
     text = json.dumps(to_dict(best.run), indent=1) + "\n" if args.json else said + to_toml(best.run)
     if args.out:
-        Path(args.out).write_text(text, encoding="utf-8")
+        write_file(args.out, text.encode())
     else:
         print(text, end="")
 
@@ -163,7 +162,7 @@ def figures(best: Plan) -> list[tuple[str, str, str]]:
         saved = f"with {saved} (train.checkpoint_every = {steps})"
     return [
         ("model", run.model.preset or "custom", size),
-        ("devices", f"{lay.world} {chip}", f"{memory.capacity / GIB:.1f} GiB usable on each"),
+        ("devices", f"{lay.world} {chip}", f"{memory.capacity / GIB:.1f} GiB usable on each{_unfilled(best)}"),
         ("layout", sizes, ", ".join(extra)),
         ("memory", f"{memory.peak / GIB:.1f} GiB", f"on the fullest rank: {fits}"),
         ("step", words.seconds(account.step_seconds), f"80% interval: {words.seconds(best.low)} to {words.seconds(best.high)}"),
@@ -175,6 +174,15 @@ def figures(best: Plan) -> list[tuple[str, str, str]]:
          f"goodput {words.percent(cost.goodput)}, {cost.failures:.1f} failures expected"),
         ("cost", words.price(cost.usd), f"{hourly}; {words.count(cost.kwh)} kWh; {saved}"),
     ]  # fmt: skip
+
+
+def _unfilled(best: Plan) -> str:
+    """A clause for a layout that leaves devices of its machines idle."""
+    cluster = best.job.cluster
+    usual = cluster.chip.devices_per_node
+    if cluster.chip.name == "cpu" or cluster.per_node >= usual:
+        return ""
+    return f"; {cluster.per_node} of the {usual} in a machine: --layout=auto finds the best layout for all of them"
 
 
 def _columns(*, several: bool) -> list[Any]:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from shardwise.cli.options import write_file
 from shardwise.ledger import Timeline, as_dict
 from shardwise.run import UserError
 
@@ -120,7 +121,7 @@ def write_page(explained: Explained, comparison: Comparison | None, path: str, w
     name = first.parent.parent.name if first.parent.name == "ranks" else first.parent.name or first.stem
     devices = sorted({device for device in answers.devices.values() if device})
     remark = f"{len(answers.seen)} of {answers.world} ranks" + (f" on {', '.join(devices)}" if devices else "")
-    Path(path).write_bytes(html.page(f"Profile of {name}", sections, remark).encode())
+    write_file(path, html.page(f"Profile of {name}", sections, remark).encode())
 
 
 def close_up(explained: Explained) -> Timeline | None:

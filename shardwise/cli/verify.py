@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.cli.options import at_least, new_file
+from shardwise.cli.options import at_least, new_file, write_file
 from shardwise.hardware.chips import unknown_chip
 from shardwise.run import Run, UserError, counted, read_planned, read_run
 
@@ -119,7 +119,7 @@ def _show(verdicts: list[Verdict], args: argparse.Namespace) -> int:
         from shardwise.report import html
 
         sections = [html.comparison_table(differences, shown), html.notes(_sentences(verdicts, worst, args.left_open))]
-        Path(args.html).write_bytes(html.page("Plan against run", sections).encode())
+        write_file(args.html, html.page("Plan against run", sections).encode())
     if args.json:
         print(json.dumps(as_dict(verdicts, tolerance)))
         return answer(agrees)

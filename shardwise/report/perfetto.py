@@ -51,8 +51,12 @@ def chrome_trace(timelines: Mapping[str, Timeline]) -> Iterator[str]:
 def write_chrome_trace(timelines: Mapping[str, Timeline], path: str | Path) -> None:
     """Write the trace to a file; gzipped if its name ends in .gz, which Perfetto opens directly."""
     opened = gzip.open if Path(path).suffix == ".gz" else open
-    with opened(path, "wt", encoding="utf-8") as file:
-        file.writelines(chrome_trace(timelines))
+    try:
+        with opened(path, "wt", encoding="utf-8") as file:
+            file.writelines(chrome_trace(timelines))
+    except OSError as e:
+        e.filename = e.filename or str(path)  # a full disk does not say which file it was
+        raise
 
 
 def _events(timelines: Mapping[str, Timeline]) -> Iterator[str]:

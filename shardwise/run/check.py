@@ -36,10 +36,17 @@ class Rule(NamedTuple):
     reason: Callable[[], str]
 
 
+MOST_ELEMENTS, MOST_TOKENS = 2**58, 2**48
+"""What a tensor may hold, so that its bytes can be counted in 64 bits; and a step."""
+
+
 def broken_rules(run: Run) -> Iterator[Broken]:
     """Every rule the resolved run breaks."""
     laid_out = _search_rules(run) if run.layout.auto else chain(layout_rules(run), batch_rules(run))
-    for rule in chain(_model_rules(run), laid_out, _train_rules(run), fp8_rules(run), _data_rules(run)):
+    own = chain(
+        _model_rules(run), _size_rules(run), _train_rules(run), fp8_rules(run), _data_rules(run), _cluster_rules(run)
+    )
+    for rule in chain(laid_out, own):
         if rule.broken:
             yield Broken(rule.key, rule.others, rule.reason())
 
@@ -111,6 +118,27 @@ def _model_rules(run: Run) -> Iterator[Rule]:
     length = run.train.seq_len
     yield Rule(m.position == "learned" and length > m.max_positions, "train.seq_len", ("model.max_positions",),
                lambda: f"{length} is longer than the learned table of model.max_positions = {m.max_positions}")
+
+
+def _size_rules(run: Run) -> Iterator[Rule]:
+    """What is larger than a tensor or a count can be."""
+    m, train = run.model, run.train
+    widths = {
+        "model.ffn": m.ffn, "model.vocab": m.vocab, "model.heads": m.heads * max(m.head_dim, m.value_dim),
+        "model.experts": m.experts * m.expert_ffn * max(1, m.shared_experts), "model.max_positions": m.max_positions,
+    }
+    for name, width in widths.items():
+        reason = partial("{:,} x {:,} ({}) has more than 2^58 elements: no tensor has so many".format, m.hidden, width, name)
+        yield Rule(m.hidden * width > MOST_ELEMENTS, "model.hidden", (name,), reason)
+    yield Rule(train.global_batch * train.seq_len > MOST_TOKENS, "train.global_batch", ("train.seq_len",), lambda: (
+        f"{train.global_batch:,} x train.seq_len = {train.seq_len:,} are more than 2^48 tokens a step, and nobody has as many"
+    ))
+
+
+def _cluster_rules(run: Run) -> Iterator[Rule]:
+    for name in ("hbm_gbs", "intra_gbs", "inter_gbs", "power_w"):
+        reason = partial("{:g} is too small to be true; 0 stands for what is usual".format, getattr(run.cluster, name))
+        yield Rule(0 < getattr(run.cluster, name) < 1e-3, f"cluster.{name}", (), reason)
 
 
 def _expert_rules(run: Run) -> Iterator[Rule]:
@@ -251,11 +279,13 @@ def batch_rules(run: Run) -> Iterator[Rule]:
         ))
     axes = tuple(f"layout.{axis}" for axis in RANK_AXES)
     uneven = (each == -(-world // nodes)) & (world % nodes > 0)
-    yield Rule(uneven, "cluster.nodes", ("cluster.devices_per_node", *axes),
-               lambda: f"{counted(world, 'rank')} of the layout cannot be spread evenly over {counted(nodes, 'node')}")
+    fills = '; layout = "auto" finds a layout that fills the machines'
+    yield Rule(uneven, "cluster.nodes", ("cluster.devices_per_node", *axes), lambda: (
+        f"{counted(world, 'rank')} of the layout cannot be spread evenly over {counted(nodes, 'node')}{fills}"
+    ))
     yield Rule((uneven == 0) & (nodes * each != world), "cluster.devices_per_node", ("cluster.nodes", *axes), lambda: (
         f"{counted(nodes, 'node')} x {counted(each, 'device')} are not the {counted(world, 'rank')} of the layout (replicate x "
-        f"shard x context x tensor x pipeline)"
+        f"shard x context x tensor x pipeline){fills}"
     ))
 
 

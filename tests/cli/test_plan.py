@@ -193,3 +193,17 @@ def test_axes_that_leave_the_machine_are_marked(run_file: Path, capsys: pytest.C
     assert "$95.68 an hour" in shown
     assert main(["plan", str(run_file), "--cluster.chip=h20"]) == 0
     assert "no price known: set cluster.price" in " ".join(capsys.readouterr().out.split())
+
+
+def test_ranks_that_do_not_fill_the_machines_are_told_of_the_search(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["--cluster.nodes=5"], ["--cluster.devices_per_node=16"]):
+        assert main(["plan", str(run_file), *words]) == 2
+        assert 'layout = "auto" finds a layout that fills the machines' in capsys.readouterr().err
+    few = ["plan", "--model.preset=llama3-1b", "--cluster.chip=h100", "--layout.shard=2"]
+    main(few)
+    told = "2 of the 8 in a machine: --layout=auto finds the best layout for all of them"
+    assert told in " ".join(capsys.readouterr().out.split())
+    main([*few, "--layout.shard=8"])
+    assert "--layout=auto" not in capsys.readouterr().out
