@@ -156,7 +156,9 @@ def show(comparison: Comparison, passed: bool, args: argparse.Namespace) -> None
         table = Table(box=None, padding=(0, 1), header_style="dim")
         for name in ("kernel", "module", "calls", "", "time a step", "", "change"):
             text = name in ("kernel", "module")
-            table.add_column(name, justify="left" if text else "right", no_wrap=not text, max_width=44 if text else None)
+            table.add_column(
+                name, justify="left" if text else "right", no_wrap=not text, max_width=44 if text else None
+            )
         shown = comparison.kernels[:SHOWN]
         names = trace_view.short_kernels([(one.after or one.before)[0] for one in shown], 44)
         for one, name in zip(shown, names, strict=True):

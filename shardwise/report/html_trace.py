@@ -209,7 +209,9 @@ def kernels(explained: Explained) -> Section:
             cell(words.seconds(row["total"] / divisor / 1e9), "n"),
             cell(words.percent(row["share"]), "n"),
         ]
-        for row, name in zip(rows, trace_view.short_kernels([row["name"] for row in rows[:MOST_ROWS]], 90), strict=False)
+        for row, name in zip(
+            rows, trace_view.short_kernels([row["name"] for row in rows[:MOST_ROWS]], 90), strict=False
+        )
     ]
     heads = ["kernel", "kind", "calls", "each", "longest", "time", "share"]
     remark = "Per step and rank, longest first; without a device, operators by self time."

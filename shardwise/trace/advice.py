@@ -10,7 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from shardwise.trace.advice_idle import Advice, data_stall, host_bound, idle_device, launch_time, milliseconds, synchronisation
+from shardwise.trace.advice_idle import (
+    Advice,
+    data_stall,
+    host_bound,
+    idle_device,
+    launch_time,
+    milliseconds,
+    synchronisation,
+)
 from shardwise.trace.answers import Explanation, Finding
 from shardwise.trace.comms.describe import UNKNOWN
 
@@ -242,9 +250,7 @@ def recompute(answers: Explanation) -> Advice | None:
         return None
     most = sorted(answers.modules.rows, key=lambda m: -m.passes.get("recompute", 0))[:3]
     evidence = [f"{total / everything:.0%} of device time is recompute of activations"]
-    evidence += [
-        f"{m.module}: {milliseconds(answers.per_step(m.passes['recompute']))} a step and rank" for m in most
-    ]
+    evidence += [f"{m.module}: {milliseconds(answers.per_step(m.passes['recompute']))} a step and rank" for m in most]
     advice = "if memory allows, recompute less: only attention, or only some layers"
     return Advice(answers.per_step(total), "Recompute takes time", advice, evidence, answers.seen)
 

@@ -118,7 +118,10 @@ def idle_device(answers: Explanation) -> Advice | None:
     why, advice = _WHAT_TO_DO[cause]
     who = "device" if answers.launches or any(answers.devices.values()) else "host"
     if who == "host" and cause == "host":
-        why, advice = "its threads were outside of operators", "look at the program's own Python: data, logging, waiting for others"
+        why, advice = (
+            "its threads were outside of operators",
+            "look at the program's own Python: data, logging, waiting for others",
+        )
     evidence = [
         f"the {who} is idle {milliseconds(everything)} a step, {everything / answers.step_time:.0%} of it",
         f"{milliseconds(times[cause])} of that: {why}",

@@ -35,7 +35,6 @@ from shardwise.trace.spans.steps import break_down
 from shardwise.trace.stragglers import stragglers
 from shardwise.trace.timeline import memory, timeline
 
-
 UNNAMED_DEVICE = "a GPU that the profile does not name"
 
 

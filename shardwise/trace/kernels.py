@@ -169,7 +169,9 @@ def flops_of_ranks(ranks: Mapping[int, Rank], peak: float) -> tuple[Flops, dict[
 def _known_share(rank: Rank, counted: Integers) -> float:
     """Share of the time of GEMM and attention kernels that counted operators launched."""
     activity, events = rank.activity, rank.profile.events
-    rows = np.flatnonzero(rank.rows & (activity.kind == COMPUTE) & (activity.category != CATEGORIES_BY_NAME.index("memory")))
+    rows = np.flatnonzero(
+        rank.rows & (activity.kind == COMPUTE) & (activity.category != CATEGORIES_BY_NAME.index("memory"))
+    )
     length = (activity.end - activity.start)[rows]
     if not int(length.sum()):
         return 1.0

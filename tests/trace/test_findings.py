@@ -163,7 +163,9 @@ def test_every_rule_is_tried_and_ranked() -> None:
 def test_figures_are_of_one_step(rule: advice.Rule, given: dict[str, Any], gain: int) -> None:
     """Six steps of the same say what one of them says: no figure of the evidence is a sum over steps."""
     one = advice.finding(rule, answers(**given))
-    six = advice.finding(rule, answers(**{name: _six_times(value) for name, value in given.items()}, steps=tuple(range(6))))
+    six = advice.finding(
+        rule, answers(**{name: _six_times(value) for name, value in given.items()}, steps=tuple(range(6)))
+    )
     assert one is not None
     assert six is not None
     assert [line for line in six.evidence if "in all steps" not in line] == [
@@ -180,7 +182,9 @@ def _six_times(value: Any) -> Any:
     if isinstance(value, Modules):
         return replace(value, rows=_six_times(value.rows))
     if isinstance(value, LaunchQueue):
-        return replace(value, **{name: 6 * getattr(value, name) for name in ("launches", "late", "short", "short_gaps")})
+        return replace(
+            value, **{name: 6 * getattr(value, name) for name in ("launches", "late", "short", "short_gaps")}
+        )
     if isinstance(value, CommTime):
         return CommTime(*(6 * getattr(value, name) for name in CommTime.__dataclass_fields__))
     if isinstance(value, AxisTime):

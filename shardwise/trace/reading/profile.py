@@ -259,7 +259,6 @@ class Profile:
     problems: tuple[str, ...] = ()
     """What could not be parsed, one sentence each, with file and byte."""
 
-
     @property
     def used_devices(self) -> tuple[Device, ...]:
         """The devices that ran kernels, copies or sets; those that the file does not list have no name."""
