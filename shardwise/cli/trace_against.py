@@ -163,7 +163,8 @@ def show(comparison: Comparison, passed: bool, args: argparse.Namespace) -> None
         names = trace_view.short_kernels([(one.after or one.before)[0] for one in shown], 44)
         for one, name in zip(shown, names, strict=True):
             table.add_row(
-                terminal.Name(terminal.safe(name)), terminal.Name(terminal.safe(one.module)), f"{one.calls_before:.1f}", f"{one.calls_after:.1f}",
+                terminal.Name(terminal.safe(name)), terminal.Name(terminal.safe(one.module)),
+                f"{one.calls_before:.1f}", f"{one.calls_after:.1f}",
                 words.seconds(one.time_before / 1e9), words.seconds(one.time_after / 1e9),
                 f"{'+' if one.change > 0 else '-'}{words.seconds(abs(one.change) / 1e9)}",
             )  # fmt: skip

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
 from statistics import fmean
 from typing import Any
 
@@ -188,8 +187,8 @@ _NOISE = re.compile(
 
 
 def short_kernels(names: Sequence[str], most: int) -> list[str]:
-    """Names of kernels without namespaces and parameters, each of at most so many characters. Names that differ stay different: what
-    they have in common is left out, else they are numbered."""
+    """Names of kernels without namespaces and parameters, each of at most so many characters. Names that differ stay different:
+    what they have in common is left out, else they are numbered."""
     plain = [_plain_kernel(name) for name in names]
     found = [words.shortened(name, most) for name in plain]
     alike: dict[str, dict[str, int]] = {}
@@ -216,12 +215,17 @@ def _plain_kernel(name: str) -> str:
 
 def _told_apart(name: str, others: Sequence[str], most: int) -> str:
     """A name's beginning, then what follows from a little before the first character in which it differs from another."""
-    differs = max((len(commonprefix((name, other))) for other in others if other != name), default=0)
+    differs = max((_common(name, other) for other in others if other != name), default=0)
     head = most // 3
     room = most - head - 1
     begin = max(head, min(differs - 4, len(name) - room))
     part = name[begin:]
     return name[:head] + ("…" if begin > head else "") + (part if len(part) <= room else part[: room - 1] + "…")
+
+
+def _common(one: str, other: str) -> int:
+    """Characters with which both begin."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def memory_curves(explained: Explained, most: int = 8) -> list[tuple[int, Mapping[str, Any]]]:

@@ -23,7 +23,7 @@ def job(on_device: bool) -> list[str]:
 
 def ranks_figure(folder: Path, before: str, on_device: bool) -> tuple[str, str]:
     answers = explained(folder, {0: (before, job(on_device))})
-    return answers.devices[0], dict((name, note) for name, _, note in trace_view.figures(as_dict(answers)))["ranks"]
+    return answers.devices[0], {name: note for name, _, note in trace_view.figures(as_dict(answers))}["ranks"]
 
 
 def test_kernels_without_a_list_of_devices_are_of_a_device(tmp_path: Path) -> None:
