@@ -147,7 +147,7 @@ def show(comparison: Comparison, passed: bool, args: argparse.Namespace) -> None
     from rich.console import Console
     from rich.table import Table
 
-    from shardwise.report import terminal, words
+    from shardwise.report import terminal, trace_view, words
 
     console = Console()
     console.print()
@@ -157,16 +157,14 @@ def show(comparison: Comparison, passed: bool, args: argparse.Namespace) -> None
         for name in ("kernel", "module", "calls", "", "time a step", "", "change"):
             text = name in ("kernel", "module")
             table.add_column(
-                name,
-                justify="left" if text else "right",
-                no_wrap=True,
-                overflow="ellipsis",
-                max_width=28 if text else None,
+                name, justify="left" if text else "right", no_wrap=not text, max_width=44 if text else None
             )
-        for one in comparison.kernels[:SHOWN]:
-            name = (one.after or one.before)[0]
+        shown = comparison.kernels[:SHOWN]
+        names = trace_view.short_kernels([(one.after or one.before)[0] for one in shown], 44)
+        for one, name in zip(shown, names, strict=True):
             table.add_row(
-                name, one.module, f"{one.calls_before:.1f}", f"{one.calls_after:.1f}",
+                terminal.Name(terminal.safe(name)), terminal.Name(terminal.safe(one.module)),
+                f"{one.calls_before:.1f}", f"{one.calls_after:.1f}",
                 words.seconds(one.time_before / 1e9), words.seconds(one.time_after / 1e9),
                 f"{'+' if one.change > 0 else '-'}{words.seconds(abs(one.change) / 1e9)}",
             )  # fmt: skip

@@ -13,7 +13,6 @@ from shardwise.report import colors, pick, words
 
 WIDE = 1024
 MOST_BARS = 64
-MOST_ACTIONS = 96
 
 
 def swatch(color: str) -> str:
@@ -204,31 +203,40 @@ def memory_lines(curves: Sequence[tuple[int, Mapping[str, Any]]]) -> tuple[str, 
 
 
 def action_order(step: Mapping[str, Any]) -> str:
-    """A row for each rank of a pipeline: its actions in the order it executed them, coloured by pass."""
+    """A row for each rank of a pipeline: its actions when it executed them, coloured by pass; the gaps are its bubble."""
     left, high, gap, right = 66, 24, 5, 92
     rows = list(step["ranks"].items())
-    most = max((len(rank["actions"]) for _, rank in rows), default=0)
-    shown = min(most, MOST_ACTIONS)
-    wide = (WIDE - left - right) / max(1, shown)
+    room, length = WIDE - left - right, max(1, step["window"])
     drawn = []
     for at, (rank, row) in enumerate(rows):
         y = at * (high + gap)
         drawn.append(f'<text class="quiet" x="0" y="{y + 16}">rank {rank}</text>')
-        for place, action in enumerate(row["actions"][:shown]):
+        drawn.append(
+            f'<rect class="idle" x="{left}" y="{y + high - 1}" width="{room}" height="1" fill="{colors.UNKNOWN}"/>'
+        )
+        # Actions too short to see are left out, so that a page of many microbatches stays small.
+        seen = 0.0
+        for action, (start, end) in zip(row["actions"], row["times"], strict=False):
+            x, wide = left + start / length * room, (end - start) / length * room
+            if x + wide < seen + 0.4:
+                continue
+            seen = x + wide
             color = colors.PASS.get(pick.pass_of_action(action), colors.UNKNOWN)
-            x = left + place * wide
-            drawn.append(_rect(x, y, max(0.5, wide - 1), high, color, f"rank {rank}: {action}"))
+            # A hairline between neighbours, but no more than a fifth of an action: what is wider is a gap.
+            width = max(0.4, wide - min(1, wide / 5))
+            drawn.append(
+                _rect(x, y, width, high, color, f"rank {rank}: {action}, {words.seconds((end - start) / 1e9)}")
+            )
             text = action if wide > 34 else action[1:].partition(".")[2] if wide > 15 else ""
             if text:
                 ink = colors.ink_on(color)
-                centre = x + wide / 2
                 style = f"fill:{ink};pointer-events:none;font-size:11px"
                 drawn.append(
-                    f'<text x="{centre:.1f}" y="{y + 16}" text-anchor="middle" style="{style}">{escape(text)}</text>'
+                    f'<text x="{x + wide / 2:.1f}" y="{y + 16}" text-anchor="middle" style="{style}">{escape(text)}</text>'
                 )
         bubble = words.percent(row["bubble"] / step["window"]) if step["window"] else words.DASH
         drawn.append(f'<text x="{WIDE}" y="{y + 16}" text-anchor="end">{bubble} bubble</text>')
-    return _svg(len(rows) * (high + gap), "Actions of each pipeline rank in order", drawn)
+    return _svg(len(rows) * (high + gap), "Actions of each pipeline rank over time", drawn)
 
 
 def _scale(values: Sequence[float], unit: float, start: float, end: float) -> tuple[Any, list[float]]:

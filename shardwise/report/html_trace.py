@@ -201,7 +201,7 @@ def kernels(explained: Explained) -> Section:
     divisor = trace_view.steps_of(explained) * max(1, len(explained["seen"]))
     lines = [
         [
-            f'<td data-tip="{escape(row["name"][:300])}">{escape(trace_view.short_kernel(row["name"]))}</td>',
+            f'<td data-tip="{escape(row["name"][:300])}">{escape(name)}</td>',
             cell(row["kind"], "quiet"),
             cell(words.count(round(calls)) if (calls := row["count"] / divisor) >= 1 else f"{calls:.2f}", "n"),
             cell(words.seconds(row["total"] / row["count"] / 1e9) if row["count"] else words.DASH, "n quiet"),
@@ -209,7 +209,9 @@ def kernels(explained: Explained) -> Section:
             cell(words.seconds(row["total"] / divisor / 1e9), "n"),
             cell(words.percent(row["share"]), "n"),
         ]
-        for row in rows[:MOST_ROWS]
+        for row, name in zip(
+            rows, trace_view.short_kernels([row["name"] for row in rows[:MOST_ROWS]], 90), strict=False
+        )
     ]
     heads = ["kernel", "kind", "calls", "each", "longest", "time", "share"]
     remark = "Per step and rank, longest first; without a device, operators by self time."

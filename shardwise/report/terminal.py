@@ -28,6 +28,8 @@ MOST_ROWS = 24
 
 COLUMN_GAP = 3
 """Cells between two columns of a table without a frame."""
+SHORTEST_NAME = 8
+
 EIGHTHS = " ▏▎▍▌▋▊▉"
 WARNING = "bold red"
 
@@ -92,15 +94,15 @@ def traffic_table(traffic: Traffic) -> RenderableType:
     if not rows:
         return Group(title("Traffic"), Text("none", style="dim"))
     table = plain_table()
-    table.add_column("axis")
-    table.add_column("collective")
+    for name in ("axis", "collective"):
+        table.add_column(name)
     for name in ("sent", "share", "messages", "each"):
         table.add_column(name, justify="right", no_wrap=True)
     last = ""
     for row in rows:
         table.add_row(
-            named(row.axis, colors.of_category(row.axis)) if row.axis != last else "",
-            safe(row.collective.replace("_", " ")),
+            Name(named(row.axis, colors.of_category(row.axis))) if row.axis != last else "",
+            Name(safe(row.collective.replace("_", " "))),
             Text(words.size(row.bytes)),
             Text(words.percent(row.bytes / total if total else 0.0), style="dim"),
             Text(words.count(row.messages) if row.messages else words.DASH),
@@ -204,6 +206,21 @@ class _Bar:
             style = Style(color=self.parts[0].color)
             drawn = [("█", style)] * (eighths // 8) + [(EIGHTHS[eighths % 8], style)] * bool(eighths % 8)
         return drawn + [(" ", Style())] * (room - len(drawn))
+
+
+@dataclass(frozen=True)
+class Name:
+    """A name on one line. In a table that is too wide, names are shortened in the middle, and numbers are never cut."""
+
+    text: Text
+
+    def __rich_measure__(self, console: RichConsole, options: ConsoleOptions) -> Measurement:
+        length = self.text.cell_len
+        return Measurement(min(length, SHORTEST_NAME, options.max_width), min(length, options.max_width))
+
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
+        fits = self.text.cell_len <= options.max_width
+        yield self.text if fits else Text(words.shortened(self.text.plain, options.max_width), style=self.text.style)
 
 
 @dataclass(frozen=True)

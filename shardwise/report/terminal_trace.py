@@ -63,15 +63,15 @@ def breakdown(explained: Explained) -> RenderableType:
 def communication(rows: Sequence[AxisRow]) -> RenderableType:
     """Communication by axis and collective."""
     table = _narrow()
-    table.add_column("axis", no_wrap=True)
-    table.add_column("collective", no_wrap=True)
+    for name in ("axis", "collective"):
+        table.add_column(name)
     for name in ("calls", "sent", "time", "exposed", "waiting", "speed"):
         table.add_column(name, justify="right", no_wrap=True)
     last = ""
     for row in trace_view.most_exposed(rows, MOST_AXES):
         table.add_row(
-            terminal.named(row.axis, colors.of_category(row.axis)) if row.axis != last else "",
-            terminal.safe(row.collective.replace("_", " ")),
+            terminal.Name(terminal.named(row.axis, colors.of_category(row.axis))) if row.axis != last else "",
+            terminal.Name(terminal.safe(row.collective.replace("_", " "))),
             words.count(round(row.messages)),
             words.size(row.bytes) if row.bytes else words.DASH,
             words.seconds(row.seconds),
@@ -107,7 +107,7 @@ def modules(rows: Sequence[ModuleRow]) -> RenderableType:
     for row in rows[:MOST_ROWS]:
         took = [row.passes.get(name, 0.0) for name in ("forward", "recompute", "backward")]
         table.add_row(
-            terminal.safe(row.name + (f" ×{row.layers}" if row.layers > 1 else "")),
+            terminal.Name(terminal.safe(row.name + (f" ×{row.layers}" if row.layers > 1 else ""))),
             *(words.seconds(value) if value else words.DASH for value in took),
             words.seconds(row.seconds),
             words.percent(row.share),
@@ -119,9 +119,10 @@ def kernels(explained: Explained) -> RenderableType:
     """The kernels that took longest."""
     divisor = trace_view.steps_of(explained) * max(1, len(explained["seen"]))
     table = _costs(("kernel", "calls", "each", "time", "share"))
-    for row in explained["kernels"][:MOST_ROWS]:
+    rows = explained["kernels"][:MOST_ROWS]
+    for row, name in zip(rows, trace_view.short_kernels([row["name"] for row in rows], 44), strict=True):
         table.add_row(
-            terminal.safe(trace_view.short_kernel(row["name"], 44)),
+            terminal.Name(terminal.safe(name)),
             words.count(round(row["count"] / divisor)),
             words.seconds(row["total"] / max(1, row["count"]) / 1e9),
             words.seconds(row["total"] / divisor / 1e9),
@@ -153,7 +154,7 @@ def _narrow() -> Table:
 
 def _costs(heads: Sequence[str]) -> Table:
     table = _narrow()
-    table.add_column(heads[0], no_wrap=True, overflow="ellipsis")
+    table.add_column(heads[0])
     for name in heads[1:]:
         table.add_column(name, justify="right", no_wrap=True)
     return table

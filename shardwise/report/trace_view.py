@@ -180,11 +180,52 @@ def module_rows(explained: Explained) -> list[ModuleRow]:
     return sorted(found, key=lambda row: -row.seconds)
 
 
-def short_kernel(name: str, most: int = 90) -> str:
-    """A kernel's name without namespaces and arguments."""
-    plain = re.sub(r"\bvoid\s+|\bat::native::|\bc10::|\bstd::|\(anonymous namespace\)::", "", name)
-    plain = plain.split("(")[0] if "<" not in plain.split("(")[0] else plain
-    return plain if len(plain) <= most else plain[: most - 1] + "…"
+_NOISE = re.compile(
+    r"\bvoid\s+|\b(?:at::native|at::detail|at|c10|std|cutlass::gemm::kernel|thrust::cuda_cub|cub|internal)::"
+    r"|\((?:anonymous namespace|lambda)\)::|\(anonymous namespace\)|(?<=>)\s+(?=>)"
+)
+
+
+def short_kernels(names: Sequence[str], most: int) -> list[str]:
+    """Names of kernels without namespaces and parameters, each of at most so many characters. Names that differ stay different:
+    what they have in common is left out, else they are numbered."""
+    plain = [_plain_kernel(name) for name in names]
+    found = [words.shortened(name, most) for name in plain]
+    alike: dict[str, dict[str, int]] = {}
+    for name, full, short in zip(names, plain, found, strict=True):
+        alike.setdefault(short, {}).setdefault(full if len(full) > most else name, len(alike[short]))
+    for at, (name, full, short) in enumerate(zip(names, plain, found, strict=True)):
+        group = alike[short]
+        if len(group) > 1:
+            found[at] = _told_apart(full if full in group else name, list(group), most)
+    taken: dict[str, dict[str, int]] = {}
+    for at, (name, short) in enumerate(zip(names, found, strict=True)):
+        number = taken.setdefault(short, {}).setdefault(name, len(taken[short]))
+        if number:
+            mark = f" #{number + 1}"
+            found[at] = words.shortened(short, most - len(mark)) + mark
+    return found
+
+
+def _plain_kernel(name: str) -> str:
+    """Without namespaces and, outside of templates, without parameters."""
+    plain = _NOISE.sub("", name)
+    return plain.split("(")[0] if "<" not in plain.split("(")[0] else plain
+
+
+def _told_apart(name: str, others: Sequence[str], most: int) -> str:
+    """A name's beginning, then what follows from a little before the first character in which it differs from another."""
+    differs = max((_common(name, other) for other in others if other != name), default=0)
+    head = most // 3
+    room = most - head - 1
+    begin = max(head, min(differs - 4, len(name) - room))
+    part = name[begin:]
+    return name[:head] + ("…" if begin > head else "") + (part if len(part) <= room else part[: room - 1] + "…")
+
+
+def _common(one: str, other: str) -> int:
+    """Characters with which both begin."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def memory_curves(explained: Explained, most: int = 8) -> list[tuple[int, Mapping[str, Any]]]:

@@ -124,6 +124,14 @@ def quantity(account: str, name: str, value: float) -> str:
     return flops(value) if name.startswith("flops ") else count(value)
 
 
+def shortened(text: str, most: int) -> str:
+    """A text of at most so many characters: its middle is left out, since names begin with what they are and end with how."""
+    if len(text) <= most:
+        return text
+    tail = max(0, most - 1) * 2 // 5
+    return text[: max(0, most - 1 - tail)] + "…" + (text[-tail:] if tail else "")
+
+
 def digits(amount: float) -> str:
     """Three significant digits: 1.23, 12.3, 123, 1,234."""
     if not math.isfinite(amount):

@@ -213,6 +213,9 @@ class PipelineRank:
     """Bubble of the simulated schedule with the measured work of each action and latency of each P2P message."""
     instant: int
     """The same with zero latency: the bubble of the schedule alone."""
+    times: tuple[tuple[int, int], ...] = ()
+    """Start and end of the work of each action, from the start of the pipeline's window. Waiting in an action is taken to come
+    first, so the gaps between actions are the bubble."""
 
 
 @dataclass(frozen=True)

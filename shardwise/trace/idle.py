@@ -17,7 +17,7 @@ from shardwise.ledger import CATEGORIES
 from shardwise.trace.answers import CAUSES, LaunchQueue
 from shardwise.trace.attribution import phase_of
 from shardwise.trace.comms.describe import AXES, POINT_TO_POINT, UNKNOWN, collective_of
-from shardwise.trace.comms.events import OTHER_GROUPS
+from shardwise.trace.comms.events import OTHER_GROUPS, CollectiveEvents
 from shardwise.trace.comms.overlap import busy_intervals
 from shardwise.trace.rank import Rank
 from shardwise.trace.reading.profile import Events, Integers
@@ -167,8 +167,8 @@ def _launch_interval(activity: Activity, rows: Integers) -> int:
 
 def categories(rank: Rank) -> dict[str, int]:
     """Nanoseconds in each of the ledger's categories within the windows, and in those of process groups that belong to no axis of
-    the ledger. Every moment has exactly one category, so they add up to the span. Priority: compute, exposed communication by axis,
-    copies, idle time by cause."""
+    the ledger. Every moment has exactly one category, so they add up to the span. Priority: compute, exposed communication by
+    axis, copies, idle time by cause."""
     found = dict.fromkeys(CATEGORIES, 0)
     left = rank.windows
     for category, moments in _categories_in_order(rank):
@@ -191,32 +191,31 @@ def _categories_in_order(rank: Rank) -> Iterator[tuple[str, Intervals]]:
         ("memory", computing & (kind == 2) & ~optimizer),
     ):
         yield category, busy_intervals(activity, comms, rows)
+    number: dict[str, int] = {axis: at for at, axis in enumerate((*AXES, UNKNOWN))}
+    at = np.array([number.setdefault(d.axis, len(number)) for d in comms.descriptions] or [0], np.int64)[comms.which]
+    receives = comms.mask(lambda d: d.axis == "pipeline" and d.collective in ("recv", "send_recv"))
     for axis in AXES:
-        mine = comms.mask(lambda d: d.axis == axis)  # noqa: B023
+        mine = at == number[axis]
         # A receive lasts from when it is posted: nearly all of it is waiting for the previous stage.
-        waits = mine & comms.mask(lambda d: d.axis == "pipeline" and d.collective in ("recv", "send_recv"))
+        waits = mine & receives
         yield axis, union(comms.start[mine & ~waits], comms.end[mine & ~waits])
         yield "bubble", union(comms.start[waits], comms.end[waits])
-    for name, mine in _own_groups(rank):
+    for name, mine in _own_groups(comms, number, at):
         yield name, union(comms.start[mine], comms.end[mine])
     yield "memory", activity.intervals(COPY)
     yield UNNAMED_GROUP, activity.intervals(COMMUNICATION)
     yield "other", activity.intervals()
 
 
-def _own_groups(rank: Rank) -> Iterator[tuple[str, NDArray[np.bool_]]]:
+def _own_groups(
+    comms: CollectiveEvents, number: dict[str, int], at: Integers
+) -> Iterator[tuple[str, NDArray[np.bool_]]]:
     """Communication of no axis of the ledger: the groups that took longest by their names, then the others together, and that of
-    groups without a name."""
-    comms = rank.comms
-    took: dict[str, int] = {}
-    own = dict.fromkeys(d.axis for d in comms.descriptions if d.axis not in (*AXES, UNKNOWN))
-    number = {axis: at for at, axis in enumerate(own)}
-    at = comms.column(lambda d: number.get(d.axis, -2 if d.axis == UNKNOWN else -1))
-    for axis, place in number.items():
-        took[axis] = int((comms.end - comms.start)[at == place].sum())
-    order = sorted(took, key=lambda axis: (-took[axis], axis))
-    named = [axis for axis in order if axis != OTHER_GROUPS][:GROUPS]
+    groups without a name. `at` is the axis of each event, by `number`."""
+    took = np.bincount(at, comms.end - comms.start, minlength=len(number))
+    own = sorted(set(number) - {*AXES, UNKNOWN}, key=lambda axis: (-took[number[axis]], axis))
+    named = [axis for axis in own if axis != OTHER_GROUPS][:GROUPS]
     for axis in named:
         yield f"group {axis}" if axis in CATEGORIES else axis, at == number[axis]
-    yield OTHER_GROUPS, np.isin(at, [number[axis] for axis in order if axis not in named])
-    yield UNNAMED_GROUP, at == -2
+    yield OTHER_GROUPS, np.isin(at, [number[axis] for axis in own if axis not in named])
+    yield UNNAMED_GROUP, at == number[UNKNOWN]

@@ -195,6 +195,8 @@ def _pipeline_step(step: int, members: tuple[int, ...], profiled: Mapping[int, E
         ranks[rank] = PipelineRank(
             tuple(map(str, one.actions)), one.edges[0], one.edges[-1], work, end - start - work,
             scheduled - work if scheduled is not None else 0, instant - work if instant is not None else 0,
+            tuple((begin + waited - start, finish - start)
+                  for (begin, finish), waited in zip(pairwise(one.edges), one.waited, strict=True)),
         )  # fmt: skip
     return PipelineStep(step, members, end - start, ranks, name, chunks, microbatches)
 

@@ -135,8 +135,8 @@ def _late(
         if taken[rank] < MIN_COLLECTIVES or count < MIN_FREQUENCY * taken[rank] or excess <= MIN_SHARE * step_time:
             continue
         evidence = (
-            f"arrives last at {count} of its {taken[rank]} matched collectives of all steps, in total {excess / 1e6:.2f} ms a step "
-            f"after the rank before it (clocks known to {uncertainty / 1e3:.0f} us)"
+            f"arrives last at {count} of its {taken[rank]} matched collectives of all steps, in total {excess / 1e6:.2f} ms a "
+            f"step after the rank before it (clocks known to {uncertainty / 1e3:.0f} us)"
         )
         found.append(Straggler(rank, "late", excess, excess / step_time if step_time else 0.0, evidence))
     return found

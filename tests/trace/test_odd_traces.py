@@ -20,8 +20,10 @@ from shardwise.report import terminal_trace
 from shardwise.report.terminal import Console
 from shardwise.trace.export import as_json
 
-SMALL, LARGE = 6_000, (60_000, 240_000)
+SMALL, LARGE = 6_000, (40_000, 160_000)
 MOST = 3.0
+MOST_WITH_PAGE = 4.0
+"""Spans that a usual profile has merged, since they are too short to see, are drawn one by one where they all overlap."""
 ARGUMENTS = Namespace(
     no_cache=True, cache=None, chip=None, dtype="bfloat16", from_step=None, to_step=None, all_events=False
 )
@@ -63,7 +65,11 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> object:
     """CPU seconds of a usual profile with so many events, measured once for each number; everything is imported by then."""
     folder = tmp_path_factory.mktemp("plain")
     seconds(folder / "first", odd_traces.plain, 2000, 2, page=True)
-    return cache(lambda count, page=False: seconds(folder / f"{count} {page}", odd_traces.plain, count, page=page))
+
+    def measured(count: int, page: bool = False) -> float:
+        return seconds(folder / f"{count} {page}", odd_traces.plain, count, 3 if count < LARGE[1] else 1, page)
+
+    return cache(measured)
 
 
 @pytest.mark.parametrize("make", ODD, ids=lambda make: make.__name__)
@@ -78,4 +84,4 @@ def test_time_grows_with_the_events(make: Writer, usual, tmp_path: Path) -> None
     small, large = (seconds(tmp_path / str(count), make, count, 1, page=True) for count in LARGE)
     assert large <= 1.6 * LARGE[1] / LARGE[0] * small, f"{LARGE[0]} events: {small:.2f} s, {LARGE[1]}: {large:.2f} s"
     plain = usual(plain_events(make, LARGE[1]), True)
-    assert large <= MOST * plain, f"{large:.2f} s, a usual profile {plain:.2f} s"
+    assert large <= MOST_WITH_PAGE * plain, f"{large:.2f} s, a usual profile {plain:.2f} s"

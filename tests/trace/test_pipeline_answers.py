@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from itertools import accumulate
 from pathlib import Path
 
 import pytest
 from made_jobs import Host, explained, job_member, message
 
+from shardwise.ledger import as_dict
+from shardwise.report import html_charts
 from shardwise.schedules import Action, Cost, make_schedule, time
 from shardwise.trace.answers import Explanation
 from shardwise.trace.pipeline import Executed, played, read_action
@@ -57,6 +60,9 @@ def test_the_bubble_is_that_of_the_schedule(
     stages = schedule.stages
     cost = Cost([100 + 10 * s for s in range(stages)], [90 + 5 * s for s in range(stages)], [80] * stages)
     timing = time(schedule, cost)
+    for one in step.ranks.values():
+        assert len(one.times) == len(one.actions)
+        assert sum(end - start for start, end in one.times) == one.work
     assert (step.schedule, step.members, step.window) == (name, tuple(range(ranks)), timing.makespan)
     assert (step.stages_per_rank, step.microbatches) == (chunks, microbatches)
     for rank, one in step.ranks.items():
@@ -93,3 +99,18 @@ def test_playing() -> None:
     assert [read_action(text) for text in ("F2.15", "W0.0", "X1.1", "F1", "F.1", "")] == [
         Action("F", 2, 15), Action("W", 0, 0), None, None, None, None,
     ]  # fmt: skip
+
+
+def test_the_bubble_is_drawn_as_gaps(tmp_path: Path) -> None:
+    """What a rank's row leaves blank is its bubble, and a rank that begins late is drawn to begin late."""
+    (step,) = made(tmp_path, "gpipe", 3, 4, 1, True).pipelines
+    drawing = html_charts.action_order(as_dict(step))
+    rows: dict[str, list[tuple[float, float]]] = {}
+    for x, width, rank in re.findall(r'x="([\d.]+)"[^>]*? width="([\d.]+)"[^>]*?rank (\d): ', drawing):
+        rows.setdefault(rank, []).append((float(x), float(width)))
+    assert [len(row) for row in rows.values()] == [8, 8, 8]
+    assert rows["0"][0][0] < rows["1"][0][0] < rows["2"][0][0]
+    room = max(x + width for row in rows.values() for x, width in row) - rows["0"][0][0]
+    for rank, row in rows.items():
+        blank = 1 - sum(width + 1 for _, width in row) / room
+        assert blank == pytest.approx(step.ranks[int(rank)].bubble / step.window, abs=0.03)

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.labels import read_label
 from shardwise.ledger import AXIS_OF
 from shardwise.trace.answers import AxisTime, CommTime
 from shardwise.trace.comms.events import CollectiveEvents
@@ -70,13 +69,11 @@ def row_axes(activity: Activity, comms: CollectiveEvents) -> tuple[Integers, lis
         comms.which
     ]
 
-    def labelled(name: str) -> int:
-        one = read_label(name)
-        if one is None or one.kind != "message":
-            return -1
-        return number.setdefault(AXIS_OF.get(one.words[0], one.words[0]), len(number))
-
-    of_event = events.by_name(labelled, "cpu_op", "annotation", otherwise=-1)[events.name]
+    of_name = np.full(max(len(events.names), 1), -1, np.int64)
+    for name, one in events.labels.items():
+        if one.kind == "message":
+            of_name[name] = number.setdefault(AXIS_OF.get(one.words[0], one.words[0]), len(number))
+    of_event = of_name[events.name]
     for event in (comms.call, comms.execution) if activity.on_host else (comms.execution,):
         of_event[event[event >= 0]] = of_comm[event >= 0]
     return np.where(activity.kind == COMMUNICATION, of_event[activity.event], -1), list(number)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ _ON_DEVICE[[CODE[kind] for kind in ("kernel", "copy", "set", "gpu_annotation", "
 _OTHERS = frozenset((Instant, Metadata))
 _COMM_TEXTS = ("group", "description", "collective", "dtype", "ranks", "splits_in", "splits_out")
 _COMM_NUMBERS = ("elements_in", "elements_out", "size", "number", "source", "destination")
+_comm_texts, _comm_numbers = attrgetter(*_COMM_TEXTS), attrgetter(*_COMM_NUMBERS)
 _ALLOCATION_NUMBERS = ("bytes", "allocated", "reserved", "device_type", "device", "address")
 
 
@@ -128,12 +130,8 @@ class Columns:
         texts = self._comm_texts
         for row in rows:
             a = arguments[row]
-            words = [getattr(a, column) for column in _COMM_TEXTS]
-            self._comm_params.append([
-                self._count + row,
-                *(NONE if word is None else texts[str(word)] for word in words),
-                *(getattr(a, column) for column in _COMM_NUMBERS),
-            ])  # fmt: skip
+            words = [NONE if word is None else texts[str(word)] for word in _comm_texts(a)]
+            self._comm_params.append([self._count + row, *words, *_comm_numbers(a)])
 
     def _add_others(self, position: int, records: list[Instant | Metadata]) -> None:
         """Add allocations and thread names."""

@@ -16,6 +16,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.labels import PREFIX, Label, read_label
+
 Integers = NDArray[np.int64]
 Indices = NDArray[np.int32]
 
@@ -143,6 +145,16 @@ class Events:
         tested once."""
         found = (self.by_name(wanted, *kinds) > 0)[self.name]
         return found & self.of_kind(*kinds) if kinds else found
+
+    @cached_property
+    def labels(self) -> dict[int, Label]:
+        """The trainer's labels among the names on the host, by index into `names`."""
+        names = self.names
+        return {
+            one: label
+            for one in self.names_of("cpu_op", "annotation").tolist()
+            if names[one].startswith(PREFIX) and (label := read_label(names[one])) is not None
+        }
 
     def names_of(self, *kinds: str) -> Integers:
         """The distinct names that spans of these kinds have, as indices into `names`."""

@@ -146,8 +146,9 @@ def activity_of(profile: Profile) -> Activity:
 def host_work(events: Events) -> NDArray[np.bool_]:
     """Mask of the events that are work of the host: operators, and annotations of collectives."""
     # Labels of actions, phases and modules are recorded as operators, but their self time is not work.
-    label = events.named(lambda name: read_label(name) is not None and not _communicating_operator(name), "cpu_op")
-    return (events.of_kind("cpu_op") & ~label) | events.named(_communicating_operator, "annotation")
+    label = np.zeros(max(len(events.names), 1), np.bool_)
+    label[[name for name, one in events.labels.items() if one.kind != "message"]] = True
+    return (events.of_kind("cpu_op") & ~label[events.name]) | events.named(_communicating_operator, "annotation")
 
 
 def blocking_calls(events: Events) -> Integers:
@@ -205,7 +206,6 @@ def spans_of(events: Events, mask: NDArray[np.bool_]) -> Spans:
 
 def label_spans(events: Events, kind: str) -> Spans:
     """The trainer's labels of one kind."""
-    return spans_of(
-        events,
-        events.named(lambda n: (found := read_label(n)) is not None and found.kind == kind, "cpu_op", "annotation"),
-    )
+    mask = np.zeros(max(len(events.names), 1), np.bool_)
+    mask[[name for name, label in events.labels.items() if label.kind == kind]] = True
+    return spans_of(events, mask[events.name] & events.of_kind("cpu_op", "annotation"))
