@@ -35,3 +35,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """The sentence ending that helps with a misspelt name: '; did you mean "tensor"?' or ''."""
     close = difflib.get_close_matches(word, list(known), n=2, cutoff=0.6)
     return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def install(extra: str) -> str:
+    """How to install an extra. There is no release on a package index yet."""
+    return f"pip install '.[{extra}]' in a checkout of shardwise"
