@@ -232,7 +232,7 @@ def gathered_tensors(group: Any) -> Iterator[Tensor]:
     for parameter in group.fsdp_params:
         yield from parameter.all_gather_outputs
         if getattr(parameter, "_unsharded_param", None) is not None:
-            yield parameter._unsharded_param.detach()
+            yield parameter._unsharded_param
     ahead = getattr(group.comm_ctx, "all_gather_state", None)  # there once a pass has run
     for result in (group._all_gather_result, ahead.all_gather_result if ahead is not None else None):
         yield from (x for x in tree_leaves(result and tuple(result)) if isinstance(x, Tensor))

@@ -114,7 +114,7 @@ def _print_summary(summary: Summary) -> None:
     if not summary.already:
         resumed = f", {summary.resumed} of {summary.units} units done earlier" if summary.resumed else ""
         print(f"time             {summary.seconds:.1f} s{resumed}")
-    print(f"to train on it   --data.sets={summary.folder} --model.vocab={index.tokenizer['vocab']}")
+    print(f"to train on it   --data.sets={summary.folder}")
 
 
 @contextmanager

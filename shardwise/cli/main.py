@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from shardwise import __version__
-from shardwise.run.problems import UserError, nearest
+from shardwise.run.problems import UserError, install, nearest
 
 # Verb to (module, what it does). The texts are here so that `--help` imports nothing.
 VERBS: dict[str, tuple[str, str]] = {
@@ -109,7 +109,7 @@ def missing_part(error: ModuleNotFoundError) -> str | None:
     name = (error.name or "").partition(".")[0]
     if name not in extras:
         return None
-    return f"this verb needs {name}, which is not installed: pip install 'shardwise[{extras[name]}]'"
+    return f"this verb needs {name}, which is not installed: {install(extras[name])}"
 
 
 def _memory(error: Exception) -> str | None:

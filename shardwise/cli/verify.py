@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.cli.options import at_least, new_file, write_file
+from shardwise.cli.progress import told
 from shardwise.hardware.chips import unknown_chip
 from shardwise.run import Run, UserError, counted, read_planned, read_run
 
@@ -55,7 +56,9 @@ def execute(args: argparse.Namespace) -> int:
     if args.dry:
         from shardwise.measure.verify import verify_dry
 
-        return _show([verify_dry(run, args.rank or 0)], args)
+        with told() as say:
+            verdict = verify_dry(run, args.rank or 0, say)
+        return _show([verdict], args)
     from shardwise.train import launch
 
     environment = launch.rank_environment(os.environ)
@@ -139,6 +142,10 @@ def _sentences(verdicts: list[Verdict], worst: Verdict, left_open: str) -> list[
     found = [f"{ranks} compared, rank {worst.rank} shown; with even routing and random tokens"]
     if same == len(verdicts):
         found.append(f"the pipeline executed its {counted(worst.actions, 'action')} in the order of the schedule")
+        if worst.microbatches:
+            found.append(
+                f"{worst.microbatches} microbatches were run; the others of the step repeat those in its middle"
+            )
     else:
         found.append(f"{counted(len(verdicts) - same, 'rank')} did not execute the schedule in its order")
     return found + [left_open] * bool(left_open)

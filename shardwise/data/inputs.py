@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.run.problems import Problem, UserError
+from shardwise.run.problems import Problem, UserError, install
 
 TEXT = (".txt", ".md", ".rst", ".text")
 JSONL = (".jsonl", ".ndjson")
@@ -159,7 +159,7 @@ def import_parquet(where: str) -> tuple[Any, Any]:
         import pyarrow
         import pyarrow.parquet
     except ModuleNotFoundError:
-        message = "Parquet needs pyarrow: pip install 'shardwise[parquet]'"
+        message = f"Parquet needs pyarrow: {install('parquet')}"
         raise UserError(Problem(message, where=where)) from None
     return pyarrow, pyarrow.parquet
 

@@ -13,10 +13,11 @@ from typing import Any
 
 from shardwise.data.documents import TEXT_PART
 from shardwise.data.inputs import Input, unit_bytes
-from shardwise.data.shards import DOCUMENTS, INDEX, TokenSet
+from shardwise.data.shards import DOCUMENTS, TokenSet
 from shardwise.data.tokenizer import FILE, MARKER, Tokenizer
 from shardwise.files import write_atomically
 from shardwise.run.problems import Problem, UserError
+from shardwise.run.vocabulary import INDEX
 
 PLAN = "plan.json"
 WORK = "work"

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
 from shardwise.files import write_atomically
 from shardwise.run.problems import Problem, UserError
+from shardwise.run.vocabulary import INDEX
 
-INDEX = "index.json"
 DOCUMENTS = "documents.bin"
 FORMAT = "shardwise-tokens"
 VERSION = 1

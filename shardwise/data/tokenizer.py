@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.run.problems import Problem, UserError, nearest
+from shardwise.run.problems import Problem, UserError, install, nearest
 
 FILE = "tokenizer.json"
 # Beside tokenizer.json, because that file does not say which of its tokens ends a document.
@@ -184,7 +184,7 @@ def _read(content: bytes, where: str) -> Any:
     try:
         import tokenizers
     except ModuleNotFoundError:
-        message = "a tokenizer.json needs the tokenizers library: pip install 'shardwise[train]'"
+        message = f"a tokenizer.json needs the tokenizers library: {install('train')}"
         raise UserError(Problem(message, where=where)) from None
     try:
         library = tokenizers.Tokenizer.from_str(content.decode("utf-8"))

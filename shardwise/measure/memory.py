@@ -219,7 +219,8 @@ class StepMemory(Observer):
         stages = pipeline.stages.values()
         waiting = (each for stage in stages for taken in stage.deferred.values() for each in taken)
         deferred = numbers(x for each in waiting for x in (each.weight, *each.saved))
-        deferred -= numbers((*parameters_of(self.train_state), *gathered_of(self.train_state)))
+        if deferred:
+            deferred -= numbers((*parameters_of(self.train_state), *gathered_of(self.train_state)))
         ends = numbers(x for stage in stages for xs in (*stage.roots.values(), stage.inputs.values()) for x in xs)
         sent = numbers(x for x, _ in pipeline.channel.sending) - ends
         arrived = numbers(x for x, _ in pipeline.channel.arriving.values())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from shardwise.data.batches import Batch
 from shardwise.ledger import Account, Difference, Memory, Span, Timeline, Traffic, compare
 from shardwise.measure.dry import dry_rank, even_routing
 from shardwise.measure.memory import measure_memory
+from shardwise.measure.rounds import Repeated, microbatches_to_run, with_microbatches
 from shardwise.measure.traffic import TrafficCounter
 from shardwise.measure.work import WorkCounter, uncompiled
 from shardwise.plan.plan import plan
@@ -47,6 +48,8 @@ class Verdict:
     schedule: bool
     """Whether the pipeline executed the actions of the schedule, in its order."""
     actions: int
+    microbatches: int = 0
+    """How many were run where the others repeat them; 0 where all were."""
 
     def differences(self) -> list[Difference]:
         """Every quantity of both, the plan's first. Accounts are of one rank, and call it their first."""
@@ -74,15 +77,28 @@ def random_batch(run: Run, seed: int = 0) -> Batch:
     return Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), None, None)
 
 
-def counted(train_state: TrainState, batch: Batch, *, seconds: float = 0.0) -> tuple[Account, bool, int]:
-    """The account of a step, whether it executed the schedule, and how many actions that has."""
-    run = train_state.run
+def counted(
+    train_state: TrainState,
+    batch: Batch,
+    *,
+    seconds: float = 0.0,
+    middle: range = range(0),
+    times: int = 0,
+    say: Callable[[str], None] = lambda text: None,
+) -> tuple[Account, bool, int]:
+    """The account of a step, whether it executed the schedule, and how many actions that has. What the microbatches `middle` do
+    is counted so many times more."""
+    run, lay = train_state.run, train_state.run.layout
     with even_routing(train_state), uncompiled(train_state):
         with WorkCounter(train_state) as ops, TrafficCounter(train_state.mesh.axes_by_group()) as wire:
-            train_state.train_step(batch)
+            actions = len(train_state.parallel.pipeline.schedule.ranks[train_state.mesh.index("pipeline")])
+            repeated = Repeated(middle, ops, wire, say, actions)
+            with train_state.observers.watched_by(repeated):
+                train_state.train_step(batch)
+        repeated.add(times)
         done = list(train_state.parallel.pipeline.executed)
+        say("measuring memory, in a second step")
         owners = measure_memory(train_state, batch)
-    lay = run.layout
     listed = make_schedule(
         lay.schedule if lay.pipeline > 1 else "1f1b", lay.pipeline, run.accumulation, lay.stages_per_rank
     )
@@ -156,8 +172,9 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def verify_dry(run: Run, rank: int) -> Verdict:
-    """One rank of a job of any size, without data."""
+def verify_dry(run: Run, rank: int, say: Callable[[str], None] = lambda text: None, whole: bool = False) -> Verdict:
+    """One rank of a job of any size, without data. A few microbatches stand for all, unless `whole`; where those differ from the
+    plan, all are run. `say` is told what is being done."""
     if not 0 <= rank < run.layout.world:
         raise UserError(Problem(f"{rank} is not a rank of a layout of {run.layout.world}", "--rank", "command line"))
     if run.layout.world > 1 and run.layout.replicate == run.layout.world:
@@ -170,9 +187,18 @@ def verify_dry(run: Run, rank: int) -> Verdict:
     # A run meant for GPUs uses their loss here, but not their kernels, so activations are those of a CPU.
     loss: Literal["chunked", "plain"] = "chunked" if chunks_loss(run, gpu=planned_on_gpu(run)) else "plain"
     run = replace(run, train=replace(run.train, device="cpu", loss=loss))
-    with dry_rank(run, rank) as train_state:
-        account, same, actions = counted(train_state, random_batch(run))
-    return Verdict(rank, planned(run, rank), account, same, actions)
+    count, middle = (run.accumulation, range(0)) if whole else microbatches_to_run(run, rank)
+    short = with_microbatches(run, count)
+    say(f"building rank {rank} of {run.layout.world}, to run {count} of {run.accumulation} microbatches without data")
+    with dry_rank(short, rank) as train_state:
+        times = (run.accumulation - count) // len(middle) if middle else 0
+        account, same, actions = counted(train_state, random_batch(short), middle=middle, times=times, say=say)
+    account = replace(account, tokens=run.batch_tokens)
+    verdict = Verdict(rank, planned(run, rank), account, same, actions, count if times else 0)
+    if times and not verdict.agrees(TOLERANCE):
+        say("plan and run differ; running all microbatches, to be sure")
+        return verify_dry(run, rank, say, whole=True)
+    return verdict
 
 
 def as_dict(verdicts: list[Verdict], tolerance: Mapping[str, float]) -> dict[str, Any]:
@@ -185,6 +211,7 @@ def as_dict(verdicts: list[Verdict], tolerance: Mapping[str, float]) -> dict[str
                 "agrees": v.agrees(tolerance),
                 "schedule": v.schedule,
                 "actions": v.actions,
+                "microbatches": v.microbatches,
                 "bytes_moved": v.measured.work.bytes,
                 "timeline": [[s.name, s.start, s.seconds] for s in v.measured.timeline.spans],
                 "differences": [

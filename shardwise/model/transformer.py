@@ -7,7 +7,7 @@ learned: who wants a loss says what is made of the last hidden states.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -61,7 +61,8 @@ class Transformer(nn.Module):
     """Embedding, blocks, norm, head. `dtype` is that of the arithmetic; parameters may have a higher precision.
 
     `first` and `last` say whether this is the first and the last stage of a pipeline. Where it is not, the residual stream comes
-    in or goes out, and the modules not needed are None. `loss` is the loss head, of which an objective makes a loss.
+    in or goes out, and the modules not needed are None; `layers` are those of the stage. `loss` is the loss head, of which an
+    objective makes a loss.
     """
 
     embed: nn.Embedding | None
@@ -69,14 +70,17 @@ class Transformer(nn.Module):
     norm: nn.Module | None
     head: Linear | None
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype | None = None, layers: Iterable[int] | None = None
+    ) -> None:
         super().__init__()
         self.config = config
         self.dtype = dtype
         self.first = self.last = True
         self.embed = nn.Embedding(config.vocab, config.hidden)
         self.positions = nn.Embedding(config.max_positions, config.hidden) if config.position == "learned" else None
-        self.layers = nn.ModuleDict({str(n): Block(config, n) for n in range(config.layers)})
+        own = range(config.layers) if layers is None else layers
+        self.layers = nn.ModuleDict({str(n): Block(config, n) for n in own})
         self.norm = make_norm(config)
         self.head = None if config.tied_embeddings else Linear(config.hidden, config.vocab, bias=False)
         self.mask_builder: nn.Module = MaskBuilder(config.sliding_window)

@@ -101,8 +101,7 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
 def _stage(run: Run, layers: range, first: bool, last: bool) -> Transformer:
     """The part of the network that a stage runs, without memory yet."""
     with torch.device("meta"):
-        model = Transformer(run.model, dtype=getattr(torch, run.train.dtype))
-    model.layers = nn.ModuleDict({name: block for name, block in model.layers.items() if int(name) in layers})
+        model = Transformer(run.model, dtype=getattr(torch, run.train.dtype), layers=layers)
     model.first, model.last = first, last
     if not first:
         model.positions = None

@@ -18,8 +18,9 @@ from shardwise.plan.time.step import Step, prepare, step_time
 from shardwise.plan.trainer.memory import memory_of
 from shardwise.plan.trainer.traffic import traffic
 from shardwise.plan.trainer.work import work
-from shardwise.run import AXES, LayoutConfig, Run, to_dict
+from shardwise.run import AXES, LayoutConfig, ModelConfig, Run, to_dict
 from shardwise.run.coordinates import group_span
+from shardwise.run.vocabulary import vocabulary_of
 
 RANKED = ("zero", "schedule", "chunks", "recompute", "recompute_budget", "context_method")
 SHOWN = (*AXES, *RANKED, "async_tensor", "expert_tensor", "offload")
@@ -112,7 +113,7 @@ def plan_job(
     cost = job_cost(run, job.cluster, step.seconds, devices, parameters(job.model).total * 12.0)
     width = interval("training" if known_chip(job) else "unseen_chip")
     low, high = step.seconds * math.exp(-width), step.seconds * math.exp(width)
-    return Plan(run, job, account, low, high, mfu, cost, what_binds(account, job), tuple(notes_of(job)))
+    return Plan(run, job, account, low, high, mfu, cost, what_binds(account, job), tuple(notes_of(job) + assumed(run)))
 
 
 def mfu_peak(job: Job) -> tuple[str, float]:
@@ -164,6 +165,14 @@ def notes_of(job: Job) -> list[str]:
     if job.fp8 and job.cluster.chip.peak.get("fp8", 0) == 0:
         notes.append(f"{job.cluster.chip.name} has no fp8 arithmetic; planned in 16 bits")
     return notes
+
+
+def assumed(run: Run) -> list[str]:
+    """What the data would have said, where it is not here."""
+    size, sets = run.model.vocab, run.data.sets
+    if not sets or size != ModelConfig().vocab or vocabulary_of(sets):
+        return []
+    return [f"{sets[0]} is not here to say the size of its tokenizer: planned with model.vocab = {size}, the default"]
 
 
 def what_binds(account: Account, job: Job) -> str:

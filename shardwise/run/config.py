@@ -44,7 +44,9 @@ class ModelConfig:
         least=0,
     )
     vocab: int = key(
-        257, "rows of the embedding; at least the tokenizer's size (257: bytes and end of document)", least=1
+        257,
+        "rows of the embedding, at least the tokenizer's size; if not set, that of data.sets (257: bytes and end of document)",
+        least=1,
     )
     max_positions: int = key(0, "longest sequence the model is made for; 0: train.seq_len", least=0)
     norm: Literal["rmsnorm", "layernorm"] = key("rmsnorm", "kind of normalisation before each block")

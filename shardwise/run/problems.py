@@ -42,3 +42,8 @@ def counted(number: int, noun: str) -> str:
     if number != 1:
         noun = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{number:,} {noun}"
+
+
+def install(extra: str) -> str:
+    """How to install an extra. There is no release on a package index yet."""
+    return f"pip install '.[{extra}]' in a checkout of shardwise"

@@ -16,6 +16,7 @@ from shardwise.run.config import SECTIONS, Key, Run, all_keys
 from shardwise.run.derive import derive
 from shardwise.run.presets import PRESETS, pretraining
 from shardwise.run.problems import Problem, UserError, nearest
+from shardwise.run.vocabulary import vocabulary_of
 
 COMMAND_LINE = "command line"
 FREE = "layout=auto"
@@ -127,6 +128,8 @@ def _resolve(given: _Given, problems: list[Problem], rules: Iterable[Rule] = ())
             problems.append(Problem(str(e), name, where))
             bad.add(name)
 
+    if "model.vocab" not in given and (size := vocabulary_of(values.get("data.sets", ()))):
+        values["model.vocab"] = size
     if values.get("layout.auto"):
         fixed = tuple(k for k in _section(values, "layout") if k not in ("auto", "fixed"))
         values.setdefault("layout.fixed", fixed)

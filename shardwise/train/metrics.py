@@ -21,6 +21,7 @@ from typing import Any
 
 from shardwise.files import write_atomically
 from shardwise.run import Run, UserError, to_dict
+from shardwise.run.problems import install
 
 FILE = "metrics.jsonl"
 WANDB_ID = "wandb-id"
@@ -143,7 +144,7 @@ def _open_tensorboard(folder: Path, resumed_step: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise UserError("train.tensorboard needs TensorBoard: pip install 'shardwise[tensorboard]'") from None
+        raise UserError(f"train.tensorboard needs TensorBoard: {install('tensorboard')}") from None
     # Events past the step that is resumed from would otherwise be shown twice.
     return SummaryWriter(folder / "tensorboard", purge_step=resumed_step + 1)
 
@@ -152,7 +153,7 @@ def _open_wandb(folder: Path, run: Run, identity: str) -> Any:
     try:
         import wandb
     except ImportError:
-        raise UserError("train.wandb needs Weights & Biases: pip install 'shardwise[wandb]'") from None
+        raise UserError(f"train.wandb needs Weights & Biases: {install('wandb')}") from None
     return wandb.init(
         project=run.train.wandb, name=run.name, dir=folder, config=to_dict(run), resume="allow", id=identity
     )

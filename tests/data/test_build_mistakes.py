@@ -119,7 +119,7 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     path = tmp_path / "in.parquet"
     pq.write_table(pa.table({"text": ["a"]}), path)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert "pip install 'shardwise[parquet]'" in problem(path, tmp_path / "out")
+    assert "pip install '.[parquet]' in a checkout" in problem(path, tmp_path / "out")
 
 
 def test_all_that_is_known_beforehand(tmp_path: Path) -> None:

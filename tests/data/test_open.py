@@ -12,7 +12,10 @@ import pytest
 from shardwise.data import open_data
 from shardwise.data.build import build
 from shardwise.data.shards import TokenSet
-from shardwise.run import Run, UserError, run_from_dict
+from shardwise.data.tokenizer import load_tokenizer
+from shardwise.plan.plan import assumed, plan
+from shardwise.run import Run, UserError, read_run, run_from_dict
+from shardwise.run.vocabulary import vocabulary_of
 
 
 def run_of(data: dict[str, object], vocab: int = 3000, **train: object) -> Run:
@@ -98,6 +101,37 @@ def test_everything_wrong_at_once(hundred: TokenSet, tmp_path: Path, tokenizer_f
     assert "was made with another tokenizer (json, 4" in text
     assert "model.vocab: 257 is too small for the data's tokenizer; set model.vocab = " in text
     assert "too few for one sequence of train.seq_len = 500 and one to hold out" in text
+
+
+def test_the_vocabulary_is_the_data_s_unless_the_run_sets_it(tmp_path: Path, tokenizer_file: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text " * 200)
+    build([tmp_path / "a.txt"], tmp_path / "set", tokenizer=tokenizer_file, workers=1)
+    size = load_tokenizer(tokenizer_file).vocab
+    (tmp_path / "run.toml").write_text(f'[data]\nsets = ["{tmp_path / "set"}"]\n[train]\nseq_len = 32\n')
+    run = read_run(tmp_path / "run.toml")
+    assert run.model.vocab == size != 257
+    open_data(run)
+    # A preset has its own, and so has a run that says it; one that is too small is still told.
+    assert read_run(tmp_path / "run.toml", ["model.preset=gpt2-124m"]).model.vocab == 50257
+    assert read_run(tmp_path / "run.toml", ["model.vocab=1024"]).model.vocab == 1024
+    with pytest.raises(
+        UserError, match=f"257 is too small for the data's tokenizer; set model.vocab = {size}, or more"
+    ):
+        open_data(read_run(tmp_path / "run.toml", ["model.vocab=257"]))
+    # Where the data is not, as on a laptop that plans, the default is assumed, and the plan says so.
+    assert not assumed(run)
+    elsewhere = read_run(tmp_path / "run.toml", [f"data.sets={tmp_path / 'elsewhere'}"])
+    assert elsewhere.model.vocab == 257
+    (note,) = assumed(elsewhere)
+    assert note.endswith("not here to say the size of its tokenizer: planned with model.vocab = 257, the default")
+    assert note in plan(elsewhere).notes
+    assert not assumed(read_run(tmp_path / "run.toml", ["data.sets=[]"]))  # the built-in corpus is of bytes
+
+
+@pytest.mark.parametrize("index", ["", "[]", '{"tokenizer": 1}', '{"tokenizer": {"vocab": "x"}}', "[" * 100_000])
+def test_a_set_that_cannot_be_read_is_left_to_whoever_opens_it(tmp_path: Path, index: str) -> None:
+    (tmp_path / "index.json").write_text(index)
+    assert vocabulary_of([str(tmp_path)]) is None
 
 
 def test_without_sets_the_builtin_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,10 @@ import cases
 import pytest
 import torch
 
+from shardwise.cli import progress
 from shardwise.cli.main import main
+from shardwise.ledger import Work
+from shardwise.measure.rounds import microbatches_to_run
 from shardwise.measure.verify import TOLERANCE, Verdict, verify_dry
 from shardwise.model import moe
 from shardwise.parallel import expert
@@ -151,6 +154,72 @@ def test_bytes_moved_are_told_by_part_and_pass() -> None:
         assert all(moved[part][each] > 0 for each in ("forward", "recompute", "backward_input")), part
     assert moved["embedding"]["forward"] > 0
     assert moved["parameters"]["optimizer"] > 0
+
+
+FEWER = tiers(
+    [
+        ("dense", dict(pipeline=2, tensor=2, shard=2, zero=1, schedule="interleaved", chunks=2), 12),
+        ("mixture", dict(shard=4, expert=2, zero=2), 9),
+        ("dense", dict(pipeline=2, shard=2, zero=3), 11),
+        ("mixture", dict(pipeline=2, shard=2, zero=1, schedule="dualpipe-v"), 12),
+    ],
+    [
+        ("dense", dict(shard=4, zero=3), 9),
+        ("tied", dict(pipeline=4, tensor=2), 23),
+        ("dense", dict(pipeline=4, shard=2, zero=3, schedule="interleaved", chunks=1), 24),
+        ("dense", dict(pipeline=2, shard=2, zero=3, schedule="zb-h1"), 12),
+        ("mixture", dict(pipeline=2, shard=2, zero=3, schedule="zb-v", recompute="full"), 12),
+        ("dense", dict(pipeline=3, context=2, zero=1, schedule="zb-h1"), 16),
+    ],
+)
+
+
+@pytest.mark.parametrize(("model", "layout", "microbatches"), FEWER, ids=str)
+def test_a_few_microbatches_say_what_all_of_them_do(model: str, layout: Layout, microbatches: int) -> None:
+    """Every number of the verdict is the one of the step that is run whole, on the first rank and on the last."""
+    data = layout.get("shard", 1)
+    run = cases.make_run(model, layout, global_batch=microbatches * data, microbatch=1)
+    for rank in (0, run.layout.world - 1):
+        few, whole = verify_dry(run, rank), verify_dry(run, rank, whole=True)
+        assert 4 <= few.microbatches < microbatches == run.accumulation, rank
+        assert whole.microbatches == 0
+        assert few.differences() == whole.differences()
+        assert few.measured.work.bytes == whole.measured.work.bytes
+        check(whole, run)
+
+
+@pytest.mark.parametrize("layout", [dict(pipeline=2, schedule="gpipe"), dict(pipeline=2)], ids=str)
+def test_a_step_without_a_middle_is_run_whole(layout: Layout) -> None:
+    """A schedule that holds every microbatch, and a step of few."""
+    microbatches = 12 if "schedule" in layout else 4
+    run = cases.make_run("dense", layout, global_batch=microbatches, microbatch=1)
+    assert microbatches_to_run(run, 0) == (microbatches, range(0))
+
+
+def test_a_plan_that_differs_is_told_by_all_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardwise.measure import verify
+
+    run = cases.make_run("dense", dict(pipeline=2), global_batch=12, microbatch=1)
+    said: list[str] = []
+    monkeypatch.setattr(verify, "work", lambda run, rank: Work({"ffn": {"forward": 1.0}}))
+    verdict = verify_dry(run, 1, said.append)
+    assert not verdict.agrees(TOLERANCE)
+    assert verdict.microbatches == 0
+    assert any(text.startswith("building rank 1 of 2, to run 6 of 12 microbatches") for text in said)
+    assert "plan and run differ; running all microbatches, to be sure" in said
+    assert any(text.startswith("counting FLOPs and traffic: action 3 of 12") for text in said)
+
+
+def test_long_work_says_what_it_does(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with progress.told() as say:
+        say("short work says nothing")
+        monkeypatch.setattr(progress, "PAUSE", 0.0)
+        say("counting")
+    assert capsys.readouterr().err == "counting\n"
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with progress.told() as say:
+        say("counting")
+    assert capsys.readouterr().err == "\r\033[Kcounting\r\033[K"
 
 
 def test_a_rank_that_is_not_there() -> None:
