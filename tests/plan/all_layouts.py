@@ -24,7 +24,7 @@ AXES = ("replicate", "shard", "context", "tensor", "pipeline")
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "gpipe", "breadth-first")
 LOOPED = ("interleaved", "breadth-first")
 FEW, MANY = 40, 400
-"""The layouts that a drawn job has, at least and at most."""
+"""The layouts that a drawn job has, at least and, if not said otherwise, at most."""
 
 
 class Planned(NamedTuple):
@@ -103,8 +103,8 @@ def front(points: list[Planned], slower: float) -> list[Planned]:
     return found
 
 
-def draw_job(seed: int, number: int) -> tuple[Run, list[Run]]:
-    """A small job, and its layouts. Its memory is scarce: some layouts fit and some do not."""
+def draw_job(seed: int, number: int, most: int = MANY) -> tuple[Run, list[Run]]:
+    """A small job, and its layouts, at most so many. Its memory is scarce: some layouts fit and some do not."""
     rng = random.Random(f"{seed} {number}")
     while True:
         run = _drawn(rng)
@@ -112,9 +112,9 @@ def draw_job(seed: int, number: int) -> tuple[Run, list[Run]]:
         runs = []
         for one in every_layout(run, devices, run.cluster.devices_per_node):
             runs.append(one)
-            if len(runs) > MANY:
+            if len(runs) > most:
                 break
-        if FEW <= len(runs) <= MANY:
+        if FEW <= len(runs) <= most:
             break
     some = [memory_of(one, job_of(one)) for one in rng.sample(runs, 24)]
     # So much of the chip's memory is left free that what fits is somewhere between nothing and everything.

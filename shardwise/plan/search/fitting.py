@@ -18,7 +18,16 @@ from shardwise.plan.plan import Plan, plan_job
 from shardwise.plan.search.advice import leanest
 from shardwise.plan.search.play import play
 from shardwise.plan.search.pool import (
-    LEAST_MEMORY, LEAST_MEMORY_OF_MANY, LEAST_TIME, PLAY_ALL, POOL, SLOWER, Candidate, Candidates, every_one, screen_all,
+    LEAST_MEMORY,
+    LEAST_MEMORY_OF_MANY,
+    LEAST_TIME,
+    PLAY_ALL,
+    POOL,
+    SLOWER,
+    Candidate,
+    Candidates,
+    every_one,
+    screen_all,
 )  # fmt: skip
 from shardwise.plan.search.screen import Space
 from shardwise.plan.trainer.memory import memory_that_fits
@@ -100,7 +109,7 @@ class Fitting:
         yield from waiting
 
     def _pools(self) -> Iterator[tuple[Candidates, float]]:
-        """Candidates, more each time, with the least share of its screened time that one may take; 0 where all have to be played."""
+        """Candidates, more each time, with the least share of its screened time that one may take; 0: play all."""
         space, capacity = self.space, self.space.capacity
         if space.count <= PLAY_ALL:
             yield every_one(space, capacity / LEAST_MEMORY), 0.0

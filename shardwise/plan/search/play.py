@@ -17,7 +17,13 @@ from shardwise.plan.cost.passes import ModuleCost, NetworkCost, Passes, passes
 from shardwise.plan.search.screen import Group, LayoutIndex, added_passes
 from shardwise.plan.time.goodput import reading_seconds
 from shardwise.plan.time.step import (
-    DataSeconds, prepare, step_times, tail_seconds, update_seconds, waves_of, with_zero,
+    DataSeconds,
+    prepare,
+    step_times,
+    tail_seconds,
+    update_seconds,
+    waves_of,
+    with_zero,
 )  # fmt: skip
 from shardwise.schedules import rounds_to_play
 

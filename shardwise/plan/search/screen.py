@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwise.plan.cost.constants import constants_of
-from shardwise.plan.cost.job import GIB, Job, job_of, overlapped
+from shardwise.plan.cost.job import GIB, Job, job_of
 from shardwise.plan.cost.memory import standing_casts
 from shardwise.plan.cost.passes import Passes
 from shardwise.plan.search.bubbles import Pace, in_flight, makespan
 from shardwise.plan.search.space import LOOPED, V_SHAPED, Sizes, choices, legal, plain, schedules, sizes, with_choices
 from shardwise.plan.search.tables import LayerTable, ParameterTable, Rows, StageSplit, rows_of, split_key, stage_split
-from shardwise.plan.time.step import DataSeconds, Prepared, slowdown, tail_seconds, update_seconds, with_zero
+from shardwise.plan.time.step import DataSeconds, slowdown, tail_seconds, update_seconds, with_zero
 from shardwise.run import LayoutConfig, Run
 from shardwise.run.derive import compiles, planned_on_gpu
 from shardwise.schedules import SPLIT_BACKWARD
@@ -384,17 +384,6 @@ class Group:
         """The run with a layout filled in."""
         space, chosen = self.space, self.choices_at(index)
         return with_choices(space.run, self.sizes_at(index), chosen, space.devices, space.per_node)
-
-    def prepared_at(self, index: LayoutIndex) -> Prepared:
-        """What `prepare` would say of a layout, read from the tables."""
-        run, chosen, column = self.run_at(index), self.choices_at(index), index.row % self.shape[2]
-        job = replace(self.space.job, layout=run.layout, microbatch=run.train.microbatch)
-        split = self.space.split(self.pipeline, index.schedule, index.chunks)
-        network = self.layers.network_at(int(self.layer_row[column]), chosen["recompute"], chosen["context_method"])
-        stages = [network.stage(d, r, first=float(b), last=float(e)) for d, r, b, e in split.kinds]
-        data = self.parameters.data_at(split, int(self.parameter_row[column]), chosen["zero"])
-        job = overlapped(job, chosen["async_tensor"])
-        return Prepared(job, list(split.stages), stages, data, float(self.of_size.hop[column]))
 
 
 def added_passes(parts: Array, forward: Array, inputs: Array, weights: Array) -> Passes:

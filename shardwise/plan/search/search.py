@@ -16,7 +16,7 @@ from typing import Any
 
 from shardwise.plan.cost.job import GIB, job_of
 from shardwise.plan.plan import Plan, plan_job
-from shardwise.plan.search.advice import counts_of, next_changes, nothing_fits, nothing_legal, nothing_there
+from shardwise.plan.search.advice import counts_of, next_changes, nothing_fits, nothing_legal, nothing_there, sentence
 from shardwise.plan.search.fitting import LEANER, Fitting, Found, about
 from shardwise.plan.search.screen import Space
 from shardwise.plan.trainer.memory import memory_of
@@ -41,8 +41,8 @@ class SearchResult:
 
     @cached_property
     def pareto(self) -> list[Plan]:
-        """Layouts that none beats in step time, memory and devices at once; planned when asked for. One that is in the ranking is the
-        plan of the ranking."""
+        """Layouts that none beats in step time, memory and devices at once; planned when asked for. What is in the ranking too has
+        the same plan."""
         ranked = {plan.run: plan for plan in self.ranking}
         every = [ranked.get(one.run) or one.plan() for space in self.spaces for one in space.front()]
         every += [plan for run, plan in ranked.items() if run.layout.recompute == "budget"]
@@ -160,12 +160,8 @@ def keeping(plan: Plan) -> tuple[Plan, str] | None:
     found = plan_job(run, job_of(run))
     if not found.fits or found.account.step_seconds >= plan.account.step_seconds:
         return None
-    gain = found.account.step_seconds / plan_job(none, job_of(none), precise=False).account.step_seconds - 1
-    missing = (everything.peak - everything.capacity) / GIB
-    return (
-        found,
-        f"recompute budget → none: {100 * gain:+.1f} %, needs {everything.peak / GIB:.1f} GiB, {missing:.1f} too many",
-    )
+    gain = found.account.step_seconds / plan_job(none, job_of(none), precise=False).account.step_seconds
+    return found, sentence("recompute budget → none", gain, everything)
 
 
 def _with(run: Run, recompute: str, budget: float = 0.0) -> Run:

@@ -19,7 +19,7 @@ from shardwise.plan.cost.job import Job, overlapped
 from shardwise.plan.cost.memory import buffers, gathered_layers, layer_activations, states
 from shardwise.plan.cost.operations import chunked_loss, embedding, head, layer, residual_bytes
 from shardwise.plan.cost.parameters import LocalNumel, cast_copies, ends_parameters, layer_parameters
-from shardwise.plan.cost.passes import ModuleCost, NetworkCost, passes
+from shardwise.plan.cost.passes import NetworkCost, passes
 from shardwise.plan.search.space import LOOPED, V_SHAPED, Choices, Sizes
 from shardwise.plan.time.step import DataSeconds, data_seconds, hop_seconds
 from shardwise.run.derive import CHUNK_BYTES
@@ -142,18 +142,6 @@ class LayerTable:
             saved[3, a] = residual_bytes(job)
         return saved.reshape(4, -1), recomputed.ravel()
 
-    def network_at(self, row: int, recompute: str, method: str) -> NetworkCost:
-        """The modules of one row, as plain numbers."""
-        network = self.networks[recompute, method]
-
-        def at(module: ModuleCost | None) -> Any:
-            if module is None:
-                return None
-            seconds = [[_at(x, row) for x in line] for line in module.seconds]
-            return ModuleCost(seconds, [_at(x, row) for x in module.launches])
-
-        return NetworkCost(at(network.embedding), at(network.dense), at(network.moe), at(network.head))
-
 
 class HeldStates(NamedTuple):
     """Bytes of the parameters of a rank, and of what is made of them."""
@@ -272,11 +260,6 @@ class ParameterTable:
             )
         return HeldStates(stays, owners["gradients"], whole_gradients, gathered, cast)
 
-    def data_at(self, split: StageSplit, row: int, zero: int) -> list[DataSeconds]:
-        """Of every kind of stage of a split, as plain numbers."""
-        index, column = self.index(split), self.zero.index(zero) * self.size + row
-        return [DataSeconds(*d) for d in self.data[:, index, column].T.tolist()]
-
 
 class Rows(NamedTuple):
     """What is told of each size alone."""
@@ -325,7 +308,3 @@ def _unique(*columns: Array) -> tuple[list[Array], Array]:
         code = code * len(values) + which
     _, first, back = np.unique(code, return_index=True, return_inverse=True)
     return [column[first].astype(float) for column in columns], back.ravel()
-
-
-def _at(value: Any, row: int) -> float:
-    return float(value[row]) if isinstance(value, np.ndarray) and value.ndim else float(value)

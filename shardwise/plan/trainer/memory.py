@@ -25,8 +25,8 @@ def memory_of(run: Run, job: Job) -> Memory:
 
 
 def memory_that_fits(run: Run, job: Job) -> Memory | None:
-    """The memory of a run as this job, or None where it is more than a device has. A search asks: a rank near an end of the pipeline
-    tells most of those that do not fit, in a fraction of the time that all ranks take."""
+    """The memory of a run as this job, or None where it is more than a device has. Ranks near the ends of the pipeline tell most of
+    those that do not fit, in a fraction of the time that all ranks take."""
     known: dict[tuple[object, ...], _Alike] = {}
     if _is_exact(run, job):
         ranks, capacity = first_ranks(run), float(job.cluster.chip.memory) * (1.0 - job.headroom)
