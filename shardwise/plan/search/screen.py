@@ -28,6 +28,8 @@ from shardwise.run.derive import compiles, planned_on_gpu
 from shardwise.schedules import SPLIT_BACKWARD
 
 Array = Any
+DEFERRED = 0.4
+"""Share of what a layer saves that is still held when the gradient of its input is done: what its GEMMs read."""
 AT_ONCE = 12_000
 """Layouts in one array: few enough for the arrays of a formula to stay in the processor's cache."""
 
@@ -342,6 +344,9 @@ class Group:
         chunks = len(split.stages) // self.pipeline
         ranks = split.latest if schedule in V_SHAPED else split.earliest
         flying = np.array([in_flight(schedule, self.pipeline, chunks, rank, at.microbatches) for rank in ranks])
+        if schedule == "zb-h1":  # of microbatches that wait for the gradients of the weights alone, only a part is held
+            whole = np.array([np.minimum(at.microbatches, self.pipeline - rank) for rank in ranks])
+            flying = whole + DEFERRED * (flying - whole)
         deferred = (schedule in SPLIT_BACKWARD) & (
             (self.pipeline > 1) | (schedule != "dualpipe-v") | (at.microbatches > 1)
         )
