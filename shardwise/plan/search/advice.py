@@ -179,16 +179,16 @@ def next_changes(layouts: Sequence[tuple[Group, LayoutIndex, float]]) -> list[st
             asked.setdefault((there, where.schedule, where.chunks), []).append((n, where, what))
     screened: list[list[_Change]] = [[] for _ in layouts]
     for (group, _, _), found in asked.items():
-        for (seconds, need), (n, where, what) in zip(_evaluate(group, [w for _, w, _ in found]), found, strict=True):
+        for (seconds, need), (n, where, what) in zip(evaluate(group, [w for _, w, _ in found]), found, strict=True):
             if need <= 2 * group.space.capacity and np.isfinite(seconds):
                 screened[n].append(_Change(seconds, need, group, where, what))
     likely = [_likely(changes) for changes in screened]
-    places = dict.fromkeys((one.group, one.index) for some in likely for one in some)
+    places = dict.fromkeys((one.group, one.layout) for some in likely for one in some)
     played: dict[tuple[Group, LayoutIndex], float] = {}
     for space in dict.fromkeys(group.space for group, _ in places):
         here = [place for place in places if place[0].space is space]
         played |= zip(here, play(here), strict=True)
-    every = [[one._replace(seconds=played[one.group, one.index]) for one in some] for some in likely]
+    every = [[one._replace(seconds=played[one.group, one.layout]) for one in some] for some in likely]
     return [_advice(seconds, changes) for (_, _, seconds), changes in zip(layouts, every, strict=True)]
 
 
@@ -198,7 +198,7 @@ class _Change(NamedTuple):
     seconds: float
     need: float
     group: Group
-    index: LayoutIndex
+    layout: LayoutIndex
     what: str
 
 
@@ -215,7 +215,7 @@ def _advice(seconds: float, changes: list[_Change]) -> str:
     faster = [one for one in ordered if seconds / one.seconds - 1 >= LEAST_GAIN]
     told = []
     for one in faster:
-        run = one.group.run_at(one.index)
+        run = one.group.run_at(one.layout)
         memory = memory_of(run, job_of(run))
         told.append(sentence(one.what, seconds / one.seconds, memory))
         if memory.fits:
@@ -223,7 +223,7 @@ def _advice(seconds: float, changes: list[_Change]) -> str:
     if told:
         return told[0]
     for one in ordered:
-        run = one.group.run_at(one.index)
+        run = one.group.run_at(one.layout)
         return sentence(one.what, seconds / one.seconds, memory_of(run, job_of(run)))
     return ""
 
@@ -238,7 +238,7 @@ def sentence(what: str, gain: float, memory: Memory) -> str:
     return f"{' and '.join(wrong)}: {what}: {100 * (gain - 1):+.1f} %, {need}".removeprefix(": ")
 
 
-def _evaluate(group: Group, indices: list[LayoutIndex]) -> list[tuple[float, float]]:
+def evaluate(group: Group, indices: list[LayoutIndex]) -> list[tuple[float, float]]:
     """Screened seconds and bytes of indices of one group and schedule."""
     rows = np.unique([index.row for index in indices])
     where = {row: n for n, row in enumerate(rows.tolist())}

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from shardwise.ledger import Memory
 from shardwise.plan.cost.job import Job, job_of
 from shardwise.plan.plan import Plan, plan_job
-from shardwise.plan.search.advice import leanest
+from shardwise.plan.search.advice import evaluate, leanest
 from shardwise.plan.search.play import play
 from shardwise.plan.search.pool import (
     LEAST_MEMORY,
@@ -29,7 +29,7 @@ from shardwise.plan.search.pool import (
     every_one,
     screen_all,
 )  # fmt: skip
-from shardwise.plan.search.screen import Space
+from shardwise.plan.search.screen import Group, LayoutIndex, Space
 from shardwise.plan.trainer.memory import memory_that_fits
 from shardwise.run import Run
 
@@ -79,13 +79,13 @@ class Fitting:
         """The best first; of equal times the leanest."""
         found: set[Candidate] = set()
         for _, same in groupby(self._in_order(), key=lambda one: about(one[0])):
-            fits = [one for _, candidate in same if (one := self._fits(candidate)) is not None]
+            fits = [one for _, candidate in same if (one := self.fits(candidate)) is not None]
             yield from sorted(fits, key=lambda one: one.memory.peak)
             found |= {one.candidate for one in fits}
         if not found:
             lean = [Candidate(math.inf, math.inf, *one) for one in leanest(self.space)]
             self._play(lean)
-            fits = [one for candidate in lean if (one := self._fits(candidate)) is not None]
+            fits = [one for candidate in lean if (one := self.fits(candidate)) is not None]
             yield from sorted(fits, key=lambda one: (one.seconds, one.memory.peak))
 
     def _in_order(self) -> Iterator[Timed]:
@@ -129,7 +129,8 @@ class Fitting:
             self.played[one] = seconds
         return [(self.played[one], one) for one in candidates]
 
-    def _fits(self, candidate: Candidate) -> Found | None:
+    def fits(self, candidate: Candidate) -> Found | None:
+        """The layout with its memory, or None."""
         if candidate not in self._known:
             run = candidate.group.run_at(candidate.layout)
             job = job_of(run)
@@ -149,9 +150,34 @@ class Fitting:
             if found and seconds > SLOWER * found[0].seconds:
                 break
             some = (one for _, one in same if not LEAST_MEMORY * one.memory >= LEANER * least or one in self._known)
-            fits = [one for candidate in some if (one := self._fits(candidate)) is not None]
+            fits = [one for candidate in some if (one := self.fits(candidate)) is not None]
             for one in sorted(fits, key=lambda one: one.memory.peak)[:1]:
                 if one.memory.peak < LEANER * least:
                     found.append(one)
                     least = one.memory.peak
         return found
+
+    def roomy(self) -> Iterator[Candidate]:
+        """Played layouts that recompute everything, the most promising first if the memory that they leave free is spent on saved
+        activations: by screened figures, as if time fell evenly from that of full recomputation to that of none."""
+        words = self.space.choices.recompute
+        if "full" not in words or "none" not in words:
+            return
+        full, none = words.index("full"), words.index("none")
+        sizes = {group: group.shape[1] * group.shape[2] for group in self.space.groups}
+        every = [
+            one
+            for one in self.played
+            if one.layout.row // sizes[one.group] == full and one.memory <= self.space.capacity
+        ]
+        alike: dict[tuple[Group, str, int], list[tuple[Candidate, LayoutIndex]]] = {}
+        for one in every:
+            size = sizes[one.group]
+            saving = one.layout._replace(row=one.layout.row % size + none * size)
+            alike.setdefault((one.group, *saving[:2]), []).append((one, saving))
+        likely = []
+        for (group, _, _), some in alike.items():
+            for (least, need), (one, _) in zip(evaluate(group, [index for _, index in some]), some, strict=True):
+                share = (self.space.capacity - one.memory) / max(need - one.memory, 1.0)
+                likely.append((one.seconds - min(share, 1.0) * (one.seconds - least), one))
+        yield from (one for _, one in sorted(likely, key=lambda found: found[0]))

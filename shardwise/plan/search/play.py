@@ -91,9 +91,9 @@ def _by_rounds(pipeline: int, microbatches: Array) -> list[tuple[tuple[int, int]
 def _makespans(one: _Costed, schedule: str, pipeline: int, chunks: int, count: int, fewer: int) -> Array:
     if pipeline == 1:
         return one.microbatches * one.stages.sum(axis=(0, 1))
-    spans = waves_of(schedule, pipeline, count, chunks).spans(*one.stages, one.wire)
+    spans = waves_of(schedule, pipeline, count, chunks).spans(one.stages, one.wire)
     if fewer:
-        before = waves_of(schedule, pipeline, count - fewer, chunks).spans(*one.stages, one.wire)
+        before = waves_of(schedule, pipeline, count - fewer, chunks).spans(one.stages, one.wire)
         spans = spans + (spans - before) / fewer * (one.microbatches - count)
     return spans
 
@@ -109,10 +109,12 @@ def _costed(
     layers = group.layer_row[at.column]
     network = group.layers.networks[space.choices.recompute[mode], name]
     network = NetworkCost(*(_taken(m, layers) for m in (network.embedding, network.dense, network.moe, network.head)))
-    here = overlapped(replace(job, layout=replace(job.layout, context_method=name)), overlap)
+    layout = replace(job.layout, context_method=name)  # type: ignore[arg-type]
+    here = overlapped(replace(job, layout=layout), overlap)
     every = [passes(here, network.stage(d, r, first=float(b), last=float(e)), constants) for d, r, b, e in split.kinds]
-    own = Passes(*(np.array([np.broadcast_to(x, len(rows)) for x in line]) for line in
-                   zip(*((p.forward, p.backward_input, p.backward_weight) for p in every), strict=True)), {})  # fmt: skip
+    each = zip(*((p.forward, p.backward_input, p.backward_weight) for p in every), strict=True)
+    forward, inputs, weights = (np.array([np.broadcast_to(x, len(rows)) for x in line]) for line in each)
+    own = Passes(forward, inputs, weights, {})
     data = group.parameters.traffic(split, at.parameters)
     zero = with_zero(own, data, constants)
     hop = constants["pipeline"] * group.of_size.hop[at.column]

@@ -19,7 +19,7 @@ from shardwise.plan.plan import Plan, plan_job
 from shardwise.plan.search.advice import counts_of, next_changes, nothing_fits, nothing_legal, nothing_there, sentence
 from shardwise.plan.search.fitting import LEANER, Fitting, Found, about
 from shardwise.plan.search.screen import Space
-from shardwise.plan.trainer.memory import memory_of
+from shardwise.plan.trainer.memory import memory_of, memory_that_fits
 from shardwise.run import Run
 
 
@@ -81,7 +81,7 @@ def search(run: Run, *, devices: Sequence[int] | None = None, keep: int = 20, ma
     changes = next_changes(
         [(*one.candidate[2:], plan.account.step_seconds) for one, plan in zip(found, ranking, strict=True)]
     )
-    kept = keeping(ranking[0]) if "recompute" not in run.layout.fixed else None
+    kept = _kept(found[0], ranking[0], spaces) if "recompute" not in run.layout.fixed else None
     if kept is not None:
         ranking, changes = [kept[0], *ranking], [kept[1], *changes]
         if len(ranking) > max(keep, len(counts)):
@@ -102,6 +102,15 @@ def resolve(run: Run) -> Run:
 def _spare(counts: list[int]) -> int:
     """The last of some layouts on so many devices that is not the only one on its number of them."""
     return max(n for n, count in enumerate(counts) if counts.count(count) > 1)
+
+
+def _kept(best: Found, plan: Plan, spaces: Sequence[Fitting]) -> tuple[Plan, str] | None:
+    """The fastest of some layouts with their spare memory spent on saved activations; None where the best stays the best."""
+    (fitting,) = (one for one in spaces if one.space is best.candidate.group.space)
+    fits = (one for candidate in fitting.roomy() if (one := fitting.fits(candidate)) is not None)
+    found = [kept for one in islice(fits, ROOMY) if (kept := keeping(one.plan())) is not None]
+    fastest = min(found, key=lambda one: one[0].account.step_seconds, default=None)
+    return fastest if fastest and fastest[0].account.step_seconds < plan.account.step_seconds else None
 
 
 def _worth(one: Found) -> tuple[float, float]:
@@ -134,6 +143,8 @@ def _front(plans: list[Plan]) -> list[Plan]:
     return front
 
 
+ROOMY = 2
+"""Layouts that are tried with a recompute budget."""
 STEPS = 7
 """Halvings of the budget's range: then it is known to a hundredth."""
 
@@ -153,7 +164,7 @@ def keeping(plan: Plan) -> tuple[Plan, str] | None:
     for _ in range(STEPS):
         middle = (low + high) / 2
         run = _with(plan.run, "budget", middle)
-        low, high = (middle, high) if memory_of(run, job_of(run)).fits else (low, middle)
+        low, high = (middle, high) if memory_that_fits(run, job_of(run)) else (low, middle)
     if low == 0.0:
         return None
     run = _with(plan.run, "budget", low)

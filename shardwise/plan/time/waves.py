@@ -51,8 +51,9 @@ class Waves:
         lengths = np.ascontiguousarray(durations.reshape(len(costs), -1).T)
         return self._played(lengths, np.asarray(latencies, float))
 
-    def spans(self, forward: np.ndarray, inputs: np.ndarray, weights: np.ndarray, wire: np.ndarray) -> np.ndarray:
-        """The same of costs that are arrays of [stage, layout]."""
+    def spans(self, stages: np.ndarray, wire: np.ndarray) -> np.ndarray:
+        """The same of costs that are arrays of [forward, for the input, for the weights; stage; layout]."""
+        forward, inputs, weights = stages
         return self._played(np.concatenate([forward, inputs, weights, inputs + weights]), wire)
 
     def _played(self, lengths: np.ndarray, latencies: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -62,7 +63,7 @@ def _is_exact(run: Run, job: Job) -> bool:
     return job.framework.family == "shardwise" and state.known(replace(run, train=replace(run.train, compile=False)))
 
 
-def _rank_memory(place: PlannedRank, job: Job, estimated: dict[str, float], same: _Alike) -> dict[str, float]:
+def _rank_memory(place: PlannedRank, job: Job, estimated: Mapping[str, float], same: _Alike) -> dict[str, float]:
     """Of one rank, by owner; of the estimate it takes the layers that ZeRO-3 gathers, and the buffers."""
     run = place.run
     owners = same.owners | {"activations": state.activations_at(place) * same.saved}
