@@ -28,7 +28,7 @@ BINS = 48
 """Steps of memory on the front while screening."""
 SAMPLE = 23
 """Every so many layouts of one schedule are screened first."""
-POOL = 600
+POOL = 1000
 """The fastest candidates that are kept of a large space; if they do not suffice, more."""
 
 
