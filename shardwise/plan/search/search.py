@@ -105,10 +105,11 @@ def _spare(counts: list[int]) -> int:
 
 
 def _kept(best: Found, plan: Plan, spaces: Sequence[Fitting]) -> tuple[Plan, str] | None:
-    """The fastest of some layouts with their spare memory spent on saved activations; None where the best stays the best."""
+    """The best, or one that gains more, with its spare memory spent on saved activations; None where the best stays the best."""
     (fitting,) = (one for one in spaces if one.space is best.candidate.group.space)
     fits = (one for candidate in fitting.roomy() if (one := fitting.fits(candidate)) is not None)
-    found = [kept for one in islice(fits, ROOMY) if (kept := keeping(one.plan())) is not None]
+    plans = {best.run: plan} | {one.run: one.plan() for one in islice(fits, ROOMY)}
+    found = [kept for one in plans.values() if (kept := keeping(one)) is not None]
     fastest = min(found, key=lambda one: one[0].account.step_seconds, default=None)
     return fastest if fastest and fastest[0].account.step_seconds < plan.account.step_seconds else None
 
@@ -143,8 +144,8 @@ def _front(plans: list[Plan]) -> list[Plan]:
     return front
 
 
-ROOMY = 2
-"""Layouts that are tried with a recompute budget."""
+ROOMY = 1
+"""Layouts that are tried with a recompute budget beside the best one: those that have most to gain."""
 STEPS = 7
 """Halvings of the budget's range: then it is known to a hundredth."""
 
