@@ -19,6 +19,7 @@ from shardwise.plan.plan import Plan, plan_job
 from shardwise.plan.search.advice import counts_of, next_changes, nothing_fits, nothing_legal, nothing_there, sentence
 from shardwise.plan.search.fitting import LEANER, Fitting, Found, about
 from shardwise.plan.search.screen import Space
+from shardwise.plan.time.step import prepare, step_times
 from shardwise.plan.trainer.memory import memory_of, memory_that_fits
 from shardwise.run import Run
 
@@ -81,7 +82,7 @@ def search(run: Run, *, devices: Sequence[int] | None = None, keep: int = 20, ma
     changes = next_changes(
         [(*one.candidate[2:], plan.account.step_seconds) for one, plan in zip(found, ranking, strict=True)]
     )
-    kept = _kept(found[0], ranking[0], spaces) if "recompute" not in run.layout.fixed else None
+    kept = _kept(found[0], spaces) if "recompute" not in run.layout.fixed else None
     if kept is not None:
         ranking, changes = [kept[0], *ranking], [kept[1], *changes]
         if len(ranking) > max(keep, len(counts)):
@@ -104,14 +105,21 @@ def _spare(counts: list[int]) -> int:
     return max(n for n, count in enumerate(counts) if counts.count(count) > 1)
 
 
-def _kept(best: Found, plan: Plan, spaces: Sequence[Fitting]) -> tuple[Plan, str] | None:
+def _kept(best: Found, spaces: Sequence[Fitting]) -> tuple[Plan, str] | None:
     """The best, or one that gains more, with its spare memory spent on saved activations; None where the best stays the best."""
     (fitting,) = (one for one in spaces if one.space is best.candidate.group.space)
     fits = (one for candidate in fitting.roomy() if (one := fitting.fits(candidate)) is not None)
-    plans = {best.run: plan} | {one.run: one.plan() for one in islice(fits, ROOMY)}
-    found = [kept for one in plans.values() if (kept := keeping(one)) is not None]
-    fastest = min(found, key=lambda one: one[0].account.step_seconds, default=None)
-    return fastest if fastest and fastest[0].account.step_seconds < plan.account.step_seconds else None
+    runs = dict.fromkeys([best.run, *(one.run for one in islice(fits, ROOMY))])
+    jobs = [(job_of(kept), kept) for run in runs if (kept := keeping(run)) is not None]
+    steps = step_times([prepare(job) for job, _ in jobs])
+    fastest = min(zip(steps, jobs, strict=True), key=lambda one: one[0].seconds, default=None)
+    if fastest is None or fastest[0].seconds >= best.seconds:
+        return None
+    step, (job, run) = fastest
+    found = plan_job(run, job, step)
+    none = _with(run, "none")
+    gain = found.account.step_seconds / plan_job(none, job_of(none), precise=False).account.step_seconds
+    return found, sentence("recompute budget → none", gain, memory_of(none, job_of(none)))
 
 
 def _worth(one: Found) -> tuple[float, float]:
@@ -144,36 +152,26 @@ def _front(plans: list[Plan]) -> list[Plan]:
     return front
 
 
-ROOMY = 1
+ROOMY = 2
 """Layouts that are tried with a recompute budget beside the best one: those that have most to gain."""
 STEPS = 7
 """Halvings of the budget's range: then it is known to a hundredth."""
 
 
-def keeping(plan: Plan) -> tuple[Plan, str] | None:
-    """The plan with as few layers recomputed as its memory allows, and what memory for all would bring; None where that is not
-    faster, or where not all layers were recomputed."""
-    if plan.run.layout.recompute != "full" or plan.run.layout.recompute_every != 1:
+def keeping(run: Run) -> Run | None:
+    """The run with as few layers recomputed as its memory allows; None where not all are recomputed, or all have to be."""
+    if run.layout.recompute != "full" or run.layout.recompute_every != 1:
         return None
-    none = _with(plan.run, "none")
-    everything = memory_of(none, job_of(none))
-    if everything.fits:  # it is a layout of its own
+    none, unlimited = _with(run, "none"), _with(run, "budget", 1e6)
+    if memory_that_fits(none, job_of(none)):  # it is a layout of its own
         return None
-    unlimited = _with(plan.run, "budget", 1e6)
     kept = memory_of(unlimited, job_of(unlimited))
     low, high = 0.0, max(rank["activations"] for rank in kept.ranks) / GIB
     for _ in range(STEPS):
         middle = (low + high) / 2
-        run = _with(plan.run, "budget", middle)
-        low, high = (middle, high) if memory_that_fits(run, job_of(run)) else (low, middle)
-    if low == 0.0:
-        return None
-    run = _with(plan.run, "budget", low)
-    found = plan_job(run, job_of(run))
-    if not found.fits or found.account.step_seconds >= plan.account.step_seconds:
-        return None
-    gain = found.account.step_seconds / plan_job(none, job_of(none), precise=False).account.step_seconds
-    return found, sentence("recompute budget → none", gain, everything)
+        some = _with(run, "budget", middle)
+        low, high = (middle, high) if memory_that_fits(some, job_of(some)) else (low, middle)
+    return _with(run, "budget", low) if round(low, 2) > 0 else None
 
 
 def _with(run: Run, recompute: str, budget: float = 0.0) -> Run:
