@@ -107,7 +107,7 @@ def _saved(planned: PlannedRank, stage: Stage) -> Saved:
         planned.keeps_compute_copies,
         planned.is_sharded,
     )
-    alike = (run.model, run.train, cuts, how, planned.index("tensor"), stage.first, stage.last, layers)
+    alike = (run.model, run.train, planned.fused, cuts, how, planned.index("tensor"), stage.first, stage.last, layers)
     if alike not in _KNOWN:
         if len(_KNOWN) > 1000:
             _KNOWN.clear()
