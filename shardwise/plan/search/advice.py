@@ -5,16 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardwise.hardware import find_chip
 from shardwise.ledger import Memory
 from shardwise.plan.cost.job import GIB, job_of
+from shardwise.plan.search.play import play
 from shardwise.plan.search.screen import Group, LayoutIndex, Space
 from shardwise.plan.search.space import LOOPED, Sizes, divisors, with_choices
-from shardwise.plan.time.step import step_times
 from shardwise.plan.trainer.memory import memory_of
 from shardwise.run import Problem, Run, UserError
 from shardwise.run.check import broken_rules
@@ -22,6 +22,8 @@ from shardwise.run.check import broken_rules
 MOST_DEVICES = 200_000
 LEANEST = 8
 """Groups whose leanest layout is counted to the byte."""
+LEAST_GAIN = 0.0005
+"""A change that brings less is not called faster: it would be told as 0.0 %."""
 TRIES = 100
 """Numbers of devices looked at between one that is too small and one that is not."""
 
@@ -169,31 +171,74 @@ def smallest_count(run: Run, above: int, per_node: int) -> int:
 
 def next_changes(layouts: Sequence[tuple[Group, LayoutIndex, float]]) -> list[str]:
     """What the best change of one key would bring to each layout, given the seconds of its step. What a smaller axis frees
-    goes to the data ranks. A change that needs up to twice the memory is named too, since that is what memory would buy."""
+    goes to the data ranks. Where none that fits is faster, one that needs up to twice the memory is named, since that is what
+    memory would buy; a sentence on such a change, or on a slower one, begins with that."""
     asked: dict[tuple[Group, str, int], list[tuple[int, LayoutIndex, str]]] = {}
     for n, (group, index, _) in enumerate(layouts):
         for there, where, what in _neighbours(group, index):
             asked.setdefault((there, where.schedule, where.chunks), []).append((n, where, what))
-    best: dict[int, tuple[float, Group, LayoutIndex, str]] = {}
+    screened: list[list[_Change]] = [[] for _ in layouts]
     for (group, _, _), found in asked.items():
-        for (seconds, need), (n, where, what) in zip(_evaluate(group, [w for _, w, _ in found]), found, strict=True):
-            if need <= 2 * group.space.capacity and seconds < best.get(n, (np.inf,))[0]:
-                best[n] = seconds, group, where, what
-    steps = step_times([group.prepared_at(index) for _, group, index, _ in best.values()])
-    after = {n: step.seconds for n, step in zip(best, steps, strict=True)}
-    return [
-        _sentence(seconds / after[n], *best[n][1:]) if n in best else "" for n, (_, _, seconds) in enumerate(layouts)
+        for (seconds, need), (n, where, what) in zip(evaluate(group, [w for _, w, _ in found]), found, strict=True):
+            if need <= 2 * group.space.capacity and np.isfinite(seconds):
+                screened[n].append(_Change(seconds, need, group, where, what))
+    likely = [_likely(changes) for changes in screened]
+    places = dict.fromkeys((one.group, one.layout) for some in likely for one in some)
+    played: dict[tuple[Group, LayoutIndex], float] = {}
+    for space in dict.fromkeys(group.space for group, _ in places):
+        here = [place for place in places if place[0].space is space]
+        played |= zip(here, play(here), strict=True)
+    every = [[one._replace(seconds=played[one.group, one.layout]) for one in some] for some in likely]
+    return [_advice(seconds, changes) for (_, _, seconds), changes in zip(layouts, every, strict=True)]
+
+
+class _Change(NamedTuple):
+    """A layout that differs in one key: its step's seconds, its bytes as screened, and the words for the change."""
+
+    seconds: float
+    need: float
+    group: Group
+    layout: LayoutIndex
+    what: str
+
+
+def _likely(changes: list[_Change]) -> list[_Change]:
+    """Of the changes as screened, the fastest two that may fit, and the fastest of the others."""
+    ordered = sorted(changes, key=lambda one: one.seconds)
+    fits = [one for one in ordered if one.need <= one.group.space.capacity]
+    return [*fits[:2], *[one for one in ordered if one.need > one.group.space.capacity][:1]]
+
+
+def _advice(seconds: float, changes: list[_Change]) -> str:
+    """The sentence for a layout whose step takes so long."""
+    ordered = sorted(changes, key=lambda one: one.seconds)
+    faster = [one for one in ordered if seconds / one.seconds - 1 >= LEAST_GAIN]
+    told = []
+    for one in faster:
+        run = one.group.run_at(one.layout)
+        memory = memory_of(run, job_of(run))
+        told.append(sentence(one.what, seconds / one.seconds, memory))
+        if memory.fits:
+            return told[-1]
+    if told:
+        return told[0]
+    for one in ordered:
+        run = one.group.run_at(one.layout)
+        return sentence(one.what, seconds / one.seconds, memory_of(run, job_of(run)))
+    return ""
+
+
+def sentence(what: str, gain: float, memory: Memory) -> str:
+    """What a change brings and needs. That it does not fit or is slower comes first."""
+    peak, capacity = memory.peak, memory.capacity
+    need = f"needs {peak / GIB:.1f} GiB" + ("" if memory.fits else f", {(peak - capacity) / GIB:.1f} too many")
+    wrong = [
+        word for word, is_so in (("does not fit", not memory.fits), ("not faster", gain - 1 < LEAST_GAIN)) if is_so
     ]
+    return f"{' and '.join(wrong)}: {what}: {100 * (gain - 1):+.1f} %, {need}".removeprefix(": ")
 
 
-def _sentence(gain: float, group: Group, index: LayoutIndex, what: str) -> str:
-    run = group.run_at(index)
-    peak, capacity = memory_of(run, job_of(run)).peak, group.space.capacity
-    need = f"needs {peak / GIB:.1f} GiB" + (f", {(peak - capacity) / GIB:.1f} too many" if peak > capacity else "")
-    return f"{what}: {100 * (gain - 1):+.1f} %, {need}"
-
-
-def _evaluate(group: Group, indices: list[LayoutIndex]) -> list[tuple[float, float]]:
+def evaluate(group: Group, indices: list[LayoutIndex]) -> list[tuple[float, float]]:
     """Screened seconds and bytes of indices of one group and schedule."""
     rows = np.unique([index.row for index in indices])
     where = {row: n for n, row in enumerate(rows.tolist())}

@@ -113,7 +113,7 @@ _BUBBLES = {
 def in_flight(schedule: str, ranks: int, chunks: int, rank: int, microbatches: Number) -> Number:
     """The most microbatches a rank holds at a time, each counted by the share of the rank's stages that hold it."""
     m, p, v = microbatches, ranks, chunks
-    if p == 1:
+    if p == v == 1:
         return np.ones_like(m)
     if schedule in ("gpipe", "breadth-first"):
         return m

@@ -16,17 +16,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwise.plan.cost.constants import constants_of
-from shardwise.plan.cost.job import GIB, Job, job_of, overlapped
+from shardwise.plan.cost.job import GIB, Job, job_of
 from shardwise.plan.cost.memory import standing_casts
 from shardwise.plan.cost.passes import Passes
 from shardwise.plan.search.bubbles import Pace, in_flight, makespan
 from shardwise.plan.search.space import LOOPED, V_SHAPED, Sizes, choices, legal, plain, schedules, sizes, with_choices
-from shardwise.plan.search.tables import LayerTable, ParameterTable, StageSplit, split_key, stage_split, transfers
-from shardwise.plan.time.step import DataSeconds, Prepared, slowdown, tail_seconds, update_seconds, with_zero
+from shardwise.plan.search.tables import LayerTable, ParameterTable, Rows, StageSplit, rows_of, split_key, stage_split
+from shardwise.plan.time.step import DataSeconds, slowdown, tail_seconds, update_seconds, with_zero
 from shardwise.run import LayoutConfig, Run
 from shardwise.run.derive import compiles, planned_on_gpu
+from shardwise.schedules import SPLIT_BACKWARD
 
 Array = Any
+DEFERRED = 0.4
+"""Share of what a layer saves that is still held when the gradient of its input is done: what its GEMMs read."""
 AT_ONCE = 12_000
 """Layouts in one array: few enough for the arrays of a formula to stay in the processor's cache."""
 
@@ -50,7 +53,7 @@ class Screened(NamedTuple):
     memory: Array
 
 
-class _Rows(NamedTuple):
+class At(NamedTuple):
     """Rows of a group, and their rows in the tables."""
 
     recompute: Array
@@ -59,6 +62,23 @@ class _Rows(NamedTuple):
     layer: Array
     parameters: Array
     microbatches: Array
+
+
+class Held(NamedTuple):
+    """What the kinds of ranks hold: bytes of [kind of rank, row]."""
+
+    fixed: Array
+    gradients: Array
+    """Where they are reduced in every microbatch, or as they come."""
+    whole_gradients: Array
+    once: Array
+    """Whether gradients are reduced once a step: [row]."""
+    saved: Array
+    """Of one microbatch, by all stages of the rank."""
+    loss_saved: Array
+    loss: Array
+    again: Array
+    """Of a layer that is being recomputed."""
 
 
 class Space:
@@ -124,7 +144,8 @@ class Space:
         if home is None or chosen["recompute"] not in self.choices.recompute:
             return None
         group, column = home
-        same = [s for s in group.schedules if s == (chosen["schedule"], chosen["chunks"]) or size.pipeline == 1]
+        wanted = chosen["schedule"], chosen["chunks"]
+        same = [s for s in group.schedules if s == wanted or (size.pipeline == 1 and s[0] not in LOOPED)]
         alike = same or [s for s in group.schedules if s[0] == chosen["schedule"] and s[0] not in LOOPED]
         method = (chosen["context_method"] if size.context > 1 else self.choices.context_method[0],
                   chosen["async_tensor"] if size.tensor > 1 else self.choices.async_tensor[0])  # fmt: skip
@@ -138,7 +159,7 @@ class Space:
     def _fill(self) -> None:
         """Makes the tables."""
         every = self.sizes
-        self.transfers = transfers(self.job, every)
+        self.of_size = rows_of(self.job, every)
         for expert_tensor in self.choices.expert_tensor:
             self.layers[expert_tensor] = LayerTable(self.job, every, self.choices, expert_tensor)
             for pipeline in np.unique(every.pipeline).tolist():
@@ -191,7 +212,7 @@ class Group:
         self.layers, self.parameters = space.layers[expert_tensor], space.parameters[expert_tensor, pipeline]
         self.layer_row = self.layers.row[index]
         self.parameter_row = self.parameters.row[space.parameter_row[index]]
-        self.hop, self.logits, self.buffers = (column[index] for column in space.transfers)
+        self.of_size = Rows(*(column[index] for column in space.of_size))
         self.legal: Array = np.array([self._legal(method) for method, _ in self.methods])
         s = self.sizes
         self.microbatches = space.job.global_batch // (s.microbatch * s.replicate * s.shard)
@@ -226,29 +247,29 @@ class Group:
         """The numbers of all rows."""
         return np.arange(int(np.prod(self.shape)))
 
-    def _at(self, rows: Array) -> _Rows:
+    def at(self, rows: Array) -> At:
         a, z, column = np.unravel_index(rows, self.shape)
         layer = a * self.layers.size + self.layer_row[column]
         parameters = z * self.parameters.size + self.parameter_row[column]
-        return _Rows(a, z, column, layer, parameters, self.microbatches[column])
+        return At(a, z, column, layer, parameters, self.microbatches[column])
 
     def screen(
         self, wanted: list[tuple[str, int]], rows: Array, most_memory: float = np.inf, most_seconds: float = np.inf
     ) -> Iterator[Screened]:
         """Rows under some schedules, without those that need more memory or certainly take longer. Illegal ones take forever."""
-        at = self._at(rows)
+        at = self.at(rows)
         share = self.microbatches / self.pipeline * self.space.slower
         quick = np.flatnonzero(share[at.column] * self.space.least[self.expert_tensor][at.layer] <= most_seconds)
-        rows, at = rows[quick], _Rows(*(x[quick] for x in at))
+        rows, at = rows[quick], At(*(x[quick] for x in at))
         for _, same in groupby(sorted(wanted, key=self._key), key=self._key):
             names = list(same)
             split = self.space.split(self.pipeline, *names[0])
-            base, saved = self._held(split, at)
-            memory = [self._memory(split, schedule, at, base, saved) for schedule, _ in names]
+            held = self._held(split, at)
+            memory = [self._memory(split, schedule, at, held) for schedule, _ in names]
             fits = np.flatnonzero(np.minimum.reduce(memory) <= most_memory)
             for few in np.array_split(fits, -(-len(fits) * len(self.methods) // AT_ONCE) or 1):
                 if len(few):
-                    part = _Rows(*(x[few] for x in at))
+                    part = At(*(x[few] for x in at))
                     pace, rest = self._pace(split, part)
                     for (schedule, chunks), need in zip(names, memory, strict=True):
                         seconds: Array = (makespan(schedule, pace, part.microbatches) + rest) * self.space.slower
@@ -258,11 +279,11 @@ class Group:
     def leanest(self) -> tuple[float, LayoutIndex]:
         """The least memory of any layout, and which it is."""
         rows, best = self.rows(), (np.inf, LayoutIndex("", 0, 0, 0))
-        at = self._at(rows)
+        at = self.at(rows)
         some_legal = self.legal.any(axis=0)[at.column]
         for schedule, chunks in self.schedules:
             split = self.space.split(self.pipeline, schedule, chunks)
-            memory = np.where(some_legal, self._memory(split, schedule, at, *self._held(split, at)), np.inf)
+            memory = np.where(some_legal, self._memory(split, schedule, at, self._held(split, at)), np.inf)
             row = int(memory.argmin())
             if memory[row] < best[0]:
                 method = int(self.legal[:, at.column[row]].argmax())
@@ -272,45 +293,79 @@ class Group:
     def _key(self, schedule: tuple[str, int]) -> tuple[int, int, bool]:
         return split_key(self.pipeline, *schedule)
 
-    def _pace(self, split: StageSplit, at: _Rows) -> tuple[Pace, Array]:
+    def _pace(self, split: StageSplit, at: At) -> tuple[Pace, Array]:
         """What the schedule's closed form reads, and the seconds of a step beside it."""
         constants, ranks, job = self.space.constants, split.ranks, self.space.job
-        own = _passes(split.parts, *np.take(self.seconds, at.layer, axis=-1))
+        own = added_passes(split.parts, *np.take(self.seconds, at.layer, axis=-1))
         data = self.parameters.traffic(split, at.parameters)
         zero = with_zero(own, DataSeconds(*(x[:, None] for x in data)), constants)
-        hop = constants["pipeline"] * self.hop[at.column]
+        hop = constants["pipeline"] * self.of_size.hop[at.column]
         blocks = hop if job.framework.pipeline_blocks else 0.0
         forward, inputs, weights = zero.forward + blocks, zero.backward_input + blocks, zero.backward_weight
         busiest = np.tensordot(ranks, forward + inputs + weights, 1).max(axis=0)
-        stage = _passes(split.counts / split.counts.sum(), forward, inputs, weights)
+        stage = added_passes(split.counts / split.counts.sum(), forward, inputs, weights)
         chunks = len(split.stages) // self.pipeline
         pace = Pace(
             self.pipeline, chunks, stage.forward, stage.backward_input, stage.backward_weight, busiest, hop - blocks
         )
-        work = _passes(ranks, own.forward, own.backward_input, own.backward_weight)
+        work = added_passes(ranks, own.forward, own.backward_input, own.backward_weight)
         sent = DataSeconds(*((ranks @ x)[:, None] for x in data))
         rest = tail_seconds(job, work, sent, constants).max(axis=0) + constants["overhead"]
         return pace, rest + update_seconds(job, sent, constants).max(axis=0)
 
-    def _held(self, split: StageSplit, at: _Rows) -> tuple[Array, Array]:
+    def _held(self, split: StageSplit, at: At) -> Held:
         """What each kind of rank holds besides activations, and what one microbatch saves on it: [kind of rank, row]."""
-        framework = self.space.job.framework
-        states, gathered, cast = self.parameters.memory(split, at.parameters)
-        stands = np.array([standing_casts(self.space.job, mode) for mode in self.space.choices.recompute])[at.recompute]
+        space, framework, column = self.space, self.space.job.framework, at.column
+        own, size = self.parameters.memory(split, at.parameters), self.of_size
+        stands = np.array([standing_casts(space.job, mode) for mode in space.choices.recompute])[at.recompute]
         saved, recomputed = self.layers.saved
-        has_head = (split.ranks @ split.parts[:, 3]) > 0
-        moving = gathered + cast * stands + (self.buffers[at.column] + recomputed[at.layer])
-        moving[has_head] += self.logits[at.column]
-        parts = split.parts * (1.0, 1.0, 1.0, 0.0)  # the head's own tensors are the logits
-        fixed, wasted = framework.context_gib * GIB, 1.0 + framework.fragmentation
-        return states + fixed + wasted * moving, wasted * (split.ranks @ parts) @ saved[:, at.layer]
+        has_head = ((split.ranks @ split.parts[:, 3]) > 0)[:, None]
+        again = recomputed[at.layer]
+        again = again + size.passing[column] * (again > 0)
+        wasted = 1.0 + framework.fragmentation
+        # What the head saves is the loss's; every other stage saves what it sends.
+        parts = split.parts * (1.0, 1.0, 1.0, -1.0) + (0.0, 0.0, 0.0, 1.0)
+        zero = np.array(self.zero)[at.zero]
+        return Held(
+            fixed=own.stays
+            + framework.context_gib * GIB
+            + wasted * (own.gathered + own.cast * stands + size.buffers[column]),
+            gradients=own.gradients,
+            whole_gradients=np.maximum(own.gradients, own.whole_gradients),
+            once=(zero == 1) & (at.microbatches > 1),
+            saved=wasted * (split.ranks @ parts) @ saved[:, at.layer],
+            loss_saved=wasted * has_head * size.loss_saved[column],
+            loss=wasted * has_head * size.loss[column],
+            again=wasted * again,
+        )
 
-    def _memory(self, split: StageSplit, schedule: str, at: _Rows, base: Array, saved: Array) -> Array:
-        """Bytes of the fullest rank."""
+    def _memory(self, split: StageSplit, schedule: str, at: At, held: Held) -> Array:
+        """Bytes of the fullest rank, at the moment when it holds the most (`trainer/memory.py`)."""
         chunks = len(split.stages) // self.pipeline
         ranks = split.latest if schedule in V_SHAPED else split.earliest
-        flying = [in_flight(schedule, self.pipeline, chunks, rank, at.microbatches) for rank in ranks]
-        return np.maximum.reduce([b + f * s for b, f, s in zip(base, flying, saved, strict=True)])
+        flying = np.array([in_flight(schedule, self.pipeline, chunks, rank, at.microbatches) for rank in ranks])
+        if schedule == "zb-h1":  # of microbatches that wait for the gradients of the weights alone, only a part is held
+            whole = np.array([np.minimum(at.microbatches, self.pipeline - rank) for rank in ranks])
+            flying = whole + DEFERRED * (flying - whole)
+        deferred = (schedule in SPLIT_BACKWARD) & (
+            (self.pipeline > 1) | (schedule != "dualpipe-v") | (at.microbatches > 1)
+        )
+        whole = held.once
+        if schedule in LOOPED:  # stages are done one after the other, unless rounds of microbatches take turns
+            in_turn = np.full(at.microbatches.shape, schedule == "breadth-first") | (
+                at.microbatches < 2 * self.pipeline
+            )
+            whole = whole * np.where(in_turn, 1.0 / chunks, 1.0)
+        gradients = held.gradients + np.maximum(whole, deferred) * (held.whole_gradients - held.gradients)
+        losses = at.microbatches if schedule in ("gpipe", "breadth-first") and len(split.stages) > 1 else 1
+        saved = flying * held.saved + losses * held.loss_saved
+        peak: Array = held.fixed + gradients + saved + np.maximum(held.loss, held.again)
+        if self.pipeline == 1:
+            # In a step of one microbatch gradients come as the activations go.
+            ends = saved / self.space.job.model.layers + held.again + gradients
+            alone = held.fixed + np.maximum(saved + np.maximum(held.loss, held.again), ends)
+            peak = np.where(at.microbatches == 1, alone, peak)
+        return peak.max(axis=0)
 
     def choices_at(self, index: LayoutIndex) -> dict[str, Any]:
         """The choices of a layout, by key."""
@@ -335,18 +390,7 @@ class Group:
         space, chosen = self.space, self.choices_at(index)
         return with_choices(space.run, self.sizes_at(index), chosen, space.devices, space.per_node)
 
-    def prepared_at(self, index: LayoutIndex) -> Prepared:
-        """What `prepare` would say of a layout, read from the tables."""
-        run, chosen, column = self.run_at(index), self.choices_at(index), index.row % self.shape[2]
-        job = replace(self.space.job, layout=run.layout, microbatch=run.train.microbatch)
-        split = self.space.split(self.pipeline, index.schedule, index.chunks)
-        network = self.layers.network_at(int(self.layer_row[column]), chosen["recompute"], chosen["context_method"])
-        stages = [network.stage(d, r, first=float(b), last=float(e)) for d, r, b, e in split.kinds]
-        data = self.parameters.data_at(split, int(self.parameter_row[column]), chosen["zero"])
-        job = overlapped(job, chosen["async_tensor"])
-        return Prepared(job, list(split.stages), stages, data, float(self.hop[column]))
 
-
-def _passes(parts: Array, forward: Array, inputs: Array, weights: Array) -> Passes:
+def added_passes(parts: Array, forward: Array, inputs: Array, weights: Array) -> Passes:
     """Passes added up, each so many times."""
     return Passes(np.tensordot(parts, forward, 1), np.tensordot(parts, inputs, 1), np.tensordot(parts, weights, 1), {})

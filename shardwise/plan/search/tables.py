@@ -10,18 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardwise.plan.cost.constants import constants_of
 from shardwise.plan.cost.job import Job, overlapped
-from shardwise.plan.cost.memory import buffers, gathered_layers, layer_activations, loss_bytes, states
-from shardwise.plan.cost.operations import embedding, head, layer
+from shardwise.plan.cost.memory import buffers, gathered_layers, layer_activations, states
+from shardwise.plan.cost.operations import chunked_loss, embedding, head, layer, residual_bytes
 from shardwise.plan.cost.parameters import LocalNumel, cast_copies, ends_parameters, layer_parameters
-from shardwise.plan.cost.passes import ModuleCost, NetworkCost, passes
+from shardwise.plan.cost.passes import NetworkCost, passes
 from shardwise.plan.search.space import LOOPED, V_SHAPED, Choices, Sizes
 from shardwise.plan.time.step import DataSeconds, data_seconds, hop_seconds
+from shardwise.run.derive import CHUNK_BYTES
 
 Array = Any
 
@@ -41,6 +42,7 @@ class StageSplit:
     earliest: tuple[int, ...]
     """The first rank of each kind, where most schedules hold the most."""
     latest: tuple[int, ...]
+    pipeline: int
 
     @property
     def parts(self) -> Array:
@@ -66,7 +68,7 @@ def stage_split(job: Job, pipeline: int, schedule: str, chunks: int) -> StageSpl
         held[there, kind] += 1
     ranks, first, back = np.unique(held, axis=0, return_index=True, return_inverse=True)
     latest = [int(np.flatnonzero(back.ravel() == n)[-1]) for n in range(len(ranks))]
-    return StageSplit(tuple(kinds), tuple(stages), ranks, tuple(first.tolist()), tuple(latest))
+    return StageSplit(tuple(kinds), tuple(stages), ranks, tuple(first.tolist()), tuple(latest), pipeline)
 
 
 def split_key(pipeline: int, schedule: str, chunks: int) -> tuple[int, int, bool]:
@@ -79,13 +81,10 @@ def split_key(pipeline: int, schedule: str, chunks: int) -> tuple[int, int, bool
 
 class LayerTable:
     """Times and memory of the modules of the network, by the different (tensor, context, expert, microbatch), and by how many
-    microbatches' gradients are accumulated; beyond some that makes no difference."""
-
-    MOST_ACCUMULATED = 32
+    microbatches' gradients are accumulated."""
 
     def __init__(self, job: Job, sizes: Sizes, choices: Choices, expert_tensor: bool) -> None:
         added = job.global_batch // (sizes.microbatch * sizes.replicate * sizes.shard)
-        added = np.minimum(added, self.MOST_ACCUMULATED)
         keys, self.row = _unique(sizes.tensor, sizes.context, sizes.expert, sizes.microbatch, added)
         t, c, e, b, added = keys
         self.size = len(t)
@@ -129,8 +128,8 @@ class LayerTable:
 
     @cached_property
     def saved(self) -> tuple[Array, Array]:
-        """Bytes saved for the backward pass by dense layer, MoE layer and embedding, [module, recomputation and row]; and what
-        recomputation holds for a moment, [recomputation and row]."""
+        """Bytes saved for the backward pass by dense layer, MoE layer, embedding and the transfer to a next stage, [module,
+        recomputation and row]; and what recomputation holds for a moment, [recomputation and row]."""
         many = len(self.choices.recompute)
         saved, recomputed = np.zeros((4, many, self.size)), np.zeros((many, self.size))
         for a, recompute in enumerate(self.choices.recompute):
@@ -140,19 +139,21 @@ class LayerTable:
                     saved[n, a], more = layer_activations(job, routed=bool(n))
                     recomputed[a] = np.maximum(recomputed[a], more)
             saved[2, a] = sum(op.saved for op in embedding(job))
+            saved[3, a] = residual_bytes(job)
         return saved.reshape(4, -1), recomputed.ravel()
 
-    def network_at(self, row: int, recompute: str, method: str) -> NetworkCost:
-        """The modules of one row, as plain numbers."""
-        network = self.networks[recompute, method]
 
-        def at(module: ModuleCost | None) -> Any:
-            if module is None:
-                return None
-            seconds = [[_at(x, row) for x in line] for line in module.seconds]
-            return ModuleCost(seconds, [_at(x, row) for x in module.launches])
+class HeldStates(NamedTuple):
+    """Bytes of the parameters of a rank, and of what is made of them."""
 
-        return NetworkCost(at(network.embedding), at(network.dense), at(network.moe), at(network.head))
+    stays: Array
+    """Parameters and optimizer."""
+    gradients: Array
+    """As they are reduced."""
+    whole_gradients: Array
+    """Before that, where they are sharded at all."""
+    gathered: Array
+    cast: Array
 
 
 class ParameterTable:
@@ -164,11 +165,11 @@ class ParameterTable:
         keys, self.row = _unique(sizes.tensor, sizes.replicate, sizes.expert, sizes.shard * sizes.context)
         t, r, e, z = keys
         layout = replace(job.layout, tensor=t, replicate=r, expert=e, shard=z, context=1, expert_tensor=expert_tensor)
-        self.job, self.zero = replace(job, layout=layout), choices.zero
+        self.job, self.zero, self.devices = replace(job, layout=layout), choices.zero, job.layout.replicate
         self.kinds = {kind: n for n, kind in enumerate({k: None for one in splits for k in one.kinds})}
         self.held = self._held(list(self.kinds))
         self.size = len(t)
-        self._states: dict[int, tuple[Array, Array, Array]] = {}
+        self._states: dict[int, HeldStates] = {}
 
     @cached_property
     def data(self) -> Array:
@@ -204,39 +205,99 @@ class ParameterTable:
         """Of the stages of a split: [kind, row]."""
         return DataSeconds(*np.take(self.data[:, self.index(split)], rows, axis=-1))
 
-    def memory(self, split: StageSplit, rows: Array) -> tuple[Array, Array, Array]:
-        """Bytes of parameters, gradients and optimizer, of gathered parameters, and of cast ones: [kind of rank, row]."""
+    def memory(self, split: StageSplit, rows: Array) -> HeldStates:
+        """Bytes of the parameters of a rank and of what is made of them: [kind of rank, row]."""
         key = id(split)
         if key not in self._states:
             self._states[key] = self._all_states(split)
-        fixed, moving, cast = (np.take(part, rows, axis=-1) for part in self._states[key])
-        return fixed, moving, cast
+        return HeldStates(*(np.take(part, rows, axis=-1) for part in self._states[key]))
 
-    def _all_states(self, split: StageSplit) -> tuple[Array, Array, Array]:
+    def _all_states(self, split: StageSplit) -> HeldStates:
         index = self.index(split)
-        held = LocalNumel(split.ranks @ self.held.dense[index], split.ranks @ self.held.experts[index])
-        fixed, moving, cast = [], [], []
-        for zero in self.zero:
-            job = self.under(zero)
-            owners = states(job, held)
-            gathered = owners.pop("gathered")
-            if zero == 3:
-                gathered = gathered + gathered_layers(job)
-            fixed.append(np.broadcast_to(sum(owners.values()), held.dense.shape))
-            moving.append(np.broadcast_to(gathered, held.dense.shape))
-            cast.append(np.broadcast_to(cast_copies(job, held), held.dense.shape))
-        return np.concatenate(fixed, axis=1), np.concatenate(moving, axis=1), np.concatenate(cast, axis=1)
+        layers = (split.ranks @ split.parts[:, :2].sum(axis=1))[:, None]
+        dense = split.ranks @ self.held.dense[index] + layers * _copied_keys(self.job)
+        held = LocalNumel(dense, split.ranks @ self.held.experts[index])
+        every = [self._states_under(zero, held, split) for zero in self.zero]
+        shape = held.dense.shape
+        return HeldStates(
+            *(np.concatenate([np.broadcast_to(x, shape) for x in part], axis=1) for part in zip(*every, strict=True))
+        )
 
-    def data_at(self, split: StageSplit, row: int, zero: int) -> list[DataSeconds]:
-        """Of every kind of stage of a split, as plain numbers."""
-        index, column = self.index(split), self.zero.index(zero) * self.size + row
-        return [DataSeconds(*d) for d in self.data[:, index, column].T.tolist()]
+    def _states_under(self, zero: int, held: LocalNumel, split: StageSplit) -> HeldStates:
+        job = self.under(zero)
+        framework, lay = job.framework, job.layout
+        owners = states(replace(job, layout=replace(lay, zero=3)), held)
+        sharded = ((job.zero_ranks > 1) | (lay.replicate > 1)) & (lay.replicate < self.devices)
+        whole = held.dense + held.experts
+        if lay.offload:
+            whole_gradients, cast = 0.0 * whole, 0.0 * whole
+        else:
+            whole_gradients, cast = whole * framework.reduce_bytes * sharded, cast_copies(job, held) * ~sharded
+        if zero < 3:
+            gathered = whole * framework.gather_bytes * (sharded | lay.offload)
+        else:
+            # The layers of the moment, and what `fully_shard` prefetched for other stages; without a pipeline also the two ends.
+            gathered = gathered_layers(job) * (1.0 + 0.0 * whole)
+            if split.pipeline == 1:
+                first, last = ends_parameters(job)
+                ends = first + last * (not job.model.tied_embeddings)
+                gathered = gathered + ends * framework.gather_bytes * sharded
+            else:
+                one = layer_parameters(job, routed=bool(job.model.experts))
+                inner = [float(d + r > 1 and not first and not last) for d, r, first, last in split.kinds]
+                more = np.maximum(split.ranks @ np.array(inner) - 1.0, 0.0)[:, None]
+                gathered = gathered + more * one.dense * framework.gather_bytes * (job.zero_ranks > 1)
+        stays = owners["parameters"] + owners["optimizer"]
+        if job.muon and not lay.offload:  # of the layers' matrices it keeps one moment
+            outer = sum(
+                end * (split.ranks @ split.parts[:, n])[:, None]
+                for n, end in zip((2, 3), ends_parameters(job), strict=True)
+            )
+            inner = held.dense - outer
+            stays = (
+                stays
+                - states(replace(job, layout=replace(lay, zero=3)), LocalNumel(inner, held.experts))["optimizer"] / 2
+            )
+        return HeldStates(stays, owners["gradients"], whole_gradients, gathered, cast)
 
 
-def transfers(job: Job, sizes: Sizes) -> tuple[Array, Array, Array]:
-    """Of each layout: seconds between two stages, bytes of logits, and of buffers."""
+class Rows(NamedTuple):
+    """What is told of each size alone."""
+
+    hop: Array
+    """Seconds between two stages."""
+    buffers: Array
+    """Bytes."""
+    loss: Array
+    """Bytes that the loss holds while it is made, beside what it saves."""
+    loss_saved: Array
+    """Bytes that it saves of each microbatch."""
+    passing: Array
+    """Bytes of the gradients that pass through a layer that is being recomputed."""
+
+
+def rows_of(job: Job, sizes: Sizes) -> Rows:
+    """As the trainer does it (`trainer/state.py`): a whole loss saves the probabilities, a chunked one the gradients of its input
+    and of the head's matrix."""
     every = replace(job, layout=sizes.into(job.layout), microbatch=sizes.microbatch.astype(float))
-    return hop_seconds(every), loss_bytes(every), buffers(every)
+    m, high = job.model, max(4.0, job.width)
+    rows, columns = every.rows, m.vocab / sizes.tensor
+    entering = rows * m.hidden * job.width
+    chunked = chunked_loss(every) > 0
+    logits = rows * columns * job.width
+    loss = np.where(chunked, logits / np.ceil(logits / CHUNK_BYTES), 2.0 * rows * columns * high)
+    saved = np.where(chunked, columns * m.hidden * high, rows * columns * high) + entering
+    width = np.maximum(m.ffn, m.expert_ffn * m.experts_per_token) / sizes.tensor
+    passing = (2.0 if m.gated else 1.0) * rows * width * job.width * (job.framework.kernels != "compiled")
+    return Rows(hop_seconds(every), buffers(every), loss, saved, passing)
+
+
+def _copied_keys(job: Job) -> Array:
+    """Parameters of a layer that every tensor rank holds whole, where there are more of these than key/value heads."""
+    m, t = job.model, job.layout.tensor
+    if m.attention != "grouped":
+        return 0.0 * t
+    return 2.0 * m.hidden * m.kv_heads * m.head_dim * (1.0 - 1.0 / t) * (t > m.kv_heads)
 
 
 def _unique(*columns: Array) -> tuple[list[Array], Array]:
@@ -247,7 +308,3 @@ def _unique(*columns: Array) -> tuple[list[Array], Array]:
         code = code * len(values) + which
     _, first, back = np.unique(code, return_index=True, return_inverse=True)
     return [column[first].astype(float) for column in columns], back.ravel()
-
-
-def _at(value: Any, row: int) -> float:
-    return float(value[row]) if isinstance(value, np.ndarray) and value.ndim else float(value)

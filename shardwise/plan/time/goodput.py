@@ -42,11 +42,15 @@ class JobCost:
 
 def data_stall(run: Run, cluster: Cluster, step_seconds: float) -> float:
     """Seconds a step waits for its batch. Batches are read one step ahead, so a step waits only where reading takes longer than a
-    step. Each rank reads the samples of its data rank for itself."""
+    step."""
+    return max(0.0, reading_seconds(run, cluster, run.layout.data_ranks, run.layout.world) - step_seconds)
+
+
+def reading_seconds(run: Run, cluster: Cluster, data_ranks: int, devices: int) -> float:
+    """Seconds in which a machine reads a batch. Each rank reads the samples of its data rank for itself."""
     width = 2 if run.model.vocab <= 2**16 else 4
-    here = min(run.layout.world, cluster.per_node)
-    size = run.batch_tokens / run.layout.data_ranks * width * here
-    return max(0.0, size / (run.cluster.storage_gbs * 1e9) - step_seconds)
+    here = min(devices, cluster.per_node)
+    return run.batch_tokens / data_ranks * width * here / (run.cluster.storage_gbs * 1e9)
 
 
 def job_cost(run: Run, cluster: Cluster, step_seconds: float, devices: int, checkpoint_bytes: float) -> JobCost:

@@ -190,8 +190,8 @@ def _costed(prepared: Prepared, constants: Constants | None = None) -> _Costed:
     return _Costed(prepared, constants, own, zero, Cost(forward, inputs, weights), hop, blocks)
 
 
-@lru_cache(maxsize=64)
-def _waves(name: str, ranks: int, microbatches: int, chunks: int) -> Waves:
+@lru_cache(maxsize=192)
+def waves_of(name: str, ranks: int, microbatches: int, chunks: int) -> Waves:
     """The waves of a schedule, remembered: a search plans what it has just played."""
     return Waves(cached_schedule(name, ranks, microbatches, chunks))
 
@@ -206,9 +206,9 @@ def play(
         return [many * one for many, one in zip(microbatches, each, strict=True)]
     name, ranks, chunks = layout.schedule, layout.pipeline, layout.stages_per_rank
     count, fewer = rounds_to_play(ranks, microbatches[0])
-    spans = _waves(name, ranks, count, chunks).makespans(costs, wires)
+    spans = waves_of(name, ranks, count, chunks).makespans(costs, wires)
     if fewer:
-        before = _waves(name, ranks, count - fewer, chunks).makespans(costs, wires)
+        before = waves_of(name, ranks, count - fewer, chunks).makespans(costs, wires)
         spans += (spans - before) / fewer * (np.array(microbatches) - count)
     return spans.tolist()
 

@@ -47,10 +47,19 @@ class Waves:
 
     def makespans(self, costs: Sequence[Cost], latencies: Sequence[float]) -> np.ndarray:
         """From the first start to the last end under each of the costs, transfers between ranks taking `latencies`."""
-        stages, layouts = self.schedule.stages, len(costs)
         durations = np.array([[cost.of(kind) for kind in _ROWS] for cost in costs], np.float64)
-        lengths = np.ascontiguousarray(durations.reshape(layouts, -1).T)
-        wire = np.repeat(np.asarray(latencies, float)[None], stages + 1, axis=0)
+        lengths = np.ascontiguousarray(durations.reshape(len(costs), -1).T)
+        return self._played(lengths, np.asarray(latencies, float))
+
+    def spans(self, stages: np.ndarray, wire: np.ndarray) -> np.ndarray:
+        """The same of costs that are arrays of [forward, for the input, for the weights; stage; layout]."""
+        forward, inputs, weights = stages
+        return self._played(np.concatenate([forward, inputs, weights, inputs + weights]), wire)
+
+    def _played(self, lengths: np.ndarray, latencies: np.ndarray) -> np.ndarray:
+        """`lengths` are of [kind of action and stage, layout]."""
+        stages, layouts = self.schedule.stages, len(latencies)
+        wire = np.repeat(latencies[None], stages + 1, axis=0)
         wire[stages] = 0.0  # between stages of one rank
         arrival = np.zeros((self.slots, layouts))
         clock = np.zeros((len(self.schedule.ranks), layouts))

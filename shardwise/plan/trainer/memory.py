@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 from shardwise.ledger import Memory
 from shardwise.plan.cost.job import Job, job_of
-from shardwise.plan.cost.memory import layer_activations, memory, moving, workspace
+from shardwise.plan.cost.memory import buffers, layer_activations, memory, moving, workspace
 from shardwise.plan.trainer import muon, state
 from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.plan.trainer.traffic import first_ranks
@@ -19,28 +20,64 @@ from shardwise.run.derive import chunks_loss, compiles, planned_on_gpu
 def memory_of(run: Run, job: Job) -> Memory:
     """The memory of a run as this job: exact where this project's trainer runs it and its formulas know the run, else estimated."""
     estimate = memory(job)
-    if job.framework.family != "shardwise" or not state.known(replace(run, train=replace(run.train, compile=False))):
+    if not _is_exact(run, job):
         return estimate
-    ranks, known = [], dict[tuple[object, ...], _Alike]()
-    for estimated, rank in zip(estimate.ranks, first_ranks(run), strict=True):
-        place = PlannedRank(run, rank)
-        kind = state.alike(place)
-        if kind not in known:  # of the many ranks of a long pipeline few differ in more than what is in flight
-            known[kind] = _alike(place)
-        same = known[kind]
-        owners = same.owners | {"activations": state.activations_at(place) * same.saved}
-        if run.layout.zero == 3 and run.layout.shard * run.layout.context > 1:
-            # Besides, the layers of the moment; one that was prefetched is the first of them.
-            first = max(place.prefetched_shard(stage) for stage in place.stages) * place.size("zero")
-            owners["gathered"] = max(owners["gathered"] - first, 0.0) + estimated["gathered"]
-        owners["buffers"] = estimated["buffers"] + same.transposed
-        owners = {**estimated, **owners}
-        updating = {name: value for name, value in (owners | same.updating).items() if name != "again"}
-        owners = _peak(owners, run, same)
-        owners = max(owners, updating, key=lambda moment: sum(moment.values()))
-        owners["workspace"] = workspace(job, moving(owners))
-        ranks.append(owners)
-    return replace(estimate, ranks=tuple(ranks))
+    return replace(estimate, ranks=_all_ranks(run, job, estimate, {}))
+
+
+def memory_that_fits(run: Run, job: Job) -> Memory | None:
+    """The memory of a run as this job, or None where it is more than a device has. Ranks near the ends of the pipeline tell most of
+    those that do not fit, in a fraction of the time that all ranks take."""
+    known: dict[tuple[object, ...], _Alike] = {}
+    if _is_exact(run, job):
+        ranks, capacity = first_ranks(run), float(job.cluster.chip.memory) * (1.0 - job.headroom)
+        least = {"gathered": 0.0, "buffers": float(buffers(job))}
+        for rank in dict.fromkeys((ranks[min(1, len(ranks) - 1)], ranks[0], ranks[-1])):
+            place = PlannedRank(run, rank)
+            if sum(_rank_memory(place, job, least, _known_alike(place, known)).values()) > capacity:
+                return None
+        estimate = memory(job)
+        found = replace(estimate, ranks=_all_ranks(run, job, estimate, known))
+    else:
+        found = memory(job)
+    return found if found.fits else None
+
+
+def _all_ranks(
+    run: Run, job: Job, estimate: Memory, known: dict[tuple[object, ...], _Alike]
+) -> tuple[dict[str, float], ...]:
+    places = (PlannedRank(run, rank) for rank in first_ranks(run))
+    each = zip(places, estimate.ranks, strict=True)
+    return tuple(_rank_memory(place, job, estimated, _known_alike(place, known)) for place, estimated in each)
+
+
+def _known_alike(place: PlannedRank, known: dict[tuple[object, ...], _Alike]) -> _Alike:
+    """Of the many ranks of a long pipeline few differ in more than what is in flight."""
+    kind = state.alike(place)
+    if kind not in known:
+        known[kind] = _alike(place)
+    return known[kind]
+
+
+def _is_exact(run: Run, job: Job) -> bool:
+    return job.framework.family == "shardwise" and state.known(replace(run, train=replace(run.train, compile=False)))
+
+
+def _rank_memory(place: PlannedRank, job: Job, estimated: Mapping[str, float], same: _Alike) -> dict[str, float]:
+    """Of one rank, by owner; of the estimate it takes the layers that ZeRO-3 gathers, and the buffers."""
+    run = place.run
+    owners = same.owners | {"activations": state.activations_at(place) * same.saved}
+    if run.layout.zero == 3 and run.layout.shard * run.layout.context > 1:
+        # Besides, the layers of the moment; one that was prefetched is the first of them.
+        first = max(place.prefetched_shard(stage) for stage in place.stages) * place.size("zero")
+        owners["gathered"] = max(owners["gathered"] - first, 0.0) + estimated["gathered"]
+    owners["buffers"] = estimated["buffers"] + same.transposed
+    owners = {**estimated, **owners}
+    updating = {name: value for name, value in (owners | same.updating).items() if name != "again"}
+    owners = _peak(owners, run, same)
+    owners = max(owners, updating, key=lambda moment: sum(moment.values()))
+    owners["workspace"] = workspace(job, moving(owners))
+    return owners
 
 
 class _Alike(NamedTuple):

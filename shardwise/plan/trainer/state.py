@@ -87,7 +87,27 @@ def _saved(planned: PlannedRank, stage: Stage) -> Saved:
     """`saved` under an even load, remembered: stages that are alike save alike."""
     recomputed, is_moe = recomputed_parts(planned, stage), planned.run.model.is_moe
     layers = tuple((is_moe(layer), parts) for layer, parts in recomputed.items())
-    alike = (planned.run, planned.index("tensor"), stage.first, stage.last, layers)
+    run, lay = planned.run, planned.run.layout
+    # Where the stage is, and what ZeRO shards, make no difference to what it saves.
+    cuts = (
+        lay.context,
+        lay.tensor,
+        lay.expert,
+        lay.shard,
+        lay.replicate,
+        lay.context_method,
+        lay.async_tensor,
+        lay.expert_tensor,
+    )
+    how = (
+        lay.recompute,
+        lay.recompute_operations,
+        lay.recompute_every,
+        lay.offload,
+        planned.keeps_compute_copies,
+        planned.is_sharded,
+    )
+    alike = (run.model, run.train, planned.fused, cuts, how, planned.index("tensor"), stage.first, stage.last, layers)
     if alike not in _KNOWN:
         if len(_KNOWN) > 1000:
             _KNOWN.clear()
@@ -104,7 +124,7 @@ def activations_at(planned: PlannedRank) -> int:
     """The same of a rank that is planned already."""
     run = planned.run
     saves = {stage.number: _saved(planned, stage) for stage in planned.stages}
-    if run.layout.pipeline == 1:
+    if len(planned.placement) == 1:
         return saves[0].whole
     whole, deferred = ([0] * len(planned.placement) for _ in range(2))
     residual = planned.local_tokens * run.model.hidden * planned.width

@@ -1,0 +1,183 @@
+"""The layouts of a space that fit, the best first; and the Pareto front of step time and memory.
+
+Candidates are played in the order of the least time that each may take by its screened figure. A layout is told once nothing that
+is still unplayed may be faster, so the order is that of the plans. Memory is counted to the byte for those alone that come so far.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple
+
+from shardwise.ledger import Memory
+from shardwise.plan.cost.job import Job, job_of
+from shardwise.plan.plan import Plan, plan_job
+from shardwise.plan.search.advice import evaluate, leanest
+from shardwise.plan.search.play import play
+from shardwise.plan.search.pool import (
+    LEAST_MEMORY,
+    LEAST_MEMORY_OF_MANY,
+    LEAST_TIME,
+    PLAY_ALL,
+    POOL,
+    SLOWER,
+    Candidate,
+    Candidates,
+    every_one,
+    screen_all,
+)  # fmt: skip
+from shardwise.plan.search.screen import Group, LayoutIndex, Space
+from shardwise.plan.trainer.memory import memory_that_fits
+from shardwise.run import Run
+
+LEANER = 0.97
+"""A step of memory that matters: what needs more than this share of a faster layout's memory is no point of the front."""
+AT_ONCE = 120
+"""Candidates that are played together, before what they tell is looked at."""
+MEMORY_LIMITS = (0.75, 0.5)
+"""Where screened memory is so far off that none of the fastest fits: the fastest that need so much of the capacity."""
+
+Timed = tuple[float, Candidate]
+"""With the seconds of a step by its plan."""
+
+
+class Found(NamedTuple):
+    """A layout that fits."""
+
+    seconds: float
+    run: Run
+    job: Job
+    memory: Memory
+    candidate: Candidate
+
+    def plan(self) -> Plan:
+        """All of its plan."""
+        return plan_job(self.run, self.job, memory=self.memory)
+
+
+def about(seconds: float) -> float:
+    """Times as far as they tell layouts apart: those that differ in the last bits are equal."""
+    return float(f"{seconds:.9g}")
+
+
+@dataclass
+class Fitting:
+    """The layouts of a space that really fit, found as they are asked for."""
+
+    space: Space
+    keep: int
+    played: dict[Candidate, float] = field(default_factory=dict)
+    """Step seconds of all that were played."""
+    lean: list[Candidate] = field(default_factory=list)
+    """The fastest for some amount of memory, as far as screening can tell."""
+    _known: dict[Candidate, Found | None] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Found]:
+        """The best first; of equal times the leanest."""
+        found: set[Candidate] = set()
+        for _, same in groupby(self._in_order(), key=lambda one: about(one[0])):
+            fits = [one for _, candidate in same if (one := self.fits(candidate)) is not None]
+            yield from sorted(fits, key=lambda one: one.memory.peak)
+            found |= {one.candidate for one in fits}
+        if not found:
+            lean = [Candidate(math.inf, math.inf, *one) for one in leanest(self.space)]
+            self._play(lean)
+            fits = [one for candidate in lean if (one := self.fits(candidate)) is not None]
+            yield from sorted(fits, key=lambda one: (one.seconds, one.memory.peak))
+
+    def _in_order(self) -> Iterator[Timed]:
+        """Candidates by their step's seconds."""
+        waiting: list[Timed] = []
+        told: set[Candidate] = set()
+        for candidates, certain in self._pools():
+            fresh = [one for one in candidates.found if one not in self.played]
+            at = 0
+            while at < len(fresh) or waiting:
+                few = fresh[at : at + AT_ONCE] if certain else fresh
+                at += len(few)
+                waiting = sorted([*waiting, *self._play(few)], key=lambda one: one[0])
+                next_one = min(fresh[at].seconds if at < len(fresh) else math.inf, candidates.complete)
+                early = [one for one in waiting if one[0] <= next_one * certain or next_one == math.inf]
+                yield from (one for one in early if one[1] not in told)
+                told |= {one[1] for one in early}
+                waiting = waiting[len(early) :]
+                if at >= len(fresh):
+                    break
+        yield from waiting
+
+    def _pools(self) -> Iterator[tuple[Candidates, float]]:
+        """Candidates, more each time, with the least share of its screened time that one may take; 0: play all."""
+        space, capacity = self.space, self.space.capacity
+        if space.count <= PLAY_ALL:
+            yield every_one(space, capacity / LEAST_MEMORY), 0.0
+            return
+        most = max(POOL, 4 * self.keep)
+        for size in (most, 8 * most):
+            pool = screen_all(space, size, capacity / LEAST_MEMORY_OF_MANY)
+            self.lean = pool.found
+            yield pool._replace(found=[one for one in pool.found if one.seconds <= pool.complete]), LEAST_TIME
+        for share in MEMORY_LIMITS:
+            pool = screen_all(space, most, share * capacity)
+            yield pool, LEAST_TIME
+
+    def _play(self, candidates: Sequence[Candidate]) -> list[Timed]:
+        fresh = [one for one in candidates if one not in self.played]
+        for one, seconds in zip(fresh, play([one[2:] for one in fresh]), strict=True):
+            self.played[one] = seconds
+        return [(self.played[one], one) for one in candidates]
+
+    def fits(self, candidate: Candidate) -> Found | None:
+        """The layout with its memory, or None."""
+        if candidate not in self._known:
+            run = candidate.group.run_at(candidate.layout)
+            job = job_of(run)
+            memory = memory_that_fits(run, job)
+            found = None if memory is None else Found(self.played[candidate], run, job, memory, candidate)
+            self._known[candidate] = found
+        return self._known[candidate]
+
+    def front(self) -> list[Found]:
+        """Those that fit and that none beats in time and memory: from the fastest on whatever is leaner by a step than all before.
+        What takes `SLOWER` times the fastest is left out. Of a large space this is what screening takes for the front."""
+        self._play(self.lean)
+        found: list[Found] = []
+        least = math.inf
+        timed = sorted(((about(seconds), one) for one, seconds in self.played.items()), key=lambda one: one[0])
+        for seconds, same in groupby(timed, key=lambda one: one[0]):
+            if found and seconds > SLOWER * found[0].seconds:
+                break
+            some = (one for _, one in same if not LEAST_MEMORY * one.memory >= LEANER * least or one in self._known)
+            fits = [one for candidate in some if (one := self.fits(candidate)) is not None]
+            for one in sorted(fits, key=lambda one: one.memory.peak)[:1]:
+                if one.memory.peak < LEANER * least:
+                    found.append(one)
+                    least = one.memory.peak
+        return found
+
+    def roomy(self) -> Iterator[Candidate]:
+        """Played layouts that recompute everything, the most promising first if the memory that they leave free is spent on saved
+        activations: by screened figures, as if time fell evenly from that of full recomputation to that of none."""
+        words = self.space.choices.recompute
+        if "full" not in words or "none" not in words:
+            return
+        full, none = words.index("full"), words.index("none")
+        sizes = {group: group.shape[1] * group.shape[2] for group in self.space.groups}
+        every = [
+            one
+            for one in self.played
+            if one.layout.row // sizes[one.group] == full and one.memory <= self.space.capacity
+        ]
+        alike: dict[tuple[Group, str, int], list[tuple[Candidate, LayoutIndex]]] = {}
+        for one in every:
+            size = sizes[one.group]
+            saving = one.layout._replace(row=one.layout.row % size + none * size)
+            alike.setdefault((one.group, *saving[:2]), []).append((one, saving))
+        likely = []
+        for (group, _, _), some in alike.items():
+            for (least, need), (one, _) in zip(evaluate(group, [index for _, index in some]), some, strict=True):
+                share = (self.space.capacity - one.memory) / max(need - one.memory, 1.0)
+                likely.append((one.seconds - min(share, 1.0) * (one.seconds - least), one))
+        yield from (one for _, one in sorted(likely, key=lambda found: found[0]))

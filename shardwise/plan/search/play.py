@@ -1,0 +1,141 @@
+"""Step seconds of many layouts by playing their schedules: what `plan/time/step.py` says of one, over arrays.
+
+Layouts of one group, schedule and method are read from the tables together, those of one schedule are played together. So a
+schedule's list costs most, and each further layout on it little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardwise.plan.cost.job import job_of, overlapped
+from shardwise.plan.cost.passes import ModuleCost, NetworkCost, Passes, passes
+from shardwise.plan.search.screen import Group, LayoutIndex, added_passes
+from shardwise.plan.time.goodput import reading_seconds
+from shardwise.plan.time.step import (
+    DataSeconds,
+    prepare,
+    step_times,
+    tail_seconds,
+    update_seconds,
+    waves_of,
+    with_zero,
+)  # fmt: skip
+from shardwise.schedules import rounds_to_play
+
+Array = Any
+Place = tuple[Group, LayoutIndex]
+
+
+class _Costed(NamedTuple):
+    """Layouts of one schedule: seconds of its passes on each stage, and beside it."""
+
+    which: Array
+    microbatches: Array
+    stages: Array
+    """[forward, for the input, for the weights; stage; layout]"""
+    wire: Array
+    rest: Array
+
+
+def play(places: Sequence[Place]) -> list[float]:
+    """Step seconds of each, as its plan says them."""
+    if not places:
+        return []
+    space = places[0][0].space
+    seconds = np.zeros(len(places))
+    if (
+        space.devices == 1
+    ):  # what a lone device does, a CUDA graph or compute copies, depends on more than the tables know
+        jobs = [job_of(group.run_at(index)) for group, index in places]
+        seconds[:] = [step.seconds for step in step_times([prepare(job) for job in jobs])]
+    else:
+        alike: dict[tuple[Any, ...], list[int]] = {}
+        for n, (group, index) in enumerate(places):
+            mode = index.row // (group.shape[1] * group.shape[2])
+            alike.setdefault((group, index.schedule, index.chunks, index.method, mode), []).append(n)
+        shapes: dict[tuple[Any, ...], list[_Costed]] = {}
+        for (group, schedule, chunks, method, mode), those in alike.items():
+            which = np.array(those)
+            rows = np.array([places[n][1].row for n in those])
+            costed = _costed(group, schedule, chunks, method, mode, which, rows)
+            for key, few in _by_rounds(group.pipeline, costed.microbatches):
+                part = _Costed(*(x[..., few] for x in costed))
+                shapes.setdefault((schedule, group.pipeline, costed.stages.shape[1], *key), []).append(part)
+        for (schedule, pipeline, stages, *rounds), parts in shapes.items():
+            one = _Costed(*(np.concatenate(x, axis=-1) for x in zip(*parts, strict=True)))
+            spans = _makespans(one, schedule, pipeline, stages // pipeline, *rounds)
+            seconds[one.which] = (spans + one.rest) * space.slower
+    return np.maximum(seconds, [_reading(group, index) for group, index in places]).tolist()
+
+
+def _reading(group: Group, index: LayoutIndex) -> float:
+    size = group.sizes_at(index)
+    return reading_seconds(group.space.run, group.space.job.cluster, size.replicate * size.shard, group.space.devices)
+
+
+def _by_rounds(pipeline: int, microbatches: Array) -> list[tuple[tuple[int, int], Array]]:
+    """Layouts that play the same list."""
+    if pipeline == 1:
+        return [((1, 0), np.arange(len(microbatches)))]
+    found: dict[tuple[int, int], list[int]] = {}
+    for n, count in enumerate(microbatches.tolist()):
+        found.setdefault(rounds_to_play(pipeline, count), []).append(n)
+    return [(key, np.array(few)) for key, few in found.items()]
+
+
+def _makespans(one: _Costed, schedule: str, pipeline: int, chunks: int, count: int, fewer: int) -> Array:
+    if pipeline == 1:
+        return one.microbatches * one.stages.sum(axis=(0, 1))
+    spans = waves_of(schedule, pipeline, count, chunks).spans(one.stages, one.wire)
+    if fewer:
+        before = waves_of(schedule, pipeline, count - fewer, chunks).spans(one.stages, one.wire)
+        spans = spans + (spans - before) / fewer * (one.microbatches - count)
+    return spans
+
+
+def _costed(
+    group: Group, schedule: str, chunks: int, method: int, mode: int, which: Array, rows: Array
+) -> _Costed:  # fmt: skip
+    """The costs of some rows of a group under one schedule, method and recomputation, read from the tables."""
+    space, at = group.space, group.at(rows)
+    job, constants = space.job, space.constants
+    split = space.split(group.pipeline, schedule, chunks)
+    name, overlap = group.methods[method]
+    layers = group.layer_row[at.column]
+    network = group.layers.networks[space.choices.recompute[mode], name]
+    network = NetworkCost(*(_taken(m, layers) for m in (network.embedding, network.dense, network.moe, network.head)))
+    layout = replace(job.layout, context_method=name)  # type: ignore[arg-type]
+    here = overlapped(replace(job, layout=layout), overlap)
+    every = [passes(here, network.stage(d, r, first=float(b), last=float(e)), constants) for d, r, b, e in split.kinds]
+    each = zip(*((p.forward, p.backward_input, p.backward_weight) for p in every), strict=True)
+    forward, inputs, weights = (np.array([np.broadcast_to(x, len(rows)) for x in line]) for line in each)
+    own = Passes(forward, inputs, weights, {})
+    data = group.parameters.traffic(split, at.parameters)
+    zero = with_zero(own, data, constants)
+    hop = constants["pipeline"] * group.of_size.hop[at.column]
+    blocks = hop if job.framework.pipeline_blocks else 0.0 * hop
+    kinds = list(split.stages)
+    stages = np.array(
+        [(zero.forward + blocks)[kinds], (zero.backward_input + blocks)[kinds], zero.backward_weight[kinds]]
+    )
+    work = added_passes(split.ranks, own.forward, own.backward_input, own.backward_weight)
+    sent = DataSeconds(*(split.ranks @ x for x in data))
+    rest = tail_seconds(job, work, sent, constants).max(axis=0) + update_seconds(job, sent, constants).max(axis=0)
+    return _Costed(which, at.microbatches, stages, hop - blocks, rest + constants["overhead"])
+
+
+def _taken(module: ModuleCost | None, rows: Array) -> Any:
+    """A module of some rows of the table."""
+    if module is None:
+        return None
+    seconds = [[_at(x, rows) for x in line] for line in module.seconds]
+    return ModuleCost(seconds, [_at(x, rows) for x in module.launches])
+
+
+def _at(value: Any, rows: Array) -> Any:
+    return value[rows] if isinstance(value, np.ndarray) and value.ndim else value
