@@ -81,7 +81,7 @@ def execute(args: argparse.Namespace) -> int:
     if args.export:
         _export(explained, comparison, args)
     if args.html:
-        from shardwise.cli.trace_read import write_page
+        from shardwise.cli.trace_page import write_page
 
         write_page(explained, comparison, args.html, args.within)
         print(f"wrote {args.html}", file=sys.stderr)

@@ -47,7 +47,7 @@ def draw(generator: random.Random, world: int) -> Drawn:
         if layout["recompute"] == "full":
             layout["recompute_every"] = generator.choice([1, 2])
         if layout["pipeline"] == 2 and generator.random() < 0.3:
-            layout["stages"] = (1, 3)
+            layout["stages"] = generator.choice([(1, 3), (0, 4)])
         if layout["replicate"] * layout["shard"] == 1 and generator.random() < 0.5:
             train |= dict(global_batch=3, microbatch=1)
         train["optimizer"] = generator.choice(["adamw", "adamw", "muon"])

@@ -365,8 +365,8 @@ def uncut_gradients(wire: Wire) -> None:
     """`gradients.py`: a parameter that is not cut over the tensor ranks saw only some of the tokens or heads on each."""
     planned = wire.planned
     if planned.size("tensor") > 1:
-        uncut = ((count, p) for count, p in planned.parameters() if p.tensor_dim is None)
-        wire.all_reduce("tensor", sum(count * _own_numel(planned, p) for count, p in uncut) * planned.high_width)
+        uncut = sum(count * _own_numel(planned, p) for count, p in planned.parameters() if p.tensor_dim is None)
+        wire.all_reduce("tensor", uncut * planned.high_width, messages=1 if uncut else 0)
 
 
 def loads(wire: Wire) -> None:

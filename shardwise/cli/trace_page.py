@@ -1,0 +1,65 @@
+"""The page of `shardwise trace --html`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.cli.options import write_file
+from shardwise.ledger import Timeline, as_dict
+
+if TYPE_CHECKING:
+    from shardwise.cli.trace_against import Comparison
+    from shardwise.cli.trace_read import Explained
+    from shardwise.trace.rank import Rank
+
+SPANS = 90_000
+"""About how many spans the timeline of all ranks has."""
+CLOSE_UP = 60_000
+"""About how many kernels a close-up has, so that a page stays usable."""
+
+
+def write_page(explained: Explained, comparison: Comparison | None, path: str, within: float) -> None:
+    """Write one file that works offline."""
+    from shardwise.report import html, html_trace
+    from shardwise.trace.timeline import timeline
+
+    answers = explained.answers
+    points = min(max(SPANS // (3 * max(1, len(answers.seen))), 100), 1500)
+    drawn = timeline({r.profile.rank: r for r in explained.ranks}, answers.clocks, points)
+    sections = html_trace.sections(as_dict(answers), drawn, close_up(explained), explained.problems)
+    if comparison is not None:
+        sections.insert(2, html.comparison_table(comparison.differences, within / 100, comparison.names))
+    first = Path(explained.ranks[0].profile.path)
+    name = first.parent.parent.name if first.parent.name == "ranks" else first.parent.name or first.stem
+    devices = sorted({device for device in answers.devices.values() if device})
+    remark = f"{len(answers.seen)} of {answers.world} ranks" + (f" on {', '.join(devices)}" if devices else "")
+    write_file(path, html.page(f"Profile of {name}", sections, remark).encode())
+
+
+def close_up(explained: Explained) -> Timeline | None:
+    """Every kernel of one step: of the slowest rank, then of the fastest, then of others as far as they fit."""
+    from shardwise.trace.spans.intervals import window
+    from shardwise.trace.spans.steps import Selection
+    from shardwise.trace.timeline import timeline
+
+    ranks = {r.profile.rank: r for r in explained.ranks}
+    spans = {rank: row["span"] for rank, row in explained.answers.ranks.items()}
+    order = sorted(spans, key=lambda rank: (-spans[rank], rank))
+    order = list(dict.fromkeys([*order[:1], *order[-1:], *order]))
+    steps = ranks[order[0]].selection.steps if order else ()
+    if not steps:
+        return None
+    number = max(steps, key=lambda step: step.end - step.start).number
+    drawn: dict[int, Rank] = {}
+    left = CLOSE_UP
+    for rank in order:
+        step = next((step for step in ranks[rank].selection.steps if step.number == number), None)
+        if step is None:
+            continue
+        busy = ranks[rank].activity
+        left -= int(((busy.start < step.end) & (busy.end > step.start)).sum())
+        if left < 0 and drawn:
+            break
+        drawn[rank] = ranks[rank].over(Selection(window(step.start, step.end), (step,)))
+    return timeline(dict(sorted(drawn.items())), explained.answers.clocks, None)
