@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -305,6 +306,8 @@ class ShardedParameter(NamedTuple):
     shard: Tensor
     extend: Callable[[], None]
     """To be called once the shard has methods of its own for the all-gather: `fully_shard` looks for them."""
+    allocate: Callable[[torch.device], Tensor]
+    """Gives memory on a device, or on the host if it is offloaded, to a shard on the meta device, and returns it."""
 
 
 def sharded_parameters(module: Any) -> Iterator[ShardedParameter]:
@@ -318,4 +321,25 @@ def sharded_parameters(module: Any) -> Iterator[ShardedParameter]:
             tuple(parameter._orig_size),
             parameter._sharded_local_tensor,
             parameter._init_extensions,
+            partial(_allocate_shard, parameter),
         )
+
+
+def _allocate_shard(parameter: Any, device: torch.device) -> Tensor:
+    """`fully_shard` would pad a shard that is not as long as others, and pin an offloaded one, by copies that it makes in the first
+    pass, when optimizers hold the shard already: so the memory is made as it wants it."""
+    host = parameter.offload_to_cpu
+    padded = torch.empty(
+        parameter.padded_sharded_param_size,
+        dtype=parameter.sharded_param.dtype,
+        device="cpu" if host else device,
+        pin_memory=host and parameter.pin_memory,
+    )
+    dim = parameter.fsdp_placement.dim
+    length = parameter.sharded_size[dim]
+    padded.narrow(dim, length, padded.shape[dim] - length).zero_()
+    shard = padded.narrow(dim, 0, length)
+    parameter._sharded_param_data = padded.view(-1)
+    parameter.sharded_param = nn.Parameter(parameter.to_sharded_dtensor(shard))
+    parameter._setattr_on_modules(parameter.sharded_param)
+    return shard
