@@ -25,10 +25,19 @@ from shardwise.torch_private import fake_process_group, fake_tensors
 from shardwise.train.step import TrainState
 
 
-def _even(counts: Tensor, total: int) -> list[list[int]]:
-    """The counts of an even load, in place of those that the host would read."""
+def _even(run: Run, index: int, counts: Tensor, total: int) -> list[list[int]]:
+    """The counts of an even load, in place of those that the host would read: of the rows of each expert; or of those that go to
+    each rank of experts and, of all ranks the same, to the one of that index."""
     rows, parts = counts.shape
-    return [[total // parts + (n < total % parts) for n in range(parts)] for _ in range(rows)]
+    slices = _slices(run) if rows == 2 else 1
+    own = total // slices
+    sent = [slices * (own // parts + (n < own % parts)) for n in range(parts)]
+    return [sent, [sent[index]] * parts] if rows == 2 else [sent] * rows
+
+
+def _slices(run: Run) -> int:
+    """Tensor ranks whose rows each of them has."""
+    return run.layout.tensor if run.layout.expert_tensor else 1
 
 
 @contextlib.contextmanager
@@ -49,7 +58,7 @@ def dry_rank(run: Run, rank: int, watched: AbstractContextManager[Any] | None = 
             for model in train_state.parallel.models:
                 for module in model.modules():
                     if isinstance(module, Experts):
-                        module.read_counts = _even
+                        module.read_counts = partial(_even, run, mesh.index("expert"))
                     elif isinstance(module, MoE):
                         module.accepted = partial(_accepted, run)
             yield train_state
@@ -61,12 +70,13 @@ def dry_rank(run: Run, rank: int, watched: AbstractContextManager[Any] | None = 
 def _accepted(run: Run, weights: Tensor) -> Tensor:
     """As many choices as experts accept of an even load, in place of those that have a weight."""
     part, length = accepted_choices(run.model, run.train.seq_len), run.train.seq_len * run.model.experts_per_token
-    return torch.arange(len(weights) * part // length, device=weights.device)
+    slices = _slices(run)
+    return torch.arange(slices * (len(weights) // slices * part // length), device=weights.device)
 
 
-def _round_robin(length: int) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """A forward hook that replaces a router's choices by the experts round-robin. Of sequences of that length, experts with a
-    capacity below that load accept as many of each rank's choices as of any other's."""
+def _round_robin(length: int, ranks: int) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """A forward hook that replaces a router's choices by the experts round-robin, so that those of all `ranks` take turns. Of
+    sequences of that length, experts with a capacity below that load accept as many of each rank's choices as of any other's."""
 
     def route(router: nn.Module, args: Any, routed: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         assert isinstance(router, Router)
@@ -79,7 +89,8 @@ def _round_robin(length: int) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
             order = kept.cumsum(0) - 1
             # The values alone: what the backward pass has saved stays as it is.
             weights.data.copy_(torch.where(kept.view_as(chosen), weights.data.clamp_min(1e-3), 0.0))
-        return weights, order.view_as(chosen) % c.experts, auxiliary
+        turn = order.view_as(chosen) % c.experts
+        return weights, turn % ranks * (c.experts // ranks) + turn // ranks, auxiliary
 
     return route
 
@@ -87,7 +98,7 @@ def _round_robin(length: int) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
 @contextlib.contextmanager
 def even_routing(train_state: TrainState) -> Iterator[None]:
     """While it is open, tokens are routed to the experts round-robin."""
-    route = _round_robin(train_state.run.train.seq_len)
+    route = _round_robin(train_state.run.train.seq_len, train_state.run.layout.expert)
     hooks = [router.register_forward_hook(route) for router in train_state.routers]
     try:
         yield

@@ -62,7 +62,9 @@ class Sharder:
             reduce_dtype=reduce if low_precision else None,
             cast_forward_inputs=False,
         )
-        self.offload = CPUOffloadPolicy() if run.layout.offload else OffloadPolicy()
+        # A dry run has the policy but no GPU, for which alone memory is pinned.
+        pins = run.train.device != "cpu"
+        self.offload = CPUOffloadPolicy(pin_memory=pins) if run.layout.offload else OffloadPolicy()
         self.scales = Scales(mesh.group("zero"))
 
     def block(self, block: Block) -> None:

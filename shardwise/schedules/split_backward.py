@@ -124,8 +124,9 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
         for _ in range(below + 1):
             back(down)
         out.backward_weights()
-        lists.append(out.actions)
-    return Schedule("zb-v", keep_microbatches(lists, microbatches), v_placement(ranks), microbatches)
+        lists.append(tuple(out.actions))
+    kept = tuple(lists) if microbatches == regular else keep_microbatches(lists, microbatches)
+    return Schedule("zb-v", kept, v_placement(ranks), microbatches)
 
 
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
@@ -161,5 +162,6 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
             out.backward_weight()
             out.backward_input(down)
         out.backward_weights()  # 8
-        lists.append(out.actions)
-    return Schedule("dualpipe-v", keep_microbatches(lists, microbatches), v_placement(ranks), microbatches)
+        lists.append(tuple(out.actions))
+    kept = tuple(lists) if microbatches == regular else keep_microbatches(lists, microbatches)
+    return Schedule("dualpipe-v", kept, v_placement(ranks), microbatches)

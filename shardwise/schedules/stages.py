@@ -7,9 +7,16 @@ whether such a sum suffices.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+import math
 from collections.abc import Sequence
-from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+Array = Any
+MANY = 512
+"""Layers from which on arrays are faster than lists."""
+UNREACHED = np.iinfo(np.int64).max // 2
 
 
 def split_layers(costs: Sequence[float], stages: int, first: float = 0, last: float = 0) -> tuple[int, ...]:
@@ -29,25 +36,19 @@ def split_layers(costs: Sequence[float], stages: int, first: float = 0, last: fl
     if stages > layers:  # one layer each, none beside the embedding and the head, or beside the costlier of them
         ends = (0, 0) if stages > layers + 1 else (0, 1) if first > last else (1, 0)
         return (ends[0], *[1] * (stages - 2), ends[1])
-    totals = [_totals(costs, start, first, last) for start in range(layers)]
-    sums = sorted(set().union(*totals))
-
-    def fitting(limit: float) -> list[int]:
-        """For each first layer, how many layers a stage of at most this cost may have. Totals only grow."""
-        return [bisect_right(some, limit) for some in totals]
-
-    bottleneck = sums[bisect_left(sums, True, key=lambda limit: _fewest_stages(fitting(limit)) <= stages)]
-
+    bottleneck = _bottleneck(costs, stages, first, last)
+    longest = _longest(costs, bottleneck, first, last)
+    starts = _starts(longest.tolist(), stages)
+    if layers > MANY:
+        return _most_even_of_many(longest, starts)
     # best[start] is the least sum of squares with which the layers from `start` on fill the stages still to fill, and the
     # layers of the first of those; from the last stage backwards, and only where a stage can start.
-    longest = fitting(bottleneck)
+    most = longest.tolist()
     best: dict[int, tuple[int, int]] = {layers: (0, 0)}
     choices = []
-    for starts in reversed(_starts(longest, stages)):
-        options = {
-            at: [(best[at + n][0] + n**2, n) for n in range(1, longest[at] + 1) if at + n in best] for at in starts
-        }
-        best = {at: min(some) for at, some in options.items() if some}
+    for some in reversed(starts):
+        options = {at: [(best[at + n][0] + n**2, n) for n in range(1, most[at] + 1) if at + n in best] for at in some}
+        best = {at: min(ways) for at, ways in options.items() if ways}
         choices.append(best)
     counts: list[int] = []
     for choice in reversed(choices):
@@ -55,11 +56,77 @@ def split_layers(costs: Sequence[float], stages: int, first: float = 0, last: fl
     return tuple(counts)
 
 
-def _totals(costs: Sequence[float], start: int, first: float, last: float) -> list[float]:
-    """The cost of a stage of 1, 2, … layers from `start` on. Always added in this order, so that equal sums are equal."""
-    totals = list(accumulate(costs[start:], initial=first if start == 0 else 0))[1:]
-    totals[-1] += last
-    return totals
+def _most_even_of_many(longest: Array, starts: list[range]) -> tuple[int, ...]:
+    """The same over arrays: thousands of layers may be cut in many places."""
+    best, begin = np.zeros(1, np.int64), len(longest)
+    choices = []
+    for some in reversed(starts):
+        least, chosen = np.full(len(some), UNREACHED), np.zeros(len(some), np.int64)
+        most = longest[some.start : some.stop]
+        for n in range(max(1, begin - some[-1]), min(int(most.max()), begin + len(best) - 1 - some[0]) + 1):
+            a, b = max(some.start, begin - n), min(some.stop, begin + len(best) - n)
+            here = slice(a - some.start, b - some.start)
+            squares = np.where(most[here] >= n, best[a + n - begin : b + n - begin] + n**2, UNREACHED)
+            chosen[here] = np.where(squares < least[here], n, chosen[here])
+            least[here] = np.minimum(least[here], squares)
+        best, begin = least, some.start
+        choices.append((begin, chosen))
+    counts: list[int] = []
+    for begin, chosen in reversed(choices):
+        counts.append(int(chosen[sum(counts) - begin]))
+    return tuple(counts)
+
+
+def _bottleneck(costs: Sequence[float], stages: int, first: float, last: float) -> float:
+    """The least cost of the slowest stage: the least number with which a greedy fill needs no more stages, by halving. What a fill
+    came to, or what it did not dare to add, is the next number that matters."""
+    low, high = float(max(costs)), float(first + sum(costs) + last) * (1 + 1e-9)
+    if _filled(costs, low, first, last)[0] <= stages:
+        return low
+    while low < (middle := (low + high) / 2) < high:
+        count, fullest, refused = _filled(costs, middle, first, last)
+        if count <= stages:
+            high = fullest
+        else:
+            low = math.nextafter(refused, 0.0)
+    return high
+
+
+def _filled(costs: Sequence[float], limit: float, first: float, last: float) -> tuple[float, float, float]:
+    """Stages needed when each costs at most so much, infinite when one layer alone is too many; the cost of the fullest, and the
+    least that was too much. A stage is always added up in the order of its layers, so that equal sums are equal."""
+    count, before, fullest, refused, end = 0, math.inf, 0.0, math.inf, len(costs) - 1
+    for number, cost in enumerate(costs):
+        more = last if number == end else 0
+        total = (before if number else first) + cost + more
+        if total > limit:
+            refused = min(refused, total) if number else total
+            count, fullest = count + 1, max(fullest, before) if number else fullest
+            total = (0 if number else first) + cost + more
+            if total > limit:
+                return math.inf, fullest, min(refused, total)
+        before = total
+    return count + 1, max(fullest, before), refused
+
+
+def _longest(costs: Sequence[float], limit: float, first: float, last: float) -> Array:
+    """For each first layer, how many layers a stage of at most this cost may have. Totals only grow."""
+    array, layers = np.array(costs, float), len(costs)
+    found = np.zeros(layers, np.int64)
+    size = 1
+    for start in range(layers):
+        while True:
+            part = array[start : start + size + 1].copy()
+            part[0] += first if start == 0 else 0.0
+            totals = np.cumsum(part)
+            if start + len(part) == layers:
+                totals[-1] += last
+            size = int(np.searchsorted(totals, limit, side="right"))
+            if size < len(part) or start + len(part) == layers:
+                break
+            size = 2 * len(part)
+        found[start] = size
+    return found
 
 
 def _starts(longest: Sequence[int], stages: int) -> list[range]:
@@ -75,14 +142,3 @@ def _starts(longest: Sequence[int], stages: int) -> list[range]:
             earliest -= 1
         result.append(range(earliest, min(latest[stage], layers - stages + stage) + 1))
     return result[::-1]
-
-
-def _fewest_stages(longest: Sequence[int]) -> float:
-    """Stages needed when a stage has at most `longest[first layer]` layers; infinite when one layer alone is too many."""
-    start = count = 0
-    while start < len(longest):
-        if longest[start] == 0:
-            return float("inf")
-        start += longest[start]
-        count += 1
-    return count

@@ -32,6 +32,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "softmax": MIXTURE | dict(router="softmax", shared_experts=0, dense_layers=0),
     "few": MIXTURE | dict(experts=2, experts_per_token=1, dense_layers=0),
 }  # fmt: skip
+LATENT = {name: MODELS["latent"][name] for name in ("attention", "q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim")}
+VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
+    "tied embeddings": (dict(tied_embeddings=True),),
+    "parallel block": (dict(parallel_block=True),),
+    "latent attention": (LATENT | dict(qk_norm=False),),
+    "window": tuple(dict(sliding_window=size) for size in (3, 16, 20)),
+    "capacity": tuple(dict(expert_capacity=share) for share in (0.5, 1.0, 1.5)),
+}
+"""Parts that any of the models may have beside its own, each with what its keys may be."""
 SCHEDULES: tuple[str, ...] = get_args(get_type_hints(LayoutConfig)["schedule"])
 METHODS: tuple[str, ...] = get_args(get_type_hints(LayoutConfig)["context_method"])
 LENGTH, BATCH = 32, 8
@@ -43,7 +52,17 @@ def make_run(model: str, layout: dict[str, Any], layers: int = 4, **train: Any) 
         steps=3, seq_len=LENGTH, global_batch=BATCH, microbatch=max(1, share // 2), dtype="float64", device="cpu", lr=1e-2,
         clip=0.5, balance_loss=0.01, router_z_loss=0.001, balance_rate=0.01,
     )  # fmt: skip
-    return run_from_dict(dict(model=MODELS[model] | dict(layers=layers), layout=layout, train=base | train))
+    return run_from_dict(dict(model=model_of(model) | dict(layers=layers), layout=layout, train=base | train))
+
+
+def model_of(name: str) -> dict[str, Any]:
+    """The keys of a model and of the variants that its name adds to it, each with the number of what it chooses."""
+    base, *variants = name.split(" + ")
+    keys = dict(MODELS[base])
+    for word in variants:
+        variant, _, number = word.partition(" #")
+        keys |= VARIANTS[variant][int(number or 0)]
+    return keys
 
 
 def layers_for(layout: dict[str, Any]) -> dict[str, int]:
@@ -146,7 +165,7 @@ def random_layout(
         layout["recompute"] = generator.choice(["none", "none", "attention", "full"])
         layout["expert_tensor"] = generator.random() < 0.5
         layout["async_tensor"] = generator.random() < 0.3
-        if model in ("mixture", "softmax"):
+        if model_of(model).get("experts"):
             layout["expert"] = generator.choice([1, 2, 4])
         train = dict(microbatch=generator.choice([1, 2, 4, 4, 8]))
         try:

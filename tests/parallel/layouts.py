@@ -10,6 +10,7 @@ from typing import Any
 
 import cases
 
+from shardwise.plan.cost.flops import layers_of_stages
 from shardwise.run import Run, UserError
 
 Drawn = tuple[str, dict[str, Any], dict[str, Any]]
@@ -26,7 +27,11 @@ def features(model: str, run: Run) -> tuple[set[str], set[str]]:
     """The axes of a layout, and everything that could go wrong on one of them."""
     lay, train = run.layout, run.train
     axes = {axis for axis in AXES if getattr(lay, axis) > 1}
-    found = axes | {model, train.optimizer, f"loss {train.loss}", f"recompute {lay.recompute}"}
+    found = axes | {train.optimizer, f"loss {train.loss}", f"recompute {lay.recompute}"}
+    found |= {word.partition(" #")[0] for word in model.split(" + ")}
+    found |= {f"window, {lay.context_method}"} if lay.context > 1 and run.model.sliding_window else set()
+    found |= {"a budget of chunks"} if lay.recompute == "budget" and lay.stages_per_rank > 1 else set()
+    found |= {"a stage without layers"} if any(not layers for layers in layers_of_stages(run)) else set()
     found |= {f"zero {lay.zero}"} if lay.shard > 1 else set()
     found |= {lay.context_method} if lay.context > 1 else set()
     found |= {lay.schedule, "uneven stages" if lay.stages else "even stages"} if lay.pipeline > 1 else set()
@@ -35,19 +40,24 @@ def features(model: str, run: Run) -> tuple[set[str], set[str]]:
     return axes, found
 
 
-def draw(generator: random.Random, world: int) -> Drawn:
-    """A legal layout of at least two axes, with every choice a user has."""
+def draw(generator: random.Random, world: int, axes: int = 2) -> Drawn:
+    """A legal layout of at least so many axes, with every choice a user has, of a model with some variants beside its own."""
     while True:
-        model, layout, train = cases.random_layout(generator, tuple(cases.MODELS), axes=2, world=world)
+        model, layout, train = cases.random_layout(generator, tuple(cases.MODELS), axes=axes, world=world)
+        for name, choices in cases.VARIANTS.items():
+            if generator.random() < 0.3 and (name != "capacity" or cases.model_of(model).get("experts")):
+                model += f" + {name} #{generator.randrange(len(choices))}"
         layout["recompute"] = generator.choice(["none", "attention", "full", "operations", "budget"])
         if layout["recompute"] == "operations":
             layout["recompute_operations"] = tuple(generator.sample(["norm", "attention", "ffn"], 2))
         if layout["recompute"] == "budget":
-            layout["recompute_budget"] = 1e-4
+            layout["recompute_budget"] = generator.choice([3e-5, 1e-4, 2e-4, 5e-4])
         if layout["recompute"] == "full":
             layout["recompute_every"] = generator.choice([1, 2])
+        if layout["schedule"] in ("interleaved", "breadth-first"):
+            layout["chunks"] = generator.choice([2, 2, 3])
         if layout["pipeline"] == 2 and generator.random() < 0.3:
-            layout["stages"] = generator.choice([(1, 3), (0, 4)])
+            layout["stages"] = generator.choice([(1, 3), (0, 4), (0, 2, 2, 0), (1, 2, 1, 0)])
         if layout["replicate"] * layout["shard"] == 1 and generator.random() < 0.5:
             train |= dict(global_batch=3, microbatch=1)
         train["optimizer"] = generator.choice(["adamw", "adamw", "muon"])

@@ -90,4 +90,5 @@ def test_the_small_tier_has_every_variant_and_every_pair_of_axes(request: pytest
     assert met >= set(cases.MODELS) | set(cases.SCHEDULES) | set(cases.METHODS) | {f"zero {n}" for n in (1, 2, 3)}
     assert met >= {"async_tensor", "expert_tensor", "muon", "loss chunked", "uneven stages", "odd batch"}
     assert met >= {f"recompute {how}" for how in ("none", "attention", "full", "operations", "budget")}
+    assert met >= set(cases.VARIANTS) | {"a budget of chunks", "a stage without layers"}
     assert len(pairs) == 15

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import tomllib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from all_layouts import MANY, Planned, draw_job, front, planned
 from shardwise.plan.plan import plan
 from shardwise.plan.search import SearchResult, search
 from shardwise.plan.search.pool import SLOWER
-from shardwise.run import Run, UserError, run_from_dict
+from shardwise.run import Run, UserError, run_from_dict, to_toml
 
 SMALL, JOBS = 4, 200
 """Jobs of the small tier, which have few layouts, and of both."""
@@ -49,6 +51,12 @@ def hold(number: int, seed: int, most: int = MANY) -> None:
     # What is kept in memory makes the best faster, and the front reaches as far as the best of the list does.
     assert not [one for one in missing if one.seconds <= SLOWER * min(p.seconds for p in fitting)]
     in_ranking(found)
+    for row in found.ranking:  # what `--pick` writes is read as the same run, and plans as shown
+        # So little memory as some of the jobs have, no user may ask for.
+        picked = replace(row.run, cluster=replace(row.run.cluster, headroom=min(row.run.cluster.headroom, 0.9)))
+        again = run_from_dict(tomllib.loads(to_toml(picked)))
+        assert again == picked
+        assert plan(again).account.step_seconds == pytest.approx(row.account.step_seconds)
 
 
 def in_ranking(found: SearchResult) -> None:

@@ -16,7 +16,7 @@ from shardwise.plan.search.play import play
 from shardwise.plan.search.screen import Group, LayoutIndex, Space
 from shardwise.plan.search.space import LOOPED, Sizes, divisors, with_choices
 from shardwise.plan.trainer.memory import memory_of
-from shardwise.run import Problem, Run, UserError
+from shardwise.run import Problem, Run, UserError, counted
 from shardwise.run.check import broken_rules
 
 MOST_DEVICES = 200_000
@@ -43,7 +43,7 @@ def counts_of(run: Run, devices: Sequence[int] | None, keep: int, max_microbatch
     except UserError as error:
         problems += [Problem(p.message, p.key or "cluster.chip", p.where) for p in error.problems]
     if keep < 1:
-        problems.append(Problem(f"{keep} layouts to keep: it has to be at least 1", "keep"))
+        problems.append(Problem(f"{counted(keep, 'layout')} to keep: it has to be at least 1", "keep"))
     if max_microbatch < 0:
         problems.append(Problem(f"is {max_microbatch}, but has to be at least 0 (no limit)", "max_microbatch"))
     elif max_microbatch and run.train.microbatch:
@@ -55,10 +55,11 @@ def counts_of(run: Run, devices: Sequence[int] | None, keep: int, max_microbatch
         problems.append(Problem("names no number of devices", "devices"))
     for count in counts:
         if count < 1 or (count > per_node and count % per_node):
-            problems.append(Problem(f"{count} devices are not whole machines of {per_node}", "devices"))
+            what = f"not whole machines of {per_node}: {counted(count, 'device')}"
+            problems.append(Problem(what, "devices"))
         elif count > MOST_DEVICES:
             problems.append(
-                Problem(f"{count} devices are more than the {MOST_DEVICES} this search is made for", "devices")
+                Problem(f"{count:,} devices are more than the {MOST_DEVICES:,} this search is made for", "devices")
             )
     if problems:
         raise UserError(*problems)
@@ -69,7 +70,7 @@ def nothing_legal(run: Run, counts: Sequence[int], per_node: int) -> UserError:
     """Why no layout keeps the rules: those that the nearest one breaks."""
     count = counts[-1]
     broken = min((_broken(run, trial, count, per_node) for trial in _trials(run, count)), key=len, default=[])
-    head = f"no layout of {run.name} is legal on {count} devices of {per_node} a machine"
+    head = f"no layout of {run.name} is legal on {counted(count, 'device')} of {per_node} a machine"
     if run.layout.fixed:
         head += f" with {', '.join(run.layout.fixed)} fixed"
     return UserError(
@@ -108,7 +109,7 @@ def leanest(space: Space) -> list[tuple[Group, LayoutIndex]]:
 def nothing_there(space: Space) -> str:
     """Why no layout of a space is shown, in a sentence."""
     if not space.count:
-        return f"no layout is legal on {space.devices} devices"
+        return f"no layout is legal on {counted(space.devices, 'device')}"
     lean, need = _leanest(space)
     return _too_large(lean, need, space.devices)
 
@@ -123,8 +124,9 @@ def _too_large(lean: Run, space: Memory, count: int) -> str:
     sizes = ", ".join(f"{axis} {getattr(lean.layout, axis)}" for axis in ("replicate", "shard", "context", "tensor", "pipeline")
                       if getattr(lean.layout, axis) > 1)  # fmt: skip
     return (
-        f"nothing fits on {count} devices: the leanest layout ({sizes or 'one device'}, zero {lean.layout.zero}, recompute "
-        f"{lean.layout.recompute}) needs {space.peak / GIB:.1f} GiB of the {space.capacity / GIB:.1f} that a device has to spare"
+        f"nothing fits on {counted(count, 'device')}: the leanest layout ({sizes or 'one device'}, zero {lean.layout.zero}, "
+        f"recompute {lean.layout.recompute}) needs {space.peak / GIB:.1f} GiB of the {space.capacity / GIB:.1f} that "
+        "a device has to spare"
     )
 
 
@@ -137,7 +139,7 @@ def nothing_fits(run: Run, spaces: Sequence[Space]) -> UserError:
     filled = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts if size >= 0.01 * space.peak)
     enough = smallest_count(run, where.devices, where.per_node)
     hint = (
-        f"{enough} devices ({enough // where.per_node} machines) would do"
+        f"{counted(enough, 'device')} ({counted(enough // where.per_node, 'machine')}) would do"
         if enough
         else "no number of devices that was tried would do"
     )

@@ -7,6 +7,7 @@ layouts leave free is spent on saved activations (`keeping`): only as many layer
 
 from __future__ import annotations
 
+import gc
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -67,6 +68,16 @@ def search(run: Run, *, devices: Sequence[int] | None = None, keep: int = 20, ma
     """The best layouts of a run whose layout is `auto`, on its cluster or on each of several numbers of devices. Each number has
     its best layout in the ranking, or a sentence on why there is none. Raises `UserError` with every reason where nothing is
     legal or fits."""
+    collects = gc.isenabled()
+    gc.disable()  # lists of millions of actions, none in a circle, would be looked through again and again
+    try:
+        return _search(run, devices, keep, max_microbatch)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _search(run: Run, devices: Sequence[int] | None, keep: int, max_microbatch: int) -> SearchResult:
     counts, per_node = counts_of(run, devices, keep, max_microbatch)
     spaces = [Fitting(Space(run, count, per_node, max_microbatch), keep) for count in counts]
     streams = [_apart(fitting) for fitting in spaces]

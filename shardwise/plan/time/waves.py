@@ -30,9 +30,10 @@ class Waves:
         self.slots = 2 * size + 2
         near = [stages if placement[s] == placement[s + 1] else s for s in range(stages - 1)]
         actions = list(chain.from_iterable(schedule.ranks))
-        kind = _KINDS[np.frombuffer("".join([action[0] for action in actions]).encode(), np.uint8)]
-        stage = np.fromiter((action[1] for action in actions), np.int64, len(actions))
-        slot = stage * m + np.fromiter((action[2] for action in actions), np.int64, len(actions))
+        kinds, numbers, microbatches = zip(*actions, strict=True)
+        kind = _KINDS[np.frombuffer("".join(kinds).encode(), np.uint8)]
+        stage = np.array(numbers, np.int64)
+        slot = stage * m + np.array(microbatches, np.int64)
         forward, weight = kind == _ROWS["F"], kind == _ROWS["W"]
         read = np.where(forward, slot, slot + size + m)
         write = np.where(forward, slot + m, slot + size)

@@ -11,7 +11,7 @@ from shardwise.ledger import Memory
 from shardwise.plan.cost.job import Job, job_of
 from shardwise.plan.cost.memory import buffers, layer_activations, memory, moving, workspace
 from shardwise.plan.trainer import muon, state
-from shardwise.plan.trainer.rank import PlannedRank
+from shardwise.plan.trainer.rank import PlannedRank, planned_rank
 from shardwise.plan.trainer.traffic import first_ranks
 from shardwise.run import Run
 from shardwise.run.derive import chunks_loss, compiles, planned_on_gpu
@@ -33,7 +33,7 @@ def memory_that_fits(run: Run, job: Job) -> Memory | None:
         ranks, capacity = first_ranks(run), float(job.cluster.chip.memory) * (1.0 - job.headroom)
         least = {"gathered": 0.0, "buffers": float(buffers(job))}
         for rank in dict.fromkeys((ranks[min(1, len(ranks) - 1)], ranks[0], ranks[-1])):
-            place = PlannedRank(run, rank)
+            place = planned_rank(run, rank)
             if sum(_rank_memory(place, job, least, _known_alike(place, known)).values()) > capacity:
                 return None
         estimate = memory(job)
@@ -46,7 +46,7 @@ def memory_that_fits(run: Run, job: Job) -> Memory | None:
 def _all_ranks(
     run: Run, job: Job, estimate: Memory, known: dict[tuple[object, ...], _Alike]
 ) -> tuple[dict[str, float], ...]:
-    places = (PlannedRank(run, rank) for rank in first_ranks(run))
+    places = (planned_rank(run, rank) for rank in first_ranks(run))
     each = zip(places, estimate.ranks, strict=True)
     return tuple(_rank_memory(place, job, estimated, _known_alike(place, known)) for place, estimated in each)
 

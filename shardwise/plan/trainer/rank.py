@@ -5,7 +5,7 @@ parameters it holds before ZeRO shards them. What `parallel/` decides with tenso
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -230,22 +230,26 @@ class PlannedRank:
         """MoE layers of this rank."""
         return sum(self.run.model.is_moe(layer) for stage in self.stages for layer in stage.layers)
 
-    def layers(self) -> Iterator[tuple[int, frozenset[str]]]:
+    @cached_property
+    def recomputed(self) -> dict[int, frozenset[str]]:
         """The layers of this rank, each with the parts of it that are recomputed in the backward pass: of `block`, `attention` and
         `ffn`. Every n-th counts within a stage, as in the trainer; a budget is the rank's, of all its stages together."""
-        lay = self.run.layout
+        lay, over = self.run.layout, self._over_budget
         parts = {
             "full": frozenset({"block"}),
             "attention": frozenset({"attention"}),
             "operations": frozenset(lay.recompute_operations) - {"norm"},
         }.get(lay.recompute, frozenset())
-        for stage in self.stages:
-            every = stage.layers[:: lay.recompute_every]
-            for layer in stage.layers:
-                if layer in self._over_budget:
-                    yield layer, frozenset({"block"})
-                else:
-                    yield layer, parts if layer in every else frozenset()
+        whole, none = frozenset({"block"}), frozenset[str]()
+        return {
+            layer: whole if layer in over else parts if n % lay.recompute_every == 0 else none
+            for stage in self.stages
+            for n, layer in enumerate(stage.layers)
+        }
+
+    def layers(self) -> Iterable[tuple[int, frozenset[str]]]:
+        """The same, one by one."""
+        return self.recomputed.items()
 
     @cached_property
     def _over_budget(self) -> frozenset[int]:
@@ -321,6 +325,12 @@ class PlannedRank:
                 yield from ((count, parameter) for parameter in self.layer_parameters(moe))
         for stage in stages if outer else ():
             yield from ((1, parameter) for parameter in self.outer_parameters(stage))
+
+
+@lru_cache(maxsize=8)
+def planned_rank(run: Run, rank: int) -> PlannedRank:
+    """The same, remembered for the many questions about one rank: what it derives is derived once."""
+    return PlannedRank(run, rank)
 
 
 @lru_cache(maxsize=64)

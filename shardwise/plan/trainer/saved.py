@@ -127,7 +127,7 @@ def _recomputed_bytes(tape: Tape, x: str, layer: int, rows: Rows | None) -> int 
 
 def recomputed_parts(planned: PlannedRank, stage: Stage) -> dict[int, frozenset[str]]:
     """The layers of a stage, each with the parts of it that are recomputed."""
-    lay, found = planned.run.layout, dict(planned.layers())
+    lay, found = planned.run.layout, planned.recomputed
     norms = lay.recompute == "operations" and "norm" in lay.recompute_operations
     with_norms = stage.layers[:: lay.recompute_every] if norms else ()
     return {layer: found[layer] | ({"norm"} if layer in with_norms else set()) for layer in stage.layers}

@@ -310,7 +310,7 @@ def moe(tape: Tape, x: str, rows: tuple[int, int] | None) -> None:
     chosen = tokens * m.experts_per_token
     low = tape.low_precision and not tape.fused_dispatch
     tape.save_new("weights", chosen, planned.width if low else planned.high_width)
-    dispatched, arrived = rows or (rows_to_experts(planned), rows_to_experts(planned))
+    dispatched, arrived = rows or rows_to_experts(planned)
     if tape.fused_dispatch and lay.expert == 1:
         # As many as there could be: how many an expert's capacity leaves, only the device knows.
         dispatched = arrived = chosen

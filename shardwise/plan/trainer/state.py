@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from shardwise.plan.trainer.rank import PlannedRank, Stage
+from shardwise.plan.trainer.rank import PlannedRank, Stage, planned_rank
 from shardwise.plan.trainer.saved import Rows, Saved, recomputed_parts, saved
 from shardwise.run import Run
 from shardwise.run.derive import chunk_rows, compiles, planned_on_gpu
@@ -24,7 +24,7 @@ def state_bytes(run: Run, rank: int) -> dict[str, int]:
     gradients; optimizer state has no padding. Experts are sharded along a dimension that needs none, where they have one.
     DistributedDataParallel's gradients are views of its buckets, which hold nothing else.
     """
-    planned = PlannedRank(run, rank)
+    planned = planned_rank(run, rank)
     high, low = planned.high_width, planned.width
     parameters = gradients = optimizer = 0
     for count, parameter in planned.parameters():
@@ -45,7 +45,7 @@ def known(run: Run) -> bool:
 
 def alike(planned: PlannedRank) -> tuple[object, ...]:
     """Equal for the first ranks of two pipeline ranks that hold the same, but for how many microbatches are in flight."""
-    recomputed, is_moe = dict(planned.layers()), planned.run.model.is_moe
+    recomputed, is_moe = planned.recomputed, planned.run.model.is_moe
     return tuple(
         (stage.first, stage.last, tuple((is_moe(n), recomputed[n]) for n in stage.layers)) for stage in planned.stages
     )
@@ -76,7 +76,7 @@ def _logits(planned: PlannedRank) -> int:
 
 def saved_activations(run: Run, rank: int, rows: Rows | None = None) -> dict[int, int]:
     """Bytes that one microbatch saves for its backward pass, by stage of this rank. `rows` tells how tokens were routed."""
-    planned = PlannedRank(run, rank)
+    planned = planned_rank(run, rank)
     return {stage.number: saved(planned, stage, rows).whole for stage in planned.stages}
 
 
@@ -107,7 +107,8 @@ def _saved(planned: PlannedRank, stage: Stage) -> Saved:
         planned.keeps_compute_copies,
         planned.is_sharded,
     )
-    alike = (run.model, run.train, planned.fused, cuts, how, planned.index("tensor"), stage.first, stage.last, layers)
+    where = (planned.index("tensor"), planned.index("expert"), stage.first, stage.last)
+    alike = (run.model, run.train, planned.fused, cuts, how, where, layers)
     if alike not in _KNOWN:
         if len(_KNOWN) > 1000:
             _KNOWN.clear()
@@ -117,7 +118,7 @@ def _saved(planned: PlannedRank, stage: Stage) -> Saved:
 
 def activations(run: Run, rank: int) -> int:
     """Peak bytes that all microbatches in flight save on a rank, as its schedule runs."""
-    return activations_at(PlannedRank(run, rank))
+    return activations_at(planned_rank(run, rank))
 
 
 def activations_at(planned: PlannedRank) -> int:
@@ -149,7 +150,7 @@ def _short_schedule(run: Run) -> tuple[Schedule, float]:
 def gathered(run: Run, rank: int) -> int:
     """Peak bytes of unsharded parameters between two passes: all of them below ZeRO-3; there those outside of the layers, without
     a pipeline, and with one the layers that were prefetched."""
-    planned = PlannedRank(run, rank)
+    planned = planned_rank(run, rank)
     if not planned.is_sharded:
         return 0
     if run.layout.zero < 3:
@@ -190,7 +191,7 @@ def _prefetched(planned: PlannedRank) -> int:
 def passing_gradients(run: Run, rank: int) -> int:
     """Bytes of the gradients that pass through the widest part of a layer while all that it saved is there: those of gate times up,
     and of one of the two. A compiled layer makes them in place."""
-    m, planned = run.model, PlannedRank(run, rank)
+    m, planned = run.model, planned_rank(run, rank)
     if compiles(run, gpu=planned_on_gpu(run)):
         return 0
     width = max(m.ffn, m.expert_ffn * m.experts_per_token) // run.layout.tensor
@@ -199,7 +200,7 @@ def passing_gradients(run: Run, rank: int) -> int:
 
 def last_gradient(run: Run, rank: int) -> int:
     """Bytes of the gradient that is made when all saved activations are gone: the embedding's."""
-    planned = PlannedRank(run, rank)
+    planned = planned_rank(run, rank)
     if run.model.tied_embeddings or not planned.stages[0].first:
         return 0
     embedding = planned.first_parameters(planned.stages[0])[0]
@@ -209,14 +210,14 @@ def last_gradient(run: Run, rank: int) -> int:
 def transposed_gradient(run: Run, rank: int) -> int:
     """Bytes of the second copy of a gradient that is sharded along another dimension than the first: `fully_shard` puts the shards
     one behind the other before it scatters them, one matrix after the other."""
-    planned = PlannedRank(run, rank)
+    planned = planned_rank(run, rank)
     sizes = (p.numel for _, p in planned.parameters() if p.shard_dim(planned.sharding(p)[0]))
     return max(sizes, default=0) * planned.width
 
 
 def peak_gradients(run: Run, rank: int) -> int:
     """Peak bytes of gradients between two passes: unsharded ones where they are reduced once a step."""
-    planned = PlannedRank(run, rank)
+    planned = planned_rank(run, rank)
     once = run.layout.zero == 1 and run.accumulation > 1
     if not planned.is_sharded or not (once or planned.splits_backward):
         return state_bytes(run, rank)["gradients"]
@@ -239,7 +240,7 @@ def peak_gradients(run: Run, rank: int) -> int:
 
 def compiled_away(run: Run, rank: int) -> float:
     """Share of the saved activations that a compiled layer does without: it recomputes the gate's function from the gate."""
-    planned = PlannedRank(run, rank)
+    planned = planned_rank(run, rank)
     if not run.model.gated:
         return 0.0
     dense = sum(1 for layer, recomputed in planned.layers() if not recomputed and not run.model.is_moe(layer))

@@ -252,7 +252,7 @@ def layers(wire: Wire, moved: Mapping[int, int] | None) -> None:
         if moved is None:
             rows = len(alike) * even_rows(planned)
         else:
-            rows = Fraction(sum(moved[layer] for layer in alike))
+            rows = sum(moved[layer] for layer in alike)
         dispatch(wire, ffn, rows, calls)
 
 
@@ -328,21 +328,25 @@ def router(wire: Wire, ffn: Times, once: Times) -> None:
         wire.reduce_scatter("tensor", shard, ffn.backward + leaving.forward)
 
 
-def rows_to_experts(planned: PlannedRank) -> Fraction:
-    """Rows a rank has for the experts of one MoE layer in a microbatch, when routers choose all experts alike."""
-    m, lay, train = planned.run.model, planned.run.layout, planned.run.train
-    rows = train.microbatch * accepted_choices(m, train.seq_len)
+def rows_to_experts(planned: PlannedRank) -> tuple[int, int]:
+    """The rows a rank has for the experts, and those it gets for its own, when routers choose all experts alike: the choices that
+    are accepted go to the ranks of the experts in turn. Where these do not divide them, the first ranks get one more."""
+    m, lay, length = planned.run.model, planned.run.layout, planned.run.train.seq_len
+    choices = planned.local_tokens * m.experts_per_token
+    accepted = choices * accepted_choices(m, length) // (length * m.experts_per_token)
+    mine = -((planned.index("expert") - accepted) // lay.expert)
     # With expert tensor parallelism each tensor rank has the rows of all of them.
-    return Fraction(rows, lay.context * (1 if lay.expert_tensor else lay.tensor))
+    slices = lay.tensor if lay.expert_tensor else 1
+    return accepted * slices, mine * lay.expert * slices
 
 
-def even_rows(planned: PlannedRank) -> Fraction:
+def even_rows(planned: PlannedRank) -> int:
     """Rows that a rank sends to others in a step's forward passes of one MoE layer, dispatch and combine."""
-    e = planned.size("expert")
-    return planned.run.accumulation * 2 * Fraction(e - 1, e) * rows_to_experts(planned)
+    dispatched, arrived = rows_to_experts(planned)
+    return planned.run.accumulation * (dispatched + arrived - 2 * arrived // planned.run.layout.expert)
 
 
-def dispatch(wire: Wire, ffn: Times, rows: Fraction, calls: int) -> None:
+def dispatch(wire: Wire, ffn: Times, rows: int, calls: int) -> None:
     """`expert.py`: rows dispatched to the ranks of their experts and combined, and the counts before."""
     planned = wire.planned
     wire.all_to_all("expert", planned.run.model.experts * INTEGER, ffn.forward)

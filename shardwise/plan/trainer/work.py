@@ -100,7 +100,7 @@ def _gemm(planned: PlannedRank, parameter: PlannedParameter) -> GemmFlops:
             return GemmFlops("router", 2.0 * planned.tokens / planned.run.layout.tensor * numel, FFN)
         case "experts":
             each = numel // parameter.shape[0]
-            return GemmFlops("experts", 2.0 * float(rows_to_experts(planned)) * each, FFN)
+            return GemmFlops("experts", 2.0 * rows_to_experts(planned)[1] * each, FFN)
     inside = FFN if parameter.entry.init != "residual" or _recomputes_last(planned, parameter) else NEVER
     return GemmFlops("ffn", 2.0 * planned.tokens * numel, inside)
 
