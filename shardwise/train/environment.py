@@ -174,8 +174,8 @@ def _kubernetes(e: _Variables) -> RankEnvironment | None:
     elif "PET_NNODES" in e and "PET_NODE_RANK" in e:
         if e.text("PET_NPROC_PER_NODE") not in ("", "1"):
             reason = (
-                f"the TrainJob wants {e.text('PET_NPROC_PER_NODE')} ranks in each pod, which torchrun would start: let its command be "
-                "torchrun -m shardwise train …, or add --cluster.rendezvous=$(PET_MASTER_ADDR):$(PET_MASTER_PORT)"
+                f"the TrainJob wants {e.text('PET_NPROC_PER_NODE')} ranks in each pod, which torchrun would start: let its "
+                "command be torchrun -m shardwise train …, or add --cluster.rendezvous=$(PET_MASTER_ADDR):$(PET_MASTER_PORT)"
             )
             raise UserError(reason)
         rank, world, launcher = (
