@@ -172,6 +172,8 @@ def _kubernetes(e: _Variables) -> RankEnvironment | None:
         )
         address, port = e.text("MASTER_ADDR"), e.number("MASTER_PORT", otherwise=29500)
     elif "PET_NNODES" in e and "PET_NODE_RANK" in e:
+        if e.text("PET_NNODES") == "1":  # all ranks are in this pod, and the command starts them
+            return None
         if e.text("PET_NPROC_PER_NODE") not in ("", "1"):
             reason = (
                 f"the TrainJob wants {e.text('PET_NPROC_PER_NODE')} ranks in each pod, which torchrun would start: let its "

@@ -8,6 +8,7 @@ usage() { echo "usage: $0 start FOLDER [MACHINES] | lose FOLDER MACHINE | bring 
 [ $# -ge 2 ] || usage
 home=$(realpath -m "$2")
 export SLURM_CONF="$home/slurm.conf"
+port=${SLURM_TEST_PORT:-16817}  # and as many above it as there are machines
 
 configure() { # machines
   # Times are short, because the tests wait for them: until a silent machine counts as lost (SlurmdTimeout), between signal and
@@ -15,7 +16,7 @@ configure() { # machines
   cat >"$home/slurm.conf" <<C
 ClusterName=one-host
 SlurmctldHost=localhost
-SlurmctldPort=${SLURM_TEST_PORT:-16817}
+SlurmctldPort=$port
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -41,7 +42,7 @@ KillWait=20
 MinJobAge=3600
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-NodeName=n[1-$1] NodeHostname=$(hostname -s) NodeAddr=127.0.0.1 Port=[17101-$((17100 + $1))] CPUs=4 RealMemory=2000 State=UNKNOWN
+NodeName=n[1-$1] NodeHostname=$(hostname -s) NodeAddr=127.0.0.1 Port=[$((port + 1))-$((port + $1))] CPUs=4 RealMemory=2000 State=UNKNOWN
 PartitionName=batch Nodes=n[1-$1] Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=30
 PartitionName=urgent Nodes=n[1-$1] MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 C
