@@ -58,7 +58,8 @@ def execute(args: argparse.Namespace) -> int:
     try:
         train(run, out, has_agent)
     except Preempted as stop:
-        print(stop, file=sys.stderr)
+        if environment is None or environment.rank == 0 or has_agent:  # once, where all ranks write to one place
+            print(stop, file=sys.stderr)
         return PREEMPTED
     except OSError as e:
         if not has_agent:

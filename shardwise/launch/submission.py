@@ -79,10 +79,10 @@ def status(job: Submission) -> str:
         said = _call(["scontrol", "show", "job", job.id], "is known to Slurm no more; `sacct -j` may still have it")
         found = dict(re.findall(r"(\w+)=(\S+)", said.partition("\n\n")[0]))
         parts = [f"job {job.id}: {found.get('JobState', 'unknown').lower()}"]
-        parts += [f"waits for {found['Reason']}"] * (found.get("Reason", "None") != "None")
-        parts += [f"on {found['NodeList']}"] * (found.get("NodeList", "(null)") != "(null)")
-        parts += [f"{found['RunTime']} of {found['TimeLimit']}"] * ("RunTime" in found and "TimeLimit" in found)
-        parts += [f"requeued {found['Restarts']} times"] * (found.get("Restarts", "0") != "0")
+        parts += [f"waits for {found.get('Reason')}"] * (found.get("Reason", "None") != "None")
+        parts += [f"on {found.get('NodeList')}"] * (found.get("NodeList", "(null)") != "(null)")
+        parts += [f"{found.get('RunTime')} of {found.get('TimeLimit')}"] * ("RunTime" in found and "TimeLimit" in found)
+        parts += [f"requeued {found.get('Restarts')} times"] * (found.get("Restarts", "0") != "0")
         return ", ".join(parts)
     said = json.loads(_call(["kubectl", "get", job.kind, job.id, *_in(job.namespace), "-o", "json"]))
     conditions = [c["type"] for c in said.get("status", {}).get("conditions", []) if c.get("status") == "True"]
