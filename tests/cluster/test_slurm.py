@@ -85,7 +85,7 @@ class Slurm:
         """What Slurm says of a job."""
         return dict(re.findall(r"(\w+)=(\S*)", self.call("scontrol", "show", "job", number)))
 
-    def wait(self, what: str, done: Callable[[], Any], seconds: float = 240) -> Any:
+    def wait(self, what: str, done: Callable[[], Any], seconds: float = 600) -> Any:
         """The first true answer."""
         deadline = time.monotonic() + seconds
         while not (found := done()):
