@@ -7,9 +7,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, UntypedStorage, nn
 from torch._C._profiler import _RecordFunctionFast
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,6 +27,50 @@ flash_attention_forward = torch.ops.aten._flash_attention_forward
 """Flash attention with `cu_seqlens` and a window; `scaled_dot_product_attention` takes neither."""
 fused_sdp_choice = torch._fused_sdp_choice
 """Which backend `scaled_dot_product_attention` takes for these inputs."""
+
+
+def fused_attention_backward(
+    grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of fused attention by the kernel that PyTorch would take for such inputs, given the output and the log-sum-exp of
+    whole rows, of which the keys here may be a part. Nothing public takes these two."""
+    aten = torch.ops.aten
+    backend, (queries, keys) = _block_backend(q, k, v, causal), (q.shape[2], k.shape[2])
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)
+    grad, out, lse = grad.contiguous(), out.contiguous(), lse.contiguous()
+    if backend == "cudnn":
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, out, lse[..., None], seed, seed, None, None, None, queries, keys, 0.0, causal, scale=scale
+        )
+    if backend == "flash":
+        state = torch.zeros(2, dtype=torch.int64, device=q.device)
+        return aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse, None, None, queries, keys, 0.0, causal, state, seed, scale=scale
+        )
+    every_k, every_v = _for_queries(k, q), _for_queries(v, q)
+    padded = torch.nn.functional.pad(lse, (0, -queries % 32))
+    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, every_k, every_v, None, out, padded, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
+    )
+    return dq, *(x.unflatten(1, (k.shape[1], -1)).sum(dim=2) for x in (dk, dv))
+
+
+def _for_queries(x: Tensor, q: Tensor) -> Tensor:
+    """Key/value heads repeated for the query heads that use them."""
+    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
+
+
+def _block_backend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
+    """Which kernel; all of those that give the log-sum-exp."""
+    from torch.nn.attention import SDPBackend
+
+    grouped = k.shape[1] != q.shape[1]
+    chosen = fused_sdp_choice(q, k, v, None, 0.0, causal, scale=None, enable_gqa=grouped)
+    if chosen == SDPBackend.CUDNN_ATTENTION.value:
+        return "cudnn"
+    return "flash" if chosen == SDPBackend.FLASH_ATTENTION.value else "efficient"
+
+
 foreach_norm, foreach_mul_, foreach_copy_ = torch._foreach_norm, torch._foreach_mul_, torch._foreach_copy_
 """One kernel over many tensors, as PyTorch's optimizers use them."""
 
@@ -148,9 +194,13 @@ def flight_record() -> str:
     return dump(True, False) if dump is not None else "{}"
 
 
+def group_named(name: str) -> Any:
+    """The process group of that name: operators take names, which a compiled graph can hold."""
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+
+
 def fake_process_group(rank: int, world: int) -> None:
     """Start the process group of one rank of a world that does not exist: collectives answer at once."""
-    import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
@@ -256,6 +306,8 @@ class ShardedParameter(NamedTuple):
     shard: Tensor
     extend: Callable[[], None]
     """To be called once the shard has methods of its own for the all-gather: `fully_shard` looks for them."""
+    allocate: Callable[[torch.device], Tensor]
+    """Gives memory on a device, or on the host if it is offloaded, to a shard on the meta device, and returns it."""
 
 
 def sharded_parameters(module: Any) -> Iterator[ShardedParameter]:
@@ -269,4 +321,25 @@ def sharded_parameters(module: Any) -> Iterator[ShardedParameter]:
             tuple(parameter._orig_size),
             parameter._sharded_local_tensor,
             parameter._init_extensions,
+            partial(_allocate_shard, parameter),
         )
+
+
+def _allocate_shard(parameter: Any, device: torch.device) -> Tensor:
+    """`fully_shard` would pad a shard that is not as long as others, and pin an offloaded one, by copies that it makes in the first
+    pass, when optimizers hold the shard already: so the memory is made as it wants it."""
+    host = parameter.offload_to_cpu
+    padded = torch.empty(
+        parameter.padded_sharded_param_size,
+        dtype=parameter.sharded_param.dtype,
+        device="cpu" if host else device,
+        pin_memory=host and parameter.pin_memory,
+    )
+    dim = parameter.fsdp_placement.dim
+    length = parameter.sharded_size[dim]
+    padded.narrow(dim, length, padded.shape[dim] - length).zero_()
+    shard = padded.narrow(dim, 0, length)
+    parameter._sharded_param_data = padded.view(-1)
+    parameter.sharded_param = nn.Parameter(parameter.to_sharded_dtensor(shard))
+    parameter._setattr_on_modules(parameter.sharded_param)
+    return shard

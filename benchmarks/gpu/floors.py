@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from shardwise.measure.verify import random_batch
 from shardwise.plan.cost.flops import parameters
 from shardwise.run.derive import chunk_rows
-from shardwise.trace.spans.activity import category_of
+from shardwise.trace.kernel_names import category_of
 from shardwise.train.step import TrainState
 
 

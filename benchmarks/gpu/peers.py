@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardwise.run import ModelConfig, TrainConfig
+from shardwise.torch_private import fake_process_group
 
 Train = Callable[[torch.Tensor, torch.Tensor], Any]
 TO_THE_STREAM = ("wo", "w2", "o_proj", "down_proj")
@@ -72,13 +73,19 @@ class _StandIns(MetaPathFinder, Loader):
 
 
 def torchtitan(shape: dict[str, int], seq: int, options: dict[str, str]) -> Train:
-    """torchtitan's Llama 3. `checkpoint` is "full", "op" or a number: every so many layers."""
+    """torchtitan's Llama 3. `checkpoint` is "full", "op" or a number: every so many layers. With `shard` and `tensor` it is the
+    first of so many ranks: in a process group that is there already, else in PyTorch's fake one. `stage` leaves out embedding and
+    head: then the input is the residual stream, and the output's gradient random."""
     sys.meta_path.append(_StandIns())
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    meeting = Path(tempfile.mkdtemp()) / "ranks"  # and not a port, which two cases could not both have
-    dist.init_process_group(
-        "nccl", init_method=f"file://{meeting}", rank=0, world_size=1, device_id=torch.device("cuda:0")
-    )
+    shard, tensor = int(options.get("shard", 1)), int(options.get("tensor", 1))
+    if shard * tensor == 1:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+        meeting = Path(tempfile.mkdtemp()) / "ranks"  # and not a port, which two cases could not both have
+        dist.init_process_group(
+            "nccl", init_method=f"file://{meeting}", rank=0, world_size=1, device_id=torch.device("cuda:0")
+        )
+    elif not dist.is_initialized():
+        fake_process_group(0, shard * tensor)
     from torch.distributed.device_mesh import init_device_mesh
     from torchtitan.components.loss import cross_entropy_loss  # type: ignore[import-not-found]
     from torchtitan.config.job_config import ActivationCheckpoint  # type: ignore[import-not-found]
@@ -98,6 +105,11 @@ def torchtitan(shape: dict[str, int], seq: int, options: dict[str, str]) -> Trai
     width = model.layers["0"].feed_forward.w1.weight.shape[0]
     if width != shape["ffn"]:
         raise SystemExit(f"torchtitan's feed-forward layer came out {width} wide, not {shape['ffn']}")
+    if options.get("stage"):
+        model.tok_embeddings = model.norm = model.output = None
+    mesh = init_device_mesh("cuda", (shard, tensor), mesh_dim_names=("fsdp", "tp"))
+    if tensor > 1:
+        parallelize.apply_tp(model, mesh["tp"], loss_parallel=True, enable_float8_tensorwise_tp=False)
     how = options.get("checkpoint", "none")
     if how != "none":
         settings = ActivationCheckpoint(
@@ -106,8 +118,9 @@ def torchtitan(shape: dict[str, int], seq: int, options: dict[str, str]) -> Trai
         apply_ac(model, settings, model_compile_enabled=True, op_sac_save_list=parallelize._op_sac_save_list)
     parallelize.apply_compile(model, SimpleNamespace(backend="inductor", enable=True, components=["model", "loss"]))
     parallelize.apply_fsdp(
-        model, init_device_mesh("cuda", (1,), mesh_dim_names=("fsdp",)), param_dtype=torch.bfloat16,
-        reduce_dtype=torch.float32, pp_enabled=False, cpu_offload=False, reshard_after_forward_policy="default",
+        model, mesh["fsdp"], param_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32, pp_enabled=bool(options.get("stage")), cpu_offload=False,
+        reshard_after_forward_policy="default",
     )  # fmt: skip
     model.to_empty(device="cuda")
     with torch.no_grad():
@@ -117,8 +130,15 @@ def torchtitan(shape: dict[str, int], seq: int, options: dict[str, str]) -> Trai
     optimizer = same_start(model, shape["layers"], options)
 
     def train(x: torch.Tensor, y: torch.Tensor) -> Any:
-        loss = loss_of(model(x), y) / y.numel()
-        loss.backward()
+        if options.get("stage"):
+            many = int(options.get("microbatches", 1))
+            for number in range(many):
+                model.set_requires_gradient_sync(number == many - 1)
+                loss = model(x.detach().requires_grad_())
+                loss.backward(y)
+        else:
+            loss = loss_of(model(x), y) / y.numel()
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         optimizer.step()
         optimizer.zero_grad()

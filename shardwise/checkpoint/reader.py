@@ -1,7 +1,8 @@
 """Tensors of a checkpoint, or of a folder of safetensors files, whole or a box of them at a time.
 
 A box is assembled from the shards that overlap it. Only the rows of a shard that are needed are read, so reading
-takes the memory of the result and one block. Nothing here can load a pickle, which could run any code put in it.
+takes the memory of the result and one block, or one matrix of a stack. Nothing here can load a pickle, which could run any code
+put in it.
 """
 
 from __future__ import annotations
@@ -68,20 +69,29 @@ class Reader:
         return self.read(name, (index, *(0 for _ in shape[1:])), (1, *shape[1:]))[0]
 
     def read(self, name: str, offset: Sequence[int], size: Sequence[int]) -> Tensor:
-        """A box of a tensor. Shards read as a whole are verified by their checksum."""
-        if name not in self:
-            raise UserError(Problem(f"does not hold {name}", where=str(self.folder)))
+        """A box of a tensor, in memory of its own."""
+        self._check_held(name)
         values = torch.empty(tuple(size), dtype=self.shards[name][0].dtype)
+        self.read_into(values, name, offset)
+        return values
+
+    def read_into(self, values: Tensor, name: str, offset: Sequence[int]) -> None:
+        """Fill a tensor of any dtype, on any device, with the box of its shape that begins at `offset`: a block at a time, where it
+        cannot be read straight into its place. Shards read as a whole are verified by their checksum."""
+        self._check_held(name)
         for shard in self.shards[name]:
             spans = [
                 (max(o, p), min(o + n, p + m))
-                for o, n, p, m in zip(offset, size, shard.offset, shard.size, strict=True)
+                for o, n, p, m in zip(offset, values.shape, shard.offset, shard.size, strict=True)
             ]
             if all(start < stop for start, stop in spans):
                 where = tuple(slice(a - o, b - o) for (a, b), o in zip(spans, offset, strict=True))
                 begin = tuple(a - p for (a, _), p in zip(spans, shard.offset, strict=True))
                 _read(shard, begin, values[where], self.progress)
-        return values
+
+    def _check_held(self, name: str) -> None:
+        if name not in self:
+            raise UserError(Problem(f"does not hold {name}", where=str(self.folder)))
 
 
 def _read(shard: Shard, start: tuple[int, ...], into: Tensor, progress: Progress) -> None:
@@ -101,7 +111,8 @@ def _read(shard: Shard, start: tuple[int, ...], into: Tensor, progress: Progress
     handle = os.open(shard.file, os.O_RDONLY | os.O_CLOEXEC) if shard.crc is None else open_plain(shard.file)
     try:
         for target, first in _blocks(into, max(1, BLOCK // row)):
-            straight = target.is_contiguous() and target.shape[1:] == shard.size[1:]
+            same = target.dtype == shard.dtype and target.device.type == "cpu"
+            straight = same and target.is_contiguous() and target.shape[1:] == shard.size[1:]
             rows = target if straight else torch.empty((len(target), *shard.size[1:]), dtype=shard.dtype)
             data = rows.flatten().view(torch.uint8).numpy()
             _fill(handle, data.data, shard.begin + (start[0] + first) * row, shard.file, progress)

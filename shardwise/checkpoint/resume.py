@@ -130,10 +130,9 @@ def load_weights(
 @torch.no_grad()
 def _load_model(state: State, reader: Reader, prefix: str = "") -> None:
     for each in state.parallel.parameters:
-        where = local_box(each, state.mesh)
-        local(each.parameter).copy_(reader.read(prefix + each.name, where.offset, where.size))
+        reader.read_into(local(each.parameter.detach()), prefix + each.name, local_box(each, state.mesh).offset)
     for name, buffer in buffers(state):
-        buffer.copy_(reader.read(prefix + name, (0,) * buffer.ndim, buffer.shape))
+        reader.read_into(buffer, prefix + name, (0,) * buffer.ndim)
 
 
 @torch.no_grad()
@@ -150,7 +149,8 @@ def _load(state: State, reader: Reader) -> None:
         for key in keys.get(each.name, ()):
             name = f"optimizer/{each.name}/{key}"
             if reader.shape(name):
-                values[key] = reader.read(name, where.offset, where.size).to(each.parameter.dtype)
+                values[key] = torch.empty_like(local(each.parameter))
+                reader.read_into(values[key], name, where.offset)
             else:  # a scalar of the whole parameter
                 values[key] = reader.get(name)
         if values:

@@ -19,7 +19,7 @@ def load_model(
 ) -> tuple[Transformer, Run]:
     """The network of a checkpoint or of a run's newest one, ready to evaluate, and the run that it came from.
 
-    Parameters keep the dtype they are stored in unless one is given. Memory holds the network and one more tensor.
+    Parameters keep the dtype they are stored in unless one is given. Memory holds the network and one block more.
     """
     folder = checkpoint_folder(checkpoint)
     run = read_run(folder / RUN_FILE)
@@ -30,7 +30,9 @@ def load_model(
     state = {}
     for name in reader.names:
         # Buffers steer rather than compute, and are kept as exact as they were stored.
-        state[name] = reader.get(name).to(device, dtype if name in parameters else None)
+        kept = reader.dtype(name) if dtype is None or name not in parameters else dtype
+        state[name] = torch.empty(reader.shape(name), dtype=kept, device=device)
+        reader.read_into(state[name], name, (0,) * state[name].ndim)
     model.load_state_dict(state, assign=True)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):

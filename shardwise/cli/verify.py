@@ -19,14 +19,23 @@ if TYPE_CHECKING:
     from shardwise.measure.verify import Verdict
 
 HELP = """Run a few steps of the real trainer, count, and print plan and run side by side: FLOPs, bytes on every axis, memory by
-owner, the schedule, time. --dry runs one rank of a job of any size here, without data. Exit code 1 when they differ."""
+owner, the schedule, time. --dry runs one rank of a job of any size here, without data. --rehearse runs one with its real kernels on
+this machine's GPU, and stand-ins for its collectives. Exit code 1 when they differ."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
     parser.add_argument("run", help="the run, a TOML file")
     parser.add_argument("--dry", action="store_true", help="one rank, with tensors and communication without data")
-    parser.add_argument("--rank", type=at_least(0), help="dry: which rank (default 0)")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="one rank, with real kernels and memory and stand-ins for collectives"
+    )
+    parser.add_argument(
+        "--hold", action="store_true", help="rehearse: each collective takes the time that the plan says"
+    )
+    parser.add_argument("--tune", action="store_true", help="rehearse: find the fastest GEMMs first, as training does")
+    parser.add_argument("--trace", type=new_file, metavar="FILE", help="rehearse: keep the profile of a step here")
+    parser.add_argument("--rank", type=at_least(0), help="dry or rehearse: which rank (default 0)")
     parser.add_argument("--steps", type=at_least(1), default=3, help="steps to time (default 3)")
     parser.add_argument(
         "--time",
@@ -40,10 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Count and compare."""
-    if args.rank is not None and not args.dry:
-        raise UserError("--rank is the rank of --dry; without --dry all ranks run")
+    alone = args.dry or args.rehearse
+    if args.dry and args.rehearse:
+        raise UserError("--dry has no data and --rehearse real kernels; choose one")
+    if args.rank is not None and not alone:
+        raise UserError("--rank is the rank of --dry or --rehearse; without them all ranks run")
+    if not args.rehearse and (args.hold or args.tune or args.trace):
+        raise UserError("--hold, --tune and --trace belong to --rehearse")
     # A dry run is of the job that `plan` plans; real steps are of the one that `train` trains.
-    planned = read_planned(args.run, args.overrides, (unknown_chip,)) if args.dry else None
+    planned = read_planned(args.run, args.overrides, (unknown_chip,)) if alone else None
     run = planned.run if planned else read_run(args.run, args.overrides, (unknown_chip,))
     args.left_open = planned.sentence() if planned else ""
     if args.time is not None and (args.dry or not (run.cluster.chip or run.cluster.profile)):
@@ -53,6 +67,8 @@ def execute(args: argparse.Namespace) -> int:
         from shardwise.plan.search import resolve
 
         run = resolve(run)
+    if args.rehearse:
+        return _rehearse(run, args)
     if args.dry:
         from shardwise.measure.verify import verify_dry
 
@@ -71,6 +87,38 @@ def execute(args: argparse.Namespace) -> int:
             shutil.rmtree(logs, ignore_errors=True)
         return 1 if code == launch.ANSWER else code
     return _as_rank(run, args, environment)
+
+
+def _rehearse(run: Run, args: argparse.Namespace) -> int:
+    """Rehearse a rank, and print plan and rehearsal side by side."""
+    from shardwise.measure.rehearse import TOLERANCE, rehearse
+    from shardwise.train.launch import answer
+
+    with told() as say:
+        trace = Path(args.trace) if args.trace else None
+        found = rehearse(run, args.rank or 0, hold=args.hold, tune=args.tune, steps=args.steps, trace=trace, say=say)
+    notes = [
+        f"rank {found.rank} of {run.layout.world} was rehearsed with random tokens and even routing, its collectives as stand-ins",
+        f"{found.microbatches} of the step's {found.of} microbatches were run, and the plan is that of a step of as many",
+    ]
+    notes += [args.left_open] * bool(args.left_open)
+    shown = dict.fromkeys(("time", "memory", "launches"), float("inf")) | TOLERANCE
+    if args.html:
+        from shardwise.report import html
+
+        sections = [html.comparison_table(list(found.quantities), shown, ("plan", "rehearsal")), html.notes(notes)]
+        write_file(args.html, html.page("Plan against rehearsal", sections).encode())
+    if args.json:
+        print(json.dumps(found.as_dict()))
+        return answer(found.agrees)
+    from shardwise.report import terminal
+    from shardwise.report.terminal import Console
+
+    console = Console()
+    console.print(terminal.comparison_table(list(found.quantities), shown, ("plan", "rehearsal")))
+    console.print()
+    console.print(terminal.notes(notes))
+    return answer(found.agrees)
 
 
 def _rank_arguments(args: argparse.Namespace) -> list[str]:

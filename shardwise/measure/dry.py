@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -31,8 +32,8 @@ def _even(counts: Tensor, total: int) -> list[list[int]]:
 
 
 @contextlib.contextmanager
-def dry_rank(run: Run, rank: int) -> Iterator[TrainState]:
-    """The train state of one rank, without data."""
+def dry_rank(run: Run, rank: int, watched: AbstractContextManager[Any] | None = None) -> Iterator[TrainState]:
+    """The train state of one rank, without data; `watched` is open while it is built."""
     world = run.layout.world
     if world > 1 or run.layout.offload:
         fake_process_group(rank, world)
@@ -42,7 +43,8 @@ def dry_rank(run: Run, rank: int) -> Iterator[TrainState]:
             for axis in ("zero", "expert_shard"):
                 mesh.sharding(axis)
         with fake_tensors():
-            train_state = TrainState(run, mesh)
+            with watched or contextlib.nullcontext():
+                train_state = TrainState(run, mesh)
             train_state.checks_overflow = False
             for model in train_state.parallel.models:
                 for module in model.modules():

@@ -30,7 +30,8 @@ from shardwise.model.moe import Experts, Router
 from shardwise.model.quantize import scaled_mm_reference
 from shardwise.model.transformer import Transformer
 from shardwise.model.varlen import Mask, VarlenMask
-from shardwise.parallel.context import RingAttention
+from shardwise.parallel.blockwise import BlockMask, Causal
+from shardwise.parallel.context import GatherAttention, RingAttention
 from shardwise.parallel.observer import Observer
 from shardwise.plan.trainer.work import CONVENTION
 from shardwise.run.derive import compiles
@@ -109,8 +110,8 @@ class WorkCounter(TorchDispatchMode, Observer):
             for module in model.modules():
                 if isinstance(module, DotProductAttention):
                     self._count_attention(module)
-                elif isinstance(module, RingAttention):
-                    self._count_ring(module)
+                elif isinstance(module, RingAttention | GatherAttention):
+                    self._count_blocks(module)
         self.open.enter_context(self.train_state.observers.watched_by(self))
         super().__enter__()
         return self
@@ -308,20 +309,22 @@ class WorkCounter(TorchDispatchMode, Observer):
         attention.attend = counted
         self.open.callback(lambda: setattr(attention, "attend", inner))
 
-    def _count_ring(self, ring: RingAttention) -> None:
-        """Blocks of ring attention, [batch, heads, sequence, width]."""
-        forward, backward = kernels = ring.kernels
+    def _count_blocks(self, attention: RingAttention | GatherAttention) -> None:
+        """Blocks of a split sequence's attention, [batch, heads, sequence, width]."""
+        forward, backward = kernels = attention.kernels
 
-        def counted(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Any:
+        def counted(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: BlockMask) -> Any:
             self._add(self._attending(), self._forward_pass(), block_flops(q, k, v, mask))
             return forward(q, k, v, scale, mask)
 
-        def counted_backward(grad: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+        def counted_backward(
+            grad: Tensor, out: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+        ) -> Any:
             self._add(self._attending(backward=True), "backward_input", 2.0 * block_flops(q, k, v, rest[-1]))
-            return backward(grad, delta, q, k, v, *rest)
+            return backward(grad, out, delta, q, k, v, *rest)
 
-        ring.kernels = counted, counted_backward
-        self.open.callback(lambda: setattr(ring, "kernels", kernels))
+        attention.kernels = counted, counted_backward
+        self.open.callback(lambda: setattr(attention, "kernels", kernels))
 
 
 def _rows_taken(first: Tensor, second: Tensor, ends: Tensor, *_: Any) -> float:
@@ -330,10 +333,14 @@ def _rows_taken(first: Tensor, second: Tensor, ends: Tensor, *_: Any) -> float:
     return 1.0 if _is_fake(ends) or not rows else ends[-1].item() / rows
 
 
-def block_flops(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> float:
+def block_flops(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> float:
     """FLOPs of the attention of a block of queries to a block of keys, forward."""
     length, keys = q.shape[2], k.shape[2]
-    pairs = length * keys if mask is None else attended_pairs(length, keys, mask)
+    pairs: float = length * keys
+    if isinstance(mask, Causal):
+        pairs = attended_pairs(length, keys, None)
+    elif mask is not None:
+        pairs = mask.pairs if _is_fake(mask.low) else attended_pairs(length, keys, mask.dense())
     return 2.0 * q.shape[0] * q.shape[1] * pairs * (q.shape[3] + v.shape[3])
 
 

@@ -6,6 +6,7 @@ positions count from each prompt's first token. Every row draws from a generator
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor
 
 from shardwise.model.cache import ContiguousCache
-from shardwise.model.initialize import generator
 from shardwise.model.transformer import Transformer
 from shardwise.run import UserError
 
@@ -26,6 +26,12 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+
+
+def generator(seed: int, name: str) -> torch.Generator:
+    """A generator on the CPU, so that the values are the same for every device."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def pick(logits: Tensor, sampling: Sampling, source: torch.Generator) -> int:

@@ -1,4 +1,4 @@
-"""Puts a run's layout on its model: one line an axis, then weights block by block, so that no rank ever holds the whole."""
+"""Puts a run's layout on its model: one line an axis, and memory last, so that a rank never holds more than its shards."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from shardwise.model.compute_copy import ComputeCopy, keep_compute_copies
 from shardwise.model.fp8 import check_fp8, scaled_mm, use_fp8
 from shardwise.model.gemm.fp8 import tuned_scaled_mm
 from shardwise.model.gemm.tuned import use_tuned_gemms
-from shardwise.model.initialize import initial_values
+from shardwise.model.initialize import draw
 from shardwise.model.layers import Gemm
 from shardwise.model.loss import ChunkedCrossEntropy
 from shardwise.model.transformer import Block, Transformer
 from shardwise.model.varlen import has_flash
 from shardwise.parallel.context import apply_context
 from shardwise.parallel.expert import apply_expert
-from shardwise.parallel.local_parameter import LocalParameter, local_slice
+from shardwise.parallel.local_parameter import LocalParameter, box_of
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.observer import Observers
 from shardwise.parallel.pipeline import Pipeline, Stage, split_backward
 from shardwise.parallel.recompute import apply_recompute
-from shardwise.parallel.shard import Sharder, uses_ddp, wrap_ddp
+from shardwise.parallel.shard import Sharder, sharded_modules, uses_ddp, wrap_ddp
 from shardwise.parallel.tensor import apply_tensor
 from shardwise.plan.cost.flops import layers_of_stages
 from shardwise.run import Run
 from shardwise.run.derive import chunks_loss, compiles, keeps_compute_copies, tunes_gemms, uses_varlen_attention
 from shardwise.run.parameters import Cut, Parameter, find_parameter
 from shardwise.schedules import make_schedule
-from shardwise.torch_private import cache_custom_autograd_functions, is_persistent
+from shardwise.torch_private import cache_custom_autograd_functions, is_persistent, sharded_parameters
 
 
 @dataclass
@@ -74,12 +74,13 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
             for block in model.layers.values():
                 block.forward = compiled(block.forward, accumulates=tunes_gemms(run, gpu=gpu))
         apply_recompute(model, run, mesh.rank, observers)
-        for name, block in model.layers.items():
-            _materialize(block, f"layers.{name}.", run, mesh, device)
+        _cut(model, run, mesh)
+        for block in model.layers.values():
             assert isinstance(block, Block)
             sharder.block(block)
-        _materialize(model, "", run, mesh, device)
         sharder.root(model)
+        _materialize(model, run, mesh, device)
+        sharder.fp8(model)
         module: nn.Module = wrap_ddp(model, mesh, sharder.policy.reduce_dtype) if uses_ddp(mesh) else model
         compute_copy: dict[nn.Parameter, ComputeCopy] = {}
         if keeps_compute_copies(run, gpu=device.type == "cuda"):
@@ -122,22 +123,40 @@ def compiled(forward: Callable[..., Any], accumulates: bool) -> Callable[..., An
     return torch.compile(forward, options={"joint_custom_post_pass": ACCUMULATE})
 
 
-@torch.no_grad()
-def _materialize(module: nn.Module, prefix: str, run: Run, mesh: Mesh, device: torch.device) -> None:
-    """Give a module's meta parameters this rank's part of their initial values, and its buffers zeros."""
-    dtype = torch.float64 if run.train.dtype == "float64" else torch.float32
-    empty = [
-        (owner, leaf, f"{prefix}{owner_name}.{leaf}" if owner_name else f"{prefix}{leaf}", tuple(parameter.shape))
-        for owner_name, owner in module.named_modules()
+def _parameters(model: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Every parameter: its full name, the module that holds it, its name there."""
+    return [
+        (f"{path}.{leaf}" if path else leaf, owner, leaf, parameter)
+        for path, owner in model.named_modules()
         for leaf, parameter in owner.named_parameters(recurse=False)
-        if parameter.is_meta
     ]
-    values = initial_values(run.model, run.train.seed, [(name, shape) for _, _, name, shape in empty])
-    for (owner, leaf, name, _), value in zip(empty, values, strict=True):
-        mine = local_slice(value, find_parameter(run.model, name).cuts(run.layout), mesh)
-        # A copy, so that the whole value can be let go.
-        owner.register_parameter(leaf, nn.Parameter(mine.to(device, dtype, copy=True).contiguous()))
-    for owner in module.modules():
+
+
+def _cut(model: nn.Module, run: Run, mesh: Mesh) -> None:
+    """Leave of each parameter what the tensor and the expert axis leave on this rank, still without memory."""
+    dtype = torch.float64 if run.train.dtype == "float64" else torch.float32
+    for name, owner, leaf, _ in _parameters(model):
+        entry = find_parameter(run.model, name)
+        size = box_of(entry.shape, entry.cuts(run.layout), mesh).size
+        owner.register_parameter(leaf, nn.Parameter(torch.empty(size, dtype=dtype, device="meta")))
+
+
+@torch.no_grad()
+def _materialize(model: nn.Module, run: Run, mesh: Mesh, device: torch.device) -> None:
+    """Give this rank's slices of the parameters memory and their initial values, and buffers zeros."""
+    sharded = {(each.module, each.name): each for m in sharded_modules(model) for each in sharded_parameters(m)}
+    for name, owner, leaf, parameter in _parameters(model):
+        entry = find_parameter(run.model, name)
+        shard = _shard(entry, parameter)
+        cuts = entry.cuts(run.layout)
+        if shard is not None:
+            values, cuts = sharded[owner, leaf].allocate(device), (*cuts, shard)
+        else:
+            values = torch.empty_like(parameter, device=device)
+            owner.register_parameter(leaf, nn.Parameter(values))
+        # Blocks are drawn on the device, also for values that are offloaded from it.
+        draw(values, run.model, run.train.seed, name, box_of(entry.shape, cuts, mesh).offset, device)
+    for owner in model.modules():
         for leaf, buffer in list(owner.named_buffers(recurse=False)):
             if buffer.is_meta:
                 owner.register_buffer(leaf, torch.zeros_like(buffer, device=device), is_persistent(owner, leaf))

@@ -3,6 +3,9 @@
 If all ranks of a group hold the same result and continue alike, each rank's gradient is already complete
 (`all_reduce_replicated`). If they continue with different work on a common input, their gradients are partial and are added
 (`all_gather_sequence`).
+
+Inside of compiled layers they are operators of this project, which the compiler leaves whole; elsewhere autograd functions, so that
+what counts messages sees those of PyTorch.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.parallel.regather import note_gathered
+from shardwise.torch_private import group_named
+
 Group = dist.ProcessGroup | None
 
 
@@ -21,9 +27,18 @@ def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
     if group is None:
         return x
     size = dist.get_world_size(group)
+    if _lies_first(x, dim):
+        out = x.new_empty((*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :]))
+        dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), group=group)
+        return out
     out = x.new_empty((size * x.shape[0], *x.shape[1:]))
     dist.all_gather_into_tensor(out, x.contiguous(), group=group)
-    return out if dim == 0 else torch.cat(out.chunk(size), dim=dim)
+    return torch.cat(out.chunk(size), dim=dim)
+
+
+def _lies_first(x: Tensor, dim: int) -> bool:
+    """Whether the shards along `dim` lie one after the other in memory: in a sequence, where a microbatch has one row."""
+    return x.shape[:dim].numel() == 1
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -31,17 +46,24 @@ def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     if group is None:
         return x
     size = dist.get_world_size(group)
-    stacked = x.contiguous() if dim == 0 else torch.cat(x.chunk(size, dim=dim))
-    out = stacked.new_empty((stacked.shape[0] // size, *stacked.shape[1:]))
-    dist.reduce_scatter_tensor(out, stacked, group=group)
+    stacked = x.contiguous() if _lies_first(x, dim) else torch.cat(x.chunk(size, dim=dim))
+    out = x.new_empty((*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :]))
+    dist.reduce_scatter_tensor(out.view(-1), stacked.view(-1), group=group)
     return out
+
+
+def _gathered(x: Tensor, group: Group, dim: int) -> Tensor:
+    """The same, of which a backward pass may save the shard alone."""
+    whole = all_gather(x, group, dim)
+    note_gathered(whole, x, lambda shard: all_gather(shard, group, dim))
+    return whole
 
 
 class _AllGatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return all_gather(x, group, dim)
+        return _gathered(x, group, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -88,21 +110,96 @@ def _all_to_all(x: Tensor, group: Group, received: list[int], sent: list[int]) -
     return out
 
 
+@torch.library.custom_op("shardwise::all_gather", mutates_args=(), schema="(Tensor x, str group, int dim) -> Tensor")
+def _all_gather_op(x: Tensor, group: str, dim: int) -> Tensor:
+    return _gathered(x, group_named(group), dim)
+
+
+@_all_gather_op.register_fake
+def _(x: Tensor, group: str, dim: int) -> Tensor:
+    return x.new_empty(
+        [n * (dist.get_world_size(group_named(group)) if d == dim else 1) for d, n in enumerate(x.shape)]
+    )
+
+
+@torch.library.custom_op(
+    "shardwise::reduce_scatter", mutates_args=(), schema="(Tensor x, str group, int dim) -> Tensor"
+)
+def _reduce_scatter_op(x: Tensor, group: str, dim: int) -> Tensor:
+    return reduce_scatter(x, group_named(group), dim)
+
+
+@_reduce_scatter_op.register_fake
+def _(x: Tensor, group: str, dim: int) -> Tensor:
+    return x.new_empty(
+        [n // (dist.get_world_size(group_named(group)) if d == dim else 1) for d, n in enumerate(x.shape)]
+    )
+
+
+@torch.library.custom_op("shardwise::all_reduce", mutates_args=(), schema="(Tensor x, str group) -> Tensor")
+def _all_reduce_op(x: Tensor, group: str) -> Tensor:
+    out = x.clone()
+    dist.all_reduce(out, group=group_named(group))
+    return out
+
+
+@_all_reduce_op.register_fake
+def _(x: Tensor, group: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op(
+    "shardwise::all_to_all", mutates_args=(), schema="(Tensor x, str group, int[] received, int[] sent) -> Tensor"
+)
+def _all_to_all_op(x: Tensor, group: str, received: list[int], sent: list[int]) -> Tensor:
+    return _all_to_all(x, group_named(group), received, sent)
+
+
+@_all_to_all_op.register_fake
+def _(x: Tensor, group: str, received: list[int], sent: list[int]) -> Tensor:
+    return x.new_empty((sum(received), *x.shape[1:]))
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.rest = inputs[1:]
+
+
+_all_gather_op.register_autograd(
+    lambda ctx, grad: (_reduce_scatter_op(grad, *ctx.rest), None, None), setup_context=_remember
+)
+_reduce_scatter_op.register_autograd(
+    lambda ctx, grad: (_all_gather_op(grad, *ctx.rest), None, None), setup_context=_remember
+)
+_all_reduce_op.register_autograd(lambda ctx, grad: (grad, None), setup_context=_remember)
+_all_to_all_op.register_autograd(
+    lambda ctx, grad: (_all_to_all_op(grad, ctx.rest[0], ctx.rest[2], ctx.rest[1]), None, None, None),
+    setup_context=_remember,
+)
+
+
 def all_gather_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
     """All shards of a sequence; the ranks go on with different work, so their gradients are added and scattered."""
+    if group is not None and torch.compiler.is_compiling():
+        return _all_gather_op(x, group.group_name, dim)
     return x if group is None else _AllGatherSequence.apply(x, group, dim)
 
 
 def reduce_scatter_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
     """Partial results added, each rank keeping its shard of the sequence."""
+    if group is not None and torch.compiler.is_compiling():
+        return _reduce_scatter_op(x, group.group_name, dim)
     return x if group is None else _ReduceScatterSequence.apply(x, group, dim)
 
 
 def all_reduce_replicated(x: Tensor, group: Group) -> Tensor:
     """Partial results added, the whole on each rank, which each takes the gradient of."""
+    if group is not None and torch.compiler.is_compiling():
+        return _all_reduce_op(x, group.group_name)
     return x if group is None else _AllReduceReplicated.apply(x, group)
 
 
 def all_to_all(x: Tensor, group: Group, received: list[int], sent: list[int]) -> Tensor:
     """All-to-all of rows: `sent[r]` of mine go to rank r, `received[r]` of rank r's come here, in the order of ranks."""
+    if group is not None and torch.compiler.is_compiling():
+        return _all_to_all_op(x, group.group_name, received, sent)
     return x if group is None else _AllToAll.apply(x, group, received, sent)

@@ -14,7 +14,7 @@ All numbers are for each layer and microbatch. For parameters a context rank is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.model.attention import DotProductAttention, GroupedAttention, LatentAttention, attention_mask
+from shardwise.model.attention import DotProductAttention, GroupedAttention, LatentAttention
+from shardwise.model.layers import at_least_float32
 from shardwise.model.transformer import Block, Transformer
+from shardwise.parallel.blockwise import (
+    KERNELS,
+    Blockwise,
+    Kernels,
+    Part,
+    block_mask,
+    merge,
+    row_bounds,
+    row_sums,
+    zeros_for_sums,
+)
 from shardwise.parallel.collectives import Group, all_gather_sequence, all_to_all
 from shardwise.parallel.mesh import Mesh
 
@@ -45,72 +57,24 @@ def zigzag(length: int, ranks: int, rank: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ContextMask:
-    """What the attention of a split sequence needs to know: the whole rows' documents (or None) and the sliding window."""
+    """What the attention of a split sequence needs to know: the documents of whole rows as they were given (or None), the sliding
+    window, and, made of both, the first place that each place of a row sees (None: the row's first)."""
 
     documents: Tensor | None
     window: int
+    low: Tensor | None = None
 
 
 class ContextMaskBuilder(nn.Module):
     """In the place of the one-device mask: passes on what the masks of blocks are made from."""
 
-    def __init__(self, window: int) -> None:
+    def __init__(self, window: int, ranks: int, whole_rows: bool) -> None:
         super().__init__()
-        self.window = window
+        self.window, self.ranks, self.whole_rows = window, ranks, whole_rows
 
     def forward(self, queries: int, documents: Tensor | None, keys: int, device: torch.device) -> ContextMask:
-        return ContextMask(documents, self.window)
-
-
-def block_mask(
-    mask: ContextMask, queries: tuple[int, int], keys: tuple[int, int], device: torch.device
-) -> Tensor | None:
-    """Which of the keys [start, stop) each of the queries [start, stop) attends to; None for all of them."""
-    q, k = torch.arange(*queries, device=device)[:, None], torch.arange(*keys, device=device)
-    everything = keys[1] <= queries[0] + 1 and (not mask.window or queries[1] - 1 - keys[0] < mask.window)
-    if everything and mask.documents is None:
-        return None
-    allowed = (k <= q) & (q - k < mask.window) if mask.window else k <= q
-    allowed = allowed[None, None]
-    if mask.documents is not None:
-        rows, columns = mask.documents[:, queries[0] : queries[1]], mask.documents[:, keys[0] : keys[1]]
-        allowed = allowed & (rows[:, None, :, None] == columns[:, None, None, :])
-    return allowed
-
-
-def _heads_first(x: Tensor, heads: int) -> Tensor:
-    """[batch, sequence, heads, width] to [batch, heads, sequence, width], key/value heads repeated for their queries."""
-    x = x.transpose(1, 2)
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
-
-
-def attend_block(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attention of some queries to some keys, and the log-sum-exp of its scores, by which blocks are merged."""
-    scores = (q @ k.mT) * scale
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    lse = scores.logsumexp(dim=-1)
-    # A query that sees nothing here has a log-sum-exp of -inf; zero weights, not NaN, are meant.
-    weights = (scores - lse.masked_fill(lse == float("-inf"), 0)[..., None]).exp()
-    return weights @ v, lse
-
-
-def attend_block_backward(
-    grad: Tensor, delta: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, scale: float, mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a block given the log-sum-exp of the whole row and `delta`, the row sums of grad x output."""
-    weights = ((q @ k.mT) * scale - lse[..., None]).exp()
-    if mask is not None:
-        weights = weights.masked_fill(~mask, 0)
-    inner = weights * (grad @ v.mT - delta[..., None]) * scale
-    return inner @ k, inner.mT @ q, weights.mT @ grad
-
-
-def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Two attentions over different keys as one over both (online softmax, Milakov & Gimelshein 2018)."""
-    total = torch.logaddexp(lse, more_lse)
-    base = total.masked_fill(total == float("-inf"), 0)
-    return out * (lse - base).exp()[..., None] + more * (more_lse - base).exp()[..., None], total
+        low = None if self.whole_rows else row_bounds(documents, self.window, queries * self.ranks, device)
+        return ContextMask(documents, self.window, low)
 
 
 class _Ring:
@@ -131,44 +95,56 @@ class _Ring:
         ]
         return buffer, dist.batch_isend_irecv(operations)
 
-    def chunks(self, rank: int, length: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Where the two chunks of a rank lie in the whole sequence, `length` being that of a rank's part."""
-        half = length // 2
-        front, back = rank * half, (2 * self.ranks - 1 - rank) * half
-        return (front, front + half), (back, back + half)
 
-    def pairs(self, owner: int, length: int) -> Iterator[tuple[slice, slice, tuple[int, int], tuple[int, int]]]:
-        """Which of my chunks of queries see which chunks of keys of `owner`: slices of the parts, and places in the row."""
-        half = length // 2
-        halves = (slice(0, half), slice(half, length))
-        for mine, queries in zip(halves, self.chunks(self.rank, length), strict=True):
-            for theirs, keys in zip(halves, self.chunks(owner, length), strict=True):
-                if keys[0] <= queries[0]:
-                    yield mine, theirs, queries, keys
+def ring_part(rank: int, owner: int, ranks: int, length: int, mask: ContextMask, device: torch.device) -> Part:
+    """Which queries of a rank see which keys of another, `length` being that of a rank's part of the sequence. Of a rank before it
+    all of them see the front chunk, and of one behind it the back chunk sees both; the others lie in the future."""
+    half, whole = length // 2, length * ranks
+    mine = slice(half, length) if owner > rank else slice(0, length)
+    theirs = slice(0, half) if owner < rank else slice(0, length)
+    places = zigzag_positions(whole, ranks, rank)[mine], zigzag_positions(whole, ranks, owner)[theirs]
+    return Part(mine, theirs, block_mask(mask.low, mask.window, *places, device))
+
+
+def gather_parts(rank: int, ranks: int, length: int, mask: ContextMask, device: torch.device) -> list[Part]:
+    """Each of a rank's two chunks of queries with the keys before it, and with those at its own places."""
+    half, place = length // 2, zigzag_positions(length * ranks, ranks, rank)
+    found = []
+    for mine in (slice(0, half), slice(half, 2 * half)):
+        start = int(place[mine.start])
+        for keys in (slice(0, start), slice(start, start + half)):
+            if keys.stop > keys.start:
+                seen = block_mask(mask.low, mask.window, place[mine], np.arange(keys.start, keys.stop), device)
+                found.append(Part(mine, keys, seen))
+    return found
 
 
 class _RingAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask, scale: float, group: Any, kernels: Any
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask, scale: float, group: Any, kernels: Kernels
     ) -> Tensor:
-        ring, length, heads = _Ring(group), q.shape[1], q.shape[2]
-        queries = _heads_first(q, heads)
-        out = queries.new_zeros(*queries.shape[:-1], v.shape[-1])
-        lse = queries.new_full(queries.shape[:-1], float("-inf"))
+        ring, length = _Ring(group), q.shape[1]
+        queries = q.transpose(1, 2)
+        out = lse = torch.empty(0)
         kv = torch.cat((k, v), dim=-1)
         for step in range(ring.ranks):
             if step < ring.ranks - 1:
                 coming, waiting = ring.pass_on(kv)
-            keys, values = (_heads_first(x, heads) for x in kv.split((k.shape[-1], v.shape[-1]), dim=-1))
-            for mine, theirs, where_q, where_k in ring.pairs((ring.rank - step) % ring.ranks, length):
-                allowed = block_mask(mask, where_q, where_k, q.device)
-                block = kernels[0](queries[:, :, mine], keys[:, :, theirs], values[:, :, theirs], scale, allowed)
+            keys, values = (x.transpose(1, 2) for x in kv.split((k.shape[-1], v.shape[-1]), dim=-1))
+            mine, theirs, seen = ring_part(
+                ring.rank, (ring.rank - step) % ring.ranks, ring.ranks, length, mask, q.device
+            )
+            block = kernels[0](queries[:, :, mine], keys[:, :, theirs], values[:, :, theirs], scale, seen)
+            if step:
                 out[:, :, mine], lse[:, :, mine] = merge(out[:, :, mine], lse[:, :, mine], *block)
+            else:  # my own keys, which all of my queries see
+                out, lse = at_least_float32(block[0]), block[1]
             if step < ring.ranks - 1:
                 for work in waiting:
                     work.wait()
                 kv = coming
+        out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.rest = mask, scale, group, kernels[1]
         return out.transpose(1, 2)
@@ -177,11 +153,10 @@ class _RingAttentionFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         mask, scale, group, attend_backward = ctx.rest
-        ring, length, heads = _Ring(group), q.shape[1], q.shape[2]
-        groups = heads // k.shape[2]
-        queries, grad = _heads_first(q, heads), grads[0].transpose(1, 2)
-        delta = (grad * out).sum(dim=-1)
-        dq = torch.zeros_like(queries)
+        ring, length = _Ring(group), q.shape[1]
+        queries, grad = q.transpose(1, 2), grads[0].transpose(1, 2)
+        delta = row_sums(grad, out)
+        dq = zeros_for_sums(queries)
         widths = (k.shape[-1], v.shape[-1])
         kv = torch.cat((k, v), dim=-1)
         # The gradient of keys and values travels with them, and is home after a full round.
@@ -189,19 +164,16 @@ class _RingAttentionFunction(torch.autograd.Function):
         for step in range(ring.ranks):
             if step < ring.ranks - 1:
                 coming, waiting = ring.pass_on(kv)
-            keys, values = (_heads_first(x, heads) for x in kv.split(widths, dim=-1))
-            dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
-            for mine, theirs, where_q, where_k in ring.pairs((ring.rank - step) % ring.ranks, length):
-                allowed = block_mask(mask, where_q, where_k, q.device)
-                gq, gk, gv = attend_backward(
-                    grad[:, :, mine], delta[:, :, mine], queries[:, :, mine], keys[:, :, theirs], values[:, :, theirs],
-                    lse[:, :, mine], scale, allowed,
-                )  # fmt: skip
-                dq[:, :, mine] += gq
-                dk[:, :, theirs] += gk
-                dv[:, :, theirs] += gv
-            both = torch.cat((dk, dv), dim=-1).unflatten(1, (-1, groups)).sum(dim=2)
-            dkv = dkv + both.transpose(1, 2)
+            keys, values = (x.transpose(1, 2) for x in kv.split(widths, dim=-1))
+            mine, theirs, seen = ring_part(
+                ring.rank, (ring.rank - step) % ring.ranks, ring.ranks, length, mask, q.device
+            )
+            gq, gk, gv = attend_backward(
+                grad[:, :, mine], out[:, :, mine], delta[:, :, mine], queries[:, :, mine], keys[:, :, theirs],
+                values[:, :, theirs], lse[:, :, mine], scale, seen,
+            )  # fmt: skip
+            dq[:, :, mine] += gq
+            dkv[:, theirs] += torch.cat((gk, gv), dim=-1).transpose(1, 2)
             if step < ring.ranks - 1:
                 for work in waiting:
                     work.wait()
@@ -210,7 +182,7 @@ class _RingAttentionFunction(torch.autograd.Function):
             for work in waiting_grad:
                 work.wait()
         gk, gv = dkv.split(widths, dim=-1)
-        return dq.transpose(1, 2), gk, gv, None, None, None, None
+        return dq.to(q.dtype).transpose(1, 2), gk, gv, None, None, None, None
 
 
 class RingAttention(nn.Module):
@@ -220,37 +192,42 @@ class RingAttention(nn.Module):
         super().__init__()
         self.scale = scale
         self.group = group
-        self.kernels: tuple[Callable[..., Any], Callable[..., Any]] = (attend_block, attend_block_backward)
+        self.kernels = KERNELS
 
+    @torch.compiler.disable  # the compiler does not know messages between two ranks
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask) -> Tensor:
         return _RingAttentionFunction.apply(q, k, v, mask, self.scale, self.group, self.kernels)
 
 
 class GatherAttention(nn.Module):
-    """Attention to keys and values gathered from all ranks."""
+    """Attention to keys and values gathered from all ranks. A chunk of queries sees the keys before it as a whole, and those at its
+    own places up to itself, so no mask is needed."""
 
     def __init__(self, scale: float, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.inner = DotProductAttention(scale)
+        self.scale = scale
         self.group = group
+        self.kernels = KERNELS
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask) -> Tensor:
-        ranks, rank, part = dist.get_world_size(self.group), dist.get_rank(self.group), q.shape[1]
-        length = part * ranks
-        width = k.shape[-1]
+        ranks = dist.get_world_size(self.group)
+        width, length = k.shape[-1], q.shape[1] * ranks
         both = all_gather_sequence(torch.cat((k, v), dim=-1), self.group)
         places = torch.cat([zigzag(length, ranks, r) for r in range(ranks)]).to(q.device)
         both = both.index_select(1, places.argsort())
-        allowed = attention_mask(length, mask.documents, length, mask.window, q.device)
-        if allowed is None:
-            everywhere = torch.arange(length, device=q.device)
-            allowed = (everywhere <= everywhere[:, None])[None, None]
-        allowed = allowed[:, :, zigzag(length, ranks, rank).to(q.device)]
-        return self.inner(q, both[..., :width], both[..., width:], allowed)
+        return self._attend(q, both[..., :width], both[..., width:], mask)
+
+    @torch.compiler.disable
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask) -> Tensor:
+        rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        parts = gather_parts(rank, ranks, q.shape[1], mask, q.device)
+        return Blockwise.apply(q, k, v, parts, self.scale, self.kernels)
 
 
 class UlyssesAttention(nn.Module):
-    """Attention over whole sequences, a part of the heads on each rank."""
+    """Attention over whole sequences, a part of the heads on each rank; `masks` makes its mask, as on one device."""
+
+    masks: nn.Module
 
     def __init__(self, scale: float, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -265,7 +242,7 @@ class UlyssesAttention(nn.Module):
         places = torch.cat([zigzag(q.shape[1] * ranks, ranks, r) for r in range(ranks)]).to(q.device)
         q, k, v = (self._to_heads(x, ranks).index_select(1, places.argsort()) for x in (q, k, v))
         length = q.shape[1]
-        out = self.inner(q, k, v, attention_mask(length, mask.documents, length, mask.window, q.device))
+        out = self.inner(q, k, v, self.masks(length, mask.documents, length, q.device))
         return self._to_sequence(out.index_select(1, places), ranks)
 
     def _swap(self, x: Tensor, ranks: int) -> Tensor:
@@ -296,10 +273,14 @@ def apply_context(model: Transformer, mesh: Mesh, method: str) -> None:
     group: Group = mesh.group("context")
     if group is None:
         return
-    model.mask_builder = ContextMaskBuilder(model.config.sliding_window)
+    one_device_masks = model.mask_builder
+    model.mask_builder = ContextMaskBuilder(model.config.sliding_window, mesh.size("context"), method == "ulysses")
     for block in model.layers.values():
         assert isinstance(block, Block)
         assert isinstance(block.attention, GroupedAttention | LatentAttention)
         one_device = block.attention.core
         assert isinstance(one_device, DotProductAttention)
-        block.attention.core = METHODS[method](one_device.scale, group)
+        core = METHODS[method](one_device.scale, group)
+        if isinstance(core, UlyssesAttention):
+            core.masks = one_device_masks
+        block.attention.core = core

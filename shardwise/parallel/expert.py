@@ -18,6 +18,8 @@ Once a step the loads, MoE layers x experts in float32, are all-reduced over rep
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -83,13 +85,15 @@ class ExpertParallelMoE(MoE):
         out = self.forward_routed(routed.flatten(0, 1), weights.flatten(0, 1), chosen.flatten(0, 1)).view_as(routed)
         out = reduce_scatter_sequence(out, self.tensor)
         if self.shared is not None:
-            out = out + self.shared(x)
+            out = out + self.shared(x if self.tensor is None else routed)
         return out, auxiliary
 
     def run_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows sorted by expert, through the experts wherever they are."""
-        if self.group is None:
-            return self.experts(rows, counts)
+        return self.experts(rows, counts) if self.group is None else self._exchanged(rows, counts)
+
+    @partial(torch.compiler.disable, recursive=False)  # the host reads counts here; the experts themselves are compiled
+    def _exchanged(self, rows: Tensor, counts: Tensor) -> Tensor:
         ranks = dist.get_world_size(self.group)
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts, group=self.group)

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from shardwise.model.attention import GroupedAttention
 from shardwise.model.layers import FeedForward, Linear
-from shardwise.parallel.collectives import Group
+from shardwise.parallel.collectives import Group, all_gather
+from shardwise.parallel.regather import note_gathered
 
 CHUNKS = 2
 
@@ -61,6 +62,7 @@ class _AllGatherGemm(torch.autograd.Function):
         for number, chunks, arrived in _arriving(x, group):
             _in_chunks(whole, ranks, chunks)[:, :, number] = arrived.transpose(0, 1)
             _in_chunks(out, ranks, chunks)[:, :, number] = F.linear(arrived, weight).transpose(0, 1)
+        note_gathered(whole, x, lambda shard: all_gather(shard, group, 1))
         ctx.save_for_backward(whole, weight)
         ctx.group = group
         return whole, out
@@ -107,6 +109,12 @@ class GemmReduceScatter(torch.autograd.Function):
         return x_grad, whole.flatten(0, 1).mT @ x.flatten(0, 1), None
 
 
+@torch.compiler.disable
+def gemm_reduce_scatter(x: Tensor, weight: Tensor, group: Group) -> Tensor:
+    """The same as a function, which the compiler leaves alone."""
+    return GemmReduceScatter.apply(x, weight, group)
+
+
 class GatheredLinear(Linear):
     """The first matrix behind an all-gather: its GEMM was computed while the sequence arrived."""
 
@@ -121,6 +129,7 @@ class GatheredLinear(Linear):
 def all_gather_into_gemm(first: GatheredLinear, group: Group) -> Any:
     """A hook that gathers a module's input and multiplies it by the module's first matrix as it arrives."""
 
+    @torch.compiler.disable  # the compiler knows no collectives that are waited for later
     def hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         whole, first.ready = _AllGatherGemm.apply(args[0], first.weight.to(args[0].dtype), group)
         return (whole, *args[1:])

@@ -28,6 +28,7 @@ from shardwise.parallel.fp8_all_gather import Scales
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.objective import Microbatch, Objective
 from shardwise.parallel.observer import Observers
+from shardwise.parallel.regather import regathering
 from shardwise.parallel.shard import reduce_deferred_gradients
 from shardwise.schedules import Action, Message, Schedule, message_of, transfers
 
@@ -114,16 +115,23 @@ class P2PChannel:
     def send(self, x: Tensor, receiver: int) -> None:
         """Start sending; the tensor is held until it has been sent."""
         x = x.contiguous()
-        self.sending = [(sent, work) for sent, work in self.sending if not work.is_completed()]
         self.sending.append((x, dist.isend(x, self.ranks[receiver], group=self._group(self.me, receiver))))
 
-    def receive(self, message: Message, sender: int) -> Tensor:
-        """Wait for a message, posting receives in the order they were sent."""
+    def let_go(self) -> None:
+        """Give back what has arrived elsewhere."""
+        self.sending = [(sent, work) for sent, work in self.sending if not work.is_completed()]
+
+    def post(self, message: Message, sender: int) -> None:
+        """Start receiving a message, and those that were sent before it, in the order they were sent."""
         while message not in self.arriving:
             following = self.expected[sender].popleft()
             buffer = torch.empty_like(self.like)
             work = dist.irecv(buffer, self.ranks[sender], group=self._group(sender, self.me))
             self.arriving[following] = (buffer, work)
+
+    def receive(self, message: Message, sender: int) -> Tensor:
+        """Wait for a message."""
+        self.post(message, sender)
         buffer, work = self.arriving.pop(message)
         work.wait()
         return buffer
@@ -184,10 +192,14 @@ class Pipeline:
         self.executed, self.times = [], []
         actions = schedule.ranks[self.mesh.index("pipeline")]
         remaining = Counter((a.stage, a.kind) for a in actions)
-        for action in actions:
+        for number, action in enumerate(actions):
             start = time.perf_counter()
             remaining[action.stage, action.kind] -= 1
             with self.observers.action(action):
+                self.channel.let_go()
+                # What the next action waits for travels while this one computes.
+                for needed in filter(None, map(self._needs, actions[number : number + 2])):
+                    self.channel.post(needed, self.schedule.placement[needed.stage])
                 self._execute(action, last=not remaining[action.stage, action.kind])
             self.executed.append(action)
             self.times.append((start, time.perf_counter()))
@@ -198,6 +210,15 @@ class Pipeline:
                     with self.observers.phase("gradients"):
                         reduce_deferred_gradients(stage.model)
         return self.loss
+
+    def _needs(self, action: Action) -> Message | None:
+        """The message from another rank that an action begins with."""
+        ends = self.schedule.stages - 1
+        if action.kind == "W" or action.stage == (0 if action.kind == "F" else ends):
+            return None
+        kind, sender = ("activation", action.stage - 1) if action.kind == "F" else ("gradient", action.stage + 1)
+        home = self.schedule.placement
+        return Message(kind, sender, action.microbatch) if home[sender] != home[action.stage] else None  # type: ignore[arg-type]
 
     def _execute(self, action: Action, last: bool) -> None:
         if action.kind == "F":
@@ -216,7 +237,7 @@ class Pipeline:
         if training and not first:
             x.requires_grad_()
         finish = partial(self.objective.loss, batch, stage.model.loss) if last else None
-        with self._gradients_wait(stage, action) if training else torch.no_grad():
+        with self._gradients_wait(stage, action) if training else torch.no_grad(), self._saving(training):
             result, auxiliary = stage.module(
                 x, positions=batch["positions"], documents=batch["documents"], finish=finish
             )
@@ -267,6 +288,10 @@ class Pipeline:
         if isinstance(stage.module, DistributedDataParallel) and action.microbatch < self.schedule.microbatches - 1:
             return stage.module.no_sync()
         return contextlib.nullcontext()
+
+    def _saving(self, training: bool) -> Any:
+        """Tensor ranks save their shards of sequences."""
+        return regathering() if training and self.mesh.size("tensor") > 1 else contextlib.nullcontext()
 
     def _put(self, action: Action, x: Tensor) -> None:
         sent = message_of(action, self.schedule.placement)

@@ -49,7 +49,7 @@ def _needed(mesh: Mesh, axis: str) -> bool:
 
 
 class Sharder:
-    """Applies `fully_shard` to blocks as soon as they are made, so that a rank never holds more than one whole."""
+    """Applies `fully_shard` to blocks and what stands around them before they have memory, so that a rank only holds its shards."""
 
     def __init__(self, run: Run, mesh: Mesh) -> None:
         self.run = run
@@ -74,7 +74,6 @@ class Sharder:
                 self._shard(block.ffn.experts, "expert_shard")
         if _needed(self.mesh, "zero"):
             self._shard(block, "zero", experts)
-            enable_fp8_all_gather(block, self.run, self.scales, self.mesh.size("zero"))
 
     def root(self, model: Transformer) -> None:
         """Shard what stands outside of the blocks, and set what is prefetched."""
@@ -89,6 +88,12 @@ class Sharder:
             for n, block in enumerate(blocks):
                 block.set_modules_to_forward_prefetch(blocks[n + 1 : n + 1 + ahead])
                 block.set_modules_to_backward_prefetch(blocks[max(0, n - ahead) : n][::-1])
+
+    def fp8(self, model: Transformer) -> None:
+        """Gather the matrices of fp8 GEMMs in fp8; the shards have memory by now."""
+        if _needed(self.mesh, "zero"):
+            for block in model.layers.values():
+                enable_fp8_all_gather(block, self.run, self.scales, self.mesh.size("zero"))
 
     def _shard(
         self, module: nn.Module, axis: str, ignored: set[nn.Parameter] | None = None, keep: bool = False

@@ -26,7 +26,7 @@ from shardwise.model.moe import MoE
 from shardwise.model.transformer import Block, Transformer
 from shardwise.parallel.collectives import Group, all_gather_sequence, reduce_scatter_sequence
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.overlap import GatheredLinear, GemmReduceScatter, all_gather_into_gemm, first_matrix
+from shardwise.parallel.overlap import GatheredLinear, all_gather_into_gemm, first_matrix, gemm_reduce_scatter
 from shardwise.run.parameters import shard_bounds
 
 
@@ -51,7 +51,7 @@ class OverlappedRowParallelLinear(RowParallelLinear):
     """The same, reduce-scattered while it is still multiplied."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out = GemmReduceScatter.apply(x, self.weight.to(x.dtype), self.group)
+        out = gemm_reduce_scatter(x, self.weight.to(x.dtype), self.group)
         return out if self.bias is None else out + self.bias.to(x.dtype)
 
 
@@ -153,10 +153,13 @@ def _gather_input(group: Group) -> Any:
     return hook
 
 
-def _cut(module: nn.Module, last: str, group: Group, overlap: bool) -> None:
-    """Gather a module's input and scatter its output; its matrices in between are cut by columns, the last one by rows."""
+def _cut(module: nn.Module, last: str, group: Group, overlap: bool, gathers: bool = True) -> None:
+    """Gather a module's input, unless it is given gathered, and scatter its output; its matrices in between are cut by columns, the
+    last one by rows."""
     first = first_matrix(module) if overlap else None
-    if first is None:
+    if not gathers:
+        pass
+    elif first is None:
         module.register_forward_pre_hook(_gather_input(group))
     else:
         gathered = GatheredLinear.taking_over(getattr(module, first))
@@ -194,4 +197,5 @@ def apply_tensor(model: Transformer, mesh: Mesh) -> None:
         if isinstance(block.ffn, FeedForward):
             _cut(block.ffn, "down", group, mesh.layout.async_tensor)
         elif isinstance(block.ffn, MoE) and block.ffn.shared is not None:
-            _cut(block.ffn.shared, "down", group, mesh.layout.async_tensor)
+            # With expert tensor parallelism the sequence is gathered for the routed experts already (`expert.py`).
+            _cut(block.ffn.shared, "down", group, mesh.layout.async_tensor, gathers=not mesh.layout.expert_tensor)

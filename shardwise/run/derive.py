@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import ceil
 
 from shardwise.run.config import ModelConfig, Run
+from shardwise.schedules import SPLIT_BACKWARD
 
 
 def derive_model(model: ModelConfig, seq_len: int) -> ModelConfig:
@@ -58,12 +59,17 @@ def chunks_loss(run: Run, *, gpu: bool) -> bool:
     return gpu and low and run.layout.tensor == 1
 
 
+def splits_backward(run: Run) -> bool:
+    """Whether weight gradients are deferred to actions of their own, which a compiled layer can't do."""
+    return run.layout.pipeline > 1 and run.layout.schedule in SPLIT_BACKWARD
+
+
 def compiles(run: Run, *, gpu: bool) -> bool:
     """Whether layers are compiled."""
     if run.train.compile != "auto":
         return run.train.compile
     low = run.train.dtype in ("bfloat16", "float16")
-    return gpu and low and run.layout.world == 1 and run.layout.recompute not in REPEATS_PARTS
+    return gpu and low and run.layout.recompute not in REPEATS_PARTS and not splits_backward(run)
 
 
 def uses_varlen_attention(run: Run, *, gpu: bool) -> bool:
@@ -71,7 +77,7 @@ def uses_varlen_attention(run: Run, *, gpu: bool) -> bool:
     model = run.model
     low = run.train.dtype in ("bfloat16", "float16")
     fits = model.attention != "latent" and model.head_dim % 8 == 0 and model.head_dim <= 256
-    return gpu and low and fits and run.layout.context == 1
+    return gpu and low and fits and (run.layout.context == 1 or run.layout.context_method == "ulysses")
 
 
 def keeps_compute_copies(run: Run, *, gpu: bool) -> bool:
@@ -87,7 +93,7 @@ def keeps_compute_copies(run: Run, *, gpu: bool) -> bool:
 def tunes_gemms(run: Run, *, gpu: bool) -> bool:
     """Whether large GEMMs use the algorithm that was fastest when it was tried."""
     low = run.train.dtype in ("bfloat16", "float16")
-    return gpu and low and run.train.tune_products is not False and run.layout.world == 1
+    return gpu and low and run.train.tune_products is not False
 
 
 def must_launch(run: Run, *, gpu: bool) -> str:

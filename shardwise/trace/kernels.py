@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from shardwise.trace.answers import PASSES, CallTime, Flops, KernelTime, Modules, ModuleTime
 from shardwise.trace.attribution import NO_LAUNCH, UNATTRIBUTED
 from shardwise.trace.flops import CONVENTION, event_flops
+from shardwise.trace.kernel_names import CATEGORIES_BY_NAME
 from shardwise.trace.rank import Rank
 from shardwise.trace.reading.profile import Integers
-from shardwise.trace.spans.activity import CATEGORIES_BY_NAME, CLASSES, COMPUTE, spans_of
+from shardwise.trace.spans.activity import CLASSES, COMPUTE, spans_of
 from shardwise.trace.spans.intervals import distinct, total
 
 MOST_KERNELS = MOST_MODULES = 2000

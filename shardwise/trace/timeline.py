@@ -14,9 +14,10 @@ import numpy as np
 from shardwise.ledger import Span, Timeline
 from shardwise.trace.answers import Clock, MemoryCurve
 from shardwise.trace.comms.overlap import row_axes
+from shardwise.trace.kernel_names import CATEGORIES_BY_NAME
 from shardwise.trace.rank import Rank
 from shardwise.trace.reading.profile import Integers, Profile
-from shardwise.trace.spans.activity import CATEGORIES_BY_NAME, COMMUNICATION, COPY
+from shardwise.trace.spans.activity import COMMUNICATION, COPY
 from shardwise.trace.spans.intervals import parts
 
 SPANS = 24_000

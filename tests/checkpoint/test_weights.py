@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from shardwise.checkpoint import reader as reader_module
 from shardwise.checkpoint.folder import checkpoint_folder
 from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.checkpoint.weights import load_model
 from shardwise.checkpoint.writer import Entry, write_weights
+from shardwise.measure.memory import Storages, unique_bytes
 from shardwise.model import Transformer, initialize
 from shardwise.run import Run, UserError, run_from_dict, to_toml
 
@@ -173,6 +175,23 @@ def test_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     model, run = load_model(tmp_path)
     assert run.model == model.config
     assert torch.equal(model.state_dict()["embed.weight"], open_checkpoint(newest).get("embed.weight"))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
+def test_loading_takes_the_network_and_one_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None
+) -> None:
+    run = checkpoint(tmp_path / "c")
+    block = 1024  # less than any matrix of it
+    monkeypatch.setattr(reader_module, "BLOCK", block)
+    with Storages() as storages:
+        model, _ = load_model(tmp_path / "c", dtype)
+    want = Transformer(run.model)
+    initialize(want, run.model, seed=0)
+    parameters = dict(want.named_parameters())
+    assert all(torch.equal(p, parameters[name].to(p.dtype)) for name, p in model.named_parameters())
+    matrix = run.model.expert_ffn * run.model.hidden * 4
+    assert storages.peak <= unique_bytes((*model.parameters(), *model.buffers())) + max(block, matrix)
 
 
 def test_folders_without_a_checkpoint(tmp_path: Path) -> None:

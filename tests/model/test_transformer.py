@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from shardwise.data.batches import IGNORE_INDEX
 from shardwise.model import Transformer, initialize
 from shardwise.model.attention import DotProductAttention, attention_mask
 from shardwise.model.cache import ContiguousCache
-from shardwise.model.initialize import initial_value, initial_values
+from shardwise.model.initialize import draw
 from shardwise.model.moe import MoE, Router
 from shardwise.model.rope import rope_cos_sin
 from shardwise.run import ModelConfig
@@ -213,36 +212,19 @@ def test_a_parallel_block_adds_attention_and_feed_forward_of_one_norm() -> None:
     torch.testing.assert_close(block(x, rope, None)[0], want)
 
 
-def test_initial_weights_depend_on_seed_and_name_only() -> None:
+def test_initial_weights_depend_on_seed_name_and_place_only() -> None:
     small, again = build("mixtral"), build("mixtral")
     assert all(torch.equal(a, b) for a, b in zip(small.parameters(), again.parameters(), strict=True))
     other = build("mixtral", seed=1)
     assert not torch.equal(small.layers["0"].attention.q.weight, other.layers["0"].attention.q.weight)
     assert not torch.equal(small.layers["0"].attention.q.weight, small.layers["1"].attention.q.weight)
-    config = small.config
-    whole = initial_value(config, 0, "layers.0.ffn.experts.up", (4, 8, 16))
-    assert torch.equal(initial_value(config, 0, "layers.0.ffn.experts.up", (2, 8, 16)), whole[:2])
-    drawn = initial_value(config, 0, "layers.0.attention.q.weight", (500, 500))
-    assert drawn.std().item() == pytest.approx(config.init_std, rel=0.02)
-    narrow = initial_value(config, 0, "layers.0.attention.out.weight", (500, 500))
-    assert narrow.std().item() == pytest.approx(config.init_std / 6**0.5, rel=0.02)
-
-
-def test_large_matrices_are_drawn_in_pieces_by_all_cores_as_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["shardwise.model.initialize"], "SLICE", 1000)
-    config = build("mixtral").config
-    wanted = [
-        ("embed.weight", (90, 40)),
-        ("norm.weight", (40,)),
-        ("layers.0.ffn.experts.up", (3, 50, 40)),
-        ("layers.0.attention.q.weight", (20, 40)),
-    ]
-    drawn = list(initial_values(config, 0, wanted))
-    for (name, shape), value in zip(wanted, drawn, strict=True):
-        assert torch.equal(value, initial_value(config, 0, name, shape)), name
-    pieces = drawn[0].flatten().split(1000)
-    assert not torch.equal(pieces[0], pieces[1])
-    assert torch.equal(initial_value(config, 0, "layers.0.ffn.experts.up", (1, 50, 40))[0], drawn[2][0])
+    stacked = small.layers["0"].ffn.experts.up
+    assert not torch.equal(stacked[0], stacked[1])
+    wide = derive_model(ModelConfig(layers=3, hidden=512, heads=4, vocab=50), 32)
+    for name, std in (("attention.q", wide.init_std), ("attention.out", wide.init_std / 6**0.5)):
+        drawn = torch.empty(512, 512)
+        draw(drawn, wide, 0, f"layers.0.{name}.weight")
+        assert drawn.std().item() == pytest.approx(std, rel=0.01)
 
 
 def test_sixteen_bit_arithmetic_leaves_parameters_and_gradients_wide() -> None:

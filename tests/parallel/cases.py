@@ -88,10 +88,7 @@ def train_and_evaluate(train_state: TrainState, documents: bool, seed: int = 0) 
     after = steps(train_state, last, last + 1, documents, seed)
     losses, norms = (one + other for one, other in zip(before, after, strict=True))
     trained = list(train_state.parallel.pipeline.executed)
-    parameters = {
-        h.name: (slices(local_box(h, train_state.mesh)), local(h.parameter.detach()).cpu().numpy().copy())
-        for h in train_state.parallel.parameters
-    }
+    parameters = held_parameters(train_state)
     biases = {
         f"layers.{n}.bias": ((slice(None),), block.ffn.router.bias.cpu().numpy().copy())
         for model in train_state.parallel.models
@@ -101,6 +98,14 @@ def train_and_evaluate(train_state: TrainState, documents: bool, seed: int = 0) 
     return dict(
         losses=losses, norms=norms, evaluated=evaluated, parameters=parameters | biases, trained=trained, executed=executed
     )  # fmt: skip
+
+
+def held_parameters(train_state: TrainState) -> dict[str, Any]:
+    """This rank's parts of the parameters, each with where it lies."""
+    return {
+        h.name: (slices(local_box(h, train_state.mesh)), local(h.parameter.detach()).cpu().numpy().copy())
+        for h in train_state.parallel.parameters
+    }
 
 
 def steps(

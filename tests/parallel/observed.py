@@ -25,12 +25,14 @@ from shardwise.measure import verify
 from shardwise.measure.memory import measure_memory
 from shardwise.measure.traffic import Traffic, TrafficCounter
 from shardwise.measure.verify import TOLERANCE, Verdict, counted, planned, random_batch
+from shardwise.model.initialize import draw
 from shardwise.model.moe import MoE, Router
 from shardwise.model.transformer import Block
 from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.plan.trainer.state import activations, gathered, peak_gradients, saved_activations, state_bytes
 from shardwise.plan.trainer.traffic import by_group
 from shardwise.run import Run
+from shardwise.run.parameters import find_parameter
 from shardwise.schedules import make_schedule
 from shardwise.train.step import TrainState
 
@@ -46,6 +48,8 @@ Routed = dict[int, list[tuple[int, int]]]
 class Record:
     """What one rank did."""
 
+    initial: dict[str, Any]
+    """The rank's shards of the initial parameters, each with where it lies."""
     trained: dict[str, Any]
     """Losses, norms, an evaluation, the rank's shards of the parameters and its actions, as `cases.train` gives them."""
     verdict: Verdict
@@ -60,6 +64,7 @@ class Record:
 def observe(rank: int, run: Run, documents: bool = True) -> Record:
     """Train some steps, then count one step after another of the same train state."""
     train_state = TrainState(run)
+    initial = cases.held_parameters(train_state)
     trained = cases.train_and_evaluate(train_state, documents)
     seen: dict[str, Any] = {}
 
@@ -83,7 +88,7 @@ def observe(rank: int, run: Run, documents: bool = True) -> Record:
         with Counting(train_state.mesh.axes_by_group()):
             measured(train_state, batch)
     wire = seen["wire"]
-    return Record(trained, verdict, wire.traffic, wire.messages, seen["memory"], choices, routed)
+    return Record(initial, trained, verdict, wire.traffic, wire.messages, seen["memory"], choices, routed)
 
 
 def blocks(train_state: TrainState) -> list[tuple[int, Block]]:
@@ -150,6 +155,15 @@ class Observed:
     @functools.cached_property
     def records(self) -> list[Record]:
         return self.pool.run(self.run.layout.world, observe, self.run)
+
+    def assert_begins_as_one_process(self) -> None:
+        """Every rank's shards of the initial parameters are bit for bit those of one process."""
+        model = self.run.model
+        for rank, record in enumerate(self.records):
+            for name, (where, value) in record.initial.items():
+                whole = torch.empty(find_parameter(model, name).shape)
+                draw(whole, model, self.run.train.seed, name)
+                assert np.array_equal(value, whole.numpy()[where].astype(value.dtype)), f"{self} rank {rank} {name}"
 
     def assert_trains_as_one_process(self) -> None:
         """Losses, norms, evaluation and every parameter, to 1e-9 in float64."""

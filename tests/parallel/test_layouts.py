@@ -49,6 +49,10 @@ def observed(request: pytest.FixtureRequest, ranks: RankPool) -> Iterator[Observ
     return Observed(ranks, *drawn)
 
 
+def test_it_begins_as_one_process(observed: Observed) -> None:
+    observed.assert_begins_as_one_process()
+
+
 def test_it_trains_as_one_process(observed: Observed) -> None:
     if observed.run.train.dtype != "float64":
         pytest.skip("rounding is compared in test_equality.py")

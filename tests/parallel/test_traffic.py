@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from fractions import Fraction
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from shardwise.measure.traffic import Traffic, TrafficCounter
 from shardwise.parallel import context
+from shardwise.parallel.blockwise import BlockMask, Bounds, attend_block, attend_block_backward
 
 
 def known_calls(rank: int) -> Traffic:
@@ -54,29 +54,28 @@ def ring_work(rank: int, length: int) -> tuple[int, int]:
     """Of a causal attention over the ring, forward and backward, the (query, key) pairs a rank computes, and those seen."""
     computed = seen = 0
 
-    def count(q: Tensor, k: Tensor, mask: Tensor | None) -> None:
+    def count(q: Tensor, k: Tensor, mask: BlockMask) -> None:
         nonlocal computed, seen
         pairs = q.shape[-2] * k.shape[-2]
         computed += pairs
-        seen += pairs if mask is None else int(mask.sum())
+        seen += pairs if mask is None else q.shape[-2] * (q.shape[-2] + 1) // 2
+        assert not isinstance(mask, Bounds), "a causal ring needs no masks"
 
-    forward, backward = context.attend_block, context.attend_block_backward
-
-    def counted_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Any:
+    def counted_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: BlockMask) -> Any:
         count(q, k, mask)
-        return forward(q, k, v, scale, mask)
+        return attend_block(q, k, v, scale, mask)
 
-    def counted_backward(grad: Tensor, delta: Tensor, q: Tensor, k: Tensor, *rest: Any) -> Any:
+    def counted_backward(grad: Tensor, out: Tensor, delta: Tensor, q: Tensor, k: Tensor, *rest: Any) -> Any:
         count(q, k, rest[-1])
-        return backward(grad, delta, q, k, *rest)
+        return attend_block_backward(grad, out, delta, q, k, *rest)
 
     group = dist.group.WORLD
     assert group is not None
     part = length // group.size()
     q, k, v = (torch.ones(1, part, 1, 2, requires_grad=True) for _ in "qkv")
-    with mock.patch.multiple(context, attend_block=counted_forward, attend_block_backward=counted_backward):
-        out = context.RingAttention(1.0, group)(q, k, v, context.ContextMask(None, 0))
-        out.sum().backward()
+    ring = context.RingAttention(1.0, group)
+    ring.kernels = counted_forward, counted_backward
+    ring(q, k, v, context.ContextMask(None, 0)).sum().backward()
     return computed, seen
 
 
@@ -88,5 +87,6 @@ def test_causal_work_of_the_ring_is_balanced(ranks: RankPool, size: int) -> None
         assert max(kind) - min(kind) <= 0.02 * min(kind)
     # Forward and backward, every pair that causal attention sees, once.
     assert sum(seen for _, seen in work) == 2 * length * (length + 1) // 2
-    # Chunks that lie in the future are not computed: a rank's two chunks see 2c + 1 of the 4c pairs of chunks.
-    assert sum(computed for computed, _ in work) == 2 * size * (2 * size + 1) * (length // (2 * size)) ** 2
+    # Chunks that lie in the future are not computed, but for one in the causal block of a rank's own two: of the 4c pairs of chunks
+    # 2c + 2 are.
+    assert sum(computed for computed, _ in work) == 2 * size * (2 * size + 2) * (length // (2 * size)) ** 2

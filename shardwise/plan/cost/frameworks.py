@@ -19,13 +19,13 @@ class Framework:
     family: str
     """Frameworks of a family have the same fitted constants."""
     attention: Literal["unfused", "flash1", "flash2", "flash3"] = "flash2"
-    context_attention: Literal["flash2", "flash3"] | None = None
-    """The kernel for a sequence cut over context ranks (ring, gather), where it is another."""
     kernels: Literal["eager", "jit", "compiled"] = "compiled"
     """How elementwise work is fused: not at all, a few kernels by hand, or by a compiler."""
     sequence_parallel: bool = True
     saves_gathered: bool = False
     """Whether the gathered sequence is saved for the backward pass, rather than gathered again."""
+    waits_to_regather: bool = False
+    """Whether gathering it again is waited for, rather than overlapped with the GEMM of the input's gradient."""
     dropout: bool = False
     parameter_bytes: float = 4.0
     """Of a parameter as it is held, before it is gathered or cast."""
@@ -89,9 +89,8 @@ _OWN = Framework(
     "shardwise",
     "shardwise",
     attention="flash3",  # what PyTorch prefers: cuDNN's kernels, where there are any
-    context_attention="flash2",
+    waits_to_regather=True,
     kernels="eager",
-    saves_gathered=True,
     rotary_bytes=52.0,  # seven kernels in float32
     casts_weights=True,
     loss_bytes=34.0,  # logits cast, normalised, and their gradient cast back

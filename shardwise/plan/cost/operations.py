@@ -15,12 +15,10 @@ that `trainer/work.py` counts rank by rank; tests/plan/test_operations.py holds 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from shardwise.hardware import Collective, attention_seconds, collective_seconds, gemm_seconds
-from shardwise.hardware.attention import Direction, Kernel
 from shardwise.plan.cost.flops import keys_seen
 from shardwise.plan.cost.job import Job, Number
 from shardwise.plan.cost.ops import ByPass, Op, OpList, span
@@ -34,7 +32,8 @@ def _gather_sequence(ops: OpList, part: str) -> None:
     job = ops.job
     size = job.rows * job.model.hidden * job.width
     if job.framework.sequence_parallel:
-        ops.collective(part, "tensor", "all_gather", size, (1.0, 0.0, 0.0))
+        again = float(job.framework.waits_to_regather and not job.framework.saves_gathered)
+        ops.collective(part, "tensor", "all_gather", size, (1.0, again, 0.0))
         ops.collective(part, "tensor", "reduce_scatter", size, (0.0, 1.0, 0.0))
     else:
         ops.collective(part, "tensor", "all_reduce", size, (0.0, 1.0, 0.0))
@@ -120,21 +119,13 @@ def _attention_core(ops: OpList, heads: Number, kv_heads: Number, head_dim: int,
     share = seen / length
     shape = dict(batch=batch, heads=heads, queries=queries, keys=2 * share * length, head_dim=head_dim, v_dim=v_dim)
     shape |= dict(causal=True, dtype=job.dtype, kv_heads=kv_heads)
-    forward, backward = (_fused_seconds(job, framework.attention, way, shape) for way in ("forward", "backward"))
+    shape |= dict(kernel=framework.attention)
+    forward, backward = (attention_seconds(job.cluster.chip, **shape, direction=way) for way in ("forward", "backward"))
     # The output is saved by the GEMM that follows.
     ops.append(
         Op("attention", "attention", "attention", (forward, backward, 0.0), (flops, 2.5 * flops, 0.0),
            saved=inputs + 4 * batch * queries * heads, saved_inputs=inputs, launches=(2.0, 3.0, 0.0), core=True)
     )  # fmt: skip
-
-
-def _fused_seconds(job: Job, kernel: Kernel, direction: Direction, shape: dict[str, Any]) -> Number:
-    """Of fused attention; a sequence that is cut over context ranks may need another kernel."""
-    chip, lay, other = job.cluster.chip, job.layout, job.framework.context_attention
-    whole = attention_seconds(chip, **shape, kernel=kernel, direction=direction)
-    if other is None or lay.context_method == "ulysses":
-        return whole
-    return np.where(lay.context > 1, attention_seconds(chip, **shape, kernel=other, direction=direction), whole)
 
 
 def _context_traffic(ops: OpList, heads: Number, kv_heads: Number, head_dim: int, v_dim: int) -> None:

@@ -260,13 +260,10 @@ class Step:
 
 def _combined(one: _Costed, makespan: float) -> Step:
     """The step whose schedule takes so long."""
-    prepared, constants, own, zero, cost, hop, blocks = one
+    prepared, constants, own, _, cost, hop, blocks = one
     job, kinds = prepared.job, prepared.kinds
     lay, microbatches = job.layout, job.microbatches
-    placement = (0,) * len(kinds)
-    if lay.pipeline > 1:
-        count = rounds_to_play(lay.pipeline, microbatches)[0]
-        placement = cached_schedule(lay.schedule, lay.pipeline, count, lay.stages_per_rank).placement
+    placement = _placement(job, len(kinds))
     busy, tails, parts, updates = [], [], [], []
     stages = [[n for n, home in enumerate(placement) if home == rank] for rank in range(lay.pipeline)]
     for mine in stages:
@@ -287,12 +284,7 @@ def _combined(one: _Costed, makespan: float) -> Step:
     seconds = whole * float(slowdown(job, constants))
 
     slowest = int(np.argmax(busy))
-    names = ("matmul", "attention", "memory", "host", "replicate", "shard", "context", "tensor", "expert")
-    breakdown = dict.fromkeys(names, 0.0)
-    for n in stages[slowest]:
-        for name, value in own[kinds[n]].parts.items():
-            breakdown[name] += microbatches * float(value)
-        breakdown["shard"] += microbatches * float(zero[kinds[n]].exposed)
+    breakdown = _parts(one, stages[slowest])
     breakdown["pipeline"] = 2.0 * blocks * microbatches * len(stages[slowest])
     breakdown["bubble"] = makespan - busy[slowest]
     breakdown["shard" if float(job.zero_ranks) > 1 else "replicate"] += tail - tensor_tail
@@ -300,3 +292,45 @@ def _combined(one: _Costed, makespan: float) -> Step:
     breakdown["optimizer"] = optimizer
     breakdown["other"] = constants["overhead"] + seconds - whole
     return Step(seconds, breakdown, cost, placement, hop, slowest, tail, optimizer)
+
+
+def _placement(job: Job, stages: int) -> tuple[int, ...]:
+    """The pipeline rank of each stage."""
+    lay = job.layout
+    if lay.pipeline == 1:
+        return (0,) * stages
+    count = rounds_to_play(lay.pipeline, job.microbatches)[0]
+    return cached_schedule(lay.schedule, lay.pipeline, count, lay.stages_per_rank).placement
+
+
+def _parts(one: _Costed, stages: Sequence[int]) -> dict[str, float]:
+    """Seconds by category of the passes over some stages, with all microbatches of a step."""
+    names = ("matmul", "attention", "memory", "host", "replicate", "shard", "context", "tensor", "expert")
+    found, microbatches = dict.fromkeys(names, 0.0), one.prepared.job.microbatches
+    for n in stages:
+        kind = one.prepared.kinds[n]
+        for name, value in one.own[kind].parts.items():
+            found[name] += microbatches * float(value)
+        found["shard"] += microbatches * float(one.zero[kind].exposed)
+    return found
+
+
+class RankTime(NamedTuple):
+    """What one pipeline rank does in a step, whatever it waits for."""
+
+    parts: dict[str, float]
+    """Seconds by category, exposed traffic among them, and of the optimizer."""
+    launches: float
+    """Kernels of all passes."""
+
+
+def rank_time(job: Job, pipeline_rank: int) -> RankTime:
+    """The work of one pipeline rank of a job."""
+    one = _costed(prepare(job))
+    prepared = one.prepared
+    placement = _placement(job, len(prepared.kinds))
+    mine = [n for n, home in enumerate(placement) if home == pipeline_rank]
+    data = DataSeconds(*map(sum, zip(*(prepared.data[prepared.kinds[n]] for n in mine), strict=True)))
+    parts = _parts(one, mine) | {"optimizer": float(update_seconds(job, data, one.constants))}
+    each = (prepared.stages[prepared.kinds[n]].launches for n in mine)
+    return RankTime(parts, job.microbatches * float(sum(sum(passes) for passes in each)))

@@ -31,6 +31,8 @@ class Tape:
     """The tensor that was quantised last, and how many were before: GEMMs in a row quantise their input once (`model/fp8.py`)."""
     recomputed: frozenset[str] = frozenset()
     """Parts of the present layer that are recomputed in the backward pass."""
+    shards: dict[str, str] = field(default_factory=dict)
+    """Of sequences gathered from tensor ranks, what is saved in their place (`parallel/regather.py`)."""
     prefix: str = ""
     discarding: bool = False
 
@@ -68,7 +70,7 @@ class Tape:
     def save(self, *names: str) -> None:
         """Save some tensors for the backward pass."""
         if not self.discarding:
-            self.saved.update(names)
+            self.saved.update(self.shards.get(name, name) for name in names)
 
     def save_new(self, name: str, numel: int | Fraction, width: int = 0) -> None:
         """Save a tensor that nothing else uses."""
@@ -152,7 +154,11 @@ def norm(tape: Tape, x: str, name: str, rows: int) -> str:
 def gathered(tape: Tape, x: str, name: str) -> str:
     """The sequence gathered from the tensor ranks."""
     planned = tape.planned
-    return x if planned.size("tensor") == 1 else tape.make(name, planned.tokens * planned.run.model.hidden)
+    if planned.size("tensor") == 1:
+        return x
+    whole = tape.make(name, planned.tokens * planned.run.model.hidden)
+    tape.shards[whole] = x
+    return whole
 
 
 @dataclass(frozen=True)
@@ -217,17 +223,16 @@ def core(tape: Tape, heads: Heads) -> str:
     flat = tape.make("attended", planned.tokens * heads.queries * heads.v_width)
     if c == 1:
         return fused_attention(tape, heads, flat, length, length)
-    if lay.context_method == "ring":
-        tape.save(heads.q, heads.k, heads.v)
-        out = tape.make("ring out", planned.tokens * heads.queries * heads.v_width)
+    if lay.context_method in ("ring", "gather"):
+        k, v = heads.k, heads.v
+        if lay.context_method == "gather":
+            tape.save_new("order", length, INTEGER)
+            k = v = tape.make("both", batch * length * heads.keys * (heads.width + heads.v_width))
+        tape.save(heads.q, k, v)
+        out = tape.make("blocks out", planned.tokens * heads.queries * heads.v_width)
         tape.save(out)
-        tape.save_new("ring sums", planned.tokens * heads.queries)
+        tape.save_new("blocks sums", planned.tokens * heads.queries, planned.high_width)
         return flat if heads.queries > 1 else out
-    if lay.context_method == "gather":
-        tape.save_new("order", length, INTEGER)
-        both = tape.make("both", batch * length * heads.keys * (heads.width + heads.v_width))
-        every = replace(heads, k=both, v=both)
-        return fused_attention(tape, every, flat, length // c, length, masked=True)
     tape.save_new("orders", 4 * length, INTEGER)
     keys = (heads.keys if heads.keys % c == 0 else heads.queries) // c
     queries = heads.queries // c
@@ -239,7 +244,7 @@ def core(tape: Tape, heads: Heads) -> str:
     return flat
 
 
-def fused_attention(tape: Tape, heads: Heads, out: str, queries: int, keys: int, *, masked: bool = False) -> str:
+def fused_attention(tape: Tape, heads: Heads, out: str, queries: int, keys: int) -> str:
     """One call of PyTorch's attention over so many tokens of each row; gives the name of its output."""
     m, batch, high = tape.planned.run.model, tape.planned.run.train.microbatch, tape.planned.high_width
     if _composes(tape, heads):
@@ -253,7 +258,7 @@ def fused_attention(tape: Tape, heads: Heads, out: str, queries: int, keys: int,
         tape.save_new("random state", 3 if varlen else 2, INTEGER)
     if varlen:
         tape.save_new("cu_seqlens", batch + 1, 4)
-    elif masked or windowed:
+    elif windowed:
         tape.save_new("mask", queries * keys)
     return out
 

@@ -24,7 +24,7 @@ from shardwise.ledger import AXIS_OF as AXIS_OF
 from shardwise.ledger import Traffic
 from shardwise.plan.trainer.rank import SCALE, PlannedParameter, PlannedRank, Stage
 from shardwise.run import Run
-from shardwise.run.derive import accepted_choices
+from shardwise.run.derive import accepted_choices, uses_fp8_gemm
 
 INTEGER = 8
 """Bytes of an index: of a token, or of an expert."""
@@ -32,6 +32,8 @@ LOAD = 4
 """Bytes of an expert's load, which stays float32."""
 SUM = 8
 """Bytes of the loss, the squared norm, the count of tokens and the wish to stop, which are float64."""
+FIRST_MATRICES = ("q_down", "q", "k", "v", "kv_down", "gate", "up")
+"""Those that read the input of an attention or feed-forward part; of queries the first."""
 CHUNKS = 2
 """Messages that a tensor collective is cut into where it overlaps with GEMMs (`parallel/overlap.py`)."""
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
@@ -229,6 +231,8 @@ def layers(wire: Wire, moved: Mapping[int, int] | None) -> None:
         block = twice if "block" in recomputed else once
         core = twice if recomputed & {"block", "attention"} else once
         tensor(wire, block, block, overlapped=m.attention == "grouped")
+        if block == once:
+            gathered_again(wire, calls, moe, "attention.")
         context(wire, core, block)
         # Recomputation ends with the last tensor that the backward pass needs. That is the input of a layer's last matrix,
         # so what follows is not sent once more; where it overlaps it is, since the GEMM is made while it is sent.
@@ -236,10 +240,15 @@ def layers(wire: Wire, moved: Mapping[int, int] | None) -> None:
         end = ffn if planned.run.layout.async_tensor else once
         if not moe:
             tensor(wire, block, end)
+            if block == once:
+                # Where the part is recomputed, what is saved is its input, gathered.
+                gathered_again(wire, calls, moe, "ffn.", recomputed=ffn == twice)
             continue
         router(wire, ffn, once)
         if m.shared_experts:
-            tensor(wire, ffn, end)
+            tensor(wire, Times(0, 0) if planned.run.layout.expert_tensor else ffn, end)
+            if ffn == once:
+                gathered_again(wire, calls, moe, "ffn.shared.")
         if moved is None:
             rows = len(alike) * even_rows(planned)
         else:
@@ -258,6 +267,21 @@ def tensor(wire: Wire, entering: Times, leaving: Times, overlapped: bool = True)
     wire.reduce_scatter("tensor", shard, entering.backward)
     wire.reduce_scatter("tensor", shard, leaving.forward, messages)
     wire.all_gather("tensor", shard, leaving.backward, messages)
+
+
+def gathered_again(wire: Wire, calls: int, moe: bool, part: str, *, recomputed: bool = False) -> None:
+    """`regather.py`: the input of a part's matrices gathered once more in the backward pass, if any of them needs it as it is."""
+    planned = wire.planned
+    table = planned.layer_table(moe)
+    names = [name for name in FIRST_MATRICES if f"{part}{name}.weight" in table]
+    if "q_down" in names:
+        names.remove("q")
+    readers = (table[f"{part}{name}.weight"] for name in names)
+    fp8 = planned.run.train.fp8 == "tensorwise"
+    if recomputed or any(
+        not (fp8 and uses_fp8_gemm(planned.run, p.multiplied_numel // p.shape[1], p.shape[1])) for p in readers
+    ):
+        wire.all_gather("tensor", planned.local_tokens * planned.run.model.hidden * planned.width, calls)
 
 
 def context(wire: Wire, core: Times, block: Times) -> None:
@@ -339,6 +363,8 @@ def ends(wire: Wire) -> None:
                 wire.all_gather("tensor", numel * width, n)
                 wire.reduce_scatter("tensor", numel * width, n)
         if stage.last:
+            if not planned.chunked:
+                wire.all_gather("tensor", numel * planned.width, n)  # once more in the backward pass
             wire.all_reduce("tensor", 3 * planned.tokens * planned.high_width, n, messages=2)
 
 
@@ -365,8 +391,8 @@ def uncut_gradients(wire: Wire) -> None:
     """`gradients.py`: a parameter that is not cut over the tensor ranks saw only some of the tokens or heads on each."""
     planned = wire.planned
     if planned.size("tensor") > 1:
-        uncut = sum(count * _own_numel(planned, p) for count, p in planned.parameters() if p.tensor_dim is None)
-        wire.all_reduce("tensor", uncut * planned.high_width, messages=1 if uncut else 0)
+        uncut = [count * _own_numel(planned, p) for count, p in planned.parameters() if p.tensor_dim is None]
+        wire.all_reduce("tensor", sum(uncut) * planned.high_width, messages=1 if uncut else 0)
 
 
 def loads(wire: Wire) -> None:

@@ -15,20 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.labels import read_label
+from shardwise.trace.kernel_names import CATEGORIES_BY_NAME, category_of
 from shardwise.trace.reading.profile import DEVICE_KINDS, Events, Integers, Profile
 from shardwise.trace.spans.intervals import Intervals, Nest, nest, self_time_segments, union
 
 CLASSES = ("compute", "communication", "copy")
 COMPUTE, COMMUNICATION, COPY = range(3)
-CATEGORIES_BY_NAME = ("matmul", "attention", "memory")
-"""What `category_of` may answer."""
 
-# Of names in lower case; the searched text is faster to lower than to compare without case.
-_ATTENTION = re.compile(r"flash|fmha|attention|softmax|sdpa|mha_")
-_MATMUL = re.compile(
-    r"gemm|gemv|cutlass|cublas|nvjet|xmma|wgrad|dgrad|conv|cijk_|matmul|::(?:mm|bmm|addmm|baddbmm|linear|mkldnn_linear|mv|addmv)$"
-    r"|splitk|triton_\w*_mm_|(?:^|_)mm_"
-)
 # Communication libraries, then kernels of inference and MoE libraries.
 _COMMUNICATING_KERNEL = re.compile(
     r"(?:^|[\s:_*])(?:nccl|rccl|oneccl|msccl|nvshmem)|deep_ep::|cross_device_reduce"
@@ -154,15 +147,6 @@ def host_work(events: Events) -> NDArray[np.bool_]:
 def blocking_calls(events: Events) -> Integers:
     """Runtime calls that block the host until its device is done."""
     return np.flatnonzero(events.named(lambda name: bool(_BLOCKING.search(name)) and "Async" not in name, "runtime"))
-
-
-@lru_cache(maxsize=1 << 16)
-def category_of(name: str) -> str:
-    """The ledger's category of a compute kernel or operator, by its name: `attention`, `matmul` or `memory`."""
-    lower = name.lower()
-    if _ATTENTION.search(lower):
-        return "attention"
-    return "matmul" if _MATMUL.search(lower) else "memory"
 
 
 @lru_cache(maxsize=1 << 16)

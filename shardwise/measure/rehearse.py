@@ -1,0 +1,238 @@
+"""Rehearses one rank of a job of any size on this machine: its real kernels, memory and launches, with stand-ins for the
+collectives (`stand_in.py`), beside what the plan says of that rank.
+
+The rank trains random tokens, routed evenly over experts. As many microbatches are run as bring memory to its peak; the plan beside
+it is that of a step of as many. Without holding, stand-ins take next to no time, and what is measured is the rank's own work. With
+`hold` each keeps its stream for the time that the plan gives the collective, so that what is exposed shows. Kernels are classified
+by their names, as `shardwise trace` does; copies between places of the device are the stand-ins' own, and left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from shardwise.hardware import collective_seconds
+from shardwise.hardware.chips import chip_of_driver_name
+from shardwise.ledger import Difference
+from shardwise.measure.dry import even_routing
+from shardwise.measure.memory import gradients_of, optimizer_of, parameters_of, unique_bytes
+from shardwise.measure.rounds import microbatches_to_run, with_microbatches
+from shardwise.measure.stand_in import Hold, stand_in_collectives
+from shardwise.measure.verify import random_batch
+from shardwise.parallel.mesh import PIPELINE_GROUPS, Mesh
+from shardwise.plan.cost.job import Job, job_of
+from shardwise.plan.time.step import rank_time
+from shardwise.plan.trainer.memory import memory_of
+from shardwise.run import Problem, Run, UserError
+from shardwise.run.coordinates import GROUPS, RankCoordinates, group_span
+from shardwise.trace.kernel_names import category_of
+from shardwise.train import cuda_graph, tune_gemms
+from shardwise.train.step import TrainState, choose_device
+
+COMPUTE = ("matmul", "attention", "memory")
+TOLERANCE = {"time compute": 0.07, "memory peak": 0.03}
+"""Relative difference between plan and rehearsal that is agreement; other quantities are shown and not judged."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """One rank, planned and rehearsed."""
+
+    rank: int
+    microbatches: int
+    """How many were run, of the step's."""
+    of: int
+    quantities: tuple[Difference, ...]
+    """The plan's value first; seconds of a step, bytes, and numbers of kernels."""
+    step_seconds: tuple[float, ...]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether compute time and peak memory are as planned."""
+        return all(abs(d.relative) <= TOLERANCE.get(d.name, float("inf")) for d in self.quantities)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs; names are stable."""
+        return {
+            "agrees": self.agrees,
+            "rank": self.rank,
+            "microbatches": self.microbatches,
+            "of_microbatches": self.of,
+            "step_seconds": list(self.step_seconds),
+            "quantities": [
+                {"name": d.name, "plan": d.first, "run": d.second, "relative": d.relative if d.first else None}
+                for d in self.quantities
+            ],
+        }
+
+
+def rehearse(
+    run: Run,
+    rank: int,
+    *,
+    hold: bool = False,
+    tune: bool = False,
+    steps: int = 5,
+    warmup: int = 3,
+    trace: Path | None = None,
+    say: Say = lambda text: None,
+) -> Rehearsal:
+    """Rehearse a rank. `tune` first finds the fastest algorithms of GEMMs, as training does in its first steps; else those that are
+    known from earlier runs are used. With a path, the profile of a step is written there for `shardwise trace`."""
+    world = run.layout.world
+    if not 0 <= rank < world:
+        raise UserError(Problem(f"{rank} is not a rank of a layout of {world}", "--rank", "command line"))
+    device = choose_device(run.train.device)
+    run = _for_chip(run, device)
+    count, _ = microbatches_to_run(run, rank)
+    short = with_microbatches(run, count)
+    job = job_of(short)
+    say(f"building rank {rank} of {world}, to rehearse {count} of {run.accumulation} microbatches")
+    with _collectives(short, rank, _planned_seconds(short, job) if hold else None):
+        train_state = TrainState(short, Mesh(short.layout, device.type))
+        with even_routing(train_state):
+            measured = _measure(train_state, steps, warmup, tune, trace, say)
+    return Rehearsal(rank, count, run.accumulation, tuple(_beside(short, job, rank, measured)), measured.seconds)
+
+
+def _for_chip(run: Run, device: torch.device) -> Run:
+    """The run on the chip that is here, where it names none."""
+    chip = chip_of_driver_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    run = replace(run, train=replace(run.train, device=kind))  # type: ignore[arg-type]
+    if run.cluster.chip or run.cluster.profile:
+        return run
+    return replace(run, cluster=replace(run.cluster, chip=chip.name if chip is not None else "cpu"))
+
+
+@contextlib.contextmanager
+def _collectives(run: Run, rank: int, hold: Hold | None) -> Iterator[None]:
+    if run.layout.world == 1:
+        yield
+        return
+    with stand_in_collectives(rank, run.layout.world, hold):
+        yield
+
+
+def _planned_seconds(run: Run, job: Job) -> Hold:
+    """How long the plan says that a collective of a group takes."""
+
+    def seconds(group: str, operation: str, ranks: int, size: int) -> float:
+        if operation in ("recv", "broadcast"):
+            return 0.0
+        name = "pipeline" if group in PIPELINE_GROUPS else group
+        stride = group_span(run.layout, name)[1] if name in GROUPS and name != "world" else 1
+        whole = size * ranks if operation == "all_gather" else size
+        return float(collective_seconds(job.cluster, operation, whole, ranks, stride))  # type: ignore[arg-type]
+
+    return seconds
+
+
+@dataclass
+class _Measured:
+    seconds: tuple[float, ...]
+    parts: Counter[str]
+    """Seconds of a step's kernels by category."""
+    kernels: int
+    peak: int
+    owners: dict[str, int]
+
+
+def _measure(train_state: TrainState, steps: int, warmup: int, tune: bool, trace: Path | None, say: Say) -> _Measured:
+    batch, device = random_batch(train_state.run, train_state.mesh.data_index), train_state.device
+    tune_gemms.attach(train_state)
+    cuda_graph.attach(train_state)
+    while tune and train_state.tuner is not None and not train_state.tuner.done:
+        say(f"step {train_state.step} of those that find the fastest GEMMs")
+        train_state.train_step(batch)
+    if train_state.tuner is not None:
+        train_state.tuner.stop()
+    cuda = device.type == "cuda"
+    say(f"{warmup} steps to warm up")
+    for _ in range(warmup):
+        train_state.train_step(batch)
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats(device)
+    say(f"{steps} steps to measure, and one under the profiler")
+    seconds = tuple(_timed(train_state, batch) for _ in range(steps))
+    peak = torch.cuda.max_memory_allocated(device) if cuda else 0
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiler:
+        train_state.train_step(batch).read()
+    if trace is not None:
+        profiler.export_chrome_trace(str(trace))
+    parts, kernels = _kernels(profiler)
+    owners = dict(
+        parameters=unique_bytes(parameters_of(train_state)),
+        gradients=unique_bytes(gradients_of(train_state)),
+        optimizer=unique_bytes(optimizer_of(train_state)),
+    )
+    return _Measured(seconds, parts, kernels, peak, owners)
+
+
+def _timed(train_state: TrainState, batch: Any) -> float:
+    """Seconds of a step; on a GPU those between its first launch and its last kernel's end."""
+    if train_state.device.type != "cuda":
+        began = time.perf_counter()
+        train_state.train_step(batch).read()
+        return time.perf_counter() - began
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    train_state.train_step(batch)
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e-3
+
+
+def _kernels(profiler: profile) -> tuple[Counter[str], int]:
+    """Seconds and number of the kernels of a step, without copies."""
+    parts: Counter[str] = Counter()
+    count = 0
+    for event in profiler.events() or ():
+        if event.device_type.name != "CUDA" or event.name.startswith(("Memcpy", "Memset")):
+            continue
+        if "spin" in event.name or event.is_user_annotation:
+            continue
+        parts[category_of(event.name)] += event.device_time * 1e-6
+        count += 1
+    return parts, count
+
+
+def _beside(run: Run, job: Job, rank: int, measured: _Measured) -> Iterator[Difference]:
+    """Plan and rehearsal, quantity by quantity."""
+    place = RankCoordinates(run.layout, rank)
+    planned = rank_time(job, place.index("pipeline"))
+    parts = planned.parts
+    memory = memory_of(run, job).ranks[place.index("pipeline")]
+    compute = sum(parts[name] for name in COMPUTE) + parts["optimizer"]
+    exposed = {name: value for name, value in parts.items() if name not in (*COMPUTE, "optimizer")}
+    took = statistics.median(measured.seconds)
+    done = sum(measured.parts.values())
+    yield Difference("time", "time compute", compute, done)
+    for name in ("matmul", "attention"):
+        yield Difference("time", f"time {name}", parts[name], measured.parts[name])
+    yield Difference(
+        "time", "time memory and optimizer", parts["memory"] + parts["optimizer"], measured.parts["memory"]
+    )
+    yield Difference("time", "time exposed and waiting", sum(exposed.values()), max(0.0, took - done))
+    yield Difference("time", "time step", compute + sum(exposed.values()), took)
+    yield Difference("memory", "memory peak", sum(memory.values()), float(measured.peak))
+    for name, size in measured.owners.items():
+        yield Difference("memory", f"memory {name}", memory.get(name, 0.0), float(size))
+    held = sum(memory.values()) - sum(memory.get(name, 0.0) for name in ("parameters", "optimizer"))
+    rest = measured.peak - measured.owners["parameters"] - measured.owners["optimizer"]
+    yield Difference("memory", "memory beside parameters and optimizer", held, float(rest))
+    yield Difference("launches", "kernels", planned.launches, float(measured.kernels))

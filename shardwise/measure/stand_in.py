@@ -1,0 +1,189 @@
+"""Collectives of one rank of a job whose other ranks are not there.
+
+A collective gives back tensors of the right shape with plausible numbers: an all-gather this rank's own shard again and again, a
+reduce-scatter its own part, a receive a normal distribution. So kernels meet data like that of training, which matters for their
+speed: a GPU that multiplies zeros draws less power. As with NCCL every group has a stream of its own, and a stream that waits,
+waits for an event. A collective may also hold its stream for as long as the plan says that it takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.torch_private import close_library, fake_process_group
+
+Hold = Callable[[str, str, int, int], float]
+"""Seconds of a collective: by what the group is for, the operation, the ranks of the group and the bytes that a rank puts in."""
+
+
+class StandInWork(dist.Work):
+    """What a collective returns: done once its stream is."""
+
+    def __init__(self, done: torch.cuda.Event | None, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self.done, self.tensors = done, tensors
+
+    def wait(self, timeout: Any = None) -> bool:
+        if self.done is not None:
+            torch.cuda.current_stream().wait_event(self.done)
+        self.tensors = []
+        return True
+
+    def is_completed(self) -> bool:
+        completed = self.done is None or self.done.query()
+        if completed:
+            self.tensors = []
+        return completed
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future(
+            devices=None if self.done is None else [self.tensors[0].device]
+        )
+        tensors = self.tensors
+        self.wait()
+        future.set_result(tensors)
+        return future
+
+
+class StandIns:
+    """The kernels that take the place of the backends' collectives, on CPUs and GPUs."""
+
+    def __init__(self, hold: Hold | None) -> None:
+        self.hold = hold
+        self.streams: dict[str, torch.cuda.Stream] = {}
+        self.works: deque[dist.Work] = deque(maxlen=4096)  # C++ keeps no Python object alive
+
+    def _do(self, group: Any, operation: str, given: list[Tensor], out: list[Tensor], act: Callable[[], object]) -> Any:
+        """Act on the group's stream, after what the current one has launched."""
+        group = dist.ProcessGroup.unbox(group)
+        done = None
+        if out[0].is_cuda:
+            if group.group_name not in self.streams:
+                self.streams[group.group_name] = torch.cuda.Stream(out[0].device)
+            stream = self.streams[group.group_name]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                act()
+                if self.hold is not None and group.size() > 1:
+                    size = sum(x.numel() * x.element_size() for x in given)
+                    spin(self.hold(group.group_desc, operation, group.size(), size))
+                done = torch.cuda.Event()
+                done.record()
+            for x in (*given, *out):
+                x.record_stream(stream)
+        else:
+            act()
+        self.works.append(StandInWork(done, out))
+        return self.works[-1].boxed()
+
+    def all_gather(self, out: Tensor, mine: Tensor, group: Any, *rest: Any) -> Any:
+        return out, self._do(group, "all_gather", [mine], [out], lambda: repeat(mine, out))
+
+    def all_gather_list(self, outs: list[list[Tensor]], mine: list[Tensor], group: Any, *rest: Any) -> Any:
+        def act() -> None:
+            for many, one in zip(outs, mine, strict=True):
+                for out in many:
+                    out.copy_(one)
+
+        return outs, self._do(group, "all_gather", mine, [x for many in outs for x in many], act)
+
+    def reduce_scatter(self, out: Tensor, whole: Tensor, group: Any, *rest: Any) -> Any:
+        pg = dist.ProcessGroup.unbox(group)
+        own = whole.view(pg.size(), -1)[pg.rank()]
+        return out, self._do(group, "reduce_scatter", [whole], [out], lambda: out.view(-1).copy_(own))
+
+    def all_reduce(self, tensors: list[Tensor], group: Any, *rest: Any) -> Any:
+        return tensors, self._do(group, "all_reduce", tensors, tensors, lambda: None)
+
+    def broadcast(self, tensors: list[Tensor], group: Any, *rest: Any) -> Any:
+        return tensors, self._do(group, "broadcast", tensors, tensors, lambda: None)
+
+    def all_to_all(self, out: Tensor, rows: Tensor, group: Any, *rest: Any) -> Any:
+        return self._do(group, "all_to_all", [rows], [out], lambda: repeat(rows, out))
+
+    def send(self, tensors: list[Tensor], group: Any, *rest: Any) -> Any:
+        return self._do(group, "send", tensors, tensors, lambda: None)
+
+    def receive(self, tensors: list[Tensor], group: Any, *rest: Any) -> Any:
+        def act() -> None:
+            for x in tensors:
+                x.copy_(noise(x.shape, x.dtype, x.device))
+
+        return self._do(group, "recv", [], tensors, act)
+
+
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "_allgather_base_": StandIns.all_gather,
+    "allgather_": StandIns.all_gather_list,
+    "_reduce_scatter_base_": StandIns.reduce_scatter,
+    "allreduce_": StandIns.all_reduce,
+    "broadcast_": StandIns.broadcast,
+    "alltoall_base_": StandIns.all_to_all,
+    "send": StandIns.send,
+    "recv_": StandIns.receive,
+}
+"""The operators of `c10d` that the trainer uses."""
+
+
+def repeat(mine: Tensor, out: Tensor) -> None:
+    """Fill a tensor with another, again and again, by copies that double; what is larger is cut."""
+    source, target = mine.reshape(-1), out.view(-1)
+    done = min(source.numel(), target.numel())
+    target[:done].copy_(source[:done])
+    while 0 < done < target.numel():
+        more = min(done, target.numel() - done)
+        target[done : done + more].copy_(target[:more])
+        done += more
+
+
+@cache
+def noise(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Normally distributed numbers, the same every time."""
+    return torch.randn(shape, device=device).to(dtype)
+
+
+@cache
+def cycles_a_second() -> float:
+    """The speed of the clock that `torch.cuda._sleep` counts by."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    cycles = 20_000_000
+    for _ in range(2):
+        start.record()
+        torch.cuda._sleep(cycles)
+        end.record()
+        end.synchronize()
+    return cycles / (start.elapsed_time(end) * 1e-3)
+
+
+def spin(seconds: float) -> None:
+    """Hold the current stream for so long."""
+    if seconds > 0 and math.isfinite(seconds):
+        torch.cuda._sleep(int(seconds * cycles_a_second()))
+
+
+@contextlib.contextmanager
+def stand_in_collectives(rank: int, world: int, hold: Hold | None = None) -> Iterator[None]:
+    """While it is open, this process is one rank of a world that is not there."""
+    fake_process_group(rank, world)
+    library = torch.library.Library("c10d", "IMPL")
+    kernels = StandIns(hold)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the kernels of the backends are replaced, as they should be
+        for name, kernel in OPERATORS.items():
+            for device in ("CPU", "CUDA"):
+                library.impl(name, kernel.__get__(kernels), device)
+    try:
+        yield
+    finally:
+        close_library(library)
+        dist.destroy_process_group()

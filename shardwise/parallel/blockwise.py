@@ -1,0 +1,216 @@
+"""Attention of a block of queries to a block of keys of a longer sequence, with the log-sum-exp by which blocks are merged.
+
+On a GPU in 16 bits these are kernels of this project, which give outputs in float32: those of PyTorch are rounded to 16 bits, and
+merging them would round once more for every block. The backward pass of a block that is seen as a whole, or causal, is the kernel
+that PyTorch would take (cuDNN's or flash attention). Elsewhere it is plain arithmetic, in float32 for 16-bit inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.model.layers import at_least_float32
+from shardwise.torch_private import fused_attention_backward
+
+
+class Bounds(NamedTuple):
+    """Which keys each query sees: those at places from `low[batch or 1, query]` to its own. Places of keys grow."""
+
+    low: Tensor
+    place: Tensor
+    key_place: Tensor
+    pairs: float
+    """Of a query and a key that it sees, if every row is one document."""
+
+    def dense(self) -> Tensor:
+        """The same as truth values [batch or 1, 1, queries, keys]."""
+        seen = (self.key_place >= self.low[..., None]) & (self.key_place <= self.place[:, None])
+        return seen[:, None]
+
+
+class Causal:
+    """As many queries as keys at the same places: each sees those up to itself."""
+
+
+CAUSAL = Causal()
+BlockMask = Bounds | Causal | None
+"""None: every query sees every key."""
+
+Kernels = tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor, Tensor]]]
+
+
+def row_bounds(documents: Tensor | None, window: int, length: int, device: torch.device) -> Tensor | None:
+    """The first place that each place of a row sees, [batch or 1, length]; None where that is the row's first."""
+    if documents is None and not 0 < window < length:
+        return None
+    place = torch.arange(length, device=device, dtype=torch.int32)[None]
+    low = torch.zeros_like(place)
+    if documents is not None:
+        changes = torch.zeros_like(documents, dtype=torch.bool)
+        changes[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        low = torch.where(changes, place, 0).cummax(dim=1).values.to(torch.int32)
+    return torch.maximum(low, place - window + 1) if window else low
+
+
+def block_mask(
+    low: Tensor | None, window: int, queries: np.ndarray, keys: np.ndarray, device: torch.device
+) -> BlockMask:
+    """What queries at some places see of keys at some places, none of which lies behind all of them. `low` are the bounds of rows;
+    where they come from a window alone, a block well inside of it needs none."""
+    same = len(queries) == len(keys) and bool((queries == keys).all())
+    below = bool(keys[-1] <= queries[0])
+    if low is None and (same or below):
+        return CAUSAL if same else None
+    place, key_place = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (queries, keys))
+    first = queries - window + 1 if window else np.zeros_like(queries)
+    pairs = float((np.searchsorted(keys, queries, "right") - np.searchsorted(keys, first)).sum())
+    if low is None:
+        return Bounds(torch.zeros_like(place)[None], place, key_place, pairs)
+    inside = len(low) == 1 and window > queries[-1] - keys[0]
+    if inside and (same or below):
+        return CAUSAL if same else None
+    return Bounds(low.index_select(1, place), place, key_place, pairs)
+
+
+def _fits_kernels(q: Tensor) -> bool:
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+
+
+def _dense(mask: BlockMask, q: Tensor, k: Tensor) -> Tensor | None:
+    if isinstance(mask, Causal):
+        return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()[None, None]
+    return None if mask is None else mask.dense()
+
+
+def _for_queries(x: Tensor, heads: int) -> Tensor:
+    """Key/value heads repeated for the query heads that use them."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def attend_block(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: BlockMask) -> tuple[Tensor, Tensor]:
+    """Attention of queries [batch, heads, queries, width] to keys and values of as many or fewer heads, and the log-sum-exp of its
+    scores; both may have a higher precision than the inputs."""
+    if _fits_kernels(q):
+        from shardwise.model.kernels.bounded_attention import bounded_attention, whole_attention
+
+        if isinstance(mask, Bounds):
+            return bounded_attention(q, k, v, scale, *mask[:3])
+        return whole_attention(q, k, v, scale, causal=mask is not None)
+    q, k, v = (at_least_float32(x) for x in (q, k, v))
+    scores = (q @ _for_queries(k, q.shape[1]).mT) * scale
+    allowed = _dense(mask, q, k)
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, float("-inf"))
+    lse = scores.logsumexp(dim=-1)
+    # A query that sees nothing here has a log-sum-exp of -inf; zero weights, not NaN, are meant.
+    weights = (scores - lse.masked_fill(lse == float("-inf"), 0)[..., None]).exp()
+    return weights @ _for_queries(v, q.shape[1]), lse
+
+
+def attend_block_backward(
+    grad: Tensor,
+    out: Tensor,
+    delta: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    scale: float,
+    mask: BlockMask,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a block, given the output and the log-sum-exp of whole rows, and `delta`, the row sums of grad x output."""
+    if _fits_kernels(q):
+        if isinstance(mask, Bounds):
+            from shardwise.model.kernels.bounded_attention import bounded_attention_backward
+
+            return bounded_attention_backward(grad, delta, q, k, v, lse, scale, *mask[:3])
+        return fused_attention_backward(grad, out, q, k, v, lse, scale, causal=mask is not None)
+    heads, kv_heads = q.shape[1], k.shape[1]
+    grad, q, k, v = (at_least_float32(x) for x in (grad, q, k, v))
+    every_k, every_v = _for_queries(k, heads), _for_queries(v, heads)
+    weights = ((q @ every_k.mT) * scale - lse[..., None]).exp()
+    allowed = _dense(mask, q, k)
+    if allowed is not None:
+        weights = weights.masked_fill(~allowed, 0)
+    inner = weights * (grad @ every_v.mT - delta[..., None]) * scale
+    dk, dv = (x.unflatten(1, (kv_heads, -1)).sum(dim=2) for x in (inner.mT @ q, weights.mT @ grad))
+    return inner @ every_k, dk, dv
+
+
+KERNELS: Kernels = (attend_block, attend_block_backward)
+
+
+def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Two attentions over different keys as one over both (online softmax, Milakov & Gimelshein 2018)."""
+    total = torch.logaddexp(lse, more_lse)
+    base = total.masked_fill(total == float("-inf"), 0)
+    return out * (lse - base).exp()[..., None] + more * (more_lse - base).exp()[..., None], total
+
+
+def row_sums(grad: Tensor, out: Tensor) -> Tensor:
+    """The row sums of grad x output, which the backward pass of every block needs."""
+    return (at_least_float32(grad) * at_least_float32(out)).sum(dim=-1)
+
+
+class Part(NamedTuple):
+    """Queries and keys that one call attends with: slices of what is here, and what they see."""
+
+    queries: slice
+    keys: slice
+    mask: BlockMask
+
+
+class Blockwise(torch.autograd.Function):
+    """Attention of queries to keys that are all here, part by part, heads laid out [batch, sequence, heads, width]. Every query is
+    in some part with each of the keys it sees."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: list[Part], scale: float, kernels: Kernels) -> Tensor:
+        queries, keys, values = (x.transpose(1, 2) for x in (q, k, v))
+        found: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        for rows, columns, mask in parts:
+            block = kernels[0](queries[:, :, rows], keys[:, :, columns], values[:, :, columns], scale, mask)
+            place = (rows.start, rows.stop)
+            found[place] = merge(*found[place], *block) if place in found else block
+        ordered = [found[place] for place in sorted(found)]
+        out = torch.cat([one.to(q.dtype) for one, _ in ordered], dim=2)
+        lse = torch.cat([one for _, one in ordered], dim=2)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.rest = parts, scale, kernels[1]
+        return out.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        parts, scale, attend_backward = ctx.rest
+        queries, keys, values = (x.transpose(1, 2) for x in (q, k, v))
+        grad = grads[0].transpose(1, 2)
+        delta = row_sums(grad, out)
+        dq, dk, dv = (zeros_for_sums(x) for x in (queries, keys, values))
+        for rows, columns, mask in parts:
+            add_block_gradients(
+                (dq[:, :, rows], dk[:, :, columns], dv[:, :, columns]),
+                attend_backward(
+                    grad[:, :, rows], out[:, :, rows], delta[:, :, rows], queries[:, :, rows], keys[:, :, columns],
+                    values[:, :, columns], lse[:, :, rows], scale, mask,
+                ),
+            )  # fmt: skip
+        return *(x.to(q.dtype).transpose(1, 2) for x in (dq, dk, dv)), None, None, None
+
+
+def zeros_for_sums(x: Tensor) -> Tensor:
+    """Zeros of a shape, in a precision to add in."""
+    return torch.zeros(
+        x.shape, dtype=torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype, device=x.device
+    )
+
+
+def add_block_gradients(sums: tuple[Tensor, ...], block: tuple[Tensor, ...]) -> None:
+    """Add the gradients of a block to those of the whole."""
+    for total, one in zip(sums, block, strict=True):
+        total += one

@@ -1,0 +1,25 @@
+"""What kernels and operators compute, by their names."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+CATEGORIES_BY_NAME = ("matmul", "attention", "memory")
+"""What `category_of` may answer."""
+
+# Of names in lower case; the searched text is faster to lower than to compare without case.
+_ATTENTION = re.compile(r"flash|fmha|attention|softmax|sdpa|mha_")
+_MATMUL = re.compile(
+    r"gemm|gemv|cutlass|cublas|nvjet|xmma|wgrad|dgrad|conv|cijk_|matmul|::(?:mm|bmm|addmm|baddbmm|linear|mkldnn_linear|mv|addmv)$"
+    r"|splitk|triton_\w*_mm_|(?:^|_)mm_"
+)
+
+
+@lru_cache(maxsize=1 << 16)
+def category_of(name: str) -> str:
+    """The ledger's category of a compute kernel or operator, by its name: `attention`, `matmul` or `memory`."""
+    lower = name.lower()
+    if _ATTENTION.search(lower):
+        return "attention"
+    return "matmul" if _MATMUL.search(lower) else "memory"
