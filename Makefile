@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 CORES  ?= $(shell getconf _NPROCESSORS_ONLN)
 WORKERS = -n $(CORES) --maxprocesses 8 --dist loadscope --no-loadscope-reorder
 
-.PHONY: demo test test-all lint unit chaos bench clean
+.PHONY: demo test test-all lint unit chaos cluster-test bench clean
 
 demo: $(VENV)/.train          ## train a small model on the text that ships with Python, then sample from it
 	$(BIN)/shardwise train examples/demo.toml
@@ -28,6 +28,9 @@ unit: $(VENV)/.dev            ## the small tier; tests that share what they make
 
 chaos: $(VENV)/.dev           ## 210 faults injected into runs of 2 and 4 ranks, which must end as if nothing had been
 	$(BIN)/python tests/chaos/campaign.py
+
+cluster-test: $(VENV)/.dev    ## jobs on a real Slurm of three machines on this one (root, Debian: slurmctld slurmd slurm-client munge)
+	$(BIN)/pytest tests/cluster tests/launch --large -rs
 
 bench: $(VENV)/.dev           ## the measured claims, each beside its peer
 	$(BIN)/python benchmarks/step_overhead.py

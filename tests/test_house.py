@@ -19,7 +19,7 @@ FLOORS: list[list[str]] = [
     ["parallel"],
     ["checkpoint"],
     ["train", "serve"],
-    ["tune"],
+    ["tune", "launch"],
     ["measure"],
     ["cli"],
     ["__main__"],
@@ -39,6 +39,7 @@ WITHOUT_TORCH = (
     "trace",
     "report",
     "scale",
+    "launch",
 )
 LONGEST = 400
 

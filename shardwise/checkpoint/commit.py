@@ -20,10 +20,12 @@ from shardwise.checkpoint.format import (
     MANIFEST,
     RUN_FILE,
     Manifest,
+    Progress,
     read_shards,
     shard_file,
     size_and_checksum,
     to_json,
+    unwatched,
 )
 from shardwise.checkpoint.writer import failure_file
 from shardwise.data.tokenizer import Tokenizer
@@ -63,7 +65,7 @@ def await_shards(draft: Path, world: int, stop: Event) -> None:
         stop.wait(PAUSE)
 
 
-def commit(draft: Path, target: Path, description: Description) -> Manifest:
+def commit(draft: Path, target: Path, description: Description, progress: Progress = unwatched) -> Manifest:
     """Verify the files in the draft, complete it, and give it its name."""
     run = description.run
     write_atomically(draft / RUN_FILE, to_toml(run).encode())
@@ -73,14 +75,18 @@ def commit(draft: Path, target: Path, description: Description) -> Manifest:
     for path in paths:
         if path.name not in shards:
             sync(path)
+    files = {}
+    for path in paths:
+        files[path.name] = size_and_checksum(path)
+        progress(1)
     manifest = Manifest(
         step=description.step,
         saved=datetime.now(UTC).isoformat(timespec="seconds"),
         layout=to_dict(run)["layout"],
         state=dict(description.state),
-        files={path.name: size_and_checksum(path) for path in paths},
+        files=files,
     )
-    read_shards(draft, manifest)  # raises unless all shards are there, and together make up every tensor
+    read_shards(draft, manifest, progress)  # raises unless all shards are there, and together make up every tensor
     write_atomically(draft / MANIFEST, to_json(manifest).encode())
     sync(draft)
     if target.exists():  # of a run that rolled back and reached this step again

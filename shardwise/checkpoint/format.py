@@ -14,7 +14,7 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,14 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+Progress = Callable[[int], None]
+"""Called with the bytes of every block that was read or written, so that a slow disk is not taken for a hang."""
+
+
+def unwatched(count: int) -> None:
+    """The hook of a reader or writer that nobody watches."""
+
+
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SHARDS = re.compile(r"rank-\d{5,}\.safetensors")
 
@@ -144,7 +152,7 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def read_shards(folder: Path, manifest: Manifest) -> dict[str, list[Shard]]:
+def read_shards(folder: Path, manifest: Manifest, progress: Progress = unwatched) -> dict[str, list[Shard]]:
     """Every tensor's shards, checked to make up the whole of it."""
     tensors: dict[str, list[Shard]] = {}
     for file in manifest.files:
@@ -152,6 +160,7 @@ def read_shards(folder: Path, manifest: Manifest) -> dict[str, list[Shard]]:
             check_file(folder, file, manifest)
             for shard in read_header(folder / file, sharded=True):
                 tensors.setdefault(shard.name, []).append(shard)
+            progress(1)  # there is a file for each rank, which may be thousands
     for name, shards in tensors.items():
         first = shards[0]
         same = all((s.shape, s.dtype) == (first.shape, first.dtype) for s in shards)
@@ -203,12 +212,12 @@ def _shard(name: str, entry: dict[str, Any], box: dict[str, Any] | None, file: P
     return Shard(name, dtype, shape, offset, size, file, begin, int(box["crc32"], 16))
 
 
-def damage(folder: Path, share: tuple[int, int] = (0, 1)) -> Iterator[Problem]:
+def damage(folder: Path, share: tuple[int, int] = (0, 1), progress: Progress = unwatched) -> Iterator[Problem]:
     """What is wrong with a checkpoint, read to the last byte. With a share of (n, of) only every of-th file of shards is read
     through, from the n-th on: ranks that each take theirs have together read all of it."""
     try:
         manifest = read_manifest(folder)
-        tensors = read_shards(folder, manifest)
+        tensors = read_shards(folder, manifest, progress)
     except OtherFormat:
         raise
     except UserError as e:
@@ -224,15 +233,15 @@ def damage(folder: Path, share: tuple[int, int] = (0, 1)) -> Iterator[Problem]:
             yield from e.problems
     for n, (file, shards) in enumerate(by_file.items()):
         if n % share[1] == share[0]:
-            yield from _check_bytes(folder / file, sorted(shards, key=lambda shard: shard.begin))
+            yield from _check_bytes(folder / file, sorted(shards, key=lambda shard: shard.begin), progress)
 
 
-def _check_bytes(path: Path, shards: list[Shard]) -> Iterator[Problem]:
+def _check_bytes(path: Path, shards: list[Shard], progress: Progress) -> Iterator[Problem]:
     try:
         with open(open_plain(path), "rb", buffering=0) as f:
             for shard in shards:
                 f.seek(shard.begin)
-                if _checksum_of(f.fileno(), shard.bytes) != shard.crc:
+                if _checksum_of(f.fileno(), shard.bytes, progress) != shard.crc:
                     yield Problem(f"is damaged: the bytes of {shard.name} are not those written", where=str(path))
                     return
     except OSError as e:
@@ -263,11 +272,12 @@ def size_and_checksum(path: Path) -> tuple[int, int]:
         os.close(handle)
 
 
-def _checksum_of(handle: int, size: int) -> int:
+def _checksum_of(handle: int, size: int, progress: Progress = unwatched) -> int:
     """The checksum of the next `size` bytes of a file, or of those that are left."""
     crc = 0
     while size and (block := os.read(handle, min(BLOCK, size))):
         crc, size = checksum(block, crc), size - len(block)
+        progress(len(block))
     return crc
 
 

@@ -23,7 +23,7 @@ _FIXED = {
     "data": ("weights", "holdout", "separate_documents"),
     "train": ("seq_len", "global_batch", "seed", "optimizer"),
 }
-_BEFORE_THE_RUN = ("logs", "events.jsonl")  # what starting the ranks leaves in a folder before the run is in it
+_BEFORE_THE_RUN = ("logs", "events.jsonl", "launch")  # what starting leaves in a folder before the run is in it
 
 
 def model_differences(before: Run, now: Run) -> list[str]:

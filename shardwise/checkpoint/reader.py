@@ -18,6 +18,7 @@ from torch import Tensor
 from shardwise.checkpoint.format import (
     BLOCK,
     MANIFEST,
+    Progress,
     Shard,
     checksum,
     open_plain,
@@ -26,6 +27,7 @@ from shardwise.checkpoint.format import (
     read_manifest,
     read_shards,
     some,
+    unwatched,
 )
 from shardwise.run import Problem, UserError
 
@@ -35,8 +37,8 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 class Reader:
     """The tensors of a folder by name. A tensor is read when it is asked for."""
 
-    def __init__(self, folder: Path, tensors: dict[str, list[Shard]]) -> None:
-        self.folder, self.shards = folder, tensors
+    def __init__(self, folder: Path, tensors: dict[str, list[Shard]], progress: Progress = unwatched) -> None:
+        self.folder, self.shards, self.progress = folder, tensors, progress
 
     @property
     def names(self) -> list[str]:
@@ -85,14 +87,14 @@ class Reader:
             if all(start < stop for start, stop in spans):
                 where = tuple(slice(a - o, b - o) for (a, b), o in zip(spans, offset, strict=True))
                 begin = tuple(a - p for (a, _), p in zip(spans, shard.offset, strict=True))
-                _read(shard, begin, values[where])
+                _read(shard, begin, values[where], self.progress)
 
     def _check_held(self, name: str) -> None:
         if name not in self:
             raise UserError(Problem(f"does not hold {name}", where=str(self.folder)))
 
 
-def _read(shard: Shard, start: tuple[int, ...], into: Tensor) -> None:
+def _read(shard: Shard, start: tuple[int, ...], into: Tensor, progress: Progress) -> None:
     """Copy the box of a shard that begins at `start` into a tensor of the box's shape."""
     if into.ndim == 0:
         shard, start, into = replace(shard, size=(1,)), (0,), into[None]
@@ -102,7 +104,7 @@ def _read(shard: Shard, start: tuple[int, ...], into: Tensor) -> None:
     ):  # some rows of each matrix of a stack: one matrix after the other
         for n, matrix in enumerate(into):
             inner = replace(shard, size=shard.size[1:], begin=shard.begin + (start[0] + n) * row)
-            _read(inner, start[1:], matrix)
+            _read(inner, start[1:], matrix, progress)
         return
     box = (slice(None), *(slice(o, o + n) for o, n in zip(start[1:], into.shape[1:], strict=True)))
     crc = 0
@@ -113,7 +115,7 @@ def _read(shard: Shard, start: tuple[int, ...], into: Tensor) -> None:
             straight = same and target.is_contiguous() and target.shape[1:] == shard.size[1:]
             rows = target if straight else torch.empty((len(target), *shard.size[1:]), dtype=shard.dtype)
             data = rows.flatten().view(torch.uint8).numpy()
-            _fill(handle, data.data, shard.begin + (start[0] + first) * row, shard.file)
+            _fill(handle, data.data, shard.begin + (start[0] + first) * row, shard.file, progress)
             crc = crc if shard.crc is None else checksum(data, crc)
             if not straight:
                 target.copy_(rows[box])
@@ -131,21 +133,23 @@ def _blocks(values: Tensor, rows: int) -> list[tuple[Tensor, int]]:
     return [(values[first : first + rows], first) for first in range(0, len(values), rows)]
 
 
-def _fill(handle: int, into: memoryview, begin: int, file: Path) -> None:
+def _fill(handle: int, into: memoryview, begin: int, file: Path, progress: Progress) -> None:
     done = 0
     while done < len(into):
         got = os.preadv(handle, [into[done:]], begin + done)
         if not got:
             raise UserError(Problem("is shorter than its header says", where=str(file)))
         done += got
+        progress(got)
 
 
-def open_checkpoint(folder: Path, kind: str = "model/") -> Reader:
+def open_checkpoint(folder: Path, kind: str = "model/", progress: Progress = unwatched) -> Reader:
     """The tensors of a checkpoint whose names begin with `kind`, without that prefix; or those of a folder of weights."""
     if not (folder / MANIFEST).exists():
-        return Reader(folder, find_weights(folder))
-    tensors = read_shards(folder, read_manifest(folder))
-    return Reader(folder, {name.removeprefix(kind): s for name, s in tensors.items() if name.startswith(kind)})
+        return Reader(folder, find_weights(folder), progress)
+    tensors = read_shards(folder, read_manifest(folder), progress)
+    found = {name.removeprefix(kind): s for name, s in tensors.items() if name.startswith(kind)}
+    return Reader(folder, found, progress)
 
 
 def find_weights(folder: Path) -> dict[str, list[Shard]]:

@@ -24,7 +24,7 @@ from shardwise.checkpoint.folder import (
     set_aside,
     step_of,
 )
-from shardwise.checkpoint.format import RUN_FILE, OtherFormat, damage, read_manifest
+from shardwise.checkpoint.format import RUN_FILE, OtherFormat, Progress, damage, read_manifest, unwatched
 from shardwise.checkpoint.job import check_same_data, check_same_job, gather, model_differences
 from shardwise.checkpoint.reader import Reader, open_checkpoint
 from shardwise.checkpoint.state import State, buffers, random_states
@@ -44,18 +44,20 @@ class Resumed:
     more: dict[str, Any]
 
 
-def resume(state: State, out: Path, fingerprint: str, log: Callable[[str], None]) -> Resumed | None:
+def resume(
+    state: State, out: Path, fingerprint: str, log: Callable[[str], None], progress: Progress = unwatched
+) -> Resumed | None:
     """Bring a new train state to the newest checkpoint of a run folder, whatever layout wrote it; None when there is none. Every
-    rank calls it."""
+    rank calls it. `progress` is called with the bytes of every block read."""
     if state.mesh.rank == 0:
         clean(out)
-    folder = _choose(out, state.mesh, log)
+    folder = _choose(out, state.mesh, log, progress)
     if folder is None:
         return None
     check_same_job(folder, state.run)
     manifest = read_manifest(folder)
     check_same_data(folder, manifest.state.get("data"), fingerprint)
-    _load(state, open_checkpoint(folder, kind=""))
+    _load(state, open_checkpoint(folder, kind="", progress=progress))
     try:
         scale = manifest.state["loss_scale"]
         state.loss_scale.scale, state.loss_scale.good = scale["scale"], scale["good"]
@@ -65,7 +67,7 @@ def resume(state: State, out: Path, fingerprint: str, log: Callable[[str], None]
     return Resumed(folder, manifest.step, more)
 
 
-def _choose(out: Path, mesh: Mesh, log: Callable[[str], None]) -> Path | None:
+def _choose(out: Path, mesh: Mesh, log: Callable[[str], None], progress: Progress) -> Path | None:
     """The newest checkpoint that verifies; newer ones that do not are named with the reason, and set aside."""
     candidates = complete(out) if mesh.rank == 0 else []
     reasons: list[str] = []
@@ -75,7 +77,7 @@ def _choose(out: Path, mesh: Mesh, log: Callable[[str], None]) -> Path | None:
         folder = folder_of_step(out, step)
         other, problem = False, ""
         try:
-            problem = str(next(damage(folder, (mesh.rank, mesh.layout.world)), ""))
+            problem = str(next(damage(folder, (mesh.rank, mesh.layout.world), progress), ""))
         except OtherFormat as e:
             other, problem = True, str(e)
         problem, others = gather(mesh, problem, [other])
@@ -107,12 +109,14 @@ def check_weights(run: Run, out: Path) -> None:
         open_weights(checkpoint_folder(run.train.weights), run.model)
 
 
-def load_weights(state: State, tokenizer: Tokenizer, log: Callable[[str], None]) -> None:
+def load_weights(
+    state: State, tokenizer: Tokenizer, log: Callable[[str], None], progress: Progress = unwatched
+) -> None:
     """Give a new train state the weights that its run starts from. Every rank calls it, and reads what it holds. Warns when they
     were trained with another tokenizer than the data's, which is nearly always a mistake."""
     if not state.run.train.weights:
         return
-    reader = open_weights(checkpoint_folder(state.run.train.weights), state.run.model)
+    reader = open_weights(checkpoint_folder(state.run.train.weights), state.run.model, progress)
     _load_model(state, reader)
     changed = model_differences(read_run(reader.folder / RUN_FILE), state.run)
     log(f"beginning with the weights of {reader.folder}" + (f", with {'; '.join(changed)}" if changed else ""))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.commit import Description, NotSaved, await_shards, commit
 from shardwise.checkpoint.folder import checkpoints_of, draft_of_step, folder_of_step, remove, retire
-from shardwise.checkpoint.format import LocalShard
+from shardwise.checkpoint.format import LocalShard, Progress, unwatched
 from shardwise.checkpoint.job import gather
 from shardwise.checkpoint.state import Staging, State, local_shards
 from shardwise.checkpoint.writer import report_failure, write_shards
@@ -53,9 +53,15 @@ class Saver:
     """The checkpoints of a run in its folder. Every rank has one, and all call the same methods in the same order."""
 
     def __init__(
-        self, out: Path, mesh: Mesh, tokenizer: Tokenizer, fingerprint: str, log: Callable[[str], None]
+        self,
+        out: Path,
+        mesh: Mesh,
+        tokenizer: Tokenizer,
+        fingerprint: str,
+        log: Callable[[str], None],
+        progress: Progress = unwatched,
     ) -> None:
-        self.out, self.mesh, self.log = out, mesh, log
+        self.out, self.mesh, self.log, self.progress = out, mesh, log, progress
         self.tokenizer, self.fingerprint = tokenizer, fingerprint
         self.staging = Staging()
         self.problem = ""  # why the last checkpoint was not saved; "" when it was
@@ -134,7 +140,7 @@ class Saver:
 
     def _write(self, pending: _Pending, staged: Tensor) -> None:
         try:
-            write_shards(pending.draft, self.mesh.rank, pending.shards, staged)
+            write_shards(pending.draft, self.mesh.rank, pending.shards, staged, self.progress)
         except Exception as e:  # whatever it is, the other ranks must not wait for these shards
             reason = e.strerror if isinstance(e, OSError) else repr(e)
             pending.problem = f"rank {self.mesh.rank} cannot write {pending.draft}: {reason}"
@@ -150,7 +156,7 @@ class Saver:
             await_shards(pending.draft, self.mesh.layout.world, pending.stop)
             for records in self.out.glob("*.jsonl"):
                 sync(records)  # a power cut must not leave a checkpoint ahead of the metrics of its steps
-            manifest = commit(pending.draft, target, pending.description)
+            manifest = commit(pending.draft, target, pending.description, self.progress)
         except Exception as e:
             known = isinstance(e, NotSaved | UserError | OSError)
             pending.problem = pending.problem or (str(e) if known else repr(e))

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from shardwise.checkpoint.folder import checkpoint_folder
-from shardwise.checkpoint.format import RUN_FILE, some
+from shardwise.checkpoint.format import RUN_FILE, Progress, some, unwatched
 from shardwise.checkpoint.reader import Reader, open_checkpoint
 from shardwise.model.transformer import Transformer
 from shardwise.run import ModelConfig, Problem, Run, UserError, read_run
@@ -41,9 +41,9 @@ def load_model(
     return model.eval(), run
 
 
-def open_weights(folder: Path, config: ModelConfig) -> Reader:
+def open_weights(folder: Path, config: ModelConfig, progress: Progress = unwatched) -> Reader:
     """The weights of a checkpoint, which fit a network."""
-    reader = open_checkpoint(folder)
+    reader = open_checkpoint(folder, progress=progress)
     problems = compare_shapes(reader, state_shapes(config), reader.names)
     if problems:
         raise UserError(*problems)

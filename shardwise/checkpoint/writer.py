@@ -21,17 +21,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.format import BLOCK, DTYPES, LocalShard, checksum, shard_file
+from shardwise.checkpoint.format import BLOCK, DTYPES, LocalShard, Progress, checksum, shard_file, unwatched
 from shardwise.files import sync, write_atomically
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLUSH = 1 << 26  # bytes written between two flushes to the disk
+AHEAD = 4 * FLUSH  # bytes written and not yet flushed at which writing waits, so that no single flush takes long
 FILE_BYTES = 5_000_000_000  # the customary size of a shard on the Hugging Face hub
 
 
-def write_shards(draft: Path, rank: int, shards: Sequence[LocalShard], staged: Tensor) -> None:
+def write_shards(
+    draft: Path, rank: int, shards: Sequence[LocalShard], staged: Tensor, progress: Progress = unwatched
+) -> None:
     """Write a rank's file of the staged bytes of its shards. It takes its name only when all of it is on the disk, so that whoever
-    sees it can count on it."""
+    sees it can count on it. `progress` is called with the bytes of every block."""
     begins = [0, *accumulate(shard.values.nbytes for shard in shards)]
     data = staged.numpy().data
     draft.mkdir(parents=True, exist_ok=True)
@@ -44,10 +47,10 @@ def write_shards(draft: Path, rank: int, shards: Sequence[LocalShard], staged: T
         with ThreadPoolExecutor(1, "checksums") as beside:
             sums = [beside.submit(checksum, data[a:b]) for a, b in pairwise(begins)]
             os.lseek(handle, len(_shards_header(shards, [0] * len(shards))), os.SEEK_SET)
-            _write(handle, data)
+            _write(handle, data, progress)
             header = _shards_header(shards, [crc.result() for crc in sums])
         os.lseek(handle, 0, os.SEEK_SET)
-        _write(handle, memoryview(header))
+        _write(handle, memoryview(header), progress)
         os.fsync(handle)
     finally:
         os.close(handle)
@@ -77,17 +80,23 @@ def _header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadat
     return len(text).to_bytes(8, "little") + text
 
 
-def _write(handle: int, data: memoryview) -> None:
+def _write(handle: int, data: memoryview, progress: Progress) -> None:
     """Write, and flush to the disk in parallel: flushed only at the end, the disk would be idle until then."""
     flushing: Future[None] | None = None
     with ThreadPoolExecutor(1, "flush") as beside:
         done, sent = 0, 0
         while done < len(data):
-            done += os.write(handle, data[done : done + BLOCK])
+            count = os.write(handle, data[done : done + BLOCK])
+            done += count
+            progress(count)
+            if flushing is not None and done - sent >= AHEAD:
+                flushing.result()
+                progress(1)
             if done - sent >= FLUSH and (flushing is None or flushing.done()):
                 flushing, sent = beside.submit(os.fdatasync, handle), done
     if flushing is not None:
         flushing.result()  # an error of the disk is reported once, and may have been reported there
+        progress(1)
 
 
 def failure_file(rank: int) -> str:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from shardwise.hardware import Profile
     from shardwise.measure.bench import Progress
-    from shardwise.train.launch import RankEnvironment
+    from shardwise.train.environment import RankEnvironment
 
 HELP = """Measure this machine: GEMMs, attention, copies, the host overhead of a training step and, with --ranks, collectives. Use
 the profile with `shardwise plan RUN --cluster.profile=FILE`."""
@@ -48,9 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Measure what was asked for, write it, show it."""
-    from shardwise.train import launch
+    from shardwise.train.environment import rank_environment
 
-    environment = launch.rank_environment(os.environ)
+    environment = rank_environment(os.environ)
     _check(args, environment)
     args.seconds = args.seconds or (QUICK_SECONDS if args.quick else SECONDS)
     if environment is not None:

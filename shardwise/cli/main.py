@@ -21,6 +21,7 @@ from shardwise.run.problems import UserError, install, nearest
 VERBS: dict[str, tuple[str, str]] = {
     "plan": ("shardwise.cli.plan", "what a run needs and how fast it goes; the best layout for it"),
     "train": ("shardwise.cli.train", "train a run, or resume one"),
+    "launch": ("shardwise.cli.launch", "write, submit and follow the job of a run on Slurm, Kubernetes or hosts"),
     "checkpoints": ("shardwise.cli.checkpoints", "list the checkpoints of a run, and verify them"),
     "profile": ("shardwise.cli.profile", "record a few steps of a run, for `shardwise trace`; cost by module"),
     "trace": ("shardwise.cli.trace", "explain where the time of a profile went, and what to change first"),

@@ -13,7 +13,7 @@ from shardwise.hardware.chips import unknown_chip
 from shardwise.run import Problem, Run, UserError, counted, read_run
 
 if TYPE_CHECKING:
-    from shardwise.train.launch import RankEnvironment
+    from shardwise.train.environment import RankEnvironment
 
 HELP = """Record a few steps of the real trainer on all ranks: a trace of each, memory by owner, the run and its plan, in a folder
 that `shardwise trace` explains. --modules also counts FLOPs, memory and time by module."""
@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Record, or start the ranks that do."""
     from shardwise.train import launch
+    from shardwise.train.environment import rank_environment
 
     run = launch.resolve_layout(read_run(args.run, args.overrides, (unknown_chip,)), args.overrides)
     for key in ("steps", "warmup"):
@@ -45,7 +46,7 @@ def execute(args: argparse.Namespace) -> int:
     from shardwise.data.open import open_data
     from shardwise.measure.profile import prepare_folder
 
-    environment = launch.rank_environment(os.environ)
+    environment = rank_environment(os.environ)
     launch.check_here(run, environment)
     if environment is None:
         open_data(run)  # report what is wrong with the data once, not on every rank

@@ -26,11 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Train."""
     from shardwise.train import launch
+    from shardwise.train.environment import RankEnvironment, rank_environment
     from shardwise.train.faults.ranks import free_port, start_fork_server
 
     # A mistake is found before PyTorch is imported, which takes a while; the fork server imports it meanwhile.
     run = launch.resolve_layout(read_run(args.run, args.overrides, (unknown_chip,)), args.overrides)
-    environment = launch.rank_environment(os.environ)
+    environment = rank_environment(os.environ, own_agent=bool(run.cluster.rendezvous))
     starts_ranks = environment is None and run.layout.world > 1
     if starts_ranks:
         start_fork_server()
@@ -42,19 +43,23 @@ def execute(args: argparse.Namespace) -> int:
         nodes = max(1, environment.world_size // environment.local_world_size)
         run = launch.fit_layout(run, environment.world_size, nodes, launch.chip_here(run))
     launch.check_here(run, environment)
+    launch.check_gpus(run)
     if starts_ranks:
         check(run, out)
         overrides = [f"--{override}" for override in args.overrides]
         return launch.start_ranks(run, out, ["train", args.run, "--out", str(out), *overrides])
     if environment is None and run.layout.offload:  # `fully_shard` needs a process group, even for one rank
-        environment = launch.RankEnvironment(0, 1, 0, "127.0.0.1", free_port())
+        environment = RankEnvironment(0, 1, 0, "127.0.0.1", free_port())
     has_agent = environment is not None and environment.has_agent
     if environment is not None and (environment.world_size > 1 or run.layout.offload):
-        launch.join(environment, run)
+        placement = launch.join(environment, run)
+        if environment.rank == 0:
+            print(launch.describe_placement(environment, placement), flush=True)
     try:
         train(run, out, has_agent)
     except Preempted as stop:
-        print(stop, file=sys.stderr)
+        if environment is None or environment.rank == 0 or has_agent:  # once, where all ranks write to one place
+            print(stop, file=sys.stderr)
         return PREEMPTED
     except OSError as e:
         if not has_agent:

@@ -76,8 +76,9 @@ def execute(args: argparse.Namespace) -> int:
             verdict = verify_dry(run, args.rank or 0, say)
         return _show([verdict], args)
     from shardwise.train import launch
+    from shardwise.train.environment import rank_environment
 
-    environment = launch.rank_environment(os.environ)
+    environment = rank_environment(os.environ)
     launch.check_here(run, environment)
     if environment is None and run.layout.world > 1:
         logs = Path(tempfile.mkdtemp(prefix="shardwise-verify-"))

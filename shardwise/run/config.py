@@ -223,6 +223,7 @@ class TrainConfig:
         "checkpoint, run folder, or what `shardwise convert from-hf` made, whose weights training begins with; empty: random ones",
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "where to run; auto: the GPU where there is one")
+    backend: Literal["auto", "nccl", "gloo"] = key("auto", "of collectives; auto: nccl on GPUs; gloo can share them")
     compile: Literal["auto", True, False] = key(
         "auto",
         "fuse each layer's small kernels with torch.compile; the first step takes longer; auto: so on one GPU in 16 bits",

@@ -13,11 +13,11 @@ import contextlib
 import json
 import logging
 import os
-import re
+import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from typing import Any
 from shardwise.hardware.chips import chip_of_driver_name
 from shardwise.run import LayoutConfig, Problem, Run, UserError, to_dict
 from shardwise.run.check import broken_rules
+from shardwise.run.derive import planned_on_gpu
+from shardwise.train.environment import Placement, RankEnvironment, place, slurm_address
 from shardwise.train.faults.heartbeat import enable_flight_recorder
 from shardwise.train.faults.ranks import GRACE, MISTAKE, Ranks, environment_of, free_port
 
@@ -33,64 +35,6 @@ ANSWER = 3
 _ANSWERS = "SHARDWISE_ANSWERS"
 JOIN_SECONDS = 600.0
 """How long a machine waits for the others of a run."""
-
-
-@dataclass(frozen=True)
-class RankEnvironment:
-    """What the launcher of a process says about its rank."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    address: str
-    port: int
-    local_world_size: int = 1
-    has_agent: bool = False
-    """Started by this package's own agent."""
-
-
-def rank_environment(environment: Mapping[str, str]) -> RankEnvironment | None:
-    """Read the variables of torchrun (also under Kubernetes) or Slurm; None when this process was not started as a rank."""
-    e = environment
-
-    def number(name: str, otherwise: int) -> int:
-        """A variable that is empty is like one that is not set."""
-        try:
-            return int(e.get(name) or otherwise)
-        except ValueError:
-            reason = f'{name} is "{e[name]}" in the environment, and must be a whole number'
-            raise UserError(reason) from None
-
-    if e.get("RANK") and e.get("WORLD_SIZE"):
-        world = number("WORLD_SIZE", 1)
-        return RankEnvironment(
-            number("RANK", 0),
-            world,
-            number("LOCAL_RANK", 0),
-            e.get("MASTER_ADDR") or "127.0.0.1",
-            number("MASTER_PORT", 29500),
-            number("LOCAL_WORLD_SIZE", world),
-            "SHARDWISE_AGENT" in e,
-        )
-    if e.get("SLURM_PROCID") and number("SLURM_NTASKS", 1) > 1:
-        return RankEnvironment(
-            number("SLURM_PROCID", 0),
-            number("SLURM_NTASKS", 1),
-            number("SLURM_LOCALID", 0),
-            e.get("MASTER_ADDR") or first_host(e.get("SLURM_STEP_NODELIST") or e.get("SLURM_JOB_NODELIST", "")),
-            # Jobs on the same node need different ports.
-            number("MASTER_PORT", 20000 + number("SLURM_JOB_ID", 0) % 20000),
-            number("SLURM_NTASKS_PER_NODE", 1),
-        )
-    return None
-
-
-def first_host(nodes: str) -> str:
-    """The first name of a Slurm node list such as `gpu[003-007,9],login1`."""
-    found = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
-    if not found:
-        raise UserError("Slurm gives no node list; set MASTER_ADDR to the name of the first node")
-    return found[1] + (found[2] or "")
 
 
 def check_here(run: Run, environment: RankEnvironment | None) -> None:
@@ -110,38 +54,61 @@ def check_here(run: Run, environment: RankEnvironment | None) -> None:
         raise UserError(Problem(reason, key="layout"))
     if environment is None and run.cluster.nodes > 1 and not run.cluster.rendezvous:
         reason = (
-            f"{run.cluster.nodes} nodes: start the same command on each of them with torchrun or srun, {needed} ranks in all, or "
-            f"by hand with cluster.rendezvous = HOST:PORT of one of them"
+            f"{run.cluster.nodes} nodes: `shardwise launch` writes what a scheduler needs; or start the same command on each of "
+            f"them with torchrun or srun, {needed} ranks in all, or by hand with cluster.rendezvous = HOST:PORT of one of them"
         )
         raise UserError(Problem(reason, key="cluster.nodes"))
 
 
-def join(environment: RankEnvironment, run: Run) -> None:
+def check_gpus(run: Run) -> None:
+    """Refuse to train a run of several ranks that was planned for GPUs where there are none: it would train on CPUs, unnoticed."""
+    import torch
+
+    if run.layout.world > 1 and planned_on_gpu(run) and run.train.device == "auto" and not torch.cuda.device_count():
+        reason = (
+            f'is "{run.cluster.chip}", and PyTorch sees no GPU here: ask the scheduler for GPUs (Slurm: --gpus-per-node='
+            f'{run.cluster.devices_per_node}), or set train.device = "cpu" to train on CPUs, over gloo'
+        )
+        raise UserError(Problem(reason, key="cluster.chip"))
+
+
+def join(environment: RankEnvironment, run: Run) -> Placement:
     """Become one of the ranks: choose a device and initialize the process group."""
     import torch
     import torch.distributed as dist
 
     enable_flight_recorder(os.environ)
     gpus = torch.cuda.device_count() if run.train.device != "cpu" else 0
-    oversubscribed = gpus > 0 and int(os.environ.get("LOCAL_WORLD_SIZE") or environment.world_size) > gpus
-    layout = run.layout
-    if oversubscribed and (layout.pipeline > 1 or (layout.context > 1 and layout.context_method == "ring")):
-        reason = (
-            f"{layout.world} ranks would share {gpus} GPU(s), and gloo, their backend then, has no point-to-point "
-            'operations on CUDA tensors; pipelines and ring attention need them. Use train.device = "cpu" or more GPUs'
-        )
-        raise UserError(Problem(reason, key="layout"))
+    placement = place(run, environment, gpus, dist.is_nccl_available())
     if gpus:
-        torch.cuda.set_device(environment.local_rank % gpus)
+        torch.cuda.set_device(torch.device(placement.device))
     dist.init_process_group(
-        # NCCL needs a GPU for each rank; where ranks share one, gloo has collectives of CUDA tensors too.
-        "cpu:gloo,cuda:nccl" if gpus and not oversubscribed else "gloo",
-        init_method=f"tcp://{environment.address}:{environment.port}",
+        placement.backend,
+        init_method=f"tcp://{_reachable(environment)}:{environment.port}",
         rank=environment.rank,
         world_size=environment.world_size,
         # Longer than the agent waits, so that a hang is explained before it is an error of the transport.
         timeout=timedelta(seconds=max(600.0, 2 * run.train.hang_seconds)),
     )
+    return placement
+
+
+def describe_placement(environment: RankEnvironment, placement: Placement) -> str:
+    """Backend and devices in a line."""
+    import torch
+
+    gpu = torch.cuda.get_device_name(torch.device(placement.device)) if placement.device != "cpu" else ""
+    return placement.sentence(environment, gpu)
+
+
+def _reachable(environment: RankEnvironment) -> str:
+    """The address where ranks meet. Slurm's name of a machine need not be one that the network knows."""
+    if environment.launcher == "srun":
+        try:
+            socket.getaddrinfo(environment.address, environment.port)
+        except OSError:
+            return slurm_address(environment.address)
+    return environment.address
 
 
 def leave() -> None:
@@ -221,7 +188,9 @@ def _rendezvous(run: Run) -> Iterator[Any]:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     nodes = run.cluster.nodes
-    alone: dict[str, Any] = {"is_host": True} if nodes == 1 else {}
+    # Kubernetes numbers pods; elsewhere PyTorch compares the endpoint with this machine's names and addresses.
+    index = os.environ.get("PET_NODE_RANK") or os.environ.get("JOB_COMPLETION_INDEX")
+    host: dict[str, Any] = {"is_host": True} if nodes == 1 else {"is_host": index == "0"} if index else {}
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint=run.cluster.rendezvous if nodes > 1 else "127.0.0.1:0",
@@ -231,7 +200,7 @@ def _rendezvous(run: Run) -> Iterator[Any]:
         local_addr=None if nodes > 1 else "127.0.0.1",
         join_timeout=JOIN_SECONDS,
         last_call_timeout=run.cluster.node_wait,
-        **alone,
+        **host,
     )
     try:
         yield registry.get_rendezvous_handler(parameters)

@@ -74,9 +74,9 @@ def _attempt(
 ) -> None:
     """From the newest checkpoint to the last step, leaving out the batches that earlier attempts found bad."""
     train_state = TrainState(run, mesh)
-    resumed = resume(train_state, out, data.fingerprint, display.log)
+    resumed = resume(train_state, out, data.fingerprint, display.log, monitor.note_bytes)
     if resumed is None:
-        load_weights(train_state, data.tokenizer, display.log)
+        load_weights(train_state, data.tokenizer, display.log, monitor.note_bytes)
     else:
         train_state.history = History(**resumed.more)
     train_state.history.excluded = sorted({*train_state.history.excluded, *excluded})
@@ -90,7 +90,7 @@ def _attempt(
         metrics = Metrics(out, run, display.log, resumed_step=train_state.step)
         dropped = dict(steps=metrics.dropped_steps, seconds=metrics.dropped_seconds)
         monitor.event("repeat", heard=metrics.last_written, **dropped)
-    saver = Saver(out, mesh, data.tokenizer, data.fingerprint, display.log)
+    saver = Saver(out, mesh, data.tokenizer, data.fingerprint, display.log, monitor.note_bytes)
     monitor.attach(train_state)
     tune_gemms.attach(train_state, display.log)
     cuda_graph.attach(train_state, display.log)

@@ -11,6 +11,7 @@ from safetensors import safe_open
 
 from shardwise.checkpoint import writer
 from shardwise.checkpoint.format import LocalShard, checksum, read_header
+from shardwise.checkpoint.reader import Reader
 from shardwise.checkpoint.state import Staging
 
 
@@ -29,9 +30,12 @@ def shards() -> list[LocalShard]:
 def test_a_file_written_in_many_blocks_is_what_was_staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "BLOCK", 13)
     monkeypatch.setattr(writer, "FLUSH", 40)
-    written = shards()
-    writer.write_shards(tmp_path, 3, written, Staging().copy(written))
+    monkeypatch.setattr(writer, "AHEAD", 80)
+    written, told = shards(), list[int]()
+    writer.write_shards(tmp_path, 3, written, Staging().copy(written), told.append)
     (path,) = tmp_path.iterdir()
+    assert max(told) == 13  # every block is told of, so that a slow disk is not taken for a hang
+    assert sum(told) >= path.stat().st_size
     assert path.name == "rank-00003.safetensors"
     with safe_open(path, framework="pt") as f:  # as another program would
         assert set(f.keys()) == {shard.name for shard in written}
@@ -44,6 +48,10 @@ def test_a_file_written_in_many_blocks_is_what_was_staged(tmp_path: Path, monkey
         assert (found.name, found.shape, found.offset) == (shard.name, shard.shape, shard.offset)
         assert found.begin % found.dtype.itemsize == 0
         assert found.crc == checksum(data[found.begin : found.begin + found.bytes])
+    read: list[int] = []
+    whole = Reader(tmp_path, {"tensor 3": [read_header(path, sharded=True)[-1]]}, read.append)
+    assert torch.equal(whole.get("tensor 3"), written[3].values)
+    assert sum(read) == written[3].values.nbytes
 
 
 def test_a_file_is_not_written_over_another(tmp_path: Path) -> None:

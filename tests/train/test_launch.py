@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from shardwise.run import UserError, read_run
+from shardwise.train.environment import RankEnvironment
 from shardwise.train.faults.heartbeat import Heartbeat, read_heartbeat
 from shardwise.train.faults.ranks import _die_with_command, environment_of, threads_of
-from shardwise.train.launch import RankEnvironment, check_here, first_host, rank_environment
+from shardwise.train.launch import check_here
 from shardwise.train.metrics import read_metrics
 
 RUN = """
@@ -159,26 +160,6 @@ def test_a_layout_that_cannot_work_starts_nothing(tmp_path: Path) -> None:
     assert len(err.splitlines()) >= 3
     assert all(line.startswith("error: ") for line in err.splitlines())
     assert not (tmp_path / "runs").exists()
-
-
-def test_other_launchers_are_recognised() -> None:
-    torchrun = dict(
-        RANK="3", WORLD_SIZE="8", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", MASTER_ADDR="node0", MASTER_PORT="1234"
-    )
-    assert rank_environment(torchrun) == RankEnvironment(3, 8, 1, "node0", 1234, 4)
-    slurm = dict(
-        SLURM_PROCID="5", SLURM_NTASKS="16", SLURM_LOCALID="1", SLURM_STEP_NODELIST="gpu[003-007,9]", SLURM_JOB_ID="7"
-    )
-    assert rank_environment(slurm) == RankEnvironment(5, 16, 1, "gpu003", 20007)
-    assert rank_environment(dict(SLURM_PROCID="0", SLURM_NTASKS="1")) is None
-    assert rank_environment({}) is None
-    # What is empty is like what is not set, and what is no number is a sentence.
-    assert rank_environment(dict(RANK="", WORLD_SIZE="")) is None
-    empty = dict(RANK="1", WORLD_SIZE="2", LOCAL_RANK="", LOCAL_WORLD_SIZE="", MASTER_ADDR="", MASTER_PORT="")
-    assert rank_environment(empty) == RankEnvironment(1, 2, 0, "127.0.0.1", 29500, 2)
-    with pytest.raises(UserError, match='MASTER_PORT is "http" in the environment, and must be a whole number'):
-        rank_environment(torchrun | dict(MASTER_PORT="http"))
-    assert [first_host(n) for n in ("a1,b2", "node12", "x[01,05]")] == ["a1", "node12", "x01"]
 
 
 def test_the_ranks_there_are_must_be_those_the_layout_needs() -> None:

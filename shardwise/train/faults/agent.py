@@ -29,7 +29,15 @@ from torch.distributed.elastic.agent.server.api import (
 from shardwise.run.config import TrainConfig
 from shardwise.run.problems import counted
 from shardwise.train.faults.goodput import record_event
-from shardwise.train.faults.heartbeat import Heartbeat, explain, heartbeat_path, interval, limit_in, read_heartbeat
+from shardwise.train.faults.heartbeat import (
+    Heartbeat,
+    Lookout,
+    explain,
+    heartbeat_path,
+    interval,
+    limit_in,
+    read_heartbeat,
+)
 from shardwise.train.faults.ranks import GRACE, MISTAKE, Ranks, describe_exit, environment_of, free_port
 from shardwise.train.faults.stop import PREEMPTED, SIGNALS, Preempted, StopRequest, decided
 
@@ -85,6 +93,7 @@ class Agent(SimpleElasticAgent):
         self.stop = StopRequest()
         self.started = False  # whether there are ranks, which may have something to save
         self.heartbeats: dict[int, tuple[int, float]] = {}  # rank to its last count and when that was first seen
+        self.lookout = Lookout(ranks.logs, train.hang_seconds)
 
     def execute(self) -> int:
         """Run until all is done; returns the exit code."""
@@ -128,6 +137,7 @@ class Agent(SimpleElasticAgent):
         self._record("begin", ranks=world, restart=self.starts > 0)
         self.ranks.start(arguments, environments)
         self.heartbeats = {rank: (0, time.monotonic()) for rank in environments}
+        self.lookout = Lookout(self.ranks.logs, self.train.hang_seconds)
         self.started = True
         if self.stop.wanted:  # the signal came just now
             self.ranks.signal(signal.SIGTERM)
@@ -231,13 +241,14 @@ class Agent(SimpleElasticAgent):
         return RunResult(WorkerState.FAILED, {}, {})
 
     def _hang(self) -> RunResult | None:
-        """Look at the heartbeats; a rank without progress for too long ends this start."""
+        """Look at the heartbeats; a rank without progress for too long ends this start, unless it waits for one that makes some."""
         limit, now = self.train.hang_seconds, time.monotonic()
         idle = max((b.idle for b in self._read_heartbeats() if b.idle > limit_in(b.phase, limit)), default=0.0)
         for count, since in self.heartbeats.values():
             if now - since > (limit if count else max(limit, FIRST_HEARTBEAT)):
                 idle = max(idle, now - since)
-        if not idle:
+        self.lookout.seen.update(self.heartbeats)  # as they have been watched all the time
+        if not idle or self.lookout.somebody_moves(self._worker_group.workers[0].world_size):
             return None
         # A little later every live rank has written another heartbeat; those that have not are silent.
         pause = 2.5 * interval(limit)

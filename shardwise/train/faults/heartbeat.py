@@ -1,10 +1,11 @@
 """Hangs: a heartbeat of each rank, and from all of them the rank that did not arrive.
 
-A thread writes `logs/rank-N.beat`: step, phase, seconds without progress, and for each process group the last collective begun and
-the one waited for. It goes on while the main thread is stuck in a collective; a file that stops changing is a stopped or frozen
-process. The file has one fixed size and is written in place, so a full disk does not silence a healthy rank. Readers compare
-counters, not clocks, so machines need not agree on the time. The thread is also the last resort under torchrun or srun, where no
-agent watches: long after an agent would have acted, it prints what it knows and ends the process.
+Progress is a step, an action of the pipeline, or bytes of a checkpoint read or written; a rank that waits for one that makes
+progress does not hang either. A thread writes `logs/rank-N.beat`: step, phase, seconds without progress, and for each process group
+the last collective begun and the one waited for. It goes on while the main thread is stuck in a collective; a file that stops
+changing is a stopped or frozen process. The file has one fixed size and is written in place, so a full disk does not silence a
+healthy rank. Readers compare counters, not clocks, so machines need not agree on the time. The thread is also the last resort
+under torchrun or srun, where no agent watches: long after an agent would have acted, it prints what it knows and ends the process.
 
 The collectives come from PyTorch's flight recorder, which keeps all that pass a process group, those of `fully_shard` and
 DistributedDataParallel included, on NCCL and on gloo; the group's description is the axis. A rank that waits for number 17 of a
@@ -101,13 +102,41 @@ def limit_in(phase: str, hang_seconds: float) -> float:
     return hang_seconds if phase != "start" else max(hang_seconds, START_SECONDS)
 
 
+class Lookout:
+    """Whether any rank of the run makes progress: then those that do not wait for it, and none hangs. Heartbeats are read only when
+    somebody asks, and no further than to the first that moves, since there may be thousands."""
+
+    def __init__(self, logs: Path, hang_seconds: float) -> None:
+        self.logs, self.limit = logs, hang_seconds
+        self.seen: dict[int, tuple[int, float]] = {}
+        """Rank to the count of its last heartbeat and when that was first seen."""
+        self._first = 0
+
+    def somebody_moves(self, world: int) -> bool:
+        """Whether a rank has made progress within its limit."""
+        now = time.monotonic()
+        for rank in (self._first % world, *range(world)):
+            beat = read_heartbeat(self.logs, rank)
+            if beat is None:
+                continue
+            if self.seen.get(rank, (-1, 0.0))[0] != beat.count:
+                self.seen[rank] = (beat.count, now)
+            # A heartbeat that does not change is of a process that is gone or stopped.
+            if beat.idle + now - self.seen[rank][1] <= limit_in(beat.phase, self.limit):
+                self._first = rank
+                return True
+        return False
+
+
 class HeartbeatThread(threading.Thread):
-    """Writes this rank's heartbeat until it is closed. The main thread only sets `step` and `phase`."""
+    """Writes this rank's heartbeat until it is closed. The main thread only sets `step` and `phase`; threads that read or write
+    checkpoints count `bytes_done`."""
 
     def __init__(self, logs: Path, rank: int, world: int, hang_seconds: float) -> None:
         super().__init__(name="heartbeat", daemon=True)
         self.logs, self.rank, self.world, self.limit = logs, rank, world, hang_seconds
-        self.step, self.phase = 0, "start"
+        self.step, self.phase, self.bytes_done = 0, "start", 0
+        self.lookout = Lookout(logs, hang_seconds)
         self.actions_done: Callable[[], int] = lambda: 0
         self.groups: Callable[[], list[GroupProgress]] = list
         self.deadline: Callable[[], float] = lambda: float("inf")
@@ -147,7 +176,7 @@ class HeartbeatThread(threading.Thread):
                 if file is None:
                     file = os.open(heartbeat_path(self.logs, self.rank), os.O_WRONLY | os.O_CREAT, 0o644)
                 os.pwrite(file, json.dumps(asdict(beat)).encode()[:FILE_BYTES].ljust(FILE_BYTES), 0)
-            if idle > limit_in(self.phase, self.limit) + 4 * pause:
+            if idle > limit_in(self.phase, self.limit) + 4 * pause and not self.lookout.somebody_moves(self.world):
                 self._exit(f"no progress for {idle:.0f} s in {self.phase} of step {self.step}")
             if self.parent is not None and os.getppid() != self.parent:
                 self._exit("the process that started the ranks is gone")
@@ -158,8 +187,8 @@ class HeartbeatThread(threading.Thread):
                     os.close(file)
                 return
 
-    def _progress(self) -> tuple[int, str, int]:
-        return self.step, self.phase, self.actions_done()
+    def _progress(self) -> tuple[int, str, int, int]:
+        return self.step, self.phase, self.actions_done(), self.bytes_done
 
     def _exit(self, why: str) -> None:
         """Print all that is known, and end the process, because the main thread is stuck."""

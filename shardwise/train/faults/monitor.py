@@ -81,6 +81,10 @@ class FaultMonitor:
         self.heartbeat.actions_done, self.heartbeat.groups = lambda: 0, list
         self.stop.end()
 
+    def note_bytes(self, count: int) -> None:
+        """Bytes of a checkpoint were read or written, by whatever thread: a slow disk is no hang."""
+        self.heartbeat.bytes_done += count
+
     def event(self, what: str, **values: Any) -> None:
         """Record what happened; the first rank does it for all."""
         if self.rank == 0:

@@ -2,9 +2,9 @@
 path, and it wakes up in every rank that is forked.
 
 It wraps the file operations of the `os` and `io` modules, and the train step, counts them, and at the moment that the plan
-names kills the process, stops it, tells it to end, damages a checkpoint, or lets the disk be full. The trainer knows nothing of
-it. The plan is a list of faults, of which only the first one not yet done is awaited; a fault is marked as done just before it
-happens, by a file that all ranks see.
+names kills the process, stops it, tells it to end, damages a checkpoint, or lets the disk be full, slow or stuck. The trainer
+knows nothing of it. The plan is a list of faults, of which only the first one not yet done is awaited; a fault is marked as done
+just before it happens, by a file that all ranks see.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 
 REAL = {name: getattr(os, name) for name in ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir", "statvfs")}
 REAL_OPEN = io.open
+SLOW = ("slow disk", "stuck disk")
 
 
 class Injector:
@@ -40,6 +41,7 @@ class Injector:
         self.operations = 0
         self.saves = 0
         self.full = False
+        self.slow_file = ""
         self.step_seconds = 0.05
         first = self.awaited()
         if first and first["rank"] == rank and first["kind"] == "kill at start":
@@ -51,7 +53,7 @@ class Injector:
         """The first fault that has not happened yet."""
         done = set(os.listdir(os.path.join(self.folder, "done")))
         last = max((f for f in self.faults["faults"] if str(f["id"]) in done), key=lambda f: f["id"], default=None)
-        fatal = last is not None and last["kind"] not in ("full disk", "flip a bit", "truncate")
+        fatal = last is not None and last["kind"] not in ("full disk", "slow disk", "flip a bit", "truncate")
         if fatal and os.stat(os.path.join(self.folder, "done", str(last["id"]))).st_mtime > self.born:
             return None  # these ranks are doomed already; the next fault is for those that come after them
         return next((f for f in self.faults["faults"] if str(f["id"]) not in done), None)
@@ -91,7 +93,7 @@ class Injector:
             if kind in ("flip a bit", "truncate"):
                 if not self.damage(fault, step - 1):
                     return  # not until the newest is there, and an older one to fall back to
-            elif kind in ("crash while saving", "full disk"):
+            elif kind in ("crash while saving", "full disk", "slow disk", "stuck disk"):
                 if self.armed is None or self.armed["id"] != fault["id"]:
                     self.armed, self.operations, self.saves = fault, 0, 0
                 return
@@ -153,6 +155,8 @@ class Injector:
                 fault["operation"] = 1
         if not self.saves and fault["kind"] != "crash at start":
             return
+        if fault["kind"] in SLOW:
+            return
         self.operations += 1
         if fault["kind"] == "full disk":
             if self.operations == fault["operation"] and self.mark(fault):
@@ -167,6 +171,22 @@ class Injector:
                 torn()
             self.act(fault)
             time.sleep(10)  # a signal to oneself may take a moment
+
+    def slowly(self, path: str | None, size: int) -> int:
+        """How much of a write to a checkpoint happens at once: a slow disk takes a little, and its time; a stuck one, nothing."""
+        fault = self.armed
+        if path is None or not path.endswith(".writing") or fault is None or fault["kind"] not in SLOW:
+            return size
+        if fault["kind"] == "stuck disk":
+            self.mark(fault)
+            time.sleep(3600)
+        if not self.slow_file:
+            self.slow_file = path
+            self.mark(fault)
+        if path != self.slow_file:  # of a later save
+            return size
+        time.sleep(fault["seconds"])
+        return min(size, fault["bytes"])
 
     def room(self, path: Any) -> Any:
         """What the file system says of itself."""
@@ -194,7 +214,8 @@ def wrap(injector: Injector) -> None:
     def writing(handle: int, data: Any) -> int:
         half = memoryview(data).cast("B")[: memoryview(data).nbytes // 2]
         injector.operation("write", injector.paths.get(handle), True, lambda: REAL["write"](handle, half))
-        return REAL["write"](handle, data)
+        count = injector.slowly(injector.paths.get(handle), memoryview(data).nbytes)
+        return REAL["write"](handle, memoryview(data).cast("B")[:count])
 
     def syncing(handle: Any) -> None:
         number = handle if isinstance(handle, int) else handle.fileno()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,15 @@ from hypothesis import strategies as st
 
 from shardwise.train.faults.agent import LONGEST_WAIT, Restarts
 from shardwise.train.faults.goodput import goodput, read_events, record_event
-from shardwise.train.faults.heartbeat import GroupProgress, Heartbeat, HeartbeatThread, explain, missing, read_heartbeat
+from shardwise.train.faults.heartbeat import (
+    GroupProgress,
+    Heartbeat,
+    HeartbeatThread,
+    Lookout,
+    explain,
+    missing,
+    read_heartbeat,
+)
 from shardwise.train.faults.ranks import environment_of
 from shardwise.train.speed import Comparison, busy_seconds
 
@@ -68,6 +79,39 @@ def test_a_heartbeat_goes_on_while_nothing_else_happens_and_names_the_phase(tmp_
     assert (found.rank, found.process, found.phase) == (3, os.getpid(), "evaluation")
     (tmp_path / "rank-3.beat").write_text('{"rank": 3, "ste')
     assert read_heartbeat(tmp_path, 3) is None
+
+
+def test_bytes_are_progress_and_whoever_waits_for_them_does_not_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(HeartbeatThread, "_exit", lambda thread, why: ended.append(thread.rank))
+    writes, waits = (HeartbeatThread(tmp_path, rank, world=2, hang_seconds=0.4) for rank in range(2))
+    with writes, waits:
+        for thread in (writes, waits):
+            thread.step, thread.phase = 5, "saving"
+        until = time.monotonic() + 2.0  # five times the limit, and more than the threads would wait
+        while time.monotonic() < until:
+            writes.bytes_done += 4096
+            time.sleep(0.02)
+        assert not ended
+        deadline = time.monotonic() + 30
+        while len(set(ended)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+    assert set(ended) == {0, 1}
+
+
+def test_a_heartbeat_that_does_not_change_is_no_sign_of_progress(tmp_path: Path) -> None:
+    lookout = Lookout(tmp_path, hang_seconds=0.2)
+    assert not lookout.somebody_moves(4)
+    (tmp_path / "rank-3.beat").write_text(json.dumps(asdict(Heartbeat(3, count=7, phase="saving"))))
+    assert lookout.somebody_moves(4)
+    time.sleep(0.3)
+    assert not lookout.somebody_moves(4)
+    (tmp_path / "rank-3.beat").write_text(json.dumps(asdict(Heartbeat(3, count=8, phase="saving"))))
+    assert lookout.somebody_moves(4)
+    (tmp_path / "rank-3.beat").write_text(json.dumps(asdict(Heartbeat(3, count=9, phase="saving", idle=0.3))))
+    assert not lookout.somebody_moves(4)
 
 
 def test_the_slowest_rank_is_named_when_it_matters() -> None:

@@ -1,0 +1,188 @@
+"""The objects that Kubernetes takes: a JobSet (jobset.x-k8s.io/v1alpha2) or a Kubeflow TrainJob (trainer.kubeflow.org/v1alpha1).
+
+A pod is a machine. In it runs `shardwise train` itself, which meets the others at the first pod and starts its ranks: so a rank
+that dies is restarted within seconds, and a pod that is told to end saves within its grace period. It then ends with exit code
+75, which the pod failure policy turns into a restart of the JobSet that does not count, as that of an evicted pod; other failures
+count. The run travels in the object, as a variable, so that the file is all there is.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.launch.job import Job
+from shardwise.run import to_toml
+from shardwise.train.faults.stop import PREEMPTED
+
+PORT = 29500
+GPU = "nvidia.com/gpu"
+GRACE = 30
+"""Seconds besides `train.save_deadline` that a pod has to end."""
+RUN_VARIABLE = "SHARDWISE_RUN"
+RUNTIME = "torch-distributed"
+"""The runtime that Kubeflow installs for PyTorch."""
+PLACE = "/runs"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What Kubernetes needs besides the job."""
+
+    claim: str = ""
+    """The volume claim for run folders, mounted at `place` on every pod."""
+    place: str = PLACE
+    namespace: str = ""
+    queue: str = ""
+    """Kueue's local queue."""
+    runtime: str = RUNTIME
+
+
+def jobset(job: Job, cluster: Cluster) -> dict[str, Any]:
+    """The JobSet of a job."""
+    exits = {"containerName": "trainer", "operator": "In", "values": [PREEMPTED]}
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": round(job.run.train.save_deadline) + GRACE,
+        "containers": [
+            {
+                "name": "trainer",
+                "image": job.image,
+                "command": _command(job, cluster, f"{job.name}-node-0-0.{job.name}:{PORT}"),
+                "env": _environment(job),
+                "ports": [{"containerPort": PORT}],
+                "resources": _resources(job),
+                "volumeMounts": _mounts(cluster),
+            }
+        ],
+        "volumes": _volumes(cluster),
+    }
+    spec: dict[str, Any] = {
+        "parallelism": job.nodes,
+        "completions": job.nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "FailJob", "onExitCodes": exits},
+                {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            ]
+        },
+        "template": {"spec": pod},
+    }
+    if job.limit:
+        spec["activeDeadlineSeconds"] = job.limit
+    restart = {
+        "name": "goOnLater",
+        "action": "RestartJobSetAndIgnoreMaxRestarts",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": _metadata(job, cluster),
+        "spec": {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "failurePolicy": {"maxRestarts": job.run.train.restarts, "rules": [restart]},
+            "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": spec}}],
+        },
+    }
+
+
+def trainjob(job: Job, cluster: Cluster) -> dict[str, Any]:
+    """The TrainJob of a job; Kubeflow makes a JobSet of it and sets PET_ variables in its pods."""
+    spec: dict[str, Any] = {
+        "runtimeRef": {
+            "name": cluster.runtime,
+            "apiGroup": "trainer.kubeflow.org",
+            "kind": "ClusterTrainingRuntime",
+        },
+        "trainer": {
+            "image": job.image,
+            "command": _command(job, cluster, '"$PET_MASTER_ADDR:$PET_MASTER_PORT"'),
+            "env": _environment(job),
+            "numNodes": job.nodes,
+            "numProcPerNode": job.ranks_per_node,
+            "resourcesPerNode": _resources(job),
+        },
+    }
+    if job.limit:
+        spec["activeDeadlineSeconds"] = job.limit
+    patched = {"containers": [{"name": "node", "volumeMounts": _mounts(cluster)}], "volumes": _volumes(cluster)}
+    inner = {"replicatedJobs": [{"name": "node", "template": {"spec": {"template": {"spec": patched}}}}]}
+    spec["runtimePatches"] = [{"manager": "shardwise", "trainingRuntimeSpec": {"template": {"spec": inner}}}]
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": _metadata(job, cluster),
+        "spec": spec,
+    }
+
+
+def _metadata(job: Job, cluster: Cluster) -> dict[str, Any]:
+    found: dict[str, Any] = {"name": job.name}
+    if cluster.namespace:
+        found["namespace"] = cluster.namespace
+    if cluster.queue:
+        found["labels"] = {"kueue.x-k8s.io/queue-name": cluster.queue}
+    return found
+
+
+def _command(job: Job, cluster: Cluster, meeting: str) -> list[str]:
+    """A shell that writes the run and becomes the trainer; `meeting` is a word of that shell."""
+    folder = f"{cluster.place}/{job.run.name}"
+    train = shlex.join([*job.command, "train", "/tmp/run.toml", "--out", folder])
+    meet = f" --cluster.rendezvous={meeting}" if job.nodes > 1 else ""
+    return ["/bin/sh", "-c", f"printf '%s' \"${RUN_VARIABLE}\" >/tmp/run.toml && exec {train}{meet}"]
+
+
+def _environment(job: Job) -> list[dict[str, str]]:
+    values = {RUN_VARIABLE: to_toml(job.run), **job.environment}
+    return [{"name": name, "value": value} for name, value in values.items()]
+
+
+def _resources(job: Job) -> dict[str, Any]:
+    limits: dict[str, Any] = {GPU: job.ranks_per_node} if job.gpus else {}
+    if job.cpus_per_rank:
+        limits["cpu"] = job.cpus_per_rank * job.ranks_per_node
+    return {"limits": limits} if limits else {}
+
+
+def _mounts(cluster: Cluster) -> list[dict[str, str]]:
+    # Ranks of a machine share memory with each other (NCCL, the loader), for which a container has 64 MB by default.
+    shared = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
+    return shared + ([{"name": "runs", "mountPath": cluster.place}] if cluster.claim else [])
+
+
+def _volumes(cluster: Cluster) -> list[dict[str, Any]]:
+    shared: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
+    claim = {"name": "runs", "persistentVolumeClaim": {"claimName": cluster.claim}}
+    return shared + ([claim] if cluster.claim else [])
+
+
+def text(document: dict[str, Any], notes: tuple[str, ...] = ()) -> str:
+    """An object as YAML."""
+    return "\n".join([*(f"# {note}" for note in notes), *_yaml(document, 0), ""])
+
+
+def _yaml(value: Any, depth: int) -> Iterator[str]:
+    """Lines of a mapping or list; keys are plain words, and a scalar in JSON is one in YAML. Text of several lines is a block."""
+    pad = "  " * depth
+    pairs = value.items() if isinstance(value, dict) else ((None, item) for item in value)
+    for name, item in pairs:
+        head = f"{pad}-" if name is None else f"{pad}{name if '/' not in name else json.dumps(name)}:"
+        if isinstance(item, str) and item.endswith("\n") and not item.startswith((" ", "\n")):
+            yield f"{head} |"
+            yield from (f"{pad}  {line}" if line else "" for line in item.rstrip("\n").split("\n"))
+        elif isinstance(item, dict | list) and item:
+            below = list(_yaml(item, depth + 1))
+            if name is None:  # the first line of what is in a list stands beside its dash
+                below[0] = f"{head} {below[0].lstrip()}"
+                yield from below
+            else:
+                yield from (head, *below)
+        else:
+            yield f"{head} {json.dumps(item, ensure_ascii=False)}"

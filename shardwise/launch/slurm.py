@@ -1,0 +1,91 @@
+"""The script that `sbatch` takes: one task of `srun` for each rank, in Slurm's own order of machines.
+
+A run that is told to stop saves and ends with exit code 75; the script then puts the job back into the queue, where it goes on.
+That happens ahead of the time limit (`--signal`), on preemption, and when somebody signals a rank. Where Slurm ends the job itself,
+because it is cancelled or a machine is lost, the script leaves the job to Slurm, which requeues what is to be requeued. Any other
+failure starts the ranks again in the same allocation, as often as `train.restarts` allows without a new checkpoint in between.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from shardwise.launch.job import Job, time_text
+from shardwise.train.faults.ranks import MISTAKE
+from shardwise.train.faults.stop import PREEMPTED
+
+EARLY = 90
+"""Seconds besides `train.save_deadline` that the signal comes ahead of the limit: Slurm may send it a minute late."""
+WAIT = 60
+"""Seconds that the other ranks have to end when the first one has."""
+
+
+def log_file(job: Job) -> str:
+    """Where Slurm writes what the job prints; it replaces %j by the job's number."""
+    return str(job.folder / "logs" / "slurm-%j.out")
+
+
+def directives(job: Job) -> list[str]:
+    """The options of `sbatch`."""
+    ahead = min(65535, round(job.run.train.save_deadline) + EARLY)
+    lines = [f"--job-name={job.name}", f"--nodes={job.nodes}", f"--ntasks-per-node={job.ranks_per_node}"]
+    lines += [f"--cpus-per-task={job.cpus_per_rank}"] * bool(job.cpus_per_rank)
+    lines += [f"--gpus-per-node={job.ranks_per_node}"] * job.gpus
+    lines += [f"--time={time_text(job.limit)}"] * bool(job.limit)
+    lines += [f"--signal=USR1@{ahead}", "--requeue", "--open-mode=append"]
+    lines += [f"--chdir={job.work}", f"--output={log_file(job)}"]
+    return [*lines, *job.options]
+
+
+def _srun(job: Job) -> str:
+    words = ["srun", "--kill-on-bad-exit=0", f"--wait={WAIT}"]
+    words += [f"--cpus-per-task={job.cpus_per_rank}"] * bool(job.cpus_per_rank)
+    if job.image:
+        places = dict.fromkeys([str(job.work), str(job.folder), str(job.run_file.parent)])
+        mounts = ",".join([*(f"{place}:{place}" for place in places), *job.mounts])
+        words += [f"--container-image={job.image}", f"--container-mounts={mounts}", f"--container-workdir={job.work}"]
+    return f"{shlex.join(words)} \\\n    {job.train}"
+
+
+def script(job: Job) -> str:
+    """The whole file."""
+    train = job.run.train
+    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in job.environment.items())
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH {line}" for line in directives(job)),
+            "",
+            *(f"# {note}" for note in job.notes),
+            "set -u",
+            f"folder={shlex.quote(str(job.folder))}",
+            'newest() { ls "$folder/checkpoints" 2>/dev/null | grep -E "^step-[0-9]+$" | sort | tail -n 1; }',
+            "",
+            "# Where the ranks meet: the first machine, by the address at which Slurm itself reaches it.",
+            'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+            "address=$(scontrol show node \"$first\" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')",
+            'export MASTER_ADDR="${address:-$first}"',
+            exports,
+            "starts=0 failures=0",
+            "while :; do",
+            "  export MASTER_PORT=$((20000 + (SLURM_JOB_ID + starts) % 20000)) starts=$((starts + 1))",
+            "  before=$(newest)",
+            "  " + _srun(job),
+            "  code=$?",
+            "  case $code in",
+            f"  0 | {MISTAKE}) exit $code ;;",
+            f"  {PREEMPTED})",
+            "    # Told to stop, and saved. Where Slurm is ending the job, it also decides what becomes of it.",
+            '    state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)',
+            '    [ "$state" = RUNNING ] && scontrol requeue "$SLURM_JOB_ID"',
+            f"    exit {PREEMPTED} ;;",
+            "  esac",
+            '  [ "$(newest)" = "$before" ] || failures=0',
+            "  failures=$((failures + 1))",
+            f'  echo "the ranks ended with exit code $code (failure $failures of {train.restarts + 1})" >&2',
+            f"  [ $failures -le {train.restarts} ] || exit $code",
+            f"  sleep $(({max(1, round(train.restart_wait))} << (failures - 1)))",
+            "done",
+            "",
+        ]
+    )

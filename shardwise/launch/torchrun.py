@@ -1,0 +1,43 @@
+"""The lines that start a run on a list of hosts with torchrun: one for each, to be run there at the same time.
+
+Torchrun has no queue, no time limit and no requeue. It ends ranks 30 seconds after it is told to stop; a run that needs longer to
+save is better started with `cluster.rendezvous`, as docs/clusters.md shows.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from shardwise.launch.job import Job
+
+PORT = 29500
+
+
+def lines(job: Job, hosts: Sequence[str]) -> list[str]:
+    """The command of each host, the first of which all others must reach."""
+    python = job.command[0]
+    found = []
+    for node, host in enumerate(hosts):
+        words = [
+            python,
+            "-m",
+            "torch.distributed.run",
+            f"--nnodes={job.nodes}",
+            f"--nproc-per-node={job.ranks_per_node}",
+        ]
+        words += [f"--node-rank={node}", f"--master-addr={hosts[0]}", f"--master-port={PORT}"]
+        words += [f"--max-restarts={job.run.train.restarts}", "-m", "shardwise", "train", str(job.run_file)]
+        words += ["--out", str(job.folder), *job.overrides]
+        exports = "".join(f"{name}={shlex.quote(value)} " for name, value in job.environment.items())
+        there = f"cd {shlex.quote(str(job.work))} && {exports}{shlex.join(words)}"
+        found.append(there if host in ("localhost", "127.0.0.1") else f"ssh {shlex.quote(host)} {shlex.quote(there)}")
+    return found
+
+
+def script(job: Job, hosts: Sequence[str]) -> str:
+    """A file that starts all of them and waits; its exit code is that of the first to fail."""
+    every = [f"{line} &\npids+=($!)" for line in lines(job, hosts)]
+    notes = [f"# {note}" for note in job.notes]
+    end = ["code=0", 'for pid in "${pids[@]}"; do wait "$pid" || code=$?; done', "exit $code", ""]
+    return "\n".join(["#!/bin/bash", *notes, "pids=()", *every, *end])
