@@ -27,6 +27,7 @@ settings.load_profile("repeatable")
 ROOT = Path(__file__).parents[1]
 LONGEST = (
     "chaos/test_chaos",
+    "docs/test_pages",
     "measure/test_profile",
     "train/test_launch",
     "checkpoint/test_reshard",

@@ -103,7 +103,7 @@ def _export(explained: Explained, comparison: Comparison | None, args: argparse.
     from shardwise.report.perfetto import write_chrome_trace
     from shardwise.trace.timeline import timeline
 
-    planned = comparison.timeline if comparison is not None else planned_timeline(args.paths)
+    planned = comparison.timeline if comparison is not None else planned_timeline(args.paths, explained.answers)
     ranks = {r.profile.rank: r for r in explained.ranks}
     lines = {"run: rank": timeline(ranks, explained.answers.clocks, None)}
     if planned is not None:

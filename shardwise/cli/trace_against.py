@@ -57,7 +57,7 @@ class Comparison:
 def compare_with(args: argparse.Namespace, answers: Explanation) -> Comparison:
     """The comparison that `--against` asks for."""
     if args.against == "plan":
-        return _with_run(_run_beside(args.paths), answers)
+        return _with_run(_on_device(_run_beside(args.paths), answers), answers)
     path = Path(args.against)
     if not path.exists():
         raise UserError(Problem(f"{path} does not exist; give a plan, a run, a profile, or the word plan", "--against"))
@@ -76,13 +76,23 @@ def _run_beside(paths: list[Path]) -> Run:
     raise UserError(Problem("no run.toml lies beside these profiles; name the run or its plan", "--against plan"))
 
 
-def planned_timeline(paths: list[Path]) -> Timeline | None:
+def _on_device(run: Run, answers: Explanation) -> Run:
+    """A recorded run that names no chip, on the one that it was recorded on: its plan is about that one."""
+    from shardwise.hardware.chips import chip_of_driver_name
+
+    names = {chip.name for device in answers.devices.values() if (chip := chip_of_driver_name(device)) is not None}
+    if run.cluster.chip or run.cluster.profile or len(names) != 1:
+        return run
+    return replace(run, cluster=replace(run.cluster, chip=names.pop()))
+
+
+def planned_timeline(paths: list[Path], answers: Explanation) -> Timeline | None:
     """The predicted timeline of the run stored with the profiles; None when there is none."""
     from shardwise.plan.plan import plan
     from shardwise.plan.time.timeline import timeline
 
     try:
-        return timeline(plan(_run_beside(paths)).job)
+        return timeline(plan(_on_device(_run_beside(paths), answers)).job)
     except UserError:
         return None
 

@@ -295,6 +295,8 @@ class WorkCounter(TorchDispatchMode, Observer):
         def counted(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
             if isinstance(mask, VarlenMask):
                 pairs = varlen_pairs(mask, *q.shape[:2])
+            elif mask is not None and _is_fake(mask) and q.shape[1] == k.shape[1]:
+                pairs = varlen_pairs(VarlenMask(None, self.train_state.run.model.sliding_window), *q.shape[:2])
             else:
                 pairs = q.shape[0] * attended_pairs(q.shape[1], k.shape[1], mask)
             flops = 2.0 * q.shape[2] * pairs * (q.shape[3] + v.shape[3])

@@ -13,6 +13,7 @@ from shardwise.report import colors, html, html_charts, pick, trace_view, words
 from shardwise.report.html import Section, cell, table_of
 from shardwise.report.html_timeline import evenly
 from shardwise.report.trace_view import Explained
+from shardwise.run.problems import counted
 
 MOST_ROWS = 40
 MOST_BARS = 128
@@ -156,7 +157,7 @@ def pipeline(explained: Explained) -> Section:
     name = step["schedule"] or "an unknown schedule"
     shares = sorted(trace_view.bubble_share(each) for each in explained["pipelines"])
     remark = (
-        f"As executed: {name}, {len(step['ranks'])} ranks, {step['microbatches']} microbatches, "
+        f"As executed: {name}, {counted(len(step['ranks']), 'rank')}, {counted(step['microbatches'], 'microbatch')}, "
         f"{step['stages_per_rank']} stages a rank. Bubble {words.percent(shares[0])} to {words.percent(shares[-1])} over "
         f"{len(shares)} pipelines and steps; shown is the worst, ranks {', '.join(map(str, step['members']))} in step "
         f"{step['step']}."

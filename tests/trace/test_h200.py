@@ -12,6 +12,8 @@ import pytest
 import trace_oracle
 
 from shardwise.cli.main import main
+from shardwise.plan.plan import plan
+from shardwise.run import read_run
 
 FOLDER = Path(__file__).parent / "data" / "h200"
 
@@ -55,3 +57,13 @@ def test_kernels_belong_to_modules_and_phases(answers: dict[str, Any]) -> None:
     assert {"embed", "head", "norm", "layers.0.attention.core", "layers.1.ffn.gate", "(phase optimizer)"} <= names
     backward = sum(row["passes"].get("backward", 0) for row in rows if row["module"].startswith("layers."))
     assert backward > sum(row["passes"].get("forward", 0) for row in rows if row["module"].startswith("layers."))
+
+
+def test_its_plan_is_of_the_chip_it_was_recorded_on(tmp_path: Path) -> None:
+    """The run names no chip, so its plan was once that of a CPU: 43 seconds for a step of 24 milliseconds."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert main(["trace", str(FOLDER), "--against", "plan", "--json", "--cache", str(tmp_path / "cache")]) == 0
+    found = json.loads(said.getvalue())["against"]
+    there = plan(read_run(FOLDER / "run.toml", ["cluster.chip=h200"]))
+    assert found["step_before"] == there.account.step_seconds < 0.1
