@@ -75,6 +75,10 @@ foreach_norm, foreach_mul_, foreach_copy_ = torch._foreach_norm, torch._foreach_
 """One kernel over many tensors, as PyTorch's optimizers use them."""
 
 
+cuda_sleep = torch.cuda._sleep
+"""Holds a stream for so many cycles of the device's clock, to stand in for work that is done elsewhere."""
+
+
 def operator_of(custom: Any) -> Any:
     """The operator that `torch.library.custom_op` has made, as graphs and dispatch modes name it."""
     return custom._opoverload

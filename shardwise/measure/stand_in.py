@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.torch_private import close_library, fake_process_group
+from shardwise.torch_private import close_library, cuda_sleep, fake_process_group
 
 Hold = Callable[[str, str, int, int], float]
 """Seconds of a collective: by what the group is for, the operation, the ranks of the group and the bytes that a rank puts in."""
@@ -154,12 +154,12 @@ def noise(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor
 
 @cache
 def cycles_a_second() -> float:
-    """The speed of the clock that `torch.cuda._sleep` counts by."""
+    """The speed of the clock that `cuda_sleep` counts by."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     cycles = 20_000_000
     for _ in range(2):
         start.record()
-        torch.cuda._sleep(cycles)
+        cuda_sleep(cycles)
         end.record()
         end.synchronize()
     return cycles / (start.elapsed_time(end) * 1e-3)
@@ -168,7 +168,7 @@ def cycles_a_second() -> float:
 def spin(seconds: float) -> None:
     """Hold the current stream for so long."""
     if seconds > 0 and math.isfinite(seconds):
-        torch.cuda._sleep(int(seconds * cycles_a_second()))
+        cuda_sleep(int(seconds * cycles_a_second()))
 
 
 @contextlib.contextmanager

@@ -356,16 +356,8 @@ def varlen_pairs(varlen: VarlenMask, rows: int, length: int) -> float:
 
 
 def attended_pairs(queries: int, keys: int, mask: Tensor | None) -> float:
-    """Pairs of a query and a key it sees, of one sequence on average: under the causal mask, or a given one.
-
-    A mask without data, in a dry run, counts as causal: a square block as its triangle, an evenly divided part of the
-    sequence as that part of the triangle.
-    """
-    if mask is None or (_is_fake(mask) and queries == keys):
-        return queries * (queries + 1) / 2
-    if _is_fake(mask):
-        return queries * (keys + 1) / 2
-    return float(mask.sum()) / mask.shape[0]
+    """Pairs of a query and a key it sees, of one sequence on average: under the causal mask, or a given one."""
+    return queries * (queries + 1) / 2 if mask is None else float(mask.sum()) / mask.shape[0]
 
 
 def _is_fake(x: Tensor) -> bool:

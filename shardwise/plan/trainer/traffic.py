@@ -17,12 +17,12 @@ which gradients come.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 
 from shardwise.ledger import AXIS_OF as AXIS_OF
 from shardwise.ledger import Traffic
 from shardwise.plan.trainer.rank import SCALE, PlannedParameter, PlannedRank, Stage
+from shardwise.plan.trainer.wire import Groups, Times, Wire
 from shardwise.run import Run
 from shardwise.run.derive import accepted_choices, uses_fp8_gemm
 
@@ -38,66 +38,6 @@ CHUNKS = 2
 """Messages that a tensor collective is cut into where it overlaps with GEMMs (`parallel/overlap.py`)."""
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
 """Bytes after which DistributedDataParallel closes a bucket."""
-
-Amount = int | Fraction
-
-
-@dataclass(frozen=True)
-class Sent:
-    """Bytes of a rank by one collective of one group in a step, and in how many messages."""
-
-    bytes: Fraction = Fraction(0)
-    messages: int = 0
-
-
-Groups = dict[tuple[str, str], Sent]
-
-
-@dataclass
-class Wire:
-    """What a rank sends, added up."""
-
-    planned: PlannedRank
-    sent: Groups
-
-    def _add(self, group: str, operation: str, size: Amount, messages: int) -> None:
-        if messages and self.planned.size(group) > 1:
-            before = self.sent.get((group, operation), Sent())
-            self.sent[group, operation] = Sent(before.bytes + size, before.messages + messages)
-
-    def all_gather(self, group: str, shard: Amount, times: int = 1, messages: int = 1) -> None:
-        """Each rank gives a shard of so many bytes, in so many messages."""
-        self._add(group, "all_gather", times * (self.planned.size(group) - 1) * Fraction(shard), times * messages)
-
-    def reduce_scatter(self, group: str, shard: Amount, times: int = 1, messages: int = 1) -> None:
-        """Each rank gets a shard of so many bytes of the sum."""
-        self._add(group, "reduce_scatter", times * (self.planned.size(group) - 1) * Fraction(shard), times * messages)
-
-    def all_reduce(self, group: str, size: Amount, times: int = 1, messages: int = 1, ranks: int = 0) -> None:
-        """So many bytes on every rank are added; over all ranks of the group, or some of them."""
-        ranks = ranks or self.planned.size(group)
-        self._add(group, "all_reduce", times * Fraction(2 * (ranks - 1), ranks) * size, times * messages)
-
-    def all_to_all(self, group: str, size: Amount, times: int = 1, messages: int = 1) -> None:
-        """So many bytes on every rank are dealt out evenly."""
-        ranks = self.planned.size(group)
-        self._add(group, "all_to_all", times * Fraction(ranks - 1, ranks) * size, times * messages)
-
-    def send(self, group: str, size: Amount, times: int = 1) -> None:
-        """So many bytes to one other rank."""
-        self._add(group, "send", Fraction(times) * size, times)
-
-    def moved(self, group: str, size: Amount, messages: int) -> None:
-        """An uneven all-to-all, of which so many bytes leave the rank."""
-        self._add(group, "all_to_all", Fraction(size), messages)
-
-
-@dataclass(frozen=True)
-class Times:
-    """How often the forward and the backward pass of a part run in a step; recomputation is one more forward."""
-
-    forward: int
-    backward: int
 
 
 def traffic(run: Run, rank: int | None = None, moved: Mapping[int, int] | None = None) -> Traffic:
