@@ -62,7 +62,6 @@ def draw(seed: int, number: int) -> Draw:
         except UserError:
             continue
         alone = run.layout.replicate == run.layout.world > 1  # DistributedDataParallel needs data
-        # A mask without data counts as causal (`measure/work.py`).
         if not dry or not alone:
             return Draw(model, run, dry)
 
