@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 JOBS: dict[str, str] = {
+    "8b-shapes": "model.preset=llama3-8b model.layers=2 layout.shard=8 train.global_batch=8 train.microbatch=1 train.seq_len=8192",
     "8b-shard8": "model.preset=llama3-8b layout.shard=8 train.global_batch=8 train.microbatch=1 train.seq_len=8192",
-    "70b-stage": "model.preset=llama3-70b layout.tensor=8 layout.shard=32 layout.pipeline=40 layout.zero=1 layout.schedule=gpipe "
-    "train.global_batch=256 train.microbatch=1 train.seq_len=8192",
+    "70b-stage": "model.preset=llama3-70b layout.tensor=8 layout.shard=32 layout.pipeline=40 layout.zero=2 "
+    "train.global_batch=32 train.microbatch=1 train.seq_len=8192",
 }
 SHAPES: dict[str, dict[str, int]] = {
     "8b-shard8": dict(hidden=4096, layers=32, heads=32, kv_heads=8, ffn=14336, vocab=128256),
@@ -29,18 +30,79 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 TITAN: dict[str, dict[str, str]] = {
     "8b-shard8": {"shard": "8"},
-    "70b-stage": {"shard": "32", "tensor": "8", "stage": "yes", "microbatches": "8"},
+    "70b-stage": {"shard": "32", "tensor": "8", "stage": "yes"},
 }
+PLANNED: dict[str, tuple[str, int]] = {
+    "8b-shard64": (
+        "model.preset=llama3-8b layout.shard=64 train.global_batch=128 train.microbatch=2 train.seq_len=8192",
+        5,
+    ),
+    "70b-3d": (
+        "model.preset=llama3-70b layout.tensor=8 layout.pipeline=4 layout.shard=8 layout.zero=1 train.global_batch=64 "
+        "train.microbatch=1 train.seq_len=8192",
+        64,
+    ),
+    "mixtral": (
+        "model.preset=mixtral-8x22b layout.shard=8 layout.expert=8 layout.tensor=2 layout.pipeline=4 layout.zero=1 "
+        "train.global_batch=64 train.microbatch=1 train.seq_len=4096",
+        20,
+    ),
+    "8b-128k": (
+        "model.preset=llama3-8b model.max_positions=131072 layout.shard=8 layout.context=8 layout.context_method=ring "
+        "layout.recompute=full train.global_batch=8 train.microbatch=1 train.seq_len=131072",
+        3,
+    ),
+    "8b-fp8": (
+        "model.preset=llama3-8b layout.shard=16 train.fp8=rowwise train.global_batch=32 train.microbatch=2 train.seq_len=8192",
+        0,
+    ),
+    "405b-3d": (
+        "model.preset=llama3-405b layout.tensor=8 layout.pipeline=16 layout.shard=128 layout.zero=1 "
+        "layout.stages=[7,8,8,8,8,8,8,8,8,8,8,8,8,8,8,7] train.global_batch=2048 train.microbatch=1 train.seq_len=8192",
+        8192,
+    ),
+    "v3": (
+        "model.preset=deepseek-v3 layout.shard=64 layout.expert=32 layout.pipeline=16 layout.zero=1 layout.recompute=full "
+        "train.global_batch=1024 train.microbatch=1 train.seq_len=4096",
+        400,
+    ),
+    "70b-zero3": (
+        "model.preset=llama3-70b layout.shard=256 layout.recompute=full train.global_batch=512 train.microbatch=2 "
+        "train.seq_len=8192",
+        17,
+    ),
+    "405b-fp8": (
+        "model.preset=llama3-405b layout.tensor=8 layout.pipeline=18 layout.shard=16 layout.zero=2 train.fp8=tensorwise "
+        "train.global_batch=384 train.microbatch=1 train.seq_len=8192",
+        2000,
+    ),
+    "gpt3": (
+        "model.preset=gpt3-175b layout.tensor=8 layout.pipeline=8 layout.shard=12 layout.zero=1 layout.schedule=interleaved "
+        "layout.chunks=2 train.global_batch=192 train.microbatch=1 train.seq_len=2048",
+        300,
+    ),
+    "8b-hybrid": (
+        "model.preset=llama3-8b layout.replicate=8 layout.shard=8 layout.zero=1 train.global_batch=256 train.microbatch=1 "
+        "train.seq_len=4096",
+        9,
+    ),
+    "qwen-muon": (
+        "model.preset=qwen2.5-32b layout.shard=32 layout.tensor=2 layout.recompute=full train.optimizer=muon "
+        "train.global_batch=32 train.microbatch=1 train.seq_len=8192",
+        3,
+    ),
+}
+"""Jobs of 8B to 671B parameters on every axis, on 16 to 16,384 ranks, and a rank of each."""
 COMMON = "train.dtype=bfloat16 cluster.chip=h200 train.device=cuda"
 
 
-def ours(job: str, rank: int, tune: bool = False) -> dict[str, Any]:
+def ours(job: str, rank: int, tune: bool = False, copies: bool = True) -> dict[str, Any]:
     """This project's rank."""
     from shardwise.measure.rehearse import rehearse
     from shardwise.run import read_run
 
     run = read_run(None, [*JOBS.get(job, job).split(), *COMMON.split()])
-    found = rehearse(run, rank, steps=8, warmup=4, tune=tune)
+    found = rehearse(run, rank, steps=8, warmup=4, tune=tune, copies=copies)
     named = {d.name: d.second for d in found.quantities}
     took = statistics.median(found.step_seconds)
     return dict(case="shardwise", job=job, ms=1e3 * took, gib=named["memory peak"] / 2**30, **found.as_dict())
@@ -81,9 +143,41 @@ def titan(job: str, stand_in: bool) -> dict[str, Any]:
     return dict(case="titan-standin" if stand_in else "titan", job=job, ms=statistics.median(times[4:]), gib=peak)
 
 
+def beside_plan(names: list[str], out: Path | None) -> None:
+    """Rehearse jobs one after the other, each beside its plan."""
+    import gc
+
+    import torch
+
+    from shardwise.measure.rehearse import rehearse
+    from shardwise.run import read_run
+
+    rows: dict[str, Any] = {}
+    for name in names or PLANNED:
+        words, rank = PLANNED[name]
+        try:
+            run = read_run(None, [*words.split(), *COMMON.split()])
+            rows[name] = rehearse(run, rank, steps=3, warmup=3).as_dict()
+            short = {q["name"]: f"{100 * (q['relative'] or 0):+.1f}%" for q in rows[name]["quantities"]}
+            print(
+                name,
+                run.layout.world,
+                {k: v for k, v in short.items() if k.split()[0] in ("time", "memory")},
+                flush=True,
+            )
+        except Exception as error:
+            rows[name] = {"error": repr(error)[:500]}
+            print(name, rows[name], flush=True)
+        if out:
+            out.write_text(json.dumps(rows, indent=1))
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch._dynamo.reset()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["beside", "case"])
+    parser.add_argument("what", choices=["beside", "case", "plan"])
     parser.add_argument("name", nargs="*")
     parser.add_argument("--peers", type=Path)
     parser.add_argument("--out", type=Path)
@@ -92,10 +186,15 @@ def main() -> None:
     if args.what == "case":
         case, job, *rest = args.name
         if case.startswith("shardwise"):
-            found = ours(job, int(rest[0]) if rest else 0, tune=case == "shardwise-tune")
+            found = ours(
+                job, int(rest[0]) if rest else 0, tune=case == "shardwise-tune", copies=case != "shardwise-fake"
+            )
         else:
             found = titan(job, case == "titan-standin")
         print("RESULT " + json.dumps(found))
+        return
+    if args.what == "plan":
+        beside_plan(args.name, args.out)
         return
     rows = []
     jobs = args.name or list(JOBS)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from shardwise.hardware import collective_seconds
@@ -35,6 +36,7 @@ from shardwise.plan.time.step import rank_time
 from shardwise.plan.trainer.memory import memory_of
 from shardwise.run import Problem, Run, UserError
 from shardwise.run.coordinates import GROUPS, RankCoordinates, group_span
+from shardwise.torch_private import fake_process_group
 from shardwise.trace.kernel_names import category_of
 from shardwise.train import cuda_graph, tune_gemms
 from shardwise.train.step import TrainState, choose_device
@@ -84,13 +86,15 @@ def rehearse(
     *,
     hold: bool = False,
     tune: bool = False,
+    copies: bool = True,
     steps: int = 5,
     warmup: int = 3,
     trace: Path | None = None,
     say: Say = lambda text: None,
 ) -> Rehearsal:
     """Rehearse a rank. `tune` first finds the fastest algorithms of GEMMs, as training does in its first steps; else those that are
-    known from earlier runs are used. With a path, the profile of a step is written there for `shardwise trace`."""
+    known from earlier runs are used. Without `copies` collectives leave what they return as it is, like PyTorch's fake ones. With a
+    path, the profile of a step is written there for `shardwise trace`."""
     world = run.layout.world
     if not 0 <= rank < world:
         raise UserError(Problem(f"{rank} is not a rank of a layout of {world}", "--rank", "command line"))
@@ -100,7 +104,7 @@ def rehearse(
     short = with_microbatches(run, count)
     job = job_of(short)
     say(f"building rank {rank} of {world}, to rehearse {count} of {run.accumulation} microbatches")
-    with _collectives(short, rank, _planned_seconds(short, job) if hold else None):
+    with _collectives(short, rank, copies, _planned_seconds(short, job) if hold else None):
         train_state = TrainState(short, Mesh(short.layout, device.type))
         with even_routing(train_state):
             measured = _measure(train_state, steps, warmup, tune, trace, say)
@@ -118,12 +122,16 @@ def _for_chip(run: Run, device: torch.device) -> Run:
 
 
 @contextlib.contextmanager
-def _collectives(run: Run, rank: int, hold: Hold | None) -> Iterator[None]:
+def _collectives(run: Run, rank: int, copies: bool, hold: Hold | None) -> Iterator[None]:
     if run.layout.world == 1:
         yield
-        return
-    with stand_in_collectives(rank, run.layout.world, hold):
+    elif copies:
+        with stand_in_collectives(rank, run.layout.world, hold):
+            yield
+    else:
+        fake_process_group(rank, run.layout.world)
         yield
+        dist.destroy_process_group()
 
 
 def _planned_seconds(run: Run, job: Job) -> Hold:
@@ -147,6 +155,7 @@ class _Measured:
     """Seconds of a step's kernels by category."""
     kernels: int
     peak: int
+    reserved: int
     owners: dict[str, int]
 
 
@@ -168,7 +177,9 @@ def _measure(train_state: TrainState, steps: int, warmup: int, tune: bool, trace
         torch.cuda.reset_peak_memory_stats(device)
     say(f"{steps} steps to measure, and one under the profiler")
     seconds = tuple(_timed(train_state, batch) for _ in range(steps))
-    peak = torch.cuda.max_memory_allocated(device) if cuda else 0
+    peak, reserved = (
+        (torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)) if cuda else (0, 0)
+    )
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiler:
         train_state.train_step(batch).read()
     if trace is not None:
@@ -179,7 +190,7 @@ def _measure(train_state: TrainState, steps: int, warmup: int, tune: bool, trace
         gradients=unique_bytes(gradients_of(train_state)),
         optimizer=unique_bytes(optimizer_of(train_state)),
     )
-    return _Measured(seconds, parts, kernels, peak, owners)
+    return _Measured(seconds, parts, kernels, peak, reserved, owners)
 
 
 def _timed(train_state: TrainState, batch: Any) -> float:
@@ -216,7 +227,9 @@ def _beside(run: Run, job: Job, rank: int, measured: _Measured) -> Iterator[Diff
     place = RankCoordinates(run.layout, rank)
     planned = rank_time(job, place.index("pipeline"))
     parts = planned.parts
-    memory = memory_of(run, job).ranks[place.index("pipeline")]
+    owners = memory_of(run, job).ranks[place.index("pipeline")]
+    # What libraries take and the allocator wastes is reserved, but nobody asked the allocator for it.
+    memory = {name: size for name, size in owners.items() if name != "workspace"}
     compute = sum(parts[name] for name in COMPUTE) + parts["optimizer"]
     exposed = {name: value for name, value in parts.items() if name not in (*COMPUTE, "optimizer")}
     took = statistics.median(measured.seconds)
@@ -230,6 +243,7 @@ def _beside(run: Run, job: Job, rank: int, measured: _Measured) -> Iterator[Diff
     yield Difference("time", "time exposed and waiting", sum(exposed.values()), max(0.0, took - done))
     yield Difference("time", "time step", compute + sum(exposed.values()), took)
     yield Difference("memory", "memory peak", sum(memory.values()), float(measured.peak))
+    yield Difference("memory", "memory reserved", sum(owners.values()), float(measured.reserved))
     for name, size in measured.owners.items():
         yield Difference("memory", f"memory {name}", memory.get(name, 0.0), float(size))
     held = sum(memory.values()) - sum(memory.get(name, 0.0) for name in ("parameters", "optimizer"))

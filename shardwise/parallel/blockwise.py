@@ -167,13 +167,15 @@ class Part(NamedTuple):
 
 class Blockwise(torch.autograd.Function):
     """Attention of queries to keys that are all here, part by part, heads laid out [batch, sequence, heads, width]. Every query is
-    in some part with each of the keys it sees."""
+    in some part with each of the keys it sees. `parts` are made twice, so that no mask is kept for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: list[Part], scale: float, kernels: Kernels) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: Callable[[], list[Part]], scale: float, kernels: Kernels
+    ) -> Tensor:
         queries, keys, values = (x.transpose(1, 2) for x in (q, k, v))
         found: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        for rows, columns, mask in parts:
+        for rows, columns, mask in parts():
             block = kernels[0](queries[:, :, rows], keys[:, :, columns], values[:, :, columns], scale, mask)
             place = (rows.start, rows.stop)
             found[place] = merge(*found[place], *block) if place in found else block
@@ -192,7 +194,7 @@ class Blockwise(torch.autograd.Function):
         grad = grads[0].transpose(1, 2)
         delta = row_sums(grad, out)
         dq, dk, dv = (zeros_for_sums(x) for x in (queries, keys, values))
-        for rows, columns, mask in parts:
+        for rows, columns, mask in parts():
             add_block_gradients(
                 (dq[:, :, rows], dk[:, :, columns], dv[:, :, columns]),
                 attend_backward(

@@ -26,6 +26,8 @@ def all_gather(x: Tensor, group: Group, dim: int) -> Tensor:
     """The shards of all ranks, one after another along `dim`."""
     if group is None:
         return x
+    if torch.compiler.is_compiling():
+        return _all_gather_op(x, group.group_name, dim, False)
     size = dist.get_world_size(group)
     if _lies_first(x, dim):
         out = x.new_empty((*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :]))
@@ -52,22 +54,23 @@ def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     return out
 
 
-def _gathered(x: Tensor, group: Group, dim: int) -> Tensor:
-    """The same, of which a backward pass may save the shard alone."""
+def _gathered(x: Tensor, group: Group, dim: int, again: bool) -> Tensor:
+    """The same, of which a backward pass may save the shard alone, to gather it `again`."""
     whole = all_gather(x, group, dim)
-    note_gathered(whole, x, lambda shard: all_gather(shard, group, dim))
+    if again:
+        note_gathered(whole, x, lambda shard: all_gather(shard, group, dim))
     return whole
 
 
 class _AllGatherSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int, again: bool) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return _gathered(x, group, dim)
+        return _gathered(x, group, dim, again)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_scatter(grads[0], ctx.group, ctx.dim), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return reduce_scatter(grads[0], ctx.group, ctx.dim), None, None, None
 
 
 class _ReduceScatterSequence(torch.autograd.Function):
@@ -110,13 +113,15 @@ def _all_to_all(x: Tensor, group: Group, received: list[int], sent: list[int]) -
     return out
 
 
-@torch.library.custom_op("shardwise::all_gather", mutates_args=(), schema="(Tensor x, str group, int dim) -> Tensor")
-def _all_gather_op(x: Tensor, group: str, dim: int) -> Tensor:
-    return _gathered(x, group_named(group), dim)
+@torch.library.custom_op(
+    "shardwise::all_gather", mutates_args=(), schema="(Tensor x, str group, int dim, bool again) -> Tensor"
+)
+def _all_gather_op(x: Tensor, group: str, dim: int, again: bool) -> Tensor:
+    return _gathered(x, group_named(group), dim, again)
 
 
 @_all_gather_op.register_fake
-def _(x: Tensor, group: str, dim: int) -> Tensor:
+def _(x: Tensor, group: str, dim: int, again: bool) -> Tensor:
     return x.new_empty(
         [n * (dist.get_world_size(group_named(group)) if d == dim else 1) for d, n in enumerate(x.shape)]
     )
@@ -165,10 +170,10 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 _all_gather_op.register_autograd(
-    lambda ctx, grad: (_reduce_scatter_op(grad, *ctx.rest), None, None), setup_context=_remember
+    lambda ctx, grad: (_reduce_scatter_op(grad, *ctx.rest[:2]), None, None, None), setup_context=_remember
 )
 _reduce_scatter_op.register_autograd(
-    lambda ctx, grad: (_all_gather_op(grad, *ctx.rest), None, None), setup_context=_remember
+    lambda ctx, grad: (_all_gather_op(grad, *ctx.rest, False), None, None), setup_context=_remember
 )
 _all_reduce_op.register_autograd(lambda ctx, grad: (grad, None), setup_context=_remember)
 _all_to_all_op.register_autograd(
@@ -177,11 +182,12 @@ _all_to_all_op.register_autograd(
 )
 
 
-def all_gather_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:
-    """All shards of a sequence; the ranks go on with different work, so their gradients are added and scattered."""
+def all_gather_sequence(x: Tensor, group: Group, dim: int = 1, *, again: bool = True) -> Tensor:
+    """All shards of a sequence; the ranks go on with different work, so their gradients are added and scattered. What a backward
+    pass saves of it is gathered `again` there (`regather.py`)."""
     if group is not None and torch.compiler.is_compiling():
-        return _all_gather_op(x, group.group_name, dim)
-    return x if group is None else _AllGatherSequence.apply(x, group, dim)
+        return _all_gather_op(x, group.group_name, dim, again)
+    return x if group is None else _AllGatherSequence.apply(x, group, dim, again)
 
 
 def reduce_scatter_sequence(x: Tensor, group: Group, dim: int = 1) -> Tensor:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -212,7 +213,7 @@ class GatherAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask) -> Tensor:
         ranks = dist.get_world_size(self.group)
         width, length = k.shape[-1], q.shape[1] * ranks
-        both = all_gather_sequence(torch.cat((k, v), dim=-1), self.group)
+        both = all_gather_sequence(torch.cat((k, v), dim=-1), self.group, again=False)
         places = torch.cat([zigzag(length, ranks, r) for r in range(ranks)]).to(q.device)
         both = both.index_select(1, places.argsort())
         return self._attend(q, both[..., :width], both[..., width:], mask)
@@ -220,7 +221,7 @@ class GatherAttention(nn.Module):
     @torch.compiler.disable
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask) -> Tensor:
         rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        parts = gather_parts(rank, ranks, q.shape[1], mask, q.device)
+        parts = partial(gather_parts, rank, ranks, q.shape[1], mask, q.device)
         return Blockwise.apply(q, k, v, parts, self.scale, self.kernels)
 
 

@@ -54,7 +54,7 @@ class SequenceParallelRouter(Router):
 
     def over_sequence(self, counts: Tensor, probabilities: Tensor, length: int) -> tuple[Tensor, Tensor, int]:
         ranks = dist.get_world_size(self.sequence)
-        dist.all_reduce(counts, group=self.sequence)
+        counts = all_reduce_replicated(counts, self.sequence)
         return counts, all_reduce_replicated(probabilities, self.sequence), length * ranks
 
     def within_capacity(self, chosen: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class ExpertParallelMoE(MoE):
         weights, chosen, auxiliary = self.router(x)
         routed = all_gather_sequence(x, self.tensor)
         if self.tensor is not None:
-            weights, chosen = all_gather_sequence(weights, self.tensor), all_gather(chosen, self.tensor, 1)
+            weights, chosen = all_gather_sequence(weights, self.tensor, again=False), all_gather(chosen, self.tensor, 1)
         out = self.forward_routed(routed.flatten(0, 1), weights.flatten(0, 1), chosen.flatten(0, 1)).view_as(routed)
         out = reduce_scatter_sequence(out, self.tensor)
         if self.shared is not None:

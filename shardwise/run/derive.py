@@ -7,7 +7,6 @@ from dataclasses import replace
 from math import ceil
 
 from shardwise.run.config import ModelConfig, Run
-from shardwise.schedules import SPLIT_BACKWARD
 
 
 def derive_model(model: ModelConfig, seq_len: int) -> ModelConfig:
@@ -61,6 +60,8 @@ def chunks_loss(run: Run, *, gpu: bool) -> bool:
 
 def splits_backward(run: Run) -> bool:
     """Whether weight gradients are deferred to actions of their own, which a compiled layer can't do."""
+    from shardwise.schedules import SPLIT_BACKWARD  # which needs more than a run does
+
     return run.layout.pipeline > 1 and run.layout.schedule in SPLIT_BACKWARD
 
 

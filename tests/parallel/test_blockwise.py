@@ -51,7 +51,7 @@ def gathered(rank: int, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask) -> T
     """What a rank of gather attention gives."""
     mine = torch.from_numpy(zigzag_positions(LENGTH, RANKS, rank)).to(q.device)
     parts = gather_parts(rank, RANKS, LENGTH // RANKS, mask, q.device)
-    return Blockwise.apply(q[:, mine], k, v, parts, SCALE, KERNELS)
+    return Blockwise.apply(q[:, mine], k, v, lambda: parts, SCALE, KERNELS)
 
 
 def round_the_ring(rank: int, q: Tensor, k: Tensor, v: Tensor, mask: ContextMask) -> Tensor:

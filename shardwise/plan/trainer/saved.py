@@ -41,7 +41,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from shardwise.plan.trainer.rank import PlannedRank, Stage
-from shardwise.plan.trainer.saved_layers import Tape, attention, feed_forward, gathered, linear, moe, norm
+from shardwise.plan.trainer.saved_layers import INDEX, Tape, attention, feed_forward, gathered, linear, moe, norm
 from shardwise.plan.trainer.traffic import INTEGER
 from shardwise.run.derive import uses_varlen_attention
 
@@ -94,7 +94,10 @@ def saved(planned: PlannedRank, stage: Stage, rows: Rows | None = None) -> Saved
     if m.position == "rotary" and stage.layers:
         width = m.rope_dim if m.attention == "latent" else m.head_dim
         tape.save_new("rope", 2 * run.train.seq_len // run.layout.context * width, planned.high_width)
-    masked = 0 < m.sliding_window < run.train.seq_len and not uses_varlen_attention(run, gpu=planned.fused)
+    windowed = 0 < m.sliding_window < run.train.seq_len
+    if stage.layers and windowed and run.layout.context > 1 and run.layout.context_method != "ulysses":
+        tape.save_new("bounds", run.train.seq_len, INDEX)
+    masked = windowed and not uses_varlen_attention(run, gpu=planned.fused)
     more: int | Fraction = 0
     for layer, recomputed in recomputed_parts(planned, stage).items():
         tape.prefix, tape.recomputed = f"{layer} ", recomputed
