@@ -58,23 +58,20 @@ def row_bounds(documents: Tensor | None, window: int, length: int, device: torch
 
 
 def block_mask(
-    low: Tensor | None, window: int, queries: np.ndarray, keys: np.ndarray, device: torch.device
+    low: Tensor | None, window: int, packed: bool, queries: np.ndarray, keys: np.ndarray, device: torch.device
 ) -> BlockMask:
     """What queries at some places see of keys at some places, none of which lies behind all of them. `low` are the bounds of rows;
-    where they come from a window alone, a block well inside of it needs none."""
+    where these are not `packed` from documents, a block well inside of the window needs none."""
     same = len(queries) == len(keys) and bool((queries == keys).all())
-    below = bool(keys[-1] <= queries[0])
-    if low is None and (same or below):
+    simple = same or bool(keys[-1] <= queries[0])
+    inside = low is None or (not packed and window > queries[-1] - keys[0])
+    if inside and simple:
         return CAUSAL if same else None
     place, key_place = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (queries, keys))
     first = queries - window + 1 if window else np.zeros_like(queries)
     pairs = float((np.searchsorted(keys, queries, "right") - np.searchsorted(keys, first)).sum())
-    if low is None:
-        return Bounds(torch.zeros_like(place)[None], place, key_place, pairs)
-    inside = len(low) == 1 and window > queries[-1] - keys[0]
-    if inside and (same or below):
-        return CAUSAL if same else None
-    return Bounds(low.index_select(1, place), place, key_place, pairs)
+    lowest = torch.zeros_like(place)[None] if low is None else low.index_select(1, place)
+    return Bounds(lowest, place, key_place, pairs)
 
 
 def _fits_kernels(q: Tensor) -> bool:

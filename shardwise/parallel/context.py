@@ -104,7 +104,7 @@ def ring_part(rank: int, owner: int, ranks: int, length: int, mask: ContextMask,
     mine = slice(half, length) if owner > rank else slice(0, length)
     theirs = slice(0, half) if owner < rank else slice(0, length)
     places = zigzag_positions(whole, ranks, rank)[mine], zigzag_positions(whole, ranks, owner)[theirs]
-    return Part(mine, theirs, block_mask(mask.low, mask.window, *places, device))
+    return Part(mine, theirs, block_mask(mask.low, mask.window, mask.documents is not None, *places, device))
 
 
 def gather_parts(rank: int, ranks: int, length: int, mask: ContextMask, device: torch.device) -> list[Part]:
@@ -115,7 +115,8 @@ def gather_parts(rank: int, ranks: int, length: int, mask: ContextMask, device: 
         start = int(place[mine.start])
         for keys in (slice(0, start), slice(start, start + half)):
             if keys.stop > keys.start:
-                seen = block_mask(mask.low, mask.window, place[mine], np.arange(keys.start, keys.stop), device)
+                at = np.arange(keys.start, keys.stop)
+                seen = block_mask(mask.low, mask.window, mask.documents is not None, place[mine], at, device)
                 found.append(Part(mine, keys, seen))
     return found
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from shardwise.run.axes import RANK_AXES
 from shardwise.run.config import LayoutConfig, Run
-from shardwise.run.derive import REPEATS_PARTS, must_launch, tunes_gemms
+from shardwise.run.derive import REPEATS_PARTS, must_launch, splits_backward, tunes_gemms
 from shardwise.run.problems import counted, nearest
 
 
@@ -263,6 +263,9 @@ def _recompute_rules(run: Run) -> Iterator[Rule]:
     ))
     yield Rule(run.train.compile is True and mode in REPEATS_PARTS, "train.compile", ("layout.recompute",), lambda: (
         f'compiles whole layers, and layout.recompute = "{mode}" recomputes a part of one; use "full" or "none"'
+    ))
+    yield Rule(run.train.compile is True and splits_backward(run), "train.compile", ("layout.schedule",), lambda: (
+        f'compiles whole layers, and layout.schedule = "{lay.schedule}" defers their weight gradients; use another schedule'
     ))
     yield Rule((mode == "budget") != (lay.recompute_budget > 0), "layout.recompute_budget", ("layout.recompute",),
                lambda: 'is above 0 when layout.recompute is "budget", and 0 otherwise')

@@ -84,6 +84,18 @@ def test_blocks_are_the_whole(attend: object, packed: bool, window: int) -> None
         torch.testing.assert_close(attend(rank, q, k, v, mask), expected[:, mine], rtol=0, atol=1e-12)  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("window", [0, 16, 40])
+@pytest.mark.parametrize("attend", [gathered, round_the_ring])
+def test_documents_of_one_row_are_seen_inside_of_a_window(attend: object, window: int) -> None:
+    q, k, v = (x[:1] for x in heads(torch.float64))
+    found = documents()[:1]
+    mask = ContextMask(found, window, row_bounds(found, window, LENGTH, q.device))
+    expected = whole(q, k, v, found, window)
+    for rank in range(RANKS):
+        mine = zigzag_positions(LENGTH, RANKS, rank)
+        torch.testing.assert_close(attend(rank, q, k, v, mask), expected[:, mine], rtol=0, atol=1e-12)  # type: ignore[operator]
+
+
 @pytest.mark.parametrize(("packed", "window"), [(False, 0), (True, 0), (True, 9)])
 def test_their_gradients_are_those_of_the_whole(packed: bool, window: int) -> None:
     inputs = heads(torch.float64)

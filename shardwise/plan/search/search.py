@@ -19,7 +19,7 @@ from shardwise.plan.cost.job import GIB, job_of
 from shardwise.plan.plan import Plan, plan_job
 from shardwise.plan.search.advice import counts_of, next_changes, nothing_fits, nothing_legal, nothing_there, sentence
 from shardwise.plan.search.fitting import LEANER, Fitting, Found, about
-from shardwise.plan.search.screen import Space
+from shardwise.plan.search.screen import spaces_of
 from shardwise.plan.time.step import prepare, step_times
 from shardwise.plan.trainer.memory import memory_of, memory_that_fits
 from shardwise.run import Run
@@ -79,8 +79,9 @@ def search(run: Run, *, devices: Sequence[int] | None = None, keep: int = 20, ma
 
 def _search(run: Run, devices: Sequence[int] | None, keep: int, max_microbatch: int) -> SearchResult:
     counts, per_node = counts_of(run, devices, keep, max_microbatch)
-    spaces = [Fitting(Space(run, count, per_node, max_microbatch), keep) for count in counts]
-    streams = [_apart(fitting) for fitting in spaces]
+    by_count = [[Fitting(space, keep) for space in spaces_of(run, count, per_node, max_microbatch)] for count in counts]
+    spaces = [fitting for several in by_count for fitting in several]
+    streams = [heapq.merge(*map(_apart, several), key=_worth) for several in by_count]
     firsts = [next(stream, None) for stream in streams]
     found = [first for first in firsts if first is not None]
     if not any(one.space.count for one in spaces):
@@ -100,7 +101,9 @@ def _search(run: Run, devices: Sequence[int] | None, keep: int, max_microbatch: 
             spare = _spare([plan.run.layout.world for plan in ranking])
             del ranking[spare], changes[spare]
     without = {
-        fit.space.devices: nothing_there(fit.space) for fit, one in zip(spaces, firsts, strict=True) if one is None
+        count: nothing_there(several[0].space)
+        for count, several, one in zip(counts, by_count, firsts, strict=True)
+        if one is None
     }
     searched, played = sum(one.space.count for one in spaces), sum(len(one.played) for one in spaces)
     return SearchResult(ranking, changes, searched, played, without, spaces)

@@ -17,6 +17,7 @@ import numpy as np
 
 from shardwise.run import AXES, LayoutConfig, Run
 from shardwise.run.check import Rule, batch_rules, fp8_rules, layout_rules
+from shardwise.schedules import SPLIT_BACKWARD
 
 Array = Any  # of whole numbers, one entry a layout
 
@@ -101,6 +102,8 @@ def schedules(run: Run, pipeline: int) -> list[tuple[str, int]]:
     names: tuple[str, ...] = (lay.schedule,) if "schedule" in fixed else SCHEDULES
     if pipeline == 1:
         names = names[:1]
+    elif run.train.compile is True:
+        names = tuple(name for name in names if name not in SPLIT_BACKWARD)
     found: list[tuple[str, int]] = []
     for name in names:
         most = (layers + 2) // pipeline  # the first and the last stage may have no layer
