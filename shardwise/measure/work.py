@@ -55,6 +55,8 @@ PARTS: tuple[tuple[type | tuple[type, ...], str], ...] = (
 )
 
 aten = torch.ops.aten
+ALLOCATIONS = (aten.empty_like.default, aten.empty.memory_format, aten.new_empty.default)
+"""Operators that move nothing."""
 GEMMS: dict[Any, tuple[int, int]] = {  # operator to the argument positions of its two operands
     aten.mm.default: (0, 1),
     aten.mm.out: (0, 1),
@@ -206,7 +208,7 @@ class WorkCounter(TorchDispatchMode, Observer):
             first, second = (args[place] for place in places)
             share = _rows_taken(*args) if operator is aten._grouped_mm.default else 1.0
             self._gemm(first, second, 2.0 * first.numel() * second.shape[-1] * share)
-        elif operator.namespace in ("aten", "shardwise") and not operator.is_view:
+        elif operator.namespace in ("aten", "shardwise") and not operator.is_view and operator not in ALLOCATIONS:
             if operator.namespace == "shardwise":
                 self._quantized(args[0], [x for x in tree_leaves(out) if x.element_size() == 1])
             if (

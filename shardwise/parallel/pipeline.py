@@ -197,8 +197,9 @@ class Pipeline:
             remaining[action.stage, action.kind] -= 1
             with self.observers.action(action):
                 self.channel.let_go()
-                # What the next action waits for travels while this one computes.
-                for needed in filter(None, map(self._needs, actions[number : number + 2])):
+                # What the next action waits for travels while this one computes; a CPU's messages travel in any case.
+                ahead = actions[number : number + 2] if like.is_cuda else ()
+                for needed in filter(None, map(self._needs, ahead)):
                     self.channel.post(needed, self.schedule.placement[needed.stage])
                 self._execute(action, last=not remaining[action.stage, action.kind])
             self.executed.append(action)

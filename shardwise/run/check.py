@@ -264,7 +264,7 @@ def _recompute_rules(run: Run) -> Iterator[Rule]:
     yield Rule(run.train.compile is True and mode in REPEATS_PARTS, "train.compile", ("layout.recompute",), lambda: (
         f'compiles whole layers, and layout.recompute = "{mode}" recomputes a part of one; use "full" or "none"'
     ))
-    yield Rule(run.train.compile is True and splits_backward(run), "train.compile", ("layout.schedule",), lambda: (
+    yield Rule(splits_backward(run) & (run.train.compile is True), "train.compile", ("layout.schedule",), lambda: (
         f'compiles whole layers, and layout.schedule = "{lay.schedule}" defers their weight gradients; use another schedule'
     ))
     yield Rule((mode == "budget") != (lay.recompute_budget > 0), "layout.recompute_budget", ("layout.recompute",),

@@ -59,10 +59,11 @@ def chunks_loss(run: Run, *, gpu: bool) -> bool:
 
 
 def splits_backward(run: Run) -> bool:
-    """Whether weight gradients are deferred to actions of their own, which a compiled layer can't do."""
+    """Whether weight gradients are deferred to actions of their own, which a compiled layer can't do. The size of the pipeline may
+    be an array, one entry a layout."""
     from shardwise.schedules import SPLIT_BACKWARD  # which needs more than a run does
 
-    return run.layout.pipeline > 1 and run.layout.schedule in SPLIT_BACKWARD
+    return (run.layout.pipeline > 1) & (run.layout.schedule in SPLIT_BACKWARD)
 
 
 def compiles(run: Run, *, gpu: bool) -> bool:

@@ -136,9 +136,9 @@ def test_only_the_rows_of_a_matrix_that_are_asked_for_are_read(tmp_path: Path, m
     whole, read = reader.get(name), []
     fill = reader_module._fill
 
-    def counted(handle: int, into: memoryview, begin: int, file: Path) -> None:
+    def counted(handle: int, into: memoryview, *rest: Any) -> None:
         read.append(len(into))
-        fill(handle, into, begin, file)
+        fill(handle, into, *rest)
 
     monkeypatch.setattr(reader_module, "_fill", counted)
     assert (reader.read(name, (1, 8, 4), (2, 6, 20)) == whole[1:3, 8:14, 4:24]).all()

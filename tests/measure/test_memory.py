@@ -23,7 +23,7 @@ from shardwise.parallel import apply as apply_module
 from shardwise.parallel import shard as shard_module
 from shardwise.plan.plan import plan
 from shardwise.plan.trainer import rank as rank_module
-from shardwise.plan.trainer.rank import PlannedRank
+from shardwise.plan.trainer.rank import PlannedRank, planned_rank
 from shardwise.plan.trainer.state import activations, gathered, peak_gradients, saved_activations, state_bytes
 from shardwise.run import Run, run_from_dict
 from shardwise.run.derive import keeps_compute_copies
@@ -52,6 +52,7 @@ def test_copies_that_are_kept_count_where_they_stand(model: str, monkeypatch: py
     planned = state_bytes(run, 0)
     assert {owner: counted[owner] for owner in planned} == planned
     monkeypatch.undo()
+    planned_rank.cache_clear()
     before = state_bytes(run, 0)
     assert planned["parameters"] > before["parameters"]
     assert planned["parameters"] + planned["gradients"] == before["parameters"] + before["gradients"]

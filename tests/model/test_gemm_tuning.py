@@ -260,7 +260,7 @@ def test_when_products_are_tuned(dtype: str) -> None:
     assert tunes_gemms(run, gpu=True)
     assert not tunes_gemms(run, gpu=False)
     assert not tunes_gemms(run_from_dict(dict(train=dict(dtype=dtype, tune_products=False))), gpu=True)
-    assert not tunes_gemms(run_from_dict(dict(train=dict(dtype=dtype), layout=dict(shard=2))), gpu=True)
+    assert tunes_gemms(run_from_dict(dict(train=dict(dtype=dtype), layout=dict(shard=2))), gpu=True)
 
 
 @pytest.mark.parametrize("add", [False, True])

@@ -138,8 +138,10 @@ H200 = ("cluster.chip=h200", "train.dtype=bfloat16")
         (H200, True, True),
         (["train.device=cuda", "train.dtype=bfloat16"], True, True),
         (["train.dtype=bfloat16"], False, False),  # this machine, as far as it says a CPU
-        ([*H200, "layout.shard=2"], False, False),
-        ([*H200, "layout.shard=2", "train.compile=true"], True, False),
+        ([*H200, "layout.shard=2"], True, False),
+        ([*H200, "layout.shard=2", "train.compile=false"], False, False),
+        ([*H200, "layout.pipeline=2"], True, False),
+        ([*H200, "layout.pipeline=2", "layout.schedule=zb-h1"], False, False),
         ([*H200, "train.compile=false", "train.cuda_graph=false"], False, False),
         (["cluster.chip=h200"], False, True),
         (["cluster.chip=h200", "train.dtype=float16"], True, False),
@@ -149,7 +151,7 @@ H200 = ("cluster.chip=h200", "train.dtype=bfloat16")
         ([*H200, *MIXTURE, "model.expert_capacity=1.5"], True, False),
     ],
 )
-def test_what_one_gpu_does_without_being_asked(overrides: list[str], compiled: bool, replayed: bool) -> None:
+def test_what_gpus_do_without_being_asked(overrides: list[str], compiled: bool, replayed: bool) -> None:
     run = read_run(None, overrides)
     gpu = planned_on_gpu(run)
     assert (compiles(run, gpu=gpu), replays(run, gpu=gpu)) == (compiled, replayed)
