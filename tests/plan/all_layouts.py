@@ -23,6 +23,7 @@ from shardwise.run.derive import compiles, planned_on_gpu
 AXES = ("replicate", "shard", "context", "tensor", "pipeline")
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "gpipe", "breadth-first")
 LOOPED = ("interleaved", "breadth-first")
+DEFERRING = ("zb-h1", "zb-v", "dualpipe-v")
 FEW, MANY = 40, 400
 """The layouts that a drawn job has, at least and, if not said otherwise, at most."""
 
@@ -39,7 +40,7 @@ class Planned(NamedTuple):
 def every_layout(run: Run, devices: int, per_node: int) -> Iterator[Run]:
     """The legal layouts of a run whose layout is `auto`, each once."""
     lay, fixed, model, batch = run.layout, run.layout.fixed, run.model, run.train.global_batch
-    # Whether layers are compiled is settled by the run, not by a layout.
+    # Whether layers are compiled is settled by the run, and a layout that defers weight gradients does without.
     alone = replace(run, layout=replace(lay, auto=False, fixed=(), **dict.fromkeys(AXES, 1) | {"replicate": devices}))
     train = replace(run.train, compile=compiles(alone, gpu=planned_on_gpu(run)))
     inside = min(per_node, devices)
@@ -71,7 +72,9 @@ def every_layout(run: Run, devices: int, per_node: int) -> Iterator[Run]:
         for (schedule, chunks), microbatch, values in product(schedules, microbatches, product(*keys.values())):
             sizes = dict(zip(AXES, axes, strict=True)) | dict(zip(keys, values, strict=True))
             layout = replace(lay, auto=False, fixed=(), schedule=schedule, chunks=chunks, **sizes)
-            one = replace(run, layout=layout, train=replace(train, microbatch=microbatch), cluster=cluster)
+            defers = run.train.compile == "auto" and schedule in DEFERRING and pipeline > 1
+            how = replace(train, microbatch=microbatch, compile=train.compile and not defers)
+            one = replace(run, layout=layout, train=how, cluster=cluster)
             if next(iter(broken_rules(one)), None) is None:
                 yield one
 

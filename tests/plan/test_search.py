@@ -18,7 +18,7 @@ from shardwise.plan.search import resolve, search
 from shardwise.plan.search.bubbles import Pace, in_flight, makespan
 from shardwise.plan.search.play import play
 from shardwise.plan.search.pool import LEAST_MEMORY_OF_MANY
-from shardwise.plan.search.screen import LayoutIndex, Space
+from shardwise.plan.search.screen import LayoutIndex, Space, spaces_of
 from shardwise.plan.search.space import Sizes, legal, with_choices
 from shardwise.plan.time.step import prepare, step_time
 from shardwise.plan.trainer.memory import memory_of
@@ -176,12 +176,12 @@ def test_the_best_of_all_is_found() -> None:
     run = replace(run, cluster=replace(run.cluster, devices_per_node=4))
     result = search(run, keep=10)
     places = []
-    for group in Space(run, 4, 4).groups:
+    for group in (group for space in spaces_of(run, 4, 4) for group in space.groups):
         for (schedule, chunks), method, row in product(group.schedules, range(len(group.methods)), group.rows()):
             if group.legal[method, row % group.shape[2]]:
                 places.append((group, LayoutIndex(schedule, chunks, method, int(row))))
     times = {group.run_at(place): seconds for (group, place), seconds in zip(places, play(places), strict=True)}
-    assert result.searched == len(times) > 1000
+    assert result.searched == len(times) > 700
     best = min((one for one in times if memory_of(one, job_of(one)).fits), key=lambda one: times[one])
     assert best in [ranked.run for ranked in result.ranking]
     assert result.best.account.step_seconds <= times[best] * (1 + 1e-9)
@@ -257,7 +257,7 @@ def test_nonsense_is_refused_with_all_reasons() -> None:
 
 
 def test_what_a_layout_decides_is_settled_before_layouts_are_compared() -> None:
-    """One GPU compiles by itself, and a compiled layer is repeated whole or not at all; several do not."""
+    """GPUs compile by themselves; a compiled layer is repeated whole or not at all, and does not defer its weight gradients."""
 
     def found(devices: int, **layout: Any) -> set[tuple[object, str]]:
         run = run_from_dict(
@@ -272,7 +272,10 @@ def test_what_a_layout_decides_is_settled_before_layouts_are_compared() -> None:
 
     assert {compiled for compiled, _ in found(1)} == {True}
     assert not {recompute for _, recompute in found(1)} & {"attention", "operations"}
-    assert {compiled for compiled, _ in found(8)} == {False}
+    assert True in {compiled for compiled, _ in found(8)}
+    assert {compiled for compiled, _ in found(8, pipeline=8, schedule="zb-h1", fixed=("pipeline", "schedule"))} == {
+        False
+    }
     assert found(1, recompute="attention") == {(False, "attention")}
 
 

@@ -282,11 +282,11 @@ def rows_of(job: Job, sizes: Sizes) -> Rows:
     every = replace(job, layout=sizes.into(job.layout), microbatch=sizes.microbatch.astype(float))
     m, high = job.model, max(4.0, job.width)
     rows, columns = every.rows, m.vocab / sizes.tensor
-    entering = rows * m.hidden * job.width
+    entering = rows * m.hidden * job.width  # of which a whole loss saves this rank's shard
     chunked = chunked_loss(every) > 0
     logits = rows * columns * job.width
     loss = np.where(chunked, logits / np.ceil(logits / CHUNK_BYTES), 2.0 * rows * columns * high)
-    saved = np.where(chunked, columns * m.hidden * high, rows * columns * high) + entering
+    saved = np.where(chunked, columns * m.hidden * high + entering, rows * columns * high + entering / sizes.tensor)
     width = np.maximum(m.ffn, m.expert_ffn * m.experts_per_token) / sizes.tensor
     passing = (2.0 if m.gated else 1.0) * rows * width * job.width * (job.framework.kernels != "compiled")
     return Rows(hop_seconds(every), buffers(every), loss, saved, passing)
