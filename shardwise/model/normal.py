@@ -109,7 +109,7 @@ def _pairs(keys: tuple[Tensor, Tensor, Tensor], pairs: range, std: float) -> Ten
     sine = _sine(angle)
     # Of the double angle: the cosine is 1 - 2 s^2, and the sine 2 s c with c >= 0, whose square no rounding may make negative.
     square = sine * sine
-    sine.mul_(torch.sub(1, square).abs_().sqrt_()).mul_(2)
+    sine.mul_(_sqrt(torch.sub(1, square).abs_())).mul_(2)
     cosine = square.mul_(-2).add_(1)
     drawn = torch.empty(*x.shape, 2, device=x.device)
     torch.mul(radius, cosine, out=drawn[..., 0])
@@ -130,7 +130,13 @@ def _radius(x: Tensor, std: float) -> Tensor:
     exponent = (bits >> 23).float().sub_(127 + 31)
     mantissa = bits.bitwise_and_(0x7FFFFF).add_(_ROOT_HALF).view(torch.float32).sub_(1)
     log = _polynomial(_LOG, mantissa).mul_(mantissa).add_(exponent.mul_(0.6931472))
-    return log.mul_(-2 * std * std).sqrt_()
+    return _sqrt(log.mul_(-2 * std * std))
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """Square roots in place, rounded as IEEE 754 says. A GPU's in float32 are not; those in float64 are, and rounding these once
+    more gives the same."""
+    return x.copy_(x.double().sqrt_()) if x.is_cuda else x.sqrt_()
 
 
 def _sine(x: Tensor) -> Tensor:

@@ -18,8 +18,6 @@ Once a step the loads, MoE layers x experts in float32, are all-reduced over rep
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -92,7 +90,7 @@ class ExpertParallelMoE(MoE):
         """Rows sorted by expert, through the experts wherever they are."""
         return self.experts(rows, counts) if self.group is None else self._exchanged(rows, counts)
 
-    @partial(torch.compiler.disable, recursive=False)  # the host reads counts here; the experts themselves are compiled
+    @torch.compiler.disable  # the host reads counts here
     def _exchanged(self, rows: Tensor, counts: Tensor) -> Tensor:
         ranks = dist.get_world_size(self.group)
         theirs = torch.empty_like(counts)

@@ -4,6 +4,7 @@ leave a run: it goes on with those that stay, on a layout planned for them."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ def test_a_run_that_suffers_every_kind_of_fault_ends_as_if_nothing_had_been(tmp_
     assert outcome.noticed == outcome.faults["flip a bit"] + outcome.faults["truncate"]
     said = (tmp_path / "disturbed" / "said").read_text()
     assert "was killed by SIGKILL; all ranks are stopped, going on from step" in said
-    assert "no progress for 4 s: rank" in said
+    assert re.search(r"no progress for [4-9] s: rank", said)
     assert "its process is stopped by a signal" in said
     assert "told to stop: the run can go on later" in said
     assert outcome.unsaved
