@@ -136,7 +136,7 @@ def _unused_prefetch(wire: Wire, stage: Stage) -> None:
     planned = wire.planned
     kept = planned.run.layout.zero < 3 and planned.splits_backward
     shard = planned.prefetched_shard(stage)
-    if shard and not kept and planned.runs_dry(stage):
+    if shard and not kept and stage.number in planned.dry_stages:
         wire.all_gather("zero", shard)
 
 
