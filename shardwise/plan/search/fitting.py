@@ -129,12 +129,14 @@ class Fitting:
             self.played[one] = seconds
         return [(self.played[one], one) for one in candidates]
 
-    def fits(self, candidate: Candidate) -> Found | None:
-        """The layout with its memory, or None."""
+    def fits(self, candidate: Candidate, most: float = math.inf) -> Found | None:
+        """The layout with its memory, or None. One that is not counted yet and needs more than `most` is left out too."""
         if candidate not in self._known:
             run = candidate.group.run_at(candidate.layout)
             job = job_of(run)
-            memory = memory_that_fits(run, job)
+            memory = memory_that_fits(run, job, most)
+            if memory is None and most < math.inf:  # it may fit all the same
+                return None
             found = None if memory is None else Found(self.played[candidate], run, job, memory, candidate)
             self._known[candidate] = found
         return self._known[candidate]
@@ -150,7 +152,7 @@ class Fitting:
             if found and seconds > SLOWER * found[0].seconds:
                 break
             some = (one for _, one in same if not LEAST_MEMORY * one.memory >= LEANER * least or one in self._known)
-            fits = [one for candidate in some if (one := self.fits(candidate)) is not None]
+            fits = [one for candidate in some if (one := self.fits(candidate, LEANER * least)) is not None]
             for one in sorted(fits, key=lambda one: one.memory.peak)[:1]:
                 if one.memory.peak < LEANER * least:
                     found.append(one)
