@@ -7,9 +7,10 @@ nothing is sent between two stages of one rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, repeat
 from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B", "I", "W"]
@@ -30,6 +31,14 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind}{self.stage}.{self.microbatch}"
+
+
+_make: Callable[[tuple[Kind, int, int]], Action] = partial(tuple.__new__, Action)
+
+
+def actions_of(kind: Kind, stages: Iterable[int], microbatches: Iterable[int]) -> list[Action]:
+    """Actions of one kind, several times as fast as one by one: long schedules have millions."""
+    return list(map(_make, zip(repeat(kind), stages, microbatches, strict=False)))
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ while the next stage computes. With fewer microbatches than ranks a rank waits f
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain, repeat
 
-from shardwise.schedules.actions import Action, Schedule, loop_placement
+from shardwise.schedules.actions import Schedule, actions_of, loop_placement
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
@@ -35,7 +36,7 @@ def breadth_first(ranks: int, microbatches: int, chunks: int) -> Schedule:
     lists = []
     for rank in range(ranks):
         stages = range(rank, ranks * chunks, ranks)
-        forward = [Action("F", stage, microbatch) for stage in stages for microbatch in range(microbatches)]
-        backward = [Action("B", stage, microbatch) for stage in reversed(stages) for microbatch in range(microbatches)]
-        lists.append((*forward, *backward))
+        forward = (actions_of("F", repeat(stage), range(microbatches)) for stage in stages)
+        backward = (actions_of("B", repeat(stage), range(microbatches)) for stage in reversed(stages))
+        lists.append(tuple(chain.from_iterable(chain(forward, backward))))
     return Schedule("breadth-first", tuple(lists), loop_placement(ranks, chunks), microbatches)

@@ -15,15 +15,17 @@ ring, so the bubble stays what it is above for every m >= P, and G = P where P d
 
 from __future__ import annotations
 
-from shardwise.schedules.actions import Action, Kind, Schedule, loop_placement
+from itertools import chain, repeat
+
+from shardwise.schedules.actions import Action, Schedule, actions_of, keep_microbatches, loop_placement
 
 
 def one_forward_one_backward(ranks: int, microbatches: int) -> Schedule:
     """Rank r runs P - r - 1 forwards, then alternates."""
     lists = []
     for rank in range(ranks):
-        forward = [_action("F", rank, microbatch) for microbatch in range(microbatches)]
-        backward = [_action("B", rank, microbatch) for microbatch in range(microbatches)]
+        forward = actions_of("F", repeat(rank), range(microbatches))
+        backward = actions_of("B", repeat(rank), range(microbatches))
         lists.append(_alternate(forward, backward, warmup=ranks - rank - 1))
     return Schedule("1f1b", tuple(lists), loop_placement(ranks, 1), microbatches)
 
@@ -34,18 +36,21 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
         plain = one_forward_one_backward(ranks, microbatches)
         return Schedule("interleaved", plain.ranks, plain.placement, microbatches)
     groups, size = _groups(ranks, microbatches)
-    visits = [(chunk, microbatch) for group in groups for chunk in range(chunks) for microbatch in group]
+    visits = [(ranks * chunk, microbatch) for group in groups for chunk in range(chunks) for microbatch in group]
+    firsts, visitors = zip(*visits, strict=True)
     lists = []
     for rank in range(ranks):
-        forward = [_action("F", rank + ranks * chunk, microbatch) for chunk, microbatch in visits]
-        backward = [_action("B", rank + ranks * (chunks - 1 - chunk), microbatch) for chunk, microbatch in visits]
+        last = rank + ranks * (chunks - 1)
+        forward = actions_of("F", [rank + first for first in firsts], visitors)
+        backward = actions_of("B", [last - first for first in firsts], visitors)
         # Two for each rank below: in the time a microbatch takes down to the last rank and its gradient back up.
         lists.append(_alternate(forward, backward, warmup=2 * (ranks - rank - 1) + (chunks - 1) * size))
-    return Schedule("interleaved", tuple(lists), loop_placement(ranks, chunks), microbatches)
+    kept = tuple(lists) if len(visits) == chunks * microbatches else keep_microbatches(lists, microbatches)
+    return Schedule("interleaved", kept, loop_placement(ranks, chunks), microbatches)
 
 
-def _groups(ranks: int, microbatches: int) -> tuple[list[list[int | None]], int]:
-    """Microbatches divided evenly into groups no shorter than the ring, each padded with None to one size.
+def _groups(ranks: int, microbatches: int) -> tuple[list[list[int]], int]:
+    """Microbatches divided evenly into groups no shorter than the ring, each padded to one size with a number that is none's.
 
     The padding is scheduled like any microbatch and left out afterwards. So the pace is that of a regular schedule, which has
     no deadlock, and leaving out whole microbatches cannot cause one.
@@ -53,24 +58,17 @@ def _groups(ranks: int, microbatches: int) -> tuple[list[list[int | None]], int]
     count = max(1, microbatches // ranks)
     shortest, longer = divmod(microbatches, count)
     size = max(ranks, shortest + (longer > 0))
-    groups: list[list[int | None]] = []
+    groups: list[list[int]] = []
     first = 0
     for group in range(count):
         last = first + shortest + (group < longer)
-        groups.append([*range(first, last), *[None] * (size - (last - first))])
+        groups.append([*range(first, last), *[microbatches] * (size - (last - first))])
         first = last
     return groups, size
 
 
-def _action(kind: Kind, stage: int, microbatch: int | None) -> Action | None:
-    return None if microbatch is None else Action(kind, stage, microbatch)
-
-
-def _alternate(forward: list[Action | None], backward: list[Action | None], warmup: int) -> tuple[Action, ...]:
+def _alternate(forward: list[Action], backward: list[Action], warmup: int) -> tuple[Action, ...]:
     """`warmup` forwards, then one forward and one backward in turn, then the backwards that are left."""
     warmup = min(warmup, len(forward))
-    paced = forward[:warmup]
-    for pair in zip(forward[warmup:], backward, strict=False):
-        paced += pair
-    paced += backward[len(forward) - warmup :]
-    return tuple(action for action in paced if action is not None)
+    pairs = zip(forward[warmup:], backward, strict=False)
+    return (*forward[:warmup], *chain.from_iterable(pairs), *backward[len(forward) - warmup :])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.plan.plan import plan
+from shardwise.plan.trainer import saved
 from shardwise.plan.trainer.rank import PlannedParameter, PlannedRank
 from shardwise.plan.trainer.state import state_bytes
 from shardwise.plan.trainer.traffic import by_group
@@ -86,3 +87,18 @@ def test_llama_3_405b_has_its_embedding_and_its_head_as_stages_of_their_own() ->
     assert [len(stage.layers) for stage in first] == [0, *[1] * 7]
     assert [len(stage.layers) for stage in last] == [*[1] * 7, 0]
     assert plan(run).account.step_seconds < 10
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+@pytest.mark.parametrize("recompute", ["none", "attention", "full"])
+@pytest.mark.parametrize("every", [1, 3])
+def test_layers_that_save_alike_are_counted_as_if_each_were_written_down(
+    monkeypatch: pytest.MonkeyPatch, pipeline: int, recompute: str, every: int
+) -> None:
+    model = dict(layers=14, hidden=64, heads=4, vocab=256, ffn=128, experts=4, experts_per_token=2, dense_layers=5)
+    layout = dict(pipeline=pipeline, tensor=2, recompute=recompute, recompute_every=every, schedule="zb-h1")
+    train = dict(microbatch=1, global_batch=8, seq_len=64, dtype="bfloat16")
+    planned = PlannedRank(run_from_dict(dict(model=model, layout=layout, train=train)), 0)
+    few = [saved.saved(planned, stage) for stage in planned.stages]
+    monkeypatch.setattr(saved, "FEW", 100)
+    assert few == [saved.saved(planned, stage) for stage in planned.stages]

@@ -105,8 +105,13 @@ def training_flops(model: ModelConfig, seq_len: int) -> float:
 
 def layers_of_stages(run: Run) -> list[range]:
     """The layers of every stage of a run, in order."""
-    ends = [0, *accumulate(stage_counts(run.model, run.layout, run.train.seq_len))]
-    return [range(a, b) for a, b in pairwise(ends)]
+    return list(_ranges(stage_counts(run.model, run.layout, run.train.seq_len)))
+
+
+@lru_cache(maxsize=256)
+def _ranges(counts: tuple[int, ...]) -> tuple[range, ...]:
+    """Remembered: every rank of a long pipeline asks."""
+    return tuple(range(a, b) for a, b in pairwise([0, *accumulate(counts)]))
 
 
 def stage_counts(model: ModelConfig, layout: LayoutConfig, seq_len: int) -> tuple[int, ...]:
@@ -116,7 +121,8 @@ def stage_counts(model: ModelConfig, layout: LayoutConfig, seq_len: int) -> tupl
 
 @lru_cache(maxsize=4096)
 def _balanced(model: ModelConfig, stages: int, seq_len: int) -> tuple[int, ...]:
-    costs = [layer_multiply_adds(model, model.is_moe(layer), seq_len) for layer in range(model.layers)]
+    each = {moe: layer_multiply_adds(model, moe, seq_len) for moe in set(map(model.is_moe, range(model.layers)))}
+    costs = [each[model.is_moe(layer)] for layer in range(model.layers)]
     head = float(model.vocab * model.hidden)
     # An embedding looks rows up: next to nothing forward, a scattered addition backward.
     return split_layers(costs, stages, first=float(model.hidden), last=head)

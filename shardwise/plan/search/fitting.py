@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
@@ -108,17 +109,31 @@ class Fitting:
                     break
         yield from waiting
 
+    def least(self) -> float:
+        """Nothing here takes fewer seconds, as far as screening can tell: known before anything is played."""
+        candidates, certain = self._first_pool
+        return certain * min(candidates.found[0].seconds, candidates.complete) if candidates.found else 0.0
+
+    @cached_property
+    def _first_pool(self) -> tuple[Candidates, float]:
+        if self.space.count <= PLAY_ALL:
+            return every_one(self.space, self.space.capacity / LEAST_MEMORY), 0.0
+        return self._fastest(max(POOL, 4 * self.keep)), LEAST_TIME
+
+    def _fastest(self, most: int) -> Candidates:
+        """So many of a large space, and all others that are no slower."""
+        pool = screen_all(self.space, most, self.space.capacity / LEAST_MEMORY_OF_MANY)
+        self.lean = pool.found
+        return pool._replace(found=[one for one in pool.found if one.seconds <= pool.complete])
+
     def _pools(self) -> Iterator[tuple[Candidates, float]]:
         """Candidates, more each time, with the least share of its screened time that one may take; 0: play all."""
         space, capacity = self.space, self.space.capacity
+        yield self._first_pool
         if space.count <= PLAY_ALL:
-            yield every_one(space, capacity / LEAST_MEMORY), 0.0
             return
         most = max(POOL, 4 * self.keep)
-        for size in (most, 8 * most):
-            pool = screen_all(space, size, capacity / LEAST_MEMORY_OF_MANY)
-            self.lean = pool.found
-            yield pool._replace(found=[one for one in pool.found if one.seconds <= pool.complete]), LEAST_TIME
+        yield self._fastest(8 * most), LEAST_TIME
         for share in MEMORY_LIMITS:
             pool = screen_all(space, most, share * capacity)
             yield pool, LEAST_TIME
@@ -129,12 +144,14 @@ class Fitting:
             self.played[one] = seconds
         return [(self.played[one], one) for one in candidates]
 
-    def fits(self, candidate: Candidate) -> Found | None:
-        """The layout with its memory, or None."""
+    def fits(self, candidate: Candidate, most: float = math.inf) -> Found | None:
+        """The layout with its memory, or None. One that is not counted yet and needs more than `most` is left out too."""
         if candidate not in self._known:
             run = candidate.group.run_at(candidate.layout)
             job = job_of(run)
-            memory = memory_that_fits(run, job)
+            memory = memory_that_fits(run, job, most)
+            if memory is None and most < math.inf:  # it may fit all the same
+                return None
             found = None if memory is None else Found(self.played[candidate], run, job, memory, candidate)
             self._known[candidate] = found
         return self._known[candidate]
@@ -150,7 +167,7 @@ class Fitting:
             if found and seconds > SLOWER * found[0].seconds:
                 break
             some = (one for _, one in same if not LEAST_MEMORY * one.memory >= LEANER * least or one in self._known)
-            fits = [one for candidate in some if (one := self.fits(candidate)) is not None]
+            fits = [one for candidate in some if (one := self.fits(candidate, LEANER * least)) is not None]
             for one in sorted(fits, key=lambda one: one.memory.peak)[:1]:
                 if one.memory.peak < LEANER * least:
                     found.append(one)

@@ -81,7 +81,7 @@ def _search(run: Run, devices: Sequence[int] | None, keep: int, max_microbatch: 
     counts, per_node = counts_of(run, devices, keep, max_microbatch)
     by_count = [[Fitting(space, keep) for space in spaces_of(run, count, per_node, max_microbatch)] for count in counts]
     spaces = [fitting for several in by_count for fitting in several]
-    streams = [heapq.merge(*map(_apart, several), key=_worth) for several in by_count]
+    streams = [_merged(several) for several in by_count]
     firsts = [next(stream, None) for stream in streams]
     found = [first for first in firsts if first is not None]
     if not any(one.space.count for one in spaces):
@@ -139,6 +139,22 @@ def _kept(best: Found, spaces: Sequence[Fitting]) -> tuple[Plan, str] | None:
 def _worth(one: Found) -> tuple[float, float]:
     """Device-seconds of a step, which a ranking goes by; of equal ones the leaner."""
     return about(one.seconds * one.candidate.group.space.devices), one.memory.peak
+
+
+def _merged(several: Sequence[Fitting]) -> Iterator[Found]:
+    """What fits in some spaces, the best first. A space is not played before something in it may be the next."""
+    streams = [_apart(fitting) for fitting in several]
+    waiting: list[tuple[float, float, int, Found | None]] = [
+        (about(fitting.least() * fitting.space.devices), 0.0, n, None) for n, fitting in enumerate(several)
+    ]
+    heapq.heapify(waiting)
+    while waiting:
+        _, _, n, one = heapq.heappop(waiting)
+        if one is not None:
+            yield one
+        following = next(streams[n], None)
+        if following is not None:
+            heapq.heappush(waiting, (*_worth(following), n, following))
 
 
 def _apart(fitting: Fitting) -> Iterator[Found]:

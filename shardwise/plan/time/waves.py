@@ -8,13 +8,14 @@ fast: every number goes through the same additions and maxima, and tests/plan/te
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, chain
+from itertools import chain, pairwise
 
 import numpy as np
 
 from shardwise.schedules import Cost, Deadlock, Kind, Schedule
 
 _ROWS: dict[Kind, int] = {"F": 0, "I": 1, "W": 2, "B": 3}
+NOBODY, UNPLAYED = -2, -2
 _KINDS = np.zeros(128, np.int64)
 _KINDS[[ord(kind) for kind in _ROWS]] = list(_ROWS.values())
 
@@ -25,26 +26,39 @@ class Waves:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         stages, m, placement = schedule.stages, schedule.microbatches, schedule.placement
-        # Slots of activations, those of gradients, one that is never waited for, one that nobody reads.
-        size = (stages + 1) * m
-        self.slots = 2 * size + 2
         near = [stages if placement[s] == placement[s + 1] else s for s in range(stages - 1)]
-        actions = list(chain.from_iterable(schedule.ranks))
-        kinds, numbers, microbatches = zip(*actions, strict=True)
+        kinds, numbers, microbatches = zip(*chain.from_iterable(schedule.ranks), strict=True)
         kind = _KINDS[np.frombuffer("".join(kinds).encode(), np.uint8)]
         stage = np.array(numbers, np.int64)
         slot = stage * m + np.array(microbatches, np.int64)
         forward, weight = kind == _ROWS["F"], kind == _ROWS["W"]
-        read = np.where(forward, slot, slot + size + m)
-        write = np.where(forward, slot + m, slot + size)
         hop = np.where(forward, np.array([*near, stages])[stage], np.array([stages, *near])[stage])
-        read[weight], write[weight], hop[weight] = 2 * size, 2 * size + 1, stages
-        rank = np.repeat(np.arange(len(schedule.ranks)), [len(own) for own in schedule.ranks])
-        order, cuts = _waves(schedule, read.tolist(), write.tolist(), self.slots)
-        rank, read, write = rank[order], read[order], write[order]
+        hop[weight] = stages
+        # The action that each waits for: slots of activations, then those of gradients. Number `nothing` is always done.
+        nothing, size = len(kind), (stages + 1) * m
+        maker = np.full(2 * size, NOBODY)
+        maker[:m] = maker[2 * size - m :] = nothing
+        sends = np.flatnonzero(~weight)
+        maker[np.where(forward, slot + m, slot + size)[sends]] = sends
+        awaited = maker[np.where(forward, slot, slot + size + m)]
+        awaited[weight] = nothing
+        lengths = [len(own) for own in schedule.ranks]
+        ends = np.cumsum(lengths)
+        wave = np.array(_waves(schedule, awaited.tolist(), ends.tolist()))
+        order = np.argsort(wave, kind="stable")
+        place = np.empty(nothing + 1, np.int64)
+        place[order], place[nothing] = np.arange(nothing), nothing
+        before = np.arange(-1, nothing - 1)
+        some = np.array(lengths) > 0
+        before[(ends - lengths)[some]] = nothing
         self.rows, self.hops = (kind * stages + stage)[order], hop[order]
-        pairs = zip([0, *cuts[:-1]], cuts, strict=True)
-        self.waves = [(rank[a:b], read[a:b], write[a:b], slice(a, b)) for a, b in pairs]
+        self.lasts = place[(ends - 1)[some]]
+        # What was done before on the rank, and what is waited for: that has arrived when its transfer is over.
+        pairs = np.stack([place[before[order]], place[awaited[order]]])
+        apart = pairs + np.array([[0], [nothing + 1]])
+        cuts = np.cumsum(np.bincount(wave)).tolist()
+        slices = [slice(a, b) for a, b in pairwise([0, *cuts])]
+        self.waves = [(pairs[:, here], apart[:, here], here) for here in slices]
 
     def makespans(self, costs: Sequence[Cost], latencies: Sequence[float]) -> np.ndarray:
         """From the first start to the last end under each of the costs, transfers between ranks taking `latencies`."""
@@ -59,45 +73,53 @@ class Waves:
 
     def _played(self, lengths: np.ndarray, latencies: np.ndarray) -> np.ndarray:
         """`lengths` are of [kind of action and stage, layout]."""
-        stages, layouts = self.schedule.stages, len(latencies)
+        stages, count, layouts = self.schedule.stages, len(self.rows), len(latencies)
+        if not latencies.any():  # what is done has arrived
+            done = np.zeros((count + 1, layouts))
+            np.take(lengths, self.rows, 0, done[:count], "clip")
+            for pair, _, here in self.waves:
+                end = done[here]
+                end += np.maximum(*done.take(pair, 0))
+            return done[self.lasts].max(axis=0, initial=0.0)
         wire = np.repeat(latencies[None], stages + 1, axis=0)
         wire[stages] = 0.0  # between stages of one rank
-        arrival = np.zeros((self.slots, layouts))
-        clock = np.zeros((len(self.schedule.ranks), layouts))
-        lengths, wire = lengths[self.rows], wire[self.hops]
-        for rank, read, write, here in self.waves:
-            end = np.maximum(clock.take(rank, 0), arrival.take(read, 0))
-            end += lengths[here]
-            clock[rank] = end
-            end += wire[here]
-            arrival[write] = end
-        return clock.max(axis=0, initial=0.0)
+        both = np.zeros((2, count + 1, layouts))
+        done, arrival = both
+        np.take(lengths, self.rows, 0, done[:count], "clip")
+        np.take(wire, self.hops, 0, arrival[:count], "clip")
+        flat = both.reshape(-1, layouts)
+        for _, pair, here in self.waves:
+            end, arrives = done[here], arrival[here]
+            end += np.maximum(*flat.take(pair, 0))
+            arrives += end
+        return done[self.lasts].max(axis=0, initial=0.0)
 
 
-def _waves(schedule: Schedule, read: list[int], write: list[int], slots: int) -> tuple[list[int], list[int]]:
-    """Numbers of the actions, those of a wave together, and where each wave ends."""
-    m = schedule.microbatches
-    arrived = bytearray(slots)
-    arrived[:m] = b"\1" * m
-    arrived[slots - 2 - m : slots - 1] = b"\1" * (m + 1)
-    order: list[int] = []
-    cuts: list[int] = []
-    ends = list(accumulate(len(own) for own in schedule.ranks))
+def _waves(schedule: Schedule, awaited: list[int], ends: list[int]) -> list[int]:
+    """The wave of each action: behind that of the action before it on its rank, and of the one that it waits for."""
+    count = len(awaited)
+    wave = [UNPLAYED] * count + [-1]
+    asleep: dict[int, int] = {}
     at = [end - len(own) for end, own in zip(ends, schedule.ranks, strict=True)]
-    playing = [rank for rank, own in enumerate(schedule.ranks) if own]
-    while playing:
-        ready = [rank for rank in playing if arrived[read[at[rank]]]]
-        if not ready:
-            first = [end - len(own) for end, own in zip(ends, schedule.ranks, strict=True)]
-            raise Deadlock({rank: schedule.ranks[rank][at[rank] - first[rank]] for rank in playing})
-        over = False
-        for rank in ready:
-            number = at[rank]
-            order.append(number)
-            arrived[write[number]] = 1
-            at[rank] = number + 1
-            over = over or number + 1 == ends[rank]
-        if over:
-            playing = [rank for rank in playing if at[rank] < ends[rank]]
-        cuts.append(len(order))
-    return order, cuts
+    first = list(at)
+    ready = list(reversed(range(len(ends))))
+    while ready:
+        rank = ready.pop()
+        here, end = at[rank], ends[rank]
+        now = wave[here - 1] if here > first[rank] else -1
+        while here < end:
+            number = awaited[here]
+            other = wave[number] if number != NOBODY else UNPLAYED
+            if other == UNPLAYED:
+                asleep[number] = rank
+                break
+            now = (now if now > other else other) + 1
+            wave[here] = now
+            if here in asleep:
+                ready.append(asleep.pop(here))
+            here += 1
+        at[rank] = here
+    waiting = {rank: own[at[rank] - first[rank]] for rank, own in enumerate(schedule.ranks) if at[rank] < ends[rank]}
+    if waiting:
+        raise Deadlock(waiting)
+    return wave[:-1]

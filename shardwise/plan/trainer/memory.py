@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
@@ -25,22 +26,22 @@ def memory_of(run: Run, job: Job) -> Memory:
     return replace(estimate, ranks=_all_ranks(run, job, estimate, {}))
 
 
-def memory_that_fits(run: Run, job: Job) -> Memory | None:
-    """The memory of a run as this job, or None where it is more than a device has. Ranks near the ends of the pipeline tell most of
-    those that do not fit, in a fraction of the time that all ranks take."""
+def memory_that_fits(run: Run, job: Job, most: float = math.inf) -> Memory | None:
+    """The memory of a run as this job, or None where it is more than a device has, or than `most`. Ranks near the ends of the
+    pipeline tell most of those that do not fit, in a fraction of the time that all ranks take."""
     known: dict[tuple[object, ...], _Alike] = {}
     if _is_exact(run, job):
-        ranks, capacity = first_ranks(run), float(job.cluster.chip.memory) * (1.0 - job.headroom)
+        ranks, limit = first_ranks(run), min(float(job.cluster.chip.memory) * (1.0 - job.headroom), most)
         least = {"gathered": 0.0, "buffers": float(buffers(job))}
         for rank in dict.fromkeys((ranks[min(1, len(ranks) - 1)], ranks[0], ranks[-1])):
             place = planned_rank(run, rank)
-            if sum(_rank_memory(place, job, least, _known_alike(place, known)).values()) > capacity:
+            if sum(_rank_memory(place, job, least, _known_alike(place, known)).values()) > limit:
                 return None
         estimate = memory(job)
         found = replace(estimate, ranks=_all_ranks(run, job, estimate, known))
     else:
         found = memory(job)
-    return found if found.fits else None
+    return found if found.fits and found.peak <= most else None
 
 
 def _all_ranks(

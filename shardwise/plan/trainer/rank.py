@@ -214,16 +214,21 @@ class PlannedRank:
             Stage(n, layers, n == 0, n == last) for n, layers in enumerate(ranges) if self.placement[n] == mine
         )
 
-    def runs_dry(self, stage: Stage) -> bool:
-        """Whether a stage at some time before its last backward pass has no microbatch between its passes."""
-        actions = self.schedule.ranks[self.index("pipeline")]
-        kinds = [a.kind for a in actions if a.stage == stage.number and a.kind != "W"]
-        depth = 0
-        for kind in kinds[:-1]:
-            depth += 1 if kind == "F" else -1
-            if not depth:
-                return True
-        return False
+    @cached_property
+    def dry_stages(self) -> frozenset[int]:
+        """Numbers of the stages that at some time before their last backward pass have no microbatch between their passes."""
+        depth = dict.fromkeys((stage.number for stage in self.stages), 0)
+        empty, dry = set[int](), set[int]()
+        for kind, stage, _ in self.schedule.ranks[self.index("pipeline")]:
+            if kind == "F":
+                depth[stage] += 1
+            elif kind != "W":
+                depth[stage] -= 1
+                if stage in empty:  # and here comes another
+                    dry.add(stage)
+                if not depth[stage]:
+                    empty.add(stage)
+        return frozenset(dry)
 
     @cached_property
     def moe_layers(self) -> int:

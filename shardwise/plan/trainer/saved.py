@@ -36,9 +36,10 @@ test holds the two to each other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import groupby
 
 from shardwise.plan.trainer.rank import PlannedRank, Stage
 from shardwise.plan.trainer.saved_layers import INDEX, Tape, attention, feed_forward, gathered, linear, moe, norm
@@ -47,6 +48,9 @@ from shardwise.run.derive import uses_varlen_attention
 
 Rows = Mapping[int, tuple[int, int]]
 """By MoE layer: rows that a rank has for the experts in a microbatch, and rows that reach the experts it holds."""
+FEW = 3
+"""Layers written down of many that are alike: each further one saves what the last of these does. Only the first ones share tensors
+with what was before them."""
 
 
 @dataclass(frozen=True)
@@ -99,23 +103,41 @@ def saved(planned: PlannedRank, stage: Stage, rows: Rows | None = None) -> Saved
         tape.save_new("bounds", run.train.seq_len, INDEX)
     masked = windowed and not uses_varlen_attention(run, gpu=planned.fused)
     more: int | Fraction = 0
-    for layer, recomputed in recomputed_parts(planned, stage).items():
-        tape.prefix, tape.recomputed = f"{layer} ", recomputed
-        if recomputed:
-            more = max(more, _recomputed_bytes(tape, x, layer, rows))
-        x = block(tape, x, layer, rows)
-        if recomputed & {"block", "attention"} and run.layout.context == 1 and masked:
-            tape.sizes["mask"] = run.train.seq_len**2
-            tape.save("mask")
+    left_out: int | Fraction = 0
+    left_out_deferred: int | Fraction = 0
+    for layers, recomputed in _alike(recomputed_parts(planned, stage), m.is_moe, listed=rows is not None):
+        tape.recomputed = recomputed
+        for n, layer in enumerate(layers[:FEW]):
+            tape.prefix = f"{layer} "
+            before = (tape.total, sum(tape.deferred.values())) if len(layers) > FEW and n == FEW - 1 else (0, 0)
+            if recomputed:
+                more = max(more, _recomputed_bytes(tape, x, layer, rows))
+            x = block(tape, x, layer, rows)
+            if recomputed & {"block", "attention"} and run.layout.context == 1 and masked:
+                tape.sizes["mask"] = run.train.seq_len**2
+                tape.save("mask")
+        if len(layers) > FEW:
+            left_out += (len(layers) - FEW) * (tape.total - before[0])
+            left_out_deferred += (len(layers) - FEW) * (sum(tape.deferred.values()) - before[1])
     tape.prefix, tape.recomputed = "", frozenset()
-    deferred = sum(tape.deferred.values())
+    deferred = sum(tape.deferred.values()) + left_out_deferred
     if any(m.is_moe(layer) for layer in stage.layers):
         tape.save_new("auxiliary losses", 3, planned.high_width)
     if stage.last:
         loss(tape, x)
     else:
         tape.save(x)
-    return Saved(round(tape.total), round(deferred), round(more))
+    return Saved(round(tape.total + left_out), round(deferred), round(more))
+
+
+def _alike(
+    layers: Mapping[int, frozenset[str]], is_moe: Callable[[int], bool], *, listed: bool
+) -> Iterator[tuple[list[int], frozenset[str]]]:
+    """Layers in a row that save alike, with what is recomputed of them; each alone where they are `listed`."""
+    for (_, recomputed, _), some in groupby(
+        layers, key=lambda layer: (is_moe(layer), layers[layer], layer if listed else 0)
+    ):
+        yield list(some), recomputed
 
 
 def _recomputed_bytes(tape: Tape, x: str, layer: int, rows: Rows | None) -> int | Fraction:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from shardwise.plan.trainer.rank import PlannedRank, Stage, planned_rank
+from shardwise.plan.trainer.rank import PlannedRank, planned_rank
 from shardwise.plan.trainer.saved import Rows, Saved, recomputed_parts, saved
 from shardwise.run import Run
 from shardwise.run.derive import chunk_rows, compiles, planned_on_gpu
@@ -59,7 +59,7 @@ def owners(planned: PlannedRank) -> dict[str, float]:
         gradients=peak_gradients(run, rank),
         gathered=gathered(run, rank),
         logits=_logits(planned) if planned.stages[-1].last else 0,
-        again=max(_saved(planned, stage).recomputed for stage in planned.stages),
+        again=max(stage.recomputed for stage in _saved(planned).values()),
     )
     return {owner: float(size) for owner, size in own.items()}
 
@@ -80,14 +80,12 @@ def saved_activations(run: Run, rank: int, rows: Rows | None = None) -> dict[int
     return {stage.number: saved(planned, stage, rows).whole for stage in planned.stages}
 
 
-_KNOWN: dict[tuple[object, ...], Saved] = {}
+_KNOWN: dict[tuple[object, ...], dict[tuple[object, ...], Saved]] = {}
 
 
-def _saved(planned: PlannedRank, stage: Stage) -> Saved:
-    """`saved` under an even load, remembered: stages that are alike save alike."""
-    recomputed, is_moe = recomputed_parts(planned, stage), planned.run.model.is_moe
-    layers = tuple((is_moe(layer), parts) for layer, parts in recomputed.items())
-    run, lay = planned.run, planned.run.layout
+def _saved(planned: PlannedRank) -> dict[int, Saved]:
+    """`saved` of each stage under an even load, remembered: stages that are alike save alike."""
+    run, lay, is_moe = planned.run, planned.run.layout, planned.run.model.is_moe
     # Where the stage is, and what ZeRO shards, make no difference to what it saves.
     cuts = (
         lay.context,
@@ -107,13 +105,18 @@ def _saved(planned: PlannedRank, stage: Stage) -> Saved:
         planned.keeps_compute_copies,
         planned.is_sharded,
     )
-    where = (planned.index("tensor"), planned.index("expert"), stage.first, stage.last)
-    alike = (run.model, run.train, planned.fused, cuts, how, where, layers)
-    if alike not in _KNOWN:
-        if len(_KNOWN) > 1000:
-            _KNOWN.clear()
-        _KNOWN[alike] = saved(planned, stage)
-    return _KNOWN[alike]
+    where = (planned.index("tensor"), planned.index("expert"))
+    if len(_KNOWN) > 1000:
+        _KNOWN.clear()
+    known = _KNOWN.setdefault((run.model, run.train, planned.fused, cuts, how, where), {})
+    found = {}
+    for stage in planned.stages:
+        layers = tuple((is_moe(layer), parts) for layer, parts in recomputed_parts(planned, stage).items())
+        kind = (stage.first, stage.last, layers)
+        if kind not in known:
+            known[kind] = saved(planned, stage)
+        found[stage.number] = known[kind]
+    return found
 
 
 def activations(run: Run, rank: int) -> int:
@@ -124,7 +127,7 @@ def activations(run: Run, rank: int) -> int:
 def activations_at(planned: PlannedRank) -> int:
     """The same of a rank that is planned already."""
     run = planned.run
-    saves = {stage.number: _saved(planned, stage) for stage in planned.stages}
+    saves = _saved(planned)
     if len(planned.placement) == 1:
         return saves[0].whole
     whole, deferred = ([0] * len(planned.placement) for _ in range(2))
@@ -175,16 +178,19 @@ def _prefetched(planned: PlannedRank) -> int:
     forwards: dict[int, list[int]] = {number: [] for number in sizes}
     seen, held, peak = dict.fromkeys(sizes, 0), dict.fromkeys(sizes, 0), 0
     actions = [a for a in planned.schedule.ranks[planned.index("pipeline")] if a.kind != "W"]
+    microbatches, splits, total = planned.schedule.microbatches, planned.splits_backward, 0
     for kind, stage, _ in actions:
         if kind == "F":
             forwards[stage].append(seen[stage])
             seen[stage] += 1
-            held[stage] = 0
+            now = 0
         else:
-            done = planned.schedule.microbatches == seen[stage] and len(forwards[stage]) == 1
+            done = microbatches == seen[stage] and len(forwards[stage]) == 1
             first = forwards[stage].pop() == 0
-            held[stage] = 0 if first or (done and not planned.splits_backward) else sizes[stage]
-        peak = max(peak, sum(held.values()))
+            now = 0 if first or (done and not splits) else sizes[stage]
+        total += now - held[stage]
+        held[stage] = now
+        peak = max(peak, total)
     return peak
 
 
@@ -221,20 +227,27 @@ def peak_gradients(run: Run, rank: int) -> int:
     once = run.layout.zero == 1 and run.accumulation > 1
     if not planned.is_sharded or not (once or planned.splits_backward):
         return state_bytes(run, rank)["gradients"]
-    unsharded, sharded = dict[int, int](), dict[int, int]()
+    unsharded, sharded, is_moe = dict[int, int](), dict[int, int](), run.model.is_moe
+    known: dict[tuple[bool, bool, int, int], tuple[int, int]] = {}
     for stage in planned.stages:
-        own = list(planned.parameters(stages=(stage,)))
-        unsharded[stage.number] = planned.reduce_width * sum(count * p.numel for count, p in own)
-        shards = (count * p.shard_numel(planned.sharding(p)[0]) for count, p in own)
-        sharded[stage.number] = planned.high_width * sum(shards)
+        kind = (stage.first, stage.last, len(stage.layers), sum(map(is_moe, stage.layers)))
+        if kind not in known:
+            own = list(planned.parameters(stages=(stage,)))
+            shards = (count * p.shard_numel(planned.sharding(p)[0]) for count, p in own)
+            whole = planned.reduce_width * sum(count * p.numel for count, p in own)
+            known[kind] = whole, planned.high_width * sum(shards)
+        unsharded[stage.number], sharded[stage.number] = known[kind]
     if planned.splits_backward:  # all stages are reduced at the end
         return max(sum(unsharded.values()), sum(sharded.values()))
     backward = [a.stage for a in planned.schedule.ranks[planned.index("pipeline")] if a.kind == "B"]
-    left, held, peak = Counter(backward), Counter[int](), 0
+    left, held = Counter(backward), dict.fromkeys(unsharded, 0)
+    total = peak = 0
     for number in backward:
         left[number] -= 1
-        held[number] = unsharded[number] if left[number] else sharded[number]
-        peak = max(peak, held.total())
+        now = unsharded[number] if left[number] else sharded[number]
+        total += now - held[number]
+        held[number] = now
+        peak = max(peak, total)
     return peak
 
 
@@ -245,4 +258,4 @@ def compiled_away(run: Run, rank: int) -> float:
         return 0.0
     dense = sum(1 for layer, recomputed in planned.layers() if not recomputed and not run.model.is_moe(layer))
     away = dense * planned.tokens * run.model.ffn // run.layout.tensor * planned.width
-    return away / max(1, sum(saved_activations(run, rank).values()))
+    return away / max(1, sum(stage.whole for stage in _saved(planned).values()))

@@ -97,11 +97,11 @@ def data(wire: Wire) -> None:
         return
     lay, n = planned.run.layout, planned.run.accumulation
     once = lay.zero < 3
+    layers = [is_moe(layer) for stage in planned.stages for layer in stage.layers]
+    for moe in (False, True):
+        if count := layers.count(moe):
+            _sharded(wire, planned.layer_parameters(moe), count, 1 if once else 2 * n)
     for stage in planned.stages:
-        for moe in (False, True):
-            count = sum(is_moe(layer) == moe for layer in stage.layers)
-            if count:
-                _sharded(wire, planned.layer_parameters(moe), count, 1 if once else 2 * n)
         # Without a pipeline the backward pass follows at once, and what is outside of the layers stays gathered.
         _sharded(wire, planned.outer_parameters(stage), 1, 1 if once else n if lay.pipeline == 1 else 2 * n)
         _unused_prefetch(wire, stage)
@@ -136,7 +136,7 @@ def _unused_prefetch(wire: Wire, stage: Stage) -> None:
     planned = wire.planned
     kept = planned.run.layout.zero < 3 and planned.splits_backward
     shard = planned.prefetched_shard(stage)
-    if shard and not kept and planned.runs_dry(stage):
+    if shard and not kept and stage.number in planned.dry_stages:
         wire.all_gather("zero", shard)
 
 
