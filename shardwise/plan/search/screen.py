@@ -81,18 +81,6 @@ class Held(NamedTuple):
     """Of a layer that is being recomputed."""
 
 
-def spaces_of(run: Run, devices: int, per_node: int, most_microbatch: int = 0) -> list[Space]:
-    """All layouts of a run on so many devices: those whose layers are compiled, and, where that is not settled, those that defer
-    weight gradients, whose layers can't be."""
-    settled = run.train.compile != "auto"
-    compiled = Space(run, devices, per_node, most_microbatch)
-    if settled or not compiled.run.train.compile:
-        return [compiled]
-    plain = replace(run, train=replace(run.train, compile=False))
-    deferring = Space(plain, devices, per_node, most_microbatch, only=SPLIT_BACKWARD)
-    return [compiled, deferring] if deferring.count else [compiled]
-
-
 class Space:
     """Layouts of a run on so many devices, in groups, with the tables they read: all, or those of some schedules."""
 
@@ -108,9 +96,7 @@ class Space:
         found = sizes(run, devices, most_microbatch)
         self.schedules = {p: schedules(run, p) for p in np.unique(found.pipeline).tolist()}
         if only:
-            self.schedules = {
-                p: [one for one in each if one[0] in only and p > 1] for p, each in self.schedules.items()
-            }
+            self.schedules = {p: [s for s in each if s[0] in only and p > 1] for p, each in self.schedules.items()}
         possible = np.array([bool(self.schedules[p]) for p in found.pipeline.tolist()], dtype=bool)
         self.sizes: Sizes = found.at(np.flatnonzero(possible & bool(self.choices.recompute)))
         inside = min(per_node, devices)

@@ -19,10 +19,11 @@ from shardwise.plan.cost.job import GIB, job_of
 from shardwise.plan.plan import Plan, plan_job
 from shardwise.plan.search.advice import counts_of, next_changes, nothing_fits, nothing_legal, nothing_there, sentence
 from shardwise.plan.search.fitting import LEANER, Fitting, Found, about
-from shardwise.plan.search.screen import spaces_of
+from shardwise.plan.search.screen import Space
 from shardwise.plan.time.step import prepare, step_times
 from shardwise.plan.trainer.memory import memory_of, memory_that_fits
 from shardwise.run import Run
+from shardwise.schedules import SPLIT_BACKWARD
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,18 @@ def search(run: Run, *, devices: Sequence[int] | None = None, keep: int = 20, ma
     finally:
         if collects:
             gc.enable()
+
+
+def spaces_of(run: Run, devices: int, per_node: int, most_microbatch: int = 0) -> list[Space]:
+    """All layouts of a run on so many devices: those whose layers are compiled, and, where that is not settled, those that defer
+    weight gradients, whose layers can't be."""
+    settled = run.train.compile != "auto"
+    compiled = Space(run, devices, per_node, most_microbatch)
+    if settled or not compiled.run.train.compile:
+        return [compiled]
+    plain = replace(run, train=replace(run.train, compile=False))
+    deferring = Space(plain, devices, per_node, most_microbatch, only=SPLIT_BACKWARD)
+    return [compiled, deferring] if deferring.count else [compiled]
 
 
 def _search(run: Run, devices: Sequence[int] | None, keep: int, max_microbatch: int) -> SearchResult:
