@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.options import write_file
-from shardwise.run import Problem, Run, UserError, counted
+from shardwise.cli.options import at_least, write_file
+from shardwise.run import Problem, Run, UserError, counted, read_planned
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,6 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=float, help=f"about how long to measure, kernels and collectives each (default {SECONDS:.0f})"
     )
     parser.add_argument("--quick", action="store_true", help=f"fewer shapes, about {QUICK_SECONDS:.0f} seconds")
+    parser.add_argument(
+        "--rehearse",
+        dest="run",
+        metavar="RUN",
+        help="measure the GEMMs and the attention of one rank of this run, as they run in its step",
+    )
+    parser.add_argument("--rank", type=at_least(0), default=0, help="rehearse: which rank (default 0)")
     parser.add_argument("--json", action="store_true", help="print the profile instead of tables")
     parser.add_argument("--quiet", action="store_true", help="write the profile and print nothing")
 
@@ -55,6 +62,9 @@ def execute(args: argparse.Namespace) -> int:
     args.seconds = args.seconds or (QUICK_SECONDS if args.quick else SECONDS)
     if environment is not None:
         return _as_rank(args, environment)
+    if args.run:
+        _finish(args, _rehearsed(args))
+        return 0
     profile = _kernels(args) if args.only != "collectives" else None
     if (args.ranks or 1) > 1:
         from shardwise.measure.bench import empty_profile
@@ -65,11 +75,27 @@ def execute(args: argparse.Namespace) -> int:
     return 0
 
 
+def _rehearsed(args: argparse.Namespace) -> Profile:
+    """The points of a rehearsal."""
+    from shardwise.cli.progress import told
+    from shardwise.hardware.chips import unknown_chip
+    from shardwise.measure.rehearsed_profile import rehearsed_profile
+
+    run = read_planned(args.run, args.overrides, (unknown_chip,)).run
+    if args.device != "auto":
+        run = replace(run, train=replace(run.train, device=args.device))
+    with told() as say:
+        return rehearsed_profile(run, args.rank, say)
+
+
 def _check(args: argparse.Namespace, environment: RankEnvironment | None) -> None:
     """Report everything wrong with the command before anything is measured."""
     from shardwise.train.step import choose_device
 
     problems = []
+    if args.overrides and not args.run:
+        key = args.overrides[0].partition("=")[0]
+        raise UserError(f"shardwise bench takes no run without --rehearse, so it has no --{key}")
     if args.ranks is not None and args.ranks < 1:
         problems.append(Problem(f"is {args.ranks}, but a machine has at least one rank", "--ranks", "command line"))
     if args.seconds is not None and not args.seconds > 0:

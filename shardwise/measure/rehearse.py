@@ -90,11 +90,12 @@ def rehearse(
     steps: int = 5,
     warmup: int = 3,
     trace: Path | None = None,
+    read: Callable[[profile], None] = lambda recorded: None,
     say: Say = lambda text: None,
 ) -> Rehearsal:
     """Rehearse a rank. `tune` first finds the fastest algorithms of GEMMs, as training does in its first steps; else those that are
-    known from earlier runs are used. Without `copies` collectives leave what they return as it is, like PyTorch's fake ones. With a
-    path, the profile of a step is written there for `shardwise trace`."""
+    known from earlier runs are used. Without `copies` collectives leave what they return as it is, like PyTorch's fake ones. The
+    profile of a step is given to `read` and, with a path, written there for `shardwise trace`."""
     world = run.layout.world
     if not 0 <= rank < world:
         raise UserError(Problem(f"{rank} is not a rank of a layout of {world}", "--rank", "command line"))
@@ -107,7 +108,7 @@ def rehearse(
     with _collectives(short, rank, copies, _planned_seconds(short, job) if hold else None):
         train_state = TrainState(short, Mesh(short.layout, device.type))
         with even_routing(train_state):
-            measured = _measure(train_state, steps, warmup, tune, trace, say)
+            measured = _measure(train_state, steps, warmup, tune, trace, read, say)
     return Rehearsal(rank, count, run.accumulation, tuple(_beside(short, job, rank, measured)), measured.seconds)
 
 
@@ -159,7 +160,15 @@ class _Measured:
     owners: dict[str, int]
 
 
-def _measure(train_state: TrainState, steps: int, warmup: int, tune: bool, trace: Path | None, say: Say) -> _Measured:
+def _measure(
+    train_state: TrainState,
+    steps: int,
+    warmup: int,
+    tune: bool,
+    trace: Path | None,
+    read: Callable[[profile], None],
+    say: Say,
+) -> _Measured:
     batch, device = random_batch(train_state.run, train_state.mesh.data_index), train_state.device
     tune_gemms.attach(train_state)
     cuda_graph.attach(train_state)
@@ -180,8 +189,10 @@ def _measure(train_state: TrainState, steps: int, warmup: int, tune: bool, trace
     peak, reserved = (
         (torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)) if cuda else (0, 0)
     )
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiler:
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    with profile(activities=activities, record_shapes=True) as profiler:
         train_state.train_step(batch).read()
+    read(profiler)
     if trace is not None:
         profiler.export_chrome_trace(str(trace))
     parts, kernels = _kernels(profiler)

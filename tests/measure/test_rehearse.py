@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise.cli.main import main
+from shardwise.hardware import load_profile
 from shardwise.measure.rehearse import rehearse
 from shardwise.measure.stand_in import repeat, stand_in_collectives
+from shardwise.plan.plan import plan
 from shardwise.run import Run, UserError, read_run
 
 SMALL = ("model.layers=4", "model.hidden=32", "model.heads=4", "model.kv_heads=2", "model.vocab=64", "train.seq_len=32",
@@ -90,3 +92,16 @@ def test_ranks_that_do_not_exist_and_options_that_do_not_fit_get_a_sentence(tmp_
     path.write_text("")
     for wrong in (["--rehearse", "--dry"], ["--hold"], ["--rank", "1"]):
         assert main(["verify", str(path), *wrong]) == 2
+
+
+def test_a_rehearsal_is_a_profile_that_the_planner_takes(tmp_path: Path) -> None:
+    run, out = tmp_path / "run.toml", tmp_path / "profile.json"
+    run.write_text("")
+    options = [f"--{one}" for one in (*SMALL, "layout.shard=4")]
+    words = ["bench", "--rehearse", str(run), "--rank", "1", "--out", str(out), "--device", "cpu", "--quiet"]
+    assert main([*words, *options]) == 0
+    measured = load_profile(out)
+    assert {(point["m"], point["k"]) for point in measured.gemm} >= {(2 * 32, 32)}
+    assert all(point["seconds"] > 0 for point in measured.gemm)
+    planned = [plan(small("layout.shard=4", "cluster.chip=cpu", *more)) for more in ((), (f"cluster.profile={out}",))]
+    assert planned[0].account.breakdown["matmul"] != planned[1].account.breakdown["matmul"]
