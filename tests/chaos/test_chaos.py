@@ -28,7 +28,7 @@ def test_a_run_that_suffers_every_kind_of_fault_ends_as_if_nothing_had_been(tmp_
     assert outcome.noticed == outcome.faults["flip a bit"] + outcome.faults["truncate"]
     said = (tmp_path / "disturbed" / "said").read_text()
     assert "was killed by SIGKILL; all ranks are stopped, going on from step" in said
-    assert re.search(r"no progress for [4-9] s: rank", said)
+    assert re.search(r"no progress for \d+ s: rank", said)
     assert "its process is stopped by a signal" in said
     assert "told to stop: the run can go on later" in said
     assert outcome.unsaved
