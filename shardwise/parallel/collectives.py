@@ -117,7 +117,8 @@ def _all_to_all(x: Tensor, group: Group, received: list[int], sent: list[int]) -
     "shardwise::all_gather", mutates_args=(), schema="(Tensor x, str group, int dim, bool again) -> Tensor"
 )
 def _all_gather_op(x: Tensor, group: str, dim: int, again: bool) -> Tensor:
-    return _gathered(x, group_named(group), dim, again)
+    # Compiled code reuses the memory of what it no longer needs, so a shard to gather again must have its own.
+    return _gathered(x.clone() if again else x, group_named(group), dim, again)
 
 
 @_all_gather_op.register_fake

@@ -57,7 +57,7 @@ def test_steps_are_those_of_casts(compiled: bool, monkeypatch: pytest.MonkeyPatc
     assert mine[1] == pytest.approx(plain[1], rel=1e-6)
     # The norm is added up in another order. Its last digit is in what it clips, and in time in what is rounded to 16 bits.
     for one, other in zip(later, plain_later, strict=True):
-        assert one == pytest.approx(other, rel=1e-4)
+        assert one == pytest.approx(other, rel=1e-3)
     for one, other, start in zip(*ends, starts, strict=True):
         assert (one - other).norm() < 0.01 * (other - start).norm()
     assert sizes[0] < 1.02 * sizes[1]

@@ -166,6 +166,7 @@ def test_adamw_in_one_pass_is_pytorchs() -> None:
             if not one_pass:
                 patch.setattr(optimizer, "fits_fused_adamw", lambda parameters: False)
             train_state = TrainState(run)
+        starts = [p.detach().clone() for p in train_state.model.parameters()]
         kinds = [type(part).__name__ for part in train_state.optimizer.parts]
         assert kinds == (["FusedAdamW"] if one_pass else ["AdamW"])
         for number in range(4):
@@ -173,5 +174,6 @@ def test_adamw_in_one_pass_is_pytorchs() -> None:
         ends.append([p.detach() for p in train_state.model.parameters()])
         state = train_state.optimizer.state_of(0)
         assert float(state["step"]) == 4
-    for mine, theirs in zip(*ends, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    # A number whose gradient is nearly nothing may go either way; all of them together may not.
+    for mine, theirs, start in zip(*ends, starts, strict=True):
+        assert (mine - theirs).norm() < 1e-4 * (theirs - start).norm()

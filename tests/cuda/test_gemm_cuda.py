@@ -214,7 +214,7 @@ def test_compiled_layers_add_as_they_multiply(fp8: str, monkeypatch: pytest.Monk
         assert any(shape.adds and shape.fp8 == (fp8 != "none") for shape in tuned.choices(0).made) == adds
         tuned.choices.cache_clear()
     for mine, plain in zip(*results, strict=True):
-        assert mine == pytest.approx(plain, rel=0.01)
+        assert mine == pytest.approx(plain, rel=0.03)
 
 
 @pytest.mark.parametrize("fp8", ["none", *IN_EIGHT])

@@ -12,6 +12,7 @@ import cases
 
 from shardwise.plan.cost.flops import layers_of_stages
 from shardwise.run import Run, UserError
+from shardwise.run.derive import compiles
 
 Drawn = tuple[str, dict[str, Any], dict[str, Any]]
 Pair = tuple[str, str]
@@ -96,6 +97,17 @@ def weight(pair: Pair) -> int:
 def random_layout(seed: int, number: int) -> Drawn:
     """One of many, on up to eight ranks."""
     return draw(random.Random(f"{seed} {number}"), world=8)
+
+
+def compiled_layout(seed: int, number: int) -> Drawn:
+    """One of many on up to four ranks whose layers may be compiled."""
+    generator = random.Random(f"{seed} compiled {number}")
+    while True:
+        model, layout, train = draw(generator, world=4, axes=1)
+        if compiles(
+            cases.make_run(model, layout, **cases.layers_for(layout) | train | dict(dtype="bfloat16")), gpu=True
+        ):
+            return model, layout, train
 
 
 SMALL_EDGES: list[Drawn] = [
