@@ -23,7 +23,10 @@ def whole(tokenizer: Tokenizer, tokens: list[int]) -> str:
 def test_tokens_one_at_a_time_are_the_text_of_all(kind: str, data: st.DataObject) -> None:
     tokenizer = tokenizer_of(kind)
     ids = st.integers(0, tokenizer.vocab + 3)
-    if kind in ("sentencepiece", "metaspace"):  # see the heading of text.py: of bytes that are no text, they replace more
+    if kind in (
+        "sentencepiece",
+        "metaspace",
+    ):  # see the heading of text.py: of bytes that are no text, they replace more
         ids = ids.filter(lambda token: not 3 <= token < 259)
     drawn = data.draw(st.lists(st.lists(ids, max_size=20) | any_text.map(tokenizer.encode), max_size=4))
     tokens = [token for part in drawn for token in part]
