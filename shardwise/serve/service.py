@@ -1,8 +1,8 @@
 """An engine in a thread of its own, for an asyncio program: requests in, outputs out.
 
-The thread steps the engine while there is something to do, and waits for a command otherwise. What a step made crosses to the event loop
-in one call, whatever the number of requests. Whoever leaves the iteration early, as a client does that goes away, aborts its request.
-When the engine fails, every request that waits is told, and no other is taken.
+The thread steps the engine while there is something to do, and waits for a command otherwise. What a step made crosses to the
+event loop in one call, whatever the number of requests. Whoever leaves the iteration early, as a client does that goes away,
+aborts its request. When the engine fails, every request that waits is told, and no other is taken.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -128,7 +128,7 @@ class Service:
         if self._waiting and self._waiting + more > self.max_waiting:
             raise QueueFull(self._waiting, self._seconds_to_wait())
 
-    async def generate(self, *requests: Request) -> AsyncIterator[Output]:
+    async def generate(self, *requests: Request) -> AsyncGenerator[Output]:
         """Outputs of requests as they come, until each has ended. Raises `UserError` if the engine cannot take one of them, and
         what `check` does. Leaving early aborts what is unfinished."""
         self.check(len(requests))

@@ -1,7 +1,7 @@
 """Text of tokens as they come: no half characters, nothing that may still turn out to be the beginning of a stop string.
 
-What was given is never taken back. The pieces together are what `Tokenizer.decode` makes of all tokens at once (of bytes that are no
-UTF-8, a byte fallback of the tokenizers library replaces more). A stop string ends the text where its first occurrence to be
+What was given is never taken back. The pieces together are what `Tokenizer.decode` makes of all tokens at once (of bytes that are
+no UTF-8, a byte fallback of the tokenizers library replaces more). A stop string ends the text where its first occurrence to be
 complete begins; each is looked for a character at a time (Knuth, Morris and Pratt), so a long one costs no more than a short one.
 """
 

@@ -1,7 +1,7 @@
 """An engine without a model, of the real one's interface: the next token is a hash of the tokens so far, at once or after a delay.
 
-It hands out pages, one for each 16 tokens of a sequence, and takes them back, so that a request that is left behind shows. Seeds, biases
-and grammars change its tokens as they would a model's.
+It hands out pages, one for each 16 tokens of a sequence, and takes them back, so that a request that is left behind shows. Seeds,
+biases and grammars change its tokens as they would a model's.
 """
 
 from __future__ import annotations

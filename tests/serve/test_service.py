@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-
 from serve.fake_engine import FakeEngine
+
 from shardwise.run import UserError
 from shardwise.serve.request import Request
 from shardwise.serve.service import Draining, EngineFailed, QueueFull, Service
