@@ -13,7 +13,9 @@ import time
 import traceback
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -76,6 +78,18 @@ class _Reply:
         self.outputs: deque[Output] = deque()
         self.error: Exception | None = None
         self.waiter: asyncio.Future[None] | None = None
+
+    def next(self) -> Output:
+        """The next output, together with those of the same answer that came right after it: a reader who is late catches up."""
+        first = self.outputs.popleft()
+        more: list[Output] = []
+        while self.outputs and (self.outputs[0].request, self.outputs[0].index) == (first.request, first.index):
+            more.append(self.outputs.popleft())
+        if not more:
+            return first
+        tokens = chain(first.tokens, *(each.tokens for each in more))
+        logprobs = chain(first.logprobs, *(each.logprobs for each in more))
+        return replace(first, tokens=tuple(tokens), logprobs=tuple(logprobs), finish=more[-1].finish)
 
     def wake(self) -> None:
         if self.waiter is not None and not self.waiter.done():
@@ -141,7 +155,7 @@ class Service:
         try:
             while reply.outputs or reply.unfinished:
                 if reply.outputs:
-                    yield reply.outputs.popleft()
+                    yield reply.next()
                 elif reply.error is not None:
                     raise reply.error
                 else:
