@@ -20,6 +20,7 @@ from shardwise.data.tokenizer import Tokenizer
 from shardwise.run import UserError
 from shardwise.run.problems import install
 
+_BEFORE = "\x02"
 Kind = Literal["json", "regex", "choice", "grammar"]
 # Blanks in JSON are as the model likes them, but a model must not be able to write nothing else.
 _JSON = {"whitespace_flexible": True, "whitespace_pattern": r"[ \t\r\n]{0,32}"}
@@ -100,7 +101,18 @@ class _Vocabulary:
         self._encode = tokenizer.encode
 
     def __call__(self, text: bytes) -> list[int]:
-        return self._encode(text.decode("utf-8", errors="replace"))
+        """The tokens of a text inside of another. What stands before it is a control character, which merges with nothing: at the
+        beginning of a text, sentencepiece would put a blank before it."""
+        tokens = self._encode(_BEFORE + text.decode("utf-8", errors="replace"))
+        for at in range(min(4, len(tokens)), -1, -1):
+            if b"".join(self.tokens[token] for token in tokens[at:]) == text:
+                return tokens[at:]
+        return [token for byte in text if (token := self._bytes.get(byte)) is not None]
+
+    @cached_property
+    def _bytes(self) -> dict[int, int]:
+        """Tokens of single bytes, for what a tokenizer does not give back as it was."""
+        return {piece[0]: token for token, piece in enumerate(self.tokens) if len(piece) == 1}
 
 
 def _library() -> Any:

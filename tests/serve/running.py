@@ -6,12 +6,14 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from serve.fake_engine import FakeEngine
+
 from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.serve.server.context import Context
 from shardwise.serve.server.limits import Limits
@@ -68,7 +70,10 @@ def model_of(**settings: Any) -> Model:
 
 @contextmanager
 def running(
-    engine: FakeEngine | None = None, model: Model | None = None, limits: Limits | None = None, keys: tuple[str, ...] = ()
+    engine: FakeEngine | None = None,
+    model: Model | None = None,
+    limits: Limits | None = None,
+    keys: tuple[str, ...] = (),
 ) -> Iterator[Running]:
     """A server, while the block runs."""
     engine = engine or FakeEngine()
@@ -100,31 +105,39 @@ def running(
         assert not thread.is_alive()
 
 
-def exchange(server: Running, sent: bytes, *, end: bool = True) -> bytes:
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end, "what was waited for did not happen"
+        time.sleep(0.001)
+
+
+def exchange(server: Running, sent: bytes) -> bytes:
     """Send bytes over a connection of their own, and read whatever comes until it is closed."""
     with server.connect() as connection:
-        try:
+        with suppress(OSError):  # it may have been closed already; what was said before is still there to read
             connection.sendall(sent)
-            if end:
-                connection.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass  # it may have been closed already; what was said before is still there to read
         return read_all(connection)
 
 
 def read_all(connection: socket.socket) -> bytes:
+    """Whatever comes until the connection is closed."""
     found = b""
-    try:
+    with suppress(ConnectionResetError):
         while part := connection.recv(65536):
             found += part
-    except ConnectionResetError:
-        pass
     return found
 
 
 def post(path: str, body: bytes | dict[str, Any], *headers: str, close: bool = True) -> bytes:
     """The bytes of a request."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", f"Content-Length: {len(content)}"]
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {len(content)}",
+    ]
     lines += ["Connection: close"] if close else []
     return "\r\n".join([*lines, *headers, "", ""]).encode() + content

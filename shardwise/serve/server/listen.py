@@ -54,11 +54,16 @@ class _Server(uvicorn.Server):
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """The address to listen at; port 0 is any that is free."""
+    """The address to listen at; port 0 is any that is free. Nobody can connect before the server listens."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio sends small packets at once only for sockets that say they are TCP's.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        return listener
     except (OSError, OverflowError) as e:
+        listener.close()
         reason = e.strerror if isinstance(e, OSError) and e.strerror else str(e)
         raise UserError(Problem(f"cannot listen there: {reason}", where=f"{host}:{port}")) from None
 
@@ -77,8 +82,8 @@ async def serve(
     limits: Limits | None = None,
     keys: Sequence[str] = (),
     ready: Callable[[Context], None] = lambda context: None,
-) -> None:
-    """Answer requests at an address until told to end."""
+) -> BaseException | None:
+    """Answer requests at an address until told to end; gives what the engine failed with, if it did."""
     limits = limits or Limits()
     service = Service(engine, limits.waiting)
     context = Context(model, service, limits, tuple(keys))
@@ -105,6 +110,7 @@ async def serve(
         await service.drain(0)
         server.should_exit = True
         await serving
+        return service.error
     finally:
         serving.cancel()
         await service.close()

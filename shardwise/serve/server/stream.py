@@ -68,6 +68,9 @@ def for_client(error: Exception) -> ApiError:
 class EventStream:
     """Events of an answer, each sent when it comes."""
 
+    begun = False
+    """Whether its status was sent."""
+
     def __init__(self, events: AsyncGenerator[bytes]) -> None:
         self._events = events
 
@@ -75,6 +78,7 @@ class EventStream:
         """Send them all; raises what goes wrong before the first."""
         async with aclosing(self._events) as events:
             first = await anext(events)
+            self.begun = True
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             await send({"type": "http.response.body", "body": first, "more_body": True})
             try:
@@ -91,14 +95,19 @@ class Answering(Response):
 
     def __init__(self, work: Coroutine[Any, Any, Response | EventStream]) -> None:
         self._work = work
+        self._result: Response | EventStream | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Work, then send; raises `ClientGone`."""
-        await unless_gone(receive, self._answer(scope, receive, send))
+        """Work, then send; raises `ClientGone` where not even a status was sent."""
+        try:
+            await unless_gone(receive, self._answer(scope, receive, send))
+        except ClientGone:
+            if not getattr(self._result, "begun", False):
+                raise
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        result = await self._work
-        if isinstance(result, EventStream):
-            await result.send(send)
+        self._result = await self._work
+        if isinstance(self._result, EventStream):
+            await self._result.send(send)
         else:
-            await result(scope, receive, send)
+            await self._result(scope, receive, send)
