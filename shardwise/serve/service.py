@@ -23,6 +23,9 @@ from shardwise.run import UserError
 from shardwise.serve.request import Output, Request
 from shardwise.serve.stats import Stats
 
+LAST_SECONDS = 30.0
+"""For the last step of an engine."""
+
 
 class Engine(Protocol):
     """What is stepped. Only one thread calls it."""
@@ -186,10 +189,10 @@ class Service:
             return False
 
     async def close(self) -> None:
-        """End the thread, after the step at hand."""
+        """End the thread, after the step at hand; a step that hangs is left behind."""
         self.draining = True
         self._commands.put(None)
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, LAST_SECONDS)
 
     # On the event loop.
 
