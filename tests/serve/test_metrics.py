@@ -63,4 +63,4 @@ def test_figures_add_up(server: Running) -> None:
         buckets = [value for key, value in found.items() if key.startswith(f"shardwise_{name}_seconds_bucket")]
         assert buckets == sorted(buckets)
         assert buckets[-1] == found[f"shardwise_{name}_seconds_count"] == count
-        assert found[f"shardwise_{name}_seconds_sum"] > 0
+        assert found[f"shardwise_{name}_seconds_sum"] >= 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from serve.tokenizers_of_each_kind import KINDS, TEXTS, tokenizer_of
 
@@ -19,6 +19,7 @@ def whole(tokenizer: Tokenizer, tokens: list[int]) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_tokens_one_at_a_time_are_the_text_of_all(kind: str, data: st.DataObject) -> None:
     tokenizer = tokenizer_of(kind)
@@ -47,6 +48,7 @@ def test_what_is_given_are_whole_characters(kind: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_an_answer_goes_on_where_the_prompt_ends(kind: str, data: st.DataObject) -> None:
     tokenizer = tokenizer_of(kind)
@@ -95,6 +97,7 @@ def _begins(text: str, stops: list[str]) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_a_reader_knows_where_tokens_stand(kind: str, data: st.DataObject) -> None:
     tokenizer = tokenizer_of(kind)

@@ -39,8 +39,8 @@ def key_figures(figures: dict[str, Any]) -> list[tuple[str, str, str]]:
     found = [
         ("requests", words.count(figures["requests"]), f"{failed}, in {words.seconds(figures['seconds'])}"),
         ("throughput", words.rate(figures["output_tokens_per_s"], "tokens"), "of answers"),
-        ("", words.rate(figures["total_tokens_per_s"], "tokens"), "of prompts and answers"),
-        ("", words.rate(figures["requests_per_s"], "requests"), "answered"),
+        ("with prompts", words.rate(figures["total_tokens_per_s"], "tokens"), "of prompts and answers"),
+        ("answered", words.rate(figures["requests_per_s"], "requests"), ""),
     ]
     limits = {name: value for name, value in figures["limits_ms"].items() if value is not None}
     if limits:
