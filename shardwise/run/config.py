@@ -1,4 +1,4 @@
-"""What a job is: five typed sections and a name. Every key is declared once, here, with its type, default, limits and
+"""What a job is: six typed sections and a name. Every key is declared once, here, with its type, default, limits and
 meaning; `shardwise config --schema` prints these declarations, and the reader checks a user's file against them.
 
 A 0 that means "derived" is filled in by `shardwise.run.derive`, so a resolved run holds no such 0.
@@ -308,6 +308,36 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class ServeConfig:
+    """How a trained model answers requests, and how these come. A length is a number, "U(100,1024)" or a file with one a line."""
+
+    rate: float = key(0.0, "requests a second that come, at random moments (Poisson); 0: see concurrency", least=0)
+    concurrency: int = key(0, "clients that each send their next request when the last is answered", least=0)
+    requests: int = key(0, "requests of the load that is planned; 0: as many as show the steady state", least=0)
+    input_tokens: str = key("512", "lengths of prompts")
+    output_tokens: str = key("128", "lengths of answers")
+    ttft_ms: float = key(0.0, "limit on the time to the first token that goodput counts; 0: none", least=0)
+    tpot_ms: float = key(0.0, "limit on the time for each further token that goodput counts; 0: none", least=0)
+    max_sequences: int = key(256, "sequences that run at once", least=1)
+    max_step_tokens: int = key(8192, "tokens that one step computes, of prompts and answers together", least=1)
+    page_tokens: int = key(64, "tokens whose keys and values a page of memory holds; a power of two", least=1)
+    kv_dtype: Literal["auto", "bfloat16", "float16", "float32", "float64", "fp8"] = key(
+        "auto", "of keys and values; auto: that of the arithmetic"
+    )
+    weights: Literal["auto", "bfloat16", "fp8", "int8", "int4"] = key(
+        "auto", "what matrices are kept in; auto: the dtype of the arithmetic, or what the folder holds"
+    )
+    prefix_cache: bool = key(True, "keep pages of prompts that may come again, as long as there is room")
+    preemption: Literal["recompute", "swap"] = key(
+        "recompute",
+        "what happens to pages that are taken back: their tokens are computed again, or kept in the host's memory",
+    )
+    swap_gib: float = key(4.0, "swap: GiB of the host's memory for pages", least=0)
+    invariant: bool = key(False, "the same bits for a request whatever else is in the batch, at some cost in speed")
+    memory_gib: float = key(0.0, "GiB for keys and values; 0: what the plan leaves of the device's memory", least=0)
+
+
+@dataclass(frozen=True)
 class ClusterConfig:
     """What it runs on. A 0 stands for what is usual for the chip."""
 
@@ -349,6 +379,7 @@ class Run:
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     @property
@@ -367,6 +398,7 @@ SECTIONS: dict[str, type] = {
     "layout": LayoutConfig,
     "data": DataConfig,
     "train": TrainConfig,
+    "serve": ServeConfig,
     "cluster": ClusterConfig,
 }
 
