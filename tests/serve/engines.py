@@ -33,13 +33,14 @@ VOCAB, LONGEST = 40, 64
 @functools.cache
 def model_of(family: str, dtype: torch.dtype = torch.float64) -> Transformer:
     config = derive_model(ModelConfig(layers=2, hidden=32, heads=4, vocab=VOCAB, **FAMILIES[family]), LONGEST)
-    model = Transformer(config).eval()
-    initialize(model, config, 0)
-    for parameter in model.parameters():  # so that no two tokens are near ties
-        parameter.requires_grad_(False)
-        if parameter.ndim > 1:
-            parameter *= 8
-    return model.to(dtype)
+    with torch.inference_mode(False):  # whoever asks first: a test may change the weights
+        model = Transformer(config).eval()
+        initialize(model, config, 0)
+        for parameter in model.parameters():  # so that no two tokens are near ties
+            parameter.requires_grad_(False)
+            if parameter.ndim > 1:
+                parameter *= 8
+        return model.to(dtype)
 
 
 def engine_of(
