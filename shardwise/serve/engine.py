@@ -19,7 +19,7 @@ import torch
 from shardwise.model.transformer import Transformer
 from shardwise.plan.serving.pool import kv_dtype, serving_memory
 from shardwise.run import Run, UserError
-from shardwise.run.config import ServeConfig
+from shardwise.run.serve_config import ServeConfig
 from shardwise.schedules.serving import Chunk, PagePool, Scheduler, Sequence, Settings, Step
 from shardwise.serve.request import Finish, Logprob, Output, Request
 from shardwise.serve.runner import Launched, Row, Runner
@@ -337,7 +337,7 @@ def engine_of(model: Transformer, run: Run, ahead: bool | None = None, longest: 
 def make_engine(folder: Path, run: Run, longest: int = 0) -> Engine:
     """An engine for a checkpoint folder, in the dtype and with the settings of a run."""
     from shardwise.checkpoint.weights import load_model
-    from shardwise.train.step import choose_device
+    from shardwise.model.device import choose_device
 
     dtype = getattr(torch, run.train.dtype)
     model, _ = load_model(folder, dtype, choose_device(run.train.device))

@@ -10,8 +10,8 @@ import torch
 
 from shardwise.model import Transformer, initialize
 from shardwise.run import ModelConfig
-from shardwise.run.config import ServeConfig
 from shardwise.run.derive import derive_model
+from shardwise.run.serve_config import ServeConfig
 from shardwise.serve.engine import Engine
 from shardwise.serve.request import Output, Request
 from shardwise.serve.runner import Runner

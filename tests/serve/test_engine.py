@@ -10,7 +10,7 @@ import torch
 from engines import FAMILIES, LONGEST, VOCAB, answers, engine_of, expected, tokens_of
 
 from shardwise.run import UserError
-from shardwise.run.config import ServeConfig
+from shardwise.run.serve_config import ServeConfig
 from shardwise.serve.engine import Engine
 from shardwise.serve.request import Request, Sampling
 
