@@ -31,6 +31,8 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "validate": ("shardwise.cli.validate", "predict published measurements and print the errors"),
     "bench": ("shardwise.cli.bench", "measure this machine into a profile for the planner"),
+    "serve": ("shardwise.cli.serve", "a checkpoint behind OpenAI's HTTP API"),
+    "load": ("shardwise.cli.load", "measure how fast a server of that API answers"),
     "generate": ("shardwise.cli.generate", "continue text with a checkpoint"),
     "config": ("shardwise.cli.config", "print the resolved run; every key, chip and preset there is"),
     "data": ("shardwise.cli.data", "turn text, JSONL or Parquet into token shards"),
@@ -107,6 +109,7 @@ def run_command(arguments: Sequence[str]) -> int:
 def missing_part(error: ModuleNotFoundError) -> str | None:
     """How to install the extra that a module belongs to, or None."""
     extras = {"torch": "train", "safetensors": "train", "tokenizers": "train", "pyarrow": "parquet", "msgspec": "trace"}
+    extras |= dict.fromkeys(("starlette", "uvicorn", "httptools", "jinja2", "llguidance"), "serve")
     name = (error.name or "").partition(".")[0]
     if name not in extras:
         return None

@@ -6,12 +6,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.data.pieces import Pieces
 from shardwise.run.problems import Problem, UserError, install, nearest
 
 FILE = "tokenizer.json"
@@ -65,11 +67,20 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, with no special token added."""
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """The tokens of a text for a model to continue: with what the file puts before it, such as Llama's first token."""
+
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """The tokens of several texts, an array each."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some tokens; special tokens are left out."""
+
+    def piece(self, token: int, first: bool = False) -> bytes:
+        """The bytes that a token adds to a text, or that it begins one with; none for a special token."""
+
+    def name(self, token: int) -> str:
+        """What a special token is called; empty for the others, which are called by their piece."""
 
     def save(self, folder: str | Path) -> None:
         """Write into a folder what `load_tokenizer(folder)` needs."""
@@ -87,12 +98,20 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
 
+    encode_prompt = encode
+
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         # A sample may end in the middle of a character, and a model may generate bytes that are not text.
         return bytes(i for i in map(int, ids) if 0 <= i < 256).decode("utf-8", errors="replace")
+
+    def piece(self, token: int, first: bool = False) -> bytes:
+        return bytes([token]) if 0 <= token < 256 else b""
+
+    def name(self, token: int) -> str:
+        return END_NAMES[0] if token == self.end else ""
 
     def save(self, folder: str | Path) -> None:
         _write_marker(Path(folder), {"kind": BYTE})
@@ -118,7 +137,9 @@ class JsonTokenizer:
         self.vocab = max(vocabulary.values()) + 1
         self.end_name = _find_end(vocabulary, end, hints.get("eos", ""), where)
         self.end: int = vocabulary[self.end_name]
-        special = {token.content for token in self._library.get_added_tokens_decoder().values() if token.special}
+        added = self._library.get_added_tokens_decoder()
+        self._names = {number: token.content for number, token in added.items() if token.special}
+        special = set(self._names.values())
         self.special_tokens = {"eos": (self.end_name, self.end)}
         for role, names in OTHER_NAMES.items():
             usual = next((name for name in names if name in special), "")
@@ -129,6 +150,9 @@ class JsonTokenizer:
     def encode(self, text: str) -> list[int]:
         return self._library.encode(text, add_special_tokens=False).ids
 
+    def encode_prompt(self, text: str) -> list[int]:
+        return self._library.encode(text).ids
+
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         kind = np.uint16 if self.vocab <= 2**16 else np.uint32
         # The fast call skips offsets, which nothing here needs.
@@ -138,6 +162,16 @@ class JsonTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         # A model's embedding may have more rows than the tokenizer has tokens.
         return self._library.decode([i for i in map(int, ids) if 0 <= i < self.vocab])
+
+    def piece(self, token: int, first: bool = False) -> bytes:
+        return self._pieces(token, first)
+
+    def name(self, token: int) -> str:
+        return self._names.get(token, "")
+
+    @cached_property
+    def _pieces(self) -> Pieces:
+        return Pieces(self._library, json.loads(self._content).get("decoder"), frozenset(self._names))
 
     def save(self, folder: str | Path) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
-"""The page's static charts, as inline SVG: of a plan, stacked bars of memory and time and the Pareto front; of a profile, a bar for
-each rank, memory curves, and the order of a pipeline's actions."""
+"""The page's static charts, as inline SVG: of a plan, stacked bars of memory and time and the Pareto front; of a profile, a bar
+for each rank, memory curves, and the order of a pipeline's actions; of anything, lines over two axes."""
 
 from __future__ import annotations
 
@@ -200,6 +200,37 @@ def memory_lines(curves: Sequence[tuple[int, Mapping[str, Any]]]) -> tuple[str, 
         drawn.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.6" data-tip="{tip}"/>')
         key.append((f"rank {rank}, peak {words.size(curve['peak'])}", color))
     return _svg(top + high + 22, "Memory over time", drawn), key
+
+
+def line_chart(
+    lines: Sequence[tuple[str, str, Sequence[tuple[float, float]]]],
+    x: pick.Column,
+    y: pick.Column,
+    limit: float | None = None,
+) -> str:
+    """Lines through points: name, colour and points of each, all on the same axes; `limit` is a line across `x`."""
+    left, right, top, high = 78, 20, 26, 260
+    points = [point for _, _, line in lines for point in line]
+    place_x, marks_x = _scale([a for a, _ in points] + ([limit] if limit else []), x.unit, left, WIDE - right)
+    place_y, marks_y = _scale([0.0, *(b for _, b in points)], y.unit, top + high, top)
+    drawn = [_grid_line(place_x(mark), top, top + high, x.words(mark)) for mark in marks_x]
+    for mark in marks_y:
+        at = place_y(mark)
+        drawn.append(f'<line class="grid" x1="{left}" x2="{WIDE - right}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        label = escape(y.words(mark))
+        drawn.append(f'<text class="quiet" x="{left - 8}" y="{at + 4:.1f}" text-anchor="end">{label}</text>')
+    drawn.append(f'<text class="quiet" x="0" y="12">{escape(y.title)}</text>')
+    drawn.append(
+        f'<text class="quiet" x="{WIDE - right}" y="{top + high + 38}" text-anchor="end">{escape(x.title)}</text>'
+    )
+    if limit:
+        at = place_x(limit)
+        drawn.append(f'<line class="limit" x1="{at:.1f}" x2="{at:.1f}" y1="{top}" y2="{top + high}"/>')
+    for name, color, line in lines:
+        path = " ".join(f"{place_x(a):.1f},{place_y(b):.1f}" for a, b in line)
+        look = f'fill="none" stroke="{color}" stroke-width="1.8"'
+        drawn.append(f'<polyline points="{path}" {look} data-tip="{escape(name)}"/>')
+    return _svg(top + high + 46, f"{y.title} against {x.title}", drawn)
 
 
 def action_order(step: Mapping[str, Any]) -> str:

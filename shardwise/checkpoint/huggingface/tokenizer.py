@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwise.data.pieces import letters_of_bytes
 from shardwise.data.tokenizer import BYTE, Tokenizer
 
 
@@ -56,15 +57,7 @@ def made_tokenizer(tokenizer: Tokenizer) -> dict[str, Any] | None:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": False,
-            "vocab": {letter: byte for byte, letter in enumerate(_letters_of_bytes())},
+            "vocab": {letter: byte for byte, letter in enumerate(letters_of_bytes())},
             "merges": [],
         },
     }
-
-
-def _letters_of_bytes() -> list[str]:
-    """The letter that byte-level BPE writes for each byte (GPT-2's `bytes_to_unicode`): its own where it can be seen, the others in
-    their order from 256 on."""
-    seen = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    hidden = [byte for byte in range(256) if byte not in seen]
-    return [chr(byte) if byte in seen else chr(256 + hidden.index(byte)) for byte in range(256)]

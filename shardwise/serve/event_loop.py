@@ -1,0 +1,21 @@
+"""An event loop for the server and its clients: uvloop's where it is installed, which does twice as many requests a second."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+def run_in_loop(work: Coroutine[Any, Any, Result]) -> Result:
+    """What some work results in, in a loop of its own."""
+    try:
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    except ModuleNotFoundError:
+        factory = None
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(work)

@@ -1,0 +1,140 @@
+"""Answers of a given form: JSON of a schema, a regular expression, one of some texts, or a context-free grammar.
+
+llguidance follows the text byte by byte and says which tokens may come next; the engine asks before each token and tells the one
+it took. It is chosen because it needs neither torch nor a download, computes a mask in some 50 µs whatever the schema, and
+refuses what it does not know instead of leaving it out. Its work is bounded, so that a schema cannot stop the engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.run import UserError
+from shardwise.run.problems import install
+
+_BEFORE = "\x02"
+Kind = Literal["json", "regex", "choice", "grammar"]
+# Blanks in JSON are as the model likes them, but a model must not be able to write nothing else.
+_JSON = {"whitespace_flexible": True, "whitespace_pattern": r"[ \t\r\n]{0,32}"}
+_LIMITS = {
+    "max_items_in_row": 500,
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """What an answer must look like: a kind, and the schema, expression, texts or grammar (Lark's notation)."""
+
+    kind: Kind
+    value: Any
+
+
+class TokenGrammar:
+    """A form, followed along one answer: the engine's `Grammar`."""
+
+    def __init__(self, matcher: Any, vocab: int) -> None:
+        self._matcher = matcher
+        self._words = np.zeros((vocab + 31) // 32, dtype=np.int32)
+
+    def allowed(self) -> NDArray[np.int32]:
+        """A bit for each token that may come next; in an array that the next call overwrites. Once the form is complete, or where
+        its limits are reached, those are the tokens that end an answer."""
+        self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        return self._words
+
+    def accept(self, token: int) -> None:
+        """Go on after a token."""
+        self._matcher.consume_token(token)
+
+
+class Grammars:
+    """Makes grammars over the tokens of one model."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int, ends: Iterable[int]) -> None:
+        """`vocab` is the model's, `ends` are the tokens that end an answer."""
+        self._source = tokenizer
+        self._vocab = vocab
+        self._ends = sorted(token for token in ends if token < vocab)
+
+    def make(self, form: Form, count: int) -> tuple[TokenGrammar, ...]:
+        """A grammar for each of some answers; raises `UserError` with what is wrong with the form."""
+        library = _library()
+        grammar = _grammar(library, form)
+        limits = library.LLParserLimits(**_LIMITS)
+        matcher = library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise UserError(f"cannot be followed: {matcher.get_error().strip()[:500]}")
+        matchers = [matcher, *(matcher.deep_copy() for _ in range(count - 1))]
+        return tuple(TokenGrammar(each, self._vocab) for each in matchers)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        library = _library()
+        return library.LLTokenizer(
+            library.TokenizerWrapper(_Vocabulary(self._source, self._vocab)), eos_token=self._ends
+        )
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance asks for one."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
+        self.eos_token_id = tokenizer.end
+        self.bos_token_id = None
+        names = {token: name for token in range(vocab) if (name := tokenizer.name(token))}
+        self.special_token_ids = list(names)
+        self.tokens = [names[token].encode() if token in names else tokenizer.piece(token) for token in range(vocab)]
+        self._encode = tokenizer.encode
+
+    def __call__(self, text: bytes) -> list[int]:
+        """The tokens of a text inside of another. What stands before it is a control character, which merges with nothing: at the
+        beginning of a text, sentencepiece would put a blank before it."""
+        tokens = self._encode(_BEFORE + text.decode("utf-8", errors="replace"))
+        for at in range(min(4, len(tokens)), -1, -1):
+            if b"".join(self.tokens[token] for token in tokens[at:]) == text:
+                return tokens[at:]
+        return [token for byte in text if (token := self._bytes.get(byte)) is not None]
+
+    @cached_property
+    def _bytes(self) -> dict[int, int]:
+        """Tokens of single bytes, for what a tokenizer does not give back as it was."""
+        return {piece[0]: token for token, piece in enumerate(self.tokens) if len(piece) == 1}
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ModuleNotFoundError:
+        raise UserError(
+            f"answers of a given form need llguidance, which is not installed: {install('serve')}"
+        ) from None
+    return llguidance
+
+
+def _grammar(library: Any, form: Form) -> str:
+    """The form as llguidance writes it."""
+    matcher = library.LLMatcher
+    try:
+        if form.kind == "json":
+            return matcher.grammar_from_json_schema(json.dumps(form.value), overrides=_JSON)
+        if form.kind == "regex":
+            return matcher.grammar_from_regex(form.value)
+        if form.kind == "choice":
+            return matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, form.value)))
+        return matcher.grammar_from_lark(form.value)
+    except ValueError as e:
+        raise UserError(f"cannot be read: {str(e)[:500]}") from None

@@ -1,0 +1,210 @@
+"""A connection that sends requests and notes when the events of each answer came.
+
+Written on asyncio's transports because HTTP libraries cost more for each event than a server does to send it, and would measure
+themselves. It knows what servers of this API send: a status, headers, and a body in chunks or of a known length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import time
+from array import array
+from dataclasses import dataclass, field
+from typing import cast
+from urllib.parse import urlsplit
+
+DONE = b"[DONE]"
+
+
+@dataclass
+class Answer:
+    """What came of one request. Times are of `time.perf_counter`."""
+
+    sent: float
+    times: array[float] = field(default_factory=lambda: array("d"))
+    """When each event with text came."""
+    ended: float = 0.0
+    error: str = ""
+    """Empty where all went well."""
+    last: bytes = b""
+    """The last event, which says how many tokens there were."""
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Tokens of the prompt and of the answer, by the server's count; without one, an event is a token."""
+        try:
+            usage = json.loads(self.last)["usage"]
+            return int(usage["prompt_tokens"]), int(usage["completion_tokens"])
+        except (ValueError, KeyError, TypeError):
+            return 0, len(self.times)
+
+
+@dataclass(frozen=True)
+class Address:
+    """A server, by its URL."""
+
+    host: str
+    port: int
+    path: str
+    """Before `/completions`."""
+    secure: bool
+    key: str = ""
+
+    @classmethod
+    def of(cls, url: str, key: str = "") -> Address:
+        """Of a URL with or without `/v1`; raises `ValueError` if it is none."""
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f'"{url}" is no address of a server such as http://127.0.0.1:8000')
+        secure = parts.scheme == "https"
+        path = parts.path.rstrip("/") or "/v1"
+        return cls(parts.hostname, parts.port or (443 if secure else 80), path, secure, key)
+
+    def request(self, method: str, path: str, body: bytes = b"") -> bytes:
+        """The bytes of a request."""
+        lines = [f"{method} {self.path}{path} HTTP/1.1", f"Host: {self.host}:{self.port}"]
+        lines += [f"Authorization: Bearer {self.key}"] if self.key else []
+        lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"] if body else []
+        return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+class Connection(asyncio.Protocol):
+    """One connection, one request at a time."""
+
+    def __init__(self) -> None:
+        self.body = b""
+        """Of an answer that is no stream."""
+        self._transport: asyncio.Transport | None = None
+        self._answer: Answer | None = None
+        self._done: asyncio.Future[None] | None = None
+        self._open = False
+
+    @classmethod
+    async def to(cls, address: Address) -> Connection:
+        """A new connection to a server."""
+        secure = ssl.create_default_context() if address.secure else None
+        loop = asyncio.get_running_loop()
+        _, protocol = await loop.create_connection(cls, address.host, address.port, ssl=secure)
+        return protocol
+
+    @property
+    def usable(self) -> bool:
+        """Whether another request may be sent."""
+        return self._open and self._answer is None
+
+    async def ask(self, request: bytes, seconds: float) -> Answer:
+        """Send a request and read its answer, which must be complete after so many seconds."""
+        assert self._transport is not None
+        self._answer = answer = Answer(time.perf_counter())
+        self._done = asyncio.get_running_loop().create_future()
+        self._buffer, self._left, self._head, self._event = b"", 0, True, b""
+        self._chunked = self._keeps = self._streams = False
+        self._status, self.body = 0, b""
+        self._transport.write(request)
+        try:
+            async with asyncio.timeout(seconds):
+                await self._done
+        except TimeoutError:
+            answer.error = f"no whole answer after {seconds:g} s"
+        finally:
+            answer.ended = time.perf_counter()
+            if self._answer is not None or not self._keeps:
+                self.close()
+            self._answer = None
+        return answer
+
+    def close(self) -> None:
+        """End it."""
+        self._open = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    # What asyncio calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport, self._open = cast(asyncio.Transport, transport), True  # uvloop's is of another class
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._open = False
+        self._end(f"the connection was lost{f': {exc}' if exc else ''}")
+
+    def data_received(self, data: bytes) -> None:
+        if self._answer is None:
+            return
+        now = time.perf_counter()
+        data = self._buffer + data if self._buffer else data
+        if self._head:
+            end = data.find(b"\r\n\r\n")
+            if end < 0:
+                self._buffer = data
+                return
+            self._read_head(data[:end])
+            data = data[end + 4 :]
+        self._buffer = self._chunks(data, now) if self._chunked else self._plain(data)
+
+    # What an answer is made of.
+
+    def _read_head(self, head: bytes) -> None:
+        first, *lines = head.decode("latin-1").split("\r\n")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        self._head = False
+        self._status = int(first.split(" ")[1])
+        self._chunked = "chunked" in headers.get("transfer-encoding", "").lower()
+        self._left = int(headers.get("content-length", "0"))
+        self._keeps = headers.get("connection", "").lower() != "close"
+        self._streams = self._status == 200 and "event-stream" in headers.get("content-type", "")
+
+    def _chunks(self, data: bytes, now: float) -> bytes:
+        """Read whole chunks; gives what is left over."""
+        start = 0
+        while True:
+            line = data.find(b"\r\n", start)
+            if line < 0:
+                return data[start:]
+            size = int(data[start:line].split(b";")[0], 16)
+            end = line + 2 + size
+            if len(data) < end + 2:
+                return data[start:]
+            if not size:
+                self._complete()
+                return b""
+            self._events(data[line + 2 : end], now)
+            start = end + 2
+
+    def _plain(self, data: bytes) -> bytes:
+        self.body += data
+        self._left -= len(data)
+        if self._left <= 0:
+            self._complete()
+        return b""
+
+    def _events(self, part: bytes, now: float) -> None:
+        answer = self._answer
+        if answer is None:
+            return
+        if not self._streams:
+            self.body += part
+            return
+        part = self._event + part if self._event else part
+        *events, self._event = part.split(b"\n\n")
+        for event in events:
+            content = event.strip()[6:] if event.lstrip().startswith(b"data: ") else b""
+            if not content or content == DONE:
+                continue
+            if content.startswith(b'{"error"'):
+                answer.error = content[:300].decode(errors="replace")
+            answer.last = content
+            if b'"choices": []' not in content and b'"choices":[]' not in content:
+                answer.times.append(now)
+
+    def _complete(self) -> None:
+        reason = f"status {self._status}: {self.body[:300].decode(errors='replace')}"
+        self._end("" if self._status == 200 else reason)
+
+    def _end(self, error: str) -> None:
+        if self._answer is not None and self._done is not None and not self._done.done():
+            self._answer.error = self._answer.error or error
+            self._answer = None
+            self._done.set_result(None)

@@ -1,0 +1,214 @@
+"""A load on a server: requests at random moments (Poisson, `rate` a second), or `concurrency` of them at all times.
+
+What is asked follows from the seed: lengths, moments and prompts, so that two servers can be given the same. Moments do not wait
+for answers; where this program is late with them itself, it says by how much.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwise.run import UserError
+from shardwise.run.lengths import Lengths
+from shardwise.serve.load.client import Address, Answer, Connection
+
+SAFE_TOKENS = 256
+"""Random tokens are below this where a server does not say how many it knows: every vocabulary has so many."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked of a server."""
+
+    requests: int
+    rate: float = 0.0
+    """Requests a second; 0: `concurrency` counts."""
+    concurrency: int = 0
+    input: Lengths = field(default_factory=lambda: Lengths(128, 128))
+    output: Lengths = field(default_factory=lambda: Lengths(128, 128))
+    texts: Sequence[str] = ()
+    """Prompts; none: random tokens."""
+    chat: bool = False
+    model: str = ""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    ends: bool = False
+    """Whether an answer may end by itself before its length."""
+    warmup: int = 0
+    seed: int = 0
+    seconds: float = 600.0
+    """That an answer may take."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One request that was made."""
+
+    due: float
+    """When it was to be sent, in seconds from the start."""
+    answer: Answer
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a load has come."""
+
+    seconds: float
+    sent: int
+    ended: int
+    failed: int
+    tokens: int
+
+
+async def run_load(
+    address: Address, load: Load, tell: Callable[[Progress], None] = lambda progress: None
+) -> list[Record]:
+    """Make all requests and wait for their answers, in the order in which they were due."""
+    card = await _first_model(address)
+    maker = _Requests(address, load, load.model or card["id"], card.get("vocab_size") or SAFE_TOKENS)
+    pool = _Pool(address, load.seconds)
+    try:
+        for number in range(load.warmup):
+            await pool.ask(maker.request(-1 - number))
+        return await _all(load, maker, pool, tell)
+    finally:
+        pool.close()
+
+
+async def _all(load: Load, maker: _Requests, pool: _Pool, tell: Callable[[Progress], None]) -> list[Record]:
+    start = time.perf_counter()
+    records: list[Record | None] = [None] * load.requests
+    due = _moments(load)
+
+    async def one(number: int) -> None:
+        moment = due[number] if due else time.perf_counter() - start
+        records[number] = Record(moment, await pool.ask(maker.request(number)))
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            made = [record.answer for record in records if record]
+            sent = len(made) + pool.asking
+            failed = sum(bool(answer.error) for answer in made)
+            tell(Progress(time.perf_counter() - start, sent, len(made), failed, sum(len(a.times) for a in made)))
+
+    watching = asyncio.create_task(watch())
+    try:
+        if due:
+            async with asyncio.TaskGroup() as group:
+                for number, moment in enumerate(due):
+                    await asyncio.sleep(max(0.0, start + moment - time.perf_counter()))
+                    group.create_task(one(number))
+        else:
+            numbers = iter(range(load.requests))
+
+            async def worker() -> None:
+                for number in numbers:
+                    await one(number)
+
+            await asyncio.gather(*(worker() for _ in range(min(load.concurrency, load.requests))))
+    finally:
+        watching.cancel()
+    return [record for record in records if record]
+
+
+def _moments(load: Load) -> list[float]:
+    """When each request is due, for a rate."""
+    if not load.rate:
+        return []
+    draw, moment, found = random.Random(f"{load.seed} moments"), 0.0, []
+    for _ in range(load.requests):
+        found.append(moment)
+        moment += draw.expovariate(load.rate)
+    return found
+
+
+class _Requests:
+    """The bytes of each request, made when it is due: all of them at once might not fit memory."""
+
+    def __init__(self, address: Address, load: Load, model: str, vocab: int) -> None:
+        self._address, self._load, self._model, self._vocab = address, load, model, vocab
+        self._inputs = load.input.draw(load.requests + load.warmup, load.seed)
+        self._outputs = load.output.draw(load.requests + load.warmup, load.seed + 1)
+
+    def request(self, number: int) -> bytes:
+        load = self._load
+        body: dict[str, Any] = {
+            "model": self._model,
+            "max_tokens": self._outputs[number],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **({} if load.ends else {"ignore_eos": True}),
+            **load.sampling,
+        }
+        if load.chat:
+            body["messages"] = [{"role": "user", "content": self._text(number)}]
+        elif load.texts:
+            body["prompt"] = self._text(number)
+        else:
+            body["prompt"] = self._tokens(number)
+        path = "/chat/completions" if load.chat else "/completions"
+        return self._address.request("POST", path, json.dumps(body).encode())
+
+    def _text(self, number: int) -> str:
+        if self._load.texts:
+            return self._load.texts[number % len(self._load.texts)]
+        return " ".join(map(str, self._tokens(number)))[: self._inputs[number]]
+
+    def _tokens(self, number: int) -> list[int]:
+        draw = random.Random(f"{self._load.seed} {number}")
+        return draw.choices(range(self._vocab), k=self._inputs[number])
+
+
+class _Pool:
+    """Connections that are used again."""
+
+    def __init__(self, address: Address, seconds: float) -> None:
+        self._address, self._seconds = address, seconds
+        self._free: list[Connection] = []
+        self.asking = 0
+
+    async def ask(self, request: bytes) -> Answer:
+        sent = time.perf_counter()
+        self.asking += 1
+        try:
+            while self._free:
+                connection = self._free.pop()
+                if connection.usable:
+                    break
+            else:
+                connection = await Connection.to(self._address)
+            answer = await connection.ask(request, self._seconds)
+            if connection.usable:
+                self._free.append(connection)
+        except OSError as e:
+            return Answer(sent, ended=time.perf_counter(), error=f"no connection: {e.strerror or e}")
+        finally:
+            self.asking -= 1
+        answer.sent = sent  # a connection's making is a part of what a client waits for
+        return answer
+
+    def close(self) -> None:
+        for connection in self._free:
+            connection.close()
+
+
+async def _first_model(address: Address) -> dict[str, Any]:
+    """What the server says of its model."""
+    try:
+        connection = await Connection.to(address)
+        answer = await connection.ask(address.request("GET", "/models"), 30.0)
+    except OSError as e:
+        raise UserError(f"there is no server at {address.host}:{address.port}: {e.strerror or e}") from None
+    connection.close()
+    try:
+        if answer.error:
+            raise ValueError(answer.error)
+        return dict(json.loads(connection.body)["data"][0])
+    except (ValueError, KeyError, IndexError, TypeError) as e:
+        raise UserError(f"{address.host}:{address.port} does not list its models as OpenAI's API does: {e}") from None

@@ -1,0 +1,181 @@
+"""From the engine's tokens to the text of choices: what is new of each, with the logarithms of its tokens' probabilities.
+
+A choice is one answer to one prompt; that of prompt p and answer i is number p × n + i. Tokens are given once all their text is,
+so that both agree while text is held back for a stop string.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.serve.request import Logprob, Output, Request
+from shardwise.serve.server.errors import ApiError
+from shardwise.serve.server.metrics import Timing
+from shardwise.serve.service import Service
+from shardwise.serve.text import Detokenizer, Place, Reader
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of an answer, or of an echoed prompt, whose first has no probability."""
+
+    token: int
+    logprob: Logprob | None
+    start: int
+    """Characters of the text before it."""
+
+
+@dataclass
+class Delta:
+    """What is new of one choice."""
+
+    choice: int
+    text: str
+    tokens: Sequence[Token] = ()
+    finish: str | None = None
+
+
+@dataclass
+class Usage:
+    """Tokens of a request."""
+
+    prompt: int = 0
+    answer: int = 0
+    cached: int = 0
+
+    def json(self) -> dict[str, object]:
+        """As OpenAI writes it."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.answer,
+            "total_tokens": self.prompt + self.answer,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+@dataclass
+class _Choice:
+    reader: Reader
+    held: deque[tuple[Logprob, Place]] = field(default_factory=deque)
+    """Tokens with text that is still held back."""
+    offset: int = 0
+    """Characters of the echoed prompt."""
+    done: bool = False
+
+
+class Answers:
+    """Reads requests as text. `async for delta in answers.read()`; then `usage` is known."""
+
+    def __init__(
+        self,
+        service: Service,
+        tokenizer: Tokenizer,
+        requests: Sequence[Request],
+        timing: Timing,
+        stops: Sequence[str] = (),
+        echo: bool = False,
+        silent: bool = False,
+    ) -> None:
+        """`echo` begins each text with its prompt; `silent` leaves out the answers themselves."""
+        self.usage = Usage(prompt=sum(len(request.prompt) for request in requests))
+        self._service, self._tokenizer, self._requests = service, tokenizer, requests
+        self._timing = timing
+        self._echo, self._silent = echo, silent
+        self._numbers = {request.id: number for number, request in enumerate(requests)}
+        self._choices = [
+            _Choice(
+                Reader(tokenizer, stops, request.prompt, frozenset() if request.ignore_end else request.stop_tokens)
+            )
+            for request in requests
+            for _ in range(request.n)
+        ]
+        self._begun: set[int] = set()
+        self._prompts: dict[str, Output] = {}
+        """The first output of each request, which knows of the prompt."""
+
+    async def read(self) -> AsyncGenerator[Delta]:
+        """What is new, as it comes. Leaving early aborts the requests."""
+        requests = self._requests
+        async with aclosing(self._service.generate(*requests)) as outputs:
+            async for output in outputs:
+                if output.finish == "abort":
+                    raise ApiError(503, "the request was aborted", code="aborted")
+                number = self._numbers[output.request]
+                at = number * requests[number].n + output.index
+                choice = self._choices[at]
+                if choice.done:
+                    continue
+                delta = self._read(choice, output, at, requests[number])
+                if at not in self._begun:
+                    self._begin(choice, output, delta, requests[number])
+                if delta.text or delta.tokens or delta.finish:
+                    yield delta
+        self._timing.end(self.usage.prompt, self.usage.answer)
+
+    def _read(self, choice: _Choice, output: Output, at: int, request: Request) -> Delta:
+        reader, text = choice.reader, ""
+        if self._silent:
+            choice.done = output.finish is not None
+            return Delta(at, "", (), "length" if choice.done else None)
+        self.usage.answer += len(output.tokens)
+        self._timing.tokens(len(output.tokens))
+        for number, token in enumerate(output.tokens):
+            more, place = reader.add(token)
+            text += more
+            if output.logprobs:
+                choice.held.append((output.logprobs[number], place))
+            if reader.stopped:
+                break
+        finish: str | None = output.finish
+        if reader.stopped:
+            self._service.finish(request.id, output.index)
+            finish = "stop"
+        elif finish:
+            text += reader.end()
+            if reader.stopped:
+                finish = "stop"
+        choice.done = finish is not None
+        return Delta(at, text, self._certain(choice) if choice.held else (), finish)
+
+    def _certain(self, choice: _Choice) -> list[Token]:
+        """The tokens whose text is all given. At the end, of those before a stop string, also the one that it begins in."""
+        found, reader, end = [], choice.reader, choice.done
+        while choice.held:
+            logprob, place = choice.held[0]
+            cut = reader.stopped and place.start >= reader.given
+            if cut or (place.end > reader.given and not end):
+                break
+            found.append(Token(logprob.token, logprob, choice.offset + place.start))
+            choice.held.popleft()
+        return found
+
+    def _begin(self, choice: _Choice, output: Output, delta: Delta, request: Request) -> None:
+        """The first delta of a choice: what is known of the prompt, and its echo."""
+        self._begun.add(delta.choice)
+        if request.id not in self._prompts:
+            self._prompts[request.id] = output
+            self.usage.cached += output.cached_tokens
+        if not self._echo:
+            return
+        logprobs = self._prompts[request.id].prompt_logprobs
+        detokenizer = Detokenizer(self._tokenizer)
+        texts, start, tokens = [], 0, []
+        for number, token in enumerate(request.prompt):
+            texts.append(detokenizer.add(token))
+            if request.sampling.logprobs is not None:
+                tokens.append(Token(token, logprobs[number] if number < len(logprobs) else None, start))
+            start += len(texts[-1])
+        texts.append(detokenizer.end() if self._silent else "")
+        prompt = "".join(texts)
+        choice.offset = len(prompt)
+        answer = [Token(each.token, each.logprob, each.start + choice.offset) for each in delta.tokens]
+        delta.text, delta.tokens = prompt + delta.text, tokens + answer
+
+
+def finite(logprob: float) -> float:
+    """A logarithm that JSON can say, as OpenAI does for what is impossible."""
+    return logprob if logprob > -9999.0 else -9999.0

@@ -1,0 +1,181 @@
+"""The HTTP application: which path is answered by what, who is let in, how a body is read, and that whatever goes wrong is an
+error in OpenAI's form."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shardwise.serve.server.chat import chat_completions
+from shardwise.serve.server.completions import completions
+from shardwise.serve.server.context import Context
+from shardwise.serve.server.errors import ApiError
+from shardwise.serve.server.fields import Fields, parse
+from shardwise.serve.server.limits import Limits
+from shardwise.serve.server.metrics import CONTENT_TYPE
+from shardwise.serve.server.stream import Answering, ClientGone, EventStream, for_client, response_of
+
+Endpoint = Callable[[Context, Fields, str], Coroutine[Any, Any, Response | EventStream]]
+LOCAL = ("localhost", "127.0.0.1", "::1")
+GONE = 499
+"""The status in our figures of a request whose client went away; nobody ever gets it."""
+
+
+def make_app(context: Context) -> ASGIApp:
+    """The application of a server."""
+
+    async def models(request: Request) -> Response:
+        _let_in(context, request)
+        name = request.path_params.get("name")
+        card = {
+            "id": context.model.name,
+            "object": "model",
+            "created": context.model.created,
+            "owned_by": "shardwise",
+            "max_model_len": context.service.max_tokens,
+            "vocab_size": context.service.vocab,
+        }
+        if name is None:
+            return _json({"object": "list", "data": [card]})
+        if name != context.model.name:
+            raise ApiError(404, f"The model '{name[:200]}' does not exist", "model", "model_not_found")
+        return _json(card)
+
+    async def health(request: Request) -> Response:
+        if context.service.error is not None:
+            raise ApiError(503, "the engine has failed", code="engine_failed")
+        if context.service.draining:
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
+        return _json({"status": "ok"})
+
+    async def metrics(request: Request) -> Response:
+        return Response(context.metrics.text(context.service), media_type=CONTENT_TYPE)
+
+    routes = [
+        Route("/v1/completions", _endpoint(context, completions), methods=["POST"]),
+        Route("/v1/chat/completions", _endpoint(context, chat_completions), methods=["POST"]),
+        Route("/v1/models", models, methods=["GET"]),
+        Route("/v1/models/{name:path}", models, methods=["GET"]),
+        Route("/health", health, methods=["GET"]),
+        Route("/metrics", metrics, methods=["GET"]),
+    ]
+    known = {route.path for route in routes}
+    handlers = {HTTPException: _http_error, ClientGone: _nobody, ApiError: _error, Exception: _error}
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.router.redirect_slashes = False
+    return _Counted(context, app, known)
+
+
+class _Counted:
+    """Counts what was answered, by path and status."""
+
+    def __init__(self, context: Context, app: ASGIApp, known: set[str]) -> None:
+        self._context, self._app, self._known = context, app, known
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status = 0
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            # What Starlette was not told to expect it answers and raises again, for a server to log; `for_client` has.
+            with suppress(Exception):
+                await self._app(scope, receive, counted)
+        finally:
+            path = scope.get("path", "")
+            self._context.metrics.responses[path if path in self._known else "other", status] += 1
+
+
+def _endpoint(context: Context, function: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        user = _let_in(context, request)
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json" and not kind.endswith("+json"):
+            # A page of another site may send anything else from a visitor's browser without being asked for permission.
+            raise ApiError(
+                415, "the body must be JSON: send 'Content-Type: application/json'", code="unsupported_media_type"
+            )
+        fields = Fields(parse(await _read_body(request, context.limits)))
+        context.service.check()
+        return Answering(function(context, fields, user))
+
+    return answer
+
+
+def _let_in(context: Context, request: Request) -> str:
+    """Who asks, by the key; raises `ApiError` where nobody may be let in with it."""
+    origin = request.headers.get("origin")
+    if origin and not context.keys and urlsplit(origin).hostname not in LOCAL:
+        # Without a key, any page that a visitor of this machine opens could use the server (DNS rebinding).
+        raise ApiError(403, "pages of other sites are not let in without an API key", code="foreign_origin")
+    return context.user_of(request.headers.get("authorization", ""))
+
+
+async def _read_body(request: Request, limits: Limits) -> bytes:
+    """The body, within the limits. One that is too long is read on for a while and forgotten: a client that is cut off while it
+    sends sees no answer."""
+    length = request.headers.get("content-length", "")
+    expected = int(length) if length.isdigit() else 0
+    too_long = ApiError(413, f"the body is longer than {limits.body_bytes} bytes", code="body_too_long")
+    if expected > 4 * limits.body_bytes or (expected > limits.body_bytes and "expect" in request.headers):
+        raise too_long
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                part = message.get("body", b"")
+                size += len(part)
+                if size > 4 * limits.body_bytes:
+                    raise too_long
+                if size <= limits.body_bytes:
+                    parts.append(part)
+                if not message.get("more_body", False):
+                    break
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {limits.body_seconds:g} s", code="timeout") from None
+    if size > limits.body_bytes:
+        raise too_long
+    return b"".join(parts)
+
+
+def _json(content: Any) -> Response:
+    return Response(json.dumps(content), media_type="application/json")
+
+
+async def _error(request: Request, error: Exception) -> Response:
+    return response_of(for_client(error))
+
+
+async def _nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=GONE)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """What Starlette refuses: paths and methods that there are not."""
+    assert isinstance(error, HTTPException)
+    path = request.url.path[:200]
+    message = f"there is nothing at {path}"
+    if error.status_code == 405:
+        message = f"{path} does not take {request.method[:20]}"
+    found = ApiError(error.status_code, message, code="not_found" if error.status_code == 404 else "method_not_allowed")
+    response = response_of(found)
+    response.headers.update(error.headers or {})
+    return response

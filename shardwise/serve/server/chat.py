@@ -1,0 +1,179 @@
+"""`/v1/chat/completions`: the next message of a conversation, whose prompt the model's chat template makes."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from starlette.responses import Response
+
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.run import UserError
+from shardwise.serve.server.answers import Answers, Token, finite
+from shardwise.serve.server.ask import TOKENS, Ask, read_ask, read_model, wrong_missing
+from shardwise.serve.server.completions import encode
+from shardwise.serve.server.context import Context
+from shardwise.serve.server.errors import ApiError
+from shardwise.serve.server.fields import Fields, kind
+from shardwise.serve.server.metrics import Timing
+from shardwise.serve.server.stream import EventStream
+from shardwise.serve.text import token_text
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+NO_TOOLS = "is not supported: calls of tools are not read from the answer"
+PASSED_ON = ("name", "tool_calls", "tool_call_id", "reasoning_content")
+"""What else a message may have, for the template."""
+
+
+async def chat_completions(context: Context, fields: Fields, user: str) -> Response | EventStream:
+    """Answer a request, or begin to."""
+    timing, model, service = Timing(context.metrics), context.model, context.service
+    read_model(fields, model)
+    messages = _messages(fields)
+    switches = fields.inner("chat_template_kwargs")
+    more: dict[str, Any] = fields.get("chat_template_kwargs") if switches else {}
+    ask = read_ask(fields, model, service.vocab, context.limits, _max_tokens(fields), _logprobs_wanted(fields))
+    if user:
+        ask = replace(ask, user=user)
+    _refuse(fields)
+    fields.end()
+    try:
+        text = model.template.render(messages, more)
+    except UserError as e:
+        raise ApiError(400, str(e), "messages", "invalid_value") from None
+    # The template has put the special tokens where they belong.
+    prompt = await encode(context, text, special=False)
+    service.check()
+    name = f"chatcmpl-{uuid.uuid4().hex}"
+    requests = await context.requests(ask, name, [prompt])
+    answers = Answers(service, model.tokenizer, requests, timing, ask.stops)
+    head = {"id": name, "object": "chat.completion", "created": int(time.time()), "model": model.name}
+    if ask.stream:
+        return EventStream(_events(answers, ask, {**head, "object": "chat.completion.chunk"}, model.tokenizer))
+    return await _whole(answers, head, model.tokenizer, ask)
+
+
+def _max_tokens(fields: Fields) -> int | None:
+    old, new = fields.maybe_whole("max_tokens", 1, TOKENS), fields.maybe_whole("max_completion_tokens", 1, TOKENS)
+    if old is not None and new is not None and old != new:
+        raise fields.wrong("max_tokens", "is the older name of 'max_completion_tokens', which says otherwise")
+    return old if new is None else new
+
+
+def _logprobs_wanted(fields: Fields) -> int | None:
+    wanted, top = fields.flag("logprobs"), fields.maybe_whole("top_logprobs", 0, 20)
+    if top is not None and not wanted:
+        raise fields.wrong("top_logprobs", "is only for a request with logprobs = true")
+    return (top or 0) if wanted else None
+
+
+def _refuse(fields: Fields) -> None:
+    """What would be answered otherwise than it was asked."""
+    for name in ("tools", "functions"):
+        fields.only(name, ([],), NO_TOOLS)
+    fields.only("tool_choice", ("none", "auto"), NO_TOOLS)
+    fields.only("function_call", ("none", "auto"), NO_TOOLS)
+    fields.only("modalities", (["text"],), "is not supported: answers are text")
+    for name in ("audio", "web_search_options"):
+        fields.only(name, (), "is not supported")
+    fields.ignore("parallel_tool_calls")
+
+
+def _messages(fields: Fields) -> list[dict[str, Any]]:
+    given = fields.get("messages")
+    if given is None:
+        raise wrong_missing(fields, "messages")
+    if not isinstance(given, list) or not given:
+        what = "an empty array" if given == [] else kind(given)
+        raise fields.wrong("messages", f"must be an array of messages, not {what}", "invalid_type")
+    return [_message(Fields(each, f"messages[{number}]")) for number, each in enumerate(given)]
+
+
+def _message(fields: Fields) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": fields.one_of("role", "", ROLES)}
+    content = fields.get("content")
+    if isinstance(content, list):
+        content = "".join(_part(Fields(part, "messages.content")) for part in content)
+    passed_on = {name: value for name in PASSED_ON if (value := fields.get(name)) is not None}
+    if content is None and "tool_calls" not in passed_on:
+        raise wrong_missing(fields, "content")
+    if content is not None and not isinstance(content, str):
+        raise fields.wrong("content", f"must be a string or an array of parts, not {kind(content)}", "invalid_type")
+    fields.ignore("refusal", "audio", "annotations", "function_call")
+    fields.end()
+    return {**found, "content": content, **passed_on}
+
+
+def _part(fields: Fields) -> str:
+    if fields.get("type") not in ("text", "input_text", "refusal"):
+        raise fields.wrong("type", "must be 'text': this model reads nothing else", "unsupported_value")
+    text = fields.get("text") if fields.get("type") != "refusal" else fields.get("refusal")
+    if not isinstance(text, str):
+        raise fields.wrong("text", f"must be a string, not {kind(text)}", "invalid_type")
+    return text
+
+
+async def _events(answers: Answers, ask: Ask, head: dict[str, Any], tokenizer: Tokenizer) -> AsyncGenerator[bytes]:
+    # Most of an event is the same each time; only what differs is written as JSON.
+    usage = ', "usage": null' if ask.include_usage else ""
+    start, end = f'data: {json.dumps(head)[:-1]}{usage}, "choices": [{{"index": ', "}]}\n\n"
+    role = '"delta": {"role": "assistant", "content": ""}, "logprobs": null, "finish_reason": null'
+    begun: set[int] = set()
+    async with aclosing(answers.read()) as deltas:
+        async for delta in deltas:
+            event = ""
+            if delta.choice not in begun:
+                begun.add(delta.choice)
+                event = f"{start}{delta.choice}, {role}{end}"
+            if delta.text or delta.tokens:
+                text = json.dumps(delta.text)
+                logprobs = json.dumps(_logprobs(delta.tokens, tokenizer)) if delta.tokens else "null"
+                what = f'"delta": {{"content": {text}}}, "logprobs": {logprobs}, "finish_reason": null'
+                event += f"{start}{delta.choice}, {what}{end}"
+            if delta.finish:
+                what = f'"delta": {{}}, "logprobs": null, "finish_reason": "{delta.finish}"'
+                event += f"{start}{delta.choice}, {what}{end}"
+            yield event.encode()
+    if ask.include_usage:
+        yield f"data: {json.dumps({**head, 'choices': [], 'usage': answers.usage.json()})}\n\n".encode()
+
+
+async def _whole(answers: Answers, head: dict[str, Any], tokenizer: Tokenizer, ask: Ask) -> Response:
+    texts: list[list[str]] = [[] for _ in range(ask.n)]
+    tokens: list[list[Token]] = [[] for _ in range(ask.n)]
+    finish = [""] * ask.n
+    async with aclosing(answers.read()) as deltas:
+        async for delta in deltas:
+            texts[delta.choice].append(delta.text)
+            tokens[delta.choice].extend(delta.tokens)
+            finish[delta.choice] = delta.finish or ""
+    choices = [
+        {
+            "index": at,
+            "message": {"role": "assistant", "content": "".join(texts[at]), "refusal": None},
+            "logprobs": None if ask.sampling.logprobs is None else _logprobs(tokens[at], tokenizer),
+            "finish_reason": finish[at],
+        }
+        for at in range(ask.n)
+    ]
+    body = {**head, "choices": choices, "usage": answers.usage.json()}
+    return Response(json.dumps(body), media_type="application/json")
+
+
+def _logprobs(tokens: Sequence[Token], tokenizer: Tokenizer) -> dict[str, Any]:
+    content = []
+    for each in tokens:
+        assert each.logprob is not None, "only the first token of a prompt has none"
+        top = [_one(token, value, tokenizer) for token, value in each.logprob.top]
+        content.append({**_one(each.token, each.logprob.logprob, tokenizer), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _one(token: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
+    piece = tokenizer.piece(token) or tokenizer.name(token).encode()
+    return {"token": token_text(tokenizer, token), "logprob": finite(logprob), "bytes": list(piece)}

@@ -1,0 +1,147 @@
+"""`/v1/completions`: text that continues prompts, each a string or tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from starlette.responses import Response
+
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.serve.request import Logprob
+from shardwise.serve.server.answers import Answers, Token, finite
+from shardwise.serve.server.ask import TOKENS, Ask, read_ask, read_model
+from shardwise.serve.server.context import Context
+from shardwise.serve.server.errors import ApiError
+from shardwise.serve.server.fields import Fields, kind
+from shardwise.serve.server.metrics import Timing
+from shardwise.serve.server.stream import EventStream
+from shardwise.serve.text import token_text
+
+DEFAULT_TOKENS = 16
+"""OpenAI's."""
+LONG = 20_000
+"""Characters from which on a prompt is encoded beside the event loop, which others wait for."""
+
+
+async def completions(context: Context, fields: Fields, user: str) -> Response | EventStream:
+    """Answer a request, or begin to."""
+    timing, model, service = Timing(context.metrics), context.model, context.service
+    read_model(fields, model)
+    given, special = fields.get("prompt"), fields.flag("add_special_tokens", True)
+    max_tokens = fields.whole("max_tokens", DEFAULT_TOKENS, 0, TOKENS)
+    echo = fields.flag("echo")
+    if not max_tokens and not echo:
+        raise fields.wrong("max_tokens", "must be at least 1; an answer of no tokens is only for a prompt to echo")
+    logprobs = fields.maybe_whole("logprobs", 0, 20)
+    ask = read_ask(fields, model, service.vocab, context.limits, max_tokens, logprobs)
+    if user:
+        ask = replace(ask, user=user)
+    fields.only("best_of", (1, ask.n), "is not supported: answers are not ranked; it may equal n")
+    fields.only("suffix", ("",), "is not supported: text is continued, not filled in")
+    fields.end()
+    if echo:
+        ask = replace(ask, sampling=replace(ask.sampling, prompt_logprobs=logprobs))
+    prompts = await _prompts(context, fields, given, special, ask.n)
+    service.check(len(prompts))
+    name = f"cmpl-{uuid.uuid4().hex}"
+    requests = await context.requests(ask, name, prompts)
+    answers = Answers(service, model.tokenizer, requests, timing, ask.stops, echo, silent=not max_tokens)
+    head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": model.name}
+    if ask.stream:
+        return EventStream(_events(answers, ask, head, model.tokenizer))
+    return await _whole(answers, head, model.tokenizer, len(prompts) * ask.n)
+
+
+async def _prompts(context: Context, fields: Fields, given: Any, special: bool, n: int) -> list[list[int]]:
+    """The tokens of each prompt."""
+    if given is None:
+        given = ""
+    several = [given] if isinstance(given, str) else given
+    if isinstance(several, list) and several and all(type(token) is int for token in several):
+        several = [several]
+    wrong = "must be a string, an array of strings, an array of tokens, or an array of such arrays"
+    if not isinstance(several, list) or not several:
+        raise fields.wrong("prompt", f"{wrong}, not {'empty' if several == [] else kind(given)}", "invalid_type")
+    if len(several) * n > context.limits.choices:
+        raise fields.wrong(
+            "prompt", f"has {len(several)} texts, each {n} times; at most {context.limits.choices} are taken"
+        )
+    prompts = []
+    for prompt in several:
+        if isinstance(prompt, str):
+            prompts.append(await encode(context, prompt, special))
+        elif isinstance(prompt, list) and all(type(token) is int for token in prompt):
+            if prompt and not 0 <= min(prompt) <= max(prompt) < context.service.vocab:
+                raise fields.wrong("prompt", f"has tokens that this model does not (0 to {context.service.vocab - 1})")
+            prompts.append(prompt or [context.model.first])
+        else:
+            raise fields.wrong("prompt", wrong, "invalid_type")
+    return prompts
+
+
+async def encode(context: Context, text: str, special: bool) -> list[int]:
+    """The tokens of a text, at least one; `special` with those that the tokenizer puts around it."""
+    tokenizer = context.model.tokenizer
+    function = tokenizer.encode_prompt if special else tokenizer.encode
+    found = await asyncio.to_thread(function, text) if len(text) > LONG else function(text)
+    if found and max(found) >= context.service.vocab:
+        raise ApiError(400, f"the prompt has a token that this model does not ({max(found)})", "prompt")
+    return found or [context.model.first]
+
+
+async def _events(answers: Answers, ask: Ask, head: dict[str, Any], tokenizer: Tokenizer) -> AsyncGenerator[bytes]:
+    # Most of an event is the same each time; only what differs is written as JSON.
+    usage = ', "usage": null' if ask.include_usage else ""
+    start, end = f'data: {json.dumps(head)[:-1]}{usage}, "choices": [{{"index": ', "}]}\n\n"
+    async with aclosing(answers.read()) as deltas:
+        async for delta in deltas:
+            logprobs = json.dumps(_logprobs(delta.tokens, tokenizer)) if delta.tokens else "null"
+            finish = f'"{delta.finish}"' if delta.finish else "null"
+            text = json.dumps(delta.text)
+            yield f'{start}{delta.choice}, "text": {text}, "logprobs": {logprobs}, "finish_reason": {finish}{end}'.encode()
+    if ask.include_usage:
+        yield f"data: {json.dumps({**head, 'choices': [], 'usage': answers.usage.json()})}\n\n".encode()
+
+
+async def _whole(answers: Answers, head: dict[str, Any], tokenizer: Tokenizer, count: int) -> Response:
+    texts: list[list[str]] = [[] for _ in range(count)]
+    tokens: list[list[Token]] = [[] for _ in range(count)]
+    finish = [""] * count
+    async with aclosing(answers.read()) as deltas:
+        async for delta in deltas:
+            texts[delta.choice].append(delta.text)
+            tokens[delta.choice].extend(delta.tokens)
+            finish[delta.choice] = delta.finish or ""
+    choices = [
+        {
+            "index": at,
+            "text": "".join(texts[at]),
+            "logprobs": _logprobs(tokens[at], tokenizer) if tokens[at] else None,
+            "finish_reason": finish[at],
+        }
+        for at in range(count)
+    ]
+    body = {**head, "choices": choices, "usage": answers.usage.json()}
+    return Response(json.dumps(body), media_type="application/json")
+
+
+def _logprobs(tokens: Sequence[Token], tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "tokens": [token_text(tokenizer, each.token) for each in tokens],
+        "token_logprobs": [each.logprob and finite(each.logprob.logprob) for each in tokens],
+        "top_logprobs": [each.logprob and _likeliest(each.logprob, tokenizer) for each in tokens],
+        "text_offset": [each.start for each in tokens],
+    }
+
+
+def _likeliest(logprob: Logprob, tokenizer: Tokenizer) -> dict[str, float]:
+    """The likeliest tokens and the one that was taken. Of two that are written alike, the likelier."""
+    found = {token_text(tokenizer, token): finite(value) for token, value in reversed(logprob.top)}
+    return {**found, token_text(tokenizer, logprob.token): finite(logprob.logprob)}

@@ -1,0 +1,57 @@
+"""What every request is answered with: the model, the service, limits, keys and figures of one server."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shardwise.run import UserError
+from shardwise.serve.grammar import Grammars
+from shardwise.serve.request import Request
+from shardwise.serve.server.ask import Ask
+from shardwise.serve.server.errors import ApiError
+from shardwise.serve.server.limits import Limits
+from shardwise.serve.server.metrics import Metrics
+from shardwise.serve.server.model import Model
+from shardwise.serve.service import Service
+
+
+@dataclass
+class Context:
+    """One server."""
+
+    model: Model
+    service: Service
+    limits: Limits = field(default_factory=Limits)
+    keys: tuple[str, ...] = ()
+    """Any of which lets a client in; none: everybody is let in."""
+    metrics: Metrics = field(default_factory=Metrics)
+
+    def __post_init__(self) -> None:
+        self.grammars = Grammars(self.model.tokenizer, self.service.vocab, self.model.ends)
+
+    async def requests(self, ask: Ask, name: str, prompts: Sequence[Sequence[int]]) -> list[Request]:
+        """What the engine is asked. A form's grammar is made beside the event loop, which others wait for."""
+        longest = self.service.max_tokens
+        if ask.form is None:
+            return ask.requests(name, prompts, longest, self.grammars)
+        try:
+            return await asyncio.to_thread(ask.requests, name, prompts, longest, self.grammars)
+        except UserError as e:
+            raise ApiError(400, f"'{ask.problem}' {e}", ask.problem, "invalid_value") from None
+
+    def user_of(self, authorization: str) -> str:
+        """Who a client is, by its key; empty where that says nothing. Raises `ApiError` for a wrong key."""
+        if not self.keys:
+            return ""
+        kind, _, given = authorization.partition(" ")
+        sent = given.strip().encode("utf-8", "surrogateescape")
+        # Every key is compared, in a time that does not tell how much of it was right.
+        found = [hmac.compare_digest(sent, key.encode()) for key in self.keys]
+        if kind.lower() != "bearer" or not any(found):
+            reason = "Incorrect API key provided." if authorization else "You did not provide an API key."
+            raise ApiError(401, f"{reason} Send it as 'Authorization: Bearer KEY'.", code="invalid_api_key")
+        # With one key for all, users share the engine by the name that their request gives.
+        return f"key {found.index(True)}" if len(self.keys) > 1 else ""

@@ -1,0 +1,133 @@
+"""A server from its first address to its end: it listens, says when it is ready, and once told to end takes no more requests,
+finishes what runs within a limit, and goes. While it drains it still answers, so that a balancer sees that it is not to be asked
+any more."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import uvicorn
+
+from shardwise.run import Problem, UserError
+from shardwise.serve.server.app import make_app
+from shardwise.serve.server.context import Context
+from shardwise.serve.server.guard import guarded
+from shardwise.serve.server.limits import Limits
+from shardwise.serve.server.model import Model
+from shardwise.serve.service import Engine, Service
+
+LAST_SECONDS = 5.0
+"""For clients to read the last of their answers, after the drain."""
+
+
+class Stop:
+    """Asks a server to end; asked again, it ends at once. For the server's own thread; `call_soon_threadsafe` for others."""
+
+    def __init__(self) -> None:
+        self.wanted = asyncio.Event()
+        self.at_once = asyncio.Event()
+
+    def ask(self) -> None:
+        """End."""
+        (self.at_once if self.wanted.is_set() else self.wanted).set()
+
+
+class _Server(uvicorn.Server):
+    """Says when it listens, and leaves signals to others: uvicorn would raise them again at its end, and so not end well."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def open_socket(host: str, port: int) -> socket.socket:
+    """The address to listen at; port 0 is any that is free. Nobody can connect before the server listens."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio sends small packets at once only for sockets that say they are TCP's.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        return listener
+    except (OSError, OverflowError) as e:
+        listener.close()
+        reason = e.strerror if isinstance(e, OSError) and e.strerror else str(e)
+        raise UserError(Problem(f"cannot listen there: {reason}", where=f"{host}:{port}")) from None
+
+
+def address_of(listener: socket.socket) -> str:
+    """The address to give to clients."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def serve(
+    engine: Engine,
+    model: Model,
+    listener: socket.socket,
+    stop: Stop,
+    limits: Limits | None = None,
+    keys: Sequence[str] = (),
+    ready: Callable[[Context], None] = lambda context: None,
+) -> BaseException | None:
+    """Answer requests at an address until told to end; gives what the engine failed with, if it did."""
+    limits = limits or Limits()
+    service = Service(engine, limits.waiting)
+    context = Context(model, service, limits, tuple(keys))
+    config = uvicorn.Config(
+        make_app(context),
+        http=guarded(limits),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=int(limits.idle_seconds),
+        timeout_graceful_shutdown=int(LAST_SECONDS),
+    )
+    server = _Server(config, lambda: ready(context))
+    serving = asyncio.create_task(server.serve([listener]))
+    try:
+        await _until(serving, stop.wanted)
+        draining = asyncio.create_task(service.drain(limits.drain_seconds))
+        await _until(draining, stop.at_once)
+        draining.cancel()
+        await service.drain(0)
+        server.should_exit = True
+        await serving
+        return service.error
+    finally:
+        serving.cancel()
+        await service.close()
+
+
+async def _until(task: asyncio.Task[Any], told: asyncio.Event) -> None:
+    """Wait until a task is done, or this is told."""
+    telling = asyncio.create_task(told.wait())
+    await asyncio.wait((task, telling), return_when=asyncio.FIRST_COMPLETED)
+    telling.cancel()
+
+
+def within_files(limits: Limits) -> Limits:
+    """The limits, with no more connections than this process may have open files, which is raised as far as it goes."""
+    import resource
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    room = limits.connections if most == resource.RLIM_INFINITY else most - 256
+    return replace(limits, connections=max(1, min(limits.connections, room)))

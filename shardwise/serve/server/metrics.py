@@ -1,0 +1,126 @@
+"""Figures of the server for Prometheus, in its text format, which is plain enough to write without a library: what was asked, how
+long it took, and what the engine says of itself."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+
+from shardwise.serve.service import Service
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
+
+
+class Histogram:
+    """How many values were at most each of some bounds."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def add(self, value: float) -> None:
+        """Count a value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
+class Metrics:
+    """What the server counts."""
+
+    def __init__(self) -> None:
+        self.responses: Counter[tuple[str, int]] = Counter()
+        """By path and status."""
+        self.prompt_tokens = 0
+        self.answer_tokens = 0
+        self.first_token = Histogram(SECONDS)
+        self.each_token = Histogram(TOKEN_SECONDS)
+        self.whole = Histogram(SECONDS)
+
+    def text(self, service: Service) -> str:
+        """All figures, in the format."""
+        stats = service.stats
+        lines: list[str] = []
+        for name, kind, meaning, values in (
+            ("responses_total", "counter", "HTTP responses; 499 where the client went away before.", self._responses()),
+            ("prompt_tokens_total", "counter", "Tokens of answered prompts.", {"": self.prompt_tokens}),
+            ("generation_tokens_total", "counter", "Tokens of answers, as clients got them.", {"": self.answer_tokens}),
+            ("requests_unfinished", "gauge", "Requests that are not answered yet.", {"": service.unfinished}),
+            ("requests_waiting", "gauge", "Requests without a token yet.", {"": service.waiting}),
+            ("sequences_running", "gauge", "Sequences that hold pages.", {"": stats.running}),
+            ("sequences_waiting", "gauge", "Sequences that do not yet.", {"": stats.waiting}),
+            ("pages_used", "gauge", "Pages of keys and values that are held.", {"": stats.pages_used}),
+            ("pages", "gauge", "Pages of keys and values that there are.", {"": stats.pages}),
+            ("preemptions_total", "counter", "Sequences that lost their pages to others.", {"": stats.preemptions}),
+            ("prefix_queries_total", "counter", "Tokens looked for in the prefix cache.", {"": stats.prefix_queries}),
+            ("prefix_hits_total", "counter", "Tokens found in the prefix cache.", {"": stats.prefix_hits}),
+            (
+                "engine_tokens_computed_total",
+                "counter",
+                "Tokens that the engine computed.",
+                {"": stats.computed_tokens},
+            ),
+            (
+                "engine_tokens_generated_total",
+                "counter",
+                "Tokens that the engine generated.",
+                {"": stats.generated_tokens},
+            ),
+            ("healthy", "gauge", "1 while requests are taken.", {"": int(service.healthy)}),
+        ):
+            lines += _lines(name, kind, meaning, values)
+        lines += _histogram("time_to_first_token_seconds", "From a request to its first token.", self.first_token)
+        lines += _histogram(
+            "time_per_output_token_seconds", "Between tokens, the mean of each request.", self.each_token
+        )
+        lines += _histogram("request_seconds", "From a request to its last token.", self.whole)
+        return "\n".join(lines) + "\n"
+
+    def _responses(self) -> dict[str, float]:
+        return {f'{{path="{path}",status="{status}"}}': count for (path, status), count in self.responses.items()}
+
+
+class Timing:
+    """The moments of one request, from its arrival on."""
+
+    def __init__(self, metrics: Metrics, choices: int = 1) -> None:
+        self._metrics, self._choices = metrics, choices
+        self._start = time.perf_counter()
+        self._first = self._last = 0.0
+        self._count = 0
+
+    def tokens(self, count: int) -> None:
+        """Some tokens have come."""
+        self._last = time.perf_counter()
+        self._count += count
+        if not self._first:
+            self._first = self._last
+            self._metrics.first_token.add(self._first - self._start)
+
+    def end(self, prompt: int, answer: int) -> None:
+        """The request was answered."""
+        self._metrics.prompt_tokens += prompt
+        self._metrics.answer_tokens += answer
+        self._metrics.whole.add(time.perf_counter() - self._start)
+        after_first = self._count / self._choices - 1
+        if after_first > 0:
+            self._metrics.each_token.add((self._last - self._first) / after_first)
+
+
+def _lines(name: str, kind: str, meaning: str, values: Mapping[str, float]) -> Iterator[str]:
+    yield f"# HELP shardwise_{name} {meaning}"
+    yield f"# TYPE shardwise_{name} {kind}"
+    for labels, value in values.items():
+        yield f"shardwise_{name}{labels} {value}"
+
+
+def _histogram(name: str, meaning: str, histogram: Histogram) -> Iterator[str]:
+    totals = list(accumulate(histogram.counts))
+    bounds = [*(f"{bound:g}" for bound in histogram.bounds), "+Inf"]
+    buckets = {f'_bucket{{le="{bound}"}}': total for bound, total in zip(bounds, totals, strict=True)}
+    yield from _lines(name, "histogram", meaning, buckets | {"_sum": histogram.sum, "_count": totals[-1]})

@@ -1,0 +1,73 @@
+"""What the server knows of the model that it serves, from the files of its checkpoint: name, tokenizer, chat template, which
+tokens end an answer, and the sampling that its publisher recommends, which holds where a request says nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwise.data.tokenizer import Tokenizer, load_tokenizer
+from shardwise.serve.server.template import PLAIN, ChatTemplate, load_template
+
+GENERATION = "generation_config.json"
+# What a generation_config.json may recommend, and the values that make sense.
+RECOMMENDED = {
+    "temperature": (0.0, 2.0),
+    "top_p": (1e-6, 1.0),
+    "top_k": (0, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-3, 100.0),
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as its clients see it."""
+
+    name: str
+    tokenizer: Tokenizer
+    template: ChatTemplate = field(default_factory=lambda: ChatTemplate(PLAIN))
+    ends: frozenset[int] = frozenset()
+    """Tokens that end an answer."""
+    recommended: Mapping[str, float] = field(default_factory=dict)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def first(self) -> int:
+        """The token that an empty prompt begins with."""
+        return self.tokenizer.special_tokens.get("bos", ("", self.tokenizer.end))[1]
+
+
+def load_model_files(folder: Path, name: str, template: str | Path | None = None) -> Model:
+    """The model of a checkpoint's folder; `template` is a file to use instead of its own."""
+    tokenizer = load_tokenizer(folder)
+    generation = _read_json(folder / GENERATION)
+    ends = generation.get("eos_token_id")
+    ids = [token for token in (ends if isinstance(ends, list) else [ends]) if isinstance(token, int)]
+    return Model(
+        name=name,
+        tokenizer=tokenizer,
+        template=load_template(folder, tokenizer, template),
+        ends=frozenset([tokenizer.end, *ids]),
+        recommended={
+            key: generation[key] for key, limits in RECOMMENDED.items() if _within(generation.get(key), limits)
+        },
+    )
+
+
+def _within(value: Any, limits: tuple[float, float]) -> bool:
+    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return known and limits[0] <= value <= limits[1]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}

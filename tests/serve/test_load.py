@@ -1,0 +1,161 @@
+"""The load generator: its figures are those of the answers, its client reads whatever way a server sends, failures are counted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+from array import array
+from collections.abc import Awaitable, Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from serve.fake_engine import FakeEngine, letters
+from serve.running import running
+
+from shardwise.run.lengths import parse_lengths
+from shardwise.serve.load.client import Address, Answer, Connection
+from shardwise.serve.load.picture import load_page
+from shardwise.serve.load.run import Load, Progress, Record, run_load
+from shardwise.serve.load.summary import Limits, percentiles, summary
+
+EVENT = b'data: {"choices": [{"text": "a"}], "usage": null}\n\n'
+USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 7}}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+async def against(parts: list[bytes], ask: Callable[[Address], Awaitable[Answer]]) -> Answer:
+    """An answer of a server that sends these bytes, in these parts."""
+
+    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0)
+        writer.close()
+
+    server = await asyncio.start_server(reply, "127.0.0.1", 0)
+    async with server:
+        return await ask(Address.of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+
+
+async def ask_once(address: Address) -> Answer:
+    connection = await Connection.to(address)
+    return await connection.ask(address.request("GET", "/x"), 5.0)
+
+
+def chunked(body: list[bytes], status: str = "200 OK") -> bytes:
+    head = f"HTTP/1.1 {status}\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    return head + b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in body) + b"0\r\n\r\n"
+
+
+@given(st.lists(st.integers(1, 400), max_size=12), st.integers(1, 60))
+def test_an_answer_however_it_is_cut(cuts: list[int], size: int) -> None:
+    whole = EVENT * 5 + USAGE + DONE
+    body = [whole[at : at + size] for at in range(0, len(whole), size)]  # events across chunks
+    sent, at, parts = chunked(body), 0, []
+    for cut in cuts:  # chunks across packets
+        parts.append(sent[at : at + cut])
+        at += cut
+    connection = Connection()
+    connection._open, connection._transport = True, _Nowhere()  # type: ignore[assignment]
+
+    async def feed() -> Answer:
+        asking = asyncio.ensure_future(connection.ask(b"", 5.0))
+        await asyncio.sleep(0)
+        for part in [*parts, sent[at:]]:
+            if part:
+                connection.data_received(part)
+        return await asking
+
+    answer = asyncio.run(feed())
+    assert not answer.error
+    assert len(answer.times) == 5
+    assert answer.tokens == (3, 7)
+    assert connection.usable
+
+
+class _Nowhere:
+    def write(self, data: bytes) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("parts", "error"),
+    [
+        ([chunked([EVENT, DONE])], ""),
+        ([chunked([EVENT])[:-5]], "connection was lost"),
+        ([b""], "connection was lost"),
+        ([chunked([b'data: {"error": {"message": "broke"}}\n\n'])], "broke"),
+        ([b"HTTP/1.1 429 Too Many\r\nContent-Length: 4\r\n\r\nbusy"], "status 429: busy"),
+        ([chunked([b"busy"], "503 No")], "status 503: busy"),
+    ],
+)
+def test_what_goes_wrong_is_said(parts: list[bytes], error: str) -> None:
+    answer = asyncio.run(against(parts, ask_once))
+    assert error in answer.error
+    assert bool(error) == bool(answer.error)
+
+
+def record(due: float, times: list[float], tokens: int, error: str = "") -> Record:
+    usage = {"usage": {"prompt_tokens": 10, "completion_tokens": tokens}}
+    answer = Answer(
+        100 + due, array("d", [100 + t for t in times]), 100 + (times or [due])[-1], error, json.dumps(usage).encode()
+    )
+    return Record(due, answer)
+
+
+def test_figures() -> None:
+    records = [record(0, [0.1, 0.2, 0.3], 3), record(1, [1.3, 2.3], 5), record(2, [2.5], 1), record(2, [], 0, "broken")]
+    found = summary(records, Limits(ttft=250, tpot=200))
+    assert (found["requests"], found["failed"], found["errors"]) == (4, 1, {"broken": 1})
+    assert found["seconds"] == pytest.approx(2.5)
+    assert found["output_tokens_per_s"] == pytest.approx(9 / 2.5)
+    assert found["ttft_ms"]["p50"] == pytest.approx(300)
+    assert found["tpot_ms"]["mean"] == pytest.approx((100 + 250) / 2)
+    assert found["e2e_ms"]["p99"] == pytest.approx(1300 - 800 * 0.02)
+    assert found["goodput_share"] == 1 / 4
+    assert "<svg" in load_page("http://x", found, records, Limits(250, 200))
+    assert "<svg" not in load_page("http://x", summary(records[3:], Limits()), records[3:], Limits())
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=2, max_size=50))
+def test_percentiles(values: list[float]) -> None:
+    hundredths = statistics.quantiles(values, n=100, method="inclusive")
+    found = percentiles(values)
+    assert [found[f"p{share}"] for share in (50, 90, 99)] == [pytest.approx(hundredths[at]) for at in (49, 89, 98)]
+
+
+def test_a_load_at_a_rate_and_with_concurrency() -> None:
+    engine = FakeEngine(script=letters, max_tokens=512)
+    lengths = dict(input=parse_lengths("U(3,30)"), output=parse_lengths("U(2,9)"))
+    with running(engine) as server:
+        asked = []
+        for load in (
+            Load(40, rate=2000, **lengths, warmup=2),
+            Load(40, concurrency=5, **lengths),
+            Load(8, concurrency=2, chat=True),
+        ):
+            told: list[Progress] = []
+            records = asyncio.run(run_load(Address.of(f"{server.url}/v1/"), load, told.append))
+            found = summary(records, Limits())
+            assert (found["requests"], found["failed"]) == (load.requests, 0)
+            asked.append([(request.prompt, request.max_tokens) for request in engine.requests[-load.requests :]])
+            server.idle()
+        assert sorted(asked[0]) == sorted(asked[1]), "the same is asked, however it is asked"
+        assert {len(prompt) for prompt, _ in asked[0]} <= set(range(3, 31))
+        assert all(request.ignore_end for request in engine.requests)
+
+
+@pytest.mark.parametrize("url", ["", "ftp://a", "http://", "//"])
+def test_addresses_that_are_none(url: str) -> None:
+    with pytest.raises(ValueError, match="no address"):
+        Address.of(url)
+
+
+def test_addresses() -> None:
+    assert Address.of("localhost:8000") == Address("localhost", 8000, "/v1", False)
+    assert Address.of("https://a.b/api/v1/", "k") == Address("a.b", 443, "/api/v1", True, "k")
