@@ -1,5 +1,5 @@
-"""What a job is: six typed sections and a name. Every key is declared once, here or in `serve_config.py`, with its type, default, limits and
-meaning; `shardwise config --schema` prints these declarations, and the reader checks a user's file against them.
+"""What a job is: six typed sections and a name. Every key is declared once, here or in `serve_config.py`, with its type, default,
+limits and meaning; `shardwise config --schema` prints these declarations, and the reader checks a user's file against them.
 
 A 0 that means "derived" is filled in by `shardwise.run.derive`, so a resolved run holds no such 0.
 """

@@ -18,7 +18,7 @@ import torch
 
 from shardwise.model.transformer import Transformer
 from shardwise.plan.serving.pool import kv_dtype, serving_memory
-from shardwise.run import Run, UserError
+from shardwise.run import Problem, Run, UserError
 from shardwise.run.serve_config import ServeConfig
 from shardwise.schedules.serving import Chunk, PagePool, Scheduler, Sequence, Settings, Step
 from shardwise.serve.request import Finish, Logprob, Output, Request
@@ -335,7 +335,15 @@ def engine_of(model: Transformer, run: Run, ahead: bool | None = None, longest: 
 
 
 def make_engine(folder: Path, run: Run, longest: int = 0) -> Engine:
-    """An engine for a checkpoint folder, in the dtype and with the settings of a run."""
+    """An engine for a checkpoint folder, in the dtype and with the settings of a run. Its layout is that of training: what is served
+    is one device, unless more are asked for."""
+    problems = []
+    if run.serve.weights not in ("auto", run.train.dtype):
+        problems.append(Problem(f"{run.serve.weights} is planned, but not served yet", "serve.weights"))
+    if run.serve.invariant:
+        problems.append(Problem("is not there yet: batches may change the last bits of a result", "serve.invariant"))
+    if problems:
+        raise UserError(*problems)
     from shardwise.checkpoint.weights import load_model
     from shardwise.model.device import choose_device
 
