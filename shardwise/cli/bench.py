@@ -90,7 +90,7 @@ def _rehearsed(args: argparse.Namespace) -> Profile:
 
 def _check(args: argparse.Namespace, environment: RankEnvironment | None) -> None:
     """Report everything wrong with the command before anything is measured."""
-    from shardwise.train.step import choose_device
+    from shardwise.model.device import choose_device
 
     problems = []
     if args.overrides and not args.run:
@@ -128,7 +128,7 @@ def _unwritable(path: Path) -> str:
 
 
 def _device(args: argparse.Namespace) -> Any:
-    from shardwise.train.step import choose_device
+    from shardwise.model.device import choose_device
 
     return choose_device(args.device)
 

@@ -20,11 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy, always the likeliest token (1.0)")
     parser.add_argument("--top-k", type=int, default=0, help="sample among the k likeliest tokens; 0: all")
     parser.add_argument("--top-p", type=float, default=1.0, help="sample among the likeliest tokens that add up to p")
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, help="only tokens at least p times as likely as the likeliest"
+    )
     parser.add_argument("--stop", action="append", default=[], help="end at this text; may be given several times")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
-    parser.add_argument(
-        "--no-cache", action="store_true", help="recompute keys and values for each token (slow; a check)"
-    )
     parser.add_argument(
         "--dtype",
         choices=("float64", "float32", "bfloat16", "float16"),
@@ -45,46 +45,54 @@ def execute(args: argparse.Namespace) -> int:
         mistakes.append(f"--top-k: {args.top_k} must be at least 0")
     if not 0 < args.top_p <= 1:
         mistakes.append(f"--top-p: {args.top_p} must be above 0 and at most 1")
+    if not 0 <= args.min_p <= 1:
+        mistakes.append(f"--min-p: {args.min_p} must be between 0 and 1")
     if "" in args.stop:
         mistakes.append("--stop: an empty text would end each sample before it begins")
     if mistakes:
         raise UserError(*mistakes)
 
-    import torch
+    from dataclasses import replace
 
     from shardwise.checkpoint.folder import checkpoint_folder
-    from shardwise.checkpoint.weights import load_model
+    from shardwise.checkpoint.format import RUN_FILE
     from shardwise.data.tokenizer import load_tokenizer
-    from shardwise.model.generate import Sampling, generate
-    from shardwise.train.step import choose_device
+    from shardwise.run import read_run
+    from shardwise.serve.engine import make_engine
+    from shardwise.serve.generate import continue_prompts
+    from shardwise.serve.request import Sampling
 
     folder = checkpoint_folder(args.checkpoint)
-    model, run = load_model(folder, device=choose_device(args.device))
-    model.dtype = getattr(torch, args.dtype or run.train.dtype)
     tokenizer = load_tokenizer(folder)
-    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
-
-    def finished(tokens: list[int]) -> bool:
-        if tokens[-1] == tokenizer.end:
-            return True
-        return bool(args.stop) and any(stop in tokenizer.decode(tokens) for stop in args.stop)
-
-    start = time.perf_counter()
     prompts = [tokenizer.encode(prompt) for prompt in args.prompt]
-    made = generate(model, prompts, args.max_tokens, sampling, finished, use_cache=not args.no_cache)
+    if not all(prompts):
+        raise UserError("an empty prompt has no last token to continue; give at least one character")
+    run = read_run(folder / RUN_FILE)
+    longest = max(map(len, prompts)) + args.max_tokens
+    if run.model.position == "learned" and longest > run.model.max_positions:
+        raise UserError(
+            f"a prompt of {longest - args.max_tokens} tokens and {args.max_tokens} new ones exceed the model's "
+            f"{run.model.max_positions} learned positions; "
+            f"ask for at most {max(0, run.model.max_positions - longest + args.max_tokens)}"
+        )
+    run = replace(
+        run,
+        model=replace(run.model, max_positions=max(longest, run.model.max_positions)),
+        train=replace(run.train, dtype=args.dtype or run.train.dtype, device=args.device),
+        serve=replace(run.serve, max_sequences=min(len(prompts), run.serve.max_sequences)),
+    )
+    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, seed=args.seed)
+    start = time.perf_counter()
+    engine = make_engine(folder, run, longest)
+    samples, count = [], 0
+    for prompt, made in zip(
+        args.prompt, continue_prompts(engine, prompts, args.max_tokens, sampling, tokenizer, args.stop), strict=True
+    ):
+        samples.append(dict(prompt=prompt, text=made.text, tokens=made.tokens, ended_by=made.ended_by))
+        count += len(made.tokens)
     seconds = time.perf_counter() - start
-    samples = []
-    for prompt, tokens in zip(args.prompt, made, strict=True):
-        text, ended_by = tokenizer.decode([t for t in tokens if t != tokenizer.end]), "length"
-        if tokens[-1] == tokenizer.end:
-            ended_by = "end"
-        cuts = [text.index(stop) for stop in args.stop if stop in text]
-        if cuts:
-            text, ended_by = text[: min(cuts)], "stop"
-        samples.append(dict(prompt=prompt, text=text, tokens=tokens, ended_by=ended_by))
     if args.json:
-        count = sum(map(len, made))
         print(json.dumps(dict(checkpoint=str(folder), samples=samples, seconds=seconds, tokens_per_s=count / seconds)))
     else:
-        print("\n\n".join(s["prompt"] + s["text"] for s in samples))
+        print("\n\n".join(str(s["prompt"]) + str(s["text"]) for s in samples))
     return 0

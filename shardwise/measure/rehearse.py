@@ -30,6 +30,7 @@ from shardwise.measure.memory import gradients_of, optimizer_of, parameters_of, 
 from shardwise.measure.rounds import microbatches_to_run, with_microbatches
 from shardwise.measure.stand_in import Hold, stand_in_collectives
 from shardwise.measure.verify import random_batch
+from shardwise.model.device import choose_device
 from shardwise.parallel.mesh import PIPELINE_GROUPS, Mesh
 from shardwise.plan.cost.job import Job, job_of
 from shardwise.plan.time.step import rank_time
@@ -39,7 +40,7 @@ from shardwise.run.coordinates import GROUPS, RankCoordinates, group_span
 from shardwise.torch_private import fake_process_group
 from shardwise.trace.kernel_names import category_of
 from shardwise.train import cuda_graph, tune_gemms
-from shardwise.train.step import TrainState, choose_device
+from shardwise.train.step import TrainState
 
 COMPUTE = ("matmul", "attention", "memory")
 TOLERANCE = {"time compute": 0.07, "memory peak": 0.03}

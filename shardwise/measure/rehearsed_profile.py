@@ -12,8 +12,8 @@ from torch.profiler import profile
 from shardwise.hardware import Profile
 from shardwise.measure.bench import empty_profile
 from shardwise.measure.rehearse import Say, rehearse
+from shardwise.model.device import choose_device
 from shardwise.run import Run, UserError
-from shardwise.train.step import choose_device
 
 Points = dict[tuple[Any, ...], list[float]]
 

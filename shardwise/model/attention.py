@@ -1,7 +1,7 @@
 """Attention: multi-head and grouped-query (Ainslie et al. 2023), and DeepSeek's latent attention (DeepSeek-V2, 2024).
 
 Both end in `DotProductAttention`, a module without parameters that takes queries, keys and values of whole heads: the one place
-where tokens look at each other, and so the one that context parallelism replaces. With a KV cache it is the cache that calls it.
+where tokens look at each other, and so the one that context parallelism replaces. A KV cache attends in its place.
 The number of heads is read off the projections' width, so a device that holds a part of the heads runs the same code.
 """
 
@@ -99,7 +99,8 @@ class GroupedAttention(nn.Module):
         self.out = Linear(config.heads * config.head_dim, config.hidden, bias=config.bias == "all")
         self.q_norm = Norm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = Norm(config.head_dim, config.norm_eps) if config.qk_norm else None
-        self.core: nn.Module = DotProductAttention(config.head_dim**-0.5 * softmax_scale_factor(config))
+        self.scale = config.head_dim**-0.5 * softmax_scale_factor(config)
+        self.core: nn.Module = DotProductAttention(self.scale)
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Mask, cache: LayerCache | None) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
@@ -108,14 +109,15 @@ class GroupedAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = apply_rope(q, rope), apply_rope(k, rope)
-        out = self.core(q, k, v, mask) if cache is None else cache.attend(self.core, q, k, v, mask)
+        out = self.core(q, k, v, mask) if cache is None else cache.attend(q, k, v, self.scale)
         return self.out(out.flatten(2))
 
 
 class LatentAttention(nn.Module):
     """Keys and values unfolded from a small latent vector; position enters through a rotary part of its own.
 
-    A KV cache keeps only the latent and the one rotary key that all heads share.
+    A KV cache keeps only the latent and the one rotary key that all heads share, and these are never unfolded: what unfolds keys
+    is multiplied into the queries instead, and what unfolds values into the result (DeepSeek-V2, section 2.1.2).
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -132,7 +134,8 @@ class LatentAttention(nn.Module):
         self.kv = Linear(c.kv_rank, c.heads * (c.nope_dim + c.v_dim), bias=False)
         self.out = Linear(c.heads * c.v_dim, c.hidden, bias=False)
         self.compressed_queries = bool(c.q_rank)
-        self.core: nn.Module = DotProductAttention(c.head_dim**-0.5 * softmax_scale_factor(c))
+        self.scale = c.head_dim**-0.5 * softmax_scale_factor(c)
+        self.core: nn.Module = DotProductAttention(self.scale)
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Mask, cache: LayerCache | None) -> Tensor:
         assert rope is not None, "latent attention has no positions but rotary ones"
@@ -147,8 +150,12 @@ class LatentAttention(nn.Module):
             q = torch.cat((q_nope, apply_rope(q_rope, rope)), dim=-1)
             out = self.core(q, k, v, mask)
         else:
-            q = torch.cat((q_nope, apply_rope(q_rope, rope)), dim=-1)
-            out = cache.attend_latent(self.core, self.unfold, q, latent, k_rope, mask)
+            matrices = self.kv.weight.to(x.dtype).unflatten(0, (-1, self.nope_dim + self.v_dim))
+            for_keys, for_values = matrices.split((self.nope_dim, self.v_dim), dim=1)
+            q = torch.cat((torch.einsum("bthn,hnr->bthr", q_nope, for_keys), apply_rope(q_rope, rope)), dim=-1)
+            k = torch.cat((latent[:, :, None], k_rope), dim=-1)
+            attended = cache.attend(q, k, None, self.scale)
+            out = torch.einsum("bthr,hvr->bthv", attended, for_values)
         return self.out(out.flatten(2))
 
     def unfold(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ CPU_BLOCK = 2**17
 GPU_BLOCK = 2**21
 """The same on a GPU: enough that launching kernels costs less than running them."""
 
-_GAMMA, _MIX1, _MIX2 = (
+GAMMA, _MIX1, _MIX2 = (
     -0x61C8864680B583EB,
     -0x40A7B892E31B1A47,
     -0x6B2FB644ECCEEE15,
@@ -84,15 +84,16 @@ def _whole_rows(
 
 def _row_keys(rows: Tensor, key: int) -> tuple[Tensor, Tensor, Tensor]:
     """Three words for each row, as columns."""
-    first = _mix64(rows * _GAMMA + key)
-    second = _mix64(first + _GAMMA)
+    first = mix64(rows * GAMMA + key)
+    second = mix64(first + GAMMA)
     words = (first, first >> 32, second)
     # The lower half of each, as a signed integer.
     high, middle, low = (((word & 0xFFFFFFFF) ^ 0x80000000).sub_(0x80000000).int()[:, None] for word in words)
     return high, middle, low
 
 
-def _mix64(x: Tensor) -> Tensor:
+def mix64(x: Tensor) -> Tensor:
+    """The mixer of SplitMix64, of 64-bit integers."""
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX1
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX2
     return x ^ ((x >> 31) & 0x1FFFFFFFF)

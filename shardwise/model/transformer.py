@@ -84,6 +84,7 @@ class Transformer(nn.Module):
         self.norm = make_norm(config)
         self.head = None if config.tied_embeddings else Linear(config.hidden, config.vocab, bias=False)
         self.mask_builder: nn.Module = MaskBuilder(config.sliding_window)
+        self.rope_builder: Callable[[ModelConfig, Tensor, torch.dtype], Rope | None] = rope_cos_sin
         self.loss: nn.Module = LinearCrossEntropy()
 
     def forward(
@@ -97,17 +98,14 @@ class Transformer(nn.Module):
         """Tokens [batch, sequence] to logits, or to what `finish` makes of the last hidden states.
 
         `positions` count from 0 unless given; `documents` numbers the documents packed in a row, which then do not see
-        each other, or says where they begin (`VarlenMask`); with a `cache` the tokens continue what it holds.
+        each other, or says where they begin (`VarlenMask`); with a `cache` the tokens continue the sequences it holds.
         """
-        before = cache.used if cache is not None else 0
         if positions is None:
-            positions = torch.arange(before, before + tokens.shape[1], device=tokens.device)[None]
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         length = positions.shape[1]
-        if cache is not None:
-            documents = cache.begin(documents, length)
-        mask = self.mask_builder(length, documents, before + length, tokens.device)
+        mask = None if cache is not None else self.mask_builder(length, documents, length, tokens.device)
         x = self.embed_tokens(tokens, positions) if self.first else tokens
-        rope = rope_cos_sin(self.config, positions, x.dtype) if self.config.position == "rotary" else None
+        rope = self.rope_builder(self.config, positions, x.dtype) if self.config.position == "rotary" else None
         auxiliary = None
         for n, block in enumerate(self.layers.values()):
             x, extra = block(x, rope, mask, cache.layers[n] if cache is not None else None)

@@ -1,29 +1,18 @@
-"""What a job is: five typed sections and a name. Every key is declared once, here, with its type, default, limits and
-meaning; `shardwise config --schema` prints these declarations, and the reader checks a user's file against them.
+"""What a job is: six typed sections and a name. Every key is declared once, here or in `serve_config.py`, with its type, default,
+limits and meaning; `shardwise config --schema` prints these declarations, and the reader checks a user's file against them.
 
 A 0 that means "derived" is filled in by `shardwise.run.derive`, so a resolved run holds no such 0.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from functools import cache
+from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal, get_type_hints
+from typing import Literal
 
 from shardwise.run.axes import RANK_AXES
-
-
-def key(
-    default: Any,
-    meaning: str,
-    *,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-) -> Any:
-    """Declare a config key: its default, what it is for, and the smallest/largest value that makes sense."""
-    return field(default=default, metadata={"meaning": meaning, "least": least, "above": above, "most": most})
+from shardwise.run.declare import Key, declared, key
+from shardwise.run.serve_config import ServeConfig
 
 
 @dataclass(frozen=True)
@@ -349,6 +338,7 @@ class Run:
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     @property
@@ -367,28 +357,9 @@ SECTIONS: dict[str, type] = {
     "layout": LayoutConfig,
     "data": DataConfig,
     "train": TrainConfig,
+    "serve": ServeConfig,
     "cluster": ClusterConfig,
 }
-
-
-@dataclass(frozen=True)
-class Key:
-    """One declared key, as the schema lists it and the reader checks it."""
-
-    name: str
-    type: Any
-    default: Any
-    meaning: str
-    least: float | None
-    above: float | None
-    most: float | None
-
-
-@cache
-def declared(section: type) -> tuple[Key, ...]:
-    """The keys of a section in the order they are declared."""
-    hints = get_type_hints(section)
-    return tuple(Key(f.name, hints[f.name], f.default, **f.metadata) for f in fields(section) if f.metadata)
 
 
 def all_keys() -> dict[str, Key]:

@@ -12,7 +12,8 @@ from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from shardwise.run.check import Broken, broken_rules
-from shardwise.run.config import SECTIONS, Key, Run, all_keys
+from shardwise.run.config import SECTIONS, Run, all_keys
+from shardwise.run.declare import Key
 from shardwise.run.derive import derive
 from shardwise.run.presets import PRESETS, pretraining
 from shardwise.run.problems import Problem, UserError, nearest

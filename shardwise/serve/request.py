@@ -24,7 +24,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
-    """The draws are a function of this, the index of the answer and the token's position alone; None: of the engine's seed and the request."""
+    """The draws are a function of this, the answer's index and the token's position; None: of the engine's seed and the request."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     """How many of the likeliest tokens to give beside the one picked, with logarithms of their probabilities; None: no logprobs."""

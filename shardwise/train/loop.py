@@ -24,6 +24,7 @@ from shardwise.checkpoint.saver import Saver
 from shardwise.data.batches import Batch, Samples
 from shardwise.data.open import Data, open_data
 from shardwise.files import write_atomically
+from shardwise.model.device import choose_device
 from shardwise.parallel.mesh import Mesh
 from shardwise.plan.cost.flops import CONVENTION, parameters, training_flops
 from shardwise.report.words import clock
@@ -35,7 +36,7 @@ from shardwise.train.faults.monitor import FaultMonitor, RollBack
 from shardwise.train.faults.stop import Preempted
 from shardwise.train.metrics import Metrics
 from shardwise.train.speed import peak_flops, peak_memory
-from shardwise.train.step import StepResult, TrainState, choose_device
+from shardwise.train.step import StepResult, TrainState
 
 
 def check(run: Run, out: Path) -> None:

@@ -9,7 +9,6 @@ here waits for the device, unless a guard must see the loss first: the host is f
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.data.batches import IGNORE_INDEX, Batch
+from shardwise.model.device import choose_device
 from shardwise.model.moe import Router
 from shardwise.model.varlen import cu_seqlens_of, has_flash
 from shardwise.parallel.apply import apply
@@ -28,27 +28,13 @@ from shardwise.parallel.gradients import reduce_partial_gradients, squared_norm
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.objective import Microbatch
 from shardwise.parallel.shard import uses_ddp
-from shardwise.run import Run, UserError
+from shardwise.run import Run
 from shardwise.run.derive import uses_varlen_attention
 from shardwise.train.faults.guard import History
 from shardwise.train.faults.recheck import check_repeatable, passes_twice
 from shardwise.train.objectives import OBJECTIVES
 from shardwise.train.optimizer import Optimizer
 from shardwise.train.schedule import LossScale
-
-
-def choose_device(wanted: str) -> torch.device:
-    """The device a run asks for, or a sentence when this machine does not have it."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            'train.device: "cuda" was asked for, but PyTorch sees no GPU on this machine; use "auto" or "cpu"'
-        )
-    if wanted == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    # Unless the user chose otherwise: without it, the first steps fragment memory and large blocks no longer fit.
-    if "PYTORCH_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 class Tuning(Protocol):

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from shardwise.data.batches import IGNORE_INDEX
 from shardwise.model import Transformer, initialize
 from shardwise.model.attention import DotProductAttention, attention_mask
-from shardwise.model.cache import ContiguousCache
 from shardwise.model.initialize import draw
 from shardwise.model.moe import MoE, Router
 from shardwise.model.rope import rope_cos_sin
@@ -64,15 +63,6 @@ def test_packed_documents_compute_what_each_alone_computes(family: str) -> None:
     packed = model(tokens, positions=positions, documents=documents).result
     alone = torch.cat([model(piece).result for piece in tokens.split(lengths, dim=1)], dim=1)
     torch.testing.assert_close(packed, alone, rtol=0, atol=1e-11)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_cache_changes_nothing(family: str) -> None:
-    model, tokens = build(family), some_tokens(2, 12)
-    cache = ContiguousCache(3, 2, 12)
-    with torch.no_grad():
-        pieces = [model(piece, cache=cache).result for piece in tokens.split((5, 1, 1, 3, 2), dim=1)]
-        torch.testing.assert_close(torch.cat(pieces, dim=1), model(tokens).result, rtol=0, atol=1e-11)
 
 
 def test_attention_is_softmax_of_products() -> None:

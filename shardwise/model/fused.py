@@ -1,0 +1,124 @@
+"""Blocks for inference on a GPU: the same matrices, multiplied by fewer and larger kernels.
+
+The matrices of queries, keys and values become one, and so do gate and up: the parameters stay as views of it, so nothing is held
+twice. Norms, rotation, the write to the cache, the gate and the residual sum are done by the kernels beside them
+(`kernels/skinny_gemm.py`, `decode_attention.py`, `paged_attention.py`). A block that is built otherwise (experts, latent attention,
+biases, LayerNorm) runs as it is written, over the same cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.model.attention import GroupedAttention
+from shardwise.model.cache import LayerCache
+from shardwise.model.layers import FeedForward, Linear
+from shardwise.model.paged import PagedLayerCache
+from shardwise.model.rope import rope_cos_sin
+from shardwise.model.transformer import Block, Transformer
+from shardwise.run import ModelConfig
+
+ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu"}
+
+
+def joined(*layers: Linear) -> Tensor:
+    """The matrices one after another in new memory, of which the layers' parameters become views."""
+    whole = torch.cat([layer.weight.data for layer in layers])
+    first = 0
+    for layer in layers:
+        rows = layer.weight.shape[0]
+        layer.weight = nn.Parameter(whole[first : first + rows], requires_grad=False)
+        first += rows
+    return whole
+
+
+def fits(block: Block, config: ModelConfig) -> bool:
+    """Whether a block has the form that the kernels are written for."""
+    attention, width = block.attention, config.head_dim
+    return (
+        isinstance(attention, GroupedAttention)
+        and isinstance(block.ffn, FeedForward)
+        and block.ffn_norm is not None
+        and config.norm == "rmsnorm"
+        and config.bias == "none"
+        and config.activation in ACTIVATIONS
+        and width & (width - 1) == 0
+        and 32 <= width <= 256
+    )
+
+
+class FusedBlock:
+    """What stands in the place of a block's `forward`."""
+
+    def __init__(self, block: Block, config: ModelConfig, rope: tuple[Tensor, Tensor] | None) -> None:
+        attention, ffn = block.attention, block.ffn
+        assert isinstance(attention, GroupedAttention)
+        assert isinstance(ffn, FeedForward)
+        assert ffn.gate is not None
+        assert block.ffn_norm is not None
+        self.qkv = joined(attention.q, attention.k, attention.v)
+        self.gate_up = joined(ffn.gate, ffn.up)
+        self.out, self.down = attention.out.weight.data, ffn.down.weight.data
+        self.attention_norm = (block.attention_norm.weight.data, config.norm_eps)
+        self.ffn_norm = (block.ffn_norm.weight.data, config.norm_eps)
+        self.heads, self.scale = attention.q.weight.shape[0] // config.head_dim, attention.scale
+        self.rope = rope
+        self.norms = None
+        if attention.q_norm is not None and attention.k_norm is not None:
+            self.norms = (attention.q_norm.weight.data, attention.k_norm.weight.data, config.norm_eps)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def __call__(self, x: Tensor, rope: Any, mask: Any, cache: LayerCache | None = None) -> tuple[Tensor, None]:
+        from shardwise.model.kernels.gated import gated_product
+        from shardwise.model.kernels.skinny_gemm import MOST_ROWS, skinny_gemm
+
+        assert isinstance(cache, PagedLayerCache)
+        x = x[0]
+        if len(x) <= MOST_ROWS:
+            qkv = skinny_gemm(x, self.qkv, self.attention_norm)
+            attended = cache.attend_fused(qkv, self.heads, self.rope, self.norms, self.scale)
+            x = skinny_gemm(attended, self.out, residual=x)
+            inner = skinny_gemm(x, self.gate_up, self.ffn_norm, gated=self.activation)
+            return skinny_gemm(inner, self.down, residual=x)[None], None
+        qkv = F.linear(_norm(x, self.attention_norm), self.qkv)
+        attended = cache.attend_fused(qkv, self.heads, self.rope, self.norms, self.scale)
+        x = x.addmm_(attended, self.out.t())
+        inner = gated_product(F.linear(_norm(x, self.ffn_norm), self.gate_up), self.activation)
+        return x.addmm_(inner, self.down.t())[None], None
+
+
+def unembed(x: Tensor, weight: Tensor) -> Tensor:
+    """Normed hidden states [rows, hidden] to logits."""
+    if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
+        from shardwise.model.kernels.skinny_gemm import MOST_ROWS, skinny_gemm
+
+        if 0 < len(x) <= MOST_ROWS:
+            return skinny_gemm(x, weight.to(x.dtype))
+    return F.linear(x, weight.to(x.dtype))
+
+
+def _norm(x: Tensor, norm: tuple[Tensor, float]) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], *norm)
+
+
+def fuse(model: Transformer, positions: int) -> int:
+    """Fuse the blocks of a model on a GPU that have the form for it, for sequences of so many positions; how many there are."""
+    config, device = model.config, next(model.parameters()).device
+    rope = None
+    if config.position == "rotary":
+        tables = rope_cos_sin(config, torch.arange(positions, device=device)[None], torch.float32)
+        half = config.head_dim // 2
+        rope = tables[0][0, :, 0, :half].contiguous(), tables[1][0, :, 0, :half].contiguous()
+    fused = 0
+    for block in model.layers.values():
+        assert isinstance(block, Block)
+        if fits(block, config):
+            block.forward = FusedBlock(block, config, rope)  # type: ignore[method-assign]
+            fused += 1
+    if fused == len(model.layers):
+        model.rope_builder = lambda *_: None  # the kernels have it
+    return fused

@@ -1,0 +1,156 @@
+"""Prompts over pages, as two kernels: one rotates queries and keys in place and writes keys and values to their pages, the other
+attends from any number of new tokens of any sequence to all its tokens, old ones included.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shardwise.model.kernels.decode_attention import LOG2E, _rotated
+
+QUERIES = 64
+"""New tokens of a tile."""
+
+
+@triton.jit
+def _rope_write(  # type: ignore[no-untyped-def]
+    QKV, COS, SIN, Q_NORM, K_NORM, K, V, PLACES, POSITIONS, row, eps, kv_scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    ROPE: tl.constexpr, QK_NORM: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    HALF: tl.constexpr = D // 2
+    half = tl.arange(0, HALF)
+    dtype = QKV.dtype.element_ty
+    at = QKV + token * row + head * D
+    x1, x2 = tl.load(at + half).to(tl.float32), tl.load(at + HALF + half).to(tl.float32)
+    if head < HEADS + KV_HEADS:
+        if QK_NORM:
+            norm = Q_NORM if head < HEADS else K_NORM
+            rms = tl.rsqrt((tl.sum(x1 * x1, 0) + tl.sum(x2 * x2, 0)) / D + eps)
+            x1 = (x1 * rms * tl.load(norm + half)).to(dtype).to(tl.float32)
+            x2 = (x2 * rms * tl.load(norm + HALF + half)).to(dtype).to(tl.float32)
+        if ROPE:
+            position = tl.load(POSITIONS + token)
+            cos, sin = tl.load(COS + position * HALF + half), tl.load(SIN + position * HALF + half)
+            r1, r2 = _rotated(x1, x2, cos, sin, dtype)
+            x1, x2 = r1.to(tl.float32), r2.to(tl.float32)
+        tl.store(at + half, x1.to(dtype))
+        tl.store(at + HALF + half, x2.to(dtype))
+    if head >= HEADS:
+        place = tl.load(PLACES + token)
+        kv = (head - HEADS) % KV_HEADS
+        where = ((place // PAGE * KV_HEADS + kv) * PAGE + place % PAGE) * D
+        into = K if head < HEADS + KV_HEADS else V
+        if FP8:
+            x1, x2 = x1 / kv_scale, x2 / kv_scale
+        tl.store(into + where + half, x1.to(K.dtype.element_ty))
+        tl.store(into + where + HALF + half, x2.to(K.dtype.element_ty))
+
+
+def rope_write(
+    qkv: Tensor, rope: tuple[Tensor, Tensor] | None, norms: tuple[Tensor, Tensor, float] | None, keys: Tensor, values: Tensor,
+    places: Tensor, positions: Tensor, heads: int, kv_scale: float = 1.0,
+) -> None:  # fmt: skip
+    """Rotate queries and keys of new tokens [tokens, all heads x width] in place, and write keys and values to their pages."""
+    _, kv_heads, page, width = keys.shape
+    cos, sin = rope if rope is not None else (qkv, qkv)
+    q_norm, k_norm, eps = norms if norms is not None else (qkv, qkv, 0.0)
+    _rope_write[len(qkv), heads + 2 * kv_heads](
+        qkv, cos, sin, q_norm, k_norm, keys, values, places, positions, qkv.stride(0), eps, kv_scale,
+        HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=page, ROPE=rope is not None, QK_NORM=norms is not None,
+        FP8=keys.dtype == torch.float8_e4m3fn, num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _attend(  # type: ignore[no-untyped-def]
+    Q, K, V, TABLE, SLOTS, STARTS, CU_SEQLENS, TILES, OUT, q0, q1, k0, k1, k2, v0, v1, v2, pages, scale, kv_scale,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, FP8: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """A tile of new tokens of one sequence, one head."""
+    tile, head = tl.program_id(0), tl.program_id(1)
+    sequence, first = tl.load(TILES + 2 * tile), tl.load(TILES + 2 * tile + 1)
+    begin, stop = tl.load(CU_SEQLENS + sequence), tl.load(CU_SEQLENS + sequence + 1)
+    start, slot = tl.load(STARTS + sequence), tl.load(SLOTS + sequence).to(tl.int64)
+    m, d, dv = first + tl.arange(0, M), tl.arange(0, D), tl.arange(0, DV)
+    token = begin + m
+    here = token < stop
+    position = start + m
+    q = tl.load(
+        Q + token[:, None].to(tl.int64) * q0 + head * q1 + d[None, :],
+        mask=here[:, None] & (d < WIDTH)[None, :],
+        other=0.0,
+    )
+    kv = head // GROUP
+    highest = tl.full((M,), float("-inf"), tl.float32)
+    total = tl.zeros((M,), tl.float32)
+    out = tl.zeros((M, DV), tl.float32)
+    end = start + tl.minimum(first + M, stop - begin)
+    low = tl.maximum(start + first + 1 - WINDOW, 0) // N * N if WINDOW else 0
+    for at in range(low, end, N):
+        n = at + tl.arange(0, N)
+        page = tl.load(TABLE + slot * pages + n // PAGE, mask=n < end, other=0).to(tl.int64)
+        if WINDOW:
+            page = tl.maximum(page, 0)  # given back
+        k = tl.load(
+            K + page[None, :] * k0 + kv * k1 + (n % PAGE)[None, :] * k2 + d[:, None],
+            mask=(d < WIDTH)[:, None],
+            other=0.0,
+        )
+        there = n < end
+        if WINDOW:
+            there = there & (n > start + first - WINDOW)
+        v = tl.load(
+            V + page[:, None] * v0 + kv * v1 + (n % PAGE)[:, None] * v2 + dv[None, :],
+            mask=there[:, None] & (dv < V_WIDTH)[None, :],  # what no one sees may be no number
+            other=0.0,
+        )
+        if FP8:
+            k, v = k.to(q.dtype), v.to(q.dtype)
+        s = tl.dot(q, k, input_precision="ieee") * (scale * kv_scale if FP8 else scale)
+        seen = n[None, :] <= position[:, None]
+        if WINDOW:
+            seen = seen & (position[:, None] - n[None, :] < WINDOW)
+        s = tl.where(seen, s, float("-inf"))
+        higher = tl.maximum(highest, tl.max(s, 1))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        p = tl.exp2(s - safe[:, None])
+        shrink = tl.exp2(highest - safe)
+        total = total * shrink + tl.sum(p, 1)
+        if FP8:
+            p = p * kv_scale
+        out = tl.dot(p.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
+        highest = higher
+    out = out / total[:, None]
+    tl.store(
+        OUT + (token[:, None].to(tl.int64) * HEADS + head) * V_WIDTH + dv[None, :],
+        out.to(OUT.dtype.element_ty),
+        mask=here[:, None] & (dv < V_WIDTH)[None, :],
+    )
+
+
+def tiles_of(counts: tuple[int, ...], rows: int = QUERIES, first: int = 0) -> list[int]:
+    """Pairs of a sequence and the first of its new tokens, one for each tile: what `paged_attention` runs over. The longest last
+    tiles of all come first, since those take longest."""
+    return [each for n, count in enumerate(counts, first) for m in reversed(range(0, count, rows)) for each in (n, m)]
+
+
+def paged_attention(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, slots: Tensor, starts: Tensor, cu_seqlens: Tensor, tiles: Tensor,
+    out: Tensor, scale: float, window: int = 0, kv_scale: float = 1.0,
+) -> None:  # fmt: skip
+    """Attention of new tokens [tokens, heads, width] whose keys are in their pages, to `out` [tokens, heads, value width]."""
+    heads, width, v_width = q.shape[1], q.shape[2], out.shape[2]
+    wide = triton.next_power_of_2(width)
+    _attend[len(tiles) // 2, heads](
+        q, keys, values, table, slots, starts, cu_seqlens, tiles, out, q.stride(0), q.stride(1), *keys.stride()[:3],
+        *values.stride()[:3], table.stride(0), scale * LOG2E, kv_scale, GROUP=heads // keys.shape[1], HEADS=heads, WIDTH=width,
+        V_WIDTH=v_width, D=wide, DV=triton.next_power_of_2(v_width), PAGE=keys.shape[2], WINDOW=window,
+        FP8=keys.dtype == torch.float8_e4m3fn, M=QUERIES if wide <= 128 else 16, N=64 if wide <= 256 else 32,
+        num_warps=4 if wide <= 256 else 8, num_stages=2,
+    )  # fmt: skip

@@ -1,0 +1,178 @@
+"""Drawing the next token of each row of logits on a GPU, without sorting the vocabulary: adding Gumbel noise to the scores and
+taking the largest draws from their softmax (Gumbel 1954). The noise is a hash of the row's words and the token, as in
+`serve/sampler.py`.
+
+Cuts become one threshold on the scores. Top-k and top-p are found by halving: 32 times over a row that stays in the cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _gumbel(token, word1, word2):  # type: ignore[no-untyped-def]
+    """Of tokens int32 and the two words of a row."""
+    x = token * -1640531535 ^ word1
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 2146121005 ^ word2
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * -2073254261
+    x = (x ^ ((x >> 16) & 0xFFFF)) & 0x7FFFFFFF
+    u = (x.to(tl.float32) + 0.5) * 4.656612873077393e-10
+    return -tl.log(-tl.log(tl.minimum(u, 0.99999994)))
+
+
+@triton.jit
+def _ordered(x):  # type: ignore[no-untyped-def]
+    """Float32 numbers as integers of the same order."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _mix64(x):  # type: ignore[no-untyped-def]
+    """The mixer of SplitMix64 (`model/normal.py`)."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+@triton.jit
+def _pick(  # type: ignore[no-untyped-def]
+    LOGITS, SLOTS, POSITIONS, TEMPERATURE, SEED, THRESHOLD, BEST, ARRIVED, OUT, LAST, vocab, row0, ahead,
+    CUT: tl.constexpr, SPLITS: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    row, split = tl.program_id(1), tl.program_id(0)
+    slot = tl.load(SLOTS + row)
+    temperature = tl.load(TEMPERATURE + slot)
+    mixed = _mix64(tl.load(SEED + slot) + (tl.load(POSITIONS + row).to(tl.int64) + ahead) * -7046029254386353131)
+    word1, word2 = mixed.to(tl.int32), (mixed >> 32).to(tl.int32)
+    inverse = tl.where(temperature > 0, 1 / tl.maximum(temperature, 1e-30), 1.0)
+    threshold = tl.load(THRESHOLD + row) if CUT else 0.0
+    best = tl.full((N,), float("-inf"), tl.float32)
+    which = tl.zeros((N,), tl.int32)
+    wrong = tl.zeros((N,), tl.int1)
+    share = tl.cdiv(vocab, SPLITS * N) * N
+    for first in range(split * share, tl.minimum((split + 1) * share, vocab), N):
+        token = first + tl.arange(0, N)
+        logit = tl.load(LOGITS + row.to(tl.int64) * row0 + token, mask=token < vocab, other=float("-inf")).to(
+            tl.float32
+        )
+        wrong = wrong | (logit != logit) | (logit == float("inf"))
+        score = logit * inverse
+        if CUT:
+            score = tl.where(logit >= threshold, score, float("-inf"))
+        if temperature > 0:
+            score += _gumbel(token, word1, word2)
+        better = score > best
+        best = tl.where(better, score, best)
+        which = tl.where(better, token, which)
+    highest = tl.max(best, 0)
+    token = tl.min(tl.where(best == highest, which, 2147483647), 0)
+    # A score that is no number is the largest of all, and no score at all the smallest: both give -1.
+    if tl.max(wrong.to(tl.int32), 0) > 0:
+        highest = float("inf")
+    # The score above the token in one number, of equal scores the first token: whoever comes last finds the largest.
+    packed = (_ordered(highest).to(tl.int64) << 32) | (2147483647 - token).to(tl.int64)
+    tl.atomic_max(BEST + row, packed, sem="acq_rel")
+    if tl.atomic_add(ARRIVED + row, 1, sem="acq_rel") == SPLITS - 1:
+        packed = tl.atomic_xchg(BEST + row, -9223372036854775807, sem="acq_rel")
+        tl.store(ARRIVED + row, 0)
+        token64 = 2147483647 - (packed & 0x7FFFFFFF)
+        found = packed >> 32
+        token64 = tl.where((found == 2139095040) | (found == -2139095041), -1, token64)
+        tl.store(OUT + row, token64)
+        tl.store(LAST + slot, tl.maximum(token64, 0))
+
+
+@triton.jit
+def _find_threshold(  # type: ignore[no-untyped-def]
+    LOGITS, TEMPERATURE, TOP_K, TOP_P, MIN_P, OUT, vocab, row0, N: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = LOGITS + row * row0
+    temperature, k, p = tl.load(TEMPERATURE + row), tl.load(TOP_K + row), tl.load(TOP_P + row)
+    least = tl.load(MIN_P + row)
+    inverse = tl.where(temperature > 0, 1 / tl.maximum(temperature, 1e-30), 1.0)
+    top = tl.full((N,), float("-inf"), tl.float32)
+    for first in range(0, vocab, N):
+        token = first + tl.arange(0, N)
+        top = tl.maximum(top, tl.load(at + token, mask=token < vocab, other=float("-inf")).to(tl.float32))
+    highest = tl.max(top, 0)
+    threshold = float("-inf")
+    if (k > 0) & (k < vocab):
+        # The largest t that at least k reach.
+        low, high = _ordered(tl.full((), -3.0e38, tl.float32)).to(tl.int64), _ordered(highest).to(tl.int64)
+        while low < high:
+            middle = (low + high + 1) >> 1
+            reached = tl.zeros((N,), tl.int32)
+            for first in range(0, vocab, N):
+                token = first + tl.arange(0, N)
+                x = tl.load(at + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+                reached += (_ordered(x).to(tl.int64) >= middle).to(tl.int32)
+            enough = tl.sum(reached, 0) >= k
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle - 1)
+        found = low.to(tl.int32)
+        threshold = tl.where(found < 0, found ^ 0x7FFFFFFF, found).to(tl.float32, bitcast=True)
+    if p < 1:
+        # The largest t such that those who reach it have at least p of the mass that the first cut left.
+        low, high = _ordered(tl.maximum(threshold, -3.0e38)).to(tl.int64), _ordered(highest).to(tl.int64)
+        mass = tl.zeros((N,), tl.float32)
+        for first in range(0, vocab, N):
+            token = first + tl.arange(0, N)
+            x = tl.load(at + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+            mass += tl.where(x >= threshold, tl.exp((x - highest) * inverse), 0.0)
+        wanted = p * tl.sum(mass, 0)
+        while low < high:
+            middle = (low + high + 1) >> 1
+            mass = tl.zeros((N,), tl.float32)
+            for first in range(0, vocab, N):
+                token = first + tl.arange(0, N)
+                x = tl.load(at + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+                mass += tl.where(_ordered(x).to(tl.int64) >= middle, tl.exp((x - highest) * inverse), 0.0)
+            enough = tl.sum(mass, 0) >= wanted
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle - 1)
+        found = low.to(tl.int32)
+        threshold = tl.where(found < 0, found ^ 0x7FFFFFFF, found).to(tl.float32, bitcast=True)
+    if least > 0:
+        threshold = tl.maximum(threshold, highest + tl.log(least) / inverse)
+    tl.store(OUT + row, threshold)
+
+
+class Picking:
+    """Memory in which programs of one row find the largest of their scores."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.best = torch.full((rows,), -9223372036854775807, dtype=torch.int64, device=device)
+        self.arrived = torch.zeros(rows, dtype=torch.int32, device=device)
+
+
+def pick(
+    logits: Tensor, slots: Tensor, positions: Tensor, ahead: int, temperature: Tensor, seed: Tensor, threshold: Tensor | None,
+    last: Tensor, picking: Picking,
+) -> Tensor:  # fmt: skip
+    """A token for each row [rows, vocabulary]: the likeliest at temperature 0, else drawn from the softmax of those whose logit
+    reaches the threshold. Temperatures and seeds (int64) are those of the rows' slots; the draw is that of the position so far
+    `ahead`. Also written to `last`, by slot."""
+    rows, vocab = logits.shape
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    splits = max(1, min(32, triton.next_power_of_2(264 // rows)))
+    _pick[splits, rows](
+        logits, slots, positions, temperature, seed, temperature if threshold is None else threshold, picking.best, picking.arrived,
+        out, last, vocab, logits.stride(0), ahead, CUT=threshold is not None, SPLITS=splits, N=2048, num_warps=8,
+    )  # fmt: skip
+    return out
+
+
+def find_threshold(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """The smallest logit of each row that the three cuts leave."""
+    rows, vocab = logits.shape
+    out = temperature.new_empty(rows)
+    _find_threshold[(rows,)](
+        logits, temperature, top_k, top_p, min_p, out, vocab, logits.stride(0), N=4096, num_warps=16
+    )  # fmt: skip
+    return out

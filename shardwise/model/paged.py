@@ -1,0 +1,258 @@
+"""A KV cache in pages (Kwon et al. 2023): memory for keys and values is cut into pages of some tokens each, and a sequence holds a
+table of the pages it uses, in any order. So sequences of any length share one pool without gaps, and a common prefix is stored
+once.
+
+A forward pass takes the new tokens of many sequences laid one after another, those with a single token first. `PagedBatch` says
+where each belongs. Pages are [pages, heads, tokens, width], so that the rows of a head that one kernel reads lie together. Page 0
+belongs to no one: padding writes there. The functions here are plain PyTorch, for CPUs and to compare with; `kernels/` has those
+for GPUs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.model.cache import Cache, LayerCache
+from shardwise.run import ModelConfig
+from shardwise.torch_private import flash_attention_forward
+
+
+@dataclass
+class PagedBatch:
+    """The new tokens of a forward pass and the sequences they continue. Tensors are int32, on the device."""
+
+    table: Tensor
+    """[slots, pages]: the pages of every sequence that runs, by its slot."""
+    slots: Tensor
+    """[sequences]: the slot of each."""
+    starts: Tensor
+    """[sequences]: the tokens of each that are kept already."""
+    cu_seqlens: Tensor
+    """[sequences + 1]: where the new tokens of each begin among all."""
+    decodes: int
+    """How many of the sequences, the first ones, have one new token."""
+    counts: tuple[int, ...]
+    """The new tokens of each of the others."""
+    fresh: int
+    """How many of the others, the first ones, have no tokens kept."""
+    longest: int
+    """No sequence has more tokens in all, old and new, than this."""
+    positions: Tensor
+    """[tokens]: of the new tokens in their sequences."""
+    tiles: dict[int, Tensor] = field(default_factory=dict)
+    """On GPUs, what the kernel of tiles runs over, by the first sequence that it attends for."""
+
+    def places(self, page_tokens: int) -> Tensor:
+        """Where the new tokens' keys go, among all tokens of all pages."""
+        rows = torch.arange(len(self.slots), device=self.slots.device)
+        if self.counts:
+            rows = torch.repeat_interleave(rows, self.cu_seqlens.diff(), output_size=len(self.positions))
+        page = self.table[self.slots[rows].long(), (self.positions // page_tokens).long()]
+        return page.long() * page_tokens + self.positions % page_tokens
+
+
+def paged_attention_reference(
+    q: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, scale: float, window: int = 0
+) -> Tensor:
+    """Attention of new tokens [tokens, heads, width], whose keys and values are in their pages already, to their sequences."""
+    out = q.new_empty(*q.shape[:2], values.shape[-1])
+    page_tokens = keys.shape[2]
+    used = -(-batch.longest // page_tokens)
+    table = batch.table[batch.slots.long(), :used].long()
+    starts = batch.starts.long()
+
+    def attend(rows: slice, queries: Tensor) -> Tensor:
+        """Queries [sequences, tokens, heads, width], the last tokens of as many sequences."""
+        k, v = (x[table[rows].clamp(min=0)].transpose(1, 2).flatten(2, 3).to(q.dtype) for x in (keys, values))
+        position = starts[rows, None] + torch.arange(queries.shape[1], device=q.device)
+        key = torch.arange(k.shape[2], device=q.device)
+        # What no one sees may be anything, also no number, and nothing times that is not nothing.
+        there = key <= position[:, -1:]
+        if window:
+            there &= position[:, :1] - key < window
+        k, v = (torch.where(there[:, None, :, None], x, 0) for x in (k, v))
+        seen = key <= position[..., None]
+        if window:
+            seen &= position[..., None] - key < window
+        made = F.scaled_dot_product_attention(
+            queries.transpose(1, 2), k, v, attn_mask=seen[:, None], scale=scale, enable_gqa=k.shape[1] != q.shape[1]
+        )
+        return made.transpose(1, 2)
+
+    if batch.decodes:
+        out[: batch.decodes] = attend(slice(0, batch.decodes), q[: batch.decodes, None])[:, 0]
+    first = batch.decodes
+    for row, count in enumerate(batch.counts, batch.decodes):
+        out[first : first + count] = attend(slice(row, row + 1), q[None, first : first + count])[0]
+        first += count
+    return out
+
+
+class PagedLayerCache(LayerCache):
+    """The pages of one layer."""
+
+    def __init__(self, cache: PagedCache, keys: Tensor, values: Tensor, window: int) -> None:
+        self.cache, self.keys, self.values, self.window = cache, keys, values, window
+
+    def write(self, k: Tensor, v: Tensor | None) -> None:
+        """Put new keys and values [tokens, heads, width] into their pages."""
+        places, page_tokens = self.cache.places, self.keys.shape[2]
+        page, offset = places // page_tokens, places % page_tokens
+        self.keys[page, :, offset] = k.to(self.keys.dtype)
+        if v is not None:
+            self.values[page, :, offset] = v.to(self.values.dtype)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor | None, scale: float) -> Tensor:
+        batch = self.cache.batch
+        assert batch is not None
+        width = q.shape[-1]
+        if _has_kernels(q) and v is not None and width & (width - 1) == 0:
+            qkv = torch.cat((q[0].flatten(1), k[0].flatten(1), v[0].flatten(1)), dim=1)
+            return self.attend_fused(qkv, q.shape[2], None, None, scale).view_as(q)
+        self.write(k[0], None if v is None else v[0])
+        if not _has_kernels(q):
+            return paged_attention_reference(q[0], self.keys, self.values, batch, scale, self.window)[None]
+        out = q.new_empty(*q.shape[1:3], self.values.shape[-1])
+        self._attend_tiles(q[0], out, batch, 0, scale)
+        return out[None]
+
+    def attend_fused(
+        self,
+        qkv: Tensor,
+        heads: int,
+        rope: tuple[Tensor, Tensor] | None,
+        norms: tuple[Tensor, Tensor, float] | None,
+        scale: float,
+    ) -> Tensor:
+        """The same of queries, keys and values [tokens, all heads x width] as one matrix gives them, by the kernels of a GPU, which
+        norm and rotate them as well; gives [tokens, heads x width]."""
+        from shardwise.model.kernels.decode_attention import decode_attention
+        from shardwise.model.kernels.paged_attention import rope_write
+
+        batch, cache, split = self.cache.batch, self.cache, 0
+        assert batch is not None
+        split, width = batch.decodes, self.keys.shape[-1]
+        arguments = (rope, norms, self.keys, self.values)
+        if not batch.counts:
+            return decode_attention(
+                qkv, *arguments, batch.table, batch.slots, batch.starts, cache.scratch(heads), heads, scale, self.window
+            )
+        rope_write(qkv[split:], *arguments, cache.places[split:], batch.positions[split:], heads)
+        out = qkv.new_empty(len(qkv), heads, width)
+        if split:
+            out[:split] = decode_attention(
+                qkv[:split],
+                *arguments,
+                batch.table,
+                batch.slots,
+                batch.starts,
+                cache.scratch(heads),
+                heads,
+                scale,
+                self.window,
+            ).view(split, heads, width)
+        q, k, v = (
+            x.unflatten(1, (-1, width)) for x in qkv.split((heads * width, *[self.keys.shape[1] * width] * 2), dim=1)
+        )
+        known = split + sum(batch.counts[: batch.fresh])
+        if batch.fresh:  # their keys are those at hand, so flash attention can read them
+            bounds = batch.cu_seqlens[split : split + batch.fresh + 1] - split
+            longest = max(batch.counts[: batch.fresh])
+            window = (self.window - 1, 0) if self.window else (None, None)
+            out[split:known] = flash_attention_forward(
+                q[split:known], k[split:known], v[split:known], bounds, bounds, longest, longest, 0.0, True, False,
+                scale=scale, window_size_left=window[0], window_size_right=window[1],
+            )[0]  # fmt: skip
+        if known < len(qkv):
+            self._attend_tiles(q, out, batch, split + batch.fresh, scale)
+        return out.flatten(1)
+
+    def _attend_tiles(self, q: Tensor, out: Tensor, batch: PagedBatch, first: int, scale: float) -> None:
+        """New tokens whose keys are in their pages, from the sequence `first` on."""
+        from shardwise.model.kernels.paged_attention import QUERIES, paged_attention, tiles_of
+
+        counts = (1,) * batch.decodes + batch.counts
+        rows = QUERIES if q.shape[-1] <= 128 else 16
+        if first not in batch.tiles:
+            made = torch.tensor(tiles_of(counts[first:], rows, first), dtype=torch.int32)
+            batch.tiles[first] = made.pin_memory().to(q.device, non_blocking=True)
+        where = (batch.table, batch.slots, batch.starts, batch.cu_seqlens, batch.tiles[first])
+        paged_attention(q, self.keys, self.values, *where, out, scale, self.window)
+
+
+def _has_kernels(q: Tensor) -> bool:
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+
+
+class PagedCache(Cache):
+    """Pages for all layers of a model, or of a stage of it. `batch` is set before each forward pass."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers: int,
+        pages: int,
+        page_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        sequences: int = 1,
+        kv_heads: int = 0,
+    ) -> None:
+        """`sequences`: the most that run at a time. `kv_heads`: those of this rank, where it does not hold all."""
+        heads, width, value_width = page_shape(config)
+        self.page_tokens = page_tokens
+        self.batch: PagedBatch | None = None
+        self.places = torch.empty(0, dtype=torch.int64, device=device)
+        self.layers: list[PagedLayerCache] = []
+        self.sequences = sequences
+        self._scratch: Any = None
+        for _ in range(layers):
+            shape = (pages, (kv_heads or heads) if config.attention == "grouped" else 1, page_tokens)
+            keys = torch.zeros(*shape, width, dtype=dtype, device=device)
+            # A latent is both the key and, without the rotary part at its end, the value.
+            values = torch.zeros_like(keys) if value_width is None else keys[..., :value_width]
+            self.layers.append(PagedLayerCache(self, keys, values, config.sliding_window))
+
+    def begin(self, batch: PagedBatch) -> None:
+        """Say what the next forward pass computes."""
+        self.batch = batch
+        self.places = batch.places(self.page_tokens)
+
+    def scratch(self, heads: int) -> Any:
+        """Memory that the kernel of single tokens works in."""
+        from shardwise.model.kernels.decode_attention import Scratch
+
+        if self._scratch is None:
+            keys = self.layers[0].keys
+            self._scratch = Scratch(self.sequences, heads, keys.shape[1], keys.shape[3], keys.device)
+        return self._scratch
+
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy whole pages of all layers."""
+        for tensor in self.tensors():
+            tensor[targets] = tensor[sources]
+
+    def tensors(self) -> list[Tensor]:
+        """The memory of all pages, the first dimension being the page."""
+        return [
+            tensor
+            for layer in self.layers
+            for tensor in ((layer.keys,) if _is_view(layer.values, layer.keys) else (layer.keys, layer.values))
+        ]
+
+
+def _is_view(values: Tensor, keys: Tensor) -> bool:
+    return values.data_ptr() == keys.data_ptr()
+
+
+def page_shape(config: ModelConfig) -> tuple[int, int, int | None]:
+    """Key/value heads of a token in one layer, the width of a key, and that of the part of it which is the value; None where values
+    are kept beside the keys."""
+    if config.attention == "latent":
+        return 1, config.kv_rank + config.rope_dim, config.kv_rank
+    return config.kv_heads, config.head_dim, None

@@ -1,0 +1,33 @@
+"""What bounds a step of the scheduler, and what to do when pages run out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Given once, for as long as the scheduler lives."""
+
+    max_sequences: int
+    """Sequences that run at once."""
+    max_step_tokens: int
+    """Tokens computed in one step; no fewer than `max_sequences`, so that all that decode can."""
+    longest: int
+    """Tokens of a sequence, prompt and answer."""
+    preemption: Literal["recompute", "swap"] = "recompute"
+    """Swapping recomputes where the host has too few pages left."""
+    window: int = 0
+    """The latest positions that a token of the model sees; 0: all. Pages behind it are given back."""
+    watermark: float = 0.01
+    """Share of the pages that is left free when a sequence is admitted beside others, for those to grow into."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_sequences <= self.max_step_tokens:
+            raise ValueError(
+                f"{self.max_sequences} sequences at once and {self.max_step_tokens} tokens a step: "
+                "there has to be at least 1 sequence, and a token for each"
+            )
+        if self.preemption not in ("recompute", "swap"):
+            raise ValueError(f'preemption is "{self.preemption}", but has to be "recompute" or "swap"')

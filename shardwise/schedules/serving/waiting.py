@@ -1,0 +1,160 @@
+"""Who goes next: sequences that wait, by priority, then by how little their user has been served, then by arrival.
+
+Service is counted in tokens, a generated one twice a prompt's, and the user who has had least goes first: the virtual token counter
+of Sheng et al. 2024 (Fairness in Serving Large Language Models, algorithm 2). A user who comes back after a pause begins at the
+least of those who wait, or idleness would be credit to shut the others out with. What was preempted goes before all others of its
+priority: it has waited already.
+
+Counters only grow, so a heap of users may hold old ones: its top is looked up and put back until it is as it says.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from heapq import heappop, heappush, heapreplace
+
+from shardwise.schedules.serving.sequence import Sequence, order_of
+
+PROMPT_WEIGHT, GENERATED_WEIGHT = 1, 2
+"""What a token counts, as in the paper."""
+REMEMBERED_USERS = 4096
+"""Users with no sequence whose counter is kept."""
+
+
+@dataclass(slots=True)
+class _User:
+    service: int
+    sequences: int = 0
+    """Waiting or running."""
+    waiting: int = 0
+    """Waiting for the first time."""
+
+
+@dataclass(slots=True)
+class _Class:
+    """Sequences of one priority."""
+
+    returning: list[Sequence] = field(default_factory=list)
+    """Preempted ones, and forks, by arrival."""
+    queues: dict[str, OrderedDict[Sequence, None]] = field(default_factory=dict)
+    """The others, by user."""
+    heap: list[tuple[int, int, str]] = field(default_factory=list)
+    """Service, arrival of the first in the queue, user: one entry for each of the queues, never more than is true."""
+
+
+class WaitingQueue:
+    """Sequences that are not running."""
+
+    def __init__(self) -> None:
+        self._classes: dict[int, _Class] = {}
+        self._users: dict[str, _User] = {}
+        self._gone: OrderedDict[str, int] = OrderedDict()  # service of users without sequences
+        self._last = 0  # service of the user last served
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, sequence: Sequence) -> None:
+        """A sequence that was not here before."""
+        user = self._enter(sequence.user)
+        if not user.waiting:
+            user.service = max(user.service, self._least())
+        user.waiting += 1
+        self._count += 1
+        group = self._classes.setdefault(sequence.priority, _Class())
+        queue = group.queues.get(sequence.user)
+        if queue is None:
+            queue = group.queues[sequence.user] = OrderedDict()
+            heappush(group.heap, (user.service, sequence.arrival, sequence.user))
+        queue[sequence] = None
+
+    def add_fork(self, sequence: Sequence) -> None:
+        """A sequence that goes on from one that has been served."""
+        self._enter(sequence.user)
+        self.put_back(sequence)
+
+    def put_back(self, sequence: Sequence) -> None:
+        """A sequence that was running goes to the front of its priority."""
+        insort(self._classes.setdefault(sequence.priority, _Class()).returning, sequence, key=order_of)
+        self._count += 1
+
+    def head(self) -> Sequence | None:
+        """Who is next."""
+        while self._classes:
+            priority = min(self._classes)
+            group = self._classes[priority]
+            if group.returning:
+                return group.returning[0]
+            if self._refresh(group):
+                return next(iter(group.queues[group.heap[0][2]]))
+            del self._classes[priority]
+        return None
+
+    def remove(self, sequence: Sequence) -> None:
+        """It is admitted, or ended."""
+        self._count -= 1
+        group = self._classes[sequence.priority]
+        returning = group.returning
+        at = bisect_left(returning, sequence.order, key=order_of)
+        if at < len(returning) and returning[at] is sequence:
+            del returning[at]
+            return
+        user = self._users[sequence.user]
+        user.waiting -= 1
+        self._last = user.service
+        del group.queues[sequence.user][sequence]
+
+    def charge(self, sequence: Sequence) -> None:
+        """Count what was computed of it since the last time. Computing something again after preemption is no service."""
+        before, now = sequence.charged, sequence.computed
+        if now > before:
+            generated = max(0, now - max(before, sequence.prompt))
+            service = PROMPT_WEIGHT * (now - before - generated) + GENERATED_WEIGHT * generated
+            self._users[sequence.user].service += service
+            sequence.charged = now
+
+    def service(self, name: str) -> int:
+        """The counter of a user."""
+        user = self._users.get(name)
+        return self._gone.get(name, 0) if user is None else user.service
+
+    def leave(self, sequence: Sequence) -> None:
+        """It has ended. Counters of users who have none left are kept for a while, not forever: users are many."""
+        user = self._users[sequence.user]
+        user.sequences -= 1
+        if not user.sequences:
+            del self._users[sequence.user]
+            self._gone[sequence.user] = user.service
+            if len(self._gone) > REMEMBERED_USERS:
+                self._gone.popitem(last=False)
+
+    def _enter(self, name: str) -> _User:
+        user = self._users.get(name)
+        if user is None:
+            user = self._users[name] = _User(self._gone.pop(name, 0))
+        user.sequences += 1
+        return user
+
+    def _least(self) -> int:
+        """The least service of users who wait, or that of the last who did."""
+        least = [group.heap[0][0] for group in self._classes.values() if self._refresh(group)]
+        return min(least) if least else self._last
+
+    def _refresh(self, group: _Class) -> bool:
+        """Make the top of the heap true; False when nobody is left."""
+        heap = group.heap
+        while heap:
+            service, arrival, name = heap[0]
+            queue = group.queues[name]
+            if not queue:
+                heappop(heap)
+                del group.queues[name]
+                continue
+            now = (self._users[name].service, next(iter(queue)).arrival, name)
+            if now == (service, arrival, name):
+                return True
+            heapreplace(heap, now)
+        return False

@@ -1,0 +1,355 @@
+"""The engine: requests in, tokens out, a step at a time. The scheduler says what a step computes, the runner computes it, and here
+the two meet the requests.
+
+While a GPU computes one step the next is scheduled and launched, so it never waits for the host: what a step picked is read when
+the next is on its way. A sequence that turns out to have ended was then computed once in vain.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from shardwise.model.transformer import Transformer
+from shardwise.plan.serving.pool import kv_dtype, serving_memory
+from shardwise.run import Problem, Run, UserError
+from shardwise.run.serve_config import ServeConfig
+from shardwise.schedules.serving import Chunk, PagePool, Scheduler, Sequence, Settings, Step
+from shardwise.serve.request import Finish, Logprob, Output, Request
+from shardwise.serve.runner import Launched, Row, Runner
+from shardwise.serve.sampler import logprobs_of, read_logprobs, seed_of
+from shardwise.serve.stats import Stats
+
+
+@dataclass(eq=False)
+class Answer:
+    """One of the answers to a request."""
+
+    request: Request
+    index: int
+    sequence: Sequence
+    told: bool = False
+    """Whether anything was output yet."""
+    prompt_logprobs: list[Logprob | None] = field(default_factory=list)
+
+
+@dataclass
+class UnderWay:
+    """A step that was launched."""
+
+    step: Step
+    order: list[int]
+    """The chunk of each row, as the runner has them."""
+    launched: Launched
+
+
+class Engine:
+    """A model that answers requests. `ahead`: launch a step before the one before it is read."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        settings: ServeConfig,
+        pages: int,
+        ahead: bool | None = None,
+        seed: int = 0,
+        host_pages: int = 0,
+    ) -> None:
+        config = runner.model.config
+        self.runner, self.seed = runner, seed
+        self.vocab, self.max_tokens = config.vocab, runner.longest
+        self.ahead = runner.gpu if ahead is None else ahead
+        self.host_pages = host_pages
+        self.pool = PagePool(pages, settings.page_tokens, host_pages, settings.prefix_cache)
+        self.scheduler = Scheduler(
+            Settings(
+                min(settings.max_sequences, settings.max_step_tokens), settings.max_step_tokens, runner.longest,
+                preemption=settings.preemption, window=config.sliding_window,
+            ),
+            self.pool,
+        )  # fmt: skip
+        self.answers: dict[str, list[Answer]] = {}
+        self.by_sequence: dict[Sequence, Answer] = {}
+        self.unforked: dict[Sequence, Answer] = {}
+        self.under_way: deque[UnderWay] = deque()
+        self.outputs: list[Output] = []
+        self.tables: list[list[int]] = [[] for _ in range(runner.sequences)]
+        self.computed_tokens = self.generated_tokens = 0
+
+    def add(self, request: Request) -> None:
+        """Take a request; raises `UserError` if it can never run."""
+        problems = self.scheduler.reasons(len(request.prompt), request.max_tokens)
+        if request.id in self.answers:
+            problems.append(f'there is a request "{request.id}" already')
+        if any(not 0 <= token < self.vocab for token in request.prompt):
+            problems.append(f"the prompt has tokens that are not below the vocabulary's {self.vocab}")
+        if problems:
+            raise UserError(*problems)
+        sequence = Sequence(
+            (request.id, 0), list(request.prompt), request.max_tokens, request.priority, request.user,
+            lookahead=self.ahead and not request.grammars, reads_cache=request.sampling.prompt_logprobs is None,
+        )  # fmt: skip
+        answer = Answer(request, 0, sequence)
+        self.answers[request.id] = [answer]
+        self.by_sequence[sequence] = answer
+        if request.n > 1:
+            self.unforked[sequence] = answer
+        self.scheduler.add(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """Give a request up: its pages are free at once."""
+        self._end(self.answers.get(request_id, ()), "abort")
+
+    def finish(self, request_id: str, index: int) -> None:
+        """End an answer whose reader has seen enough, if it has not ended by itself."""
+        self._end([a for a in self.answers.get(request_id, ()) if a.index == index], None)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return self.scheduler.idle and not self.under_way and not self.outputs
+
+    def stats(self) -> Stats:
+        """Figures of this moment."""
+        pool = self.pool
+        return Stats(
+            self.scheduler.running, self.scheduler.waiting, pool.pages - 1 - pool.available, pool.pages - 1, pool.queried_tokens,
+            pool.found_tokens, self.scheduler.preemptions, self.computed_tokens, self.generated_tokens,
+        )  # fmt: skip
+
+    def step(self) -> list[Output]:
+        """Launch a step and read one; what is new of the answers."""
+        step = self.scheduler.schedule()
+        self.runner.swap(step.swap_out, step.swap_in, self.host_pages)
+        if step.chunks:
+            self.under_way.append(self._launch(step))
+            self._fork()
+        if self.under_way and (len(self.under_way) > int(self.ahead) or not step.chunks):
+            self._read(self.under_way.popleft())
+        outputs, self.outputs = self.outputs, []
+        return outputs
+
+    def _launch(self, step: Step) -> UnderWay:
+        """Tell the runner of new sequences and pages, and start it."""
+        sampler = self.runner.sampler
+        for sequence in step.admitted:
+            answer = self.by_sequence[sequence]
+            request, tokens = answer.request, sequence.tokens
+            seed = seed_of(request.sampling, request.id, answer.index, self.seed)
+            sampler.assign(
+                sequence.slot + 1, request.sampling, seed, tokens[: sequence.prompt], tokens[sequence.prompt :]
+            )
+            self.tables[sequence.slot] = []
+        changes = []
+        for sequence in step.changed:
+            sent, slot = self.tables[sequence.slot], sequence.slot + 1
+            pages = sequence.pages
+            changes += [(slot, n, page) for n, page in enumerate(pages) if n >= len(sent) or sent[n] != page]
+            self.tables[sequence.slot] = pages.copy()
+        self.runner.set_pages(changes)
+        self.runner.copy_pages(step.copies)
+        order = sorted(range(len(step.chunks)), key=lambda n: _kind(step.chunks[n]))
+        rows = [self._row(step.chunks[n], n < step.decoding) for n in order]
+        keeps = any(self._wants_prompt(chunk) for chunk in step.chunks)
+        launched = self.runner.launch(rows, self._masks(step, order), keeps)
+        self.computed_tokens += step.tokens
+        return UnderWay(step, order, launched)
+
+    def _row(self, chunk: Chunk, decoding: bool) -> Row:
+        sequence, start, count = chunk.sequence, chunk.start, chunk.count
+        tokens: list[int] | None
+        if decoding and count == 1 and sequence.lookahead:
+            tokens = None  # the device picked it
+        elif decoding:
+            tokens = [sequence.tokens[start], *sequence.drafts]
+        else:
+            tokens = sequence.tokens[start : start + count]
+        return Row(sequence.slot + 1, start, tokens, count, chunk.samples)
+
+    def _masks(self, step: Step, order: list[int]) -> torch.Tensor | None:
+        """The tokens that grammars allow next, where there are any."""
+        rows = [self.by_sequence[step.chunks[n].sequence] for n in order if step.chunks[n].samples]
+        if not any(answer.request.grammars for answer in rows):
+            return None
+        masks = np.full((len(rows), -(-self.vocab // 32)), -1, np.int32)
+        for row, answer in enumerate(rows):
+            if answer.request.grammars:
+                words = np.asarray(answer.request.grammars[answer.index].allowed()).view(np.int32).ravel()
+                masks[row, : len(words)] = words[: masks.shape[1]]
+                masks[row, len(words) :] = 0
+        return self.runner.send(masks)
+
+    def _fork(self) -> None:
+        """Further answers begin where the prompt of the first is computed."""
+        for sequence, answer in list(self.unforked.items()):
+            if sequence.state != "decode":
+                continue
+            del self.unforked[sequence]
+            request = answer.request
+            for index in range(1, request.n):
+                child = self.scheduler.fork(sequence, (request.id, index), lookahead=sequence.lookahead)
+                other = Answer(request, index, child)
+                self.answers[request.id].append(other)
+                self.by_sequence[child] = other
+
+    def _read(self, under_way: UnderWay) -> None:
+        """Take in what a step picked."""
+        step, launched = under_way.step, under_way.launched
+        tokens = launched.read()
+        if launched.logits is not None:
+            self._read_prompts(under_way)
+        asked = [self.runner.sampler.sampling[slot].logprobs for slot in launched.slots]
+        logprobs: list[Logprob | None] = [None] * len(tokens)
+        picked = launched.picked
+        if picked is not None and picked.logprobs is not None and picked.top is not None:
+            logprobs = read_logprobs(tokens, picked.logprobs, picked.top, asked)
+        first, found = 0, {}
+        for n in under_way.order:
+            samples = step.chunks[n].samples
+            if samples:
+                found[n] = slice(first, first + samples)
+                first += samples
+        sampling = [n for n, chunk in enumerate(step.chunks) if chunk.samples]
+        accepted = {n: self._accepted(step.chunks[n], tokens[found[n]]) for n in sampling}
+        alive = {n: step.chunks[n].sequence.state != "finished" for n in sampling}
+        self.scheduler.update(step, [accepted[n] for n in sampling])
+        for n in sampling:
+            if alive[n]:
+                self._tell(step.chunks[n].sequence, accepted[n], logprobs[found[n]][: len(accepted[n])])
+
+    def _accepted(self, chunk: Chunk, picked: list[int]) -> list[int]:
+        """Of tokens picked after drafts: as many as follow from drafts that were right, and one more."""
+        drafts = chunk.sequence.drafts[: chunk.samples - 1]
+        right = 0
+        while right < len(drafts) and picked[right] == drafts[right]:
+            right += 1
+        return picked[: right + 1]
+
+    def _tell(self, sequence: Sequence, tokens: list[int], logprobs: list[Logprob | None]) -> None:
+        """Output new tokens of an answer, and end it where it ends."""
+        answer = self.by_sequence[sequence]
+        request = answer.request
+        finish: Finish | None = None
+        stops = frozenset() if request.ignore_end else request.stop_tokens
+        if -1 in tokens:  # there was nothing to pick from
+            self._end([answer], "abort")
+            return
+        for n, token in enumerate(tokens, 1):
+            if request.grammars:
+                request.grammars[answer.index].accept(token)
+            if token in stops:
+                finish, tokens, logprobs = "stop", tokens[:n], logprobs[:n]
+                break
+        if finish is None and sequence.generated >= sequence.max_new:
+            finish = "length"
+        self.generated_tokens += len(tokens)
+        first = not answer.told
+        self.outputs.append(
+            Output(
+                request.id, answer.index, tuple(tokens), tuple(p for p in logprobs if p is not None), finish,
+                tuple(answer.prompt_logprobs) if first else (), max(0, sequence.cached) if first else 0,
+            )
+        )  # fmt: skip
+        answer.told = True
+        if finish is not None:
+            self._forget(answer)
+
+    def _end(self, answers: Iterable[Answer], finish: Finish | None) -> None:
+        for answer in list(answers):
+            unborn = range(1, answer.request.n) if answer.sequence in self.unforked else ()
+            if finish is not None:
+                for index in (answer.index, *unborn):
+                    self.outputs.append(Output(answer.request.id, index, (), finish=finish))
+            self._forget(answer)
+
+    def _forget(self, answer: Answer) -> None:
+        self.scheduler.finish(answer.sequence)
+        self.unforked.pop(answer.sequence, None)
+        del self.by_sequence[answer.sequence]
+        left = self.answers[answer.request.id]
+        left.remove(answer)
+        if not left:
+            del self.answers[answer.request.id]
+
+    def _wants_prompt(self, chunk: Chunk) -> bool:
+        answer = self.by_sequence[chunk.sequence]
+        return answer.request.sampling.prompt_logprobs is not None and chunk.start < chunk.sequence.prompt - 1
+
+    def _read_prompts(self, under_way: UnderWay) -> None:
+        """The logprobs of the tokens of prompts."""
+        assert under_way.launched.logits is not None
+        first = 0
+        for n in under_way.order:
+            chunk = under_way.step.chunks[n]
+            logits = under_way.launched.logits[first : first + chunk.count]
+            first += chunk.count
+            answer = self.by_sequence.get(chunk.sequence)
+            if answer is None or not self._wants_prompt(chunk):
+                continue
+            most = answer.request.sampling.prompt_logprobs
+            assert most is not None
+            following = chunk.sequence.tokens[
+                chunk.start + 1 : min(chunk.start + chunk.count + 1, chunk.sequence.prompt)
+            ]
+            known = len(answer.prompt_logprobs) - 1
+            if known > chunk.start:  # computed again after it was preempted
+                continue
+            told = torch.tensor(following, device=logits.device)
+            values = logprobs_of(logits[: len(following)], told, most)
+            answer.prompt_logprobs = answer.prompt_logprobs or [None]
+            answer.prompt_logprobs += read_logprobs(following, *values, [most] * len(following))
+
+
+def _kind(chunk: Chunk) -> int:
+    """Single tokens first, then prompts from their beginning, then the rest: as the runner wants them."""
+    return 0 if chunk.count == 1 else 1 if chunk.start == 0 else 2
+
+
+def engine_of(model: Transformer, run: Run, ahead: bool | None = None, longest: int = 0) -> Engine:
+    """An engine for a model in memory, with as many pages as the plan leaves room for. Sequences have at most as many tokens as the
+    model has positions, or as `longest` says: rotary ones go on beyond what was trained."""
+    device = next(model.parameters()).device
+    gpu = device.type == "cuda"
+    # Of a host's memory half is left to others.
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    total = torch.cuda.get_device_properties(device).total_memory if gpu else host
+    memory = serving_memory(run, total, gpu)
+    if memory.pages < 2:
+        raise UserError(
+            f"{memory.weights / 2**30:.1f} GiB of weights and {memory.activations / 2**30:.1f} GiB of activations leave no room "
+            f"for keys and values in {total / 2**30:.1f} GiB; use a larger device or a smaller serve.max_step_tokens"
+        )
+    dtypes = {"fp8": torch.float8_e4m3fn}
+    dtype = dtypes.get(kv_dtype(run)) or getattr(torch, kv_dtype(run))
+    sequences = min(run.serve.max_sequences, run.serve.max_step_tokens)
+    longest = longest or run.model.max_positions
+    runner = Runner(model, memory.pages, run.serve.page_tokens, sequences, longest, dtype)
+    host_pages = int(run.serve.swap_gib * 2**30) // memory.page if run.serve.preemption == "swap" else 0
+    return Engine(runner, run.serve, memory.pages, ahead, run.train.seed, host_pages)
+
+
+def make_engine(folder: Path, run: Run, longest: int = 0) -> Engine:
+    """An engine for a checkpoint folder, in the dtype and with the settings of a run. Its layout is that of training: what is served
+    is one device, unless more are asked for."""
+    problems = []
+    if run.serve.weights not in ("auto", run.train.dtype):
+        problems.append(Problem(f"{run.serve.weights} is planned, but not served yet", "serve.weights"))
+    if run.serve.invariant:
+        problems.append(Problem("is not there yet: batches may change the last bits of a result", "serve.invariant"))
+    if problems:
+        raise UserError(*problems)
+    from shardwise.checkpoint.weights import load_model
+    from shardwise.model.device import choose_device
+
+    dtype = getattr(torch, run.train.dtype)
+    model, _ = load_model(folder, dtype, choose_device(run.train.device))
+    model.dtype = dtype
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return engine_of(model, run, longest=longest)

@@ -1,0 +1,58 @@
+"""Text from an engine without a server: some prompts, continued together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.run import UserError
+from shardwise.serve.engine import Engine
+from shardwise.serve.request import Request, Sampling
+
+
+@dataclass
+class Continued:
+    """What became of a prompt."""
+
+    tokens: list[int]
+    text: str = ""
+    ended_by: Literal["end", "stop", "length"] = "length"
+
+
+def continue_prompts(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    sampling: Sampling,
+    tokenizer: Tokenizer,
+    stop: Sequence[str] = (),
+) -> list[Continued]:
+    """Continue each prompt by at most `max_tokens`, up to the end of the text or to one of the texts of `stop`, which are left out.
+    The draws of each are its own, whoever is beside it."""
+    found = [Continued([]) for _ in prompts]
+    for n, prompt in enumerate(prompts):
+        # A seed for each: the same prompt twice is to give two answers.
+        own = sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + (n << 32))
+        engine.add(Request(str(n), tuple(prompt), max_tokens, own, stop_tokens=frozenset({tokenizer.end})))
+    while not engine.idle:
+        for output in engine.step():
+            made = found[int(output.request)]
+            if output.finish == "abort":
+                raise UserError(
+                    "the model's scores are not finite numbers, so no token can be drawn from them; are its weights?"
+                )
+            made.tokens += output.tokens
+            text = (
+                tokenizer.decode([token for token in made.tokens if token != tokenizer.end])
+                if stop or output.finish
+                else ""
+            )
+            cuts = [text.index(each) for each in stop if each in text]
+            if cuts:
+                made.text, made.ended_by = text[: min(cuts)], "stop"
+                engine.finish(output.request, 0)
+            elif output.finish:
+                made.text, made.ended_by = text, "end" if output.finish == "stop" else "length"
+    return found

@@ -1,0 +1,264 @@
+"""Computes a step of the scheduler on one device: the new tokens of all its sequences in one forward pass, then the next tokens.
+
+Every sequence that runs has a slot. On the device lie, by slot, the pages it uses and the token it was given last; so a step that
+only decodes needs to be told no more than slots and positions, and the next step can be launched before the host has seen what this
+one picked. On a GPU such steps are recorded once for some batch sizes, as CUDA graphs, and replayed: launching their kernels one by
+one would take longer than running them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.model.fused import fuse, unembed
+from shardwise.model.paged import PagedBatch, PagedCache
+from shardwise.model.transformer import Transformer
+from shardwise.serve.sampler import Picked, Sampler, send
+
+
+@dataclass
+class Row:
+    """The new tokens of one sequence in a step."""
+
+    slot: int
+    start: int
+    """Tokens kept before."""
+    tokens: Sequence[int] | None
+    """The new tokens; None: the one that was picked for it last, which only the device knows yet."""
+    count: int
+    samples: int
+    """For how many of them, the last ones, the next token is picked."""
+
+
+@dataclass
+class Launched:
+    """A step under way."""
+
+    picked: Picked | None
+    """Of each row that samples, one after the other."""
+    slots: list[int] = field(default_factory=list)
+    logits: Tensor | None = None
+    """Of all new tokens, where a prompt's logprobs were asked for."""
+    done: torch.cuda.Event | None = None
+    tokens: Tensor | None = None
+    """What was picked, on the host once the step is done."""
+
+    def read(self) -> list[int]:
+        """The tokens picked; waits for them."""
+        if self.tokens is None:
+            return []
+        if self.done is not None:
+            self.done.synchronize()
+        return self.tokens.tolist()
+
+
+def sampled(rows: Sequence[Row]) -> tuple[list[int], list[int]]:
+    """The slots for which a step picks tokens, and the position of each."""
+    slots: list[int] = []
+    positions: list[int] = []
+    for row in rows:
+        end = row.start + row.count + 1
+        slots += [row.slot] * row.samples
+        positions += range(end - row.samples, end)
+    return slots, positions
+
+
+def graph_sizes(most: int) -> list[int]:
+    """Batch sizes for which steps are recorded; others are padded to the next."""
+    sizes = [1, 2, 4, 8, 16, 24, 32, *range(48, 128, 16), *range(128, 256, 32), *range(256, 1025, 64)]
+    return [size for size in sizes if size < most] + [most]
+
+
+class Runner:
+    """A model with its pages, slots and sampler. Page 0 and slot 0 belong to no one: padding uses them."""
+
+    def __init__(
+        self, model: Transformer, pages: int, page_tokens: int, sequences: int, longest: int, kv_dtype: torch.dtype
+    ) -> None:
+        self.model, self.longest, self.page_tokens = model, longest, page_tokens
+        self.device = next(model.parameters()).device
+        self.sequences = sequences
+        self.gpu = self.device.type == "cuda"
+        dtype = model.dtype or next(model.parameters()).dtype
+        self.fused = fuse(model, longest) if self.gpu and dtype in (torch.bfloat16, torch.float16) else 0
+        self.cache = PagedCache(model.config, len(model.layers), pages, page_tokens, kv_dtype, self.device, sequences)
+        wide = -(-longest // page_tokens)
+        self.table = torch.zeros(sequences + 1, wide, dtype=torch.int32, device=self.device)
+        self.sampler = Sampler(sequences + 1, model.config.vocab, self.device)
+        self.host: list[Tensor] = []
+        self.sizes = graph_sizes(sequences)
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]] = {}
+
+    def set_pages(self, changes: Sequence[tuple[int, int, int]]) -> None:
+        """(slot, index, page): pages that sequences use from now on."""
+        if changes:
+            made = self.send(np.asarray(changes, np.int64).T)
+            self.table[made[0], made[1]] = made[2].int()
+
+    def swap(self, out: Sequence[tuple[int, int]], back: Sequence[tuple[int, int]], host_pages: int) -> None:
+        """Move pages to the host's memory, which has room for so many, and pages from there back."""
+        if not out and not back:
+            return
+        tensors = self.cache.tensors()
+        if not self.host:
+            self.host = [torch.empty(host_pages, *t.shape[1:], dtype=t.dtype, pin_memory=self.gpu) for t in tensors]
+        for device, host in zip(tensors, self.host, strict=True):
+            for page, kept in out:
+                host[kept].copy_(device[page], non_blocking=True)
+            for kept, page in back:
+                device[page].copy_(host[kept], non_blocking=True)
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy pages, from and to."""
+        if pairs:
+            made = self.send(np.asarray(pairs, np.int64).T)
+            self.cache.copy(made[0], made[1])
+
+    @torch.inference_mode()
+    def launch(self, rows: list[Row], masks: Tensor | None = None, keep_logits: bool = False) -> Launched:
+        """Compute a step, rows with one new token first; returns while the device works."""
+        decodes = sum(row.count == 1 for row in rows)
+        decoded: Tensor | None = None
+        found: Tensor | tuple[Tensor, Tensor]
+        if self.gpu and decodes == len(rows) and all(row.samples for row in rows) and not keep_logits:
+            found, decoded = self._decode(rows)
+        else:
+            found = self._mixed(rows, decodes, keep_logits)
+        launched = Launched(None, [])
+        if isinstance(found, tuple):
+            logits, launched.logits = found
+        else:
+            logits = found
+        launched.slots, positions = sampled(rows)
+        if not launched.slots:
+            return launched
+        plain = masks is None and self.sampler.is_plain(launched.slots)
+        if decoded is not None and plain:
+            launched.picked = Picked(decoded[: len(rows)])
+        else:
+            self.sampler.prepare()
+            there = self.send(np.asarray((launched.slots, positions), np.int32))
+            if plain:
+                launched.picked = Picked(self.sampler.pick_plain(logits, there[0], there[1]))
+            else:
+                launched.picked = self.sampler.pick(logits, launched.slots, there[0], there[1], masks)
+        launched.tokens = launched.picked.tokens
+        if self.gpu:
+            launched.tokens = torch.empty(len(launched.slots), dtype=torch.int64, pin_memory=True)
+            launched.tokens.copy_(launched.picked.tokens, non_blocking=True)
+            launched.done = torch.cuda.Event()
+            launched.done.record()
+        return launched
+
+    def _mixed(self, rows: list[Row], decodes: int, keep_logits: bool) -> Tensor | tuple[Tensor, Tensor]:
+        """Any step, launched kernel by kernel: the logits of the tokens sampled after."""
+        counts = np.asarray([row.count for row in rows], np.int32)
+        starts = np.asarray([row.start for row in rows], np.int32)
+        ends = counts.cumsum(dtype=np.int32)
+        total = int(ends[-1])
+        tokens = np.zeros(total, np.int32)
+        positions = np.arange(total, dtype=np.int32) - np.repeat(ends - counts - starts, counts)
+        unknown = []
+        for row, end in zip(rows, ends.tolist(), strict=True):
+            if row.tokens is None:
+                unknown.append(end - 1)
+            else:
+                tokens[end - row.count : end] = row.tokens
+        wanted = [
+            end - row.samples + n for row, end in zip(rows, ends.tolist(), strict=True) for n in range(row.samples)
+        ]
+        # One message to the device: slots, starts, bounds, and of each token its value and position.
+        head = len(rows)
+        packed = self.send(
+            np.concatenate(
+                ([row.slot for row in rows], starts, [0], ends, tokens, positions, wanted, unknown),
+                dtype=np.int32,
+                casting="unsafe",
+            )
+        )
+        slots, starts_there, bounds, tokens_there, positions_there, wanted_there, unknown_there = packed.split(
+            (head, head, head + 1, total, total, len(wanted), len(unknown))
+        )
+        ids = tokens_there.long()
+        if unknown:  # rows that decode come first, so a row's number is its token's
+            ids[unknown_there.long()] = self.sampler.last[slots[unknown_there.long()].long()]
+        others = rows[decodes:]
+        fresh = sum(row.start == 0 for row in others)
+        batch = PagedBatch(
+            self.table, slots, starts_there, bounds, decodes, tuple(row.count for row in others), fresh,
+            int((starts + counts).max()), positions_there,
+        )  # fmt: skip
+        self.cache.begin(batch)
+        kept: list[Tensor] = []
+
+        def finish(x: Tensor, weight: Tensor) -> Tensor:
+            if keep_logits:
+                kept.append(unembed(x[0], weight))
+                return kept[0][wanted_there.long()]
+            return unembed(x[0][wanted_there.long()], weight)
+
+        scores = self.model(ids[None], positions_there[None], cache=self.cache, finish=finish).result
+        return (scores, kept[0]) if keep_logits else scores
+
+    def warm(self) -> None:
+        """Record all steps now, the largest first: the smaller ones then use its memory. Otherwise each is when it is needed."""
+        if self.gpu:
+            with torch.inference_mode():
+                for size in reversed(self.sizes):
+                    if size not in self.graphs:
+                        self._record(size)
+
+    def _decode(self, rows: list[Row]) -> tuple[Tensor, Tensor]:
+        """A step in which each sequence continues with the token picked last, replayed: logits, and tokens picked of them without
+        regard to more than temperatures."""
+        size = next(each for each in self.sizes if each >= len(rows))
+        if size not in self.graphs:
+            self._record(size)
+        self.sampler.prepare()
+        known = [(row.slot, row.tokens[0]) for row in rows if row.tokens is not None]
+        if known:
+            told = self.send(np.asarray(known, np.int64).T)
+            self.sampler.last[told[0]] = told[1]
+        graph, inputs, logits, tokens = self.graphs[size]
+        host = np.zeros((2, size), np.int32)
+        host[0, : len(rows)] = [row.slot for row in rows]
+        host[1, : len(rows)] = [row.start for row in rows]
+        inputs.copy_(torch.from_numpy(host).pin_memory(), non_blocking=True)
+        graph.replay()
+        return logits[: len(rows)], tokens
+
+    def _record(self, size: int) -> None:
+        """Record the step for so many sequences."""
+        inputs = torch.zeros(2, size, dtype=torch.int32, device=self.device)
+        bounds = torch.arange(size + 1, dtype=torch.int32, device=self.device)
+
+        def compute() -> tuple[Tensor, Tensor]:
+            slots, starts = inputs.unbind()
+            ids = self.sampler.last[slots.long()]
+            self.cache.begin(PagedBatch(self.table, slots, starts, bounds, size, (), 0, self.longest, starts, tiles))
+            logits = self.model(ids[None], starts[None], cache=self.cache, finish=lambda x, w: unembed(x[0], w)).result
+            return logits, self.sampler.pick_plain(logits, slots, starts, ahead=1)
+
+        tiles: dict[int, Tensor] = {}
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            compute()  # compiles kernels, and allocates what they keep
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool()):
+            logits, tokens = compute()
+        self.graphs[size] = graph, inputs, logits, tokens
+
+    def _pool(self) -> Any:
+        return next(iter(self.graphs.values()))[0].pool() if self.graphs else None
+
+    def send(self, array: np.ndarray) -> Tensor:
+        """To the device, without waiting for it."""
+        return send(array, self.device)

@@ -1,0 +1,231 @@
+"""Picks the next tokens on the device that made the logits. Every sequence that runs has a slot; what it asks for lies there.
+
+A draw adds Gumbel noise to the scores and takes the largest, which draws from their softmax (Gumbel 1954). The noise of a token is
+a hash of the sequence's seed, its position and the token's number, so a draw depends on nothing else: not on the batch, the slot or
+the device. Top-k, top-p and min-p are a threshold on the scores, so tokens with equal scores are kept or cut together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.model.normal import GAMMA, mix64
+from shardwise.serve.request import Logprob, Sampling
+
+
+@dataclass
+class Picked:
+    """What a step picked, on the device until it is read."""
+
+    tokens: Tensor
+    logprobs: Tensor | None = None
+    """[rows] of the tokens picked, where any row asked."""
+    top: tuple[Tensor, Tensor] | None = None
+    """The likeliest of each row and their logprobs [rows, most that any row asked for]."""
+
+
+def gumbel(words: Tensor, vocab: int) -> Tensor:
+    """Noise [rows, vocabulary] in float32, of two words int32 a row."""
+    token = torch.arange(vocab, dtype=torch.int32, device=words.device)
+    x = (token * -1640531535) ^ words[:, :1]
+    x = (x ^ ((x >> 16) & 0xFFFF)) * 2146121005 ^ words[:, 1:]
+    x = (x ^ ((x >> 15) & 0x1FFFF)) * -2073254261
+    x = (x ^ ((x >> 16) & 0xFFFF)) & 0x7FFFFFFF
+    u = ((x.float() + 0.5) * 2.0**-31).clamp(max=0.99999994)
+    return -(-u.log()).log()
+
+
+def thresholds(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """The smallest logit of each row that the three cuts leave, by sorting."""
+    values = logits.sort(dim=-1, descending=True).values
+    vocab = logits.shape[-1]
+    k = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab).long()
+    threshold = values.gather(1, k[:, None] - 1)
+    inverse = torch.where(temperature > 0, 1 / temperature.clamp(min=1e-30), 1.0).to(values.dtype)[:, None]
+    mass = torch.where(values >= threshold, ((values - values[:, :1]) * inverse).exp(), 0.0)
+    enough = mass.cumsum(1) >= top_p[:, None].to(mass.dtype) * mass.sum(1, keepdim=True)
+    nucleus = values.gather(1, enough.int().argmax(1, keepdim=True))
+    threshold = torch.where(top_p[:, None] < 1, torch.maximum(threshold, nucleus), threshold)
+    least = values[:, :1] + min_p[:, None].to(values.dtype).log() / inverse
+    return torch.where(min_p[:, None] > 0, torch.maximum(threshold, least), threshold)[:, 0]
+
+
+def pick_reference(logits: Tensor, temperature: Tensor, words: Tensor, threshold: Tensor | None) -> Tensor:
+    """A token for each row: the likeliest at temperature 0, else drawn by the row's words among those that reach the threshold; -1
+    where the scores are no numbers to pick from."""
+    warm = temperature > 0
+    scores = logits.double() / torch.where(warm, temperature.double(), 1.0)[:, None]
+    if threshold is not None:
+        scores = scores.masked_fill(logits < threshold[:, None], float("-inf"))
+    if bool(warm.any()):
+        scores = torch.where(warm[:, None], scores + gumbel(words, logits.shape[-1]), scores)
+    nothing = ~logits.isfinite().any(dim=-1) | (logits.isnan() | logits.isposinf()).any(dim=-1)
+    return scores.argmax(dim=-1).masked_fill(nothing, -1)
+
+
+def seed_of(sampling: Sampling, request: str, index: int, engine_seed: int) -> int:
+    """64 bits that fix all draws of one answer."""
+    base = f"{engine_seed}/{request}" if sampling.seed is None else f"seed {sampling.seed}"
+    return int.from_bytes(hashlib.blake2b(f"{base}/{index}".encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def words_of(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Two words int32 for each row, of its seed and position."""
+    mixed = mix64(seeds + positions.long() * GAMMA)
+    words = torch.stack((mixed, mixed >> 32), dim=1).bitwise_and_(0xFFFFFFFF)
+    return words.bitwise_xor_(0x80000000).sub_(0x80000000).int()
+
+
+class Sampler:
+    """What each slot asks for, and the picking. `last` is the token that was picked last for each slot."""
+
+    def __init__(self, slots: int, vocab: int, device: torch.device) -> None:
+        self.device, self.vocab = device, vocab
+        self.sampling: list[Sampling] = [Sampling()] * slots
+        self.floats = np.zeros((3, slots), np.float32)
+        self.integers = np.zeros((2, slots), np.int64)
+        self.changed = True
+        self.temperature, self.top_p, self.min_p = torch.zeros(3, slots, device=device).unbind()
+        self.seed, self.top_k = torch.zeros(2, slots, dtype=torch.int64, device=device).unbind()
+        self.last = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.generated: Tensor | None = None
+        self.prompted: Tensor | None = None
+        self.picking: Any = None
+        if device.type == "cuda":
+            from shardwise.model.kernels.sample import Picking
+
+            self.picking = Picking(2 * slots, device)
+
+    def assign(self, slot: int, sampling: Sampling, seed: int, prompt: Sequence[int], generated: Sequence[int]) -> None:
+        """Give a slot to a sequence, which has these tokens already."""
+        self.sampling[slot] = sampling
+        self.floats[:, slot] = sampling.temperature, sampling.top_p, sampling.min_p
+        self.integers[:, slot] = seed, sampling.top_k
+        self.changed = True
+        if _penalizes(sampling):
+            if self.generated is None or self.prompted is None:
+                shape = (len(self.sampling), self.vocab)
+                self.generated = torch.zeros(shape, dtype=torch.int32, device=self.device)
+                self.prompted = torch.zeros(shape, dtype=torch.bool, device=self.device)
+            self.prompted[slot] = False
+            self.prompted[slot, torch.tensor(sorted(set(prompt)), device=self.device)] = True
+            self.generated[slot] = 0
+            if generated:
+                told = torch.tensor(generated, device=self.device)
+                self.generated[slot].index_put_((told,), torch.ones_like(told, dtype=torch.int32), accumulate=True)
+
+    def prepare(self) -> None:
+        """Tell the device what changed."""
+        if self.changed:
+            floats, integers = send(self.floats, self.device), send(self.integers, self.device)
+            for mine, new in zip((self.temperature, self.top_p, self.min_p), floats, strict=True):
+                mine.copy_(new)
+            for mine, new in zip((self.seed, self.top_k), integers, strict=True):
+                mine.copy_(new)
+            self.changed = False
+
+    def is_plain(self, slots: Sequence[int]) -> bool:
+        """Whether nothing but a temperature is asked for, so that `pick_plain` will do."""
+        return all(_is_plain(self.sampling[slot]) for slot in slots)
+
+    def pick_plain(self, logits: Tensor, slots: Tensor, positions: Tensor, ahead: int = 0) -> Tensor:
+        """Tokens for rows of logits: the likeliest at temperature 0, else drawn. Nothing here waits for the device or depends on
+        more than shapes, so it can be recorded."""
+        if self.picking is not None:
+            from shardwise.model.kernels.sample import pick
+
+            return pick(logits, slots, positions, ahead, self.temperature, self.seed, None, self.last, self.picking)
+        return self._pick_reference(logits, slots, positions + ahead, None)
+
+    def _pick_reference(self, logits: Tensor, slots: Tensor, positions: Tensor, threshold: Tensor | None) -> Tensor:
+        words = words_of(self.seed[slots.long()], positions)
+        tokens = pick_reference(logits, self.temperature[slots.long()], words, threshold)
+        self.last[slots.long()] = tokens
+        return tokens
+
+    def pick(
+        self, logits: Tensor, numbers: Sequence[int], slots: Tensor, positions: Tensor, masks: Tensor | None = None
+    ) -> Picked:
+        """Tokens for rows of logits, with all that their slots ask for; the host knows the slots by `numbers`. `masks` are the bits
+        of tokens allowed."""
+        asked = [self.sampling[slot] for slot in numbers]
+        raw = logits
+        if any(map(_penalizes, asked)) or any(each.logit_bias for each in asked):
+            logits = self._adjusted(logits.clone() if logits.dtype == torch.float64 else logits.float(), numbers, asked)
+        if masks is not None:
+            token = torch.arange(self.vocab, device=self.device)
+            logits = logits.masked_fill(((masks[:, token // 32] >> (token % 32)) & 1) == 0, float("-inf"))
+        cuts = any(each.temperature > 0 and (each.top_k > 0 or each.top_p < 1 or each.min_p > 0) for each in asked)
+        which = slots.long()
+        settings = (self.temperature[which], self.top_k[which], self.top_p[which], self.min_p[which])
+        if self.picking is not None:
+            from shardwise.model.kernels.sample import find_threshold, pick
+
+            threshold = find_threshold(logits, *settings) if cuts else None
+            tokens = pick(logits, slots, positions, 0, self.temperature, self.seed, threshold, self.last, self.picking)
+        else:
+            tokens = self._pick_reference(logits, slots, positions, thresholds(logits, *settings) if cuts else None)
+        if self.generated is not None and any(map(_penalizes, asked)):
+            self.generated.index_put_((which, tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
+        picked = Picked(tokens)
+        most = max((each.logprobs for each in asked if each.logprobs is not None), default=None)
+        if most is not None:
+            picked.logprobs, picked.top = logprobs_of(raw, tokens, most)
+        return picked
+
+    def _adjusted(self, logits: Tensor, slots: Sequence[int], asked: list[Sampling]) -> Tensor:
+        """With penalties and biases; in place."""
+        for row, (slot, each) in enumerate(zip(slots, asked, strict=True)):
+            if _penalizes(each) and self.generated is not None and self.prompted is not None:
+                counts = self.generated[slot]
+                if each.repetition_penalty != 1:
+                    known = self.prompted[slot] | (counts > 0)
+                    factor = torch.where(logits[row] > 0, 1 / each.repetition_penalty, each.repetition_penalty)
+                    logits[row] = torch.where(known, logits[row] * factor, logits[row])
+                logits[row] -= each.frequency_penalty * counts + each.presence_penalty * (counts > 0)
+            if each.logit_bias:
+                tokens = torch.tensor(list(each.logit_bias), device=self.device)
+                logits[row, tokens] += torch.tensor(
+                    list(each.logit_bias.values()), dtype=logits.dtype, device=self.device
+                )
+        return logits
+
+
+def logprobs_of(logits: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Logarithms of the probabilities that the model itself gives to tokens, and of the likeliest ones."""
+    logprobs = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(dim=-1)
+    top = logprobs.topk(min(most, logits.shape[-1]), dim=-1)
+    return logprobs.gather(1, tokens[:, None].clamp(min=0))[:, 0], (top.indices, top.values)
+
+
+def read_logprobs(
+    tokens: list[int], logprobs: Tensor, top: tuple[Tensor, Tensor], asked: list[int | None]
+) -> list[Logprob | None]:
+    """As the client gets them; None for a row that did not ask."""
+    values, indices, highest = logprobs.tolist(), top[0].tolist(), top[1].tolist()
+    return [
+        None if most is None else Logprob(token, value, tuple(zip(which[:most], these[:most], strict=True)))
+        for token, value, which, these, most in zip(tokens, values, indices, highest, asked, strict=True)
+    ]
+
+
+def _is_plain(sampling: Sampling) -> bool:
+    cuts = sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
+    return not (cuts or _penalizes(sampling) or sampling.logit_bias or sampling.logprobs is not None)
+
+
+def _penalizes(sampling: Sampling) -> bool:
+    return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.repetition_penalty != 1)
+
+
+def send(array: np.ndarray, device: torch.device) -> Tensor:
+    """To the device, without waiting for it."""
+    host = torch.from_numpy(np.ascontiguousarray(array))
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -1,0 +1,145 @@
+"""What `test_paged.py` and `tests/serve/test_sampler.py` run in a process of its own, in which Triton's interpreter stands for the
+GPU: the kernels of serving against plain PyTorch."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+import torch.nn.functional as F
+
+from shardwise.model.kernels.decode_attention import Scratch, decode_attention
+from shardwise.model.kernels.gated import gated_product
+from shardwise.model.kernels.paged_attention import paged_attention, rope_write, tiles_of
+from shardwise.model.kernels.sample import Picking, find_threshold, pick
+from shardwise.model.kernels.skinny_gemm import skinny_gemm, skinny_gemm_reference
+from shardwise.model.paged import PagedBatch, paged_attention_reference
+from shardwise.model.rope import apply_rope
+from shardwise.serve import sampler
+
+CPU = torch.device("cpu")
+
+
+def attention(
+    heads: int, kv_heads: int, width: int, page: int, window: int, norms: bool, starts: list[int], counts: list[int]
+) -> None:
+    pages, sequences, tokens = 80, len(starts), sum(counts)
+    keys = torch.randn(pages, kv_heads, page, width)
+    values = torch.randn_like(keys)
+    free = iter((torch.randperm(pages - 1) + 1).tolist())
+    slots = torch.randperm(sequences + 1)[:sequences].int() + 1
+    table = torch.zeros(sequences + 2, 32, dtype=torch.int32)
+    for slot, start, count in zip(slots.tolist(), starts, counts, strict=True):
+        for n in range(-(-(start + count) // page)):
+            table[slot, n] = -1 if window and (n + 1) * page <= start + 1 - window else next(free)
+    decodes = sum(count == 1 for count in counts)
+    positions = torch.cat([torch.arange(s, s + c) for s, c in zip(starts, counts, strict=True)]).int()
+    begins = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
+    old = torch.tensor(starts, dtype=torch.int32)
+    longest = max(s + c for s, c in zip(starts, counts, strict=True))
+    batch = PagedBatch(table, slots, old, begins, decodes, tuple(counts[decodes:]), 0, longest, positions)
+    angles = torch.arange(600).double()[:, None] * 10000.0 ** -(torch.arange(0, width, 2).double() / width)
+    rope = angles.cos().float(), angles.sin().float()
+    weights = torch.rand(width) + 0.5, torch.rand(width) + 0.5, 1e-5
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * width)
+
+    q, k, v = (
+        x.unflatten(1, (-1, width)) for x in qkv.split((heads * width, kv_heads * width, kv_heads * width), dim=1)
+    )
+    if norms:
+        q, k = (F.rms_norm(x, (width,), weight, 1e-5) for x, weight in zip((q, k), weights[:2], strict=True))
+    turns = tuple(torch.cat((x, x), dim=-1)[positions.long()][None, :, None] for x in rope)
+    q, k = (apply_rope(x[None], (turns[0], turns[1]))[0] for x in (q, k))
+    wanted_keys, wanted_values, places = keys.clone(), values.clone(), batch.places(page)
+    wanted_keys[places // page, :, places % page] = k
+    wanted_values[places // page, :, places % page] = v
+    wanted = paged_attention_reference(q, wanted_keys, wanted_values, batch, width**-0.5, window)
+
+    arguments = (rope, weights if norms else None, keys, values)
+    if decodes == sequences:
+        scratch = Scratch(sequences, heads, kv_heads, width, CPU)
+        found = decode_attention(qkv, *arguments, table, slots, old, scratch, heads, width**-0.5, window)
+        assert not scratch.arrived.any()
+    else:
+        rope_write(qkv, *arguments, places, positions, heads)
+        found = torch.empty(tokens, heads, width)
+        tiles = torch.tensor(tiles_of(tuple(counts)), dtype=torch.int32)
+        turned = qkv[:, : heads * width].unflatten(1, (-1, width))
+        paged_attention(turned, keys, values, table, slots, old, begins, tiles, found, width**-0.5, window)
+    torch.testing.assert_close(found.view_as(wanted), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(keys, wanted_keys, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(values, wanted_values)
+
+
+def attentions() -> None:
+    draw = random.Random(0)
+    attention(8, 2, 32, 16, 0, False, [0, 5, 100, 300], [1] * 4)
+    attention(4, 4, 32, 16, 0, True, [37, 290], [1] * 2)
+    attention(8, 1, 64, 16, 50, True, [0, 5, 100, 300], [1] * 4)
+    attention(8, 2, 32, 16, 0, True, [5, 0, 30], [1, 70, 65])
+    attention(8, 2, 32, 16, 20, False, [5, 0, 30, 64], [1, 70, 65, 3])
+    for _ in range(6):
+        counts = sorted(draw.choices([1, 1, 2, 9, 40], k=3))
+        starts = [draw.choice([0, 3, 16, 33, 90]) for _ in counts]
+        attention(
+            4,
+            draw.choice([1, 2, 4]),
+            32,
+            draw.choice([8, 16]),
+            draw.choice([0, 0, 24]),
+            draw.random() < 0.5,
+            starts,
+            counts,
+        )
+
+
+def gemms() -> None:
+    for gated in ("", "silu", "gelu"):
+        for rows, (n, k) in ((1, (24, 2048)), (3, (20, 700)), (1, (6, 1024))):
+            x, weight, norm = torch.randn(rows, k), torch.randn(n, k) * 0.05, torch.rand(k)
+            residual = torch.randn(rows, n // 2 if gated else n)
+            for before in (None, (norm, 1e-5)):
+                for after in (None, residual):
+                    found = skinny_gemm(x, weight, before, after, gated)
+                    wanted = skinny_gemm_reference(x, weight, before, after, gated)
+                    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    x = torch.randn(3, 2 * 2500)
+    gate, up = x.chunk(2, dim=1)
+    torch.testing.assert_close(gated_product(x, "silu"), F.silu(gate) * up, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gated_product(x, "gelu"), F.gelu(gate, approximate="tanh") * up, rtol=1e-5, atol=1e-6)
+
+
+def sample() -> None:
+    logits = torch.randn(9, 5000) * 3
+    logits[6, 7], logits[7], logits[8, 5] = float("nan"), float("-inf"), float("inf")
+    slots = torch.randperm(9).int()
+    temperature = torch.tensor([0.0, 1.0, 0.7, 1.0, 1.5, 0.2, 1.0, 0.5, 0.0])
+    seeds = torch.randint(-(2**62), 2**62, (9,))
+    top_k = torch.tensor([0, 0, 50, 0, 40, 0, 0, 0, 0])
+    top_p = torch.tensor([1.0, 1.0, 1.0, 0.8, 0.5, 0.9, 1.0, 1.0, 1.0])
+    min_p = torch.tensor([0, 0, 0, 0, 0.01, 0.1, 0, 0, 0])
+    which, positions = slots.long(), torch.arange(9).int() * 7
+    settings = (temperature[which], top_k[which], top_p[which], min_p[which])
+    words = sampler.words_of(seeds[which], positions + 1)
+    good = slice(0, 6)
+    found, wanted = find_threshold(logits, *settings), sampler.thresholds(logits, *settings)
+    cuts = (settings[1] > 0) | (settings[2] < 1) | (settings[3] > 0)
+    torch.testing.assert_close(found[good][cuts[good]], wanted[good][cuts[good]])
+    last, picking = torch.zeros(9, dtype=torch.int64), Picking(9, CPU)
+    for mine, plain in ((found, wanted), (None, None)):
+        tokens = pick(logits, slots, positions, 1, temperature, seeds, mine, last, picking)
+        expected = sampler.pick_reference(logits, settings[0], words, plain)
+        assert tokens[good].tolist() == expected[good].tolist()
+        assert last[which].tolist() == tokens.clamp(min=0).tolist()
+    assert tokens[6:].tolist() == expected[6:].tolist() == [-1, -1, -1]
+    assert not picking.arrived.any()
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    for name in sys.argv[1:]:
+        {"attention": attentions, "gemm": gemms, "sample": sample}[name]()

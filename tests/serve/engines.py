@@ -1,0 +1,86 @@
+"""Small models that are sure of themselves, engines for them, and what they must answer: by the forward pass without a cache."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from shardwise.model import Transformer, initialize
+from shardwise.run import ModelConfig
+from shardwise.run.derive import derive_model
+from shardwise.run.serve_config import ServeConfig
+from shardwise.serve.engine import Engine
+from shardwise.serve.request import Output, Request
+from shardwise.serve.runner import Runner
+
+LATENT = dict(attention="latent", kv_rank=16, nope_dim=16, rope_dim=8, v_dim=12)
+EXPERTS = dict(experts=4, experts_per_token=2)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": dict(kv_heads=2),
+    "gpt": dict(norm="layernorm", activation="gelu", bias="all", position="learned", tied_embeddings=True),
+    "window": dict(sliding_window=4),
+    "qwen": dict(kv_heads=2, qk_norm=True, bias="qkv", tied_embeddings=True),
+    "mixtral": EXPERTS | dict(router="softmax"),
+    "deepseek": LATENT | EXPERTS | dict(router="sigmoid", shared_experts=1, dense_layers=1, q_rank=12),
+    "parallel": dict(parallel_block=True, activation="geglu"),
+}
+VOCAB, LONGEST = 40, 64
+
+
+@functools.cache
+def model_of(family: str, dtype: torch.dtype = torch.float64) -> Transformer:
+    config = derive_model(ModelConfig(layers=2, hidden=32, heads=4, vocab=VOCAB, **FAMILIES[family]), LONGEST)
+    with torch.inference_mode(False):  # whoever asks first: a test may change the weights
+        model = Transformer(config).eval()
+        initialize(model, config, 0)
+        for parameter in model.parameters():  # so that no two tokens are near ties
+            parameter.requires_grad_(False)
+            if parameter.ndim > 1:
+                parameter *= 8
+        return model.to(dtype)
+
+
+def engine_of(
+    family: str, settings: ServeConfig, pages: int, dtype: torch.dtype = torch.float64, **more: Any
+) -> Engine:
+    runner = Runner(
+        model_of(family, dtype),
+        pages,
+        settings.page_tokens,
+        min(settings.max_sequences, settings.max_step_tokens),
+        LONGEST,
+        dtype,
+    )
+    return Engine(runner, settings, pages, **more)
+
+
+@functools.cache
+@torch.inference_mode()
+def expected(
+    family: str, prompt: tuple[int, ...], count: int, dtype: torch.dtype = torch.float64
+) -> tuple[list[int], list[float]]:
+    """The likeliest tokens one after the other, and their logprobs."""
+    text, logprobs = list(prompt), []
+    for _ in range(count):
+        row = model_of(family, dtype)(torch.tensor([text])).result[0, -1].log_softmax(-1)
+        text.append(int(row.argmax()))
+        logprobs.append(float(row.max()))
+    return text[len(prompt) :], logprobs
+
+
+def answers(engine: Engine, requests: Iterable[Request]) -> dict[tuple[str, int], list[Output]]:
+    """All outputs of requests that come at once."""
+    found: dict[tuple[str, int], list[Output]] = {}
+    for request in requests:
+        engine.add(request)
+    while not engine.idle:
+        for output in engine.step():
+            found.setdefault((output.request, output.index), []).append(output)
+    return found
+
+
+def tokens_of(outputs: list[Output]) -> list[int]:
+    return [token for output in outputs for token in output.tokens]

@@ -1,0 +1,210 @@
+"""Whatever the schedule, a request is answered with the tokens and logprobs of the forward pass without a cache: for drawn
+arrivals, chunks, page sizes, preemptions, prefix hits, forks and aborts, and nothing is left behind."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from engines import FAMILIES, LONGEST, VOCAB, answers, engine_of, expected, tokens_of
+
+from shardwise.run import UserError
+from shardwise.run.serve_config import ServeConfig
+from shardwise.serve.engine import Engine
+from shardwise.serve.request import Request, Sampling
+
+TOKENS = 12
+SCHEDULES, LARGE = 60, 10_000
+
+
+def drawn_engine(draw: random.Random, family: str) -> Engine:
+    page = draw.choice([1, 2, 4, 8, 16])
+    sequences = draw.choice([1, 2, 3, 8])
+    settings = ServeConfig(
+        max_sequences=sequences, max_step_tokens=max(sequences, draw.choice([1, 3, 5, 16, 64])), page_tokens=page,
+        prefix_cache=draw.random() < 0.7, preemption=draw.choice(["recompute", "swap"]),
+    )  # fmt: skip
+    fewest = -(-LONGEST // page) + 2
+    return engine_of(
+        family,
+        settings,
+        draw.randint(fewest, 2 * fewest),
+        ahead=draw.random() < 0.5,
+        host_pages=draw.choice([0, 10, 100]),
+    )
+
+
+def drawn_requests(draw: random.Random) -> list[Request]:
+    """Prompts that begin alike, few enough that what they must give is computed once."""
+    base = tuple(random.Random(7).randrange(VOCAB) for _ in range(30))
+    found = []
+    for n in range(draw.randint(1, 7)):
+        kept = draw.choice([0, 3, 8, 15, 24])
+        prompt = base[:kept] + tuple(base[(kept + draw.randrange(4)) % 30] for _ in range(1)) + base[:2]
+        sampling = Sampling(0.0, logprobs=draw.choice([None, 0, 3]))
+        found.append(
+            Request(
+                f"r{n}", prompt, draw.randint(1, TOKENS), sampling, n=draw.choice([1, 1, 1, 2, 3]),
+                priority=draw.choice([0, 0, 1]), user=draw.choice(["", "a", "b"]),
+            )
+        )  # fmt: skip
+    return found
+
+
+def check_schedule(seed: str) -> Engine:
+    draw = random.Random(seed)
+    family = draw.choice(list(FAMILIES))
+    engine, requests = drawn_engine(draw, family), drawn_requests(draw)
+    coming, aborted, found = list(requests), set(), {}
+    while coming or not engine.idle:
+        while coming and (engine.idle or draw.random() < 0.4):
+            engine.add(coming.pop(0))
+        if engine.answers and draw.random() < 0.02:
+            aborted.add(draw.choice(list(engine.answers)))
+            for name in aborted:
+                engine.abort(name)
+        for output in engine.step():
+            found.setdefault((output.request, output.index), []).append(output)
+    for request in requests:
+        tokens, logprobs = expected(family, request.prompt, TOKENS)
+        for index in range(request.n):
+            got = found[request.id, index]
+            made = tokens_of(got)
+            if request.id in aborted and got[-1].finish == "abort":
+                assert made == tokens[: len(made)]
+                continue
+            assert made == tokens[: request.max_tokens]
+            assert [output.finish for output in got][-1] == "length"
+            if request.sampling.logprobs is not None:
+                own = [each for output in got for each in output.logprobs]
+                assert [each.logprob for each in own] == pytest.approx(logprobs[: len(made)], abs=1e-9)
+                assert all(len(each.top) == request.sampling.logprobs for each in own)
+    assert engine.stats().pages_used == 0
+    assert not engine.by_sequence
+    assert not engine.unforked
+    return engine
+
+
+@pytest.mark.parametrize("part", range(5))
+def test_drawn_schedules_answer_as_the_uncached_model(part: int, request: pytest.FixtureRequest) -> None:
+    seed = request.config.getoption("--seed")
+    preempted = found = 0
+    for number in range(SCHEDULES // 5):
+        stats = check_schedule(f"{seed} {part} {number}").stats()
+        preempted += stats.preemptions
+        found += stats.prefix_hits
+    assert found
+
+
+@pytest.mark.large("ten thousand drawn schedules")
+@pytest.mark.parametrize("part", range(100))
+def test_ten_thousand_drawn_schedules(part: int, request: pytest.FixtureRequest) -> None:
+    for number in range(LARGE // 100):
+        check_schedule(f"{request.config.getoption('--seed')} large {part} {number}")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_too(family: str) -> None:
+    settings = ServeConfig(max_sequences=3, max_step_tokens=4, page_tokens=4)
+    prompts = [(5, 9, 3, 7, 1, 2), (4,), (8, 8, 1)]
+    requests = [Request(str(n), prompt, TOKENS, Sampling(0.0)) for n, prompt in enumerate(prompts)]
+    found = answers(engine_of(family, settings, 64, torch.float32), requests)
+    for n, prompt in enumerate(prompts):
+        assert tokens_of(found[str(n), 0]) == expected(family, prompt, TOKENS, torch.float32)[0]
+
+
+def test_draws_depend_on_the_seed_and_the_answer_alone() -> None:
+    """Not on company, pages, chunks or look-ahead."""
+    prompt = (5, 9, 3, 7, 1, 2)
+    asked = Request("one", prompt, 20, Sampling(1.5, seed=3), n=3)
+    made = []
+    for budget, page, ahead, company in ((64, 16, False, 0), (3, 2, True, 4)):
+        engine = engine_of(
+            "llama", ServeConfig(max_sequences=3, max_step_tokens=budget, page_tokens=page), 200, ahead=ahead
+        )
+        others = [Request(f"o{n}", prompt[: n + 1], 9, Sampling(1.0)) for n in range(company)]
+        found = answers(engine, [*others, asked])
+        made.append([tokens_of(found["one", index]) for index in range(3)])
+    assert made[0] == made[1]
+    assert len({tuple(row) for row in made[0]}) == 3
+
+
+def test_stop_tokens_end_an_answer_and_belong_to_it() -> None:
+    tokens, _ = expected("llama", (5, 9, 3), TOKENS)
+    end = tokens[4]
+    for ahead in (False, True):
+        engine = engine_of("llama", ServeConfig(max_sequences=2, page_tokens=4), 64, ahead=ahead)
+        stops = frozenset({end})
+        found = answers(
+            engine,
+            [
+                Request("stops", (5, 9, 3), TOKENS, Sampling(0.0), stop_tokens=stops),
+                Request("goes on", (5, 9, 3), TOKENS, Sampling(0.0), stop_tokens=stops, ignore_end=True),
+            ],
+        )
+        assert tokens_of(found["stops", 0]) == tokens[: tokens.index(end) + 1]
+        assert found["stops", 0][-1].finish == "stop"
+        assert tokens_of(found["goes on", 0]) == tokens
+
+
+@torch.inference_mode()
+def test_logprobs_of_the_prompt() -> None:
+    from engines import model_of
+
+    prompt = (5, 9, 3, 7, 1, 2, 8, 8)
+    rows = model_of("llama")(torch.tensor([prompt])).result[0].log_softmax(-1)
+    for budget in (64, 3):
+        engine = engine_of("llama", ServeConfig(max_sequences=2, max_step_tokens=budget, page_tokens=4), 64)
+        found = answers(engine, [Request("r", prompt, 2, Sampling(0.0, prompt_logprobs=2))])
+        first, *others = found["r", 0][0].prompt_logprobs
+        assert first is None
+        assert len(others) == 7
+        for n, each in enumerate(others):
+            assert each is not None
+            assert each.token == prompt[n + 1]
+            assert each.logprob == pytest.approx(float(rows[n, prompt[n + 1]]), abs=1e-9)
+            assert each.top[0][1] == pytest.approx(float(rows[n].max()), abs=1e-9)
+
+
+def test_a_reader_may_end_an_answer() -> None:
+    engine = engine_of("llama", ServeConfig(max_sequences=2, page_tokens=4), 64)
+    engine.add(Request("r", (5, 9, 3), 30, Sampling(0.0), n=2))
+    for _ in range(4):
+        engine.step()
+    engine.finish("r", 0)
+    assert len(engine.answers["r"]) == 1
+    engine.finish("r", 0)
+    engine.abort("r")
+    assert [output.finish for output in engine.step()] == ["abort"]
+    assert engine.idle
+    assert engine.stats().pages_used == 0
+
+
+def test_what_can_never_run_is_refused_with_a_sentence() -> None:
+    engine = engine_of("llama", ServeConfig(max_sequences=2, page_tokens=4), 8)
+    with pytest.raises(UserError, match="64 at most"):
+        engine.add(Request("r", (1,) * 60, 10))
+    with pytest.raises(UserError, match="do not fit the 7 pages"):
+        engine.add(Request("r", (1,) * 30, 10))
+    with pytest.raises(UserError, match="below the vocabulary"):
+        engine.add(Request("r", (1, VOCAB), 10))
+    engine.add(Request("r", (1,), 2))
+    with pytest.raises(UserError, match="already"):
+        engine.add(Request("r", (1,), 2))
+
+
+def test_scores_that_are_no_numbers_end_their_answer_only() -> None:
+    engine = engine_of("llama", ServeConfig(max_sequences=4, page_tokens=4), 64)
+    embed = engine.runner.model.embed
+    assert embed is not None
+    row = embed.weight[7].clone()
+    embed.weight[7] = float("nan")
+    try:
+        found = answers(
+            engine, [Request("bad", (5, 7), 4, Sampling(0.0)), Request("good", (5, 9, 3), 4, Sampling(0.0))]
+        )
+    finally:
+        embed.weight[7] = row
+    assert found["bad", 0][-1].finish == "abort"
+    assert tokens_of(found["good", 0]) == expected("llama", (5, 9, 3), TOKENS)[0][:4]

@@ -1,0 +1,134 @@
+"""Draws follow the distribution that temperature, cuts, penalties and biases leave, by brute force; the kernels for GPUs draw the
+same, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.serve.request import Sampling
+from shardwise.serve.sampler import Sampler, gumbel, thresholds, words_of
+
+LOGITS = torch.tensor([0.1, 2.0, 1.0, -1.0, 1.5, 1.0], dtype=torch.float64)
+DRAWS = 6000
+
+
+def shares(
+    sampling: Sampling, prompt: tuple[int, ...] = (), made: tuple[int, ...] = (), masks: Tensor | None = None
+) -> Tensor:
+    """How often each token is drawn, at as many positions."""
+    sampler = Sampler(2, len(LOGITS), torch.device("cpu"))
+    sampler.assign(1, sampling, 12345, prompt, made)
+    sampler.prepare()
+    slots, positions = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    drawn = []
+    if sampler.is_plain([1]):
+        many = LOGITS.expand(DRAWS, -1)
+        drawn = sampler.pick_plain(many, slots.expand(DRAWS), torch.arange(DRAWS, dtype=torch.int32)).tolist()
+    else:
+        for position in range(DRAWS // 6):
+            counts = None if sampler.generated is None else sampler.generated.clone()
+            drawn.append(int(sampler.pick(LOGITS[None], [1], slots, positions + position, masks).tokens))
+            if counts is not None and sampler.generated is not None:
+                sampler.generated.copy_(counts)
+    return torch.tensor(drawn).bincount(minlength=len(LOGITS)) / len(drawn)
+
+
+def softmax_of(logits: Tensor, kept: list[int]) -> Tensor:
+    found = torch.zeros(len(LOGITS), dtype=torch.float64)
+    found[kept] = logits[kept].softmax(0)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        (Sampling(0.7), [0, 1, 2, 3, 4, 5]),
+        (Sampling(1.0, top_k=2), [1, 4]),
+        (Sampling(1.0, top_k=3), [1, 2, 4, 5]),  # two tokens share the third place
+        (Sampling(1.0, top_p=0.6), [1, 4]),
+        (Sampling(1.0, top_p=0.7), [1, 2, 4, 5]),
+        (Sampling(1.3, top_k=4, top_p=0.5), [1, 4]),
+        (Sampling(1.0, min_p=0.3), [1, 2, 4, 5]),
+        (Sampling(0.5, min_p=0.3), [1, 4]),
+        (Sampling(1e-300), [1]),
+        (Sampling(0.0), [1]),
+    ],
+    ids=str,
+)
+def test_draws_follow_what_temperature_and_cuts_leave(sampling: Sampling, kept: list[int]) -> None:
+    wanted = softmax_of(LOGITS / max(sampling.temperature, 1e-3), kept)
+    torch.testing.assert_close(shares(sampling).double(), wanted, rtol=0, atol=0.05)
+    assert (shares(sampling) > 0).nonzero().flatten().tolist() == kept
+
+
+def test_penalties_and_biases_change_the_scores() -> None:
+    prompt, made = (0, 3), (1, 1, 4)
+    changed = LOGITS.clone()
+    for token in {*prompt, *made}:
+        changed[token] = changed[token] / 1.5 if changed[token] > 0 else changed[token] * 1.5
+    changed -= torch.tensor([0, 0.4 * 2 + 0.3, 0, 0, 0.4 + 0.3, 0], dtype=torch.float64)
+    changed[5] += 1.25
+    sampling = Sampling(1.0, presence_penalty=0.3, frequency_penalty=0.4, repetition_penalty=1.5, logit_bias={5: 1.25})
+    torch.testing.assert_close(shares(sampling, prompt, made).double(), changed.softmax(0), rtol=0, atol=0.05)
+
+
+def test_masks_forbid_tokens() -> None:
+    masks = torch.tensor([[0b001101]], dtype=torch.int32)
+    torch.testing.assert_close(shares(Sampling(1.0), masks=masks), shares(Sampling(1.0)), rtol=0, atol=1)
+    sampler = Sampler(1, len(LOGITS), torch.device("cpu"))
+    sampler.assign(0, Sampling(1.0), 1, (), ())
+    sampler.prepare()
+    zero = torch.zeros(1, dtype=torch.int32)
+    drawn = {int(sampler.pick(LOGITS[None], [0], zero, zero + n, masks).tokens) for n in range(400)}
+    assert drawn == {0, 2, 3}
+
+
+def test_the_noise_is_gumbels() -> None:
+    """By its distribution function exp(-exp(-x)), and unlike for other tokens, seeds and positions."""
+    seeds = torch.arange(8)
+    noise = gumbel(words_of(seeds, torch.zeros(8)), 20_000).double()
+    place = (-(-noise).exp()).exp().sort(dim=1).values
+    even = (torch.arange(20_000) + 0.5) / 20_000
+    assert float((place - even).abs().max()) * 20_000**0.5 < 2.2  # Kolmogorov's, once in ten thousand
+    flat = torch.corrcoef(noise)
+    assert float((flat - torch.eye(8)).abs().max()) < 0.04
+    other = gumbel(words_of(seeds, torch.ones(8)), 20_000).double()
+    assert abs(float(torch.corrcoef(torch.stack((noise.flatten(), other.flatten())))[0, 1])) < 0.02
+
+
+def test_thresholds_of_random_rows_are_brute_forces() -> None:
+    generator = np.random.default_rng(0)
+    for _ in range(200):
+        vocab = int(generator.integers(2, 40))
+        logits = torch.from_numpy(generator.normal(0, 2, (1, vocab)).round(1))
+        temperature, top_p = float(generator.uniform(0.2, 2)), float(generator.uniform(0.05, 1))
+        top_k, min_p = int(generator.integers(0, vocab + 3)), float(generator.choice([0, generator.uniform(0, 1)]))
+        found = thresholds(
+            logits, torch.tensor([temperature]), torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p])
+        )
+        row = logits[0]
+        kept = row >= (row.sort(descending=True).values[min(top_k, vocab) - 1] if top_k else -np.inf)
+        mass = torch.where(kept, ((row - row.max()) / temperature).exp(), 0.0)
+        best = -np.inf
+        for value in sorted(set(row[kept].tolist())):
+            if float(mass[row >= value].sum()) >= top_p * float(mass.sum()) * (1 - 1e-6):
+                best = max(best, value)
+        kept &= row >= best
+        if min_p:
+            kept &= mass >= min_p * (1 - 1e-6)
+        assert (row >= found[0] - 1e-6).tolist() == kept.tolist()
+
+
+def test_the_kernels_draw_the_same() -> None:
+    """In Triton's interpreter, in a process of its own, since it is chosen as Triton is imported."""
+    pytest.importorskip("triton")
+    script = Path(__file__).parent.parent / "model" / "serving_kernels.py"
+    done = subprocess.run([sys.executable, str(script), "sample"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
