@@ -78,16 +78,14 @@ class _Reply:
         self.unfinished = {request.id: set(range(request.n)) for request in requests}
         self.silent = {request.id for request in requests}
         """Those without an output yet."""
-        self.outputs: deque[Output] = deque()
+        self.outputs: dict[tuple[str, int], list[Output]] = {}
+        """What was not read yet, by answer, in the order in which it came."""
         self.error: Exception | None = None
         self.waiter: asyncio.Future[None] | None = None
 
-    def next(self) -> Output:
-        """The next output, together with those of the same answer that came right after it: a reader who is late catches up."""
-        first = self.outputs.popleft()
-        more: list[Output] = []
-        while self.outputs and (self.outputs[0].request, self.outputs[0].index) == (first.request, first.index):
-            more.append(self.outputs.popleft())
+    def take(self) -> Output:
+        """What came of one answer since it was last read, as one output: a reader who is late catches up."""
+        first, *more = self.outputs.pop(next(iter(self.outputs)))
         if not more:
             return first
         tokens = chain(first.tokens, *(each.tokens for each in more))
@@ -158,7 +156,7 @@ class Service:
         try:
             while reply.outputs or reply.unfinished:
                 if reply.outputs:
-                    yield reply.next()
+                    yield reply.take()
                 elif reply.error is not None:
                     raise reply.error
                 else:
@@ -206,7 +204,7 @@ class Service:
                 self._has_begun(reply, output.request)
             if output.finish is not None:
                 self._ended(reply, output.request, output.index)
-            reply.outputs.append(output)
+            reply.outputs.setdefault((output.request, output.index), []).append(output)
             reply.wake()
 
     def _refuse(self, request_id: str, error: Exception) -> None:

@@ -17,7 +17,7 @@ from shardwise.serve.load.client import Address, Connection
 from shardwise.serve.server.limits import Limits
 
 CLIENTS = 24
-GROWTH = 24 * 2**20
+GROWTH = 8 * 2**20
 """Bytes that a process may grow by after its first requests; a request that is kept is some 5 KiB."""
 
 

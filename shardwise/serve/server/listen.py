@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -85,6 +86,7 @@ async def serve(
 ) -> BaseException | None:
     """Answer requests at an address until told to end; gives what the engine failed with, if it did."""
     limits = limits or Limits()
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each client that goes away
     service = Service(engine, limits.waiting)
     context = Context(model, service, limits, tuple(keys))
     config = uvicorn.Config(
