@@ -11,7 +11,7 @@ from functools import cache
 from math import prod
 from typing import Any, Literal, get_type_hints
 
-from shardwise.run.axes import RANK_AXES
+from shardwise.run.axes import LOOPED, RANK_AXES, V_SHAPED
 
 
 def key(
@@ -175,9 +175,9 @@ class LayoutConfig:
     @property
     def stages_per_rank(self) -> int:
         """Pipeline stages each rank holds."""
-        if self.schedule in ("interleaved", "breadth-first"):
+        if self.schedule in LOOPED:
             return self.chunks
-        return 1 + (self.pipeline > 1) if self.schedule in ("zb-v", "dualpipe-v") else 1
+        return 1 + (self.pipeline > 1) if self.schedule in V_SHAPED else 1
 
     @property
     def data_ranks(self) -> int:

@@ -14,9 +14,10 @@ from shardwise.ledger import Memory
 from shardwise.plan.cost.job import GIB, job_of
 from shardwise.plan.search.play import play
 from shardwise.plan.search.screen import Group, LayoutIndex, Space
-from shardwise.plan.search.space import LOOPED, Sizes, divisors, with_choices
+from shardwise.plan.search.space import Sizes, divisors, with_choices
 from shardwise.plan.trainer.memory import memory_of
 from shardwise.run import Problem, Run, UserError, counted
+from shardwise.run.axes import LOOPED
 from shardwise.run.check import broken_rules
 
 MOST_DEVICES = 200_000
