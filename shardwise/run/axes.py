@@ -1,6 +1,6 @@
 """The six words for the ways a run is split over devices. Config keys, mesh dimensions, process groups, traffic tables,
-trace labels and report colours all use them, so that a byte on the wire can always be blamed on an axis. Then what runs and schedules must
-both know of a pipeline schedule by its name."""
+trace labels and report colours all use them, so that a byte on the wire can always be blamed on an axis. And what a run
+must know of a pipeline schedule by its name, so that it need not import the schedules."""
 
 from __future__ import annotations
 
