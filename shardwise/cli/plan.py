@@ -8,7 +8,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.options import at_least, new_file, write_file
+from shardwise.cli.machinery.options import at_least, new_file, write_file
 from shardwise.hardware.chips import unknown_chip
 from shardwise.run import AXES, Problem, UserError, counted, read_planned, to_dict, to_toml
 

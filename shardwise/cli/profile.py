@@ -123,7 +123,7 @@ def _show_answers(folder: Path) -> None:
     """The explanation in short, where the packages that read traces are installed."""
     from shardwise.cli import trace
     from shardwise.cli.main import missing_part
-    from shardwise.cli.trace_read import read_and_explain
+    from shardwise.cli.trace.read import read_and_explain
     from shardwise.ledger import as_dict
     from shardwise.report import terminal, terminal_trace, trace_view
     from shardwise.report.terminal import Console
