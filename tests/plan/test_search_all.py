@@ -93,16 +93,8 @@ def test_a_layout_by_hand_is_not_faster_than_the_best() -> None:
     need no room beside the activations."""
     job = dict(seq_len=131072, global_batch=128)
     free = search(auto("llama3-405b", 2048, **job), keep=4)
-    by_hand = dict(
-        replicate=4,
-        shard=32,
-        context=8,
-        tensor=16,
-        zero=1,
-        recompute="full",
-        context_method="ulysses",
-        async_tensor=True,
-    )
+    sizes = dict(replicate=4, shard=32, context=8, tensor=16)
+    by_hand = sizes | dict(zero=1, recompute="full", context_method="ulysses", async_tensor=True)
     alone = plan(auto("llama3-405b", 2048, by_hand, microbatch=1, **job))
     assert alone.fits
     rows = [row for row in free.ranking if row.run.layout.recompute != "budget"]
