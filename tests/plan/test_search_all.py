@@ -124,5 +124,5 @@ def test_a_space_too_large_to_be_played_whole_has_the_same_best(monkeypatch: pyt
     whole = search(run, keep=5)
     monkeypatch.setattr(importlib.import_module("shardwise.plan.search.fitting"), "PLAY_ALL", 0)
     some = search(run, keep=5)
-    assert some.simulated <= whole.simulated
+    assert some.simulated < whole.simulated
     assert [row.account.step_seconds for row in some.ranking] == [row.account.step_seconds for row in whole.ranking]
