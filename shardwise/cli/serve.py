@@ -10,7 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
-from shardwise.cli.options import at_least
+from shardwise.cli.machinery.options import at_least
 from shardwise.run.problems import Problem, UserError
 
 HELP = """Serve a checkpoint, or the newest one of a run folder, with OpenAI's HTTP API: /v1/completions, /v1/chat/completions,
