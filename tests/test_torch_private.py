@@ -13,7 +13,7 @@ PRIVATE = re.compile(
 )
 ELSEWHERE = {
     "model/gemm/accumulate.py": "a pass of the compiler, which it must not load for everybody",
-    "cli/preload.py": "an import for its effect",
+    "cli/machinery/preload.py": "an import for its effect",
 }
 
 

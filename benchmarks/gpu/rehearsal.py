@@ -11,10 +11,12 @@ collectives (`titan`) and with this project's stand-ins (`titan-standin`), which
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +98,28 @@ PLANNED: dict[str, tuple[str, int]] = {
 COMMON = "train.dtype=bfloat16 cluster.chip=h200 train.device=cuda"
 
 
-def ours(job: str, rank: int, tune: bool = False, copies: bool = True) -> dict[str, Any]:
+@contextlib.contextmanager
+def fake_collectives(rank: int, world: int, hold: object) -> Iterator[None]:
+    """PyTorch's own, which leave what they return as it is."""
+    import torch.distributed as dist
+
+    from shardwise.torch_private import fake_process_group
+
+    fake_process_group(rank, world)
+    yield
+    dist.destroy_process_group()
+
+
+def ours(job: str, rank: int, tune: bool = False, fake: bool = False) -> dict[str, Any]:
     """This project's rank."""
     from shardwise.measure.rehearse import rehearse
+    from shardwise.measure.stand_in import stand_in_collectives
     from shardwise.run import read_run
 
     run = read_run(None, [*JOBS.get(job, job).split(), *COMMON.split()])
-    found = rehearse(run, rank, steps=8, warmup=4, tune=tune, copies=copies)
+    found = rehearse(
+        run, rank, steps=8, warmup=4, tune=tune, collectives=fake_collectives if fake else stand_in_collectives
+    )
     named = {d.name: d.second for d in found.quantities}
     took = statistics.median(found.step_seconds)
     return dict(case="shardwise", job=job, ms=1e3 * took, gib=named["memory peak"] / 2**30, **found.as_dict())
@@ -110,8 +127,6 @@ def ours(job: str, rank: int, tune: bool = False, copies: bool = True) -> dict[s
 
 def titan(job: str, stand_in: bool) -> dict[str, Any]:
     """torchtitan's rank."""
-    import contextlib
-
     import torch
     from peers import torchtitan
 
@@ -186,9 +201,7 @@ def main() -> None:
     if args.what == "case":
         case, job, *rest = args.name
         if case.startswith("shardwise"):
-            found = ours(
-                job, int(rest[0]) if rest else 0, tune=case == "shardwise-tune", copies=case != "shardwise-fake"
-            )
+            found = ours(job, int(rest[0]) if rest else 0, tune=case == "shardwise-tune", fake=case == "shardwise-fake")
         else:
             found = titan(job, case == "titan-standin")
         print("RESULT " + json.dumps(found))

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.options import at_least, write_file
+from shardwise.cli.machinery.options import at_least, write_file
 from shardwise.run import Problem, Run, UserError, counted, read_planned
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def execute(args: argparse.Namespace) -> int:
 
 def _rehearsed(args: argparse.Namespace) -> Profile:
     """The points of a rehearsal."""
-    from shardwise.cli.progress import told
+    from shardwise.cli.machinery.progress import told
     from shardwise.hardware.chips import unknown_chip
     from shardwise.measure.rehearsed_profile import rehearsed_profile
 

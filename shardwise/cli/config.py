@@ -42,7 +42,7 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _print_catalogue(args: argparse.Namespace) -> None:
-    from shardwise.cli import catalogue
+    from shardwise.cli.machinery import catalogue
 
     if args.json:
         print(json.dumps(catalogue.chips() if args.chips else catalogue.presets(), indent=1))

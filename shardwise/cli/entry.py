@@ -36,7 +36,7 @@ def entry() -> NoReturn:
         end_at_once("interrupted", 128 + signal.SIGINT, (signal.SIGINT,))
     if trains and not is_rank:
         end_at_once("told to stop before the first step: there is nothing to save")
-    from shardwise.cli.letters import NAME, register
+    from shardwise.cli.machinery.letters import NAME, register
     from shardwise.cli.main import main
 
     register()

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.options import at_least, new_file, write_file
+from shardwise.cli.machinery.options import at_least, new_file, write_file
 from shardwise.hardware.chips import unknown_chip
 from shardwise.run import Problem, Run, UserError, counted, read_run
 

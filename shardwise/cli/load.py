@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from shardwise.cli.options import at_least, new_file, write_file
+from shardwise.cli.machinery.options import at_least, new_file, write_file
 from shardwise.run.lengths import parse_lengths
 from shardwise.run.problems import Problem, UserError
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Load, then print."""
-    from shardwise.cli.progress import told
+    from shardwise.cli.machinery.progress import told
     from shardwise.serve.event_loop import run_in_loop
     from shardwise.serve.load.client import Address
     from shardwise.serve.load.run import Load, Progress, run_load

@@ -24,7 +24,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "launch": ("shardwise.cli.launch", "write, submit and follow the job of a run on Slurm, Kubernetes or hosts"),
     "checkpoints": ("shardwise.cli.checkpoints", "list the checkpoints of a run, and verify them"),
     "profile": ("shardwise.cli.profile", "record a few steps of a run, for `shardwise trace`; cost by module"),
-    "trace": ("shardwise.cli.trace", "explain where the time of a profile went, and what to change first"),
+    "trace": ("shardwise.cli.trace.verb", "explain where the time of a profile went, and what to change first"),
     "verify": (
         "shardwise.cli.verify",
         "compare plan and run, account by account; --dry: one rank of any job, without data",

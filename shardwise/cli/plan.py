@@ -8,7 +8,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.options import at_least, new_file, write_file
+from shardwise.cli.machinery.options import at_least, new_file, write_file
 from shardwise.hardware.chips import unknown_chip
 from shardwise.run import AXES, Problem, UserError, counted, read_planned, to_dict, to_toml
 
@@ -90,7 +90,8 @@ def _execute(args: argparse.Namespace) -> int:
     if args.pick:
         _write_run(best, args)
     elif args.json:
-        print(json.dumps((found or best).as_dict() | {"not_set": planned.left_open}))
+        fits = {} if best.fits else {"next_change": _makes_it_fit(best)}
+        print(json.dumps((found or best).as_dict() | fits | {"not_set": planned.left_open}))
     else:
         _print(best, found, left_open)
     if not args.json:
@@ -199,7 +200,7 @@ def _columns(*, several: bool) -> list[Any]:
         Column("usd", "cost", words.price, "low", essential=True),
         Column("binds", "limited by"),
         Column("tokens_per_s", "tokens/s", words.count, "high"),
-        Column("next", "next change"),
+        Column("next", "next change", below=True),
     ]
     if several:
         columns.insert(5, Column("usd_per_hour", "an hour", words.price, "low"))
@@ -254,11 +255,21 @@ def _several(found: SearchResult) -> bool:
 
 
 def _all_figures(best: Plan, found: SearchResult | None) -> list[tuple[str, str, str]]:
-    """The figures of a plan; of the best of a search also the gain of the next change."""
-    at = next((n for n, plan in enumerate(found.ranking) if plan is best), 0) if found is not None else 0
-    change = found.next_changes[at] if found is not None else ""
+    """The figures of a plan, and its next change: what would bring the best of a search most, or make a given layout fit."""
+    if found is not None:
+        change = found.next_changes[next((n for n, plan in enumerate(found.ranking) if plan is best), 0)]
+    else:
+        change = "" if best.fits else _makes_it_fit(best)
     what, _, brings = change.partition(": ")
     return figures(best) + ([("next change", what, brings)] if change else [])
+
+
+def _makes_it_fit(best: Plan) -> str:
+    from shardwise.plan.search.advice import change_that_fits
+
+    return (
+        change_that_fits(best.run) or "of several keys: no single one makes it fit; --layout=auto finds layouts that do"
+    )
 
 
 def _print(best: Plan, found: SearchResult | None, left_open: str) -> None:

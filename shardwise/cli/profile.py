@@ -121,15 +121,15 @@ def _show(folder: Path, args: argparse.Namespace) -> int:
 
 def _show_answers(folder: Path) -> None:
     """The explanation in short, where the packages that read traces are installed."""
-    from shardwise.cli import trace
     from shardwise.cli.main import missing_part
-    from shardwise.cli.trace_read import read_and_explain
+    from shardwise.cli.trace.read import read_and_explain
+    from shardwise.cli.trace.verb import add_arguments as trace_arguments
     from shardwise.ledger import as_dict
     from shardwise.report import terminal, terminal_trace, trace_view
     from shardwise.report.terminal import Console
 
     parser = argparse.ArgumentParser()
-    trace.add_arguments(parser)
+    trace_arguments(parser)
     try:
         explained = read_and_explain([folder / "ranks"], parser.parse_args([str(folder / "ranks")]))
     except ModuleNotFoundError as e:

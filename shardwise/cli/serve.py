@@ -10,7 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
-from shardwise.cli.options import at_least
+from shardwise.cli.machinery.options import at_least
 from shardwise.run.problems import Problem, UserError
 
 HELP = """Serve a checkpoint, or the newest one of a run folder, with OpenAI's HTTP API: /v1/completions, /v1/chat/completions,
@@ -54,6 +54,15 @@ def execute(args: argparse.Namespace) -> int:
     from shardwise.serve.server.listen import Stop, address_of, open_socket, serve, within_files
     from shardwise.serve.server.model import load_model_files
 
+    laid_out = [each for each in args.overrides if each.removeprefix("--").startswith("layout.")]
+    if laid_out:
+        raise UserError(
+            Problem(
+                "one device serves, for now: more ranks are not there yet",
+                laid_out[0].partition("=")[0],
+                "command line",
+            )
+        )
     folder = checkpoint_folder(args.run)
     run = read_run(folder / RUN_FILE, args.overrides)
     model = load_model_files(folder, args.model_name or run.name, args.chat_template)

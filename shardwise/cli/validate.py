@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.options import at_least
+from shardwise.cli.machinery.options import at_least
 from shardwise.run import Problem, UserError
 
 if TYPE_CHECKING:

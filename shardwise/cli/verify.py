@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.cli.options import at_least, new_file, write_file
-from shardwise.cli.progress import told
+from shardwise.cli.machinery.options import at_least, new_file, write_file
+from shardwise.cli.machinery.progress import told
 from shardwise.hardware.chips import unknown_chip
 from shardwise.run import Run, UserError, counted, read_planned, read_run
 

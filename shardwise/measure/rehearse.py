@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from shardwise.hardware import collective_seconds
@@ -37,7 +36,6 @@ from shardwise.plan.time.step import rank_time
 from shardwise.plan.trainer.memory import memory_of
 from shardwise.run import Problem, Run, UserError
 from shardwise.run.coordinates import GROUPS, RankCoordinates, group_span
-from shardwise.torch_private import fake_process_group
 from shardwise.trace.kernel_names import category_of
 from shardwise.train import cuda_graph, tune_gemms
 from shardwise.train.step import TrainState
@@ -47,6 +45,8 @@ TOLERANCE = {"time compute": 0.07, "memory peak": 0.03}
 """Relative difference between plan and rehearsal that is agreement; other quantities are shown and not judged."""
 
 Say = Callable[[str], None]
+Collectives = Callable[[int, int, Hold | None], contextlib.AbstractContextManager[None]]
+"""Makes this process a rank of a world that is not there: which rank, of how many, and how long collectives take."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def rehearse(
     *,
     hold: bool = False,
     tune: bool = False,
-    copies: bool = True,
+    collectives: Collectives = stand_in_collectives,
     steps: int = 5,
     warmup: int = 3,
     trace: Path | None = None,
@@ -95,8 +95,8 @@ def rehearse(
     say: Say = lambda text: None,
 ) -> Rehearsal:
     """Rehearse a rank. `tune` first finds the fastest algorithms of GEMMs, as training does in its first steps; else those that are
-    known from earlier runs are used. Without `copies` collectives leave what they return as it is, like PyTorch's fake ones. The
-    profile of a step is given to `read` and, with a path, written there for `shardwise trace`."""
+    known from earlier runs are used. The profile of a step is given to `read` and, with a path, written there for
+    `shardwise trace`."""
     world = run.layout.world
     if not 0 <= rank < world:
         raise UserError(Problem(f"{rank} is not a rank of a layout of {world}", "--rank", "command line"))
@@ -106,7 +106,8 @@ def rehearse(
     short = with_microbatches(run, count)
     job = job_of(short)
     say(f"building rank {rank} of {world}, to rehearse {count} of {run.accumulation} microbatches")
-    with _collectives(short, rank, copies, _planned_seconds(short, job) if hold else None):
+    seconds = planned_seconds(short, job) if hold else None
+    with collectives(rank, world, seconds) if world > 1 else contextlib.nullcontext():
         train_state = TrainState(short, Mesh(short.layout, device.type))
         with even_routing(train_state):
             measured = _measure(train_state, steps, warmup, tune, trace, read, say)
@@ -123,20 +124,7 @@ def _for_chip(run: Run, device: torch.device) -> Run:
     return replace(run, cluster=replace(run.cluster, chip=chip.name if chip is not None else "cpu"))
 
 
-@contextlib.contextmanager
-def _collectives(run: Run, rank: int, copies: bool, hold: Hold | None) -> Iterator[None]:
-    if run.layout.world == 1:
-        yield
-    elif copies:
-        with stand_in_collectives(rank, run.layout.world, hold):
-            yield
-    else:
-        fake_process_group(rank, run.layout.world)
-        yield
-        dist.destroy_process_group()
-
-
-def _planned_seconds(run: Run, job: Job) -> Hold:
+def planned_seconds(run: Run, job: Job) -> Hold:
     """How long the plan says that a collective of a group takes."""
 
     def seconds(group: str, operation: str, ranks: int, size: int) -> float:

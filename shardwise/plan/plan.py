@@ -197,7 +197,8 @@ def what_binds(account: Account, job: Job) -> str:
         "pipeline": "sending between stages",
         "data": "reading the batches",
     }.get(worst, f"traffic of the {worst} axis")
-    share = f"{waits[worst] / total:.0%} of the step"
+    share = f"{waits[worst] / total:.0%}"
     if computing > ARITHMETIC_BOUND * total:
-        return f"arithmetic: {computing / total:.0%} of the step computes, next is {what}, {share}"
-    return f"{what}: {share}"
+        following = f", next is {what}, {share} of the step" if share != "0%" else ""
+        return f"arithmetic: {computing / total:.0%} of the step computes{following}"
+    return f"{what}: {share} of the step"

@@ -13,7 +13,7 @@ OWNER_LETTERS = {"parameters": "P", "gradients": "G", "optimizer": "O", "activat
                  "gathered": "Z", "buffers": "B", "workspace": "W"}  # fmt: skip
 """Letters of memory owners where there is no colour; Z is ZeRO's gathered parameters."""
 
-KIND_LETTERS = {"forward": ">", "recompute": "r", "backward": "<", "backward_input": "<", "backward_weight": "w",
+KIND_LETTERS = {"forward": ">", "recompute": "r", "backward": "<", "backward_input": "i", "backward_weight": "w",
                 "optimizer": "o", "matmul": "m", "attention": "a", "memory": "y", "host": "h", "replicate": "R",
                 "shard": "S", "context": "C", "tensor": "T", "pipeline": "P", "expert": "E", "data": "d",
                 "checkpoint": "k", "other": "x"}  # fmt: skip

@@ -43,6 +43,8 @@ class Column:
     """Tick marks on an axis are round multiples of this: 2**30 for bytes."""
     essential: bool = False
     """A narrow terminal leaves out the other columns first."""
+    below: bool = False
+    """Where there is no room for it, it is listed below the table."""
 
     def text(self, row: Mapping[str, Any]) -> str:
         """A row's formatted value, "" if it has none."""
@@ -120,8 +122,9 @@ def memory_bars(memory: Memory, longest: int = ALL_BARS) -> list[MemoryBar]:
 
 
 def breakdown(account: Account) -> list[tuple[str, float]]:
-    """Categories that took time, longest first; the rest of the step is "not accounted for"."""
-    parts = [(name, taken) for name, taken in account.breakdown.items() if taken > 0]
+    """Categories that took time, longest first; the rest of the step is "not accounted for". Less than a millionth of the step is
+    what smooth formulas leave of nothing."""
+    parts = [(name, taken) for name, taken in account.breakdown.items() if taken > 1e-6 * account.step_seconds]
     missing = account.step_seconds - sum(taken for _, taken in parts)
     if parts and missing > 1e-3 * account.step_seconds:
         parts.append(("not accounted for", missing))

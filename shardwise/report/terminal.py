@@ -124,7 +124,7 @@ def timeline(timeline: Timeline, width: int | None = None) -> RenderableType:
 
 
 def ranking_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[pick.Column]) -> RenderableType:
-    """Candidates, best first, numbered. Columns that do not fit are listed below the table, essential ones are kept."""
+    """Candidates, best first, numbered. Essential columns are kept; others that do not fit are listed or named below it."""
     return _Ranking(rows, columns)
 
 
@@ -283,8 +283,17 @@ class _Ranking:
         for place, row in enumerate(self.rows, 1):
             table.add_row(str(place), *(safe(column.text(row)) for column in shown), style="bold" if place == 1 else "")
         yield table
-        if hidden:
-            yield safe(f"not shown, the terminal is too narrow: {', '.join(column.title for column in hidden)}", "dim")
+        for column in (each for each in hidden if each.below):
+            yield Text(f"\n{column.title} of each:", style="dim")
+            listed = Table.grid(padding=(0, 1))
+            listed.add_column(justify="right", style="dim", no_wrap=True)
+            listed.add_column(overflow="fold")
+            for place, row in enumerate(self.rows, 1):
+                listed.add_row(str(place), safe(column.text(row)), style="bold" if place == 1 else "")
+            yield listed
+        lost = ", ".join(column.title for column in hidden if not column.below)
+        if lost:
+            yield safe(f"not shown, the terminal is too narrow: {lost}", "dim")
 
     def _numeric(self, column: pick.Column) -> bool:
         return all(isinstance(row.get(column.key), int | float | None) for row in self.rows)

@@ -1,5 +1,6 @@
 """The six words for the ways a run is split over devices. Config keys, mesh dimensions, process groups, traffic tables,
-trace labels and report colours all use them, so that a byte on the wire can always be blamed on an axis."""
+trace labels and report colours all use them, so that a byte on the wire can always be blamed on an axis. And what a run
+must know of a pipeline schedule by its name, so that it need not import the schedules."""
 
 from __future__ import annotations
 
@@ -7,3 +8,10 @@ AXES = ("replicate", "shard", "context", "tensor", "pipeline", "expert")
 
 # `expert` adds no ranks: it regroups those of shard x context.
 RANK_AXES = ("replicate", "shard", "context", "tensor", "pipeline")
+
+LOOPED = ("interleaved", "breadth-first")
+"""Pipeline schedules with any number of stages on each rank."""
+V_SHAPED = ("zb-v", "dualpipe-v")
+"""Those with two: the first rank holds the first stage and the last."""
+SPLIT_BACKWARD = ("zb-h1", "zb-v", "dualpipe-v")
+"""Those that split the backward pass into one for inputs and one for weights."""

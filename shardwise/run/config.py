@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
 
-from shardwise.run.axes import RANK_AXES
+from shardwise.run.axes import LOOPED, RANK_AXES, V_SHAPED
 from shardwise.run.declare import Key, declared, key
 from shardwise.run.serve_config import ServeConfig
 
@@ -164,9 +164,9 @@ class LayoutConfig:
     @property
     def stages_per_rank(self) -> int:
         """Pipeline stages each rank holds."""
-        if self.schedule in ("interleaved", "breadth-first"):
+        if self.schedule in LOOPED:
             return self.chunks
-        return 1 + (self.pipeline > 1) if self.schedule in ("zb-v", "dualpipe-v") else 1
+        return 1 + (self.pipeline > 1) if self.schedule in V_SHAPED else 1
 
     @property
     def data_ranks(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 
+from shardwise.run.axes import SPLIT_BACKWARD
 from shardwise.run.config import ModelConfig, Run
 
 
@@ -61,8 +62,6 @@ def chunks_loss(run: Run, *, gpu: bool) -> bool:
 def splits_backward(run: Run) -> bool:
     """Whether weight gradients are deferred to actions of their own, which a compiled layer can't do. The size of the pipeline may
     be an array, one entry a layout."""
-    from shardwise.schedules import SPLIT_BACKWARD  # which needs more than a run does
-
     return (run.layout.pipeline > 1) & (run.layout.schedule in SPLIT_BACKWARD)
 
 

@@ -1,22 +1,13 @@
-"""Pipeline schedules as lists of actions: made by name and timed. Pure Python; imports no array library."""
+"""Pipeline schedules as lists of actions: made by name and timed, without torch."""
 
 from shardwise.schedules.actions import KINDS, Action, Kind, Message, Schedule, message_of, peak_activations, transfers
-from shardwise.schedules.make import (
-    SCHEDULES,
-    SPLIT_BACKWARD,
-    cached_schedule,
-    fewer_rounds,
-    legal,
-    make_schedule,
-    rounds_to_play,
-)
+from shardwise.schedules.make import SCHEDULES, cached_schedule, fewer_rounds, legal, make_schedule, rounds_to_play
 from shardwise.schedules.stages import split_layers
 from shardwise.schedules.timing import Cost, Deadlock, Timing, play, time
 
 __all__ = [
     "KINDS",
     "SCHEDULES",
-    "SPLIT_BACKWARD",
     "Action",
     "Cost",
     "Deadlock",

@@ -32,8 +32,6 @@ _FAMILIES: dict[str, _Family] = {
     "dualpipe-v": _Family(lambda ranks, microbatches, _: dualpipe_v(ranks, microbatches), 2),
 }
 SCHEDULES = tuple(_FAMILIES)
-SPLIT_BACKWARD = ("zb-h1", "zb-v", "dualpipe-v")
-"""Those that split the backward into one for the input and one for the weights."""
 
 
 def legal(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> list[str]:

@@ -335,8 +335,7 @@ def engine_of(model: Transformer, run: Run, ahead: bool | None = None, longest: 
 
 
 def make_engine(folder: Path, run: Run, longest: int = 0) -> Engine:
-    """An engine for a checkpoint folder, in the dtype and with the settings of a run. Its layout is that of training: what is served
-    is one device, unless more are asked for."""
+    """An engine on one device for a checkpoint folder, in the dtype and with the settings of a run, whatever it was trained on."""
     problems = []
     if run.serve.weights not in ("auto", run.train.dtype):
         problems.append(Problem(f"{run.serve.weights} is planned, but not served yet", "serve.weights"))

@@ -25,28 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
+from tiny_run import tiny_toml
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
-RUN = """
-[model]
-layers = 2
-hidden = 16
-heads = 2
-ffn = 32
-[train]
-seq_len = 16
-global_batch = 4
-microbatch = 1
-device = "cpu"
-eval_every = 0
-keep = 3
-hang_seconds = 4.0
-restarts = 1000
-restart_wait = 0.0
-compare_every = 0
-"""
+RUN = tiny_toml(
+    seq_len=16, microbatch=1, keep=3, hang_seconds=4.0, restarts=1000, restart_wait=0.0, compare_every=0
+)  # fmt: skip
 
 EVERY = 2
 

@@ -15,6 +15,7 @@ import checkpoint_cases
 import pytest
 import torch
 from parallel_pool import RankPool
+from tiny_run import MODEL, tiny_run
 
 from shardwise.checkpoint.folder import FolderLock, complete, folder_of_step, step_of
 from shardwise.checkpoint.huggingface import to_hf
@@ -22,31 +23,17 @@ from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.checkpoint.resume import resume
 from shardwise.checkpoint.weights import load_model
 from shardwise.data.open import open_data
-from shardwise.run import Run, UserError, run_from_dict
+from shardwise.run import Run, UserError
 from shardwise.train.loop import check, train
 from shardwise.train.metrics import read_metrics
 from shardwise.train.step import TrainState
 
-MIXTURE = dict(
-    layers=2,
-    hidden=16,
-    heads=2,
-    ffn=32,
-    experts=4,
-    experts_per_token=2,
-    expert_ffn=16,
-    router="sigmoid",
-    dense_layers=1,
-)
+MIXTURE = MODEL | dict(experts=4, experts_per_token=2, expert_ffn=16, router="sigmoid", dense_layers=1)
 
 
 def make_run(model: dict[str, Any] | None = None, layout: dict[str, Any] | None = None, **keys: Any) -> Run:
-    settings = dict(
-        steps=6, seq_len=32, global_batch=4, microbatch=1, eval_every=3, eval_sequences=5, checkpoint_every=2, keep=3,
-        device="cpu",
-    )  # fmt: skip
-    base = dict(layers=2, hidden=16, heads=2, ffn=32)
-    return run_from_dict(dict(name="tiny", model=model or base, layout=layout or {}, train=settings | keys))
+    settings = dict(steps=6, microbatch=1, eval_every=3, eval_sequences=5, checkpoint_every=2, keep=3)
+    return tiny_run(layout, model, **settings | keys)
 
 
 def curve(folder: Path) -> list[Any]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from parallel_pool import RankPool
+from tiny_run import MODEL, tiny_run
 from torch.nn.functional import cross_entropy
 
 from shardwise.checkpoint.folder import complete
@@ -73,8 +74,7 @@ def test_each_rank_holds_its_shard(
 
 
 def make_run(**keys: Any) -> Run:
-    settings = dict(steps=4, seq_len=32, global_batch=4, eval_every=0, checkpoint_every=2, device="cpu") | keys
-    return run_from_dict(dict(name="tiny", model=dict(layers=2, hidden=16, heads=2, ffn=32), train=settings))
+    return tiny_run(**dict(steps=4, checkpoint_every=2) | keys)
 
 
 def losses(folder: Path) -> list[float]:
@@ -135,9 +135,7 @@ def test_what_cannot_be_started_from_is_refused_before_any_rank_starts(tmp_path:
     train(make_run(steps=2), tmp_path / "run")
     to_hf(tmp_path / "run", tmp_path / "hf")
     from_hf(tmp_path / "hf", tmp_path / "imported")
-    wider = run_from_dict(
-        dict(model=dict(layers=2, hidden=16, heads=2, ffn=48), train=dict(weights=str(tmp_path / "run"), device="cpu"))
-    )
+    wider = run_from_dict(dict(model=MODEL | dict(ffn=48), train=dict(weights=str(tmp_path / "run"), device="cpu")))
     for run, out, sentence in (
         (wider, "new", r"shapes do not fit the network: .*ffn"),
         (make_run(weights=str(tmp_path / "hf")), "new", "convert from-hf"),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_run import tiny_toml
 
 from shardwise.train.faults.ranks import free_port
 
@@ -30,26 +31,9 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="a Slurm of several machines on one needs root"),
 ]
 
-RUN = """
-[model]
-layers = 2
-hidden = 16
-heads = 2
-ffn = 32
-[layout]
-shard = 2
-replicate = 2
-[train]
-steps = 400
-seq_len = 32
-global_batch = 4
-microbatch = 1
-device = "cpu"
-eval_every = 0
-checkpoint_every = 20
-restart_wait = 1.0
-hang_seconds = 60.0
-"""
+RUN = tiny_toml(
+    dict(shard=2, replicate=2), steps=400, microbatch=1, checkpoint_every=20, restart_wait=1.0, hang_seconds=60.0
+)
 
 
 class Slurm:

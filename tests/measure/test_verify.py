@@ -16,7 +16,7 @@ import cases
 import pytest
 import torch
 
-from shardwise.cli import progress
+from shardwise.cli.machinery import progress
 from shardwise.cli.main import main
 from shardwise.ledger import Work
 from shardwise.measure.rounds import microbatches_to_run

@@ -112,7 +112,12 @@ def test_every_radius_and_angle_is_a_number() -> None:
         torch.testing.assert_close(sine, (math.pi * (u - 0.5)).sin(), rtol=0, atol=1e-6)
 
 
-def test_a_fake_tensor_is_drawn_in_one_block() -> None:
+def test_a_fake_tensor_is_drawn_in_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands for the memory of all, and there is nothing to draw."""
+    real, drawn_pairs = normal._pairs, list[Tensor]()
+    monkeypatch.setattr(normal, "_pairs", lambda *given: drawn_pairs.append(real(*given)) or drawn_pairs[-1])
     with fake_tensors():
         values = torch.empty(1 << 20, 1 << 12)
         fill_normal(values, 1.0, KEY, values.shape, (0, 0))
+    (block,) = drawn_pairs
+    assert normal.CPU_BLOCK < block.numel() <= 2 * normal.CPU_BLOCK

@@ -8,9 +8,9 @@ from unittest import mock
 
 import numpy as np
 import torch
+from tiny_run import tiny_run
 
 from shardwise.data.open import open_data
-from shardwise.run import run_from_dict
 from shardwise.train.faults.recheck import Corruption
 from shardwise.train.step import TrainState
 
@@ -20,9 +20,7 @@ def twice(rank: int, layout: dict[str, Any], corrupt: int | None, cache: str) ->
     import os
 
     os.environ["XDG_CACHE_HOME"] = cache
-    model = dict(layers=2, hidden=16, heads=2, ffn=32)
-    settings = dict(seq_len=32, global_batch=4, microbatch=1, device="cpu", eval_every=0)
-    run = run_from_dict(dict(name="tiny", model=model, layout=layout, train=settings))
+    run = tiny_run(layout, microbatch=1)
     train_state = TrainState(run)
     batch = open_data(run).train.take(train_state.samples(np.arange(4)))
     train_state.train_step(batch)

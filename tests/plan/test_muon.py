@@ -11,7 +11,7 @@ from shardwise.hardware import gemm_seconds, memory_seconds
 from shardwise.ledger import CATEGORIES
 from shardwise.plan.cost.constants import constants_of
 from shardwise.plan.cost.job import job_of
-from shardwise.plan.plan import Plan, plan
+from shardwise.plan.plan import Plan, plan, what_binds
 from shardwise.plan.trainer import muon
 from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.plan.trainer.work import work
@@ -100,7 +100,11 @@ def test_bringing_matrices_together_is_blamed_on_their_axes(layout: dict[str, An
 
 
 def test_what_binds_is_named() -> None:
-    assert plan(make(global_batch=1)).binds.startswith("Muon's GEMMs")
+    few = plan(make(global_batch=1))
+    assert few.binds.startswith("Muon's GEMMs")
+    breakdown = {"matmul": 0.9, "attention": 0.0999, "memory": 0.0, "optimizer": 1e-4}
+    alone = replace(few.account, step_seconds=1.0, breakdown=breakdown)
+    assert what_binds(alone, few.job) == "arithmetic: 100% of the step computes"  # and nothing is next with 0%
 
 
 def test_a_stack_of_experts_may_fill_memory_when_it_is_updated() -> None:

@@ -93,16 +93,8 @@ def test_a_layout_by_hand_is_not_faster_than_the_best() -> None:
     need no room beside the activations."""
     job = dict(seq_len=131072, global_batch=128)
     free = search(auto("llama3-405b", 2048, **job), keep=4)
-    by_hand = dict(
-        replicate=4,
-        shard=32,
-        context=8,
-        tensor=16,
-        zero=1,
-        recompute="full",
-        context_method="ulysses",
-        async_tensor=True,
-    )
+    sizes = dict(replicate=4, shard=32, context=8, tensor=16)
+    by_hand = sizes | dict(zero=1, recompute="full", context_method="ulysses", async_tensor=True)
     alone = plan(auto("llama3-405b", 2048, by_hand, microbatch=1, **job))
     assert alone.fits
     rows = [row for row in free.ranking if row.run.layout.recompute != "budget"]
@@ -132,5 +124,5 @@ def test_a_space_too_large_to_be_played_whole_has_the_same_best(monkeypatch: pyt
     whole = search(run, keep=5)
     monkeypatch.setattr(importlib.import_module("shardwise.plan.search.fitting"), "PLAY_ALL", 0)
     some = search(run, keep=5)
-    assert some.simulated <= whole.simulated
+    assert some.simulated < whole.simulated
     assert [row.account.step_seconds for row in some.ranking] == [row.account.step_seconds for row in whole.ranking]

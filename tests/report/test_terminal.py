@@ -87,6 +87,13 @@ def test_a_stacked_bar_has_the_length_of_its_sum(values: list[float], width: int
 def test_time_not_in_a_category_is_said() -> None:
     account = Account("run", 2.0, 1e6, {"matmul": 1.0, "bubble": 0.5})
     assert pick.breakdown(account) == [("matmul", 1.0), ("bubble", 0.5), ("not accounted for", 0.5)]
+    almost = replace(account, breakdown={**account.breakdown, "host": 4e-10})
+    assert pick.breakdown(almost) == pick.breakdown(account)
+
+
+def test_no_two_kinds_have_the_same_letter() -> None:
+    for letters in (cells.KIND_LETTERS, cells.OWNER_LETTERS):
+        assert len(set(letters.values())) == len(letters)
 
 
 def test_the_timeline_says_what_it_leaves_out() -> None:
@@ -148,14 +155,16 @@ def test_a_comparison_marks_what_is_beyond_tolerance() -> None:
 
 
 def test_a_ranking_folds_what_is_essential_before_it_drops_it() -> None:
-    rows = [{"layout": "tensor 8 " * 12, "step": 1.5, "note": "short"}]
+    rows = [{"layout": "tensor 8 " * 12, "step": 1.5, "note": "short", "next": "zero 3 → 1"}]
     columns = [
         Column("layout", "layout", essential=True),
         Column("note", "remark"),
+        Column("next", "next", below=True),
         Column("step", "step", words.seconds, essential=True),
     ]
     shown = lines(terminal.ranking_table(rows, columns), 60)
     assert "1.50 s" in "\n".join(shown)
     assert max(map(len, shown)) <= 60
     assert shown[-1].endswith("too narrow: remark")
+    assert shown[-3:-1] == ["next of each:", "1 zero 3 → 1"]
     assert " ".join(word for line in shown for word in line.split()).count("tensor") == 12

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_check import check
 
+from shardwise.run.axes import LOOPED, SPLIT_BACKWARD
 from shardwise.schedules import (
     SCHEDULES,
-    SPLIT_BACKWARD,
     Action,
     Cost,
     Schedule,
@@ -23,14 +23,13 @@ from shardwise.schedules import (
     transfers,
 )
 
-ANY_CHUNKS = ("interleaved", "breadth-first")
 SMALL = settings(max_examples=150, deadline=None)
 
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
     name = draw(st.sampled_from(SCHEDULES))
-    chunks = draw(st.integers(1, 3)) if name in ANY_CHUNKS else None
+    chunks = draw(st.integers(1, 3)) if name in LOOPED else None
     return make_schedule(name, draw(st.integers(1, 8)), draw(st.integers(1, 20)), chunks)
 
 

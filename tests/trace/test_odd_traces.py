@@ -14,8 +14,8 @@ import odd_traces
 import pytest
 from odd_traces import ODD, PER_RANK, RANK_COSTS, Writer
 
-from shardwise.cli.trace_page import write_page
-from shardwise.cli.trace_read import read_and_explain
+from shardwise.cli.trace.page import write_page
+from shardwise.cli.trace.read import read_and_explain
 from shardwise.ledger import as_dict
 from shardwise.report import terminal_trace
 from shardwise.report.terminal import Console

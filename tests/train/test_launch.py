@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tiny_run import tiny_toml
 
 from shardwise.run import UserError, read_run
 from shardwise.train.environment import RankEnvironment
@@ -20,22 +21,7 @@ from shardwise.train.faults.ranks import _die_with_command, environment_of, thre
 from shardwise.train.launch import check_here
 from shardwise.train.metrics import read_metrics
 
-RUN = """
-[model]
-layers = 2
-hidden = 16
-heads = 2
-ffn = 32
-[train]
-steps = 4
-seq_len = 32
-global_batch = 4
-microbatch = 1
-dtype = "float64"
-device = "cpu"
-eval_every = 2
-eval_sequences = 3
-"""
+RUN = tiny_toml(steps=4, microbatch=1, dtype="float64", eval_every=2, eval_sequences=3)
 
 
 def shardwise(folder: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_run import tiny_run
 
 from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.files import write_atomically
 from shardwise.report.words import clock
-from shardwise.run import Run, UserError, read_run, run_from_dict
+from shardwise.run import Run, UserError, read_run
 from shardwise.run.write import to_toml
 from shardwise.train import loop
 from shardwise.train.display import sparkline
@@ -32,11 +33,7 @@ LARGE = pytest.mark.large("a loss scale that a resumed run takes up; checkpoints
 
 
 def make_run(**keys: Any) -> Run:
-    settings = dict(
-        steps=6, seq_len=32, global_batch=4, eval_every=3, eval_sequences=5, checkpoint_every=2, device="cpu"
-    )
-    model = dict(layers=2, hidden=16, heads=2, ffn=32)
-    return run_from_dict(dict(name="tiny", model=model, train=settings | keys))
+    return tiny_run(**dict(steps=6, eval_every=3, eval_sequences=5, checkpoint_every=2) | keys)
 
 
 def losses(folder: Path) -> list[float]:

@@ -16,6 +16,16 @@ LOG2E = 1.4426950408889634
 
 
 @triton.jit
+def _rows(  # type: ignore[no-untyped-def]
+    X, at, stride, column, inside, WIDTH: tl.constexpr
+):
+    """A tile of the rows `at`, zeros outside of the matrix."""
+    return tl.load(
+        X + at[:, None] * stride + column[None, :], mask=inside[:, None] & (column[None, :] < WIDTH), other=0.0
+    )
+
+
+@triton.jit
 def _scores(  # type: ignore[no-untyped-def]
     q, k, low, place, key_place, valid, scale
 ):
@@ -101,9 +111,7 @@ def _forward(  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * M + tl.arange(0, M)
     d, dv = tl.arange(0, D), tl.arange(0, DV)
     here = at < queries
-    q = tl.load(
-        Q + row * q0 + head * q1 + at[:, None] * q2 + d[None, :], mask=here[:, None] & (d[None, :] < WIDTH), other=0.0
-    )
+    q = _rows(Q + row * q0 + head * q1, at, q2, d, here, WIDTH)
     place = tl.load(PLACE + at, mask=here, other=-1)
     low = tl.load(LOW + row * low0 + at, mask=here, other=2147483647)
     first, last = tl.min(low, 0), tl.max(place, 0)
@@ -117,14 +125,8 @@ def _forward(  # type: ignore[no-untyped-def]
         end = tl.load(KEY_PLACE + tl.minimum(start + N, keys) - 1)
         if (begin <= last) & (end >= first):
             key_place = tl.load(KEY_PLACE + n, mask=valid, other=0)
-            k = tl.load(
-                K + row * k0 + (head // GROUPS) * k1 + n[:, None] * k2 + d[None, :],
-                mask=valid[:, None] & (d[None, :] < WIDTH), other=0.0,
-            )  # fmt: skip
-            v = tl.load(
-                V + row * v0 + (head // GROUPS) * v1 + n[:, None] * v2 + dv[None, :],
-                mask=valid[:, None] & (dv[None, :] < V_WIDTH), other=0.0,
-            )  # fmt: skip
+            k = _rows(K + row * k0 + (head // GROUPS) * k1, n, k2, d, valid, WIDTH)
+            v = _rows(V + row * v0 + (head // GROUPS) * v1, n, v2, dv, valid, V_WIDTH)
             s = _scores(q, k, low, place, key_place, valid, scale)
             higher = tl.maximum(highest, tl.max(s, 1))
             base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -154,14 +156,8 @@ def _backward_q(  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * M + tl.arange(0, M)
     d, dv = tl.arange(0, D), tl.arange(0, DV)
     here = at < queries
-    q = tl.load(
-        Q + row * q0 + head * q1 + at[:, None] * q2 + d[None, :], mask=here[:, None] & (d[None, :] < WIDTH), other=0.0
-    )
-    grad = tl.load(
-        GRAD + row * g0 + head * g1 + at[:, None] * g2 + dv[None, :],
-        mask=here[:, None] & (dv[None, :] < V_WIDTH),
-        other=0.0,
-    )
+    q = _rows(Q + row * q0 + head * q1, at, q2, d, here, WIDTH)
+    grad = _rows(GRAD + row * g0 + head * g1, at, g2, dv, here, V_WIDTH)
     sums = tl.program_id(1).to(tl.int64) * queries + at
     lse = tl.load(LSE + sums, mask=here, other=0.0) * 1.4426950408889634
     lse = tl.where(lse == float("-inf"), 0.0, lse)
@@ -177,14 +173,8 @@ def _backward_q(  # type: ignore[no-untyped-def]
         end = tl.load(KEY_PLACE + tl.minimum(start + N, keys) - 1)
         if (begin <= last) & (end >= first):
             key_place = tl.load(KEY_PLACE + n, mask=valid, other=0)
-            k = tl.load(
-                K + row * k0 + (head // GROUPS) * k1 + n[:, None] * k2 + d[None, :],
-                mask=valid[:, None] & (d[None, :] < WIDTH), other=0.0,
-            )  # fmt: skip
-            v = tl.load(
-                V + row * v0 + (head // GROUPS) * v1 + n[:, None] * v2 + dv[None, :],
-                mask=valid[:, None] & (dv[None, :] < V_WIDTH), other=0.0,
-            )  # fmt: skip
+            k = _rows(K + row * k0 + (head // GROUPS) * k1, n, k2, d, valid, WIDTH)
+            v = _rows(V + row * v0 + (head // GROUPS) * v1, n, v2, dv, valid, V_WIDTH)
             p = tl.exp2(_scores(q, k, low, place, key_place, valid, scale) - lse[:, None])
             inner = p * (tl.dot(grad, tl.trans(v), input_precision="ieee") - delta[:, None])
             dq += tl.dot(inner.to(k.dtype), k, input_precision="ieee")
@@ -204,16 +194,8 @@ def _backward_kv(  # type: ignore[no-untyped-def]
     n = tl.program_id(0) * N + tl.arange(0, N)
     d, dv = tl.arange(0, D), tl.arange(0, DV)
     valid = n < keys
-    k = tl.load(
-        K + row * k0 + kv_head * k1 + n[:, None] * k2 + d[None, :],
-        mask=valid[:, None] & (d[None, :] < WIDTH),
-        other=0.0,
-    )
-    v = tl.load(
-        V + row * v0 + kv_head * v1 + n[:, None] * v2 + dv[None, :],
-        mask=valid[:, None] & (dv[None, :] < V_WIDTH),
-        other=0.0,
-    )
+    k = _rows(K + row * k0 + kv_head * k1, n, k2, d, valid, WIDTH)
+    v = _rows(V + row * v0 + kv_head * v1, n, v2, dv, valid, V_WIDTH)
     key_place = tl.load(KEY_PLACE + n, mask=valid, other=2147483647)
     begin = tl.min(key_place, 0)
     end = tl.max(tl.where(valid, key_place, -1), 0)
@@ -227,14 +209,8 @@ def _backward_kv(  # type: ignore[no-untyped-def]
             place = tl.load(PLACE + at, mask=here, other=-1)
             low = tl.load(LOW + row * low0 + at, mask=here, other=2147483647)
             if (begin <= tl.max(place, 0)) & (end >= tl.min(low, 0)):
-                q = tl.load(
-                    Q + row * q0 + head * q1 + at[:, None] * q2 + d[None, :],
-                    mask=here[:, None] & (d[None, :] < WIDTH), other=0.0,
-                )  # fmt: skip
-                grad = tl.load(
-                    GRAD + row * g0 + head * g1 + at[:, None] * g2 + dv[None, :],
-                    mask=here[:, None] & (dv[None, :] < V_WIDTH), other=0.0,
-                )  # fmt: skip
+                q = _rows(Q + row * q0 + head * q1, at, q2, d, here, WIDTH)
+                grad = _rows(GRAD + row * g0 + head * g1, at, g2, dv, here, V_WIDTH)
                 lse = tl.load(LSE + sums + at, mask=here, other=0.0) * 1.4426950408889634
                 lse = tl.where(lse == float("-inf"), 0.0, lse)
                 delta = tl.load(DELTA + sums + at, mask=here, other=0.0)

@@ -14,9 +14,11 @@ from shardwise.ledger import Memory
 from shardwise.plan.cost.job import GIB, job_of
 from shardwise.plan.search.play import play
 from shardwise.plan.search.screen import Group, LayoutIndex, Space
-from shardwise.plan.search.space import LOOPED, Sizes, divisors, with_choices
-from shardwise.plan.trainer.memory import memory_of
+from shardwise.plan.search.space import Sizes, divisors, with_choices
+from shardwise.plan.time.step import prepare, step_time
+from shardwise.plan.trainer.memory import memory_of, memory_that_fits
 from shardwise.run import Problem, Run, UserError, counted
+from shardwise.run.axes import LOOPED
 from shardwise.run.check import broken_rules
 
 MOST_DEVICES = 200_000
@@ -231,13 +233,44 @@ def _advice(seconds: float, changes: list[_Change]) -> str:
 
 
 def sentence(what: str, gain: float, memory: Memory) -> str:
-    """What a change brings and needs. That it does not fit or is slower comes first."""
+    """What a change brings and needs. That it does not fit or is no faster comes first."""
     peak, capacity = memory.peak, memory.capacity
     need = f"needs {peak / GIB:.1f} GiB" + ("" if memory.fits else f", {(peak - capacity) / GIB:.1f} too many")
-    wrong = [
-        word for word, is_so in (("does not fit", not memory.fits), ("not faster", gain - 1 < LEAST_GAIN)) if is_so
-    ]
-    return f"{' and '.join(wrong)}: {what}: {100 * (gain - 1):+.1f} %, {need}".removeprefix(": ")
+    same = abs(gain - 1) < LEAST_GAIN
+    wrong = [*["does not fit"] * (not memory.fits), *["no faster"] * same, *["slower"] * (gain < 1 and not same)]
+    brings = "" if same else f"{100 * (gain - 1):+.1f} %, "
+    return f"{' and '.join(wrong)}: {what}: {brings}{need}".removeprefix(": ")
+
+
+def change_that_fits(run: Run) -> str:
+    """For a layout that does not fit, the change of one key that makes it fit, the fastest of those; empty where none does."""
+    fitting = []
+    for what, changed in _changed(run):
+        if not any(broken_rules(changed)) and (memory := memory_that_fits(changed, job := job_of(changed))):
+            fitting.append((step_time(prepare(job)).seconds, what, memory))
+    if not fitting:
+        return ""
+    seconds, what, memory = min(fitting, key=lambda one: one[0])
+    gain = step_time(prepare(job_of(run))).seconds / seconds
+    return f"makes it fit: {what}: {100 * (gain - 1):+.1f} %, needs {memory.peak / GIB:.1f} GiB"
+
+
+def _changed(run: Run) -> Iterator[tuple[str, Run]]:
+    """The run with one key changed so that a rank holds less, and the words for it. Axes grow at the cost of the data ranks."""
+    lay, micro = run.layout, run.train.microbatch
+    keys: list[tuple[str, dict[str, Any]]] = [("zero", dict(zero=n)) for n in range(lay.zero + 1, 4)]
+    if lay.recompute != "full":
+        keys += [("recompute", dict(recompute=word, recompute_budget=0.0)) for word in ("attention", "full")]
+    pairs = [(axis, data) for axis in ("tensor", "context", "pipeline") for data in ("replicate", "shard")]
+    for axis, data in (*pairs, ("shard", "replicate")):
+        size, spare = getattr(lay, axis), getattr(lay, data)
+        keys += [(axis, {axis: size * n, data: spare // n}) for n in divisors(spare)[1:]]
+    if run.model.experts:
+        keys += [("expert", dict(expert=n)) for n in divisors(run.model.experts) if n > lay.expert]
+    for key, values in keys:
+        yield f"{key} {getattr(lay, key)} → {values[key]}", replace(run, layout=replace(lay, **values))
+    for fewer in divisors(micro)[:-1]:
+        yield f"microbatch {micro} → {fewer}", replace(run, train=replace(run.train, microbatch=fewer))
 
 
 def evaluate(group: Group, indices: list[LayoutIndex]) -> list[tuple[float, float]]:

@@ -20,12 +20,12 @@ from shardwise.plan.cost.job import GIB, Job, job_of
 from shardwise.plan.cost.memory import standing_casts
 from shardwise.plan.cost.passes import Passes
 from shardwise.plan.search.bubbles import Pace, in_flight, makespan
-from shardwise.plan.search.space import LOOPED, V_SHAPED, Sizes, choices, legal, plain, schedules, sizes, with_choices
+from shardwise.plan.search.space import Sizes, choices, legal, plain, schedules, sizes, with_choices
 from shardwise.plan.search.tables import LayerTable, ParameterTable, Rows, StageSplit, rows_of, split_key, stage_split
 from shardwise.plan.time.step import DataSeconds, slowdown, tail_seconds, update_seconds, with_zero
 from shardwise.run import LayoutConfig, Run
+from shardwise.run.axes import LOOPED, SPLIT_BACKWARD, V_SHAPED
 from shardwise.run.derive import compiles, planned_on_gpu
-from shardwise.schedules import SPLIT_BACKWARD
 
 Array = Any
 DEFERRED = 0.4

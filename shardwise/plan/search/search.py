@@ -23,7 +23,7 @@ from shardwise.plan.search.screen import Space
 from shardwise.plan.time.step import prepare, step_times
 from shardwise.plan.trainer.memory import memory_of, memory_that_fits
 from shardwise.run import Run
-from shardwise.schedules import SPLIT_BACKWARD
+from shardwise.run.axes import SPLIT_BACKWARD
 
 
 @dataclass(frozen=True)

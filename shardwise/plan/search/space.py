@@ -16,14 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwise.run import AXES, LayoutConfig, Run
+from shardwise.run.axes import LOOPED, SPLIT_BACKWARD, V_SHAPED
 from shardwise.run.check import Rule, batch_rules, fp8_rules, layout_rules
-from shardwise.schedules import SPLIT_BACKWARD
 
 Array = Any  # of whole numbers, one entry a layout
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "gpipe", "breadth-first")
-LOOPED = ("interleaved", "breadth-first")
-V_SHAPED = ("zb-v", "dualpipe-v")
 RECOMPUTE = ("none", "attention", "full")
 METHODS = ("ring", "ulysses", "gather")
 SOME_CHUNKS = 8

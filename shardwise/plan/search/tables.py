@@ -20,8 +20,9 @@ from shardwise.plan.cost.memory import buffers, gathered_layers, layer_activatio
 from shardwise.plan.cost.operations import chunked_loss, embedding, head, layer, residual_bytes
 from shardwise.plan.cost.parameters import LocalNumel, cast_copies, ends_parameters, layer_parameters
 from shardwise.plan.cost.passes import NetworkCost, passes
-from shardwise.plan.search.space import LOOPED, V_SHAPED, Choices, Sizes
+from shardwise.plan.search.space import Choices, Sizes
 from shardwise.plan.time.step import DataSeconds, data_seconds, hop_seconds
+from shardwise.run.axes import LOOPED, V_SHAPED
 from shardwise.run.derive import CHUNK_BYTES
 
 Array = Any

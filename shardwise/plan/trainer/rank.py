@@ -13,10 +13,11 @@ from shardwise.plan.cost.flops import layers_of_stages
 from shardwise.plan.cost.job import job_of
 from shardwise.plan.cost.memory import layer_saved
 from shardwise.run import Run
+from shardwise.run.axes import SPLIT_BACKWARD, V_SHAPED
 from shardwise.run.coordinates import RankCoordinates
 from shardwise.run.derive import chunks_loss, keeps_compute_copies, planned_on_gpu, shard_dim, uses_fp8_all_gather
 from shardwise.run.parameters import Parameter, first_parameters, last_parameters, layer_parameters, shard_length
-from shardwise.schedules import SPLIT_BACKWARD, Schedule, cached_schedule, fewer_rounds
+from shardwise.schedules import Schedule, cached_schedule, fewer_rounds
 
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of an element."""
@@ -201,7 +202,7 @@ class PlannedRank:
     def placement(self) -> tuple[int, ...]:
         """The pipeline rank of every stage: round robin, or down the ranks and back up."""
         lay = self.run.layout
-        if lay.schedule in ("zb-v", "dualpipe-v") and lay.pipeline > 1:
+        if lay.schedule in V_SHAPED and lay.pipeline > 1:
             return (*range(lay.pipeline), *reversed(range(lay.pipeline)))
         return tuple(stage % lay.pipeline for stage in range(lay.pipeline * lay.stages_per_rank))
 

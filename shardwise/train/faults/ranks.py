@@ -94,7 +94,7 @@ def start_fork_server() -> ForkServerContext | SpawnContext:
     does; called again, it starts a new one if the last was killed."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # no temporary folder, or its path is too long for a socket
-            forkserver.set_forkserver_preload(["shardwise.cli.preload"])
+            forkserver.set_forkserver_preload(["shardwise.cli.machinery.preload"])
             resource_tracker.ensure_running()  # which undoes the mask, so it comes first
             # Until the server has left the command's group, a signal to the group is not for it: it inherits this mask.
             masked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

@@ -12,12 +12,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_run import tiny_run
 from torch import Tensor
 
 from shardwise.data.batches import Batch
 from shardwise.data.open import open_data
 from shardwise.parallel.local_parameter import local
-from shardwise.run import Run, UserError, run_from_dict
+from shardwise.run import Run, UserError
 from shardwise.train.faults.goodput import read_events
 from shardwise.train.faults.guard import FLAT, Guard, History, above
 from shardwise.train.loop import train
@@ -26,10 +27,7 @@ from shardwise.train.step import TrainState
 
 
 def make_run(**keys: Any) -> Run:
-    settings = dict(
-        steps=8, seq_len=32, global_batch=4, eval_every=0, checkpoint_every=2, device="cpu", schedule="constant"
-    )
-    return run_from_dict(dict(name="tiny", model=dict(layers=2, hidden=16, heads=2, ffn=32), train=settings | keys))
+    return tiny_run(**dict(steps=8, checkpoint_every=2, schedule="constant") | keys)
 
 
 def losses(folder: Path) -> list[tuple[float, float]]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.cli.options import write_file
+from shardwise.cli.machinery.options import write_file
 from shardwise.ledger import Timeline, as_dict
 
 if TYPE_CHECKING:
-    from shardwise.cli.trace_against import Comparison
-    from shardwise.cli.trace_read import Explained
+    from shardwise.cli.trace.against import Comparison
+    from shardwise.cli.trace.read import Explained
     from shardwise.trace.rank import Rank
 
 SPANS = 90_000

@@ -144,7 +144,7 @@ def _with_plan(planned: Account, answers: Explanation, tokens: float = 0.0) -> C
 
 
 def _with_profile(args: argparse.Namespace, path: Path, after: Explanation) -> Comparison:
-    from shardwise.cli.trace_read import read_and_explain
+    from shardwise.cli.trace.read import read_and_explain
     from shardwise.trace.export import differences, kernel_changes
 
     before = read_and_explain([path], args).answers

@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.cli.options import at_least, new_file
-from shardwise.cli.trace_read import Explained, read_and_explain
+from shardwise.cli.machinery.options import at_least, new_file
+from shardwise.cli.trace.read import Explained, read_and_explain
 from shardwise.hardware.chips import ITEM_BYTES
 from shardwise.run import UserError
 from shardwise.run.problems import nearest
 
 if TYPE_CHECKING:
-    from shardwise.cli.trace_against import Comparison
+    from shardwise.cli.trace.against import Comparison
     from shardwise.trace.answers import Explanation
 
 HELP = """Explain profiles that PyTorch's profiler wrote (Kineto's JSON, plain or gzipped), of this trainer or of any program, on
@@ -74,14 +74,14 @@ def execute(args: argparse.Namespace) -> int:
     explained = read_and_explain(args.paths, args)
     comparison = None
     if args.against is not None:
-        from shardwise.cli.trace_against import compare_with
+        from shardwise.cli.trace.against import compare_with
 
         comparison = compare_with(args, explained.answers)
     passed = comparison is None or args.fail_above is None or comparison.slower <= args.fail_above
     if args.export:
         _export(explained, comparison, args)
     if args.html:
-        from shardwise.cli.trace_page import write_page
+        from shardwise.cli.trace.page import write_page
 
         write_page(explained, comparison, args.html, args.within)
         print(f"wrote {args.html}", file=sys.stderr)
@@ -91,7 +91,7 @@ def execute(args: argparse.Namespace) -> int:
     else:
         _print(explained.answers, explained.problems)
         if comparison is not None:
-            from shardwise.cli.trace_against import show
+            from shardwise.cli.trace.against import show
 
             show(comparison, passed, args)
     return 0 if passed else 1
@@ -99,7 +99,7 @@ def execute(args: argparse.Namespace) -> int:
 
 def _export(explained: Explained, comparison: Comparison | None, args: argparse.Namespace) -> None:
     """All ranks, and the plan beside them where there is one, as a Chrome trace."""
-    from shardwise.cli.trace_against import planned_timeline
+    from shardwise.cli.trace.against import planned_timeline
     from shardwise.report.perfetto import write_chrome_trace
     from shardwise.trace.timeline import timeline
 

@@ -1,0 +1,1 @@
+"""`shardwise trace`: the verb, and how it reads profiles, compares them and writes their page."""
