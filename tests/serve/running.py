@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from serve.fake_engine import FakeEngine
+from fake_engine import FakeEngine
 
 from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.serve.server.context import Context
@@ -29,7 +29,7 @@ class Running:
     """A server that runs."""
 
     url: str
-    engine: FakeEngine
+    engine: Any
     context: Context
     loop: asyncio.AbstractEventLoop
     stop: Stop
@@ -70,7 +70,7 @@ def model_of(**settings: Any) -> Model:
 
 @contextmanager
 def running(
-    engine: FakeEngine | None = None,
+    engine: Any = None,
     model: Model | None = None,
     limits: Limits | None = None,
     keys: tuple[str, ...] = (),

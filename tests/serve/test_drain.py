@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from serve.fake_engine import FakeEngine, letters
-from serve.running import SECONDS, exchange, post, running, until
+from fake_engine import FakeEngine, letters
+from running import SECONDS, exchange, post, running, until
 
 from shardwise.cli.main import main
 from shardwise.serve.server.limits import Limits
@@ -78,7 +78,7 @@ def test_what_does_not_end_in_time_is_aborted(twice: bool) -> None:
 SERVER = """
 import sys, types
 sys.path.insert(0, {tests!r})
-from serve.fake_engine import FakeEngine, letters
+from fake_engine import FakeEngine, letters
 module = types.ModuleType("shardwise.serve.engine")
 module.make_engine = lambda folder, run: FakeEngine(script=letters, delay=0.002, max_tokens=10000)
 sys.modules[module.__name__] = module
@@ -96,7 +96,7 @@ def served(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     (checkpoint / "model.safetensors").write_bytes(b"")
     (checkpoint / "shardwise_tokenizer.json").write_text('{"kind": "byte"}')
     (folder / "keys").write_text("secret\n")
-    code = SERVER.format(tests=str(Path(__file__).parents[1]), folder=str(checkpoint), key=folder / "keys")
+    code = SERVER.format(tests=str(Path(__file__).parent), folder=str(checkpoint), key=folder / "keys")
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:

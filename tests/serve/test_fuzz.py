@@ -13,8 +13,8 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from serve.fake_engine import FakeEngine, letters
-from serve.running import SECONDS, Running, exchange, post, read_all, running, until
+from fake_engine import FakeEngine, letters
+from running import SECONDS, Running, exchange, post, read_all, running, until
 
 from shardwise.serve.server.limits import Limits
 

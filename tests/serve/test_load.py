@@ -9,10 +9,10 @@ from array import array
 from collections.abc import Awaitable, Callable
 
 import pytest
+from fake_engine import FakeEngine, letters
 from hypothesis import given
 from hypothesis import strategies as st
-from serve.fake_engine import FakeEngine, letters
-from serve.running import running
+from running import running
 
 from shardwise.run.lengths import parse_lengths
 from shardwise.serve.load.client import Address, Answer, Connection

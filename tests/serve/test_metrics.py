@@ -7,8 +7,8 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
-from serve.fake_engine import FakeEngine, letters
-from serve.running import SECONDS, Running, exchange, post, running
+from fake_engine import FakeEngine, letters
+from running import SECONDS, Running, exchange, post, running
 
 LINE = re.compile(r"(shardwise_[a-z_]+)(\{[a-z]+=\"[^\"]*\"(?:,[a-z]+=\"[^\"]*\")*\})? (-?[0-9.e+-]+)")
 

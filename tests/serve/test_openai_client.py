@@ -9,9 +9,9 @@ from typing import Any
 
 import openai
 import pytest
-from serve.fake_engine import FakeEngine, letters, says
-from serve.running import Running, model_of, running, until
-from serve.tokenizers_of_each_kind import tokenizer_of
+from fake_engine import FakeEngine, letters, says
+from running import Running, model_of, running, until
+from tokenizers_of_each_kind import tokenizer_of
 
 from shardwise.serve.request import Request
 from shardwise.serve.server.limits import Limits

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from serve.fake_engine import FakeEngine
+from fake_engine import FakeEngine
 
 from shardwise.run import UserError
 from shardwise.serve.request import Request

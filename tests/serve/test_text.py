@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from serve.tokenizers_of_each_kind import KINDS, TEXTS, tokenizer_of
+from tokenizers_of_each_kind import KINDS, TEXTS, tokenizer_of
 
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.serve.text import Detokenizer, Reader, StopFinder, token_text
