@@ -66,14 +66,14 @@ def test_draws_follow_the_distribution_that_temperature_and_cuts_leave() -> None
     source = torch.Generator().manual_seed(0)
 
     def share(sampling: Sampling) -> torch.Tensor:
-        drawn = torch.tensor([pick(logits, sampling, source) for _ in range(4000)])
-        return drawn.bincount(minlength=5) / 4000
+        drawn = torch.tensor([pick(logits, sampling, source) for _ in range(1500)])
+        return drawn.bincount(minlength=5) / 1500
 
     warm = (logits.double() / 0.7).softmax(0)
-    torch.testing.assert_close(share(Sampling(0.7)).double(), warm, rtol=0, atol=0.03)
+    torch.testing.assert_close(share(Sampling(0.7)).double(), warm, rtol=0, atol=0.05)
     top2 = torch.zeros(5).double()
     top2[[1, 4]] = logits[[1, 4]].double().softmax(0)
-    torch.testing.assert_close(share(Sampling(1.0, top_k=2)).double(), top2, rtol=0, atol=0.03)
+    torch.testing.assert_close(share(Sampling(1.0, top_k=2)).double(), top2, rtol=0, atol=0.05)
     # In order of likelihood 0.43, 0.26, 0.16, …: 0.6 is reached by two tokens, 0.75 by three.
     assert (share(Sampling(1.0, top_p=0.6)) > 0).tolist() == [False, True, False, False, True]
     assert (share(Sampling(1.0, top_p=0.75)) > 0).tolist() == [False, True, True, False, True]
