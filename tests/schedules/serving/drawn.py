@@ -232,4 +232,5 @@ class Life:
         assert not any(self.pool.counts)
         assert self.pool.available_host == self.case.host_pages
         assert not self.scheduler._forks
+        assert not self.scheduler._waiting._users
         assert self.finished + self.aborted == self.case.sequences + self.forked
