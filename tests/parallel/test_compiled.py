@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ com
 LARGE = pytest.mark.large("generates code for each layout")
 
 
-def train(rank: int, run: Run) -> dict[str, Any]:
+def train_anew(rank: int, run: Run) -> dict[str, Any]:
     torch._dynamo.reset()  # a process compiles a function for eight cases and then runs it as written
     return cases.train(rank, run)
 
@@ -29,7 +29,7 @@ def check(ranks: RankPool, drawn: layouts.Drawn, **more: Any) -> None:
     train = cases.layers_for(layout) | train
     want = cases.train(0, cases.make_run(model, {}, **train))
     run = cases.make_run(model, layout, **train | dict(compile=True), **more)
-    for got in ranks.run(run.layout.world, train, run):
+    for got in ranks.run(run.layout.world, train_anew, run):
         np.testing.assert_allclose(got["losses"], want["losses"], rtol=1e-9)
         np.testing.assert_allclose(got["norms"], want["norms"], rtol=1e-9)
 
