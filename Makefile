@@ -39,6 +39,7 @@ bench: $(VENV)/.dev           ## the measured claims, each beside its peer
 	$(BIN)/python benchmarks/search_speed.py
 	$(BIN)/python benchmarks/dry_runs.py
 	$(BIN)/python benchmarks/checkpoint_cost.py
+	$(BIN)/python benchmarks/serving_schedule.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[1]
 LONGEST = (
     "chaos/test_chaos",
     "docs/test_pages",
+    "measure/test_verify",
     "measure/test_profile",
     "train/test_launch",
     "checkpoint/test_reshard",
@@ -41,9 +42,6 @@ SPREAD = "parallel/test_layouts.py"
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--large", action="store_true", help="run the large tier too")
     parser.addoption("--seed", type=int, help="of what is drawn at random; that of the commit if left out")
-    parser.addoption(
-        "--covering", type=int, default=16, help="how many layouts of the covering array the small tier runs"
-    )
     parser.addoption("--layouts", type=int, default=60, help="how many random layouts the large tier runs")
     parser.addoption(
         "--pairs",

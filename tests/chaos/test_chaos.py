@@ -14,15 +14,17 @@ from pathlib import Path
 import pytest
 from campaign import KINDS, ROOT, RUN, campaign_run, losses, plan_faults
 
+from shardwise.run import read_run
 from shardwise.train.faults.goodput import read_events
 from shardwise.train.faults.ranks import free_port
+from shardwise.train.loop import train
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 
 
 def test_a_run_that_suffers_every_kind_of_fault_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
     kinds = dict.fromkeys(KINDS, 1)
-    outcome = campaign_run(tmp_path, "2 ranks, shard", count=15, seed=7, kinds=kinds, quiet=True)
+    outcome = campaign_run(tmp_path, "2 ranks, shard", count=13, seed=155, kinds=kinds, quiet=True)
     assert outcome.same
     assert set(outcome.faults) == set(kinds)
     assert outcome.noticed == outcome.faults["flip a bit"] + outcome.faults["truncate"]
@@ -77,31 +79,30 @@ def machine(folder: Path, port: int, *more: str) -> subprocess.Popen[str]:
 
 
 def test_with_fewer_machines_a_run_goes_on_with_another_layout(tmp_path: Path) -> None:
-    port, steps = free_port(), 60
+    port, steps = free_port(), 40
     stays = machine(tmp_path, port, f"--train.steps={steps}")
     leaves = machine(tmp_path, port, f"--train.steps={steps}")
-    saved = tmp_path / "out" / "checkpoints" / "step-00000005"
     deadline = time.monotonic() + 120
+
+    def until(there: Path) -> None:
+        while not there.exists():
+            assert stays.poll() is None
+            assert leaves.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
     # Which of the two holds the meeting point is a matter of who came first; the other may leave.
-    while not saved.exists():
-        assert stays.poll() is None
-        assert leaves.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    host = _listener(port)
-    gone, left = (leaves, stays) if host == stays.pid else (stays, leaves)
+    until(tmp_path / "out" / "logs")
+    gone, left = (leaves, stays) if _listener(port) == stays.pid else (stays, leaves)
+    until(tmp_path / "out" / "checkpoints" / "step-00000005")
     gone.send_signal(signal.SIGKILL)
     gone.wait()
     assert left.wait(120) == 0, (tmp_path / "said").read_text()
     said = (tmp_path / "said").read_text()
     assert "2 of 4 ranks are here; going on with " in said, said
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    (alone / "run.toml").write_text(RUN)
-    command = [sys.executable, "-m", "shardwise", "train", "run.toml", "--out", "out", f"--train.steps={steps}"]
-    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-    subprocess.run([*command, "--train.dtype=float64"], cwd=alone, env=environment, check=True, capture_output=True)
-    for one, other in zip(losses(tmp_path), losses(alone), strict=True):
+    run = read_run(tmp_path / "run.toml", [f"train.steps={steps}", "train.dtype=float64"])
+    train(run, tmp_path / "alone" / "out")
+    for one, other in zip(losses(tmp_path), losses(tmp_path / "alone"), strict=True):
         assert one == pytest.approx(other, rel=1e-9)
 
 

@@ -21,7 +21,7 @@ from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.checkpoint.state import local_shards
 
 TOLERANCE = 1e-9
-STEPS, LAST = 2, 4
+STEPS, LAST = 1, 3
 Layout = dict[str, Any]
 
 

@@ -123,7 +123,7 @@ def test_planning_needs_no_torch(run_file: Path) -> None:
 
 def test_auto_on_the_command_line_frees_what_the_file_says(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def searched(*words: str) -> dict[str, int]:
-        assert main(["plan", str(run_file), "--json", "--keep=40", *words]) == 0
+        assert main(["plan", str(run_file), "--json", "--keep=20", *words]) == 0
         found = json.loads(capsys.readouterr().out)
         return {"searched": found["searched"], "tensors": len({plan["layout"]["tensor"] for plan in found["ranking"]})}
 

@@ -46,7 +46,7 @@ def test_copies_that_are_kept_count_where_they_stand(model: str, monkeypatch: py
     """As on a GPU: copies with the parameters, gradients in 16 bits, and nothing of a cast among what is saved."""
     for where in (apply_module, rank_module):
         monkeypatch.setattr(where, "keeps_compute_copies", lambda run, gpu: keeps_compute_copies(run, gpu=True))
-    run = cases.make_run(model, {}, **NARROW, microbatch=0)
+    run = cases.make_run(model, {}, layers=2, **NARROW, microbatch=0)
     assert PlannedRank(run, 0).keeps_compute_copies
     counted, routed = measured_step(0, run)
     planned = state_bytes(run, 0)
@@ -62,7 +62,7 @@ def test_copies_that_are_kept_count_where_they_stand(model: str, monkeypatch: py
 
 
 def test_tensors_without_data_are_counted_alike() -> None:
-    run = cases.make_run("dense", dict(recompute="attention"), **NARROW)
+    run = cases.make_run("dense", dict(recompute="attention"), layers=2, **NARROW)
     real = measured_step(0, run)
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert measured_step(0, run) == real
@@ -80,8 +80,8 @@ def test_plan_gives_these_numbers() -> None:
 
 def test_gradients_cut_along_another_dimension_are_copied_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same numbers dealt out expert by expert and in pieces of each: at its fullest a rank holds one matrix more."""
-    model = dict(layers=2, hidden=64, heads=4, ffn=64, vocab=61, experts=8, experts_per_token=1, expert_ffn=512)
-    train = dict(seq_len=32, global_batch=16, microbatch=1, dtype="bfloat16", device="cpu")
+    model = dict(layers=1, hidden=64, heads=4, ffn=64, vocab=61, experts=8, experts_per_token=1, expert_ffn=512)
+    train = dict(seq_len=32, global_batch=8, microbatch=1, dtype="bfloat16", device="cpu")
     run = run_from_dict(dict(model=model, layout=dict(shard=8), train=train))
     peaks, buffers = [], []
     for dim in (0, 1):

@@ -56,10 +56,8 @@ def test_copies_that_double_fill_any_length() -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        ("layout.shard=4",),
         ("layout.tensor=2", "layout.pipeline=2", "train.global_batch=64"),
-        ("layout.context=2", "layout.context_method=ring", "layout.shard=2"),
-        ("layout.shard=4", "layout.expert=2", "model.experts=4", "model.experts_per_token=2"),
+        ("layout.context=2", "layout.shard=2", "layout.expert=2", "model.experts=4", "model.experts_per_token=2"),
         ("layout.replicate=1024", "layout.shard=8", "train.global_batch=16384"),
     ],
 )

@@ -4,26 +4,45 @@ held against real ranks."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import cases
 import pytest
 from parallel_pool import RankPool
 
+from shardwise.measure.dry import dry_rank
 from shardwise.measure.memory import Storages, parameters_of, unique_bytes
-from shardwise.measure.start import start_memory
 from shardwise.model import normal
 from shardwise.run import Run, read_run
 from shardwise.train.step import TrainState
 
 MOST = 1.3
+LARGE = pytest.mark.large("the other end of each pipeline, and each way to train by itself")
 LARGE_MODELS = {
     # Grattafiori et al. 2024, table 4: 8 x 16 x 128 GPUs.
     "llama3-405b": dict(tensor=8, pipeline=16, shard=128, zero=2, schedule="interleaved", chunks=8),
     # DeepSeek-V3 2024, section 3.2: 16 stages, 64 ranks for the experts, ZeRO-1.
     "deepseek-v3": dict(pipeline=16, shard=128, expert=64, zero=1, schedule="dualpipe-v"),
 }
+
+
+class StartMemory(NamedTuple):
+    """Bytes of one rank."""
+
+    shards: int
+    """Of the parameters that it holds."""
+    peak: int
+    """The most that was allocated at once, these included."""
+
+
+def start_memory(run: Run, rank: int) -> StartMemory:
+    """What one rank of a run would allocate between nothing and a train state, without allocating it. On a CPU, and for parameters
+    that are offloaded, this is memory of the host; on a GPU the same tensors are the device's."""
+    run = replace(run, train=replace(run.train, device="cpu"))
+    storages = Storages()
+    with dry_rank(run, rank, storages) as train_state:
+        return StartMemory(unique_bytes(parameters_of(train_state)), storages.peak)
 
 
 def large_run(preset: str, **train: Any) -> Run:
@@ -34,8 +53,15 @@ def large_run(preset: str, **train: Any) -> Run:
     return read_run(None, overrides)
 
 
-@pytest.mark.parametrize("rank", [0, -1])
-@pytest.mark.parametrize("preset", LARGE_MODELS)
+@pytest.mark.parametrize(
+    ("preset", "rank"),
+    [
+        ("llama3-405b", 0),
+        ("deepseek-v3", -1),
+        pytest.param("llama3-405b", -1, marks=LARGE),
+        pytest.param("deepseek-v3", 0, marks=LARGE),
+    ],
+)
 def test_large_models_start_in_the_memory_of_their_shards(preset: str, rank: int) -> None:
     run = large_run(preset)
     memory = start_memory(run, rank % run.layout.world)
@@ -46,9 +72,10 @@ def test_large_models_start_in_the_memory_of_their_shards(preset: str, rank: int
 @pytest.mark.parametrize(
     ("layout", "train"),
     [
-        (dict(zero=3), dict(fp8="rowwise")),
-        (dict(zero=3), dict(optimizer="muon")),
-        (dict(offload=True), dict()),
+        (dict(zero=3, offload=True), dict(optimizer="muon")),
+        pytest.param(dict(zero=3), dict(fp8="rowwise"), marks=LARGE),
+        pytest.param(dict(zero=3), dict(optimizer="muon"), marks=LARGE),
+        pytest.param(dict(offload=True), dict(), marks=LARGE),
     ],
     ids=str,
 )
@@ -68,7 +95,7 @@ def started(rank: int, run: Run, block: int) -> tuple[int, int]:
 def test_real_ranks_need_what_is_counted(
     ranks: RankPool, monkeypatch: pytest.MonkeyPatch, model: str, layout: dict[str, Any]
 ) -> None:
-    run = cases.make_run(model, layout)
+    run = cases.make_run(model, layout, layers=2)
     block = 64  # of many in a matrix of these models
     monkeypatch.setattr(normal, "CPU_BLOCK", block)
     for rank, (shards, peak) in enumerate(ranks.run(2, started, run, block)):

@@ -114,7 +114,7 @@ def gemms() -> None:
 
 
 def sample() -> None:
-    logits = torch.randn(9, 5000) * 3
+    logits = torch.randn(9, 2500) * 3
     logits[6, 7], logits[7], logits[8, 5] = float("nan"), float("-inf"), float("inf")
     slots = torch.randperm(9).int()
     temperature = torch.tensor([0.0, 1.0, 0.7, 1.0, 1.5, 0.2, 1.0, 0.5, 0.0])

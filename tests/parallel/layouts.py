@@ -22,6 +22,13 @@ CANDIDATES = 400
 """Drawn to choose a covering array from; most combinations of an axis and a variant come up in them several times."""
 MOST = 60
 """More layouts than a covering array takes."""
+VARIANTS: set[str] = {
+    *cases.MODELS, *cases.SCHEDULES, *cases.METHODS, *(f"zero {n}" for n in (1, 2, 3)), *cases.VARIANTS,
+    *(f"recompute {how}" for how in ("none", "attention", "full", "operations", "budget")),
+    "async_tensor", "expert_tensor", "muon", "loss chunked", "uneven stages", "odd batch", "a budget of chunks",
+    "a stage without layers",
+}  # fmt: skip
+"""What some layout of the small tier must have, beside every pair of axes."""
 
 
 def features(model: str, run: Run) -> tuple[set[str], set[str]]:
@@ -61,6 +68,10 @@ def draw(generator: random.Random, world: int, axes: int = 2) -> Drawn:
             layout["stages"] = generator.choice([(1, 3), (0, 4), (0, 2, 2, 0), (1, 2, 1, 0)])
         if layout["replicate"] * layout["shard"] == 1 and generator.random() < 0.5:
             train |= dict(global_batch=3, microbatch=1)
+        elif (
+            layout["pipeline"] == 1
+        ):  # a first and a last microbatch are all that a step without a pipeline can tell apart
+            train["microbatch"] = max(train["microbatch"], cases.BATCH // (layout["replicate"] * layout["shard"]) // 2)
         train["optimizer"] = generator.choice(["adamw", "adamw", "muon"])
         train["loss"] = generator.choice(["plain", "chunked"])
         try:
@@ -90,6 +101,19 @@ def covering_array(seed: int, world: int = 4) -> list[Drawn]:
     return chosen
 
 
+def complete_part(array: list[Drawn]) -> int:
+    """How many of an array's first layouts have every variant somewhere, and every axis with every other."""
+    met: set[str] = set()
+    pairs: set[frozenset[str]] = set()
+    for number, (model, layout, train) in enumerate(array, 1):
+        axes, found = features(model, cases.make_run(model, layout, **cases.layers_for(layout) | train))
+        met |= found
+        pairs |= {frozenset(pair) for pair in itertools.combinations(axes, 2)}
+        if met >= VARIANTS and len(pairs) == len(AXES) * (len(AXES) - 1) // 2:
+            return number
+    raise AssertionError(f"the array lacks {sorted(VARIANTS - met)}")
+
+
 def weight(pair: Pair) -> int:
     return 100 if pair[0] == pair[1] else 10 if pair[1] in AXES else 1
 
@@ -117,12 +141,9 @@ SMALL_EDGES: list[Drawn] = [
     ("dense", dict(context=4, context_method="ulysses"), {}),  # which are then repeated
     # A stage between the ends that is done with its microbatches before others come fetches a layer in vain.
     ("dense", dict(pipeline=2, shard=2, schedule="interleaved", prefetch=2), dict(layers=8, microbatch=1)),
-    # The embedding and the head as stages of their own.
-    ("tied", dict(shard=2, pipeline=2, schedule="interleaved", stages=(0, 2, 2, 0)), {}),
     ("tied", dict(shard=2, pipeline=2), LOW_PRECISION),
     ("dense", dict(replicate=2), LOW_PRECISION | dict(reduce_dtype="bfloat16")),
     ("mixture", dict(tensor=2, expert_tensor=True), LOW_PRECISION),
-    ("dense", dict(replicate=2, shard=2, zero=2), dict(dtype="float32")),
 ]
 """What the covering array does not draw, one of each kind."""
 FEWER_EXPERTS_THAN_RANKS: list[Drawn] = [
@@ -158,7 +179,10 @@ LARGE_EDGES: list[Drawn] = [
         if model == "mixture" or other != "expert"
     ],
     *FEWER_EXPERTS_THAN_RANKS,
+    # The embedding and the head as stages of their own.
+    ("tied", dict(shard=2, pipeline=2, schedule="interleaved", stages=(0, 2, 2, 0)), {}),
     # Replicas and shards.
+    ("dense", dict(replicate=2, shard=2, zero=2), dict(dtype="float32")),
     ("dense", dict(replicate=4), {}),
     ("dense", dict(replicate=4), LOW_PRECISION | dict(reduce_dtype="bfloat16")),
     ("dense", dict(replicate=2), LOW_PRECISION | dict(reduce_dtype="float64")),

@@ -145,7 +145,8 @@ class Observed:
     """The records of one run's ranks; made when first asked for."""
 
     def __init__(self, ranks: RankPool, model: str, layout: dict[str, Any], train: dict[str, Any]) -> None:
-        self.model, self.train = model, dict(cases.layers_for(layout)) | train
+        # Two steps: what the first leaves in the optimizer, the second reads.
+        self.model, self.train = model, dict(cases.layers_for(layout), steps=2) | train
         self.run = cases.make_run(model, layout, **self.train)
         self.pool = ranks
 

@@ -24,8 +24,8 @@ LARGE = pytest.mark.large("the other axes; that an axis computes the same is kno
     ids=str,
 )
 def test_float32_follows_float64(ranks: RankPool, layout: Layout) -> None:
-    want = one_process("mixture", True, microbatch=1)["losses"]
-    run = cases.make_run("mixture", layout, dtype="float32")
+    want = one_process("mixture", True, microbatch=1, layers=2)["losses"]
+    run = cases.make_run("mixture", layout, layers=2, dtype="float32")
     for got in ranks.run(run.layout.world, cases.train, run, True):
         np.testing.assert_allclose(got["losses"], want, rtol=1e-5)
 
@@ -39,7 +39,7 @@ def test_float32_follows_float64(ranks: RankPool, layout: Layout) -> None:
     ids=str,
 )
 def test_bfloat16_stays_within_the_spread_of_data_orders(ranks: RankPool, layout: Layout) -> None:
-    settings = dict(dtype="bfloat16", steps=8, lr=1e-3)
+    settings = dict(dtype="bfloat16", layers=2, steps=5, lr=1e-3)
     one, other = (one_process("dense", True, seed, **settings)["losses"] for seed in (0, 1))
     dispatch = np.abs(np.subtract(one, other)).max()
     run = cases.make_run("dense", layout, **settings)
@@ -59,7 +59,7 @@ def test_gradients_are_added_in_the_dtype_that_is_asked_for(ranks: RankPool, lay
     """Norms show it: beside float64's, bfloat16 sums are off by its rounding, float32's by a thousandth of that."""
 
     def norms(dtype: str) -> np.ndarray:
-        run = cases.make_run("dense", layout, dtype="bfloat16", reduce_dtype=dtype, steps=1, clip=0)
+        run = cases.make_run("dense", layout, layers=2, dtype="bfloat16", reduce_dtype=dtype, steps=1, clip=0)
         return np.array(ranks.run(4, cases.train, run)[0]["norms"])
 
     exact = norms("float64")

@@ -26,7 +26,7 @@ Layout = dict[str, Any]
 
 
 def make_run(layout: Layout, fp8: str, model: str = "dense", **train: Any) -> Run:
-    base = dict(dtype="bfloat16", fp8=fp8, steps=3, lr=1e-3, microbatch=2, layers=2)
+    base = dict(dtype="bfloat16", fp8=fp8, steps=2, lr=1e-3, microbatch=2, layers=2)
     return cases.make_run(model, layout, **base | train)
 
 

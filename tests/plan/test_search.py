@@ -210,10 +210,10 @@ def test_fixed_keys_stay_and_a_resolved_run_is_a_run() -> None:
 
 
 def test_several_numbers_of_devices_share_a_front() -> None:
-    result = search(auto("llama3-8b", nodes=4), devices=[8, 16, 32], keep=6)
+    result = search(auto("llama3-8b", nodes=2), devices=[8, 16], keep=6)
     worth = [p.account.step_seconds * p.run.layout.world for p in result.ranking]
     assert worth == sorted(worth)
-    assert {p.run.layout.world for p in result.pareto} == {8, 16, 32}
+    assert {p.run.layout.world for p in result.pareto} == {8, 16}
     points = [(p.account.step_seconds, p.account.memory.peak, p.run.layout.world) for p in result.pareto]
     for one in points:
         assert not any(all(a < 0.9 * b for a, b in zip(other, one, strict=True)) for other in points)
@@ -223,7 +223,7 @@ def test_several_numbers_of_devices_share_a_front() -> None:
 
 
 def test_a_search_repeats_itself() -> None:
-    run = auto("llama3-70b", nodes=8)
+    run = auto("llama3-8b", nodes=2)
     first, second = search(run, keep=4), search(run, keep=4)
     assert [p.run for p in first.ranking] == [p.run for p in second.ranking]
 

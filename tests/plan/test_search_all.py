@@ -15,7 +15,7 @@ from shardwise.plan.search import SearchResult, search
 from shardwise.plan.search.pool import SLOWER
 from shardwise.run import Run, UserError, run_from_dict, to_toml
 
-SMALL, JOBS = 4, 200
+SMALL, JOBS = 3, 200
 """Jobs of the small tier, which have few layouts, and of both."""
 SAME = 1 + 1e-9
 

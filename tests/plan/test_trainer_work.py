@@ -138,14 +138,14 @@ REPEATED: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("model", "layout"), REPEATED, ids=str)
 def test_operations_equal_those_pytorch_counts(ranks: RankPool, model: str, layout: dict[str, Any]) -> None:
-    run = cases.make_run(model, layout)
+    run = cases.make_run(model, layout, **cases.layers_for(layout))
     for rank, counted in enumerate(ranks.run(run.layout.world, counted_flops, run)):
         assert counted == pytest.approx(with_whole_scores(run, rank), rel=1e-12)
 
 
 def test_experts_work_is_that_of_an_even_load(ranks: RankPool) -> None:
     """Over the ranks that share the experts, whatever the routers choose."""
-    run = cases.make_run("mixture", dict(shard=2, expert=2, tensor=2))
+    run = cases.make_run("mixture", dict(shard=2, expert=2, tensor=2), layers=2)
     total = sum(ranks.run(run.layout.world, counted_flops, run))
     assert total == pytest.approx(sum(with_whole_scores(run, rank) for rank in range(run.layout.world)), rel=1e-12)
 

@@ -19,25 +19,18 @@ LOGITS = torch.tensor([0.1, 2.0, 1.0, -1.0, 1.5, 1.0], dtype=torch.float64)
 DRAWS = 6000
 
 
-def shares(
-    sampling: Sampling, prompt: tuple[int, ...] = (), made: tuple[int, ...] = (), masks: Tensor | None = None
-) -> Tensor:
+def shares(sampling: Sampling, prompt: tuple[int, ...] = (), made: tuple[int, ...] = ()) -> Tensor:
     """How often each token is drawn, at as many positions."""
     sampler = Sampler(2, len(LOGITS), torch.device("cpu"))
     sampler.assign(1, sampling, 12345, prompt, made)
     sampler.prepare()
-    slots, positions = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    drawn = []
+    slots, positions = torch.ones(DRAWS, dtype=torch.int32), torch.arange(DRAWS, dtype=torch.int32)
+    many = LOGITS.expand(DRAWS, -1)
     if sampler.is_plain([1]):
-        many = LOGITS.expand(DRAWS, -1)
-        drawn = sampler.pick_plain(many, slots.expand(DRAWS), torch.arange(DRAWS, dtype=torch.int32)).tolist()
+        drawn = sampler.pick_plain(many, slots, positions)
     else:
-        for position in range(DRAWS // 6):
-            counts = None if sampler.generated is None else sampler.generated.clone()
-            drawn.append(int(sampler.pick(LOGITS[None], [1], slots, positions + position, masks).tokens))
-            if counts is not None and sampler.generated is not None:
-                sampler.generated.copy_(counts)
-    return torch.tensor(drawn).bincount(minlength=len(LOGITS)) / len(drawn)
+        drawn = sampler.pick(many, [1] * DRAWS, slots, positions).tokens
+    return drawn.bincount(minlength=len(LOGITS)) / DRAWS
 
 
 def softmax_of(logits: Tensor, kept: list[int]) -> Tensor:
@@ -64,8 +57,9 @@ def softmax_of(logits: Tensor, kept: list[int]) -> Tensor:
 )
 def test_draws_follow_what_temperature_and_cuts_leave(sampling: Sampling, kept: list[int]) -> None:
     wanted = softmax_of(LOGITS / max(sampling.temperature, 1e-3), kept)
-    torch.testing.assert_close(shares(sampling).double(), wanted, rtol=0, atol=0.05)
-    assert (shares(sampling) > 0).nonzero().flatten().tolist() == kept
+    found = shares(sampling)
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=0.03)
+    assert (found > 0).nonzero().flatten().tolist() == kept
 
 
 def test_penalties_and_biases_change_the_scores() -> None:
@@ -76,12 +70,11 @@ def test_penalties_and_biases_change_the_scores() -> None:
     changed -= torch.tensor([0, 0.4 * 2 + 0.3, 0, 0, 0.4 + 0.3, 0], dtype=torch.float64)
     changed[5] += 1.25
     sampling = Sampling(1.0, presence_penalty=0.3, frequency_penalty=0.4, repetition_penalty=1.5, logit_bias={5: 1.25})
-    torch.testing.assert_close(shares(sampling, prompt, made).double(), changed.softmax(0), rtol=0, atol=0.05)
+    torch.testing.assert_close(shares(sampling, prompt, made).double(), changed.softmax(0), rtol=0, atol=0.03)
 
 
 def test_masks_forbid_tokens() -> None:
     masks = torch.tensor([[0b001101]], dtype=torch.int32)
-    torch.testing.assert_close(shares(Sampling(1.0), masks=masks), shares(Sampling(1.0)), rtol=0, atol=1)
     sampler = Sampler(1, len(LOGITS), torch.device("cpu"))
     sampler.assign(0, Sampling(1.0), 1, (), ())
     sampler.prepare()

@@ -72,7 +72,7 @@ class Scheduler:
             reasons.append(
                 f"{prompt} tokens and {max_new} to generate are {tokens}: a sequence has {settings.longest} at most"
             )
-        if self._tables.most(tokens - 1, 1) >= pool.pages:
+        if self._tables.fewest(tokens - 1) >= pool.pages:
             reasons.append(
                 f"{tokens} tokens do not fit the {pool.pages - 1} pages of {pool.page_tokens} tokens that there are"
             )

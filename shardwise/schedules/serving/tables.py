@@ -23,10 +23,10 @@ class PageTables:
         """Pages that so many tokens fill, the last perhaps in part."""
         return -(-tokens // self.pool.page_tokens)
 
-    def most(self, tokens: int, at_once: int) -> int:
-        """The most pages that a sequence of so many tokens holds, computed in chunks of `at_once`."""
+    def fewest(self, tokens: int) -> int:
+        """With how many pages a sequence of so many tokens can be computed, if need be one by one."""
         whole = self.pages_of(tokens)
-        return min(whole, self.pages_of(self.window + at_once - 2) + 1) if self.window else whole
+        return min(whole, self.pages_of(self.window - 1) + 1) if self.window else whole
 
     def missing(self, sequence: Sequence, end: int) -> int:
         """Pages it lacks to compute up to this position."""

@@ -1,7 +1,7 @@
 """Who goes next: sequences that wait, by priority, then by how little their user has been served, then by arrival.
 
 Service is counted in tokens, a generated one twice a prompt's, and the user who has had least goes first: the virtual token counter
-of Sheng et al. 2024 (Fairness in Serving Large Language Models, algorithm 2). A user who comes back after a pause begins at the
+of Sheng et al. 2024 (Fairness in Serving Large Language Models). A user who comes back after a pause begins at the
 least of those who wait, or idleness would be credit to shut the others out with. What was preempted goes before all others of its
 priority: it has waited already.
 

@@ -73,7 +73,7 @@ class Life:
 
     def __init__(self, case: Case) -> None:
         self.case, self.draw = case, Random(case.seed)
-        lone = PageTables(PagePool(2, case.page_tokens), case.window).most(case.longest - 1, 1)
+        lone = PageTables(PagePool(2, case.page_tokens), case.window).fewest(case.longest - 1)
         self.pool = PagePool(1 + lone + case.spare_pages, case.page_tokens, case.host_pages, case.prefix_cache)
         self.settings = Settings(
             case.max_sequences,
@@ -232,4 +232,5 @@ class Life:
         assert not any(self.pool.counts)
         assert self.pool.available_host == self.case.host_pages
         assert not self.scheduler._forks
+        assert not self.scheduler._waiting._users
         assert self.finished + self.aborted == self.case.sequences + self.forked

@@ -96,6 +96,14 @@ def test_different_tokens_after_the_prefix_are_not_confused() -> None:
     assert chunks(run(scheduler)) == [("second", 0, 9, 1)]
 
 
+def test_nobody_is_charged_for_what_was_found() -> None:
+    scheduler = made(cache=True, max_step_tokens=100)
+    for user in ("first", "second"):
+        scheduler.add(Sequence(user, list(SYSTEM), 5, user=user))
+    run(scheduler)
+    assert (scheduler.service("first"), scheduler.service("second")) == (10, 2)
+
+
 def preempted(scheduler: Scheduler) -> tuple[Sequence, Step]:
     """Two sequences fill six pages; the second loses its three, and one of them to the first."""
     first = asked(scheduler, "first", list(range(11)), 5)

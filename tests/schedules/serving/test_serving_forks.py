@@ -71,3 +71,34 @@ def test_forks_that_wait_lose_their_pages_before_anyone_is_preempted() -> None:
     assert (child.state, child.computed, child.pages) == ("waiting", 0, [])
     scheduler.finish(other)
     assert chunks(run(scheduler)) == [("fork", 0, 7, 1)]
+
+
+def test_the_cache_forgets_a_page_that_a_fork_writes_to() -> None:
+    scheduler = made(page_tokens=4, cache=True)
+    parent = added(scheduler, 6)
+    run(scheduler, 4)  # its second page is full, of two tokens of the prompt and two generated
+    child = scheduler.fork(parent, "fork")
+    scheduler.finish(parent)
+    assert scheduler.pool.find(parent.digests[1]) == child.pages[1]
+    step = run(scheduler)
+    assert chunks(step) == [("fork", 5, 1, 1)]
+    assert step.copies == []  # nobody else holds the page
+    assert scheduler.pool.find(parent.digests[0]) == child.pages[0]
+    assert scheduler.pool.find(parent.digests[1]) is None
+
+
+def test_what_rejected_drafts_would_have_put_behind_the_window_is_not_given_back() -> None:
+    scheduler = made(pages=6, page_tokens=2, host_pages=9, window=4, preemption="swap")
+    early, late = added(scheduler, 3, 9), added(scheduler, 7, 9)
+    run(scheduler)
+    late.drafts = [1, 2, 3, 4]
+    step = scheduler.schedule()
+    assert chunks(step) == [("s0", 3, 1, 1), ("s1", 7, 5, 5)]
+    scheduler.schedule()
+    assert (late.state, late.given_back, len(late.host_pages)) == ("waiting", 2, 4)  # 5, 6 and 7 are seen from 8
+    scheduler.update(step, [[1], [3]])
+    scheduler.finish(early)
+    step = scheduler.schedule()
+    assert chunks(step) == [("s1", 8, 1, 1)]
+    assert late.pages[:2] == [GIVEN_BACK, GIVEN_BACK]
+    assert [page for _, page in step.swap_in] == late.pages[2:4]

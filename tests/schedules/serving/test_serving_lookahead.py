@@ -105,6 +105,7 @@ def test_drafts_may_be_judged_after_their_sequence_was_preempted(preemption: str
     assert chunks(step) == [("s0", 7, 1, 1), ("s1", 7, 5, 5)]
     ahead = scheduler.schedule()
     assert chunks(ahead) == [("s0", 8, 1, 1)]
+    assert late.drafts == []
     scheduler.update(step, [[1], [3]])
     assert (late.state, late.tokens[7:], late.computed) == ("waiting", [7, 3], computed)
     scheduler.finish(early)

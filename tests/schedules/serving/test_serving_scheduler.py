@@ -7,7 +7,8 @@ import sys
 import pytest
 from small_cases import added, chunks, made, run
 
-from shardwise.schedules.serving import Settings
+from shardwise.schedules.serving import Sequence, Settings
+from shardwise.schedules.serving.running import Running
 
 
 def test_a_prompt_is_computed_in_chunks_and_then_token_by_token() -> None:
@@ -136,6 +137,25 @@ def test_the_last_of_the_least_important_gives_up_its_pages(preemption: str) -> 
     assert len(step.swap_in) == (2 if preemption == "swap" else 0)
     assert len(late.pages) == 3
     assert scheduler.pool.available_host == 9
+
+
+def test_who_comes_last_is_chosen_among_those_without_a_chunk() -> None:
+    running = Running(4)
+    sequences = [Sequence(key, [0], 1) for key in range(4)]
+    for sequence, order in zip(sequences, [(1, 0), (0, 1), (0, 2), (0, 3)], strict=True):
+        sequence.order = order
+        running.start(sequence)
+    low, first, second, third = sequences
+    for sequence in (second, first):
+        running.decodes(sequence)
+    assert running.decode == [first, second]
+    assert running.last(decoding=True) is running.last(decoding=False) is low
+    running.stop(low)
+    running.decodes(third)
+    running.start(low)
+    low.order = (-1, 0)
+    assert running.last(decoding=True) is third
+    assert running.last(decoding=False) is low
 
 
 def test_swapping_falls_back_to_computing_again() -> None:

@@ -141,7 +141,7 @@ def test_service_stays_even_between_users_of_different_habits() -> None:
             scheduler.finish(sequence)
             live.remove(sequence)
     long, short = scheduler.service("long"), scheduler.service("short")
-    assert abs(long - short) <= 2 * 4 * (60 + 2 * 40)  # theorem 4.4 of the paper: twice what may run at once
+    assert abs(long - short) <= 2 * 4 * (60 + 2 * 40)  # the paper's bound: twice what may run at once
     assert min(long, short) > 10_000
 
 

@@ -122,7 +122,13 @@ def test_a_stop_while_modules_are_imported_is_one_sentence(tmp_path: Path, numbe
     assert (process.returncode, said) == (PREEMPTED, "told to stop before the first step: there is nothing to save\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.large("the other signal at that moment; both have one handler")),
+    ],
+)
 def test_a_stop_while_ranks_start_is_not_lost(tmp_path: Path, number: signal.Signals) -> None:
     """Ranks exist, and none has come to its first step: some are in the middle of joining a process group."""
     process = started(tmp_path, "--layout.shard=2")
