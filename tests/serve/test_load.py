@@ -13,12 +13,13 @@ from fake_engine import FakeEngine, letters
 from hypothesis import given
 from hypothesis import strategies as st
 from running import running
+from shardwise.serve.load.picture import load_page
 
 from shardwise.run.lengths import parse_lengths
+from shardwise.schedules.serving.figures import Limits, percentiles
 from shardwise.serve.load.client import Address, Answer, Connection
-from shardwise.serve.load.picture import load_page
 from shardwise.serve.load.run import Load, Progress, Record, run_load
-from shardwise.serve.load.summary import Limits, percentiles, summary
+from shardwise.serve.load.summary import summary
 
 EVENT = b'data: {"choices": [{"text": "a"}], "usage": null}\n\n'
 USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 7}}\n\n'
