@@ -1,5 +1,5 @@
-"""The plan of a run that serves: what a load will see, the memory of a device by owner, and what tokens cost; for the layout that the
-run gives, or for the cheapest one that holds the load.
+"""The plan of a run that serves: what a load will see, the memory of a device by owner, and what tokens cost; for the layout that
+the run gives, or for the cheapest one that holds the load.
 
 Tensor ranks cut every layer; each replica is an engine of its own, and requests are dealt out among them.
 """
@@ -24,11 +24,6 @@ from shardwise.schedules.serving.figures import LoadFigures
 STORED = {"auto": "bf16", "bfloat16": "bf16", "fp8": "fp8", "int8": "int8", "int4": "int4g32"}
 HOLDS = 0.95
 """Share of the requests that must keep the limits, and of the rate that must be answered, for a layout to hold a load."""
-
-
-def is_served(run: Run) -> bool:
-    """Whether a run says what load it serves."""
-    return bool(run.serve.rate or run.serve.concurrency)
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ class ServingPlan:
         layout = self.run.layout
         return found | {
             "holds": self.holds,
-            "layout": {"replicate": layout.replicate, "tensor": layout.tensor, "pipeline": layout.pipeline, "devices": layout.world},
+            "layout": {"devices": layout.world} | {axis: getattr(layout, axis) for axis in ("replicate", "tensor", "pipeline")},
             "memory": {
                 "weights": self.memory.weights, "activations": self.memory.activations, "libraries": self.memory.libraries,
                 "kv_cache": self.memory.cache, "pages": self.memory.pages, "total": self.memory.total,

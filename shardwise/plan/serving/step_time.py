@@ -1,7 +1,7 @@
 """How long a step of the engine takes: the matrices once for all its tokens, attention for each kind of them, and the host.
 
-Costs are those of `cost.py`. A played load asks for tens of thousands of steps, so parts are computed on a grid, eight sizes to each
-doubling, and kept.
+Costs are those of `cost.py`. A played load asks for tens of thousands of steps, so parts are computed on a grid, eight sizes to
+each doubling, and kept.
 """
 
 from __future__ import annotations
