@@ -95,7 +95,7 @@ def measured(seconds: float, sequences: int, load: Load) -> dict[str, float]:
     server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     url = server.stdout.readline().strip()
-    found = summary(run_in_loop(run_load(Address.of(url), load)), Limits())
+    found = summary(run_in_loop(run_load(Address.of(url), load)), Limits()).as_dict()
     late = json.loads(server.communicate()[0])
     assert not found["failed"], found["errors"]
     return {
