@@ -19,10 +19,11 @@ import time
 
 from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.run.lengths import Lengths
+from shardwise.schedules.serving.figures import Limits
 from shardwise.serve.event_loop import run_in_loop
 from shardwise.serve.load.client import Address
 from shardwise.serve.load.run import Load, run_load
-from shardwise.serve.load.summary import Limits, summary
+from shardwise.serve.load.summary import summary
 from shardwise.serve.request import Output, Request
 from shardwise.serve.server.listen import Stop, address_of, open_socket, serve
 from shardwise.serve.server.model import Model
