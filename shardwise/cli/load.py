@@ -44,10 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Load, then print."""
     from shardwise.cli.machinery.progress import told
+    from shardwise.schedules.serving.figures import Limits
     from shardwise.serve.event_loop import run_in_loop
     from shardwise.serve.load.client import Address
     from shardwise.serve.load.run import Load, Progress, run_load
-    from shardwise.serve.load.summary import Limits, summary
+    from shardwise.serve.load.summary import summary
 
     load = Load(
         requests=args.requests,
@@ -76,11 +77,12 @@ def execute(args: argparse.Namespace) -> int:
             say(f"{now.ended} of {load.requests} answered, {now.sent - now.ended} under way{failed}")
 
         records = run_in_loop(run_load(address, load, tell))
-    figures = summary(records, limits)
+    found = summary(records, limits)
+    figures = found.as_dict()
     if args.html:
-        from shardwise.serve.load.picture import load_page
+        from shardwise.report.load_view import load_page
 
-        write_file(args.html, load_page(args.url, figures, records, limits).encode())
+        write_file(args.html, load_page(f"Load on {args.url}", found).encode())
     if args.json:
         print(json.dumps(figures))
     else:
@@ -104,24 +106,11 @@ def _texts(path: Path) -> list[str]:
 
 
 def _print(figures: dict[str, Any]) -> None:
-    from rich.text import Text
-
-    from shardwise.report.terminal import Console, key_figures, plain_table
-    from shardwise.serve.load import picture
-    from shardwise.serve.load.summary import SHARES
+    from shardwise.report.load_view import print_load
+    from shardwise.report.terminal import Console
 
     console = Console(highlight=False)
-    console.print(key_figures(picture.key_figures(figures)))
-    console.print()
-    table = plain_table()
-    table.add_column("")
-    for name in ("mean", *(f"{share}%" for share in SHARES)):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name, values in picture.cells(figures):
-        table.add_row(name, *map(Text, values))
-    console.print(table)
-    for error, count in figures["errors"].items():
-        console.print(f"{count} failed: {error}", markup=False, soft_wrap=True)
+    print_load(console, figures)
     late = figures["late_ms"]["p99"]
     if late is not None and late > 20:
         console.print(f"requests were sent up to {late:.0f} ms late: this program or machine is too slow for the load")

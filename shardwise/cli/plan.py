@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shardwise.plan.search import SearchResult
 
 HELP = """Predict a run: does it fit, how fast is it, where does the time go, what does it cost. With layout = "auto" in the run,
-search for the best layouts."""
+search for the best layouts. With serve.rate or serve.concurrency, what that load will see of a serving engine."""
 
 SHOWN_MICROBATCHES = 24
 """Microbatches that a chart shows of a step; `--trace` writes all."""
@@ -64,6 +64,10 @@ def _execute(args: argparse.Namespace) -> int:
         raise UserError("name a run (a TOML file), or give keys such as --model.preset=llama3-8b")
     planned = read_planned(args.run, args.overrides, (unknown_chip,))
     run, left_open = planned.run, planned.sentence()
+    if run.serve.rate or run.serve.concurrency:
+        from shardwise.cli.machinery.serving import plan_serving
+
+        return plan_serving(args, run)
     devices = _devices(args.devices)
     if args.out and args.pick is None:
         raise UserError(Problem("is the file of --pick N; without it no run is written", "--out", "command line"))

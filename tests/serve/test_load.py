@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from running import running
 
+from shardwise.report.load_view import load_page
 from shardwise.run.lengths import parse_lengths
+from shardwise.schedules.serving.figures import Limits, percentiles
 from shardwise.serve.load.client import Address, Answer, Connection
-from shardwise.serve.load.picture import load_page
 from shardwise.serve.load.run import Load, Progress, Record, run_load
-from shardwise.serve.load.summary import Limits, percentiles, summary
+from shardwise.serve.load.summary import summary
 
 EVENT = b'data: {"choices": [{"text": "a"}], "usage": null}\n\n'
 USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 7}}\n\n'
@@ -110,7 +111,8 @@ def record(due: float, times: list[float], tokens: int, error: str = "") -> Reco
 
 def test_figures() -> None:
     records = [record(0, [0.1, 0.2, 0.3], 3), record(1, [1.3, 2.3], 5), record(2, [2.5], 1), record(2, [], 0, "broken")]
-    found = summary(records, Limits(ttft=250, tpot=200))
+    load = summary(records, Limits(ttft=250, tpot=200))
+    found = load.as_dict()
     assert (found["requests"], found["failed"], found["errors"]) == (4, 1, {"broken": 1})
     assert found["seconds"] == pytest.approx(2.5)
     assert found["output_tokens_per_s"] == pytest.approx(9 / 2.5)
@@ -118,8 +120,8 @@ def test_figures() -> None:
     assert found["tpot_ms"]["mean"] == pytest.approx((100 + 250) / 2)
     assert found["e2e_ms"]["p99"] == pytest.approx(1300 - 800 * 0.02)
     assert found["goodput_share"] == 1 / 4
-    assert "<svg" in load_page("http://x", found, records, Limits(250, 200))
-    assert "<svg" not in load_page("http://x", summary(records[3:], Limits()), records[3:], Limits())
+    assert "<svg" in load_page("http://x", load)
+    assert "<svg" not in load_page("http://x", summary(records[3:], Limits()))
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=2, max_size=50))
@@ -141,7 +143,7 @@ def test_a_load_at_a_rate_and_with_concurrency() -> None:
         ):
             told: list[Progress] = []
             records = asyncio.run(run_load(Address.of(f"{server.url}/v1/"), load, told.append))
-            found = summary(records, Limits())
+            found = summary(records, Limits()).as_dict()
             assert (found["requests"], found["failed"]) == (load.requests, 0)
             asked.append([(request.prompt, request.max_tokens) for request in engine.requests[-load.requests :]])
             server.idle()

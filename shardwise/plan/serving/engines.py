@@ -61,6 +61,9 @@ ENGINES: dict[str, Engine] = {
         # PyTorch compiled with CUDA graphs, NCCL inside them; nothing but sampling stands between steps.
         Engine("gpt-fast", "gpt-fast", step=0.15e-3, one_shot=False, attention="flash2", kernels=10.0,
                shares_steps=False, bf16_head=False),
+        # This project's: steps recorded and launched ahead; its own kernels for decoding, flash attention 2 for prompts.
+        Engine("shardwise", "engine", step=0.3e-3, arrive=2e-3, attention="flash2", kernels=8.0, kv_whole=False, max_batch=1024,
+               fixed=1.0),
         Engine("trtllm", "engine", step=1e-3, arrive=30e-3),
         Engine("vllm", "engine", step=1.5e-3, arrive=30e-3, kv_whole=False, kv_share=0.9, max_batch=1024),
         Engine("sglang", "engine", step=1e-3, arrive=30e-3, kv_whole=False, kv_share=0.85, shares_steps=False),

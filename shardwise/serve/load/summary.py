@@ -1,55 +1,12 @@
-"""Figures of a load: how long clients waited and how much they got, as percentiles over requests.
-
-Time to first token (ttft) is from when a request was to be sent to its first text; time per output token (tpot) is the mean gap
-between a request's tokens after the first; e2e is the whole of it. Goodput counts only the requests that kept every limit
-(DistServe, Zhong et al. 2024).
-"""
+"""What a load generator saw, as the figures of a load (`schedules/serving/figures.py`)."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
+from shardwise.schedules.serving.figures import Limits, LoadFigures, Made
 from shardwise.serve.load.run import Record
-
-SHARES = (50, 90, 99)
-
-
-@dataclass(frozen=True)
-class Made:
-    """One request that was answered, in milliseconds."""
-
-    due: float
-    """Seconds from the start."""
-    late: float
-    ttft: float
-    tpot: float | None
-    """None of an answer of one token."""
-    e2e: float
-    input_tokens: int
-    output_tokens: int
-    gaps: tuple[float, ...]
-    """Between the events of its answer."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a request may take, in milliseconds; infinite where nothing was said."""
-
-    ttft: float = math.inf
-    tpot: float = math.inf
-
-    def kept(self, made: Made) -> bool:
-        """Whether a request stayed within them."""
-        return made.ttft <= self.ttft and (made.tpot or 0.0) <= self.tpot
-
-    @property
-    def given(self) -> bool:
-        """Whether there are any."""
-        return min(self.ttft, self.tpot) < math.inf
 
 
 def made_of(records: Sequence[Record]) -> list[Made]:
@@ -77,52 +34,11 @@ def made_of(records: Sequence[Record]) -> list[Made]:
     return found
 
 
-def summary(records: Sequence[Record], limits: Limits) -> dict[str, Any]:
-    """The figures, as `shardwise load --json` prints them."""
-    made = made_of(records)
+def summary(records: Sequence[Record], limits: Limits) -> LoadFigures:
+    """The figures of what was seen."""
     started = min((record.answer.sent for record in records), default=0.0)
-    seconds = max((record.answer.ended for record in records), default=0.0) - started or 1e-9
-    output, prompt = sum(each.output_tokens for each in made), sum(each.input_tokens for each in made)
-    kept = sum(limits.kept(each) for each in made)
-    return {
-        "requests": len(records),
-        "failed": len(records) - len(made),
-        "errors": _errors(records),
-        "seconds": seconds,
-        "requests_per_s": len(made) / seconds,
-        "input_tokens": prompt,
-        "output_tokens": output,
-        "output_tokens_per_s": output / seconds,
-        "total_tokens_per_s": (prompt + output) / seconds,
-        "ttft_ms": percentiles([each.ttft for each in made]),
-        "tpot_ms": percentiles([each.tpot for each in made if each.tpot is not None]),
-        "itl_ms": percentiles([gap for each in made for gap in each.gaps]),
-        "e2e_ms": percentiles([each.e2e for each in made]),
-        "late_ms": percentiles([each.late for each in made]),
-        "limits_ms": {"ttft": _finite(limits.ttft), "tpot": _finite(limits.tpot)},
-        "goodput_per_s": kept / seconds,
-        "goodput_share": kept / len(records) if records else 0.0,
-    }
-
-
-def percentiles(values: Sequence[float]) -> dict[str, float | None]:
-    """The mean and some percentiles, interpolated between the two nearest values; None where there is no value."""
-    if not values:
-        return {"mean": None, **{f"p{share}": None for share in SHARES}}
-    ordered = sorted(values)
-    return {"mean": sum(ordered) / len(ordered), **{f"p{share}": percentile(ordered, share) for share in SHARES}}
-
-
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """A percentile of sorted values."""
-    place = share / 100 * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
-
-
-def _finite(limit: float) -> float | None:
-    return limit if limit < math.inf else None
+    seconds = max((record.answer.ended for record in records), default=0.0) - started
+    return LoadFigures(tuple(made_of(records)), len(records), seconds, limits, _errors(records))
 
 
 def _errors(records: Sequence[Record]) -> dict[str, int]:

@@ -1,14 +1,18 @@
-"""A load as a page: its figures, how waiting is distributed over requests, and how it went over time."""
+"""A load, measured or played, for people: its figures as a table, and as a page with how waiting is distributed over requests and
+how it went over time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from rich.text import Text
+
 from shardwise.report import colors, html, html_charts, words
 from shardwise.report.pick import Column
-from shardwise.serve.load.run import Record
-from shardwise.serve.load.summary import SHARES, Limits, Made, made_of, percentile
+from shardwise.report.terminal import Console, plain_table
+from shardwise.report.terminal import key_figures as in_columns
+from shardwise.schedules.serving.figures import SHARES, LoadFigures, Made, percentile
 
 ROWS = (
     ("ttft_ms", "time to first token"),
@@ -21,16 +25,31 @@ _MILLISECONDS = Column("", "", lambda value: words.seconds(value / 1e3))
 _SHARE = Column("", "share of requests", lambda value: words.percent(value))
 
 
-def load_page(url: str, figures: dict[str, Any], records: Sequence[Record], limits: Limits) -> str:
+def load_page(title: str, load: LoadFigures) -> str:
     """The page."""
-    made = made_of(records)
+    made, figures = load.made, load.as_dict()
     sections = [html.key_figures(key_figures(figures)), _table(figures)]
     if made:
-        sections.append(_distribution("Time to first token", [each.ttft for each in made], limits.ttft))
+        sections.append(_distribution("Time to first token", [each.ttft for each in made], load.limits.ttft))
         if times := [each.tpot for each in made if each.tpot is not None]:
-            sections.append(_distribution("Time per output token", times, limits.tpot))
+            sections.append(_distribution("Time per output token", times, load.limits.tpot))
         sections.append(_over_time(made))
-    return html.page(f"Load on {url}", sections)
+    return html.page(title, sections)
+
+
+def print_load(console: Console, figures: dict[str, Any], more: list[tuple[str, str, str]] | None = None) -> None:
+    """The figures and the table of times; `more` figures stand before them."""
+    console.print(in_columns([*(more or []), *key_figures(figures)]))
+    console.print()
+    table = plain_table()
+    table.add_column("")
+    for name in ("mean", *(f"{share}%" for share in SHARES)):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, values in cells(figures):
+        table.add_row(name, *map(Text, values))
+    console.print(table)
+    for error, count in figures["errors"].items():
+        console.print(f"{count} failed: {error}", markup=False, soft_wrap=True)
 
 
 def key_figures(figures: dict[str, Any]) -> list[tuple[str, str, str]]:

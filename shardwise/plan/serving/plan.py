@@ -1,0 +1,161 @@
+"""The plan of a run that serves: what a load will see, the memory of a device by owner, and what tokens cost; for the layout that
+the run gives, or for the cheapest one that holds the load.
+
+Tensor ranks cut every layer; each replica is an engine of its own, and requests are dealt out among them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardwise.plan.cost.job import cluster_of
+from shardwise.plan.serving.cost import Serving
+from shardwise.plan.serving.engines import ENGINES, FORMATS
+from shardwise.plan.serving.inference import constants_of, fitted_inference
+from shardwise.plan.serving.play import Played, play, requests_of
+from shardwise.plan.serving.pool import BYTES, ServingMemory, kv_dtype, serving_memory
+from shardwise.plan.serving.step_time import StepTime
+from shardwise.run import Problem, Run, UserError
+from shardwise.schedules.serving.figures import LoadFigures
+
+STORED = {"auto": "bf16", "bfloat16": "bf16", "fp8": "fp8", "int8": "int8", "int4": "int4g32"}
+HOLDS = 0.95
+"""Share of the requests that must keep the limits, and of the rate that must be answered, for a layout to hold a load."""
+
+
+@dataclass(frozen=True)
+class ServingPlan:
+    """What a layout will give."""
+
+    run: Run
+    figures: LoadFigures
+    memory: ServingMemory
+    played: tuple[Played, ...]
+    usd_per_hour: float
+    holds: bool
+    """Whether the load is answered as fast as it comes, within its limits."""
+
+    @property
+    def devices(self) -> int:
+        """Of all replicas."""
+        return self.run.layout.world
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs: the names of a measured load, and memory, layout and cost."""
+        found = self.figures.as_dict()
+        hours = self.figures.seconds / 3600
+        tokens = found["output_tokens"] or math.nan
+        layout = self.run.layout
+        return found | {
+            "holds": self.holds,
+            "layout": {"devices": layout.world} | {axis: getattr(layout, axis) for axis in ("replicate", "tensor", "pipeline")},
+            "memory": {
+                "weights": self.memory.weights, "activations": self.memory.activations, "libraries": self.memory.libraries,
+                "kv_cache": self.memory.cache, "pages": self.memory.pages, "total": self.memory.total,
+            },
+            "engine": {
+                "steps": sum(each.steps for each in self.played), "preemptions": sum(each.preemptions for each in self.played),
+                "running": max(each.most_running for each in self.played), "pages": max(each.most_pages for each in self.played),
+            },
+            "cost": {
+                "usd_per_hour": self.usd_per_hour,
+                "usd_per_million_output_tokens": self.usd_per_hour * hours / tokens * 1e6,
+            },
+        }  # fmt: skip
+
+
+def plan_serving(run: Run) -> ServingPlan:
+    """Play the run's load on its layout."""
+    cluster = cluster_of(run)
+    layout, model, serve = run.layout, run.model, run.serve
+    if layout.shard * layout.context > 1:
+        reason = "serves nothing: replicas (layout.replicate) and tensor ranks do"
+        raise UserError(Problem(reason, "layout.shard" if layout.shard > 1 else "layout.context"))
+    form = FORMATS[STORED[serve.weights]]
+    serving = Serving(
+        model, cluster, ENGINES["shardwise"], form, form, BYTES[kv_dtype(run)], layout.tensor, layout.pipeline,
+        expert_tensor=layout.tensor, windowed=(1.0, model.sliding_window) if model.sliding_window else (0.0, 0),
+    )  # fmt: skip
+    memory = serving_memory(run, int(cluster.chip.memory), gpu=cluster.chip.name != "cpu")
+    if memory.pages < 2:
+        raise UserError(
+            Problem(
+                f"a device's {cluster.chip.memory / 2**30:.0f} GiB leave no room for keys and values", "layout.tensor"
+            )
+        )
+    times = StepTime(serving, constants_of(serving, fitted_inference()["effects"]))
+    asked = requests_of(serve, run.train.seed)
+    shares = [asked[n :: layout.replicate] for n in range(layout.replicate)]
+    clients = [len(range(n, serve.concurrency, layout.replicate)) for n in range(layout.replicate)]
+    played = tuple(
+        play(
+            serve,
+            share,
+            times,
+            memory.pages,
+            model.max_positions,
+            model.sliding_window,
+            0 if serve.rate else max(1, own),
+        )
+        for share, own in zip(shares, clients, strict=True)
+    )
+    first = played[0].figures
+    figures = LoadFigures(
+        tuple(made for each in played for made in each.figures.made),
+        sum(each.figures.requests for each in played),
+        max(each.figures.seconds for each in played),
+        first.limits,
+        {
+            error: sum(each.figures.errors.get(error, 0) for each in played)
+            for each in played
+            for error in each.figures.errors
+        },
+    )
+    price = (run.cluster.price or cluster.chip.price) * layout.world
+    return ServingPlan(run, figures, memory, played, price, _holds(run, figures))
+
+
+def _holds(run: Run, figures: LoadFigures) -> bool:
+    found, asked = figures.as_dict(), run.serve
+    if found["failed"]:
+        return False
+    pace = True
+    if asked.rate:  # what is left when the last request has come ends soon
+        last = max((made.due for made in figures.made), default=0.0)
+        answer = found["e2e_ms"]["p50"] or 0.0
+        pace = figures.seconds <= last / HOLDS + 3 * answer / 1e3
+    return pace and (not figures.limits.given or found["goodput_share"] >= HOLDS)
+
+
+def layouts_of(run: Run) -> Iterator[Run]:
+    """Layouts of the cluster's devices, the fewest devices first."""
+    cluster, model = cluster_of(run), run.model
+    most = cluster.devices
+    sizes = [2**n for n in range(most.bit_length()) if 2**n <= most]
+    for devices in sizes:
+        for tensor in (size for size in sizes if size <= min(devices, cluster.domain) and model.heads % size == 0):
+            layout = replace(run.layout, auto=False, fixed=(), replicate=devices // tensor, tensor=tensor)
+            yield replace(run, layout=layout)
+
+
+def search_serving(run: Run) -> list[ServingPlan]:
+    """Plans of all layouts that fit: those that hold the load first, the cheapest of them first; then by what they answer."""
+    found = []
+    for candidate in layouts_of(run):
+        try:
+            found.append(plan_serving(candidate))
+        except UserError:
+            continue
+        if found[-1].holds and candidate.layout.world > 4 * min(p.devices for p in found if p.holds):
+            break  # more devices hold it too, and cost more
+    if not found:
+        raise UserError(Problem("no layout of these devices has room for the weights and a sequence", "cluster.nodes"))
+
+    def rank(plan: ServingPlan) -> tuple[bool, float, float]:
+        speed = plan.figures.as_dict()["output_tokens_per_s"]
+        return not plan.holds, plan.devices if plan.holds else 0.0, -speed
+
+    return sorted(found, key=rank)
