@@ -106,8 +106,8 @@ def _texts(path: Path) -> list[str]:
 
 
 def _print(figures: dict[str, Any]) -> None:
-    from shardwise.report.load_view import print_load
     from shardwise.report.terminal import Console
+    from shardwise.report.terminal_load import print_load
 
     console = Console(highlight=False)
     print_load(console, figures)

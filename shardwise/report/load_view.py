@@ -1,4 +1,4 @@
-"""A load, measured or played, for people: its figures as a table, and as a page with how waiting is distributed over requests and
+"""A load, measured or played, for people: its figures in words, and as a page with how waiting is distributed over requests and
 how it went over time."""
 
 from __future__ import annotations
@@ -6,12 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rich.text import Text
-
 from shardwise.report import colors, html, html_charts, words
 from shardwise.report.pick import Column
-from shardwise.report.terminal import Console, plain_table
-from shardwise.report.terminal import key_figures as in_columns
 from shardwise.schedules.serving.figures import SHARES, LoadFigures, Made, percentile
 
 ROWS = (
@@ -35,21 +31,6 @@ def load_page(title: str, load: LoadFigures) -> str:
             sections.append(_distribution("Time per output token", times, load.limits.tpot))
         sections.append(_over_time(made))
     return html.page(title, sections)
-
-
-def print_load(console: Console, figures: dict[str, Any], more: list[tuple[str, str, str]] | None = None) -> None:
-    """The figures and the table of times; `more` figures stand before them."""
-    console.print(in_columns([*(more or []), *key_figures(figures)]))
-    console.print()
-    table = plain_table()
-    table.add_column("")
-    for name in ("mean", *(f"{share}%" for share in SHARES)):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name, values in cells(figures):
-        table.add_row(name, *map(Text, values))
-    console.print(table)
-    for error, count in figures["errors"].items():
-        console.print(f"{count} failed: {error}", markup=False, soft_wrap=True)
 
 
 def key_figures(figures: dict[str, Any]) -> list[tuple[str, str, str]]:

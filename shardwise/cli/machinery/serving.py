@@ -48,8 +48,8 @@ def _layout(plan: ServingPlan) -> str:
 
 def _print(best: ServingPlan, ranking: list[ServingPlan]) -> None:
     from shardwise.report import words
-    from shardwise.report.load_view import print_load
     from shardwise.report.terminal import Console, plain_table
+    from shardwise.report.terminal_load import print_load
 
     console = Console(highlight=False)
     run, memory, found = best.run, best.memory, best.as_dict()

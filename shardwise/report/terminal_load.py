@@ -1,0 +1,26 @@
+"""A load, measured or played, on the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.text import Text
+
+from shardwise.report import load_view
+from shardwise.report.terminal import Console, key_figures, plain_table
+from shardwise.schedules.serving.figures import SHARES
+
+
+def print_load(console: Console, figures: dict[str, Any], more: list[tuple[str, str, str]] | None = None) -> None:
+    """The figures and the table of times; `more` figures stand before them."""
+    console.print(key_figures([*(more or []), *load_view.key_figures(figures)]))
+    console.print()
+    table = plain_table()
+    table.add_column("")
+    for name in ("mean", *(f"{share}%" for share in SHARES)):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, values in load_view.cells(figures):
+        table.add_row(name, *map(Text, values))
+    console.print(table)
+    for error, count in figures["errors"].items():
+        console.print(f"{count} failed: {error}", markup=False, soft_wrap=True)
