@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import resource
-import statistics
 from argparse import Namespace
 from functools import cache
 from pathlib import Path
@@ -50,10 +49,10 @@ def explain(folder: Path, page: bool = False) -> float:
 
 
 def seconds(folder: Path, make: Writer, count: int, rounds: int = 3, page: bool = False) -> float:
-    """The median of some rounds."""
+    """Of some rounds, the one that other programs disturbed least."""
     folder.mkdir()
     make(folder, count)
-    return statistics.median(explain(folder, page) for _ in range(rounds))
+    return min(explain(folder, page) for _ in range(rounds))
 
 
 def plain_events(make: Writer, count: int) -> int:
