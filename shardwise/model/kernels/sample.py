@@ -88,6 +88,33 @@ def _pick(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _weight_above(at, vocab, low, highest, inverse, COUNTS: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many logits of a row reach a bound, which is ordered as an integer; or what they weigh in the softmax."""
+    total = tl.zeros((N,), tl.float32)
+    for first in range(0, vocab, N):
+        token = first + tl.arange(0, N)
+        x = tl.load(at + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+        weight = tl.full((N,), 1.0, tl.float32) if COUNTS else tl.exp((x - highest) * inverse)
+        total += tl.where((_ordered(x).to(tl.int64) >= low) & (token < vocab), weight, 0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _largest_reached(  # type: ignore[no-untyped-def]
+    at, vocab, least, wanted, highest, inverse, COUNTS: tl.constexpr, N: tl.constexpr
+):
+    """The largest bound, from `least` on, that logits of at least the wanted number or weight reach: by halving."""
+    low, high = _ordered(least).to(tl.int64), _ordered(highest).to(tl.int64)
+    while low < high:
+        middle = (low + high + 1) >> 1
+        enough = _weight_above(at, vocab, middle, highest, inverse, COUNTS, N) >= wanted
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle - 1)
+    found = low.to(tl.int32)
+    return tl.where(found < 0, found ^ 0x7FFFFFFF, found).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _find_threshold(  # type: ignore[no-untyped-def]
     LOGITS, TEMPERATURE, TOP_K, TOP_P, MIN_P, OUT, vocab, row0, N: tl.constexpr
 ):
@@ -101,43 +128,13 @@ def _find_threshold(  # type: ignore[no-untyped-def]
         token = first + tl.arange(0, N)
         top = tl.maximum(top, tl.load(at + token, mask=token < vocab, other=float("-inf")).to(tl.float32))
     highest = tl.max(top, 0)
-    threshold = float("-inf")
+    lowest = tl.full((), -3.0e38, tl.float32)
+    threshold = tl.full((), float("-inf"), tl.float32)
     if (k > 0) & (k < vocab):
-        # The largest t that at least k reach.
-        low, high = _ordered(tl.full((), -3.0e38, tl.float32)).to(tl.int64), _ordered(highest).to(tl.int64)
-        while low < high:
-            middle = (low + high + 1) >> 1
-            reached = tl.zeros((N,), tl.int32)
-            for first in range(0, vocab, N):
-                token = first + tl.arange(0, N)
-                x = tl.load(at + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-                reached += (_ordered(x).to(tl.int64) >= middle).to(tl.int32)
-            enough = tl.sum(reached, 0) >= k
-            low = tl.where(enough, middle, low)
-            high = tl.where(enough, high, middle - 1)
-        found = low.to(tl.int32)
-        threshold = tl.where(found < 0, found ^ 0x7FFFFFFF, found).to(tl.float32, bitcast=True)
-    if p < 1:
-        # The largest t such that those who reach it have at least p of the mass that the first cut left.
-        low, high = _ordered(tl.maximum(threshold, -3.0e38)).to(tl.int64), _ordered(highest).to(tl.int64)
-        mass = tl.zeros((N,), tl.float32)
-        for first in range(0, vocab, N):
-            token = first + tl.arange(0, N)
-            x = tl.load(at + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-            mass += tl.where(x >= threshold, tl.exp((x - highest) * inverse), 0.0)
-        wanted = p * tl.sum(mass, 0)
-        while low < high:
-            middle = (low + high + 1) >> 1
-            mass = tl.zeros((N,), tl.float32)
-            for first in range(0, vocab, N):
-                token = first + tl.arange(0, N)
-                x = tl.load(at + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-                mass += tl.where(_ordered(x).to(tl.int64) >= middle, tl.exp((x - highest) * inverse), 0.0)
-            enough = tl.sum(mass, 0) >= wanted
-            low = tl.where(enough, middle, low)
-            high = tl.where(enough, high, middle - 1)
-        found = low.to(tl.int32)
-        threshold = tl.where(found < 0, found ^ 0x7FFFFFFF, found).to(tl.float32, bitcast=True)
+        threshold = _largest_reached(at, vocab, lowest, k.to(tl.float32), highest, inverse, True, N)
+    if p < 1:  # of the mass that the first cut left
+        wanted = p * _weight_above(at, vocab, _ordered(threshold).to(tl.int64), highest, inverse, False, N)
+        threshold = _largest_reached(at, vocab, tl.maximum(threshold, lowest), wanted, highest, inverse, False, N)
     if least > 0:
         threshold = tl.maximum(threshold, highest + tl.log(least) / inverse)
     tl.store(OUT + row, threshold)
