@@ -67,7 +67,7 @@ def main() -> None:
     run = read_run(None, [*words, *overrides])
     began = time.time()
     engine = engine_of(random_model(run), run)
-    engine.runner.warm()
+    engine.warm()
     torch.cuda.synchronize()
     rows: dict[str, Any] = dict(
         preset=args.preset, overrides=overrides, ready_s=time.time() - began, pages=engine.pool.pages,

@@ -75,6 +75,7 @@ def execute(args: argparse.Namespace) -> int:
     from shardwise.serve.engine import make_engine
 
     engine = make_engine(folder, run)
+    engine.warm()
     # What is here now stays; looking through it again and again would hold up steps.
     gc.collect()
     gc.freeze()

@@ -110,6 +110,10 @@ class Engine:
         """End an answer whose reader has seen enough, if it has not ended by itself."""
         self._end([a for a in self.answers.get(request_id, ()) if a.index == index], None)
 
+    def warm(self) -> None:
+        """Do now what the first requests would otherwise wait for: record the steps of a GPU."""
+        self.runner.warm()
+
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
