@@ -54,6 +54,8 @@ def cells(figures: dict[str, Any]) -> list[tuple[str, list[str]]]:
     """The table of times: a name, the mean and the percentiles."""
     found = []
     for key, name in ROWS:
+        if figures[key]["mean"] is None and key == "itl_ms":
+            continue  # a played load has no events between tokens
         values = [figures[key][column] for column in ("mean", *(f"p{share}" for share in SHARES))]
         found.append((name, [words.DASH if value is None else words.seconds(value / 1e3) for value in values]))
     return found

@@ -75,8 +75,8 @@ def _print(best: ServingPlan, ranking: list[ServingPlan]) -> None:
     if len(ranking) < 2:
         return
     table = plain_table()
-    for name in ("layout", "held", "tokens/s", "ttft", "tpot", "a million"):
-        table.add_column(name, justify="left" if name == "layout" else "right", no_wrap=True)
+    for name in ("devices: layout", "held", "tokens/s", "ttft 50%", "tpot 50%", "a million"):
+        table.add_column(name, justify="left" if "layout" in name else "right", no_wrap=True)
     for plan in ranking:
         values: dict[str, Any] = plan.as_dict()
         times = [values[name]["p50"] for name in ("ttft_ms", "tpot_ms")]

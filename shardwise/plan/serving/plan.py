@@ -145,12 +145,12 @@ def search_serving(run: Run) -> list[ServingPlan]:
     """Plans of all layouts that fit: those that hold the load first, the cheapest of them first; then by what they answer."""
     found = []
     for candidate in layouts_of(run):
+        if any(plan.holds and candidate.layout.world > 4 * plan.devices for plan in found):
+            break  # more devices hold it too, and cost more
         try:
             found.append(plan_serving(candidate))
         except UserError:
             continue
-        if found[-1].holds and candidate.layout.world > 4 * min(p.devices for p in found if p.holds):
-            break  # more devices hold it too, and cost more
     if not found:
         raise UserError(Problem("no layout of these devices has room for the weights and a sequence", "cluster.nodes"))
 
