@@ -101,6 +101,9 @@ class FakeEngine:
             outputs.append(self._next(each))
         return outputs
 
+    def warm(self) -> None:
+        """There is nothing to warm."""
+
     @property
     def idle(self) -> bool:
         return not self._waiting and not self._running and not self._told

@@ -67,6 +67,20 @@ class _Choice:
     done: bool = False
 
 
+@dataclass
+class Choice:
+    """One answer that has ended."""
+
+    texts: list[str] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
+    finish: str = ""
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self.texts)
+
+
 class Answers:
     """Reads requests as text. `async for delta in answers.read()`; then `usage` is known."""
 
@@ -96,6 +110,17 @@ class Answers:
         self._begun: set[int] = set()
         self._prompts: dict[str, Output] = {}
         """The first output of each request, which knows of the prompt."""
+
+    async def whole(self) -> list[Choice]:
+        """All choices, once they have ended."""
+        found = [Choice() for _ in self._choices]
+        async with aclosing(self.read()) as deltas:
+            async for delta in deltas:
+                choice = found[delta.choice]
+                choice.texts.append(delta.text)
+                choice.tokens.extend(delta.tokens)
+                choice.finish = delta.finish or ""
+        return found
 
     async def read(self) -> AsyncGenerator[Delta]:
         """What is new, as it comes. Leaving early aborts the requests."""

@@ -144,22 +144,14 @@ async def _events(answers: Answers, ask: Ask, head: dict[str, Any], tokenizer: T
 
 
 async def _whole(answers: Answers, head: dict[str, Any], tokenizer: Tokenizer, ask: Ask) -> Response:
-    texts: list[list[str]] = [[] for _ in range(ask.n)]
-    tokens: list[list[Token]] = [[] for _ in range(ask.n)]
-    finish = [""] * ask.n
-    async with aclosing(answers.read()) as deltas:
-        async for delta in deltas:
-            texts[delta.choice].append(delta.text)
-            tokens[delta.choice].extend(delta.tokens)
-            finish[delta.choice] = delta.finish or ""
     choices = [
         {
             "index": at,
-            "message": {"role": "assistant", "content": "".join(texts[at]), "refusal": None},
-            "logprobs": None if ask.sampling.logprobs is None else _logprobs(tokens[at], tokenizer),
-            "finish_reason": finish[at],
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": None if ask.sampling.logprobs is None else _logprobs(choice.tokens, tokenizer),
+            "finish_reason": choice.finish,
         }
-        for at in range(ask.n)
+        for at, choice in enumerate(await answers.whole())
     ]
     body = {**head, "choices": choices, "usage": answers.usage.json()}
     return Response(json.dumps(body), media_type="application/json")

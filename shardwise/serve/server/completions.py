@@ -56,7 +56,7 @@ async def completions(context: Context, fields: Fields, user: str) -> Response |
     head = {"id": name, "object": "text_completion", "created": int(time.time()), "model": model.name}
     if ask.stream:
         return EventStream(_events(answers, ask, head, model.tokenizer))
-    return await _whole(answers, head, model.tokenizer, len(prompts) * ask.n)
+    return await _whole(answers, head, model.tokenizer)
 
 
 async def _prompts(context: Context, fields: Fields, given: Any, special: bool, n: int) -> list[list[int]]:
@@ -110,23 +110,15 @@ async def _events(answers: Answers, ask: Ask, head: dict[str, Any], tokenizer: T
         yield f"data: {json.dumps({**head, 'choices': [], 'usage': answers.usage.json()})}\n\n".encode()
 
 
-async def _whole(answers: Answers, head: dict[str, Any], tokenizer: Tokenizer, count: int) -> Response:
-    texts: list[list[str]] = [[] for _ in range(count)]
-    tokens: list[list[Token]] = [[] for _ in range(count)]
-    finish = [""] * count
-    async with aclosing(answers.read()) as deltas:
-        async for delta in deltas:
-            texts[delta.choice].append(delta.text)
-            tokens[delta.choice].extend(delta.tokens)
-            finish[delta.choice] = delta.finish or ""
+async def _whole(answers: Answers, head: dict[str, Any], tokenizer: Tokenizer) -> Response:
     choices = [
         {
             "index": at,
-            "text": "".join(texts[at]),
-            "logprobs": _logprobs(tokens[at], tokenizer) if tokens[at] else None,
-            "finish_reason": finish[at],
+            "text": choice.text,
+            "logprobs": _logprobs(choice.tokens, tokenizer) if choice.tokens else None,
+            "finish_reason": choice.finish,
         }
-        for at in range(count)
+        for at, choice in enumerate(await answers.whole())
     ]
     body = {**head, "choices": choices, "usage": answers.usage.json()}
     return Response(json.dumps(body), media_type="application/json")
