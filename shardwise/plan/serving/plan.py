@@ -143,7 +143,7 @@ def layouts_of(run: Run) -> Iterator[Run]:
 
 def search_serving(run: Run) -> list[ServingPlan]:
     """Plans of all layouts that fit: those that hold the load first, the cheapest of them first; then by what they answer."""
-    found = []
+    found: list[ServingPlan] = []
     for candidate in layouts_of(run):
         if any(plan.holds and candidate.layout.world > 4 * plan.devices for plan in found):
             break  # more devices hold it too, and cost more
