@@ -141,6 +141,8 @@ SMALL_EDGES: list[Drawn] = [
     ("dense", dict(context=4, context_method="ulysses"), {}),  # which are then repeated
     # A stage between the ends that is done with its microbatches before others come fetches a layer in vain.
     ("dense", dict(pipeline=2, shard=2, schedule="interleaved", prefetch=2), dict(layers=8, microbatch=1)),
+    # With no one to gather from it does not.
+    ("tied", dict(pipeline=2, replicate=2, schedule="interleaved", stages=(0, 2, 2, 0)), dict(layers=4, microbatch=1)),
     ("tied", dict(shard=2, pipeline=2), LOW_PRECISION),
     ("dense", dict(replicate=2), LOW_PRECISION | dict(reduce_dtype="bfloat16")),
     ("mixture", dict(tensor=2, expert_tensor=True), LOW_PRECISION),

@@ -215,7 +215,8 @@ class Observed:
         for rank, record in enumerate(self.records):
             planned = state_bytes(self.run, rank)
             planned |= dict(gathered=gathered(self.run, rank), unreduced=peak_gradients(self.run, rank))
-            assert {owner: record.memory[owner] for owner in planned} == planned, f"{self} rank {rank}"
+            held = {owner: record.memory[owner] for owner in planned}
+            assert held == planned, f"{self} rank {rank}: {held}, planned {planned}"
             assert saves_as_planned(self.run, rank, record), f"{self} rank {rank}"
             if not self.run.model.experts:
                 assert activations(self.run, rank) == record.memory["activations"], f"{self} rank {rank}"

@@ -176,8 +176,9 @@ class PlannedRank:
 
     def prefetched_shard(self, stage: Stage) -> int:
         """Bytes of a shard of the layer that `fully_shard` prefetches behind the last layer of a backward pass (see `traffic.py`).
-        First and last stages end in what is outside of the layers, and one layer is its own last: both are gathered still."""
-        if stage.first or stage.last or len(stage.layers) < 2:
+        First and last stages end in what is outside of the layers, and one layer is its own last: both are gathered still. A rank
+        that has no one to gather from copies a layer only when it is used."""
+        if stage.first or stage.last or len(stage.layers) < 2 or self.size("zero") == 1:
             return 0
         layer, ranks = self.layer_parameters(self.run.model.is_moe(stage.layers[-1])), self.size("zero")
         return sum(self.gathered_shard(p, ranks) for p in layer if p.group == "zero")
