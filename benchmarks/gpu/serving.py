@@ -78,7 +78,7 @@ def main() -> None:
     for label in ["warm", *args.only]:
         count, inputs, outputs = LOADS.get(label, (1, "32", "16"))
         took, made, steps = [], 0, 0
-        for repeat in range(1 if count > 64 else 3):
+        for repeat in range(1 if count > 256 else 2 if count > 64 else 3):
             for n, (prompt, answer) in enumerate(
                 zip(lengths(inputs, count, draw), lengths(outputs, count, draw), strict=True)
             ):

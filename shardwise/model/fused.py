@@ -52,9 +52,10 @@ def fits(block: Block, config: ModelConfig) -> bool:
 
 
 class FusedBlock:
-    """What stands in the place of a block's `forward`."""
+    """What stands in the place of a block's `forward`. Behind the attention of the last block only those tokens matter whose result
+    is asked for: of a prompt, one."""
 
-    def __init__(self, block: Block, config: ModelConfig, rope: tuple[Tensor, Tensor] | None) -> None:
+    def __init__(self, block: Block, config: ModelConfig, rope: tuple[Tensor, Tensor] | None, last: bool) -> None:
         attention, ffn = block.attention, block.ffn
         assert isinstance(attention, GroupedAttention)
         assert isinstance(ffn, FeedForward)
@@ -66,7 +67,7 @@ class FusedBlock:
         self.attention_norm = (block.attention_norm.weight.data, config.norm_eps)
         self.ffn_norm = (block.ffn_norm.weight.data, config.norm_eps)
         self.heads, self.scale = attention.q.weight.shape[0] // config.head_dim, attention.scale
-        self.rope = rope
+        self.rope, self.last = rope, last
         self.norms = None
         if attention.q_norm is not None and attention.k_norm is not None:
             self.norms = (attention.q_norm.weight.data, attention.k_norm.weight.data, config.norm_eps)
@@ -86,6 +87,9 @@ class FusedBlock:
             return skinny_gemm(inner, self.down, residual=x)[None], None
         qkv = F.linear(_norm(x, self.attention_norm), self.qkv)
         attended = cache.attend_fused(qkv, self.heads, self.rope, self.norms, self.scale)
+        batch = cache.cache.batch
+        if self.last and batch is not None and batch.wanted is not None:
+            x, attended = x[batch.wanted], attended[batch.wanted]
         x = x.addmm_(attended, self.out.t())
         inner = gated_product(F.linear(_norm(x, self.ffn_norm), self.gate_up), self.activation)
         return x.addmm_(inner, self.down.t())[None], None
@@ -114,10 +118,11 @@ def fuse(model: Transformer, positions: int) -> int:
         half = config.head_dim // 2
         rope = tables[0][0, :, 0, :half].contiguous(), tables[1][0, :, 0, :half].contiguous()
     fused = 0
-    for block in model.layers.values():
+    for number, block in enumerate(model.layers.values(), 1):
         assert isinstance(block, Block)
         if fits(block, config):
-            block.forward = FusedBlock(block, config, rope)  # type: ignore[method-assign]
+            last = number == len(model.layers)
+            block.forward = FusedBlock(block, config, rope, last)  # type: ignore[method-assign]
             fused += 1
     if fused == len(model.layers):
         model.rope_builder = lambda *_: None  # the kernels have it

@@ -44,6 +44,8 @@ class PagedBatch:
     """No sequence has more tokens in all, old and new, than this."""
     positions: Tensor
     """[tokens]: of the new tokens in their sequences."""
+    wanted: Tensor | None = None
+    """The new tokens (int64) whose result is asked for, which is all that fused blocks compute at the end; None: all."""
     tiles: dict[int, Tensor] = field(default_factory=dict)
     """On GPUs, what the kernel of tiles runs over, by the first sequence that it attends for."""
 

@@ -111,8 +111,8 @@ class Engine:
         self._end([a for a in self.answers.get(request_id, ()) if a.index == index], None)
 
     def warm(self) -> None:
-        """Do now what the first requests would otherwise wait for: record the steps of a GPU."""
-        self.runner.warm()
+        """Do now what the first requests would otherwise wait for: compile and record the steps of a GPU."""
+        self.runner.warm(self.scheduler.settings.max_step_tokens)
 
     @property
     def idle(self) -> bool:

@@ -194,25 +194,35 @@ class Runner:
             self.table, slots, starts_there, bounds, decodes, tuple(row.count for row in others), fresh,
             int((starts + counts).max()), positions_there,
         )  # fmt: skip
+        asked = wanted_there.long()
+        if self.fused == len(self.model.layers) and not keep_logits:
+            batch.wanted = asked
         self.cache.begin(batch)
         kept: list[Tensor] = []
 
         def finish(x: Tensor, weight: Tensor) -> Tensor:
             if keep_logits:
                 kept.append(unembed(x[0], weight))
-                return kept[0][wanted_there.long()]
-            return unembed(x[0][wanted_there.long()], weight)
+                return kept[0][asked]
+            return unembed(x[0] if batch.wanted is not None else x[0][asked], weight)
 
         scores = self.model(ids[None], positions_there[None], cache=self.cache, finish=finish).result
         return (scores, kept[0]) if keep_logits else scores
 
-    def warm(self) -> None:
-        """Record all steps now, the largest first: the smaller ones then use its memory. Otherwise each is when it is needed."""
-        if self.gpu:
-            with torch.inference_mode():
-                for size in reversed(self.sizes):
-                    if size not in self.graphs:
-                        self._record(size)
+    def warm(self, step_tokens: int) -> None:
+        """Record all steps now, the largest first: the smaller ones then use its memory. Otherwise each is when it is needed. And
+        compile what steps with prompts use, in the largest such step there may be."""
+        if not self.gpu:
+            return
+        with torch.inference_mode():
+            for size in reversed(self.sizes):
+                if size not in self.graphs:
+                    self._record(size)
+            most = min(self.longest, step_tokens)
+            prompts = [Row(0, 0, [0] * most, most, 1)] * (step_tokens // most)
+            self._mixed(prompts, 0, False)
+            self._mixed([Row(0, 1, [0], 1, 1), Row(0, 0, [0, 0], 2, 1), Row(0, 1, [0, 0], 2, 1)], 1, False)
+            torch.cuda.synchronize()
 
     def _decode(self, rows: list[Row]) -> tuple[Tensor, Tensor]:
         """A step in which each sequence continues with the token picked last, replayed: logits, and tokens picked of them without
@@ -241,7 +251,7 @@ class Runner:
         def compute() -> tuple[Tensor, Tensor]:
             slots, starts = inputs.unbind()
             ids = self.sampler.last[slots.long()]
-            self.cache.begin(PagedBatch(self.table, slots, starts, bounds, size, (), 0, self.longest, starts, tiles))
+            self.cache.begin(PagedBatch(self.table, slots, starts, bounds, size, (), 0, self.longest, starts, tiles=tiles))
             logits = self.model(ids[None], starts[None], cache=self.cache, finish=lambda x, w: unembed(x[0], w)).result
             return logits, self.sampler.pick_plain(logits, slots, starts, ahead=1)
 

@@ -16,8 +16,10 @@ from torch import Tensor
 LOG2E = 1.4426950408889634
 TILE = 128
 """Keys of a tile."""
-PROGRAMS = 132 * 4
-"""How many programs keep the memory of a large GPU busy: sequences with fewer are split."""
+PROGRAMS = 128
+"""How many programs keep the memory of a large GPU busy, one on each of its processors: sequences with fewer are split."""
+INDICES = ["SLOTS", "STARTS"]
+"""Integers that are parts of one message to the device: kernels are compiled once for all places where they may lie."""
 
 
 @triton.jit
@@ -28,7 +30,7 @@ def _rotated(x1, x2, cos, sin, dtype: tl.constexpr):  # type: ignore[no-untyped-
     return first.to(dtype), second.to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=INDICES)
 def _decode(  # type: ignore[no-untyped-def]
     QKV, COS, SIN, Q_NORM, K_NORM, K, V, TABLE, SLOTS, STARTS, OUT, PART, HIGHEST, TOTAL, ARRIVED, kv_scale,
     row, pages, scale, eps, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
@@ -165,7 +167,7 @@ class Scratch:
 
     def splits(self, sequences: int) -> int:
         """How many programs share the keys of a sequence: a power of two, since each is compiled for."""
-        return min(64, triton.next_power_of_2(max(1, PROGRAMS // (sequences * self.kv_heads))))
+        return min(64, triton.next_power_of_2(triton.cdiv(PROGRAMS, sequences * self.kv_heads)))
 
 
 def decode_attention(

@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.model.kernels.decode_attention import LOG2E, _rotated
+from shardwise.model.kernels.decode_attention import INDICES, LOG2E, _rotated
 
 QUERIES = 64
 """New tokens of a tile."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["PLACES", "POSITIONS"])
 def _rope_write(  # type: ignore[no-untyped-def]
     QKV, COS, SIN, Q_NORM, K_NORM, K, V, PLACES, POSITIONS, row, eps, kv_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
@@ -66,7 +66,7 @@ def rope_write(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=[*INDICES, "CU_SEQLENS", "TILES"])
 def _attend(  # type: ignore[no-untyped-def]
     Q, K, V, TABLE, SLOTS, STARTS, CU_SEQLENS, TILES, OUT, q0, q1, k0, k1, k2, v0, v1, v2, pages, scale, kv_scale,
     GROUP: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,

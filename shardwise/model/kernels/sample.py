@@ -39,7 +39,7 @@ def _mix64(x):  # type: ignore[no-untyped-def]
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ahead"], do_not_specialize_on_alignment=["SLOTS", "POSITIONS"])
 def _pick(  # type: ignore[no-untyped-def]
     LOGITS, SLOTS, POSITIONS, TEMPERATURE, SEED, THRESHOLD, BEST, ARRIVED, OUT, LAST, vocab, row0, ahead,
     CUT: tl.constexpr, SPLITS: tl.constexpr, N: tl.constexpr,
