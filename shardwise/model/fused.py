@@ -75,6 +75,7 @@ class FusedBlock:
 
     def __call__(self, x: Tensor, rope: Any, mask: Any, cache: LayerCache | None = None) -> tuple[Tensor, None]:
         from shardwise.model.kernels.gated import gated_product
+        from shardwise.model.kernels.rms_norm import rms_norm
         from shardwise.model.kernels.skinny_gemm import MOST_ROWS, skinny_gemm
 
         assert isinstance(cache, PagedLayerCache)
@@ -85,13 +86,13 @@ class FusedBlock:
             x = skinny_gemm(attended, self.out, residual=x)
             inner = skinny_gemm(x, self.gate_up, self.ffn_norm, gated=self.activation)
             return skinny_gemm(inner, self.down, residual=x)[None], None
-        qkv = F.linear(_norm(x, self.attention_norm), self.qkv)
+        qkv = F.linear(rms_norm(x, *self.attention_norm), self.qkv)
         attended = cache.attend_fused(qkv, self.heads, self.rope, self.norms, self.scale)
         batch = cache.cache.batch
         if self.last and batch is not None and batch.wanted is not None:
             x, attended = x[batch.wanted], attended[batch.wanted]
         x = x.addmm_(attended, self.out.t())
-        inner = gated_product(F.linear(_norm(x, self.ffn_norm), self.gate_up), self.activation)
+        inner = gated_product(F.linear(rms_norm(x, *self.ffn_norm), self.gate_up), self.activation)
         return x.addmm_(inner, self.down.t())[None], None
 
 
@@ -103,10 +104,6 @@ def unembed(x: Tensor, weight: Tensor) -> Tensor:
         if 0 < len(x) <= MOST_ROWS:
             return skinny_gemm(x, weight.to(x.dtype))
     return F.linear(x, weight.to(x.dtype))
-
-
-def _norm(x: Tensor, norm: tuple[Tensor, float]) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], *norm)
 
 
 def fuse(model: Transformer, positions: int) -> int:

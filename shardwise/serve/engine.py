@@ -158,7 +158,7 @@ class Engine:
             self.tables[sequence.slot] = pages.copy()
         self.runner.set_pages(changes)
         self.runner.copy_pages(step.copies)
-        order = sorted(range(len(step.chunks)), key=lambda n: _kind(step.chunks[n]))
+        order = sorted(range(len(step.chunks)), key=lambda n: _rank(step.chunks[n]))
         rows = [self._row(step.chunks[n], n < step.decoding) for n in order]
         keeps = any(self._wants_prompt(chunk) for chunk in step.chunks)
         launched = self.runner.launch(rows, self._masks(step, order), keeps)
@@ -310,9 +310,10 @@ class Engine:
             answer.prompt_logprobs += read_logprobs(following, *values, [most] * len(following))
 
 
-def _kind(chunk: Chunk) -> int:
-    """Single tokens first, then prompts from their beginning, then the rest: as the runner wants them."""
-    return 0 if chunk.count == 1 else 1 if chunk.start == 0 else 2
+def _rank(chunk: Chunk) -> tuple[int, int]:
+    """Single tokens first, then prompts from their beginning, then the rest: as the runner wants them. Of each, those that take
+    longest first, so that no processor of a GPU is left with one at the end."""
+    return 0 if chunk.count == 1 else 1 if chunk.start == 0 else 2, -chunk.start - chunk.count
 
 
 def engine_of(model: Transformer, run: Run, ahead: bool | None = None, longest: int = 0) -> Engine:

@@ -251,7 +251,9 @@ class Runner:
         def compute() -> tuple[Tensor, Tensor]:
             slots, starts = inputs.unbind()
             ids = self.sampler.last[slots.long()]
-            self.cache.begin(PagedBatch(self.table, slots, starts, bounds, size, (), 0, self.longest, starts, tiles=tiles))
+            self.cache.begin(
+                PagedBatch(self.table, slots, starts, bounds, size, (), 0, self.longest, starts, tiles=tiles)
+            )
             logits = self.model(ids[None], starts[None], cache=self.cache, finish=lambda x, w: unembed(x[0], w)).result
             return logits, self.sampler.pick_plain(logits, slots, starts, ahead=1)
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from shardwise.model.kernels.decode_attention import Scratch, decode_attention
 from shardwise.model.kernels.gated import gated_product
 from shardwise.model.kernels.paged_attention import paged_attention, rope_write, tiles_of
+from shardwise.model.kernels.rms_norm import rms_norm
 from shardwise.model.kernels.sample import Picking, find_threshold, pick
 from shardwise.model.kernels.skinny_gemm import skinny_gemm, skinny_gemm_reference
 from shardwise.model.paged import PagedBatch, paged_attention_reference
@@ -107,6 +108,8 @@ def gemms() -> None:
                     found = skinny_gemm(x, weight, before, after, gated)
                     wanted = skinny_gemm_reference(x, weight, before, after, gated)
                     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    x, weight = torch.randn(5, 700)[:, :600], torch.rand(600)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5), F.rms_norm(x, (600,), weight, 1e-5), rtol=1e-5, atol=1e-6)
     x = torch.randn(3, 2 * 2500)
     gate, up = x.chunk(2, dim=1)
     torch.testing.assert_close(gated_product(x, "silu"), F.silu(gate) * up, rtol=1e-5, atol=1e-6)

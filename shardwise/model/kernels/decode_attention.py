@@ -18,6 +18,8 @@ TILE = 128
 """Keys of a tile."""
 PROGRAMS = 128
 """How many programs keep the memory of a large GPU busy, one on each of its processors: sequences with fewer are split."""
+ALONE = 3
+"""So many tiles one program attends to sooner than several do and merge their parts."""
 INDICES = ["SLOTS", "STARTS"]
 """Integers that are parts of one message to the device: kernels are compiled once for all places where they may lie."""
 
@@ -35,7 +37,7 @@ def _decode(  # type: ignore[no-untyped-def]
     QKV, COS, SIN, Q_NORM, K_NORM, K, V, TABLE, SLOTS, STARTS, OUT, PART, HIGHEST, TOTAL, ARRIVED, kv_scale,
     row, pages, scale, eps, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     PAGE: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, ROPE: tl.constexpr, QK_NORM: tl.constexpr,
-    FP8: tl.constexpr, N: tl.constexpr,
+    FP8: tl.constexpr, N: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     split, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(SLOTS + sequence).to(tl.int64)
@@ -44,6 +46,8 @@ def _decode(  # type: ignore[no-untyped-def]
     first_tile = low // N
     tiles = tl.cdiv(start, N) - first_tile
     share = tl.maximum(tl.cdiv(tiles, SPLITS), 1)
+    if tiles <= ALONE:
+        share = ALONE
     active = tl.maximum(tl.cdiv(tiles, share), 1)
     if split >= active:
         return
@@ -189,6 +193,6 @@ def decode_attention(
         scratch.part, scratch.highest, scratch.total, scratch.arrived, kv_scale, qkv.stride(0), table.stride(0), scale * LOG2E, eps,
         HEADS=heads, KV_HEADS=kv_heads, G=max(16, triton.next_power_of_2(heads // kv_heads)), GROUP=heads // kv_heads, D=width,
         PAGE=page, SPLITS=splits, WINDOW=window, ROPE=rope is not None, QK_NORM=norms is not None,
-        FP8=keys.dtype == torch.float8_e4m3fn, N=TILE, num_warps=4, num_stages=3,
+        FP8=keys.dtype == torch.float8_e4m3fn, N=TILE, ALONE=ALONE, num_warps=4, num_stages=3,
     )  # fmt: skip
     return out

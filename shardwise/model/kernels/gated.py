@@ -30,5 +30,7 @@ def gated_product(x: Tensor, activation: str) -> Tensor:
     """[rows, 2 x width] to [rows, width]; `activation` is "silu" or "gelu"."""
     rows, width = x.shape[0], x.shape[1] // 2
     out = x.new_empty(rows, width)
+    if not rows:
+        return out
     _gated[rows, triton.cdiv(width, 2048)](x, out, width, SILU=activation == "silu", N=2048, num_warps=8)
     return out

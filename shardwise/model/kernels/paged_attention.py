@@ -13,42 +13,46 @@ from shardwise.model.kernels.decode_attention import INDICES, LOG2E, _rotated
 
 QUERIES = 64
 """New tokens of a tile."""
+ROTATED = 16
+"""New tokens that one program rotates, of one head."""
 
 
-@triton.jit(do_not_specialize_on_alignment=["PLACES", "POSITIONS"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["PLACES", "POSITIONS"])
 def _rope_write(  # type: ignore[no-untyped-def]
-    QKV, COS, SIN, Q_NORM, K_NORM, K, V, PLACES, POSITIONS, row, eps, kv_scale,
+    QKV, COS, SIN, Q_NORM, K_NORM, K, V, PLACES, POSITIONS, tokens, row, eps, kv_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    ROPE: tl.constexpr, QK_NORM: tl.constexpr, FP8: tl.constexpr,
+    ROPE: tl.constexpr, QK_NORM: tl.constexpr, FP8: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, head = tl.program_id(1) * M + tl.arange(0, M), tl.program_id(0)
+    here = (token < tokens)[:, None]
     HALF: tl.constexpr = D // 2
-    half = tl.arange(0, HALF)
+    half = tl.arange(0, HALF)[None, :]
     dtype = QKV.dtype.element_ty
-    at = QKV + token * row + head * D
-    x1, x2 = tl.load(at + half).to(tl.float32), tl.load(at + HALF + half).to(tl.float32)
+    at = QKV + token.to(tl.int64)[:, None] * row + head * D + half
+    x1 = tl.load(at, mask=here, other=0.0).to(tl.float32)
+    x2 = tl.load(at + HALF, mask=here, other=0.0).to(tl.float32)
     if head < HEADS + KV_HEADS:
         if QK_NORM:
             norm = Q_NORM if head < HEADS else K_NORM
-            rms = tl.rsqrt((tl.sum(x1 * x1, 0) + tl.sum(x2 * x2, 0)) / D + eps)
+            rms = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
             x1 = (x1 * rms * tl.load(norm + half)).to(dtype).to(tl.float32)
             x2 = (x2 * rms * tl.load(norm + HALF + half)).to(dtype).to(tl.float32)
         if ROPE:
-            position = tl.load(POSITIONS + token)
+            position = tl.load(POSITIONS + token, mask=token < tokens, other=0)[:, None]
             cos, sin = tl.load(COS + position * HALF + half), tl.load(SIN + position * HALF + half)
             r1, r2 = _rotated(x1, x2, cos, sin, dtype)
             x1, x2 = r1.to(tl.float32), r2.to(tl.float32)
-        tl.store(at + half, x1.to(dtype))
-        tl.store(at + HALF + half, x2.to(dtype))
+        tl.store(at, x1.to(dtype), mask=here)
+        tl.store(at + HALF, x2.to(dtype), mask=here)
     if head >= HEADS:
-        place = tl.load(PLACES + token)
+        place = tl.load(PLACES + token, mask=token < tokens, other=0)[:, None]
         kv = (head - HEADS) % KV_HEADS
-        where = ((place // PAGE * KV_HEADS + kv) * PAGE + place % PAGE) * D
+        where = ((place // PAGE * KV_HEADS + kv) * PAGE + place % PAGE) * D + half
         into = K if head < HEADS + KV_HEADS else V
         if FP8:
             x1, x2 = x1 / kv_scale, x2 / kv_scale
-        tl.store(into + where + half, x1.to(K.dtype.element_ty))
-        tl.store(into + where + HALF + half, x2.to(K.dtype.element_ty))
+        tl.store(into + where, x1.to(K.dtype.element_ty), mask=here)
+        tl.store(into + where + HALF, x2.to(K.dtype.element_ty), mask=here)
 
 
 def rope_write(
@@ -59,10 +63,10 @@ def rope_write(
     _, kv_heads, page, width = keys.shape
     cos, sin = rope if rope is not None else (qkv, qkv)
     q_norm, k_norm, eps = norms if norms is not None else (qkv, qkv, 0.0)
-    _rope_write[len(qkv), heads + 2 * kv_heads](
-        qkv, cos, sin, q_norm, k_norm, keys, values, places, positions, qkv.stride(0), eps, kv_scale,
+    _rope_write[heads + 2 * kv_heads, triton.cdiv(len(qkv), ROTATED)](
+        qkv, cos, sin, q_norm, k_norm, keys, values, places, positions, len(qkv), qkv.stride(0), eps, kv_scale,
         HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=page, ROPE=rope is not None, QK_NORM=norms is not None,
-        FP8=keys.dtype == torch.float8_e4m3fn, num_warps=1,
+        FP8=keys.dtype == torch.float8_e4m3fn, M=ROTATED, num_warps=4,
     )  # fmt: skip
 
 
