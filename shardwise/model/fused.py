@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.model.attention import GroupedAttention
 from shardwise.model.cache import LayerCache
-from shardwise.model.layers import FeedForward, Linear
+from shardwise.model.layers import FeedForward, Linear, Norm
 from shardwise.model.paged import PagedLayerCache
 from shardwise.model.rope import rope_cos_sin
 from shardwise.model.transformer import Block, Transformer
@@ -123,4 +123,10 @@ def fuse(model: Transformer, positions: int) -> int:
             fused += 1
     if fused == len(model.layers):
         model.rope_builder = lambda *_: None  # the kernels have it
+    norm = model.norm
+    if isinstance(norm, Norm) and norm.bias is None and fused:
+        from shardwise.model.kernels.rms_norm import rms_norm
+
+        weight, eps = norm.weight.data, norm.eps
+        norm.forward = lambda x: rms_norm(x[0], weight, eps)[None]  # type: ignore[method-assign]
     return fused

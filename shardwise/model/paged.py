@@ -176,15 +176,15 @@ class PagedLayerCache(LayerCache):
 
     def _attend_tiles(self, q: Tensor, out: Tensor, batch: PagedBatch, first: int, scale: float) -> None:
         """New tokens whose keys are in their pages, from the sequence `first` on."""
-        from shardwise.model.kernels.paged_attention import QUERIES, paged_attention, tiles_of
+        from shardwise.model.kernels.paged_attention import paged_attention, tile_rows, tiles_of
 
         counts = (1,) * batch.decodes + batch.counts
-        rows = QUERIES if q.shape[-1] <= 128 else 16
+        rows = tile_rows(max(counts[first:]), q.shape[-1])
         if first not in batch.tiles:
             made = torch.tensor(tiles_of(counts[first:], rows, first), dtype=torch.int32)
             batch.tiles[first] = made.pin_memory().to(q.device, non_blocking=True)
         where = (batch.table, batch.slots, batch.starts, batch.cu_seqlens, batch.tiles[first])
-        paged_attention(q, self.keys, self.values, *where, out, scale, self.window)
+        paged_attention(q, self.keys, self.values, *where, rows, out, scale, self.window)
 
 
 def _has_kernels(q: Tensor) -> bool:
@@ -209,7 +209,7 @@ class PagedCache(Cache):
         heads, width, value_width = page_shape(config)
         self.page_tokens = page_tokens
         self.batch: PagedBatch | None = None
-        self.places = torch.empty(0, dtype=torch.int64, device=device)
+        self._places: Tensor | None = None
         self.layers: list[PagedLayerCache] = []
         self.sequences = sequences
         self._scratch: Any = None
@@ -222,8 +222,15 @@ class PagedCache(Cache):
 
     def begin(self, batch: PagedBatch) -> None:
         """Say what the next forward pass computes."""
-        self.batch = batch
-        self.places = batch.places(self.page_tokens)
+        self.batch, self._places = batch, None
+
+    @property
+    def places(self) -> Tensor:
+        """Where the new tokens' keys go; the kernel of single tokens finds that itself."""
+        if self._places is None:
+            assert self.batch is not None
+            self._places = self.batch.places(self.page_tokens)
+        return self._places
 
     def scratch(self, heads: int) -> Any:
         """Memory that the kernel of single tokens works in."""

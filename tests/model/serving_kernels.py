@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from shardwise.model.kernels.decode_attention import Scratch, decode_attention
 from shardwise.model.kernels.gated import gated_product
-from shardwise.model.kernels.paged_attention import paged_attention, rope_write, tiles_of
+from shardwise.model.kernels.paged_attention import paged_attention, rope_write, tile_rows, tiles_of
 from shardwise.model.kernels.rms_norm import rms_norm
 from shardwise.model.kernels.sample import Picking, find_threshold, pick
 from shardwise.model.kernels.skinny_gemm import skinny_gemm, skinny_gemm_reference
@@ -68,9 +68,10 @@ def attention(
     else:
         rope_write(qkv, *arguments, places, positions, heads)
         found = torch.empty(tokens, heads, width)
-        tiles = torch.tensor(tiles_of(tuple(counts)), dtype=torch.int32)
+        rows = tile_rows(max(counts), width)
+        tiles = torch.tensor(tiles_of(tuple(counts), rows), dtype=torch.int32)
         turned = qkv[:, : heads * width].unflatten(1, (-1, width))
-        paged_attention(turned, keys, values, table, slots, old, begins, tiles, found, width**-0.5, window)
+        paged_attention(turned, keys, values, table, slots, old, begins, tiles, rows, found, width**-0.5, window)
     torch.testing.assert_close(found.view_as(wanted), wanted, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(keys, wanted_keys, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(values, wanted_values)
@@ -83,6 +84,8 @@ def attentions() -> None:
     attention(8, 1, 64, 16, 50, True, [0, 5, 100, 300], [1] * 4)
     attention(8, 2, 32, 16, 0, True, [5, 0, 30], [1, 70, 65])
     attention(8, 2, 32, 16, 20, False, [5, 0, 30, 64], [1, 70, 65, 3])
+    attention(4, 2, 32, 64, 0, False, [5, 0, 30, 200], [1, 150, 65, 3])
+    attention(4, 1, 32, 128, 90, True, [0, 200], [150, 140])
     for _ in range(6):
         counts = sorted(draw.choices([1, 1, 2, 9, 40], k=3))
         starts = [draw.choice([0, 3, 16, 33, 90]) for _ in counts]

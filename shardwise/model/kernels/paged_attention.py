@@ -11,8 +11,6 @@ from torch import Tensor
 
 from shardwise.model.kernels.decode_attention import INDICES, LOG2E, _rotated
 
-QUERIES = 64
-"""New tokens of a tile."""
 ROTATED = 16
 """New tokens that one program rotates, of one head."""
 
@@ -70,6 +68,64 @@ def rope_write(
     )  # fmt: skip
 
 
+@triton.jit
+def _tiles(  # type: ignore[no-untyped-def]
+    out, total, highest, q, K, V, TABLE, k0, k2, v0, v2, position, begin, stop, end, scale, kv_scale, MASKED: tl.constexpr,
+    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    FP8: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """The tiles of keys from `begin` to `stop`, every key seen by all queries unless `MASKED`."""
+    d, dv = tl.arange(0, D), tl.arange(0, DV)
+    for at in range(begin, stop, N):
+        n = at + tl.arange(0, N)
+        if PAGE % N == 0:  # one page, whose tokens lie together
+            page = tl.load(TABLE + at // PAGE).to(tl.int64)
+            place = at % PAGE + tl.arange(0, N)
+            if WINDOW:
+                page = tl.maximum(page, 0)  # given back
+            keys, values = K + page * k0 + place * k2, V + page * v0 + place * v2
+        else:
+            pages = tl.load(TABLE + n // PAGE, mask=n < end, other=0).to(tl.int64)
+            if WINDOW:
+                pages = tl.maximum(pages, 0)
+            keys, values = K + pages * k0 + n % PAGE * k2, V + pages * v0 + n % PAGE * v2
+        if D == WIDTH:
+            k = tl.load(keys[None, :] + d[:, None])
+        else:
+            k = tl.load(keys[None, :] + d[:, None], mask=(d < WIDTH)[:, None], other=0.0)
+        if MASKED:
+            there = n < end
+            if WINDOW:
+                there = there & (n > tl.min(position, 0) - WINDOW)
+            v = tl.load(
+                values[:, None] + dv[None, :],
+                mask=there[:, None] & (dv < V_WIDTH)[None, :],  # what no one sees may be no number
+                other=0.0,
+            )
+        elif DV == V_WIDTH:
+            v = tl.load(values[:, None] + dv[None, :])
+        else:
+            v = tl.load(values[:, None] + dv[None, :], mask=(dv < V_WIDTH)[None, :], other=0.0)
+        if FP8:
+            k, v = k.to(q.dtype), v.to(q.dtype)
+        s = tl.dot(q, k, input_precision="ieee") * (scale * kv_scale if FP8 else scale)
+        if MASKED:
+            seen = n[None, :] <= position[:, None]
+            if WINDOW:
+                seen = seen & (position[:, None] - n[None, :] < WINDOW)
+            s = tl.where(seen, s, float("-inf"))
+        higher = tl.maximum(highest, tl.max(s, 1))
+        safe = tl.where(higher == float("-inf"), 0.0, higher) if WINDOW else higher
+        p = tl.exp2(s - safe[:, None])
+        shrink = tl.exp2(highest - safe)
+        total = total * shrink + tl.sum(p, 1)
+        if FP8:
+            p = p * kv_scale
+        out = tl.dot(p.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
+        highest = higher
+    return out, total, highest
+
+
 @triton.jit(do_not_specialize_on_alignment=[*INDICES, "CU_SEQLENS", "TILES"])
 def _attend(  # type: ignore[no-untyped-def]
     Q, K, V, TABLE, SLOTS, STARTS, CU_SEQLENS, TILES, OUT, q0, q1, k0, k1, k2, v0, v1, v2, pages, scale, kv_scale,
@@ -77,7 +133,7 @@ def _attend(  # type: ignore[no-untyped-def]
     PAGE: tl.constexpr, WINDOW: tl.constexpr, FP8: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """A tile of new tokens of one sequence, one head."""
-    tile, head = tl.program_id(0), tl.program_id(1)
+    tile, head = tl.program_id(1), tl.program_id(0)
     sequence, first = tl.load(TILES + 2 * tile), tl.load(TILES + 2 * tile + 1)
     begin, stop = tl.load(CU_SEQLENS + sequence), tl.load(CU_SEQLENS + sequence + 1)
     start, slot = tl.load(STARTS + sequence), tl.load(SLOTS + sequence).to(tl.int64)
@@ -90,46 +146,25 @@ def _attend(  # type: ignore[no-untyped-def]
         mask=here[:, None] & (d < WIDTH)[None, :],
         other=0.0,
     )
-    kv = head // GROUP
     highest = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
     out = tl.zeros((M, DV), tl.float32)
     end = start + tl.minimum(first + M, stop - begin)
-    low = tl.maximum(start + first + 1 - WINDOW, 0) // N * N if WINDOW else 0
-    for at in range(low, end, N):
-        n = at + tl.arange(0, N)
-        page = tl.load(TABLE + slot * pages + n // PAGE, mask=n < end, other=0).to(tl.int64)
-        if WINDOW:
-            page = tl.maximum(page, 0)  # given back
-        k = tl.load(
-            K + page[None, :] * k0 + kv * k1 + (n % PAGE)[None, :] * k2 + d[:, None],
-            mask=(d < WIDTH)[:, None],
-            other=0.0,
-        )
-        there = n < end
-        if WINDOW:
-            there = there & (n > start + first - WINDOW)
-        v = tl.load(
-            V + page[:, None] * v0 + kv * v1 + (n % PAGE)[:, None] * v2 + dv[None, :],
-            mask=there[:, None] & (dv < V_WIDTH)[None, :],  # what no one sees may be no number
-            other=0.0,
-        )
-        if FP8:
-            k, v = k.to(q.dtype), v.to(q.dtype)
-        s = tl.dot(q, k, input_precision="ieee") * (scale * kv_scale if FP8 else scale)
-        seen = n[None, :] <= position[:, None]
-        if WINDOW:
-            seen = seen & (position[:, None] - n[None, :] < WINDOW)
-        s = tl.where(seen, s, float("-inf"))
-        higher = tl.maximum(highest, tl.max(s, 1))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        p = tl.exp2(s - safe[:, None])
-        shrink = tl.exp2(highest - safe)
-        total = total * shrink + tl.sum(p, 1)
-        if FP8:
-            p = p * kv_scale
-        out = tl.dot(p.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
-        highest = higher
+    if WINDOW:
+        whole = tl.maximum(start + first + 1 - WINDOW, 0) // N * N
+    else:  # keys up to the first query are seen by all
+        whole = (start + first + 1) // N * N
+    kv = head // GROUP
+    K, V, TABLE = K + kv * k1, V + kv * v1, TABLE + slot * pages
+    if not WINDOW:
+        out, total, highest = _tiles(
+            out, total, highest, q, K, V, TABLE, k0, k2, v0, v2, position, 0, whole, end, scale, kv_scale, False,
+            WIDTH, V_WIDTH, D, DV, PAGE, WINDOW, FP8, N,
+        )  # fmt: skip
+    out, total, highest = _tiles(
+        out, total, highest, q, K, V, TABLE, k0, k2, v0, v2, position, whole, end, end, scale, kv_scale, True,
+        WIDTH, V_WIDTH, D, DV, PAGE, WINDOW, FP8, N,
+    )  # fmt: skip
     out = out / total[:, None]
     tl.store(
         OUT + (token[:, None].to(tl.int64) * HEADS + head) * V_WIDTH + dv[None, :],
@@ -138,23 +173,30 @@ def _attend(  # type: ignore[no-untyped-def]
     )
 
 
-def tiles_of(counts: tuple[int, ...], rows: int = QUERIES, first: int = 0) -> list[int]:
-    """Pairs of a sequence and the first of its new tokens, one for each tile: what `paged_attention` runs over. The longest last
-    tiles of all come first, since those take longest."""
+def tile_rows(longest: int, width: int) -> int:
+    """New tokens of a tile, where no sequence has more of them than `longest`."""
+    return 16 if longest <= 16 or width > 128 else 128
+
+
+def tiles_of(counts: tuple[int, ...], rows: int, first: int = 0) -> list[int]:
+    """Pairs of a sequence and the first of its new tokens, one for each tile: what `paged_attention` runs over. Of each sequence
+    the last comes first, since it takes longest."""
     return [each for n, count in enumerate(counts, first) for m in reversed(range(0, count, rows)) for each in (n, m)]
 
 
 def paged_attention(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, slots: Tensor, starts: Tensor, cu_seqlens: Tensor, tiles: Tensor,
-    out: Tensor, scale: float, window: int = 0, kv_scale: float = 1.0,
+    rows: int, out: Tensor, scale: float, window: int = 0, kv_scale: float = 1.0,
 ) -> None:  # fmt: skip
-    """Attention of new tokens [tokens, heads, width] whose keys are in their pages, to `out` [tokens, heads, value width]."""
+    """Attention of new tokens [tokens, heads, width] whose keys are in their pages, to `out` [tokens, heads, value width]; `rows` is
+    the height of the tiles."""
     heads, width, v_width = q.shape[1], q.shape[2], out.shape[2]
     wide = triton.next_power_of_2(width)
-    _attend[len(tiles) // 2, heads](
+    small = rows == 16
+    _attend[heads, len(tiles) // 2](
         q, keys, values, table, slots, starts, cu_seqlens, tiles, out, q.stride(0), q.stride(1), *keys.stride()[:3],
         *values.stride()[:3], table.stride(0), scale * LOG2E, kv_scale, GROUP=heads // keys.shape[1], HEADS=heads, WIDTH=width,
         V_WIDTH=v_width, D=wide, DV=triton.next_power_of_2(v_width), PAGE=keys.shape[2], WINDOW=window,
-        FP8=keys.dtype == torch.float8_e4m3fn, M=QUERIES if wide <= 128 else 16, N=64 if wide <= 256 else 32,
-        num_warps=4 if wide <= 256 else 8, num_stages=2,
+        FP8=keys.dtype == torch.float8_e4m3fn, M=rows, N=64 if wide <= 256 else 32,
+        num_warps=4 if small and wide <= 256 else 8, num_stages=2 if wide > 128 else 3,
     )  # fmt: skip
