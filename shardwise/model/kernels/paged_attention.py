@@ -188,8 +188,8 @@ def paged_attention(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, slots: Tensor, starts: Tensor, cu_seqlens: Tensor, tiles: Tensor,
     rows: int, out: Tensor, scale: float, window: int = 0, kv_scale: float = 1.0,
 ) -> None:  # fmt: skip
-    """Attention of new tokens [tokens, heads, width] whose keys are in their pages, to `out` [tokens, heads, value width]; `rows` is
-    the height of the tiles."""
+    """Attention of new tokens [tokens, heads, width] whose keys are in their pages, to `out` [tokens, heads, value width], in tiles
+    of so many `rows`."""
     heads, width, v_width = q.shape[1], q.shape[2], out.shape[2]
     wide = triton.next_power_of_2(width)
     small = rows == 16
