@@ -19,7 +19,6 @@ from torch import Tensor
 
 from shardwise.model.cache import Cache, LayerCache
 from shardwise.run import ModelConfig
-from shardwise.torch_private import flash_attention_forward
 
 
 @dataclass
@@ -38,8 +37,6 @@ class PagedBatch:
     """How many of the sequences, the first ones, have one new token."""
     counts: tuple[int, ...]
     """The new tokens of each of the others."""
-    fresh: int
-    """How many of the others, the first ones, have no tokens kept."""
     longest: int
     """No sequence has more tokens in all, old and new, than this."""
     positions: Tensor
@@ -158,20 +155,8 @@ class PagedLayerCache(LayerCache):
                 scale,
                 self.window,
             ).view(split, heads, width)
-        q, k, v = (
-            x.unflatten(1, (-1, width)) for x in qkv.split((heads * width, *[self.keys.shape[1] * width] * 2), dim=1)
-        )
-        known = split + sum(batch.counts[: batch.fresh])
-        if batch.fresh:  # their keys are those at hand, so flash attention can read them
-            bounds = batch.cu_seqlens[split : split + batch.fresh + 1] - split
-            longest = max(batch.counts[: batch.fresh])
-            window = (self.window - 1, 0) if self.window else (None, None)
-            out[split:known] = flash_attention_forward(
-                q[split:known], k[split:known], v[split:known], bounds, bounds, longest, longest, 0.0, True, False,
-                scale=scale, window_size_left=window[0], window_size_right=window[1],
-            )[0]  # fmt: skip
-        if known < len(qkv):
-            self._attend_tiles(q, out, batch, split + batch.fresh, scale)
+        q = qkv[:, : heads * width].unflatten(1, (-1, width))
+        self._attend_tiles(q, out, batch, split, scale)
         return out.flatten(1)
 
     def _attend_tiles(self, q: Tensor, out: Tensor, batch: PagedBatch, first: int, scale: float) -> None:

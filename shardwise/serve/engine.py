@@ -310,10 +310,10 @@ class Engine:
             answer.prompt_logprobs += read_logprobs(following, *values, [most] * len(following))
 
 
-def _rank(chunk: Chunk) -> tuple[int, int]:
-    """Single tokens first, then prompts from their beginning, then the rest: as the runner wants them. Of each, those that take
-    longest first, so that no processor of a GPU is left with one at the end."""
-    return 0 if chunk.count == 1 else 1 if chunk.start == 0 else 2, -chunk.start - chunk.count
+def _rank(chunk: Chunk) -> tuple[bool, int]:
+    """Single tokens first, as the runner wants them. Then those that take longest, so that no processor of a GPU is left with one at
+    the end."""
+    return chunk.count > 1, -chunk.start - chunk.count
 
 
 def engine_of(model: Transformer, run: Run, ahead: bool | None = None, longest: int = 0) -> Engine:

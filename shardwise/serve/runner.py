@@ -189,9 +189,8 @@ class Runner:
         if unknown:  # rows that decode come first, so a row's number is its token's
             ids[unknown_there.long()] = self.sampler.last[slots[unknown_there.long()].long()]
         others = rows[decodes:]
-        fresh = sum(row.start == 0 for row in others)
         batch = PagedBatch(
-            self.table, slots, starts_there, bounds, decodes, tuple(row.count for row in others), fresh,
+            self.table, slots, starts_there, bounds, decodes, tuple(row.count for row in others),
             int((starts + counts).max()), positions_there,
         )  # fmt: skip
         asked = wanted_there.long()
@@ -221,7 +220,7 @@ class Runner:
             most = min(self.longest, step_tokens)
             prompts = [Row(0, 0, [0] * most, most, 1)] * (step_tokens // most)
             self._mixed(prompts, 0, False)
-            self._mixed([Row(0, 1, [0], 1, 1), Row(0, 0, [0, 0], 2, 1), Row(0, 1, [0, 0], 2, 1)], 1, False)
+            self._mixed([Row(0, 1, [0], 1, 1), Row(0, 0, [0, 0], 2, 1)], 1, False)
             torch.cuda.synchronize()
 
     def _decode(self, rows: list[Row]) -> tuple[Tensor, Tensor]:
@@ -251,9 +250,7 @@ class Runner:
         def compute() -> tuple[Tensor, Tensor]:
             slots, starts = inputs.unbind()
             ids = self.sampler.last[slots.long()]
-            self.cache.begin(
-                PagedBatch(self.table, slots, starts, bounds, size, (), 0, self.longest, starts, tiles=tiles)
-            )
+            self.cache.begin(PagedBatch(self.table, slots, starts, bounds, size, (), self.longest, starts, tiles=tiles))
             logits = self.model(ids[None], starts[None], cache=self.cache, finish=lambda x, w: unembed(x[0], w)).result
             return logits, self.sampler.pick_plain(logits, slots, starts, ahead=1)
 

@@ -42,7 +42,7 @@ def attention(
     begins = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
     old = torch.tensor(starts, dtype=torch.int32)
     longest = max(s + c for s, c in zip(starts, counts, strict=True))
-    batch = PagedBatch(table, slots, old, begins, decodes, tuple(counts[decodes:]), 0, longest, positions)
+    batch = PagedBatch(table, slots, old, begins, decodes, tuple(counts[decodes:]), longest, positions)
     angles = torch.arange(600).double()[:, None] * 10000.0 ** -(torch.arange(0, width, 2).double() / width)
     rope = angles.cos().float(), angles.sin().float()
     weights = torch.rand(width) + 0.5, torch.rand(width) + 0.5, 1e-5

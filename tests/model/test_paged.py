@@ -46,6 +46,6 @@ def test_tokens_go_where_the_table_says() -> None:
     table = torch.tensor([[0, 0, 0], [7, 3, 9], [2, 5, 0]], dtype=torch.int32)
     batch = PagedBatch(
         table, torch.tensor([2, 1], dtype=torch.int32), torch.tensor([5, 2], dtype=torch.int32),
-        torch.tensor([0, 1, 4], dtype=torch.int32), 1, (3,), 0, 6, torch.tensor([5, 2, 3, 4], dtype=torch.int32),
+        torch.tensor([0, 1, 4], dtype=torch.int32), 1, (3,), 6, torch.tensor([5, 2, 3, 4], dtype=torch.int32),
     )  # fmt: skip
     assert batch.places(4).tolist() == [5 * 4 + 1, 7 * 4 + 2, 7 * 4 + 3, 3 * 4]

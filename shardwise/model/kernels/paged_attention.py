@@ -175,7 +175,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
 def tile_rows(longest: int, width: int) -> int:
     """New tokens of a tile, where no sequence has more of them than `longest`."""
-    return 16 if longest <= 16 or width > 128 else 128
+    return 16 if longest <= 16 or width > 256 else 64
 
 
 def tiles_of(counts: tuple[int, ...], rows: int, first: int = 0) -> list[int]:
@@ -192,11 +192,10 @@ def paged_attention(
     of so many `rows`."""
     heads, width, v_width = q.shape[1], q.shape[2], out.shape[2]
     wide = triton.next_power_of_2(width)
-    small = rows == 16
     _attend[heads, len(tiles) // 2](
         q, keys, values, table, slots, starts, cu_seqlens, tiles, out, q.stride(0), q.stride(1), *keys.stride()[:3],
         *values.stride()[:3], table.stride(0), scale * LOG2E, kv_scale, GROUP=heads // keys.shape[1], HEADS=heads, WIDTH=width,
         V_WIDTH=v_width, D=wide, DV=triton.next_power_of_2(v_width), PAGE=keys.shape[2], WINDOW=window,
-        FP8=keys.dtype == torch.float8_e4m3fn, M=rows, N=64 if wide <= 256 else 32,
-        num_warps=4 if small and wide <= 256 else 8, num_stages=2 if wide > 128 else 3,
+        FP8=keys.dtype == torch.float8_e4m3fn, M=rows, N=64 if wide <= 128 else 32,
+        num_warps=4 if wide <= 128 else 8, num_stages=3 if wide <= 128 else 2,
     )  # fmt: skip
