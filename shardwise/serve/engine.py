@@ -311,8 +311,8 @@ class Engine:
 
 
 def _rank(chunk: Chunk) -> tuple[bool, int]:
-    """Single tokens first, as the runner wants them. Then those that take longest, so that no processor of a GPU is left with one at
-    the end."""
+    """Single tokens first, as the runner wants them; of each kind those that take longest first, so that no processor of a GPU is
+    left with one at the end."""
     return chunk.count > 1, -chunk.start - chunk.count
 
 
