@@ -1,0 +1,79 @@
+"""The engine with its kernels and recorded steps on a GPU, against the forward pass without a cache."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "serve"))
+from engines import FAMILIES, answers, tokens_of
+
+from shardwise.model import Transformer, initialize
+from shardwise.run import ModelConfig
+from shardwise.run.derive import derive_model
+from shardwise.run.serve_config import ServeConfig
+from shardwise.serve.engine import Engine
+from shardwise.serve.request import Request, Sampling
+from shardwise.serve.runner import Runner
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+VOCAB, LONGEST, PAGES = 1000, 512, 400
+WIDE: dict[str, dict[str, Any]] = {"wide heads": dict(head_dim=128, kv_heads=1), "wider heads": dict(head_dim=256)}
+
+
+def make_model(more: dict[str, Any]) -> Transformer:
+    config = derive_model(ModelConfig(layers=2, hidden=256, heads=4, vocab=VOCAB, **more), LONGEST)
+    model = Transformer(config, dtype=torch.bfloat16).eval()
+    initialize(model, config, 0)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        if parameter.ndim > 1:
+            parameter *= 4
+    return model.bfloat16().cuda()
+
+
+def logprobs(model: Transformer, text: list[int]) -> torch.Tensor:
+    """Of each token after the first."""
+    with torch.inference_mode():
+        rows = model(torch.tensor([text[:-1]], device="cuda")).result[0].float().log_softmax(-1)
+    return rows
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("family", [*FAMILIES, *WIDE])
+def test_answers_are_those_without_a_cache(family: str, kv_dtype: torch.dtype) -> None:
+    more = (FAMILIES | WIDE)[family]
+    if "experts" in more and kv_dtype != torch.bfloat16:
+        pytest.skip("a router may decide otherwise for 8 bits")
+    exact = make_model(more).float()
+    exact.dtype = torch.float32
+    plain = make_model(more)
+    draw = random.Random(0)
+    prompts = [
+        tuple(draw.randrange(VOCAB) for _ in range(count)) for count in (1, 2, 5, 17, 60, 64, 130, 300, 300, 40, 7, 90)
+    ]
+    settings = ServeConfig(page_tokens=16, max_sequences=8, max_step_tokens=200)
+    engine = Engine(Runner(make_model(more), PAGES, 16, 8, LONGEST, kv_dtype), settings, PAGES)
+    engine.warm()
+    found = answers(
+        engine,
+        [Request(str(n), prompt, 24, Sampling(0.0, logprobs=1)) for n, prompt in enumerate(prompts)],
+    )
+    for n, prompt in enumerate(prompts):
+        outputs = found[str(n), 0]
+        tokens = tokens_of(outputs)
+        assert len(tokens) == 24
+        text = [*prompt, *tokens]
+        wanted = logprobs(exact, text)[len(prompt) - 1 :]
+        rounding = float((logprobs(plain, text)[len(prompt) - 1 :] - wanted).abs().max())
+        allowed = 3 * rounding + (0.5 if kv_dtype != torch.bfloat16 else 0.02)
+        own = torch.tensor([each.logprob for output in outputs for each in output.logprobs])
+        picked = wanted.gather(1, torch.tensor(tokens, device="cuda")[:, None])[:, 0].cpu()
+        assert float((own - picked).abs().max()) <= allowed
+        assert float((wanted.max(-1).values.cpu() - picked).max()) <= allowed
