@@ -14,7 +14,7 @@ def test_the_next_token_is_scheduled_before_the_last_is_known() -> None:
     second = scheduler.schedule()
     assert chunks(second) == [("s0", 3, 1, 1)]
     assert sequence.pending == 2
-    with pytest.raises(RuntimeError, match="two steps are under way"):
+    with pytest.raises(RuntimeError, match="2 steps are under way"):
         scheduler.schedule()
     with pytest.raises(RuntimeError, match="in the order"):
         scheduler.update(second, [[5]])

@@ -1,0 +1,51 @@
+"""Drawn schedules on several ranks: what a process of the rank pool does for a layout."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from drawn_schedules import check_answers, drawn_settings
+from engines import LONGEST, model_of
+
+from shardwise.parallel.inference import Peers, build_share
+from shardwise.plan.cost.flops import layers_of_stages
+from shardwise.run import LayoutConfig, Run
+from shardwise.run.serve_config import ServeConfig
+from shardwise.serve.many import taking_part
+from shardwise.serve.runner import Runner
+
+
+def share_of(family: str, layout: LayoutConfig, settings: ServeConfig, pages: int, peers: Peers) -> Runner:
+    """This rank's runner of a model that every process can make."""
+    whole = model_of(family)
+    state = whole.state_dict()
+
+    def read(name: str, offset: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
+        return state[name][tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))].clone()
+
+    run = Run(model=whole.config, layout=layout, serve=settings)
+    model = build_share(whole.config, None, layers_of_stages(run), peers, torch.device("cpu"), read)
+    sequences = min(settings.max_sequences, settings.max_step_tokens)
+    return Runner(model, pages, settings.page_tokens, sequences, LONGEST, torch.float64, peers)
+
+
+def check_layout(rank: int, axes: dict[str, int], cases: list[tuple[str, str]]) -> dict[str, int]:
+    """Answer drawn requests for each (family, seed)."""
+    layout = LayoutConfig(**axes)
+    peers = Peers(layout)
+    seen = dict(preemptions=0, prefix_hits=0)
+    for family, seed in cases:
+        draw = random.Random(seed)
+        settings, pages, more = drawn_settings(draw)
+        runner = share_of(family, layout, settings, pages, peers)
+        run = Run(model=runner.model.config, layout=layout, serve=settings)
+        with taking_part(runner, run, pages, more["host_pages"], "127.0.0.1") as engine:
+            if engine is not None:
+                made: Any = engine
+                check_answers(made, draw, family)
+                stats = made.stats()
+                for name in seen:
+                    seen[name] += getattr(stats, name)
+    return seen
