@@ -43,7 +43,7 @@ MOST_ELEMENTS, MOST_TOKENS = 2**58, 2**48
 def broken_rules(run: Run, serves: bool = False) -> Iterator[Broken]:
     """Every rule the resolved run breaks; where it `serves`, its layout has other rules than in training."""
     laid_out = _search_rules(run) if run.layout.auto else chain(layout_rules(run), batch_rules(run))
-    if serves:
+    if serves and not run.layout.auto:
         laid_out = serving_rules(run)
     own = chain(
         _model_rules(run), _size_rules(run), _train_rules(run), fp8_rules(run), _data_rules(run), _cluster_rules(run)
@@ -199,9 +199,6 @@ def layout_rules(run: Run) -> Iterator[Rule]:
 def serving_rules(run: Run) -> Iterator[Rule]:
     """What network and layout ask of each other where the model is served (`served.py`)."""
     m, lay = run.model, run.layout
-    yield Rule(lay.auto, "layout.auto", (), lambda: "`shardwise plan` searches for the layout of a server; give what it finds")
-    if lay.auto:
-        return
     yield from _width_rules(run)
     yield from _stage_rules(run)
     data, ranks = lay.shard * lay.context, lay.shard * lay.context * lay.tensor

@@ -51,9 +51,14 @@ def read_served(path: str | Path | None, overrides: Iterable[str] = ()) -> Run:
     problems: list[Problem] = []
     given = _all_given(path, overrides, problems)
     kept = {n: v for n, v in given.items() if v[1] == COMMAND_LINE or not n.startswith(SERVED_ELSEWHERE)}
-    run = _resolve(_Given(kept), problems, serves=True)
+    run = _resolve(_Given(kept), problems, (_no_search,), serves=True)
     layout = LayoutConfig(**{name: getattr(run.layout, name) for name in (*AXES, "stages")})
     return replace(run, layout=layout)
+
+
+def _no_search(run: Run) -> Iterable[Broken]:
+    if run.layout.auto:
+        yield Broken("layout.auto", (), "`shardwise plan` searches for the layout of a server; give what it finds")
 
 
 class PlannedRun(NamedTuple):
@@ -88,7 +93,7 @@ def read_planned(
             keys["microbatch"] = 1  # a rank's whole share of such a batch never fits
         left = [f"train.{name}" for name in keys]
         given.update({f"train.{name}": (value, f"preset {preset}") for name, value in keys.items()})
-    run = _resolve(given, problems, rules)
+    run = _resolve(given, problems, rules, serves=None)
     return PlannedRun(run, {name: getattr(run.train, name.partition(".")[2]) for name in left}, source)
 
 
@@ -120,7 +125,8 @@ def run_from_dict(values: dict[str, Any], where: str = "") -> Run:
     return _resolve(_flatten(values, where, problems), problems)
 
 
-def _resolve(given: _Given, problems: list[Problem], rules: Iterable[Rule] = (), serves: bool = False) -> Run:
+def _resolve(given: _Given, problems: list[Problem], rules: Iterable[Rule] = (), serves: bool | None = False) -> Run:
+    """`serves`: whether the layout is that of a server; None: if the run has a load to plan."""
     keys = all_keys()
     for name in [n for n in given if n not in keys]:
         _, where = given.pop(name)
@@ -153,6 +159,8 @@ def _resolve(given: _Given, problems: list[Problem], rules: Iterable[Rule] = (),
         values.setdefault("layout.fixed", fixed)
     sections = {s: cls(**_section(values, s)) for s, cls in SECTIONS.items()}
     run = derive(Run(name=values.get("name", "run"), **sections))
+    if serves is None:
+        serves = bool(run.serve.rate or run.serve.concurrency)
     for rule in chain(broken_rules(run, serves), *(more(run) for more in rules)):
         if not bad & {rule.key, *rule.others}:
             problems.append(Problem(rule.reason, rule.key, _blame(given, rule.key, rule.others)))

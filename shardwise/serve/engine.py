@@ -362,7 +362,7 @@ def engine_of(model: Transformer, run: Run, ahead: bool | None = None, longest: 
 
 def host_pages(run: Run, memory: ServingMemory) -> int:
     """Pages that may be swapped to the host."""
-    return int(run.serve.swap_gib * 2**30) // memory.page if run.serve.preemption == "swap" else 0
+    return int(run.serve.swap_gib * 2**30) // max(1, memory.page) if run.serve.preemption == "swap" else 0
 
 
 def check_served(run: Run) -> None:

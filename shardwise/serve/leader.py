@@ -53,7 +53,9 @@ class Leader:
 
     def launch(self, rows: list[Row], masks: np.ndarray | None = None, keep_logits: bool = False) -> Launched:
         """As a runner's, on all ranks."""
-        calls = self._tell("launch", ([(r.slot, r.start, r.tokens, r.count, r.samples) for r in rows], masks, keep_logits))
+        calls = self._tell(
+            "launch", ([(r.slot, r.start, r.tokens, r.count, r.samples) for r in rows], masks, keep_logits)
+        )
         if self.stages == 1 or self.gpu:
             return perform(self.runner, calls)
         later = _Later(self)

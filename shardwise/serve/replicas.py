@@ -152,7 +152,9 @@ class Replicas:
             try:
                 while channel.poll():  # type: ignore[union-attr]
                     outputs, self.figures[replica], self.obeyed[replica] = channel.recv()  # type: ignore[union-attr]
-                    found += [output for output in outputs if output.index in self.where.get(output.request, (0, ()))[1]]
+                    found += [
+                        output for output in outputs if output.index in self.where.get(output.request, (0, ()))[1]
+                    ]
                     for output in outputs:
                         if output.finish is not None:
                             self._ended(output.request, output.index)

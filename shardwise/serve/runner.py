@@ -285,7 +285,9 @@ class Runner:
         """Record the step for so many sequences."""
         inputs = torch.zeros(2, size, dtype=torch.int32, device=self.device)
         bounds = torch.arange(size + 1, dtype=torch.int32, device=self.device)
-        hidden = torch.zeros(0 if self.model.first else size, self.model.config.hidden, dtype=self.dtype, device=self.device)
+        hidden = torch.zeros(
+            0 if self.model.first else size, self.model.config.hidden, dtype=self.dtype, device=self.device
+        )
 
         def compute() -> tuple[Tensor, Tensor]:
             slots, starts = inputs.unbind()

@@ -10,7 +10,7 @@ from drawn_schedules import check_answers, drawn_settings
 from engines import LONGEST, model_of
 
 from shardwise.parallel.inference import Peers, build_share
-from shardwise.plan.cost.flops import layers_of_stages
+from shardwise.plan.serving.pool import served_layers
 from shardwise.run import LayoutConfig, Run
 from shardwise.run.serve_config import ServeConfig
 from shardwise.serve.many import taking_part
@@ -26,7 +26,7 @@ def share_of(family: str, layout: LayoutConfig, settings: ServeConfig, pages: in
         return state[name][tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))].clone()
 
     run = Run(model=whole.config, layout=layout, serve=settings)
-    model = build_share(whole.config, None, layers_of_stages(run), peers, torch.device("cpu"), read)
+    model = build_share(whole.config, None, served_layers(run), peers, torch.device("cpu"), read)
     sequences = min(settings.max_sequences, settings.max_step_tokens)
     return Runner(model, pages, settings.page_tokens, sequences, LONGEST, torch.float64, peers)
 
