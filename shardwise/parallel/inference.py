@@ -52,6 +52,11 @@ class Peers:
         """Whether it is the first of those that add up: the one to add the residual stream."""
         return self.place.tensor_index == 0
 
+    @property
+    def recordable(self) -> bool:
+        """Whether its sums may be part of a CUDA graph: those of NCCL are kernels, those of gloo go through the host."""
+        return "nccl" in dist.get_backend_config()
+
     def add_up(self, x: Tensor) -> Tensor:
         """The sum over the tensor ranks."""
         if self.tensor is not None and x.numel():

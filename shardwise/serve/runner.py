@@ -93,6 +93,7 @@ class Runner:
         self.device = next(model.parameters()).device
         self.sequences = sequences
         self.gpu = self.device.type == "cuda"
+        self.records = self.gpu and (peers is None or peers.recordable)
         self.dtype = dtype = model.dtype or next(model.parameters()).dtype
         cut = peers is not None and peers.tensor is not None
         adding = (peers.add_up, peers.first) if peers is not None and cut else ()
@@ -139,7 +140,7 @@ class Runner:
         decodes = sum(row.count == 1 for row in rows)
         decoded: Tensor | None = None
         found: Tensor | tuple[Tensor, Tensor]
-        if self.gpu and decodes == len(rows) and all(row.samples for row in rows) and not keep_logits:
+        if self.records and decodes == len(rows) and all(row.samples for row in rows) and not keep_logits:
             found, decoded = self._decode(rows)
         else:
             found = self._mixed(rows, decodes, keep_logits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from drawn_schedules import check_answers, drawn_settings
 from engines import LONGEST, model_of
 
 from shardwise.parallel.inference import Peers, build_share
-from shardwise.plan.serving.pool import served_layers
+from shardwise.plan.serving.pool import served_layers, stage_memory, weight_bytes
 from shardwise.run import LayoutConfig, Run
 from shardwise.run.serve_config import ServeConfig
 from shardwise.serve.many import taking_part
@@ -31,6 +32,18 @@ def share_of(family: str, layout: LayoutConfig, settings: ServeConfig, pages: in
     return Runner(model, pages, settings.page_tokens, sequences, LONGEST, torch.float64, peers)
 
 
+def check_plan(runner: Runner, run: Run, pages: int) -> None:
+    """The bytes of weights and pages that this rank has are those that the plan gives its stage."""
+    assert runner.peers is not None
+    run = replace(run, train=replace(run.train, dtype="float64"))
+    place = runner.peers.place
+    held = sum(parameter.nbytes for parameter in runner.model.parameters())
+    planned = weight_bytes(run, place.stage)
+    assert held == planned if place.rank == place.stage_ranks[0] else held <= planned
+    memory = stage_memory(run, place.stage, 2**30, gpu=False)
+    assert sum(tensor.nbytes for tensor in runner.cache.tensors()) == memory.page * pages
+
+
 def check_layout(rank: int, axes: dict[str, int], cases: list[tuple[str, str]]) -> dict[str, int]:
     """Answer drawn requests for each (family, seed)."""
     layout = LayoutConfig(**axes)
@@ -41,6 +54,7 @@ def check_layout(rank: int, axes: dict[str, int], cases: list[tuple[str, str]]) 
         settings, pages, more = drawn_settings(draw)
         runner = share_of(family, layout, settings, pages, peers)
         run = Run(model=runner.model.config, layout=layout, serve=settings)
+        check_plan(runner, run, pages)
         with taking_part(runner, run, pages, more["host_pages"], "127.0.0.1") as engine:
             if engine is not None:
                 made: Any = engine

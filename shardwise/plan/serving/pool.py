@@ -97,11 +97,12 @@ def activation_bytes(run: Run, stage: int = 0) -> int:
 def serving_memory(run: Run, device_bytes: int, gpu: bool) -> ServingMemory:
     """What a device with so many bytes holds; the pages are what is left, but no more than all sequences could ever fill. Stages have
     as many pages each: those of the stage with the least room."""
-    of_stages = (_stage_memory(run, stage, device_bytes, gpu) for stage in range(run.layout.pipeline))
+    of_stages = (stage_memory(run, stage, device_bytes, gpu) for stage in range(run.layout.pipeline))
     return min(of_stages, key=lambda memory: (memory.pages, -memory.total))
 
 
-def _stage_memory(run: Run, stage: int, device_bytes: int, gpu: bool) -> ServingMemory:
+def stage_memory(run: Run, stage: int, device_bytes: int, gpu: bool) -> ServingMemory:
+    """The same of a device of one stage."""
     serve, layers = run.serve, len(served_layers(run)[stage])
     page = int(serve.page_tokens * layers * token_elements(run.model, run.layout.tensor) * BYTES[kv_dtype(run)])
     weights, activations = weight_bytes(run, stage), activation_bytes(run, stage)
