@@ -56,8 +56,8 @@ def execute(args: argparse.Namespace) -> int:
 
     from shardwise.checkpoint.folder import checkpoint_folder
     from shardwise.checkpoint.format import RUN_FILE
-    from shardwise.data.tokenizer import load_tokenizer
     from shardwise.cli.machinery.ranks import engine_here, start_ranks
+    from shardwise.data.tokenizer import load_tokenizer
     from shardwise.run import read_served
     from shardwise.serve.generate import continue_prompts
     from shardwise.serve.request import Sampling

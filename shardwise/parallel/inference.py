@@ -1,9 +1,9 @@
 """The axes put on a model that is served: a forward pass of a few tokens in each step, which no axis can cut along the sequence.
 
-Tensor parallelism in its first form (Shoeybi et al. 2019): matrices are cut into columns, then rows, and what the ranks have made is
-all-reduced, two times tokens x hidden elements for each layer, and once for the embedding. The head is cut by vocabulary, and its
-logits are gathered, rows x vocabulary elements, for every rank to pick the same tokens from. Experts, whole or columns of them,
-stand where `run/served.py` says. Each rank routes all tokens, computes what it has of their experts, and one all-reduce adds up both
+Tensor parallelism in its first form (Shoeybi et al. 2019): matrices are cut into columns, then rows, and what the ranks have made
+is all-reduced, two times tokens x hidden elements for each layer, and once for the embedding. The head is cut by vocabulary, and
+its logits are gathered, rows x vocabulary elements, for every rank to pick the same tokens from. Experts, whole or columns of them,
+stand where `run/served.py` says. Each rank routes all tokens, computes what it has of their experts, and one all-reduce adds up
 those and the shared experts. Stages send the residual stream on, tokens x hidden elements of each step.
 
 A rank's kv heads are its own pages, so keys and values fall by t, down to one head. The modules' shapes are those of the weights a

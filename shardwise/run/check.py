@@ -203,7 +203,7 @@ def serving_rules(run: Run) -> Iterator[Rule]:
     yield from _stage_rules(run)
     data, ranks = lay.shard * lay.context, lay.shard * lay.context * lay.tensor
     yield Rule(lay.expert % data > 0, "layout.shard" if lay.shard > 1 else "layout.context", ("layout.expert",), lambda: (
-        f"a server has more ranks of shard x context ({data}) only to hold other experts, and layout.expert = {lay.expert} is not a "
+        f"a server has more ranks of shard x context ({data}) only to hold other experts, and layout.expert = {lay.expert} is no "
         "multiple of them; layout.tensor cuts matrices, layout.replicate makes more engines"
     ))
     if not m.experts:
@@ -215,12 +215,13 @@ def serving_rules(run: Run) -> Iterator[Rule]:
     ))
     uneven = ranks % lay.expert > 0
     yield Rule(uneven, "layout.expert", ("layout.shard", "layout.context", "layout.tensor"), lambda: (
-        f"{lay.expert} does not divide layout.shard x layout.context x layout.tensor = {ranks}: experts are dealt out over those ranks "
-        f"and add none; layout.tensor = {lay.expert} would do"
+        f"{lay.expert} does not divide layout.shard x layout.context x layout.tensor = {ranks}: experts are dealt out over those "
+        f"ranks and add none; layout.tensor = {lay.expert} would do"
     ))
     columns = max(1, ranks // lay.expert)
     yield Rule(not uneven and m.expert_ffn % columns > 0, "layout.expert", ("layout.tensor", "model.expert_ffn"), lambda: (
-        f"{columns} ranks for the experts of each do not divide model.expert_ffn = {m.expert_ffn}; layout.expert = {ranks} leaves them whole"
+        f"{columns} ranks for each expert do not divide model.expert_ffn = {m.expert_ffn}; layout.expert = {ranks} leaves them "
+        "whole"
     ))
 
 

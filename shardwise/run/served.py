@@ -1,7 +1,7 @@
 """Where a rank stands when a model is served, and what it holds of each parameter. No torch.
 
 Ranks lie as in training (`coordinates.py`). Those of one index of `replicate` are a replica: an engine of its own. Its tensor ranks
-cut the matrices and its pipeline ranks have a stage each, the last stage on the first rank: the tokens are picked there, and that is
+cut the matrices and its pipeline ranks have a stage each, the last stage on the first rank: tokens are picked there, and that is
 where the scheduler wants to know them. Every rank of a stage sees all tokens, a few in each step, so data and context ranks have
 nothing to divide but experts: there are as many of shard x context as `expert` takes. Whole experts are dealt out over `expert`
 ranks, among the tensor ranks too, and each expert's columns over what ranks are left.

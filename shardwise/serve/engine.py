@@ -344,8 +344,8 @@ def memory_of(run: Run, device: torch.device, here: int = 1) -> ServingMemory:
 
 
 def runner_of(model: Transformer, run: Run, pages: int, longest: int = 0, peers: Peers | None = None) -> Runner:
-    """A runner for a model in memory. Sequences have at most as many tokens as the model has positions, or as `longest` says: rotary
-    ones go on beyond what was trained."""
+    """A runner for a model in memory. Sequences have at most as many tokens as the model has positions, or as `longest` says:
+    rotary ones go on beyond what was trained."""
     dtypes = {"fp8": torch.float8_e4m3fn}
     dtype = dtypes.get(kv_dtype(run)) or getattr(torch, kv_dtype(run))
     sequences = min(run.serve.max_sequences, run.serve.max_step_tokens)

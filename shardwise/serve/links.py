@@ -2,8 +2,8 @@
 and the first of all tells the replicas what to answer.
 
 Connections and not collectives, because a server may have nothing to say for days, and because the end of a process ends them: a
-rank that is lost is known at once, also where a collective would wait for it. The ranks find each other through their process group,
-which also brings the key that lets them in.
+rank that is lost is known at once, also where a collective would wait for it. The ranks find each other through their process
+group, which also brings the key that lets them in.
 """
 
 from __future__ import annotations
@@ -82,12 +82,13 @@ class Links:
 
     def _watch(self) -> None:
         """End this process when another has ended that it cannot do without, whatever this one waits for."""
-        living = {connection: rank for rank, connection in self._lives.items()}
+        living = {connection.fileno(): rank for rank, connection in self._lives.items()}
         while living:
-            for connection in wait(list(living)):
-                rank = living.pop(connection)  # type: ignore[call-overload]
+            for file in wait(list(living)):
+                assert isinstance(file, int)
+                rank = living.pop(file)
                 try:
-                    ended = connection.recv() != END  # type: ignore[union-attr]
+                    ended = self._lives[rank].recv() != END
                 except (EOFError, OSError):
                     ended = True
                 if ended and not self._ending:

@@ -1,7 +1,7 @@
 """An engine on several ranks: tensor, pipeline and expert ranks of a replica, and replicas (`run/served.py` says who is who).
 
-Every rank reads its share of the weights and gets the pages that the plan gives it. Then the first rank has an engine like any other,
-and the others do what it takes part in.
+Every rank reads its share of the weights and has the pages that the plan gives it. Then the first rank has an engine like any
+other, and the others do what it asks of them.
 """
 
 from __future__ import annotations

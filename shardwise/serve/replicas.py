@@ -71,14 +71,14 @@ def answer_requests(engine: Engine, channel: Channel, remake: Remake | None = No
     obeyed = 0
     while True:
         refused: list[Output] = []
-        while channel.poll(None if engine.idle and not refused else 0):
+        while channel.poll(None if engine.idle else 0):
             command = channel.recv()
             if command is None:
                 return
             obeyed += 1
             name, *arguments = command
             if name == "add":
-                refused += _add(engine, *arguments, remake)
+                refused += _add(engine, arguments[0], arguments[1], remake)
             else:
                 getattr(engine, name)(*arguments)
             if engine.idle:
@@ -147,19 +147,24 @@ class Replicas:
     def step(self) -> list[Output]:
         """What is new of the answers of all, or nothing after a moment."""
         found: list[Output] = []
-        for channel in wait(self.channels, LISTEN_SECONDS):  # type: ignore[type-var]
-            replica = self.channels.index(channel)  # type: ignore[arg-type]
+        files = {channel.fileno(): replica for replica, channel in enumerate(self.channels)}
+        for file in wait(list(files), LISTEN_SECONDS):
+            assert isinstance(file, int)
+            replica = files[file]
             try:
-                while channel.poll():  # type: ignore[union-attr]
-                    outputs, self.figures[replica], self.obeyed[replica] = channel.recv()  # type: ignore[union-attr]
-                    found += [
-                        output for output in outputs if output.index in self.where.get(output.request, (0, ()))[1]
-                    ]
-                    for output in outputs:
-                        if output.finish is not None:
-                            self._ended(output.request, output.index)
+                while self.channels[replica].poll():
+                    outputs, self.figures[replica], self.obeyed[replica] = self.channels[replica].recv()
+                    found += self._news(outputs)
             except (EOFError, OSError):
                 raise RuntimeError(f"replica {replica} has ended") from None
+        return found
+
+    def _news(self, outputs: list[Output]) -> list[Output]:
+        """Those of answers that had not ended."""
+        found = [output for output in outputs if output.index in self.where.get(output.request, (0, set()))[1]]
+        for output in found:
+            if output.finish is not None:
+                self._ended(output.request, output.index)
         return found
 
     @property

@@ -294,7 +294,9 @@ class Runner:
             slots, starts = inputs.unbind()
             # Blocks may write to what they are given.
             x = self.sampler.last[slots.long()] if self.model.first else hidden.clone()
-            self.cache.begin(PagedBatch(self.table, slots, starts, bounds, size, (), 0, self.longest, starts, tiles=tiles))
+            self.cache.begin(
+                PagedBatch(self.table, slots, starts, bounds, size, (), 0, self.longest, starts, tiles=tiles)
+            )
             made = self.model(x[None], starts[None], cache=self.cache, finish=lambda x, w: self._logits(x[0], w)).result
             if not self.model.last:
                 return made[0], slots

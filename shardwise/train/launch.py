@@ -125,9 +125,7 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def start_local(
-    arguments: Sequence[str], world: int, logs: Path, passed_on: Sequence[signal.Signals] = ()
-) -> int:
+def start_local(arguments: Sequence[str], world: int, logs: Path, passed_on: Sequence[signal.Signals] = ()) -> int:
     """Run `shardwise ARGUMENTS` once as `world` ranks on this machine; returns the exit code: 0 when all succeeded, ANSWER when
     the first one's answer is no, 2 for a user's mistake, 1 for a failure. The first failure ends it: for short verbs, and for those
     that end when the first rank does, to which signals that ask for it are `passed_on`."""

@@ -1,5 +1,5 @@
-"""Drawn schedules: random arrivals, chunks, page sizes, preemptions, prefix hits, forks and aborts, whose answers must be those of the
-forward pass without a cache."""
+"""Drawn schedules: random arrivals, chunks, page sizes, preemptions, prefix hits, forks and aborts, whose answers must be those of
+the forward pass without a cache."""
 
 from __future__ import annotations
 

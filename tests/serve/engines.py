@@ -30,7 +30,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 VOCAB, LONGEST = 40, 64
 LARGER: dict[str, dict[str, Any]] = {
     "deep": dict(layers=7, heads=8, kv_heads=2, head_dim=8),
-    "deep experts": dict(layers=6, heads=8, experts=8, experts_per_token=3, router="sigmoid", shared_experts=1, dense_layers=1)
+    "deep experts": dict(
+        layers=6, heads=8, experts=8, experts_per_token=3, router="sigmoid", shared_experts=1, dense_layers=1
+    )
     | LATENT,
 }
 """For many ranks: a layer for each of eight stages, a head for each of eight ranks."""

@@ -1,5 +1,5 @@
-"""Whatever the layout, requests are answered with the tokens and logprobs of the one-process forward pass without a cache; and what a
-rank holds is what the plan says."""
+"""Whatever the layout, requests are answered with the tokens and logprobs of the one-process forward pass without a cache; and what
+a rank holds is what the plan says."""
 
 from __future__ import annotations
 

@@ -82,8 +82,8 @@ def weight_bytes(run: Run, stage: int = 0) -> int:
 
 
 def activation_bytes(run: Run, stage: int = 0) -> int:
-    """What the largest step holds at a time beside weights and pages: the residual stream and the widest part of a layer, and, where
-    tokens are picked, the logits of every sequence with what picking makes of them; from tensor ranks they are gathered."""
+    """What the largest step holds at a time beside weights and pages: the residual stream and the widest part of a layer, and,
+    where tokens are picked, the logits of every sequence with what picking makes of them; tensor ranks gather them."""
     model, serve, layout = run.model, run.serve, run.layout
     tokens, each, tensor = serve.max_step_tokens, BYTES[run.train.dtype], layout.tensor
     wide = max(2 * model.ffn, model.heads * model.head_dim + token_elements(model))
@@ -95,8 +95,8 @@ def activation_bytes(run: Run, stage: int = 0) -> int:
 
 
 def serving_memory(run: Run, device_bytes: int, gpu: bool) -> ServingMemory:
-    """What a device with so many bytes holds; the pages are what is left, but no more than all sequences could ever fill. Stages have
-    as many pages each: those of the stage with the least room."""
+    """What a device with so many bytes holds; the pages are what is left, but no more than all sequences could ever fill. All
+    stages have as many: those of the stage with the least room."""
     of_stages = (stage_memory(run, stage, device_bytes, gpu) for stage in range(run.layout.pipeline))
     return min(of_stages, key=lambda memory: (memory.pages, -memory.total))
 
