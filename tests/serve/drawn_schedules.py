@@ -26,7 +26,8 @@ def drawn_settings(draw: random.Random) -> tuple[ServeConfig, int, dict[str, Any
     )  # fmt: skip
     fewest = -(-LONGEST // page) + 2
     pages = draw.randint(fewest, 2 * fewest)
-    return settings, pages, dict(ahead=draw.random() < 0.5, host_pages=draw.choice([0, 10, 100]))
+    more = dict(ahead=draw.random() < 0.5, host_pages=draw.choice([0, 10, 100]), stages=draw.choice([1, 1, 2, 4]))
+    return settings, pages, more
 
 
 def drawn_requests(draw: random.Random) -> list[Request]:

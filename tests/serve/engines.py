@@ -53,8 +53,9 @@ def model_of(family: str, dtype: torch.dtype = torch.float64) -> Transformer:
 
 
 def engine_of(
-    family: str, settings: ServeConfig, pages: int, dtype: torch.dtype = torch.float64, **more: Any
+    family: str, settings: ServeConfig, pages: int, dtype: torch.dtype = torch.float64, stages: int = 1, **more: Any
 ) -> Engine:
+    """With several stages as many steps are under way, though one device computes them all."""
     runner = Runner(
         model_of(family, dtype),
         pages,
@@ -63,6 +64,7 @@ def engine_of(
         LONGEST,
         dtype,
     )
+    runner.stages = stages
     return Engine(runner, settings, pages, **more)
 
 
