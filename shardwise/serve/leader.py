@@ -53,9 +53,7 @@ class Leader:
 
     def launch(self, rows: list[Row], masks: np.ndarray | None = None, keep_logits: bool = False) -> Launched:
         """As a runner's, on all ranks."""
-        calls = self._tell(
-            "launch", ([(r.slot, r.start, r.tokens, r.count, r.samples) for r in rows], masks, keep_logits)
-        )
+        calls = self._tell("launch", (rows, masks, keep_logits))
         if self.stages == 1 or self.gpu:
             return perform(self.runner, calls)
         later = _Later(self)
@@ -73,10 +71,16 @@ class Leader:
 
     def _tell(self, name: str, arguments: tuple[Any, ...]) -> Calls:
         calls, self.asked = [*self.asked, (name, arguments)], []
-        message = pickle.dumps(calls)
+        message = pickle.dumps([*calls[:-1], (name, _packed(arguments) if name == "launch" else arguments)])
         for connection in self.followers:
             connection.send_bytes(message)
         return calls
+
+
+def _packed(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a launch, with rows as plain tuples: a fraction of the work to send."""
+    rows, *rest = arguments
+    return [tuple(vars(row).values()) for row in rows], *rest
 
 
 class _ToldSampler:
@@ -116,8 +120,7 @@ def perform(runner: Runner, calls: Calls) -> Launched:
     made = Launched(None)
     for name, arguments in calls:
         if name == "launch":
-            rows, *rest = arguments
-            made = runner.launch([Row(*row) for row in rows], *rest)
+            made = runner.launch(*arguments)
         elif name.startswith("."):
             getattr(runner.sampler, name[1:])(*arguments)
         else:
@@ -128,4 +131,8 @@ def perform(runner: Runner, calls: Calls) -> Launched:
 def follow(runner: Runner, leader: Connection) -> None:
     """Do what the first rank does, until it lets go."""
     while (calls := pickle.loads(leader.recv_bytes())) is not None:
+        name, arguments = calls[-1]
+        if name == "launch":
+            rows, *rest = arguments
+            calls[-1] = name, ([Row(*row) for row in rows], *rest)
         perform(runner, calls)

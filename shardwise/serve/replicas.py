@@ -100,7 +100,7 @@ def _add(engine: Engine, request: Request, form: Form | None, remake: Remake | N
 class Replicas:
     """An engine (as `service.py` sees one) made of several."""
 
-    def __init__(self, first: Engine, others: Sequence[Connection]) -> None:
+    def __init__(self, first: Engine, others: Sequence[Channel]) -> None:
         """`others` lead to processes that answer requests."""
         here, there = in_process()
         self.vocab, self.max_tokens = first.vocab, first.max_tokens
