@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from shardwise.checkpoint.folder import checkpoint_folder
 from shardwise.checkpoint.format import RUN_FILE, Progress, some, unwatched
 from shardwise.checkpoint.reader import Reader, open_checkpoint
 from shardwise.model.transformer import Transformer
+from shardwise.parallel.inference import Peers, build_share
 from shardwise.run import ModelConfig, Problem, Run, UserError, read_run
 
 
@@ -39,6 +41,24 @@ def load_model(
             if buffer.is_meta:  # not part of a checkpoint
                 setattr(module, name, torch.zeros_like(buffer, device=device))
     return model.eval(), run
+
+
+def load_share(
+    folder: Path, dtype: torch.dtype, device: torch.device, layers: Sequence[range], peers: Peers
+) -> Transformer:
+    """What this rank holds of the network of a checkpoint that several ranks serve; nothing else is read. `layers` are those of
+    each stage."""
+    config = read_run(folder / RUN_FILE).model
+    reader = open_weights(folder, config)
+    with torch.device("meta"):
+        parameters = {name for name, _ in Transformer(config).named_parameters()}
+
+    def read(name: str, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        values = torch.empty(size, dtype=dtype if name in parameters else reader.dtype(name), device=device)
+        reader.read_into(values, name, offset)
+        return values
+
+    return build_share(config, dtype, layers, peers, device, read)
 
 
 def open_weights(folder: Path, config: ModelConfig, progress: Progress = unwatched) -> Reader:

@@ -14,7 +14,7 @@ HELP = "Continue one or several prompts with a checkpoint, or with the newest ch
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint or a run folder")
+    parser.add_argument("run", metavar="CHECKPOINT", type=Path, help="a checkpoint or a run folder")
     parser.add_argument("--prompt", action="append", required=True, help="text to continue; several make a batch")
     parser.add_argument("--max-tokens", type=int, default=100, help="maximum of new tokens for each prompt (100)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy, always the likeliest token (1.0)")
@@ -56,18 +56,18 @@ def execute(args: argparse.Namespace) -> int:
 
     from shardwise.checkpoint.folder import checkpoint_folder
     from shardwise.checkpoint.format import RUN_FILE
+    from shardwise.cli.machinery.ranks import engine_here, start_ranks
     from shardwise.data.tokenizer import load_tokenizer
-    from shardwise.run import read_run
-    from shardwise.serve.engine import make_engine
+    from shardwise.run import read_served
     from shardwise.serve.generate import continue_prompts
     from shardwise.serve.request import Sampling
 
-    folder = checkpoint_folder(args.checkpoint)
+    folder = checkpoint_folder(args.run)
     tokenizer = load_tokenizer(folder)
     prompts = [tokenizer.encode(prompt) for prompt in args.prompt]
     if not all(prompts):
         raise UserError("an empty prompt has no last token to continue; give at least one character")
-    run = read_run(folder / RUN_FILE)
+    run = read_served(folder / RUN_FILE, args.overrides)
     longest = max(map(len, prompts)) + args.max_tokens
     if run.model.position == "learned" and longest > run.model.max_positions:
         raise UserError(
@@ -81,15 +81,20 @@ def execute(args: argparse.Namespace) -> int:
         train=replace(run.train, dtype=args.dtype or run.train.dtype, device=args.device),
         serve=replace(run.serve, max_sequences=min(len(prompts), run.serve.max_sequences)),
     )
+    code = start_ranks(run, args.arguments)
+    if code is not None:
+        return code
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, seed=args.seed)
     start = time.perf_counter()
-    engine = make_engine(folder, run, longest)
     samples, count = [], 0
-    for prompt, made in zip(
-        args.prompt, continue_prompts(engine, prompts, args.max_tokens, sampling, tokenizer, args.stop), strict=True
-    ):
-        samples.append(dict(prompt=prompt, text=made.text, tokens=made.tokens, ended_by=made.ended_by))
-        count += len(made.tokens)
+    with engine_here(folder, run, longest) as engine:
+        if engine is None:
+            return 0
+        for prompt, made in zip(
+            args.prompt, continue_prompts(engine, prompts, args.max_tokens, sampling, tokenizer, args.stop), strict=True
+        ):
+            samples.append(dict(prompt=prompt, text=made.text, tokens=made.tokens, ended_by=made.ended_by))
+            count += len(made.tokens)
     seconds = time.perf_counter() - start
     if args.json:
         print(json.dumps(dict(checkpoint=str(folder), samples=samples, seconds=seconds, tokens_per_s=count / seconds)))

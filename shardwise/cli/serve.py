@@ -6,15 +6,21 @@ import argparse
 import asyncio
 import gc
 import ipaddress
+import os
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwise.cli.machinery.options import at_least
 from shardwise.run.problems import Problem, UserError
 
+if TYPE_CHECKING:
+    from shardwise.serve.replicas import Remake
+
 HELP = """Serve a checkpoint, or the newest one of a run folder, with OpenAI's HTTP API: /v1/completions, /v1/chat/completions,
-/v1/models, /health, /metrics. One line says its address when it is ready. SIGTERM and Ctrl-C let what runs finish."""
+/v1/models, /health, /metrics. One line says its address when it is ready. SIGTERM and Ctrl-C let what runs finish. A layout of
+several ranks is started on this machine, unless torchrun or Slurm started them."""
 
 LIMITS = ("waiting", "connections", "body_bytes", "drain_seconds")
 
@@ -48,47 +54,50 @@ def execute(args: argparse.Namespace) -> int:
 
     from shardwise.checkpoint.folder import checkpoint_folder
     from shardwise.checkpoint.format import RUN_FILE
-    from shardwise.run import read_run
+    from shardwise.cli.machinery.ranks import engine_here, rank_here, start_ranks
+    from shardwise.run import read_served
     from shardwise.serve.event_loop import run_in_loop
     from shardwise.serve.server.limits import Limits
     from shardwise.serve.server.listen import Stop, address_of, open_socket, serve, within_files
     from shardwise.serve.server.model import load_model_files
 
-    laid_out = [each for each in args.overrides if each.removeprefix("--").startswith("layout.")]
-    if laid_out:
-        raise UserError(
-            Problem(
-                "one device serves, for now: more ranks are not there yet",
-                laid_out[0].partition("=")[0],
-                "command line",
-            )
-        )
     folder = checkpoint_folder(args.run)
-    run = read_run(folder / RUN_FILE, args.overrides)
+    run = read_served(folder / RUN_FILE, args.overrides)
     model = load_model_files(folder, args.model_name or run.name, args.chat_template)
     given = {name: value for name in LIMITS if (value := getattr(args, name)) is not None}
     limits = within_files(Limits(**given))
-    listener = open_socket(args.host, args.port)  # before the weights are read, which may take minutes
-    if not keys and not _is_local(args.host):
+    if not rank_here() and not keys and not _is_local(args.host):
         print(f"warning: whoever reaches {args.host} may use this model; --api-key KEY asks for a key", file=sys.stderr)
+    code = start_ranks(run, args.arguments)
+    if code is not None:
+        return code
+    # Before the weights are read, which may take minutes.
+    listener = None if rank_here() else open_socket(args.host, args.port)
 
-    from shardwise.serve.engine import make_engine
+    def remake(vocab: int) -> Remake:
+        from shardwise.serve.grammar import Grammars
 
-    engine = make_engine(folder, run)
-    engine.warm()
-    # What is here now stays; looking through it again and again would hold up steps.
-    gc.collect()
-    gc.freeze()
+        return Grammars(model.tokenizer, vocab, model.ends).make
 
-    async def until_signalled() -> int:
-        stop = Stop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop.ask)
-        line = f"serving {model.name} at {address_of(listener)}"
-        failed = await serve(engine, model, listener, stop, limits, keys, lambda _: print(line, flush=True))
-        return 1 if failed else 0
+    with engine_here(folder, run, remake=remake, warm=True) as engine:
+        if engine is None or listener is None:
+            return 0
+        # What is here now stays; looking through it again and again would hold up steps.
+        gc.collect()
+        gc.freeze()
 
-    return run_in_loop(until_signalled())
+        async def until_signalled() -> int:
+            stop = Stop()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, stop.ask)
+            line = f"serving {model.name} at {address_of(listener)}"
+            failed = await serve(engine, model, listener, stop, limits, keys, lambda _: print(line, flush=True))
+            return 1 if failed else 0
+
+        code = run_in_loop(until_signalled())
+        if code and run.layout.world > 1:
+            os._exit(code)  # the other ranks need not be waited for
+    return code
 
 
 def _keys(given: list[str]) -> list[str]:

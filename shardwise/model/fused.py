@@ -8,6 +8,7 @@ biases, LayerNorm) runs as it is written, over the same cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from shardwise.model.transformer import Block, Transformer
 from shardwise.run import ModelConfig
 
 ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu"}
+AddUp = Callable[[Tensor], Tensor]
 
 
 def joined(*layers: Linear) -> Tensor:
@@ -55,7 +57,10 @@ class FusedBlock:
     """What stands in the place of a block's `forward`. Behind the attention of the last block only those tokens matter whose result
     is asked for: of a prompt, one."""
 
-    def __init__(self, block: Block, config: ModelConfig, rope: tuple[Tensor, Tensor] | None, last: bool) -> None:
+    def __init__(
+        self, block: Block, config: ModelConfig, rope: tuple[Tensor, Tensor] | None, last: bool, add_up: AddUp | None, first: bool
+    ) -> None:  # fmt: skip
+        self.add_up, self.first, self.beta = add_up, first, float(first)
         attention, ffn = block.attention, block.ffn
         assert isinstance(attention, GroupedAttention)
         assert isinstance(ffn, FeedForward)
@@ -83,17 +88,20 @@ class FusedBlock:
         if len(x) <= MOST_ROWS:
             qkv = skinny_gemm(x, self.qkv, self.attention_norm)
             attended = cache.attend_fused(qkv, self.heads, self.rope, self.norms, self.scale)
-            x = skinny_gemm(attended, self.out, residual=x)
+            x = self._sum(skinny_gemm(attended, self.out, residual=x if self.first else None))
             inner = skinny_gemm(x, self.gate_up, self.ffn_norm, gated=self.activation)
-            return skinny_gemm(inner, self.down, residual=x)[None], None
+            return self._sum(skinny_gemm(inner, self.down, residual=x if self.first else None))[None], None
         qkv = F.linear(rms_norm(x, *self.attention_norm), self.qkv)
         attended = cache.attend_fused(qkv, self.heads, self.rope, self.norms, self.scale)
         batch = cache.cache.batch
         if self.last and batch is not None and batch.wanted is not None:
             x, attended = x[batch.wanted], attended[batch.wanted]
-        x = x.addmm_(attended, self.out.t())
+        x = self._sum(x.addmm_(attended, self.out.t(), beta=self.beta))
         inner = gated_product(F.linear(rms_norm(x, *self.ffn_norm), self.gate_up), self.activation)
-        return x.addmm_(inner, self.down.t())[None], None
+        return self._sum(x.addmm_(inner, self.down.t(), beta=self.beta))[None], None
+
+    def _sum(self, x: Tensor) -> Tensor:
+        return x if self.add_up is None else self.add_up(x)
 
 
 def unembed(x: Tensor, weight: Tensor) -> Tensor:
@@ -106,8 +114,9 @@ def unembed(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight.to(x.dtype))
 
 
-def fuse(model: Transformer, positions: int) -> int:
-    """Fuse the blocks of a model on a GPU that have the form for it, for sequences of so many positions; how many there are."""
+def fuse(model: Transformer, positions: int, add_up: AddUp | None = None, first: bool = True) -> int:
+    """Fuse the blocks of a model on a GPU that have the form for it, for sequences of so many positions; how many there are. Where
+    several devices have some of the columns each, `add_up` adds up what they made, and the `first` of them the residual stream."""
     config, device = model.config, next(model.parameters()).device
     rope = None
     if config.position == "rotary":
@@ -119,7 +128,7 @@ def fuse(model: Transformer, positions: int) -> int:
         assert isinstance(block, Block)
         if fits(block, config):
             last = number == len(model.layers)
-            block.forward = FusedBlock(block, config, rope, last)  # type: ignore[method-assign]
+            block.forward = FusedBlock(block, config, rope, last, add_up, first)  # type: ignore[method-assign]
             fused += 1
     if fused == len(model.layers):
         model.rope_builder = lambda *_: None  # the kernels have it

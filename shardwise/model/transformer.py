@@ -128,3 +128,19 @@ class Transformer(nn.Module):
         assert vocabulary is not None
         x = self.norm(x)
         return F.linear(x, vocabulary.weight.to(x.dtype)) if finish is None else finish(x, vocabulary.weight)
+
+
+def make_stage(
+    config: ModelConfig, dtype: torch.dtype | None, layers: Iterable[int], first: bool, last: bool
+) -> Transformer:
+    """The part of the network that a stage of a pipeline runs, without memory yet."""
+    with torch.device("meta"):
+        model = Transformer(config, dtype, layers)
+    model.first, model.last = first, last
+    if not first:
+        model.positions = None
+    if not last:
+        model.norm = model.head = None
+    if not first and not (last and config.tied_embeddings):
+        model.embed = None
+    return model

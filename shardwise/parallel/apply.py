@@ -18,7 +18,7 @@ from shardwise.model.gemm.tuned import use_tuned_gemms
 from shardwise.model.initialize import draw
 from shardwise.model.layers import Gemm
 from shardwise.model.loss import ChunkedCrossEntropy
-from shardwise.model.transformer import Block, Transformer
+from shardwise.model.transformer import Block, Transformer, make_stage
 from shardwise.model.varlen import has_flash
 from shardwise.parallel.context import apply_context
 from shardwise.parallel.expert import apply_expert
@@ -58,7 +58,8 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
     stages: dict[int, Stage] = {}
     parameters: list[LocalParameter] = []
     for number in schedule.stages_of(mesh.index("pipeline")):
-        model = _stage(run, ranges[number], first=number == 0, last=number == schedule.stages - 1)
+        dtype = getattr(torch, run.train.dtype)
+        model = make_stage(run.model, dtype, ranges[number], number == 0, number == schedule.stages - 1)
         gpu = device.type == "cuda"
         gemm = use_tuned_gemms(model.layers) if tunes_gemms(run, gpu=gpu) else Gemm()
         if chunks_loss(run, gpu=gpu):
@@ -97,20 +98,6 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
     pipeline = Pipeline(stages, schedule, mesh, layout.zero, sharder.scales, observers)
     _add_tied_group(run, mesh, schedule.placement)
     return Parallel(mesh, [stage.model for stage in stages.values()], pipeline, parameters)
-
-
-def _stage(run: Run, layers: range, first: bool, last: bool) -> Transformer:
-    """The part of the network that a stage runs, without memory yet."""
-    with torch.device("meta"):
-        model = Transformer(run.model, dtype=getattr(torch, run.train.dtype), layers=layers)
-    model.first, model.last = first, last
-    if not first:
-        model.positions = None
-    if not last:
-        model.norm = model.head = None
-    if not first and not (last and run.model.tied_embeddings):
-        model.embed = None
-    return model
 
 
 def compiled(forward: Callable[..., Any], accumulates: bool) -> Callable[..., Any]:

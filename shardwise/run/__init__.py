@@ -4,7 +4,7 @@ from shardwise.run.axes import AXES, RANK_AXES
 from shardwise.run.config import ClusterConfig, DataConfig, LayoutConfig, ModelConfig, Run, TrainConfig
 from shardwise.run.presets import PRESETS
 from shardwise.run.problems import Problem, UserError, counted
-from shardwise.run.read import PlannedRun, read_planned, read_run, run_from_dict
+from shardwise.run.read import PlannedRun, read_planned, read_run, read_served, run_from_dict
 from shardwise.run.write import to_dict, to_toml
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "counted",
     "read_planned",
     "read_run",
+    "read_served",
     "run_from_dict",
     "to_dict",
     "to_toml",

@@ -40,9 +40,11 @@ MOST_ELEMENTS, MOST_TOKENS = 2**58, 2**48
 """What a tensor may hold, so that its bytes can be counted in 64 bits; and a step."""
 
 
-def broken_rules(run: Run) -> Iterator[Broken]:
-    """Every rule the resolved run breaks."""
+def broken_rules(run: Run, serves: bool = False) -> Iterator[Broken]:
+    """Every rule the resolved run breaks; where it `serves`, its layout has other rules than in training."""
     laid_out = _search_rules(run) if run.layout.auto else chain(layout_rules(run), batch_rules(run))
+    if serves and not run.layout.auto:
+        laid_out = serving_rules(run)
     own = chain(
         _model_rules(run), _size_rules(run), _train_rules(run), fp8_rules(run), _data_rules(run), _cluster_rules(run)
     )
@@ -194,28 +196,43 @@ def layout_rules(run: Run) -> Iterator[Rule]:
     ))
 
 
+def serving_rules(run: Run) -> Iterator[Rule]:
+    """What network and layout ask of each other where the model is served (`served.py`)."""
+    m, lay = run.model, run.layout
+    yield from _width_rules(run)
+    yield from _stage_rules(run)
+    data, ranks = lay.shard * lay.context, lay.shard * lay.context * lay.tensor
+    yield Rule(lay.expert % data > 0, "layout.shard" if lay.shard > 1 else "layout.context", ("layout.expert",), lambda: (
+        f"a server has more ranks of shard x context ({data}) only to hold other experts, and layout.expert = {lay.expert} is no "
+        "multiple of them; layout.tensor cuts matrices, layout.replicate makes more engines"
+    ))
+    if not m.experts:
+        yield Rule(lay.expert > 1, "layout.expert", ("model.experts",),
+                   lambda: f"{lay.expert} ranks of experts, but the model has none")
+        return
+    yield Rule(m.experts % lay.expert > 0, "layout.expert", ("model.experts",), lambda: (
+        f"{lay.expert} does not divide model.experts = {m.experts}: each rank holds whole experts; {_divisors(m.experts)} would do"
+    ))
+    uneven = ranks % lay.expert > 0
+    yield Rule(uneven, "layout.expert", ("layout.shard", "layout.context", "layout.tensor"), lambda: (
+        f"{lay.expert} does not divide layout.shard x layout.context x layout.tensor = {ranks}: experts are dealt out over those "
+        f"ranks and add none; layout.tensor = {lay.expert} would do"
+    ))
+    columns = max(1, ranks // lay.expert)
+    yield Rule(not uneven and m.expert_ffn % columns > 0, "layout.expert", ("layout.tensor", "model.expert_ffn"), lambda: (
+        f"{columns} ranks for each expert do not divide model.expert_ffn = {m.expert_ffn}; layout.expert = {ranks} leaves them "
+        "whole"
+    ))
+
+
 def _tensor_rules(run: Run) -> Iterator[Rule]:
     """What the tensor and context ranks cut."""
     m, lay, length = run.model, run.layout, run.train.seq_len
     t, c = lay.tensor, lay.context
-    yield Rule(m.heads % t > 0, "layout.tensor", ("model.heads",), lambda: (
-        f"{t} does not divide model.heads = {m.heads}: each rank holds whole heads; {_divisors(m.heads)} would do"
-    ))
-    if m.attention == "grouped":
-        uneven = (m.heads % t == 0) & (m.kv_heads % t > 0) & (t % m.kv_heads > 0)
-        yield Rule(uneven, "layout.tensor", ("model.kv_heads",), lambda: (
-            f"{t} and model.kv_heads = {m.kv_heads} do not divide each other: key/value heads are either split evenly or "
-            f"copied evenly over the ranks"
-        ))
+    yield from _width_rules(run)
     if m.experts and lay.expert_tensor:
         yield Rule(m.expert_ffn % t > 0, "layout.expert_tensor", ("layout.tensor", "model.expert_ffn"),
                    lambda: f"layout.tensor = {t} does not divide model.expert_ffn = {m.expert_ffn}")
-    widths = {"model.ffn": m.ffn} if not m.experts or m.dense_layers else {}
-    if m.experts and m.shared_experts:
-        widths["model.expert_ffn"] = m.expert_ffn * m.shared_experts
-    for name, width in widths.items():
-        reason = partial("{} does not divide the feed-forward width {} ({}): each rank holds equal columns".format, t, width, name)
-        yield Rule(width % t > 0, "layout.tensor", (name,), reason)
     yield Rule((t > 1) & (length % (t * c) > 0), "train.seq_len", ("layout.tensor", "layout.context"), lambda: (
         f"{length} is not a multiple of layout.tensor x layout.context = {t * c}: between the matrices each rank keeps an equal "
         f"slice of the sequence"
@@ -226,10 +243,30 @@ def _tensor_rules(run: Run) -> Iterator[Rule]:
     ))
 
 
-def _pipeline_rules(run: Run) -> Iterator[Rule]:
-    """How layers are dealt to stages, and whole heads to context ranks."""
+def _width_rules(run: Run) -> Iterator[Rule]:
+    """What the tensor ranks cut: whole heads, and equal columns."""
+    m, t = run.model, run.layout.tensor
+    yield Rule(m.heads % t > 0, "layout.tensor", ("model.heads",), lambda: (
+        f"{t} does not divide model.heads = {m.heads}: each rank holds whole heads; {_divisors(m.heads)} would do"
+    ))
+    if m.attention == "grouped":
+        uneven = (m.heads % t == 0) & (m.kv_heads % t > 0) & (t % m.kv_heads > 0)
+        yield Rule(uneven, "layout.tensor", ("model.kv_heads",), lambda: (
+            f"{t} and model.kv_heads = {m.kv_heads} do not divide each other: key/value heads are either split evenly or "
+            f"copied evenly over the ranks"
+        ))
+    widths = {"model.ffn": m.ffn} if not m.experts or m.dense_layers else {}
+    if m.experts and m.shared_experts:
+        widths["model.expert_ffn"] = m.expert_ffn * m.shared_experts
+    for name, width in widths.items():
+        reason = partial("{} does not divide the feed-forward width {} ({}): each rank holds equal columns".format, t, width, name)
+        yield Rule(width % t > 0, "layout.tensor", (name,), reason)
+
+
+def _stage_rules(run: Run) -> Iterator[Rule]:
+    """How layers are dealt to stages."""
     m, lay = run.model, run.layout
-    stages, t, c = lay.pipeline * lay.stages_per_rank, lay.tensor, lay.context
+    stages = lay.pipeline * lay.stages_per_rank
     yield Rule(stages > m.layers + 2, "layout.pipeline", ("model.layers", "layout.schedule", "layout.chunks"), lambda: (
         f"{lay.pipeline} ranks with {lay.stages_per_rank} stages each for model.layers = {m.layers}: each stage but the first and "
         f"the last, which have the embedding and the head, needs at least one layer"
@@ -242,6 +279,13 @@ def _pipeline_rules(run: Run) -> Iterator[Rule]:
             f"{list(lay.stages)} must be {stages} numbers above 0 (the first and the last may be 0) that add up to model.layers = "
             f"{m.layers}"
         ))
+
+
+def _pipeline_rules(run: Run) -> Iterator[Rule]:
+    """How layers are dealt to stages, and whole heads to context ranks."""
+    m, lay = run.model, run.layout
+    t, c = lay.tensor, lay.context
+    yield from _stage_rules(run)
     if lay.context_method == "ulysses":
         others = ("layout.tensor", "model.heads", "layout.context_method")
         yield Rule((c > 1) & (m.heads % (t * c) > 0), "layout.context", others, lambda: (

@@ -123,7 +123,11 @@ class LayoutConfig:
     context: int = key(1, "ranks a sequence is cut over", least=1)
     tensor: int = key(1, "ranks each matrix is cut over", least=1)
     pipeline: int = key(1, "stages the layers are cut into", least=1)
-    expert: int = key(1, "ranks the experts are spread over; regroups shard x context, adds no ranks", least=1)
+    expert: int = key(
+        1,
+        "ranks the experts are spread over; regroups shard x context (of a server tensor too), adds no ranks",
+        least=1,
+    )
     zero: Literal[1, 2, 3] = key(
         3, "what is sharded over shard x context ranks: 1 optimizer, 2 and gradients, 3 and parameters"
     )

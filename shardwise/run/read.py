@@ -6,13 +6,15 @@ import json
 import math
 import tomllib
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
+from shardwise.run.axes import AXES
 from shardwise.run.check import Broken, broken_rules
-from shardwise.run.config import SECTIONS, Run, all_keys
+from shardwise.run.config import SECTIONS, LayoutConfig, Run, all_keys
 from shardwise.run.declare import Key
 from shardwise.run.derive import derive
 from shardwise.run.presets import PRESETS, pretraining
@@ -37,6 +39,26 @@ def read_run(path: str | Path | None = None, overrides: Iterable[str] = (), rule
     there leaves nothing of the file's layout. `rules` are the caller's own, reported with all the others."""
     problems: list[Problem] = []
     return _resolve(_all_given(path, overrides, problems), problems, rules)
+
+
+SERVED_ELSEWHERE = ("layout.", "cluster.nodes", "cluster.devices_per_node", "cluster.rendezvous")
+"""Keys of a trained run that say nothing of where it is served."""
+
+
+def read_served(path: str | Path | None, overrides: Iterable[str] = ()) -> Run:
+    """The run of a checkpoint that is served. It stands on one device unless the overrides say otherwise, whatever it was trained
+    on; of the layout, axes and `stages` count, since a forward pass has nothing else to lay out."""
+    problems: list[Problem] = []
+    given = _all_given(path, overrides, problems)
+    kept = {n: v for n, v in given.items() if v[1] == COMMAND_LINE or not n.startswith(SERVED_ELSEWHERE)}
+    run = _resolve(_Given(kept), problems, (_no_search,), serves=True)
+    layout = LayoutConfig(**{name: getattr(run.layout, name) for name in (*AXES, "stages")})
+    return replace(run, layout=layout)
+
+
+def _no_search(run: Run) -> Iterable[Broken]:
+    if run.layout.auto:
+        yield Broken("layout.auto", (), "`shardwise plan` searches for the layout of a server; give what it finds")
 
 
 class PlannedRun(NamedTuple):
@@ -71,7 +93,7 @@ def read_planned(
             keys["microbatch"] = 1  # a rank's whole share of such a batch never fits
         left = [f"train.{name}" for name in keys]
         given.update({f"train.{name}": (value, f"preset {preset}") for name, value in keys.items()})
-    run = _resolve(given, problems, rules)
+    run = _resolve(given, problems, rules, serves=None)
     return PlannedRun(run, {name: getattr(run.train, name.partition(".")[2]) for name in left}, source)
 
 
@@ -103,7 +125,8 @@ def run_from_dict(values: dict[str, Any], where: str = "") -> Run:
     return _resolve(_flatten(values, where, problems), problems)
 
 
-def _resolve(given: _Given, problems: list[Problem], rules: Iterable[Rule] = ()) -> Run:
+def _resolve(given: _Given, problems: list[Problem], rules: Iterable[Rule] = (), serves: bool | None = False) -> Run:
+    """`serves`: whether the layout is that of a server; None: if the run has a load to plan."""
     keys = all_keys()
     for name in [n for n in given if n not in keys]:
         _, where = given.pop(name)
@@ -136,7 +159,9 @@ def _resolve(given: _Given, problems: list[Problem], rules: Iterable[Rule] = ())
         values.setdefault("layout.fixed", fixed)
     sections = {s: cls(**_section(values, s)) for s, cls in SECTIONS.items()}
     run = derive(Run(name=values.get("name", "run"), **sections))
-    for rule in chain(broken_rules(run), *(more(run) for more in rules)):
+    if serves is None:
+        serves = bool(run.serve.rate or run.serve.concurrency)
+    for rule in chain(broken_rules(run, serves), *(more(run) for more in rules)):
         if not bad & {rule.key, *rule.others}:
             problems.append(Problem(rule.reason, rule.key, _blame(given, rule.key, rule.others)))
     if problems:

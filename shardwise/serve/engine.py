@@ -12,19 +12,24 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from shardwise.model.transformer import Transformer
-from shardwise.plan.serving.pool import kv_dtype, serving_memory
+from shardwise.plan.serving.pool import ServingMemory, kv_dtype, serving_memory
 from shardwise.run import Problem, Run, UserError
 from shardwise.run.serve_config import ServeConfig
 from shardwise.schedules.serving import Chunk, PagePool, Scheduler, Sequence, Settings, Step
+from shardwise.serve.leader import Leader
 from shardwise.serve.request import Finish, Logprob, Output, Request
 from shardwise.serve.runner import Launched, Row, Runner
 from shardwise.serve.sampler import logprobs_of, read_logprobs, seed_of
 from shardwise.serve.stats import Stats
+
+if TYPE_CHECKING:
+    from shardwise.parallel.inference import Peers
 
 
 @dataclass(eq=False)
@@ -54,7 +59,7 @@ class Engine:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: Runner | Leader,
         settings: ServeConfig,
         pages: int,
         ahead: bool | None = None,
@@ -64,13 +69,16 @@ class Engine:
         config = runner.model.config
         self.runner, self.seed = runner, seed
         self.vocab, self.max_tokens = config.vocab, runner.longest
-        self.ahead = runner.gpu if ahead is None else ahead
+        # The stages of a pipeline work on other sequences each, of which the host is to know the last token.
+        self.ahead = runner.stages == 1 and (runner.gpu if ahead is None else ahead)
+        self.kept = runner.stages - 1 or int(self.ahead)
+        """Steps that are left under way."""
         self.host_pages = host_pages
         self.pool = PagePool(pages, settings.page_tokens, host_pages, settings.prefix_cache)
         self.scheduler = Scheduler(
             Settings(
                 min(settings.max_sequences, settings.max_step_tokens), settings.max_step_tokens, runner.longest,
-                preemption=settings.preemption, window=config.sliding_window,
+                preemption=settings.preemption, window=config.sliding_window, stages=runner.stages,
             ),
             self.pool,
         )  # fmt: skip
@@ -82,13 +90,18 @@ class Engine:
         self.tables: list[list[int]] = [[] for _ in range(runner.sequences)]
         self.computed_tokens = self.generated_tokens = 0
 
-    def add(self, request: Request) -> None:
-        """Take a request; raises `UserError` if it can never run."""
+    def reasons(self, request: Request) -> list[str]:
+        """Why a request can never run, a sentence each; empty when it can."""
         problems = self.scheduler.reasons(len(request.prompt), request.max_tokens)
-        if request.id in self.answers:
-            problems.append(f'there is a request "{request.id}" already')
         if any(not 0 <= token < self.vocab for token in request.prompt):
             problems.append(f"the prompt has tokens that are not below the vocabulary's {self.vocab}")
+        return problems
+
+    def add(self, request: Request) -> None:
+        """Take a request; raises `UserError` if it can never run."""
+        problems = self.reasons(request)
+        if request.id in self.answers:
+            problems.append(f'there is a request "{request.id}" already')
         if problems:
             raise UserError(*problems)
         sequence = Sequence(
@@ -134,7 +147,7 @@ class Engine:
         if step.chunks:
             self.under_way.append(self._launch(step))
             self._fork()
-        if self.under_way and (len(self.under_way) > int(self.ahead) or not step.chunks):
+        if self.under_way and (len(self.under_way) > self.kept or not step.chunks):
             self._read(self.under_way.popleft())
         outputs, self.outputs = self.outputs, []
         return outputs
@@ -176,7 +189,7 @@ class Engine:
             tokens = sequence.tokens[start : start + count]
         return Row(sequence.slot + 1, start, tokens, count, chunk.samples)
 
-    def _masks(self, step: Step, order: list[int]) -> torch.Tensor | None:
+    def _masks(self, step: Step, order: list[int]) -> np.ndarray | None:
         """The tokens that grammars allow next, where there are any."""
         rows = [self.by_sequence[step.chunks[n].sequence] for n in order if step.chunks[n].samples]
         if not any(answer.request.grammars for answer in rows):
@@ -187,7 +200,7 @@ class Engine:
                 words = np.asarray(answer.request.grammars[answer.index].allowed()).view(np.int32).ravel()
                 masks[row, : len(words)] = words[: masks.shape[1]]
                 masks[row, len(words) :] = 0
-        return self.runner.send(masks)
+        return masks
 
     def _fork(self) -> None:
         """Further answers begin where the prompt of the first is computed."""
@@ -316,13 +329,11 @@ def _rank(chunk: Chunk) -> tuple[bool, int]:
     return chunk.count > 1, -chunk.start - chunk.count
 
 
-def engine_of(model: Transformer, run: Run, ahead: bool | None = None, longest: int = 0) -> Engine:
-    """An engine for a model in memory, with as many pages as the plan leaves room for. Sequences have at most as many tokens as the
-    model has positions, or as `longest` says: rotary ones go on beyond what was trained."""
-    device = next(model.parameters()).device
+def memory_of(run: Run, device: torch.device, here: int = 1) -> ServingMemory:
+    """What the plan gives each owner of a device's memory; `here` ranks share that of a host."""
     gpu = device.type == "cuda"
     # Of a host's memory half is left to others.
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 // here
     total = torch.cuda.get_device_properties(device).total_memory if gpu else host
     memory = serving_memory(run, total, gpu)
     if memory.pages < 2:
@@ -330,17 +341,33 @@ def engine_of(model: Transformer, run: Run, ahead: bool | None = None, longest: 
             f"{memory.weights / 2**30:.1f} GiB of weights and {memory.activations / 2**30:.1f} GiB of activations leave no room "
             f"for keys and values in {total / 2**30:.1f} GiB; use a larger device or a smaller serve.max_step_tokens"
         )
+    return memory
+
+
+def runner_of(model: Transformer, run: Run, pages: int, longest: int = 0, peers: Peers | None = None) -> Runner:
+    """A runner for a model in memory. Sequences have at most as many tokens as the model has positions, or as `longest` says:
+    rotary ones go on beyond what was trained."""
     dtypes = {"fp8": torch.float8_e4m3fn}
     dtype = dtypes.get(kv_dtype(run)) or getattr(torch, kv_dtype(run))
     sequences = min(run.serve.max_sequences, run.serve.max_step_tokens)
     longest = longest or run.model.max_positions
-    runner = Runner(model, memory.pages, run.serve.page_tokens, sequences, longest, dtype)
-    host_pages = int(run.serve.swap_gib * 2**30) // memory.page if run.serve.preemption == "swap" else 0
-    return Engine(runner, run.serve, memory.pages, ahead, run.train.seed, host_pages)
+    return Runner(model, pages, run.serve.page_tokens, sequences, longest, dtype, peers)
 
 
-def make_engine(folder: Path, run: Run, longest: int = 0) -> Engine:
-    """An engine on one device for a checkpoint folder, in the dtype and with the settings of a run, whatever it was trained on."""
+def engine_of(model: Transformer, run: Run, ahead: bool | None = None, longest: int = 0) -> Engine:
+    """An engine for a model in memory, with as many pages as the plan leaves room for."""
+    memory = memory_of(run, next(model.parameters()).device)
+    runner = runner_of(model, run, memory.pages, longest)
+    return Engine(runner, run.serve, memory.pages, ahead, run.train.seed, host_pages(run, memory))
+
+
+def host_pages(run: Run, memory: ServingMemory) -> int:
+    """Pages that may be swapped to the host."""
+    return int(run.serve.swap_gib * 2**30) // max(1, memory.page) if run.serve.preemption == "swap" else 0
+
+
+def check_served(run: Run) -> None:
+    """Raise what a run asks for that no engine does."""
     problems = []
     if run.serve.weights not in ("auto", run.train.dtype):
         problems.append(Problem(f"{run.serve.weights} is planned, but not served yet", "serve.weights"))
@@ -348,6 +375,11 @@ def make_engine(folder: Path, run: Run, longest: int = 0) -> Engine:
         problems.append(Problem("is not there yet: batches may change the last bits of a result", "serve.invariant"))
     if problems:
         raise UserError(*problems)
+
+
+def make_engine(folder: Path, run: Run, longest: int = 0) -> Engine:
+    """An engine on one device for a checkpoint folder, in the dtype and with the settings of a run, whatever it was trained on."""
+    check_served(run)
     from shardwise.checkpoint.weights import load_model
     from shardwise.model.device import choose_device
 

@@ -8,8 +8,8 @@ from typing import Literal
 
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run import UserError
-from shardwise.serve.engine import Engine
 from shardwise.serve.request import Request, Sampling
+from shardwise.serve.service import Engine
 
 
 @dataclass

@@ -46,8 +46,8 @@ class Form:
 class TokenGrammar:
     """A form, followed along one answer: the engine's `Grammar`."""
 
-    def __init__(self, matcher: Any, vocab: int) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: Any, vocab: int, form: Form) -> None:
+        self._matcher, self.form = matcher, form
         self._words = np.zeros((vocab + 31) // 32, dtype=np.int32)
 
     def allowed(self) -> NDArray[np.int32]:
@@ -79,7 +79,7 @@ class Grammars:
         if matcher.is_error():
             raise UserError(f"cannot be followed: {matcher.get_error().strip()[:500]}")
         matchers = [matcher, *(matcher.deep_copy() for _ in range(count - 1))]
-        return tuple(TokenGrammar(each, self._vocab) for each in matchers)
+        return tuple(TokenGrammar(each, self._vocab, form) for each in matchers)
 
     @cached_property
     def _tokenizer(self) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from shardwise.model.fused import fuse, unembed
 from shardwise.model.paged import PagedBatch, PagedCache
 from shardwise.model.transformer import Transformer
 from shardwise.serve.sampler import Picked, Sampler, send
+
+if TYPE_CHECKING:
+    from shardwise.parallel.inference import Peers
 
 
 @dataclass
@@ -78,22 +81,33 @@ def graph_sizes(most: int) -> list[int]:
 class Runner:
     """A model with its pages, slots and sampler. Page 0 and slot 0 belong to no one: padding uses them."""
 
+    stages = 1
+    """Steps that are computed at a time, by the stages of a pipeline."""
+
     def __init__(
-        self, model: Transformer, pages: int, page_tokens: int, sequences: int, longest: int, kv_dtype: torch.dtype
-    ) -> None:
-        self.model, self.longest, self.page_tokens = model, longest, page_tokens
+        self, model: Transformer, pages: int, page_tokens: int, sequences: int, longest: int, kv_dtype: torch.dtype,
+        peers: Peers | None = None,
+    ) -> None:  # fmt: skip
+        """`peers`: the ranks that hold the other parts of the model."""
+        self.model, self.longest, self.page_tokens, self.peers = model, longest, page_tokens, peers
         self.device = next(model.parameters()).device
         self.sequences = sequences
         self.gpu = self.device.type == "cuda"
-        dtype = model.dtype or next(model.parameters()).dtype
-        self.fused = fuse(model, longest) if self.gpu and dtype in (torch.bfloat16, torch.float16) else 0
-        self.cache = PagedCache(model.config, len(model.layers), pages, page_tokens, kv_dtype, self.device, sequences)
+        self.records = self.gpu and (peers is None or peers.recordable)
+        self.dtype = dtype = model.dtype or next(model.parameters()).dtype
+        cut = peers is not None and peers.tensor is not None
+        adding = (peers.add_up, peers.first) if peers is not None and cut else ()
+        self.fused = fuse(model, longest, *adding) if self.gpu and dtype in (torch.bfloat16, torch.float16) else 0
+        heads = peers.place.kv_heads(model.config) if peers is not None else 0
+        self.cache = PagedCache(
+            model.config, len(model.layers), pages, page_tokens, kv_dtype, self.device, sequences, heads
+        )
         wide = -(-longest // page_tokens)
         self.table = torch.zeros(sequences + 1, wide, dtype=torch.int32, device=self.device)
         self.sampler = Sampler(sequences + 1, model.config.vocab, self.device)
         self.host: list[Tensor] = []
         self.sizes = graph_sizes(sequences)
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]] = {}
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor, Tensor]] = {}
 
     def set_pages(self, changes: Sequence[tuple[int, int, int]]) -> None:
         """(slot, index, page): pages that sequences use from now on."""
@@ -121,12 +135,12 @@ class Runner:
             self.cache.copy(made[0], made[1])
 
     @torch.inference_mode()
-    def launch(self, rows: list[Row], masks: Tensor | None = None, keep_logits: bool = False) -> Launched:
-        """Compute a step, rows with one new token first; returns while the device works."""
+    def launch(self, rows: list[Row], masks: np.ndarray | None = None, keep_logits: bool = False) -> Launched:
+        """Compute a step, rows with one new token first; returns while the device works. `masks`: the bits of tokens allowed."""
         decodes = sum(row.count == 1 for row in rows)
         decoded: Tensor | None = None
         found: Tensor | tuple[Tensor, Tensor]
-        if self.gpu and decodes == len(rows) and all(row.samples for row in rows) and not keep_logits:
+        if self.records and decodes == len(rows) and all(row.samples for row in rows) and not keep_logits:
             found, decoded = self._decode(rows)
         else:
             found = self._mixed(rows, decodes, keep_logits)
@@ -135,6 +149,8 @@ class Runner:
             logits, launched.logits = found
         else:
             logits = found
+        if not self.model.last:
+            return launched
         launched.slots, positions = sampled(rows)
         if not launched.slots:
             return launched
@@ -147,7 +163,8 @@ class Runner:
             if plain:
                 launched.picked = Picked(self.sampler.pick_plain(logits, there[0], there[1]))
             else:
-                launched.picked = self.sampler.pick(logits, launched.slots, there[0], there[1], masks)
+                allowed = None if masks is None else self.send(masks)
+                launched.picked = self.sampler.pick(logits, launched.slots, there[0], there[1], allowed)
         launched.tokens = launched.picked.tokens
         if self.gpu:
             launched.tokens = torch.empty(len(launched.slots), dtype=torch.int64, pin_memory=True)
@@ -157,7 +174,7 @@ class Runner:
         return launched
 
     def _mixed(self, rows: list[Row], decodes: int, keep_logits: bool) -> Tensor | tuple[Tensor, Tensor]:
-        """Any step, launched kernel by kernel: the logits of the tokens sampled after."""
+        """Any step, launched kernel by kernel: the logits of the tokens sampled after, or what a stage hands on."""
         counts = np.asarray([row.count for row in rows], np.int32)
         starts = np.asarray([row.start for row in rows], np.int32)
         ends = counts.cumsum(dtype=np.int32)
@@ -194,19 +211,36 @@ class Runner:
             int((starts + counts).max()), positions_there,
         )  # fmt: skip
         asked = wanted_there.long()
-        if self.fused == len(self.model.layers) and not keep_logits:
+        if 0 < self.fused == len(self.model.layers) and self.model.last and not keep_logits:
             batch.wanted = asked
         self.cache.begin(batch)
         kept: list[Tensor] = []
 
         def finish(x: Tensor, weight: Tensor) -> Tensor:
             if keep_logits:
-                kept.append(unembed(x[0], weight))
+                kept.append(self._logits(x[0], weight))
                 return kept[0][asked]
-            return unembed(x[0] if batch.wanted is not None else x[0][asked], weight)
+            return self._logits(x[0] if batch.wanted is not None else x[0][asked], weight)
 
-        scores = self.model(ids[None], positions_there[None], cache=self.cache, finish=finish).result
+        x = ids
+        if not self.model.first:
+            assert self.peers is not None
+            x = self.peers.receive(torch.empty(total, self.model.config.hidden, dtype=self.dtype, device=self.device))
+        scores = self.model(x[None], positions_there[None], cache=self.cache, finish=finish).result
+        if not self.model.last:
+            self._hand_on(scores[0])
+            return scores[0]
         return (scores, kept[0]) if keep_logits else scores
+
+    def _hand_on(self, x: Tensor) -> None:
+        """The residual stream to the next stage."""
+        assert self.peers is not None
+        self.peers.send(x)
+
+    def _logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Of all tokens, also where this rank has a part of the head."""
+        logits = unembed(x, weight)
+        return logits if self.peers is None else self.peers.gather(logits, self.model.config.vocab)
 
     def warm(self, step_tokens: int) -> None:
         """Record all steps now, the largest first: the smaller ones then use its memory. Otherwise each is when it is needed. And
@@ -214,7 +248,7 @@ class Runner:
         if not self.gpu:
             return
         with torch.inference_mode():
-            for size in reversed(self.sizes):
+            for size in reversed(self.sizes if self.records else ()):
                 if size not in self.graphs:
                     self._record(size)
             most = min(self.longest, step_tokens)
@@ -225,7 +259,7 @@ class Runner:
 
     def _decode(self, rows: list[Row]) -> tuple[Tensor, Tensor]:
         """A step in which each sequence continues with the token picked last, replayed: logits, and tokens picked of them without
-        regard to more than temperatures."""
+        regard to more than temperatures; or what a stage hands on."""
         size = next(each for each in self.sizes if each >= len(rows))
         if size not in self.graphs:
             self._record(size)
@@ -234,25 +268,36 @@ class Runner:
         if known:
             told = self.send(np.asarray(known, np.int64).T)
             self.sampler.last[told[0]] = told[1]
-        graph, inputs, logits, tokens = self.graphs[size]
+        graph, inputs, hidden, logits, tokens = self.graphs[size]
+        if not self.model.first:
+            assert self.peers is not None
+            self.peers.receive(hidden[: len(rows)])
         host = np.zeros((2, size), np.int32)
         host[0, : len(rows)] = [row.slot for row in rows]
         host[1, : len(rows)] = [row.start for row in rows]
         inputs.copy_(torch.from_numpy(host).pin_memory(), non_blocking=True)
         graph.replay()
+        if not self.model.last:  # what is on its way must stay when this is replayed
+            self._hand_on(logits[: len(rows)].clone())
         return logits[: len(rows)], tokens
 
     def _record(self, size: int) -> None:
         """Record the step for so many sequences."""
         inputs = torch.zeros(2, size, dtype=torch.int32, device=self.device)
         bounds = torch.arange(size + 1, dtype=torch.int32, device=self.device)
+        hidden = torch.zeros(
+            0 if self.model.first else size, self.model.config.hidden, dtype=self.dtype, device=self.device
+        )
 
         def compute() -> tuple[Tensor, Tensor]:
             slots, starts = inputs.unbind()
-            ids = self.sampler.last[slots.long()]
+            # Blocks may write to what they are given.
+            x = self.sampler.last[slots.long()] if self.model.first else hidden.clone()
             self.cache.begin(PagedBatch(self.table, slots, starts, bounds, size, (), self.longest, starts, tiles=tiles))
-            logits = self.model(ids[None], starts[None], cache=self.cache, finish=lambda x, w: unembed(x[0], w)).result
-            return logits, self.sampler.pick_plain(logits, slots, starts, ahead=1)
+            made = self.model(x[None], starts[None], cache=self.cache, finish=lambda x, w: self._logits(x[0], w)).result
+            if not self.model.last:
+                return made[0], slots
+            return made, self.sampler.pick_plain(made, slots, starts, ahead=1)
 
         tiles: dict[int, Tensor] = {}
         torch.cuda.synchronize()
@@ -261,9 +306,10 @@ class Runner:
             compute()  # compiles kernels, and allocates what they keep
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool()):
+        # NCCL's own threads may ask for events meanwhile, which is no part of the recording.
+        with torch.cuda.graph(graph, pool=self._pool(), capture_error_mode="thread_local"):
             logits, tokens = compute()
-        self.graphs[size] = graph, inputs, logits, tokens
+        self.graphs[size] = graph, inputs, hidden, logits, tokens
 
     def _pool(self) -> Any:
         return next(iter(self.graphs.values()))[0].pool() if self.graphs else None

@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import time
@@ -46,6 +47,11 @@ def check_here(run: Run, environment: RankEnvironment | None) -> None:
 
         if not torch.cuda.device_count():
             raise UserError(*(Problem(f"there is no GPU here: {rule.reason}", key=rule.key) for rule in broken))
+    check_world(run, environment)
+
+
+def check_world(run: Run, environment: RankEnvironment | None) -> None:
+    """Refuse a run that needs other ranks than were started."""
     needed = run.layout.world
     if environment is not None and environment.world_size != needed:
         axes = ("replicate", "shard", "context", "tensor", "pipeline")
@@ -84,7 +90,7 @@ def join(environment: RankEnvironment, run: Run) -> Placement:
         torch.cuda.set_device(torch.device(placement.device))
     dist.init_process_group(
         placement.backend,
-        init_method=f"tcp://{_reachable(environment)}:{environment.port}",
+        init_method=f"tcp://{reachable(environment)}:{environment.port}",
         rank=environment.rank,
         world_size=environment.world_size,
         # Longer than the agent waits, so that a hang is explained before it is an error of the transport.
@@ -101,7 +107,7 @@ def describe_placement(environment: RankEnvironment, placement: Placement) -> st
     return placement.sentence(environment, gpu)
 
 
-def _reachable(environment: RankEnvironment) -> str:
+def reachable(environment: RankEnvironment) -> str:
     """The address where ranks meet. Slurm's name of a machine need not be one that the network knows."""
     if environment.launcher == "srun":
         try:
@@ -119,10 +125,22 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def start_local(arguments: Sequence[str], world: int, logs: Path) -> int:
+def start_local(arguments: Sequence[str], world: int, logs: Path, passed_on: Sequence[signal.Signals] = ()) -> int:
     """Run `shardwise ARGUMENTS` once as `world` ranks on this machine; returns the exit code: 0 when all succeeded, ANSWER when
-    the first one's answer is no, 2 for a user's mistake, 1 for a failure. For short verbs: the first failure ends it."""
+    the first one's answer is no, 2 for a user's mistake, 1 for a failure. The first failure ends it: for short verbs, and for those
+    that end when the first rank does, to which signals that ask for it are `passed_on`."""
     ranks = Ranks(logs)
+    told = 0
+
+    def pass_on(number: int, _: object) -> None:
+        nonlocal told
+        told = number
+        if 0 not in ranks.pids:
+            sys.exit(128 + number)
+        ranks.signal(signal.Signals(number), [0])
+
+    for number in passed_on:
+        signal.signal(number, pass_on)
     port = free_port()
     environments = {r: environment_of(r, r, world, world, "127.0.0.1", port) for r in range(world)}
     try:
@@ -134,6 +152,8 @@ def start_local(arguments: Sequence[str], world: int, logs: Path) -> int:
         ranks.end(GRACE)
         if failed[1] == ANSWER:
             return ANSWER
+        if told and failed == (0, -told):  # before it was able to end well
+            return 128 + told
         message = ranks.failure(*failed)
         if failed[1] != MISTAKE:
             message = f"error: {message}\nthe other ranks were stopped; their output is in {logs}"

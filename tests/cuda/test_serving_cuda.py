@@ -41,8 +41,7 @@ def make_model(more: dict[str, Any]) -> Transformer:
 def logprobs(model: Transformer, text: list[int]) -> torch.Tensor:
     """Of each token after the first."""
     with torch.inference_mode():
-        rows = model(torch.tensor([text[:-1]], device="cuda")).result[0].float().log_softmax(-1)
-    return rows
+        return model(torch.tensor([text[:-1]], device="cuda")).result[0].float().log_softmax(-1)
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])

@@ -6,20 +6,27 @@ from __future__ import annotations
 import os
 import random
 import sys
+import threading
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 import torch.nn.functional as F
 
+from shardwise.model import Transformer, initialize
+from shardwise.model.fused import fuse
 from shardwise.model.kernels.decode_attention import Scratch, decode_attention
 from shardwise.model.kernels.gated import gated_product
 from shardwise.model.kernels.paged_attention import paged_attention, rope_write, tile_rows, tiles_of
 from shardwise.model.kernels.rms_norm import rms_norm
 from shardwise.model.kernels.sample import Picking, find_threshold, pick
 from shardwise.model.kernels.skinny_gemm import skinny_gemm, skinny_gemm_reference
-from shardwise.model.paged import PagedBatch, paged_attention_reference
-from shardwise.model.rope import apply_rope
+from shardwise.model.paged import PagedBatch, PagedCache, paged_attention_reference
+from shardwise.model.rope import apply_rope, rope_cos_sin
+from shardwise.run import LayoutConfig, ModelConfig
+from shardwise.run.derive import derive_model
+from shardwise.run.parameters import find_parameter
+from shardwise.run.served import ServingRank
 from shardwise.serve import sampler
 
 CPU = torch.device("cpu")
@@ -145,7 +152,87 @@ def sample() -> None:
     assert not picking.arrived.any()
 
 
+class Turns:
+    """Two ranks as threads of which one runs at a time, until it has made its part of a sum; then the other goes on."""
+
+    def __init__(self) -> None:
+        self.turn, self.parts = threading.Condition(), {0: torch.empty(0), 1: torch.empty(0)}
+        self.whose = 0
+
+    def take(self, rank: int) -> None:
+        with self.turn:
+            assert self.turn.wait_for(lambda: self.whose == rank, 60)
+
+    def give(self, rank: int) -> None:
+        with self.turn:
+            self.whose = 1 - rank
+            self.turn.notify_all()
+
+    def add_up(self, rank: int, x: torch.Tensor) -> torch.Tensor:
+        self.parts[rank] = x.clone()
+        self.give(rank)
+        self.take(rank)
+        if rank == 0:  # the first to go on; the other finds the sum when this one has its part of the next
+            self.sum = self.parts[0] + self.parts[1]
+        return x.copy_(self.sum)
+
+
+def cut(rows: int) -> None:
+    """A fused block cut over two ranks, which add up what they made, is the block."""
+    sizes = dict(layers=1, hidden=32, heads=2, kv_heads=1, head_dim=32, ffn=16, vocab=8)
+    config = derive_model(ModelConfig(**sizes, qk_norm=True), 64)
+    whole = Transformer(config).eval().requires_grad_(False)
+    initialize(whole, config, 0)
+    for parameter in whole.parameters():
+        if parameter.ndim > 1:
+            parameter *= 8
+    slots, begins = torch.arange(1, rows + 1, dtype=torch.int32), torch.arange(rows + 1, dtype=torch.int32)
+    table = torch.arange(8 * 4, dtype=torch.int32).view(8, 4) + 1
+    positions = torch.arange(rows, dtype=torch.int32) + 3
+    x = torch.randn(1, rows, config.hidden)
+
+    def cache_of(heads: int) -> PagedCache:
+        cache = PagedCache(config, 1, 40, 16, torch.float32, CPU, 8, heads)
+        cache.begin(PagedBatch(table, slots, positions, begins, rows, (), 16, positions))
+        return cache
+
+    rope = rope_cos_sin(config, positions[None], torch.float32)
+    wanted, _ = whole.layers["0"](x, rope, None, cache_of(1).layers[0])
+    turns, found = Turns(), {}
+
+    def run(rank: int) -> None:
+        turns.take(rank)
+        place = ServingRank(LayoutConfig(tensor=2), rank)
+        part = Transformer(config).eval().requires_grad_(False)
+        for name, owner, leaf in [(n, *_owner(part, n)) for n, _ in part.named_parameters()]:
+            offset, size = place.box(find_parameter(config, name))
+            value = whole.get_parameter(name)[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
+            setattr(owner, leaf, torch.nn.Parameter(value.clone(), requires_grad=False))
+        fuse(part, 64, lambda x: turns.add_up(rank, x), rank == 0)
+        found[rank] = part.layers["0"](x.clone(), None, None, cache_of(place.kv_heads(config)).layers[0])[0]
+        turns.give(rank)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (wanted - x).abs().max() > 0.1, "what is added matters"
+    for rank in range(2):
+        torch.testing.assert_close(found[rank], wanted, rtol=1e-4, atol=1e-4)
+
+
+def cuts() -> None:
+    for rows in (1, 3):  # the kernels of few rows, and those of more
+        cut(rows)
+
+
+def _owner(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
+    path, _, leaf = name.rpartition(".")
+    return model.get_submodule(path), leaf
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     for name in sys.argv[1:]:
-        {"attention": attentions, "gemm": gemms, "sample": sample}[name]()
+        {"attention": attentions, "gemm": gemms, "sample": sample, "cut": cuts}[name]()

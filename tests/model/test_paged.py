@@ -14,7 +14,7 @@ from shardwise.run import ModelConfig
 from shardwise.run.derive import derive_model
 
 
-@pytest.mark.parametrize("what", ["attention", "gemm"])
+@pytest.mark.parametrize("what", ["attention", "gemm", "cut"])
 def test_the_kernels(what: str) -> None:
     """In a process of its own, since the interpreter is chosen as Triton is imported."""
     pytest.importorskip("triton")

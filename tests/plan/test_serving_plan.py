@@ -14,7 +14,7 @@ from shardwise.plan.serving.inference import constants_of, fitted_inference
 from shardwise.plan.serving.plan import Serving, plan_serving, search_serving
 from shardwise.plan.serving.play import play, requests_of
 from shardwise.plan.serving.step_time import StepTime
-from shardwise.run import Run, UserError, read_run
+from shardwise.run import Run, UserError, read_planned, read_run
 from shardwise.run.serve_config import ServeConfig
 from shardwise.serve.request import Request, Sampling
 
@@ -46,17 +46,19 @@ class Noted:
         return 1.0
 
 
+@pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("pages", [200, 14])
-def test_the_engine_executes_what_is_played(pages: int) -> None:
-    """Also where pages run out, and sequences are preempted."""
+def test_the_engine_executes_what_is_played(pages: int, stages: int) -> None:
+    """Also where pages run out, and sequences are preempted; and where stages have steps under way."""
     settings = ServeConfig(
         max_sequences=5, max_step_tokens=16, page_tokens=4, prefix_cache=False, concurrency=8, requests=8,
         input_tokens="U(1,8)", output_tokens="U(10,20)",
     )  # fmt: skip
     asked = requests_of(settings)
     noted = Noted(times_of(run_of()))
+    noted.serving = replace(noted.serving, pipeline=stages)
     played = play(settings, asked, noted, pages, 64, concurrency=8)  # type: ignore[arg-type]
-    engine = engine_of("llama", settings, pages, ahead=False)
+    engine = engine_of("llama", settings, pages, ahead=False, stages=stages)
     for n, (_, prompt, answer) in enumerate(asked):
         engine.add(Request(str(n), tuple(k % VOCAB for k in range(prompt)), answer, Sampling(0.0), ignore_end=True))
     real, schedule = [], engine.scheduler.schedule
@@ -100,6 +102,37 @@ def test_a_rate_that_is_too_high_is_not_held() -> None:
     assert slow.as_dict()["ttft_ms"]["p50"] < fast.as_dict()["ttft_ms"]["p50"]
     two = plan_serving(run_of(*settings, "serve.rate=400", "layout.replicate=2", "cluster.devices_per_node=2"))
     assert two.as_dict()["output_tokens_per_s"] > 1.5 * fast.as_dict()["output_tokens_per_s"]
+
+
+def test_stages_work_on_other_steps_at_a_time() -> None:
+    """Not faster for one client, but for many, and most where computing takes longer than reading weights, as of prompts."""
+    found = {}
+    for stages in (1, 4):
+        for clients in (1, 64):
+            lengths = ("serve.input_tokens=2000", "serve.output_tokens=8", "serve.requests=64")
+            load = (*lengths, f"serve.concurrency={clients}", f"layout.pipeline={stages}")
+            plan = plan_serving(run_of(*load, f"cluster.devices_per_node={stages}"))
+            found[stages, clients] = plan.as_dict()["output_tokens_per_s"]
+    assert found[4, 1] == pytest.approx(found[1, 1], rel=0.1)
+    assert 2 * found[1, 64] < found[4, 64] < 4 * found[1, 64]
+
+
+def test_experts_are_dealt_out_over_tensor_ranks() -> None:
+    words = [
+        "model.preset=mixtral-8x7b",
+        "train.dtype=bfloat16",
+        "cluster.chip=h200",
+        "cluster.devices_per_node=4",
+        *LOAD,
+    ]
+    plans = [
+        plan_serving(read_planned(None, [*words, "layout.tensor=4", f"layout.expert={expert}"]).run)
+        for expert in (1, 4)
+    ]
+    assert plans[0].memory.weights == plans[1].memory.weights
+    assert plans[1].as_dict()["layout"]["expert"] == 4
+    with pytest.raises(UserError, match="only to hold other experts"):
+        plan_serving(run_of("layout.shard=2", "cluster.devices_per_node=2"))
 
 
 def test_a_search_finds_the_fewest_devices_that_hold_a_load() -> None:

@@ -28,11 +28,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "parallel": dict(parallel_block=True, activation="geglu"),
 }
 VOCAB, LONGEST = 40, 64
+LARGER: dict[str, dict[str, Any]] = {
+    "deep": dict(layers=7, heads=8, kv_heads=2, head_dim=8),
+    "deep experts": dict(
+        layers=6, heads=8, experts=8, experts_per_token=3, router="sigmoid", shared_experts=1, dense_layers=1
+    )
+    | LATENT,
+}
+"""For many ranks: a layer for each of eight stages, a head for each of eight ranks."""
 
 
 @functools.cache
 def model_of(family: str, dtype: torch.dtype = torch.float64) -> Transformer:
-    config = derive_model(ModelConfig(layers=2, hidden=32, heads=4, vocab=VOCAB, **FAMILIES[family]), LONGEST)
+    sizes = dict(layers=2, hidden=32, heads=4, vocab=VOCAB) | (FAMILIES | LARGER)[family]
+    config = derive_model(ModelConfig(**sizes), LONGEST)
     with torch.inference_mode(False):  # whoever asks first: a test may change the weights
         model = Transformer(config).eval()
         initialize(model, config, 0)
@@ -44,8 +53,9 @@ def model_of(family: str, dtype: torch.dtype = torch.float64) -> Transformer:
 
 
 def engine_of(
-    family: str, settings: ServeConfig, pages: int, dtype: torch.dtype = torch.float64, **more: Any
+    family: str, settings: ServeConfig, pages: int, dtype: torch.dtype = torch.float64, stages: int = 1, **more: Any
 ) -> Engine:
+    """With several stages as many steps are under way, though one device computes them all."""
     runner = Runner(
         model_of(family, dtype),
         pages,
@@ -54,6 +64,7 @@ def engine_of(
         LONGEST,
         dtype,
     )
+    runner.stages = stages
     return Engine(runner, settings, pages, **more)
 
 

@@ -3,87 +3,16 @@ arrivals, chunks, page sizes, preemptions, prefix hits, forks and aborts, and no
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
-from engines import FAMILIES, LONGEST, VOCAB, answers, engine_of, expected, tokens_of
+from drawn_schedules import TOKENS, check_schedule
+from engines import FAMILIES, VOCAB, answers, engine_of, expected, tokens_of
 
 from shardwise.run import UserError
 from shardwise.run.serve_config import ServeConfig
-from shardwise.serve.engine import Engine
 from shardwise.serve.request import Request, Sampling
 
-TOKENS = 12
 SCHEDULES, LARGE = 60, 10_000
-
-
-def drawn_engine(draw: random.Random, family: str) -> Engine:
-    page = draw.choice([1, 2, 4, 8, 16])
-    sequences = draw.choice([1, 2, 3, 8])
-    settings = ServeConfig(
-        max_sequences=sequences, max_step_tokens=max(sequences, draw.choice([1, 3, 5, 16, 64])), page_tokens=page,
-        prefix_cache=draw.random() < 0.7, preemption=draw.choice(["recompute", "swap"]),
-    )  # fmt: skip
-    fewest = -(-LONGEST // page) + 2
-    return engine_of(
-        family,
-        settings,
-        draw.randint(fewest, 2 * fewest),
-        ahead=draw.random() < 0.5,
-        host_pages=draw.choice([0, 10, 100]),
-    )
-
-
-def drawn_requests(draw: random.Random) -> list[Request]:
-    """Prompts that begin alike, few enough that what they must give is computed once."""
-    base = tuple(random.Random(7).randrange(VOCAB) for _ in range(30))
-    found = []
-    for n in range(draw.randint(1, 7)):
-        kept = draw.choice([0, 3, 8, 15, 24])
-        prompt = base[:kept] + tuple(base[(kept + draw.randrange(4)) % 30] for _ in range(1)) + base[:2]
-        sampling = Sampling(0.0, logprobs=draw.choice([None, 0, 3]))
-        found.append(
-            Request(
-                f"r{n}", prompt, draw.randint(1, TOKENS), sampling, n=draw.choice([1, 1, 1, 2, 3]),
-                priority=draw.choice([0, 0, 1]), user=draw.choice(["", "a", "b"]),
-            )
-        )  # fmt: skip
-    return found
-
-
-def check_schedule(seed: str) -> Engine:
-    draw = random.Random(seed)
-    family = draw.choice(list(FAMILIES))
-    engine, requests = drawn_engine(draw, family), drawn_requests(draw)
-    coming, aborted, found = list(requests), set(), {}
-    while coming or not engine.idle:
-        while coming and (engine.idle or draw.random() < 0.4):
-            engine.add(coming.pop(0))
-        if engine.answers and draw.random() < 0.02:
-            aborted.add(draw.choice(list(engine.answers)))
-            for name in aborted:
-                engine.abort(name)
-        for output in engine.step():
-            found.setdefault((output.request, output.index), []).append(output)
-    for request in requests:
-        tokens, logprobs = expected(family, request.prompt, TOKENS)
-        for index in range(request.n):
-            got = found[request.id, index]
-            made = tokens_of(got)
-            if request.id in aborted and got[-1].finish == "abort":
-                assert made == tokens[: len(made)]
-                continue
-            assert made == tokens[: request.max_tokens]
-            assert [output.finish for output in got][-1] == "length"
-            if request.sampling.logprobs is not None:
-                own = [each for output in got for each in output.logprobs]
-                assert [each.logprob for each in own] == pytest.approx(logprobs[: len(made)], abs=1e-9)
-                assert all(len(each.top) == request.sampling.logprobs for each in own)
-    assert engine.stats().pages_used == 0
-    assert not engine.by_sequence
-    assert not engine.unforked
-    return engine
 
 
 @pytest.mark.parametrize("part", range(5))

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.machinery.options import write_file
-from shardwise.run import Problem, Run, UserError
+from shardwise.run import AXES, Problem, Run, UserError
 
 if TYPE_CHECKING:
     from shardwise.plan.serving.plan import ServingPlan
@@ -40,9 +40,7 @@ def plan_serving(args: argparse.Namespace, run: Run) -> int:
 
 def _layout(plan: ServingPlan) -> str:
     layout = plan.run.layout
-    sizes = [
-        f"{axis} {getattr(layout, axis)}" for axis in ("replicate", "tensor", "pipeline") if getattr(layout, axis) > 1
-    ]
+    sizes = [f"{axis} {getattr(layout, axis)}" for axis in AXES if getattr(layout, axis) > 1]
     return " × ".join(sizes) or "one device"
 
 

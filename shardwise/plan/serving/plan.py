@@ -1,7 +1,8 @@
 """The plan of a run that serves: what a load will see, the memory of a device by owner, and what tokens cost; for the layout that
 the run gives, or for the cheapest one that holds the load.
 
-Tensor ranks cut every layer; each replica is an engine of its own, and requests are dealt out among them.
+Tensor ranks cut every layer, stages of a pipeline have other steps at a time, experts are dealt out over ranks; each replica is an
+engine of its own, and requests are dealt out among them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from shardwise.plan.serving.inference import constants_of, fitted_inference
 from shardwise.plan.serving.play import Played, play, requests_of
 from shardwise.plan.serving.pool import BYTES, ServingMemory, kv_dtype, serving_memory
 from shardwise.plan.serving.step_time import StepTime
-from shardwise.run import Problem, Run, UserError
+from shardwise.run import AXES, Problem, Run, UserError
+from shardwise.run.check import serving_rules
 from shardwise.schedules.serving.figures import LoadFigures
 
 STORED = {"auto": "bf16", "bfloat16": "bf16", "fp8": "fp8", "int8": "int8", "int4": "int4g32"}
@@ -51,7 +53,7 @@ class ServingPlan:
         layout = self.run.layout
         return found | {
             "holds": self.holds,
-            "layout": {"devices": layout.world} | {axis: getattr(layout, axis) for axis in ("replicate", "tensor", "pipeline")},
+            "layout": {"devices": layout.world} | {axis: getattr(layout, axis) for axis in AXES},
             "memory": {
                 "weights": self.memory.weights, "activations": self.memory.activations, "libraries": self.memory.libraries,
                 "kv_cache": self.memory.cache, "pages": self.memory.pages, "total": self.memory.total,
@@ -71,13 +73,14 @@ def plan_serving(run: Run) -> ServingPlan:
     """Play the run's load on its layout."""
     cluster = cluster_of(run)
     layout, model, serve = run.layout, run.model, run.serve
-    if layout.shard * layout.context > 1:
-        reason = "serves nothing: replicas (layout.replicate) and tensor ranks do"
-        raise UserError(Problem(reason, "layout.shard" if layout.shard > 1 else "layout.context"))
+    if broken := [rule for rule in serving_rules(run) if rule.broken]:
+        raise UserError(*(Problem(rule.reason(), rule.key) for rule in broken))
+    ranks = layout.shard * layout.context * layout.tensor
     form = FORMATS[STORED[serve.weights]]
     serving = Serving(
         model, cluster, ENGINES["shardwise"], form, form, BYTES[kv_dtype(run)], layout.tensor, layout.pipeline,
-        expert_tensor=layout.tensor, windowed=(1.0, model.sliding_window) if model.sliding_window else (0.0, 0),
+        expert=layout.expert, expert_tensor=ranks // layout.expert,
+        windowed=(1.0, model.sliding_window) if model.sliding_window else (0.0, 0),
     )  # fmt: skip
     memory = serving_memory(run, int(cluster.chip.memory), gpu=cluster.chip.name != "cpu")
     if memory.pages < 2:

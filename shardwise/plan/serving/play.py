@@ -13,6 +13,7 @@ from shardwise.run.lengths import parse_lengths
 from shardwise.run.serve_config import ServeConfig
 from shardwise.schedules.serving import PagePool, Scheduler, Sequence, Settings
 from shardwise.schedules.serving.figures import Limits, LoadFigures, Made
+from shardwise.schedules.serving.sequence import Step
 
 STEADY = 4
 """Where a run does not say how many requests: so many times those that run at once, and 200 at least."""
@@ -25,6 +26,19 @@ class Asked:
     due: float
     sequence: Sequence
     first: float = 0.0
+
+
+class Stages:
+    """The stages of a pipeline, which hold as much of each step, and when each is free."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self._free = count, [0.0] * count
+
+    def run(self, now: float, seconds: float) -> float:
+        """When a step is done that may begin now, and takes so long on all stages together."""
+        for stage, free in enumerate(self._free):
+            now = self._free[stage] = max(now, free) + seconds / self.count
+        return now
 
 
 @dataclass(frozen=True)
@@ -58,7 +72,10 @@ def play(
     """One engine with so many pages. With a `concurrency`, so many requests are under way at a time."""
     pool = PagePool(pages, serve.page_tokens, prefix_cache=False)
     sequences = min(serve.max_sequences, serve.max_step_tokens)
-    scheduler = Scheduler(Settings(sequences, serve.max_step_tokens, longest, serve.preemption, window), pool)
+    stages = Stages(times.serving.pipeline)
+    settings = Settings(sequences, serve.max_step_tokens, longest, serve.preemption, window, stages=stages.count)
+    scheduler = Scheduler(settings, pool)
+    under_way: deque[tuple[Step, float]] = deque()
     coming = deque(asked)
     running: dict[Sequence, Asked] = {}
     made: list[Made] = []
@@ -72,7 +89,7 @@ def play(
             if scheduler.reasons(prompt, answer):
                 failed += 1
                 continue
-            sequence = Sequence(len(running), [0] * prompt, answer)
+            sequence = Sequence(len(running), [0] * prompt, answer, lookahead=stages.count == 1)
             running[sequence] = Asked(due if not concurrency else now, sequence)
             scheduler.add(sequence)
 
@@ -87,8 +104,15 @@ def play(
         chunks = step.chunks
         keys = sum(chunk.start + 1 for chunk in chunks[: step.decoding])
         prompts = [(chunk.start, chunk.count) for chunk in chunks[step.decoding :]]
-        now += times.seconds(step.decoding, keys, prompts, step.sampling)
-        steps += 1
+        if chunks:
+            under_way.append((step, stages.run(now, times.seconds(step.decoding, keys, prompts, step.sampling))))
+            steps += 1
+            if len(under_way) < stages.count:
+                continue
+        if not under_way:
+            continue
+        step, now = under_way.popleft()
+        chunks = step.chunks
         most_running, most_pages = max(most_running, scheduler.running), max(most_pages, pool.used)
         sampling = [chunk.sequence for chunk in chunks if chunk.samples]
         scheduler.update(step, [[0]] * len(sampling))

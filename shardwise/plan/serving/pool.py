@@ -5,10 +5,13 @@ from here, so the plan is what it gets.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
-from shardwise.run import ModelConfig, Run
+from shardwise.plan.cost.flops import layers_of_stages
+from shardwise.run import LayoutConfig, ModelConfig, Run
 from shardwise.run.parameters import Parameter, first_parameters, last_parameters, layer_parameters
+from shardwise.run.served import ServingRank
 
 BYTES = {"float64": 8.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 LIBRARIES = 2**30
@@ -50,45 +53,62 @@ def kv_dtype(run: Run) -> str:
     return run.train.dtype if run.serve.kv_dtype == "auto" else run.serve.kv_dtype
 
 
-def weight_bytes(run: Run) -> int:
-    """Bytes of the weights of the largest rank: its layers, cut over tensor ranks, with the embedding and the head."""
+def served_layers(run: Run) -> list[range]:
+    """The layers of every stage."""
+    layout = run.layout
+    stages = layout.stages if len(layout.stages) == layout.pipeline else ()
+    return layers_of_stages(replace(run, layout=LayoutConfig(pipeline=layout.pipeline, stages=stages)))
+
+
+def weight_bytes(run: Run, stage: int = 0) -> int:
+    """Bytes of the weights of a stage, on the rank that holds most of it."""
     model, layout = run.model, run.layout
     kept = BYTES[run.train.dtype if run.serve.weights == "auto" else run.serve.weights]
+    other, stages = BYTES[run.train.dtype], layout.pipeline
+    # Shares are rounded up, so that the first rank has the largest.
+    rank = ServingRank(layout, (stages - 1 - stage) * (layout.world // stages))
 
     def held(entries: Iterable[Parameter], matrix: float) -> float:
-        return sum(
-            entry.numel
-            * (matrix if entry.multiplied else BYTES[run.train.dtype])
-            / (layout.tensor if entry.cuts(layout) else 1)
-            for entry in entries
-        )
+        return sum(prod(rank.box(entry)[1]) * (matrix if entry.multiplied else other) for entry in entries)
 
-    layers = sum(held(layer_parameters(model, model.is_moe(layer)), kept) for layer in range(model.layers))
-    ends = held(first_parameters(model), BYTES[run.train.dtype]) + held(last_parameters(model), BYTES[run.train.dtype])
-    return int(layers / layout.pipeline + ends)
+    total = sum(held(layer_parameters(model, model.is_moe(layer)), kept) for layer in served_layers(run)[stage])
+    if stage == 0:
+        total += held(first_parameters(model), other)
+    if stage == stages - 1:
+        total += held(last_parameters(model), other)
+        if model.tied_embeddings and stages > 1:
+            total += held(first_parameters(model)[:1], other)
+    return int(total)
 
 
-def activation_bytes(run: Run) -> int:
-    """What the largest step holds at a time beside weights and pages: the residual stream and the widest part of a layer, and the
-    logits of every sequence with what picking makes of them."""
-    model, serve = run.model, run.serve
-    tokens, each, tensor = serve.max_step_tokens, BYTES[run.train.dtype], run.layout.tensor
+def activation_bytes(run: Run, stage: int = 0) -> int:
+    """What the largest step holds at a time beside weights and pages: the residual stream and the widest part of a layer, and,
+    where tokens are picked, the logits of every sequence with what picking makes of them; tensor ranks gather them."""
+    model, serve, layout = run.model, run.serve, run.layout
+    tokens, each, tensor = serve.max_step_tokens, BYTES[run.train.dtype], layout.tensor
     wide = max(2 * model.ffn, model.heads * model.head_dim + token_elements(model))
     if model.experts:
         wide = max(wide, model.experts_per_token * (model.hidden + 2 * model.expert_ffn))
     layer = tokens * (3 * model.hidden + 1.5 * wide / tensor) * each
-    logits = min(serve.max_sequences, tokens) * model.vocab * (each + 4) / tensor
-    return int(layer + logits)
+    logits = min(serve.max_sequences, tokens) * model.vocab * (each + 4 + (2 * each / tensor if tensor > 1 else 0))
+    return int(layer + (logits if stage == layout.pipeline - 1 else 0))
 
 
 def serving_memory(run: Run, device_bytes: int, gpu: bool) -> ServingMemory:
-    """What a device with so many bytes holds; the pages are what is left, but no more than all sequences could ever fill."""
-    serve = run.serve
-    layers = -(-run.model.layers // run.layout.pipeline)
+    """What a device with so many bytes holds; the pages are what is left, but no more than all sequences could ever fill. All
+    stages have as many: those of the stage with the least room."""
+    of_stages = (stage_memory(run, stage, device_bytes, gpu) for stage in range(run.layout.pipeline))
+    return min(of_stages, key=lambda memory: (memory.pages, -memory.total))
+
+
+def stage_memory(run: Run, stage: int, device_bytes: int, gpu: bool) -> ServingMemory:
+    """The same of a device of one stage."""
+    serve, layers = run.serve, len(served_layers(run)[stage])
     page = int(serve.page_tokens * layers * token_elements(run.model, run.layout.tensor) * BYTES[kv_dtype(run)])
-    weights, activations, libraries = weight_bytes(run), activation_bytes(run), LIBRARIES if gpu else 0
+    weights, activations = weight_bytes(run, stage), activation_bytes(run, stage)
+    libraries = LIBRARIES if gpu else 0
     room = int(device_bytes * (1 - run.cluster.headroom)) - weights - activations - libraries
     if serve.memory_gib:
         room = int(serve.memory_gib * 2**30)
     most = serve.max_sequences * -(-run.model.max_positions // serve.page_tokens) + 1
-    return ServingMemory(weights, activations, libraries, page, max(0, min(room // page, most)))
+    return ServingMemory(weights, activations, libraries, page, max(0, min(room // max(1, page), most)))

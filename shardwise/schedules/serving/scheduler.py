@@ -27,7 +27,8 @@ from shardwise.schedules.serving.waiting import WaitingQueue
 
 class Scheduler:
     """Call `schedule`, execute the step, `update` with what was sampled, `finish` what has ended, and so on. To keep the device
-    busy, `schedule` may be called once more before `update`: the next tokens are scheduled while the last are not known."""
+    busy, `schedule` may be called once more before `update`: the next tokens are scheduled while the last are not known. Where
+    there are several stages, it may be called as often as there are."""
 
     def __init__(self, settings: Settings, pool: PagePool) -> None:
         self.settings = settings
@@ -130,8 +131,10 @@ class Scheduler:
     def schedule(self) -> Step:
         """The next step. One without chunks needs no update; if it moves no pages either, there is nothing to do before the next
         update or arrival."""
-        if len(self._under_way) > 1:
-            raise RuntimeError("two steps are under way: update the first before a third is scheduled")
+        if len(self._under_way) >= max(2, self.settings.stages):
+            raise RuntimeError(
+                f"{len(self._under_way)} steps are under way: update the first before another is scheduled"
+            )
         step = Step()
         self._short = False
         self._schedule_decoding(step)
@@ -171,12 +174,15 @@ class Scheduler:
             sequence.computed -= rejected
 
     def _schedule_decoding(self, step: Step) -> None:
-        """A token of everyone, in order. Who is preempted on the way is the last of the list, so never one that has its chunk."""
+        """A token of everyone, or of everyone's share where there are stages, in order. Who is preempted on the way is the last of
+        the list, so never one that has its chunk."""
         append = step.chunks.append
         decode = self._running.decode
         spare = self.settings.max_step_tokens - len(decode)
-        drafts = 0
+        drafts, share = 0, -(-len(decode) // self.settings.stages)
         for sequence in decode:
+            if len(step.chunks) == share:
+                break
             start = sequence.computed
             if start < sequence.limit and not sequence.drafts:
                 sequence.computed = start + 1

@@ -23,6 +23,10 @@ class Settings:
     watermark: float = 0.01
     """Share of the pages that is left free when a sequence is admitted beside others, for those to grow into."""
 
+    stages: int = 1
+    """Stages of a pipeline. So many steps are under way at a time, each with a share of the sequences that decode: a stage has
+    work while the others have theirs. Sequences must not look ahead then."""
+
     def __post_init__(self) -> None:
         if not 1 <= self.max_sequences <= self.max_step_tokens:
             raise ValueError(

@@ -40,7 +40,14 @@ class Case:
     drafts: float
     patient: float
     """Share of sequences that are not scheduled ahead."""
+    stages: int
+    """With several, as many steps are under way, and no sequence is scheduled ahead."""
     seed: int
+
+    @property
+    def kept(self) -> int:
+        """Steps left under way."""
+        return self.stages - 1 or int(self.ahead)
 
 
 def draw_case(number: Callable[[int, int], int]) -> Case:
@@ -64,6 +71,7 @@ def draw_case(number: Callable[[int, int], int]) -> Case:
         forks=rate(),
         drafts=rate() * 3,
         patient=rate(),
+        stages=(1, 1, 2, 3, 5)[number(0, 4)],
         seed=number(0, 2**30),
     )
 
@@ -82,6 +90,7 @@ class Life:
             case.preemption,  # type: ignore[arg-type]
             case.window,
             self.draw.choice((0.0, 0.1)),
+            case.stages,
         )
         self.scheduler = Scheduler(self.settings, self.pool)
         self.device = ToyDevice(self.pool.pages, case.page_tokens, case.host_pages, case.window, case.vocab)
@@ -95,11 +104,11 @@ class Life:
         case, steps = self.case, 0
         while self.arrived < case.sequences or self.live:
             self._happen()
-            if len(self.under_way) <= case.ahead and (not self.under_way or self.draw.random() < 0.9):
+            if len(self.under_way) <= case.kept and (not self.under_way or self.draw.random() < 0.9):
                 self._schedule()
                 steps += 1
                 self._happen()
-            if self.under_way and (len(self.under_way) > case.ahead or self.draw.random() < 0.2):
+            if self.under_way and (len(self.under_way) > case.kept or self.draw.random() < 0.2):
                 self._update()
             assert steps < 20_000, "starved"
         while self.under_way:
@@ -132,7 +141,7 @@ class Life:
             priority=draw.choice((0, 0, 0, 1)),
             user=draw.choice("ab"),
             salt=draw.choice((b"", b"", b"salt")),
-            lookahead=draw.random() >= case.patient,
+            lookahead=draw.random() >= case.patient and case.stages == 1,
             reads_cache=draw.random() < 0.9,
         )
         self.arrived += 1
@@ -157,7 +166,8 @@ class Life:
         if len(begun) + len(given) >= parent.end:
             return
         self.forked += 1
-        self._begin(self.scheduler.fork(parent, key, length, given, lookahead=draw.random() >= self.case.patient))
+        ahead = draw.random() >= self.case.patient and self.case.stages == 1
+        self._begin(self.scheduler.fork(parent, key, length, given, lookahead=ahead))
 
     def _speculate(self, sequence: Sequence) -> None:
         """Drafts are mostly right; where a token is under way they are late, and must do no harm."""

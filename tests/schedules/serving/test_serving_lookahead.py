@@ -14,7 +14,7 @@ def test_the_next_token_is_scheduled_before_the_last_is_known() -> None:
     second = scheduler.schedule()
     assert chunks(second) == [("s0", 3, 1, 1)]
     assert sequence.pending == 2
-    with pytest.raises(RuntimeError, match="two steps are under way"):
+    with pytest.raises(RuntimeError, match="2 steps are under way"):
         scheduler.schedule()
     with pytest.raises(RuntimeError, match="in the order"):
         scheduler.update(second, [[5]])
@@ -121,3 +121,23 @@ def test_a_step_wants_the_samples_it_asked_for_once() -> None:
     scheduler.update(step, [[1]])
     with pytest.raises(RuntimeError, match="once each"):
         scheduler.update(step, [[1]])
+
+
+def test_stages_have_their_shares_of_the_sequences_and_nobody_waits_for_long() -> None:
+    scheduler = made(stages=3, max_sequences=8)
+    sequences = [added(scheduler, 1, 100, lookahead=False) for _ in range(7)]
+    run(scheduler)
+    under_way = []
+    for _ in range(60):
+        step = scheduler.schedule()
+        assert len(step.chunks) <= 3, "a third of seven, rounded up"
+        if step.chunks:
+            under_way.append(step)
+        names = [chunk.sequence.key for each in under_way for chunk in each.chunks]
+        assert len(set(names)) == len(names), "no sequence is in two steps"
+        if len(under_way) == 3 or not step.chunks:
+            done = under_way.pop(0)
+            scheduler.update(done, [[7]] * done.sampling)
+    made_tokens = [sequence.generated for sequence in sequences]
+    assert max(made_tokens) - min(made_tokens) <= 2
+    assert min(made_tokens) >= 15

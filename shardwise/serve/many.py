@@ -1,0 +1,88 @@
+"""An engine on several ranks: tensor, pipeline and expert ranks of a replica, and replicas (`run/served.py` says who is who).
+
+Every rank reads its share of the weights and has the pages that the plan gives it. Then the first rank has an engine like any
+other, and the others do what it asks of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from shardwise.checkpoint.weights import load_share
+from shardwise.parallel.inference import Peers
+from shardwise.plan.serving.pool import served_layers
+from shardwise.run import Run
+from shardwise.serve.engine import Engine, check_served, host_pages, memory_of, runner_of
+from shardwise.serve.leader import Leader, follow
+from shardwise.serve.links import Links, lowest
+from shardwise.serve.replicas import Remake, Replicas, answer_requests
+from shardwise.serve.runner import Runner
+
+
+@contextlib.contextmanager
+def engine_of_ranks(
+    folder: Path,
+    run: Run,
+    device: torch.device,
+    meet: str,
+    here: int,
+    longest: int = 0,
+    remake: Remake | None = None,
+    warm: bool = False,
+) -> Iterator[Engine | Replicas | None]:
+    """An engine for a checkpoint folder on the first rank, while the block runs; None on the others, when the first has left it.
+    Called on all ranks, which met at an address, `here` of them on this machine. `remake` makes the grammars of requests."""
+    check_served(run)
+    peers = Peers(run.layout)
+    model = load_share(folder, getattr(torch, run.train.dtype), device, served_layers(run), peers)
+    memory = memory_of(run, device, here)
+    pages, swapped = lowest((memory.pages, host_pages(run, memory)))
+    runner = runner_of(model, run, pages, longest, peers)
+    with taking_part(runner, run, pages, swapped, meet, remake, warm) as engine:
+        yield engine
+
+
+@contextlib.contextmanager
+def taking_part(
+    runner: Runner,
+    run: Run,
+    pages: int,
+    swapped: int,
+    meet: str,
+    remake: Remake | None = None,
+    warm: bool = False,
+) -> Iterator[Engine | Replicas | None]:
+    """The same of ranks that have their runners, and so many pages on device and host each."""
+    assert runner.peers is not None
+    place = runner.peers.place
+    links = Links(place, meet)
+    # What is here now stays; looking through it again and again would hold up steps.
+    gc.collect()
+    gc.freeze()
+    if links.leader is not None:
+        follow(runner, links.leader)
+        yield None
+        return
+    leader = Leader(runner, links.followers, place.layout.pipeline)
+    engine = Engine(leader, run.serve, pages, seed=run.train.seed, host_pages=swapped)
+    if warm:
+        engine.warm()
+    if links.requests is not None:
+        links.requests.send((engine.outputs, engine.stats(), 0))  # it is ready
+        answer_requests(engine, links.requests, remake)
+        leader.close()
+        yield None
+        return
+    for other in links.replicas:
+        other.recv()
+    replicas = Replicas(engine, links.replicas) if links.replicas else None
+    yield replicas or engine
+    links.close()
+    if replicas is not None:
+        replicas.close()
+    leader.close()

@@ -1,0 +1,203 @@
+"""Several engines that are one: each replica steps by itself, and requests are dealt out among them (`router.py`).
+
+The engine of the first replica runs in a thread of this process, those of the others in processes of their own, perhaps on other
+machines. Each is told what to do over a connection, and tells after each step what is new.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from shardwise.run import UserError
+from shardwise.serve.engine import Engine
+from shardwise.serve.grammar import Form
+from shardwise.serve.request import Grammar, Output, Request
+from shardwise.serve.router import Router
+from shardwise.serve.stats import Stats
+
+LISTEN_SECONDS = 0.002
+"""How long a step waits for news before it looks for new requests."""
+Remake = Callable[[Form, int], tuple[Grammar, ...]]
+"""Grammars of a form, one for each of some answers."""
+
+
+class InProcess:
+    """An end of a connection between threads: as a `Connection`, but what is sent is handed over as it is."""
+
+    def __init__(self, pipe: Connection, sent: deque[Any], received: deque[Any]) -> None:
+        self._pipe, self._sent, self._received = pipe, sent, received
+
+    def send(self, message: Any) -> None:
+        """Hand something over."""
+        self._sent.append(message)
+        self._pipe.send_bytes(b"1")
+
+    def recv(self) -> Any:
+        """What was handed over, in order; waits for it."""
+        self._pipe.recv_bytes()
+        return self._received.popleft()
+
+    def poll(self, timeout: float | None = 0.0) -> bool:
+        """Whether there is something."""
+        return self._pipe.poll(timeout)
+
+    def fileno(self) -> int:
+        """What becomes readable."""
+        return self._pipe.fileno()
+
+    def close(self) -> None:
+        """The other end reads its end."""
+        self._pipe.close()
+
+
+Channel = Connection | InProcess
+
+
+def in_process() -> tuple[InProcess, InProcess]:
+    """Two ends."""
+    (one, other), here, there = Pipe(), deque[Any](), deque[Any]()
+    return InProcess(one, here, there), InProcess(other, there, here)
+
+
+def answer_requests(engine: Engine, channel: Channel, remake: Remake | None = None) -> None:
+    """Be a replica: do what the channel says, and tell it what is new after each step, until it says to end."""
+    obeyed = 0
+    while True:
+        refused: list[Output] = []
+        while channel.poll(None if engine.idle else 0):
+            command = channel.recv()
+            if command is None:
+                return
+            obeyed += 1
+            name, *arguments = command
+            if name == "add":
+                refused += _add(engine, arguments[0], arguments[1], remake)
+            else:
+                getattr(engine, name)(*arguments)
+            if engine.idle:
+                break  # say so
+        channel.send((refused + engine.step(), engine.stats(), obeyed))
+
+
+def _add(engine: Engine, request: Request, form: Form | None, remake: Remake | None) -> list[Output]:
+    """Outputs that say so if it can never run, which who sent it has asked before."""
+    if form is not None and remake is not None:
+        request = replace(request, grammars=remake(form, request.n))
+    try:
+        engine.add(request)
+    except UserError:
+        return [Output(request.id, index, (), finish="abort") for index in range(request.n)]
+    return []
+
+
+class Replicas:
+    """An engine (as `service.py` sees one) made of several."""
+
+    def __init__(self, first: Engine, others: Sequence[Channel]) -> None:
+        """`others` lead to processes that answer requests."""
+        here, there = in_process()
+        self.vocab, self.max_tokens = first.vocab, first.max_tokens
+        self.first = first
+        self.channels: list[Channel] = [here, *others]
+        self.router = Router(len(self.channels), first.pool.page_tokens, first.pool.pages, first.pool.prefix_cache)
+        self.where: dict[str, tuple[int, set[int]]] = {}
+        """The replica of a request, and which of its answers have not ended."""
+        self.told = [0] * len(self.channels)
+        self.obeyed = [0] * len(self.channels)
+        self.figures = [first.stats()] * len(self.channels)
+        self._thread = threading.Thread(target=_answer_here, args=(first, there), name="replica", daemon=True)
+        self._thread.start()
+
+    def add(self, request: Request) -> None:
+        """Take a request; raises `UserError` if it can never run."""
+        problems = self.first.reasons(request)
+        if request.id in self.where:
+            problems.append(f'there is a request "{request.id}" already')
+        if problems:
+            raise UserError(*problems)
+        replica = self.router.choose(request.prompt, request.n)
+        self.where[request.id] = replica, set(range(request.n))
+        form = None
+        if replica and request.grammars:  # a grammar follows one text, and cannot be sent
+            form = getattr(request.grammars[0], "form", None)
+            request = replace(request, grammars=())
+        self._tell(replica, "add", request, form)
+
+    def abort(self, request_id: str) -> None:
+        """Give a request up; an output says so for each unfinished answer."""
+        if request_id in self.where:
+            self._tell(self.where[request_id][0], "abort", request_id)
+
+    def finish(self, request_id: str, index: int) -> None:
+        """End an answer whose reader has seen enough, if it has not ended by itself; no output follows."""
+        if request_id in self.where:
+            self._tell(self.where[request_id][0], "finish", request_id, index)
+            self._ended(request_id, index)
+
+    def warm(self) -> None:
+        """Every replica does so itself, before it is one of several."""
+
+    def step(self) -> list[Output]:
+        """What is new of the answers of all, or nothing after a moment."""
+        found: list[Output] = []
+        files = {channel.fileno(): replica for replica, channel in enumerate(self.channels)}
+        for file in wait(list(files), LISTEN_SECONDS):
+            assert isinstance(file, int)
+            replica = files[file]
+            try:
+                while self.channels[replica].poll():
+                    outputs, self.figures[replica], self.obeyed[replica] = self.channels[replica].recv()
+                    found += self._news(outputs)
+            except (EOFError, OSError):
+                raise RuntimeError(f"replica {replica} has ended") from None
+        return found
+
+    def _news(self, outputs: list[Output]) -> list[Output]:
+        """Those of answers that had not ended."""
+        found = [output for output in outputs if output.index in self.where.get(output.request, (0, set()))[1]]
+        for output in found:
+            if output.finish is not None:
+                self._ended(output.request, output.index)
+        return found
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self.where and self.told == self.obeyed
+
+    def stats(self) -> Stats:
+        """Figures of all together."""
+        return Stats(*(sum(getattr(each, field.name) for each in self.figures) for field in fields(Stats)))
+
+    def close(self) -> None:
+        """Let the replicas go."""
+        for channel in self.channels:
+            channel.send(None)
+        self._thread.join()
+
+    def _tell(self, replica: int, *command: Any) -> None:
+        self.told[replica] += 1
+        self.channels[replica].send(command)
+
+    def _ended(self, request_id: str, index: int) -> None:
+        replica, unfinished = self.where.get(request_id, (0, set()))
+        if index in unfinished:
+            unfinished.discard(index)
+            self.router.ended(replica)
+            if not unfinished:
+                del self.where[request_id]
+
+
+def _answer_here(engine: Engine, channel: InProcess) -> None:
+    try:
+        answer_requests(engine, channel)
+    except BaseException:  # whatever it is, the other end must hear of it
+        traceback.print_exc()
+        channel.close()

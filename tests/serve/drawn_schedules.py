@@ -1,0 +1,90 @@
+"""Drawn schedules: random arrivals, chunks, page sizes, preemptions, prefix hits, forks and aborts, whose answers must be those of
+the forward pass without a cache."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from engines import FAMILIES, LONGEST, VOCAB, engine_of, expected, tokens_of
+
+from shardwise.run.serve_config import ServeConfig
+from shardwise.serve.engine import Engine
+from shardwise.serve.request import Request, Sampling
+
+TOKENS = 12
+
+
+def drawn_settings(draw: random.Random) -> tuple[ServeConfig, int, dict[str, Any]]:
+    """Settings, pages, and what else an engine is given."""
+    page = draw.choice([1, 2, 4, 8, 16])
+    sequences = draw.choice([1, 2, 3, 8])
+    settings = ServeConfig(
+        max_sequences=sequences, max_step_tokens=max(sequences, draw.choice([1, 3, 5, 16, 64])), page_tokens=page,
+        prefix_cache=draw.random() < 0.7, preemption=draw.choice(["recompute", "swap"]),
+    )  # fmt: skip
+    fewest = -(-LONGEST // page) + 2
+    pages = draw.randint(fewest, 2 * fewest)
+    more = dict(ahead=draw.random() < 0.5, host_pages=draw.choice([0, 10, 100]), stages=draw.choice([1, 1, 2, 4]))
+    return settings, pages, more
+
+
+def drawn_requests(draw: random.Random) -> list[Request]:
+    """Prompts that begin alike, few enough that what they must give is computed once."""
+    base = tuple(random.Random(7).randrange(VOCAB) for _ in range(30))
+    found = []
+    for n in range(draw.randint(1, 7)):
+        kept = draw.choice([0, 3, 8, 15, 24])
+        prompt = base[:kept] + tuple(base[(kept + draw.randrange(4)) % 30] for _ in range(1)) + base[:2]
+        sampling = Sampling(0.0, logprobs=draw.choice([None, 0, 3]))
+        found.append(
+            Request(
+                f"r{n}", prompt, draw.randint(1, TOKENS), sampling, n=draw.choice([1, 1, 1, 2, 3]),
+                priority=draw.choice([0, 0, 1]), user=draw.choice(["", "a", "b"]),
+            )
+        )  # fmt: skip
+    return found
+
+
+def check_answers(engine: Any, draw: random.Random, family: str) -> None:
+    """Let an engine answer drawn requests, some of which are aborted, and compare."""
+    requests = drawn_requests(draw)
+    coming, alive, aborted, found = list(requests), [], set(), {}
+    while coming or not engine.idle:
+        while coming and (engine.idle or draw.random() < 0.4):
+            alive.append(coming.pop(0))
+            engine.add(alive[-1])
+        if alive and draw.random() < 0.02:
+            aborted.add(draw.choice(alive).id)
+            for name in aborted:
+                engine.abort(name)
+        for output in engine.step():
+            found.setdefault((output.request, output.index), []).append(output)
+    for request in requests:
+        tokens, logprobs = expected(family, request.prompt, TOKENS)
+        for index in range(request.n):
+            got = found[request.id, index]
+            made = tokens_of(got)
+            if request.id in aborted and got[-1].finish == "abort":
+                assert made == tokens[: len(made)]
+                continue
+            assert made == tokens[: request.max_tokens]
+            assert [output.finish for output in got][-1] == "length"
+            if request.sampling.logprobs is not None:
+                own = [each for output in got for each in output.logprobs]
+                assert [each.logprob for each in own] == pytest.approx(logprobs[: len(made)], abs=1e-9)
+                assert all(len(each.top) == request.sampling.logprobs for each in own)
+    assert engine.stats().pages_used == 0
+
+
+def check_schedule(seed: str) -> Engine:
+    """One of them on one device."""
+    draw = random.Random(seed)
+    family = draw.choice(list(FAMILIES))
+    settings, pages, more = drawn_settings(draw)
+    engine = engine_of(family, settings, pages, **more)
+    check_answers(engine, draw, family)
+    assert not engine.by_sequence
+    assert not engine.unforked
+    return engine

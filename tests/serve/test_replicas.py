@@ -1,0 +1,81 @@
+"""Several engines answer as one: here all of them are threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from engines import answers, engine_of, expected, tokens_of
+
+from shardwise.run import UserError
+from shardwise.run.serve_config import ServeConfig
+from shardwise.serve.engine import Engine
+from shardwise.serve.replicas import Replicas, answer_requests, in_process
+from shardwise.serve.request import Request, Sampling
+
+SETTINGS = ServeConfig(max_sequences=2, max_step_tokens=16, page_tokens=4)
+PREFIX = (5, 9, 3, 7, 1, 2, 8, 8, 4)
+
+
+@contextmanager
+def replicas(count: int) -> Iterator[tuple[Replicas, list[Engine]]]:
+    engines = [engine_of("llama", SETTINGS, 64) for _ in range(count)]
+    channels, threads = [], []
+    for engine in engines[1:]:
+        here, there = in_process()
+        channels.append(here)
+        threads.append(threading.Thread(target=answer_requests, args=(engine, there), daemon=True))
+        threads[-1].start()
+    made = Replicas(engines[0], channels)
+    yield made, engines
+    made.close()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_all_answer_and_equal_prefixes_meet() -> None:
+    with replicas(3) as (made, engines):
+        alone = [answers(made, [Request(f"alone {n}", (*PREFIX, n), 5, Sampling(0.0))]) for n in range(3)]
+        assert sum(engine.stats().prefix_hits > 0 for engine in engines) == 1
+        assert made.stats().prefix_hits == 2 * 8
+        found = answers(made, [Request(str(n), (*PREFIX, n), 5, Sampling(0.0), n=2) for n in range(6)])
+        assert all(engine.stats().generated_tokens for engine in engines), "nobody has all of them"
+        for n in range(6):
+            for index in range(2):
+                assert tokens_of(found[str(n), index]) == expected("llama", (*PREFIX, n), 5)[0]
+        for n in range(3):
+            assert tokens_of(alone[n][f"alone {n}", 0]) == expected("llama", (*PREFIX, n), 5)[0]
+        assert made.router.under_way == [0, 0, 0]
+        assert made.stats().pages_used == 0
+
+
+def test_what_cannot_run_is_refused_and_what_is_left_is_aborted() -> None:
+    with replicas(2) as (made, _):
+        with pytest.raises(UserError, match="64 at most"):
+            made.add(Request("long", (1,) * 60, 10))
+        made.add(Request("one", PREFIX, 30, Sampling(0.0), n=2))
+        with pytest.raises(UserError, match="already"):
+            made.add(Request("one", PREFIX, 30))
+        made.finish("one", 0)
+        made.abort("one")
+        made.abort("unknown")
+        found = []
+        while not made.idle:
+            found += made.step()
+        assert (found[-1].index, found[-1].finish) == (1, "abort")
+        assert all(output.index == 1 for output in found)
+        assert made.router.under_way == [0, 0]
+        assert made.stats().pages_used == 0
+
+
+def test_a_replica_that_fails_is_not_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = engine_of("llama", SETTINGS, 64)
+    made = Replicas(engine, [])
+    engine.runner.model = None  # type: ignore[assignment]
+    made.add(Request("one", PREFIX, 30))
+    with pytest.raises(RuntimeError, match="replica 0 has ended"):
+        answers(made, [])  # steps until it is idle, which it never is
+    assert "Traceback" in capsys.readouterr().err
