@@ -329,12 +329,12 @@ def _rank(chunk: Chunk) -> tuple[bool, int]:
     return chunk.count > 1, -chunk.start - chunk.count
 
 
-def memory_of(run: Run, device: torch.device, here: int = 1) -> ServingMemory:
-    """What the plan gives each owner of a device's memory; `here` ranks share that of a host."""
+def memory_of(run: Run, device: torch.device, sharing: int = 1) -> ServingMemory:
+    """What the plan gives each owner of a device's memory, which so many ranks may share."""
     gpu = device.type == "cuda"
     # Of a host's memory half is left to others.
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 // here
-    total = torch.cuda.get_device_properties(device).total_memory if gpu else host
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    total = (torch.cuda.get_device_properties(device).total_memory if gpu else host) // sharing
     memory = serving_memory(run, total, gpu)
     if memory.pages < 2:
         raise UserError(

@@ -40,7 +40,9 @@ def engine_of_ranks(
     check_served(run)
     peers = Peers(run.layout)
     model = load_share(folder, getattr(torch, run.train.dtype), device, served_layers(run), peers)
-    memory = memory_of(run, device, here)
+    # Only over gloo do ranks share a GPU; those of a machine share its memory.
+    devices = 1 if device.type == "cpu" else here if peers.recordable else torch.cuda.device_count()
+    memory = memory_of(run, device, -(-here // devices))
     pages, swapped = lowest((memory.pages, host_pages(run, memory)))
     runner = runner_of(model, run, pages, longest, peers)
     with taking_part(runner, run, pages, swapped, meet, remake, warm) as engine:
