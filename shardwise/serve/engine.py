@@ -7,29 +7,24 @@ the next is on its way. A sequence that turns out to have ended was then compute
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from shardwise.model.transformer import Transformer
-from shardwise.plan.serving.pool import ServingMemory, kv_dtype, serving_memory
-from shardwise.run import Problem, Run, UserError
+from shardwise.run import LayoutConfig, Run, UserError
 from shardwise.run.serve_config import ServeConfig
 from shardwise.schedules.serving import Chunk, PagePool, Scheduler, Sequence, Settings, Step
 from shardwise.serve.leader import Leader
+from shardwise.serve.prepare import check_served, host_pages, memory_of, runner_of
 from shardwise.serve.request import Finish, Logprob, Output, Request
 from shardwise.serve.runner import Launched, Row, Runner
 from shardwise.serve.sampler import logprobs_of, read_logprobs, seed_of
 from shardwise.serve.stats import Stats
-
-if TYPE_CHECKING:
-    from shardwise.parallel.inference import Peers
 
 
 @dataclass(eq=False)
@@ -329,52 +324,12 @@ def _rank(chunk: Chunk) -> tuple[bool, int]:
     return chunk.count > 1, -chunk.start - chunk.count
 
 
-def memory_of(run: Run, device: torch.device, sharing: int = 1) -> ServingMemory:
-    """What the plan gives each owner of a device's memory, which so many ranks may share."""
-    gpu = device.type == "cuda"
-    # Of a host's memory half is left to others.
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    total = (torch.cuda.get_device_properties(device).total_memory if gpu else host) // sharing
-    memory = serving_memory(run, total, gpu)
-    if memory.pages < 2:
-        raise UserError(
-            f"{memory.weights / 2**30:.1f} GiB of weights and {memory.activations / 2**30:.1f} GiB of activations leave no room "
-            f"for keys and values in {total / 2**30:.1f} GiB; use a larger device or a smaller serve.max_step_tokens"
-        )
-    return memory
-
-
-def runner_of(model: Transformer, run: Run, pages: int, longest: int = 0, peers: Peers | None = None) -> Runner:
-    """A runner for a model in memory. Sequences have at most as many tokens as the model has positions, or as `longest` says:
-    rotary ones go on beyond what was trained."""
-    dtypes = {"fp8": torch.float8_e4m3fn}
-    dtype = dtypes.get(kv_dtype(run)) or getattr(torch, kv_dtype(run))
-    sequences = min(run.serve.max_sequences, run.serve.max_step_tokens)
-    longest = longest or run.model.max_positions
-    return Runner(model, pages, run.serve.page_tokens, sequences, longest, dtype, peers)
-
-
 def engine_of(model: Transformer, run: Run, ahead: bool | None = None, longest: int = 0) -> Engine:
-    """An engine for a model in memory, with as many pages as the plan leaves room for."""
+    """An engine for a model in the memory of one device, with as many pages as the plan leaves room for."""
+    run = replace(run, layout=LayoutConfig())
     memory = memory_of(run, next(model.parameters()).device)
     runner = runner_of(model, run, memory.pages, longest)
     return Engine(runner, run.serve, memory.pages, ahead, run.train.seed, host_pages(run, memory))
-
-
-def host_pages(run: Run, memory: ServingMemory) -> int:
-    """Pages that may be swapped to the host."""
-    return int(run.serve.swap_gib * 2**30) // max(1, memory.page) if run.serve.preemption == "swap" else 0
-
-
-def check_served(run: Run) -> None:
-    """Raise what a run asks for that no engine does."""
-    problems = []
-    if run.serve.weights not in ("auto", run.train.dtype):
-        problems.append(Problem(f"{run.serve.weights} is planned, but not served yet", "serve.weights"))
-    if run.serve.invariant:
-        problems.append(Problem("is not there yet: batches may change the last bits of a result", "serve.invariant"))
-    if problems:
-        raise UserError(*problems)
 
 
 def make_engine(folder: Path, run: Run, longest: int = 0) -> Engine:

@@ -95,8 +95,7 @@ class Runner:
         self.gpu = self.device.type == "cuda"
         self.records = self.gpu and (peers is None or peers.recordable)
         self.dtype = dtype = model.dtype or next(model.parameters()).dtype
-        cut = peers is not None and peers.tensor is not None
-        adding = (peers.add_up, peers.first) if peers is not None and cut else ()
+        adding = (peers.add_up, peers.first) if peers is not None and peers.tensor is not None else ()
         self.fused = fuse(model, longest, *adding) if self.gpu and dtype in (torch.bfloat16, torch.float16) else 0
         heads = peers.place.kv_heads(model.config) if peers is not None else 0
         self.cache = PagedCache(

@@ -1,0 +1,57 @@
+"""What is there before an engine: room for its pages, as the plan gives it, and a runner; and what no engine does is refused."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise.model.transformer import Transformer
+from shardwise.plan.serving.pool import ServingMemory, kv_dtype, serving_memory
+from shardwise.run import Problem, Run, UserError
+from shardwise.serve.runner import Runner
+
+if TYPE_CHECKING:
+    from shardwise.parallel.inference import Peers
+
+
+def check_served(run: Run) -> None:
+    """Raise what a run asks for that no engine does."""
+    problems = []
+    if run.serve.weights not in ("auto", run.train.dtype):
+        problems.append(Problem(f"{run.serve.weights} is planned, but not served yet", "serve.weights"))
+    if run.serve.invariant:
+        problems.append(Problem("is not there yet: batches may change the last bits of a result", "serve.invariant"))
+    if problems:
+        raise UserError(*problems)
+
+
+def memory_of(run: Run, device: torch.device, sharing: int = 1) -> ServingMemory:
+    """What the plan gives each owner of a device's memory, which so many ranks may share."""
+    gpu = device.type == "cuda"
+    # Of a host's memory half is left to others.
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    total = (torch.cuda.get_device_properties(device).total_memory if gpu else host) // sharing
+    memory = serving_memory(run, total, gpu)
+    if memory.pages < 2:
+        raise UserError(
+            f"{memory.weights / 2**30:.1f} GiB of weights and {memory.activations / 2**30:.1f} GiB of activations leave no room "
+            f"for keys and values in {total / 2**30:.1f} GiB; use a larger device or a smaller serve.max_step_tokens"
+        )
+    return memory
+
+
+def host_pages(run: Run, memory: ServingMemory) -> int:
+    """Pages that may be swapped to the host."""
+    return int(run.serve.swap_gib * 2**30) // max(1, memory.page) if run.serve.preemption == "swap" else 0
+
+
+def runner_of(model: Transformer, run: Run, pages: int, longest: int = 0, peers: Peers | None = None) -> Runner:
+    """A runner for a model in memory. Sequences have at most as many tokens as the model has positions, or as `longest` says:
+    rotary ones go on beyond what was trained."""
+    dtypes = {"fp8": torch.float8_e4m3fn}
+    dtype = dtypes.get(kv_dtype(run)) or getattr(torch, kv_dtype(run))
+    sequences = min(run.serve.max_sequences, run.serve.max_step_tokens)
+    longest = longest or run.model.max_positions
+    return Runner(model, pages, run.serve.page_tokens, sequences, longest, dtype, peers)
