@@ -53,7 +53,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(folder: Path, *layout: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The command, and the address that it says."""
     command = [sys.executable, "-m", "shardwise", "serve", str(folder), "--port", "0", *layout]
-    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    environment = dict(os.environ, OMP_NUM_THREADS="1", TMPDIR=str(folder))  # where logs of a failure stay
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
     )
