@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from shardwise.model.invariant import check_invariant, make_invariant, read_exactly
 from shardwise.model.transformer import Transformer
 from shardwise.plan.serving.pool import ServingMemory, kv_dtype, serving_memory
 from shardwise.run import Problem, Run, UserError
@@ -318,7 +320,7 @@ class Engine:
             if known > chunk.start:  # computed again after it was preempted
                 continue
             told = torch.tensor(following, device=logits.device)
-            values = logprobs_of(logits[: len(following)], told, most)
+            values = logprobs_of(logits[: len(following)], told, most, self.runner.model.invariant)
             answer.prompt_logprobs = answer.prompt_logprobs or [None]
             answer.prompt_logprobs += read_logprobs(following, *values, [most] * len(following))
 
@@ -347,6 +349,8 @@ def memory_of(run: Run, device: torch.device, here: int = 1) -> ServingMemory:
 def runner_of(model: Transformer, run: Run, pages: int, longest: int = 0, peers: Peers | None = None) -> Runner:
     """A runner for a model in memory. Sequences have at most as many tokens as the model has positions, or as `longest` says:
     rotary ones go on beyond what was trained."""
+    if run.serve.invariant and not model.invariant:
+        make_invariant(model)
     dtypes = {"fp8": torch.float8_e4m3fn}
     dtype = dtypes.get(kv_dtype(run)) or getattr(torch, kv_dtype(run))
     sequences = min(run.serve.max_sequences, run.serve.max_step_tokens)
@@ -371,10 +375,19 @@ def check_served(run: Run) -> None:
     problems = []
     if run.serve.weights not in ("auto", run.train.dtype):
         problems.append(Problem(f"{run.serve.weights} is planned, but not served yet", "serve.weights"))
-    if run.serve.invariant:
-        problems.append(Problem("is not there yet: batches may change the last bits of a result", "serve.invariant"))
+    if run.serve.invariant and kv_dtype(run) != run.train.dtype:
+        reason = "goes with keys and values as they are computed: training never rounds them; use auto"
+        problems.append(Problem(reason, "serve.kv_dtype"))
     if problems:
         raise UserError(*problems)
+
+
+def exactly_read(run: Run, device: torch.device) -> Callable[[str], bool] | None:
+    """The parameters that an invariant engine keeps as they were trained."""
+    if not run.serve.invariant:
+        return None
+    check_invariant("serve.invariant", run.model, getattr(torch, run.train.dtype), device)
+    return partial(read_exactly, run.model)
 
 
 def make_engine(folder: Path, run: Run, longest: int = 0) -> Engine:
@@ -383,8 +396,8 @@ def make_engine(folder: Path, run: Run, longest: int = 0) -> Engine:
     from shardwise.checkpoint.weights import load_model
     from shardwise.model.device import choose_device
 
-    dtype = getattr(torch, run.train.dtype)
-    model, _ = load_model(folder, dtype, choose_device(run.train.device))
+    dtype, device = getattr(torch, run.train.dtype), choose_device(run.train.device)
+    model, _ = load_model(folder, dtype, device, exactly_read(run, device))
     model.dtype = dtype
     for parameter in model.parameters():
         parameter.requires_grad_(False)

@@ -17,7 +17,7 @@ from shardwise.checkpoint.weights import load_share
 from shardwise.parallel.inference import Peers
 from shardwise.plan.serving.pool import served_layers
 from shardwise.run import Run
-from shardwise.serve.engine import Engine, check_served, host_pages, memory_of, runner_of
+from shardwise.serve.engine import Engine, check_served, exactly_read, host_pages, memory_of, runner_of
 from shardwise.serve.leader import Leader, follow
 from shardwise.serve.links import Links, lowest
 from shardwise.serve.replicas import Remake, Replicas, answer_requests
@@ -39,7 +39,8 @@ def engine_of_ranks(
     Called on all ranks, which met at an address, `here` of them on this machine. `remake` makes the grammars of requests."""
     check_served(run)
     peers = Peers(run.layout)
-    model = load_share(folder, getattr(torch, run.train.dtype), device, served_layers(run), peers)
+    dtype, exact = getattr(torch, run.train.dtype), exactly_read(run, device)
+    model = load_share(folder, dtype, device, served_layers(run), peers, exact)
     memory = memory_of(run, device, here)
     pages, swapped = lowest((memory.pages, host_pages(run, memory)))
     runner = runner_of(model, run, pages, longest, peers)
