@@ -76,9 +76,9 @@ class Tile(NamedTuple):
 def tile_of(rows: int, n: int) -> Tile:
     """The tile that is fast for so many tokens and a matrix of so many rows."""
     if rows <= 16:
-        return Tile(64, 16, 128, 4, 5)
+        return Tile(64, 16, 128, 4, 8)
     if rows <= 32:
-        return Tile(64, 32, 128, 4, 4)
+        return Tile(64, 32, 128, 4, 6)
     if rows <= 64:
         return Tile(64, 64, 128, 4, 3)
     if rows <= 128 or triton.cdiv(rows, 128) * triton.cdiv(n, 128) < 132:
