@@ -72,8 +72,6 @@ if __name__ == "__main__":
     gemms()
     rows()
     for programs in (0, 10**6):
-        attention(8, 2, 32, 16, 0, [0, 5, 100, 600], [1] * 4, programs)
-        attention(6, 2, 32, 16, 0, [5, 0, 300], [1, 30, 25], programs)
-        attention(4, 4, 32, 16, 40, [5, 0, 30, 290], [1, 30, 25, 20], programs)
+        attention(8, 2, 32, 16, 0, [5, 0, 300], [1, 10, 3], programs)
+        attention(6, 2, 32, 16, 40, [5, 0, 290], [1, 23, 20], programs)
         attention(80, 1, 32, 16, 0, [5, 0], [1, 3], programs)
-        attention(8, 1, 32, 64, 300, [700], [1], programs)
