@@ -171,5 +171,6 @@ def test_gradients_are_those_of_the_ordinary_network(family: str) -> None:
         loss = model(tokens[:, :-1], finish=lambda x, w, model=model: model.loss(x, w, tokens[:, 1:])).result
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
-    for plain, own in zip(*found, strict=True):
-        assert float((plain - own).norm()) <= 0.05 * float(plain.norm()) + 1e-6
+    largest = max(float(plain.norm()) for plain in found[0][1:])
+    for plain, own in zip(*found, strict=True):  # some are zero but for rounding: that of a bias of keys, for one
+        assert float((plain - own).norm()) <= 0.05 * float(plain.norm()) + 0.002 * largest
