@@ -9,6 +9,7 @@ same place.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -42,19 +43,20 @@ def attend_documents(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) 
     def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows, length = q.shape[:2]
         total = rows * length
-        bounds = mask.cu_seqlens
-        if bounds is None:
-            bounds = torch.arange(0, total + 1, length, dtype=torch.int32, device=q.device)
         # The page of the n-th token of a document that begins at row s is row s + n, so tables of pages overlap.
         pages = torch.arange(total + 1 + length, dtype=torch.int32, device=q.device).clamp(max=total - 1)
         table = pages.as_strided((total + 1, length), (1, 1))
         keys, values = (x.flatten(0, 1)[:, :, None] for x in (k, v))
-        starts = torch.zeros_like(bounds[:-1])
+        given = mask.cu_seqlens
         if q.is_cuda:
-            made = _on_device(q.flatten(0, 1), keys, values, table, bounds, starts, length, scale, mask.window)
+            each = torch.arange(0, total + 1, length, dtype=torch.int32, device=q.device)
+            bounds = each if given is None else given
+            made = _on_device(q.flatten(0, 1), keys, values, table, bounds, length, scale, mask.window)
         else:
-            counts = bounds.diff().tolist()
-            made = attend_blocks(q.flatten(0, 1), keys, values, table, bounds[:-1], starts, counts, scale, mask.window)
+            begins = list(range(0, total + 1, length)) if given is None else given.tolist()
+            counts = [stop - begin for begin, stop in pairwise(begins)]
+            where = (table, begins[:-1], [0] * len(counts), counts)
+            made = attend_blocks(q.flatten(0, 1), keys, values, *where, scale, mask.window)
         return made.unflatten(0, (rows, length))
 
     def ordinary(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -65,7 +67,7 @@ def attend_documents(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) 
 
 
 def _on_device(
-    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, bounds: Tensor, starts: Tensor, longest: int, scale: float, window: int
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, bounds: Tensor, longest: int, scale: float, window: int
 ) -> Tensor:  # fmt: skip
     """The kernel, for documents whose lengths the host does not know."""
     from shardwise.model.kernels.invariant_attention import invariant_attention, tokens_of_tile
@@ -74,22 +76,22 @@ def _on_device(
     token = torch.arange(len(q), dtype=torch.int32, device=q.device)
     document = torch.searchsorted(bounds, token, right=True) - 1
     each = tokens_of_tile(q.shape[1], keys.shape[1], q.shape[2])
-    tiles = grouped_tiles(bounds.diff(), each, len(q) // each + len(starts))
+    tiles = grouped_tiles(bounds.diff(), each, len(q) // each + len(bounds) - 1)
     tiles = torch.stack((tiles[:, 0], tiles[:, 1] - bounds[tiles[:, 0].long()]), dim=1)
     positions = token - bounds[document]
-    where = (table, bounds[:-1], starts, bounds, tiles.flatten(), positions)
+    where = (table, bounds[:-1], torch.zeros_like(bounds[:-1]), bounds, tiles.flatten(), positions)
     return invariant_attention(q, keys, values, *where, longest, scale, window)
 
 
 def attend_blocks(
-    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, slots: Tensor, starts: Tensor, counts: Sequence[int], scale: float,
-    window: int,
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, slots: Sequence[int], starts: Sequence[int],
+    counts: Sequence[int], scale: float, window: int,
 ) -> Tensor:  # fmt: skip
     """Attention of new tokens [tokens, heads, width] of several sequences, `counts` of each, whose keys and values are in their
     pages. A sequence has `starts` tokens more, and row `slots` of the table says which pages."""
     out = q.new_empty(*q.shape[:2], values.shape[-1])
     page_tokens, done = keys.shape[2], 0
-    for slot, start, count in zip(slots.tolist(), starts.tolist(), counts, strict=True):
+    for slot, start, count in zip(slots, starts, counts, strict=True):
         at = start
         while at < start + count:
             first = at // ROWS * ROWS

@@ -190,9 +190,8 @@ class PagedLayerCache(LayerCache):
         assert batch is not None
         counts = (1,) * batch.decodes + batch.counts
         if not q.is_cuda:
-            return attend_blocks(
-                q, self.keys, self.values, batch.table, batch.slots, batch.starts, counts, scale, self.window
-            )
+            slots, starts = batch.slots.tolist(), batch.starts.tolist()
+            return attend_blocks(q, self.keys, self.values, batch.table, slots, starts, counts, scale, self.window)
         from shardwise.model.kernels.invariant_attention import invariant_attention, tokens_of_tile
         from shardwise.model.kernels.paged_attention import tiles_of
 

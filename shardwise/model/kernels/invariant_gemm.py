@@ -83,8 +83,8 @@ PROCESSORS = 132
 
 
 def tile_of(rows: int, n: int) -> Tile:
-    """The tile that is fast for so many tokens and a matrix of so many rows: the smallest of which there is no more than one for each
-    processor, or else the largest. Tiles of few tokens read the matrix too often."""
+    """The tile that is fast for so many tokens and a matrix of so many rows: the smallest of which there is no more than one for
+    each processor, or else the largest. Tiles of few tokens read the matrix too often."""
     wide = min(256, max(16, triton.next_power_of_2(rows)))
     usable = [tile for tile in TILES if min(wide, 64) <= tile.m <= wide]
     single = (tile for tile in usable if triton.cdiv(rows, tile.m) * triton.cdiv(n, tile.n) <= PROCESSORS)
