@@ -59,7 +59,7 @@ def attention(
     bounds = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
     positions = torch.cat([torch.arange(s, s + c) for s, c in zip(starts, counts, strict=True)]).int()
     old, longest = torch.tensor(starts, dtype=torch.int32), max(map(sum, zip(starts, counts, strict=True)))
-    batch = PagedBatch(table, slots, old, bounds, decodes, tuple(counts[decodes:]), 0, longest, positions)
+    batch = PagedBatch(table, slots, old, bounds, decodes, tuple(counts[decodes:]), longest, positions)
     q = torch.randn(sum(counts), heads, width)
     tiles = torch.tensor(tiles_of(tuple(counts), kernel.tokens_of_tile(heads, kv_heads, width)), dtype=torch.int32)
     where = (table, slots, old, bounds, tiles, positions)

@@ -14,14 +14,14 @@ BLOCK = 4096
 """Logits that a program takes at once."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["WEIGHT", "BIAS"])  # nor may sharding change how loads are laid out
 def _norm(  # type: ignore[no-untyped-def]
-    X, WEIGHT, BIAS, OUT, row0, width, eps, CENTERED: tl.constexpr, N: tl.constexpr
+    X, WEIGHT, BIAS, OUT, width, eps, CENTERED: tl.constexpr, N: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, N)
     inside = at < width
-    x = tl.load(X + row * row0 + at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(X + row * width + at, mask=inside, other=0.0).to(tl.float32)
     if CENTERED:
         x = tl.where(inside, x - tl.sum(x, 0) / width, 0.0)
     x = x * tl.rsqrt(tl.sum(x * x, 0) / width + eps)
@@ -33,13 +33,14 @@ def _norm(  # type: ignore[no-untyped-def]
 
 def invariant_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """RMSNorm of rows [..., width], or LayerNorm where there is a bias."""
-    rows = x.reshape(-1, x.shape[-1])
-    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    if rows.data_ptr() % 16:  # the compiler adds up in another order where it can't load so much at once
+        rows = rows.clone()
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
     if len(rows):
         wide = triton.next_power_of_2(x.shape[-1])
         _norm[(len(rows),)](
-            rows, weight, rows if bias is None else bias, out, rows.stride(0), x.shape[-1], eps, CENTERED=bias is not None, N=wide,
+            rows, weight, rows if bias is None else bias, out, x.shape[-1], eps, CENTERED=bias is not None, N=wide,
             num_warps=max(1, min(8, wide // 512)), enable_fp_fusion=False,
         )  # fmt: skip
     return out.view(x.shape)
