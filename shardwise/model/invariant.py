@@ -29,7 +29,7 @@ from shardwise.model.ordinary_gradient import with_ordinary_gradient
 from shardwise.model.rope import rope_cos_sin
 from shardwise.model.router_gemm import in_parts
 from shardwise.model.transformer import Transformer
-from shardwise.run import ModelConfig, Problem, UserError
+from shardwise.run import ModelConfig, Problem, Run, UserError
 
 ROWS = 16
 """Rows of a block on a CPU. Reading the matrix takes longer than multiplying so many."""
@@ -273,3 +273,11 @@ def read_exactly(config: ModelConfig, name: str) -> bool:
     return leaf == ["router", "weight"] or (
         config.position == "learned" and name in ("embed.weight", "positions.weight")
     )
+
+
+def exactly_read(run: Run, device: torch.device) -> Callable[[str], bool] | None:
+    """Which parameters a server of a run keeps as they were trained; None: where it need not. Refuses what can't be had."""
+    if not run.serve.invariant:
+        return None
+    check_invariant("serve.invariant", run.model, getattr(torch, run.train.dtype), device)
+    return partial(read_exactly, run.model)

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from shardwise.model.invariant import check_invariant, make_invariant, read_exactly
+from shardwise.model.invariant import exactly_read, make_invariant
 from shardwise.model.transformer import Transformer
 from shardwise.plan.serving.pool import ServingMemory, kv_dtype, serving_memory
 from shardwise.run import Problem, Run, UserError
@@ -380,14 +379,6 @@ def check_served(run: Run) -> None:
         problems.append(Problem(reason, "serve.kv_dtype"))
     if problems:
         raise UserError(*problems)
-
-
-def exactly_read(run: Run, device: torch.device) -> Callable[[str], bool] | None:
-    """The parameters that an invariant engine keeps as they were trained."""
-    if not run.serve.invariant:
-        return None
-    check_invariant("serve.invariant", run.model, getattr(torch, run.train.dtype), device)
-    return partial(read_exactly, run.model)
 
 
 def make_engine(folder: Path, run: Run, longest: int = 0) -> Engine:

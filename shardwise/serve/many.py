@@ -14,10 +14,11 @@ from pathlib import Path
 import torch
 
 from shardwise.checkpoint.weights import load_share
+from shardwise.model.invariant import exactly_read
 from shardwise.parallel.inference import Peers
 from shardwise.plan.serving.pool import served_layers
 from shardwise.run import Run
-from shardwise.serve.engine import Engine, check_served, exactly_read, host_pages, memory_of, runner_of
+from shardwise.serve.engine import Engine, check_served, host_pages, memory_of, runner_of
 from shardwise.serve.leader import Leader, follow
 from shardwise.serve.links import Links, lowest
 from shardwise.serve.replicas import Remake, Replicas, answer_requests

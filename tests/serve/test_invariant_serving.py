@@ -18,7 +18,7 @@ from shardwise.checkpoint.weights import load_model
 from shardwise.cli.main import main
 from shardwise.model import Transformer
 from shardwise.model.invariant import make_invariant, token_logprobs
-from shardwise.run import UserError, run_from_dict
+from shardwise.run import UserError, read_served, run_from_dict
 from shardwise.run.serve_config import ServeConfig
 from shardwise.serve.engine import Engine, make_engine
 from shardwise.serve.request import Logprob, Output, Request, Sampling
@@ -158,3 +158,10 @@ def test_what_can_not_be_had_is_refused(
     run = run_from_dict(dict(model=small | model, train=dict(device="cpu"), serve=dict(invariant=True) | serve))
     with pytest.raises(UserError, match=phrase):
         make_engine(tmp_path, run)
+
+
+def test_ranks_that_add_up_parts_of_a_sum_are_refused() -> None:
+    words = ["model.heads=4", "model.hidden=32", "serve.invariant=true"]
+    with pytest.raises(UserError, match="2 ranks add up parts"):
+        read_served(None, [*words, "layout.tensor=2"])
+    assert read_served(None, [*words, "layout.pipeline=2", "layout.replicate=2"]).serve.invariant
