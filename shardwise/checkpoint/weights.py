@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,11 +17,15 @@ from shardwise.run import ModelConfig, Problem, Run, UserError, read_run
 
 
 def load_model(
-    checkpoint: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    checkpoint: str | Path,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    exact: Callable[[str], bool] | None = None,
 ) -> tuple[Transformer, Run]:
     """The network of a checkpoint or of a run's newest one, ready to evaluate, and the run that it came from.
 
-    Parameters keep the dtype they are stored in unless one is given. Memory holds the network and one block more.
+    Parameters keep the dtype they are stored in unless one is given; those that `exact` names keep it in any case. Memory holds the
+    network and one block more.
     """
     folder = checkpoint_folder(checkpoint)
     run = read_run(folder / RUN_FILE)
@@ -32,7 +36,8 @@ def load_model(
     state = {}
     for name in reader.names:
         # Buffers steer rather than compute, and are kept as exact as they were stored.
-        kept = reader.dtype(name) if dtype is None or name not in parameters else dtype
+        stored = dtype is None or name not in parameters or (exact is not None and exact(name))
+        kept = dtype if dtype is not None and not stored else reader.dtype(name)
         state[name] = torch.empty(reader.shape(name), dtype=kept, device=device)
         reader.read_into(state[name], name, (0,) * state[name].ndim)
     model.load_state_dict(state, assign=True)
@@ -44,17 +49,19 @@ def load_model(
 
 
 def load_share(
-    folder: Path, dtype: torch.dtype, device: torch.device, layers: Sequence[range], peers: Peers
-) -> Transformer:
+    folder: Path, dtype: torch.dtype, device: torch.device, layers: Sequence[range], peers: Peers,
+    exact: Callable[[str], bool] | None = None,
+) -> Transformer:  # fmt: skip
     """What this rank holds of the network of a checkpoint that several ranks serve; nothing else is read. `layers` are those of
-    each stage."""
+    each stage; parameters that `exact` names keep the dtype they are stored in."""
     config = read_run(folder / RUN_FILE).model
     reader = open_weights(folder, config)
     with torch.device("meta"):
         parameters = {name for name, _ in Transformer(config).named_parameters()}
 
     def read(name: str, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-        values = torch.empty(size, dtype=dtype if name in parameters else reader.dtype(name), device=device)
+        stored = name not in parameters or (exact is not None and exact(name))
+        values = torch.empty(size, dtype=reader.dtype(name) if stored else dtype, device=device)
         reader.read_into(values, name, offset)
         return values
 

@@ -113,12 +113,21 @@ class GroupedAttention(nn.Module):
         return self.out(out.flatten(2))
 
 
+def multiply_by_head(x: Tensor, matrices: Tensor) -> Tensor:
+    """Heads [batch, sequence, heads, in], each times its own matrix [heads, in, out]."""
+    return torch.einsum("bthi,hio->btho", x, matrices)
+
+
 class LatentAttention(nn.Module):
     """Keys and values unfolded from a small latent vector; position enters through a rotary part of its own.
 
     A KV cache keeps only the latent and the one rotary key that all heads share, and these are never unfolded: what unfolds keys
-    is multiplied into the queries instead, and what unfolds values into the result (DeepSeek-V2, section 2.1.2).
+    is multiplied into the queries instead, and what unfolds values into the result (DeepSeek-V2, section 2.1.2). So it is without a
+    cache too where `over_latents` says so.
     """
+
+    over_latents = False
+    by_head: Callable[[Tensor, Tensor], Tensor] = staticmethod(multiply_by_head)
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -145,17 +154,20 @@ class LatentAttention(nn.Module):
         q_nope, q_rope = q.split((self.nope_dim, self.rope_dim), dim=-1)
         latent, k_rope = self.kv_down(x).split((self.kv_rank, self.rope_dim), dim=-1)
         latent, k_rope = self.kv_norm(latent), apply_rope(k_rope[:, :, None], rope)
-        if cache is None:
+        if cache is None and not self.over_latents:
             k, v = self.unfold(latent, k_rope)
             q = torch.cat((q_nope, apply_rope(q_rope, rope)), dim=-1)
             out = self.core(q, k, v, mask)
         else:
             matrices = self.kv.weight.to(x.dtype).unflatten(0, (-1, self.nope_dim + self.v_dim))
             for_keys, for_values = matrices.split((self.nope_dim, self.v_dim), dim=1)
-            q = torch.cat((torch.einsum("bthn,hnr->bthr", q_nope, for_keys), apply_rope(q_rope, rope)), dim=-1)
+            q = torch.cat((self.by_head(q_nope, for_keys), apply_rope(q_rope, rope)), dim=-1)
             k = torch.cat((latent[:, :, None], k_rope), dim=-1)
-            attended = cache.attend(q, k, None, self.scale)
-            out = torch.einsum("bthr,hvr->bthv", attended, for_values)
+            if cache is None:
+                attended = self.core(q, k, k[..., : self.kv_rank], mask)
+            else:
+                attended = cache.attend(q, k, None, self.scale)
+            out = self.by_head(attended, for_values.mT)
         return self.out(out.flatten(2))
 
     def unfold(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:

@@ -97,11 +97,35 @@ class FusedBlock:
         if self.last and batch is not None and batch.wanted is not None:
             x, attended = x[batch.wanted], attended[batch.wanted]
         x = self._sum(x.addmm_(attended, self.out.t(), beta=self.beta))
-        inner = gated_product(F.linear(rms_norm(x, *self.ffn_norm), self.gate_up), self.activation)
+        gate, up = F.linear(rms_norm(x, *self.ffn_norm), self.gate_up).chunk(2, dim=-1)
+        inner = gated_product(gate, up, self.activation)
         return self._sum(x.addmm_(inner, self.down.t(), beta=self.beta))[None], None
 
     def _sum(self, x: Tensor) -> Tensor:
         return x if self.add_up is None else self.add_up(x)
+
+
+class InvariantBlock(FusedBlock):
+    """The same by operations whose bits for a token do not depend on the batch, those of `invariant.py`: joining matrices, and
+    adding to the residual stream what was rounded before, change none."""
+
+    def __call__(self, x: Tensor, rope: Any, mask: Any, cache: LayerCache | None = None) -> tuple[Tensor, None]:
+        from shardwise.model.kernels.gated import gated_product
+        from shardwise.model.kernels.invariant_gemm import invariant_gemm
+        from shardwise.model.kernels.invariant_rows import invariant_norm
+
+        assert isinstance(cache, PagedLayerCache)
+        x = x[0]
+        weight, eps = self.attention_norm
+        qkv = invariant_gemm(invariant_norm(x, weight, None, eps), self.qkv)
+        attended = cache.attend_fused_invariant(qkv, self.heads, self.rope, self.norms, self.scale)
+        batch = cache.cache.batch
+        if self.last and batch is not None and batch.wanted is not None:
+            x, attended = x[batch.wanted], attended[batch.wanted]
+        x = invariant_gemm(attended, self.out, residual=x)
+        weight, eps = self.ffn_norm
+        gate, up = invariant_gemm(invariant_norm(x, weight, None, eps), self.gate_up).chunk(2, dim=-1)
+        return invariant_gemm(gated_product(gate, up, self.activation), self.down, residual=x)[None], None
 
 
 def unembed(x: Tensor, weight: Tensor) -> Tensor:
@@ -127,8 +151,9 @@ def fuse(model: Transformer, positions: int, add_up: AddUp | None = None, first:
     for number, block in enumerate(model.layers.values(), 1):
         assert isinstance(block, Block)
         if fits(block, config):
+            made = InvariantBlock if model.invariant else FusedBlock
             last = number == len(model.layers)
-            block.forward = FusedBlock(block, config, rope, last, add_up, first)  # type: ignore[method-assign]
+            block.forward = made(block, config, rope, last, add_up, first)  # type: ignore[method-assign]
             fused += 1
     if fused == len(model.layers):
         model.rope_builder = lambda *_: None  # the kernels have it

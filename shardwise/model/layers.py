@@ -84,8 +84,19 @@ class Linear(nn.Linear):
         return self.gemm(x, self.weight if self.compute_copy is None else self.compute_copy, self.bias)
 
 
+def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm of the last dimension, or LayerNorm where there is a bias."""
+    shape = (x.shape[-1],)
+    if bias is None:
+        return F.rms_norm(x, shape, weight.to(x.dtype), eps)
+    return F.layer_norm(x, shape, weight.to(x.dtype), bias.to(x.dtype), eps)
+
+
 class Norm(nn.Module):
-    """RMSNorm (Zhang & Sennrich 2019), or LayerNorm when `centered`."""
+    """RMSNorm (Zhang & Sennrich 2019), or LayerNorm when `centered`. `normalize` computes it: another function may be put in its
+    place."""
+
+    normalize: Callable[[Tensor, Tensor, Tensor | None, float], Tensor] = staticmethod(normalize)
 
     def __init__(self, width: int, eps: float, centered: bool = False) -> None:
         super().__init__()
@@ -94,10 +105,7 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.empty(width)) if centered else None
 
     def forward(self, x: Tensor) -> Tensor:
-        shape = (x.shape[-1],)
-        if self.bias is None:
-            return F.rms_norm(x, shape, self.weight.to(x.dtype), self.eps)
-        return F.layer_norm(x, shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+        return self.normalize(x, self.weight, self.bias, self.eps)
 
 
 def make_norm(config: ModelConfig) -> Norm:
@@ -123,8 +131,16 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """The function between the matrices of a feed-forward layer, or on its gate."""
 
 
+def gated(function: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+    """What is gated times a function of its gate."""
+    return function(gate) * up
+
+
 class FeedForward(nn.Module):
-    """Two matrices with a function between them, which may be gated by a third matrix (Shazeer 2020)."""
+    """Two matrices with a function between them, which may be gated by a third matrix (Shazeer 2020). `gated` computes the product:
+    another function may be put in its place."""
+
+    gated: Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor] = staticmethod(gated)
 
     def __init__(self, config: ModelConfig, width: int) -> None:
         super().__init__()
@@ -136,5 +152,5 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is not None:
-            return self.down(self.function(self.gate(x)) * self.up(x))
+            return self.down(self.gated(self.function, self.gate(x), self.up(x)))
         return self.down(self.function(self.up(x)))

@@ -9,20 +9,40 @@ combine (`moe_ops.py`) and one grouped GEMM does all experts, so that the host n
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.model.layers import FeedForward, at_least_float32
+from shardwise.model.layers import FeedForward, at_least_float32, gated
 from shardwise.model.moe_ops import combine_weighted, dispatch, has_fused_kernels, sort_by_expert, topk_experts
 from shardwise.model.router_gemm import multiplies, router_gemm
 from shardwise.run import ModelConfig
 from shardwise.run.derive import expert_capacity
 
 
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """Tokens [batch, sequence, hidden] times the router's matrix [experts, hidden], in float32 or higher."""
+    if multiplies(x):
+        return router_gemm(x.flatten(0, 1), weight.mT).unflatten(0, x.shape[:2])
+    upcast = at_least_float32(x)
+    return F.linear(upcast, weight.to(upcast.dtype))
+
+
+def scores_of(function: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
+    """Softmax or sigmoid of logits."""
+    return function(logits)
+
+
+def total_of(x: Tensor) -> Tensor:
+    """The sum of the last dimension, which stays."""
+    return x.sum(-1, keepdim=True)
+
+
 class Router(nn.Module):
-    """Scores every expert for every token and picks the best k.
+    """Scores every expert for every token and picks the best k. The functions `multiply`, `scores` and `total` compute it: others
+    may be put in their place.
 
     Softmax as in Mixtral, or sigmoid with a selection bias as in DeepSeek-V3 (2024, section 2.1.2): the bias decides who is
     chosen but not with what weight, and is moved after each step towards even load, outside of the gradient.
@@ -30,6 +50,9 @@ class Router(nn.Module):
 
     bias: Tensor
     load: Tensor
+    multiply: Callable[[Tensor, Tensor], Tensor] = staticmethod(router_logits)
+    scores: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] = staticmethod(scores_of)
+    total: Callable[[Tensor], Tensor] = staticmethod(total_of)
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -48,17 +71,13 @@ class Router(nn.Module):
         squared log-partition of the logits (Zoph et al. 2022, eq. 5).
         """
         c = self.config
-        if multiplies(x):
-            logits = router_gemm(x.flatten(0, 1), self.weight.mT).unflatten(0, x.shape[:2])
-        else:
-            upcast = at_least_float32(x)
-            logits = F.linear(upcast, self.weight.to(upcast.dtype))
+        logits = self.multiply(x, self.weight)
         if c.router == "sigmoid":
-            scores = logits.sigmoid()
+            scores = self.scores(torch.sigmoid, logits)
             choice = scores + self.bias.to(scores.dtype)
             probabilities = scores / (scores.sum(-1, keepdim=True) + 1e-20)
         else:
-            scores = choice = probabilities = logits.softmax(dim=-1)
+            scores = choice = probabilities = self.scores(partial(torch.softmax, dim=-1), logits)
         if c.router_groups > 1:
             choice = self._within_best_groups(choice)
         if has_fused_kernels(choice):
@@ -67,7 +86,7 @@ class Router(nn.Module):
             chosen = choice.topk(c.experts_per_token, dim=-1, sorted=False).indices
         weights = scores.gather(-1, chosen)
         if c.router_normalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            weights = weights / (self.total(weights) + 1e-20)
         if c.expert_capacity:
             weights = weights * self.within_capacity(chosen)
         counts = torch.zeros_like(scores).scatter_(-1, chosen, 1.0).sum(dim=1)
@@ -139,9 +158,11 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, read: ReadCounts =
 
 class Experts(nn.Module):
     """The routed experts' matrices, stacked [expert, out, in]. `read_counts` brings counts to the host; a dry run, which has no
-    data to read, gives another."""
+    data to read, gives another. `multiply`, where there is one, takes the place of `grouped_linear`; `gated` may be replaced."""
 
     read_counts: ReadCounts = staticmethod(read_counts)
+    multiply: Callable[[Tensor, Tensor, Tensor, ReadCounts], Tensor] | None = None
+    gated: Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor] = staticmethod(gated)
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -152,11 +173,11 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Rows in the order of their experts, `counts` of them for each."""
-        if uses_grouped_gemm(x, self.gate):
+        if self.multiply is None and uses_grouped_gemm(x, self.gate):
             return self._grouped(x, counts.cumsum(0, dtype=torch.int32))
-        read = self.read_counts
-        inner = F.silu(grouped_linear(x, self.gate, counts, read)) * grouped_linear(x, self.up, counts, read)
-        return grouped_linear(inner, self.down, counts, read)
+        read, multiply = self.read_counts, self.multiply or grouped_linear
+        inner = self.gated(F.silu, multiply(x, self.gate, counts, read), multiply(x, self.up, counts, read))
+        return multiply(inner, self.down, counts, read)
 
     def _grouped(self, x: Tensor, ends: Tensor) -> Tensor:
         if self.gate.dtype == x.dtype:
@@ -168,8 +189,16 @@ class Experts(nn.Module):
         return grouped_gemm(F.silu(gate) * up, self.down, ends)
 
 
+def combine_reference(rows: Tensor, weights: Tensor) -> Tensor:
+    """The results of a token's experts [tokens, k, width], added up by weight [tokens, k]."""
+    return (rows * weights[..., None].to(rows.dtype)).sum(dim=1)
+
+
 class MoE(nn.Module):
-    """Router, routed experts and, where the model has them, shared experts that every token passes."""
+    """Router, routed experts and, where the model has them, shared experts that every token passes. `combine` adds up a token's
+    experts where no kernel does: another function may be put in its place."""
+
+    combine: Callable[[Tensor, Tensor], Tensor] = staticmethod(combine_reference)
 
     accepted: Callable[[Tensor], Tensor] = staticmethod(lambda weights: weights.nonzero()[:, 0])
     """The choices that have a weight; a run without data puts another function in its place."""
@@ -210,8 +239,7 @@ class MoE(nn.Module):
         copies = x[:, None].expand(-1, k, -1).reshape(tokens * k, -1)
         done = self.run_experts(copies.index_select(0, order), counts)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(tokens * k, device=x.device))
-        done = done.index_select(0, back).view(tokens, k, -1)
-        return (done * weights[..., None].to(x.dtype)).sum(dim=1)
+        return self.combine(done.index_select(0, back).view(tokens, k, -1), weights)
 
     def _forward_within_capacity(self, x: Tensor, weights: Tensor, flat: Tensor) -> Tensor:
         """The same when experts have a capacity: choices without weight are not sent at all."""
@@ -222,8 +250,7 @@ class MoE(nn.Module):
         counts = counts.scatter_add_(0, flat[accepted], torch.ones_like(accepted))
         copies = x[:, None].expand(-1, k, -1).reshape(tokens * k, -1)
         done = self.run_experts(copies.index_select(0, order), counts)
-        done = torch.zeros_like(copies).index_copy(0, order, done).view(tokens, k, -1)
-        return (done * weights[..., None].to(x.dtype)).sum(dim=1)
+        return self.combine(torch.zeros_like(copies).index_copy(0, order, done).view(tokens, k, -1), weights)
 
     def run_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows in the order of their experts, `counts` of them for each, through those experts; rows beyond belong to none."""

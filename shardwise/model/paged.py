@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.model.cache import Cache, LayerCache
+from shardwise.model.invariant_attention import attend_blocks
 from shardwise.run import ModelConfig
 
 
@@ -109,6 +110,9 @@ class PagedLayerCache(LayerCache):
     def attend(self, q: Tensor, k: Tensor, v: Tensor | None, scale: float) -> Tensor:
         batch = self.cache.batch
         assert batch is not None
+        if self.cache.invariant:
+            self.write(k[0], None if v is None else v[0])
+            return self.attend_invariant(q[0], scale)[None]
         width = q.shape[-1]
         if _has_kernels(q) and v is not None and width & (width - 1) == 0:
             qkv = torch.cat((q[0].flatten(1), k[0].flatten(1), v[0].flatten(1)), dim=1)
@@ -159,6 +163,44 @@ class PagedLayerCache(LayerCache):
         self._attend_tiles(q, out, batch, split, scale)
         return out.flatten(1)
 
+    def attend_fused_invariant(
+        self,
+        qkv: Tensor,
+        heads: int,
+        rope: tuple[Tensor, Tensor] | None,
+        norms: tuple[Tensor, Tensor, float] | None,
+        scale: float,
+    ) -> Tensor:
+        """`attend_fused` with bits that do not depend on the batch."""
+        from shardwise.model.kernels.invariant_rows import invariant_norm
+        from shardwise.model.kernels.paged_attention import rope_write
+
+        batch, width, kv_heads = self.cache.batch, self.keys.shape[-1], self.keys.shape[1]
+        assert batch is not None
+        if norms is not None:
+            parts = qkv.unflatten(1, (-1, width)).split((heads, kv_heads, kv_heads), dim=1)
+            q, k = (invariant_norm(x, norm, None, norms[2]) for x, norm in zip(parts[:2], norms[:2], strict=True))
+            qkv = torch.cat((q, k, parts[2]), dim=1).flatten(1)
+        rope_write(qkv, rope, None, self.keys, self.values, self.cache.places, batch.positions, heads)
+        return self.attend_invariant(qkv[:, : heads * width].unflatten(1, (-1, width)), scale).flatten(1)
+
+    def attend_invariant(self, q: Tensor, scale: float) -> Tensor:
+        """New tokens [tokens, heads, width] whose keys are in their pages, with bits that do not depend on the batch."""
+        batch = self.cache.batch
+        assert batch is not None
+        counts = (1,) * batch.decodes + batch.counts
+        if not q.is_cuda:
+            slots, starts = batch.slots.tolist(), batch.starts.tolist()
+            return attend_blocks(q, self.keys, self.values, batch.table, slots, starts, counts, scale, self.window)
+        from shardwise.model.kernels.invariant_attention import invariant_attention, tokens_of_tile
+        from shardwise.model.kernels.paged_attention import tiles_of
+
+        if 0 not in batch.tiles:
+            made = tiles_of(counts, tokens_of_tile(q.shape[1], self.keys.shape[1], q.shape[2]))
+            batch.tiles[0] = torch.tensor(made, dtype=torch.int32).pin_memory().to(q.device, non_blocking=True)
+        where = (batch.table, batch.slots, batch.starts, batch.cu_seqlens, batch.tiles[0], batch.positions)
+        return invariant_attention(q, self.keys, self.values, *where, batch.longest, scale, self.window)
+
     def _attend_tiles(self, q: Tensor, out: Tensor, batch: PagedBatch, first: int, scale: float) -> None:
         """New tokens whose keys are in their pages, from the sequence `first` on."""
         from shardwise.model.kernels.paged_attention import paged_attention, tile_rows, tiles_of
@@ -189,10 +231,12 @@ class PagedCache(Cache):
         device: torch.device,
         sequences: int = 1,
         kv_heads: int = 0,
+        invariant: bool = False,
     ) -> None:
-        """`sequences`: the most that run at a time. `kv_heads`: those of this rank, where it does not hold all."""
+        """`sequences`: the most that run at a time. `kv_heads`: those of this rank, where it does not hold all. `invariant`: the
+        bits of a token's attention do not depend on the batch."""
         heads, width, value_width = page_shape(config)
-        self.page_tokens = page_tokens
+        self.page_tokens, self.invariant = page_tokens, invariant
         self.batch: PagedBatch | None = None
         self._places: Tensor | None = None
         self.layers: list[PagedLayerCache] = []

@@ -8,6 +8,7 @@ device move, a dtype cast or an empty initialisation could spoil.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -56,14 +57,23 @@ def rope_frequencies(config: ModelConfig, device: torch.device | str) -> tuple[T
     return freq, 1.0
 
 
-def rope_cos_sin(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Rope:
-    """Cosines and sines for positions [batch, sequence], shared by all layers of a forward pass."""
+def rope_cos_sin(
+    config: ModelConfig,
+    positions: Tensor,
+    dtype: torch.dtype,
+    compute: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] | None = None,
+) -> Rope:
+    """Cosines and sines for positions [batch, sequence], shared by all layers of a forward pass. `compute`, where it is given,
+    applies the functions to the angles [batch, sequence, 1, width]."""
     freq, amplitude = rope_frequencies(config, positions.device)
     angles = positions.to(torch.float64)[..., None] * freq
     angles = torch.cat((angles, angles), dim=-1)[:, :, None]
     if dtype != torch.float64:
         dtype = torch.float32
-    return (angles.cos() * amplitude).to(dtype), (angles.sin() * amplitude).to(dtype)
+    cos, sin = (
+        function(angles) if compute is None else compute(function, angles) for function in (torch.cos, torch.sin)
+    )
+    return (cos * amplitude).to(dtype), (sin * amplitude).to(dtype)
 
 
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.model.attention import GroupedAttention, LatentAttention, MaskBuilder
 from shardwise.model.cache import Cache, LayerCache
-from shardwise.model.layers import FeedForward, Linear, make_norm
+from shardwise.model.layers import FeedForward, Gemm, Linear, make_norm
 from shardwise.model.loss import LinearCrossEntropy
 from shardwise.model.moe import MoE
 from shardwise.model.rope import Rope, rope_cos_sin
@@ -69,6 +68,10 @@ class Transformer(nn.Module):
     positions: nn.Embedding | None
     norm: nn.Module | None
     head: Linear | None
+    gemm: Gemm = Gemm()
+    """Multiplies the last hidden states with the vocabulary."""
+    invariant = False
+    """Whether a token's results are the same bits whatever else is computed (`invariant.py`)."""
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype | None = None, layers: Iterable[int] | None = None
@@ -127,7 +130,7 @@ class Transformer(nn.Module):
         assert self.norm is not None
         assert vocabulary is not None
         x = self.norm(x)
-        return F.linear(x, vocabulary.weight.to(x.dtype)) if finish is None else finish(x, vocabulary.weight)
+        return self.gemm(x, vocabulary.weight, None) if finish is None else finish(x, vocabulary.weight)
 
 
 def make_stage(

@@ -16,6 +16,7 @@ from shardwise.model.fp8 import check_fp8, scaled_mm, use_fp8
 from shardwise.model.gemm.fp8 import tuned_scaled_mm
 from shardwise.model.gemm.tuned import use_tuned_gemms
 from shardwise.model.initialize import draw
+from shardwise.model.invariant import check_invariant, make_invariant
 from shardwise.model.layers import Gemm
 from shardwise.model.loss import ChunkedCrossEntropy
 from shardwise.model.transformer import Block, Transformer, make_stage
@@ -50,6 +51,8 @@ class Parallel:
 def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
     """Build this rank's part of the run's model, with initial weights that depend on seed and name alone."""
     check_fp8(run.train.fp8, device)
+    if run.train.invariant:
+        check_invariant("train.invariant", run.model, getattr(torch, run.train.dtype), device)
     layout = run.layout
     schedule = make_schedule(layout.schedule, layout.pipeline, run.accumulation, layout.stages_per_rank)
     ranges = layers_of_stages(run)
@@ -68,6 +71,8 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
         apply_tensor(model, mesh)
         apply_context(model, mesh, layout.context_method)
         apply_expert(model, mesh, layout.expert_tensor, run.train.seq_len)
+        if run.train.invariant:
+            make_invariant(model)
         if run.train.fp8 != "none":
             fp8_gemm = tuned_scaled_mm if tunes_gemms(run, gpu=gpu) else scaled_mm
             use_fp8(model.layers, run.train.fp8, gemm, fp8_gemm)

@@ -80,6 +80,25 @@ def fp8_rules(run: Run) -> Iterator[Rule]:
                lambda: "multiplies slices as they arrive, in 16 bits, while an fp8 scale needs the whole; use one of the two")
 
 
+def invariant_rules(run: Run) -> Iterator[Rule]:
+    """What `train.invariant` goes with. The sizes of the layout may be arrays."""
+    train, lay = run.train, run.layout
+    if not train.invariant:
+        return
+    for name, other in (("tensor", "adds parts of a sum over ranks"), ("context", "cuts a sequence")):
+        yield Rule(getattr(lay, name) > 1, "train.invariant", (f"layout.{name}",), partial(
+            "gives the bits of one device, and layout.{} = {} {}".format, name, getattr(lay, name), other
+        ))
+    yield Rule(train.fp8 != "none", "train.invariant", ("train.fp8",),
+               lambda: "has no GEMMs in fp8: their scales depend on the batch")
+    yield Rule(train.compile is True, "train.invariant", ("train.compile",),
+               lambda: "can't be compiled: a compiler may order sums as it likes; use auto")
+    yield Rule(train.loss == "chunked", "train.invariant", ("train.loss",),
+               lambda: "has a loss head of its own; use auto or plain")
+    yield Rule(bool(run.model.expert_capacity), "train.invariant", ("model.expert_capacity",),
+               lambda: "can't be had where experts drop tokens by who else is there: model.expert_capacity")
+
+
 def _search_rules(run: Run) -> Iterator[Rule]:
     known = {name for name in LayoutConfig.__dataclass_fields__ if name not in ("auto", "fixed")}
     for word in run.layout.fixed:
@@ -169,6 +188,7 @@ def layout_rules(run: Run) -> Iterator[Rule]:
     yield from _tensor_rules(run)
     yield from _pipeline_rules(run)
     yield from _recompute_rules(run)
+    yield from invariant_rules(run)
     m, lay, train = run.model, run.layout, run.train
     gpu, alone = train.device != "cpu", replace(run, layout=LayoutConfig(offload=lay.offload))
     if train.cuda_graph is True:
@@ -202,6 +222,9 @@ def serving_rules(run: Run) -> Iterator[Rule]:
     yield from _width_rules(run)
     yield from _stage_rules(run)
     data, ranks = lay.shard * lay.context, lay.shard * lay.context * lay.tensor
+    yield Rule(run.serve.invariant and ranks > 1, "serve.invariant", ("layout.tensor", "layout.shard", "layout.context"), lambda: (
+        f"gives the bits of one device, and {ranks} ranks add up parts of a sum here; replicas and stages of a pipeline go with it"
+    ))
     yield Rule(lay.expert % data > 0, "layout.shard" if lay.shard > 1 else "layout.context", ("layout.expert",), lambda: (
         f"a server has more ranks of shard x context ({data}) only to hold other experts, and layout.expert = {lay.expert} is no "
         "multiple of them; layout.tensor cuts matrices, layout.replicate makes more engines"

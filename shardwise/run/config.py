@@ -231,6 +231,10 @@ class TrainConfig:
         "one GPU in 16 bits: draw the library's algorithms for large GEMMs in the first steps, and take the fastest, "
         "which all give the same; compiled layers also accumulate sums in the GEMMs, which rounds once less",
     )
+    invariant: bool = key(
+        False,
+        "forward passes that give a token the same bits whatever the batch, which are those of serve.invariant; slower",
+    )
     deterministic: bool = key(False, "GPUs: two runs identical to the bit, at some cost in speed; CPUs always are")
     optimizer: Literal["adamw", "muon"] = key("adamw", "muon: orthogonalised momentum on matrices, AdamW on the rest")
     lr: float = key(3e-4, "peak learning rate of AdamW", above=0)

@@ -53,6 +53,8 @@ def planned_on_gpu(run: Run) -> bool:
 
 def chunks_loss(run: Run, *, gpu: bool) -> bool:
     """Whether the loss is made of some tokens at a time, its gradients in the forward pass."""
+    if run.train.invariant:  # its loss head is the one that gives logprobs
+        return False
     if run.train.loss != "auto":
         return run.train.loss == "chunked"
     low = run.train.dtype in ("bfloat16", "float16")
@@ -67,6 +69,8 @@ def splits_backward(run: Run) -> bool:
 
 def compiles(run: Run, *, gpu: bool) -> bool:
     """Whether layers are compiled."""
+    if run.train.invariant:  # a compiler may order sums as it likes
+        return False
     if run.train.compile != "auto":
         return run.train.compile
     low = run.train.dtype in ("bfloat16", "float16")
@@ -76,6 +80,8 @@ def compiles(run: Run, *, gpu: bool) -> bool:
 def uses_varlen_attention(run: Run, *, gpu: bool) -> bool:
     """Whether attention takes cu_seqlens and the window, and needs no mask."""
     model = run.model
+    if run.train.invariant:
+        return True
     low = run.train.dtype in ("bfloat16", "float16")
     fits = model.attention != "latent" and model.head_dim % 8 == 0 and model.head_dim <= 256
     return gpu and low and fits and (run.layout.context == 1 or run.layout.context_method == "ulysses")
@@ -94,7 +100,7 @@ def keeps_compute_copies(run: Run, *, gpu: bool) -> bool:
 def tunes_gemms(run: Run, *, gpu: bool) -> bool:
     """Whether large GEMMs use the algorithm that was fastest when it was tried."""
     low = run.train.dtype in ("bfloat16", "float16")
-    return gpu and low and run.train.tune_products is not False
+    return gpu and low and run.train.tune_products is not False and not run.train.invariant
 
 
 def must_launch(run: Run, *, gpu: bool) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from shardwise.model.invariant import exactly_read
 from shardwise.model.transformer import Transformer
 from shardwise.run import LayoutConfig, Run, UserError
 from shardwise.run.serve_config import ServeConfig
@@ -313,7 +314,7 @@ class Engine:
             if known > chunk.start:  # computed again after it was preempted
                 continue
             told = torch.tensor(following, device=logits.device)
-            values = logprobs_of(logits[: len(following)], told, most)
+            values = logprobs_of(logits[: len(following)], told, most, self.runner.model.invariant)
             answer.prompt_logprobs = answer.prompt_logprobs or [None]
             answer.prompt_logprobs += read_logprobs(following, *values, [most] * len(following))
 
@@ -338,8 +339,8 @@ def make_engine(folder: Path, run: Run, longest: int = 0) -> Engine:
     from shardwise.checkpoint.weights import load_model
     from shardwise.model.device import choose_device
 
-    dtype = getattr(torch, run.train.dtype)
-    model, _ = load_model(folder, dtype, choose_device(run.train.device))
+    dtype, device = getattr(torch, run.train.dtype), choose_device(run.train.device)
+    model, _ = load_model(folder, dtype, device, exactly_read(run, device))
     model.dtype = dtype
     for parameter in model.parameters():
         parameter.requires_grad_(False)

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from shardwise.checkpoint.weights import load_share
+from shardwise.model.invariant import exactly_read
 from shardwise.parallel.inference import Peers
 from shardwise.plan.serving.pool import served_layers
 from shardwise.run import Run
@@ -40,7 +41,8 @@ def engine_of_ranks(
     Called on all ranks, which met at an address, `here` of them on this machine. `remake` makes the grammars of requests."""
     check_served(run)
     peers = Peers(run.layout)
-    model = load_share(folder, getattr(torch, run.train.dtype), device, served_layers(run), peers)
+    dtype, exact = getattr(torch, run.train.dtype), exactly_read(run, device)
+    model = load_share(folder, dtype, device, served_layers(run), peers, exact)
     # Only over gloo do ranks share a GPU; those of a machine share its memory.
     devices = 1 if device.type == "cpu" else here if peers.recordable else torch.cuda.device_count()
     memory = memory_of(run, device, -(-here // devices))

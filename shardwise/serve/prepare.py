@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.model.invariant import make_invariant
 from shardwise.model.transformer import Transformer
 from shardwise.plan.serving.pool import ServingMemory, kv_dtype, serving_memory
 from shardwise.run import Problem, Run, UserError
@@ -21,8 +22,9 @@ def check_served(run: Run) -> None:
     problems = []
     if run.serve.weights not in ("auto", run.train.dtype):
         problems.append(Problem(f"{run.serve.weights} is planned, but not served yet", "serve.weights"))
-    if run.serve.invariant:
-        problems.append(Problem("is not there yet: batches may change the last bits of a result", "serve.invariant"))
+    if run.serve.invariant and kv_dtype(run) != run.train.dtype:
+        reason = "goes with keys and values as they are computed: training never rounds them; use auto"
+        problems.append(Problem(reason, "serve.kv_dtype"))
     if problems:
         raise UserError(*problems)
 
@@ -50,6 +52,8 @@ def host_pages(run: Run, memory: ServingMemory) -> int:
 def runner_of(model: Transformer, run: Run, pages: int, longest: int = 0, peers: Peers | None = None) -> Runner:
     """A runner for a model in memory. Sequences have at most as many tokens as the model has positions, or as `longest` says:
     rotary ones go on beyond what was trained."""
+    if run.serve.invariant and not model.invariant:
+        make_invariant(model)
     dtypes = {"fp8": torch.float8_e4m3fn}
     dtype = dtypes.get(kv_dtype(run)) or getattr(torch, kv_dtype(run))
     sequences = min(run.serve.max_sequences, run.serve.max_step_tokens)

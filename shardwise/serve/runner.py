@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -97,13 +98,22 @@ class Runner:
         self.dtype = dtype = model.dtype or next(model.parameters()).dtype
         adding = (peers.add_up, peers.first) if peers is not None and peers.tensor is not None else ()
         self.fused = fuse(model, longest, *adding) if self.gpu and dtype in (torch.bfloat16, torch.float16) else 0
+        self.unembed = partial(model.gemm, bias=None) if model.invariant else unembed
         heads = peers.place.kv_heads(model.config) if peers is not None else 0
         self.cache = PagedCache(
-            model.config, len(model.layers), pages, page_tokens, kv_dtype, self.device, sequences, heads
+            model.config,
+            len(model.layers),
+            pages,
+            page_tokens,
+            kv_dtype,
+            self.device,
+            sequences,
+            heads,
+            model.invariant,
         )
         wide = -(-longest // page_tokens)
         self.table = torch.zeros(sequences + 1, wide, dtype=torch.int32, device=self.device)
-        self.sampler = Sampler(sequences + 1, model.config.vocab, self.device)
+        self.sampler = Sampler(sequences + 1, model.config.vocab, self.device, model.invariant)
         self.host: list[Tensor] = []
         self.sizes = graph_sizes(sequences)
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor, Tensor]] = {}
@@ -238,7 +248,7 @@ class Runner:
 
     def _logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """Of all tokens, also where this rank has a part of the head."""
-        logits = unembed(x, weight)
+        logits = self.unembed(x, weight)
         return logits if self.peers is None else self.peers.gather(logits, self.model.config.vocab)
 
     def warm(self, step_tokens: int) -> None:

@@ -8,7 +8,7 @@ the device. Top-k, top-p and min-p are a threshold on the scores, so tokens with
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise.model.invariant import by_row, log_softmax
 from shardwise.model.normal import GAMMA, mix64
 from shardwise.serve.request import Logprob, Sampling
 
@@ -57,7 +58,7 @@ def thresholds(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
     return torch.where(min_p[:, None] > 0, torch.maximum(threshold, least), threshold)[:, 0]
 
 
-def pick_reference(logits: Tensor, temperature: Tensor, words: Tensor, threshold: Tensor | None) -> Tensor:
+def pick_reference(logits: Tensor, temperature: Tensor, words: Tensor, threshold: Tensor | None = None) -> Tensor:
     """A token for each row: the likeliest at temperature 0, else drawn by the row's words among those that reach the threshold; -1
     where the scores are no numbers to pick from."""
     warm = temperature > 0
@@ -86,8 +87,9 @@ def words_of(seeds: Tensor, positions: Tensor) -> Tensor:
 class Sampler:
     """What each slot asks for, and the picking. `last` is the token that was picked last for each slot."""
 
-    def __init__(self, slots: int, vocab: int, device: torch.device) -> None:
-        self.device, self.vocab = device, vocab
+    def __init__(self, slots: int, vocab: int, device: torch.device, invariant: bool = False) -> None:
+        """`invariant`: the bits of a row's logprobs and draws do not depend on other rows."""
+        self.device, self.vocab, self.invariant = device, vocab, invariant
         self.sampling: list[Sampling] = [Sampling()] * slots
         self.floats = np.zeros((3, slots), np.float32)
         self.integers = np.zeros((2, slots), np.int64)
@@ -146,7 +148,8 @@ class Sampler:
 
     def _pick_reference(self, logits: Tensor, slots: Tensor, positions: Tensor, threshold: Tensor | None) -> Tensor:
         words = words_of(self.seed[slots.long()], positions)
-        tokens = pick_reference(logits, self.temperature[slots.long()], words, threshold)
+        asked = (logits, self.temperature[slots.long()], words) + (() if threshold is None else (threshold,))
+        tokens = self._by_row(pick_reference, *asked)
         self.last[slots.long()] = tokens
         return tokens
 
@@ -171,14 +174,18 @@ class Sampler:
             threshold = find_threshold(logits, *settings) if cuts else None
             tokens = pick(logits, slots, positions, 0, self.temperature, self.seed, threshold, self.last, self.picking)
         else:
-            tokens = self._pick_reference(logits, slots, positions, thresholds(logits, *settings) if cuts else None)
+            threshold = self._by_row(thresholds, logits, *settings) if cuts else None
+            tokens = self._pick_reference(logits, slots, positions, threshold)
         if self.generated is not None and any(map(_penalizes, asked)):
             self.generated.index_put_((which, tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
         picked = Picked(tokens)
         most = max((each.logprobs for each in asked if each.logprobs is not None), default=None)
         if most is not None:
-            picked.logprobs, picked.top = logprobs_of(raw, tokens, most)
+            picked.logprobs, picked.top = logprobs_of(raw, tokens, most, self.invariant)
         return picked
+
+    def _by_row(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        return by_row(function, *(x[None] for x in tensors))[0] if self.invariant else function(*tensors)
 
     def _adjusted(self, logits: Tensor, slots: Sequence[int], asked: list[Sampling]) -> Tensor:
         """With penalties and biases; in place."""
@@ -198,11 +205,20 @@ class Sampler:
         return logits
 
 
-def logprobs_of(logits: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Logarithms of the probabilities that the model itself gives to tokens, and of the likeliest ones."""
-    logprobs = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(dim=-1)
-    top = logprobs.topk(min(most, logits.shape[-1]), dim=-1)
-    return logprobs.gather(1, tokens[:, None].clamp(min=0))[:, 0], (top.indices, top.values)
+def logprobs_of(
+    logits: Tensor, tokens: Tensor, most: int, invariant: bool = False
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Logarithms of the probabilities that the model itself gives to tokens, and of the likeliest ones. `invariant`: the bits of
+    a row do not depend on other rows."""
+    if not invariant:
+        logprobs = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(dim=-1)
+        values, indices = logprobs.topk(min(most, logits.shape[-1]), dim=-1)
+    else:
+        logprobs = log_softmax(logits)
+        values, indices = logprobs.topk(0)
+        if most:  # which of several equal ones is found must not depend on the batch either
+            values, indices = (x[:, :most] for x in logprobs.sort(dim=-1, descending=True, stable=True))
+    return logprobs.gather(1, tokens[:, None].clamp(min=0))[:, 0], (indices, values)
 
 
 def read_logprobs(

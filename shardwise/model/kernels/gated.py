@@ -1,4 +1,4 @@
-"""The product of a gate and what it gates, of rows that hold one after the other, in one pass."""
+"""The product of a gate and what it gates, in one pass."""
 
 from __future__ import annotations
 
@@ -16,21 +16,25 @@ def activated(gate, SILU: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no
 
 
 @triton.jit
-def _gated(X, OUT, width, SILU: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+def _gated(GATE, UP, OUT, gate0, up0, width, SILU: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * N + tl.arange(0, N)
     inside = at < width
-    gate = tl.load(X + row * 2 * width + at, mask=inside).to(tl.float32)
-    up = tl.load(X + row * 2 * width + width + at, mask=inside).to(tl.float32)
+    gate = tl.load(GATE + row * gate0 + at, mask=inside).to(tl.float32)
+    up = tl.load(UP + row * up0 + at, mask=inside).to(tl.float32)
     out = activated(gate, SILU, OUT.dtype.element_ty) * up
     tl.store(OUT + row * width + at, out.to(OUT.dtype.element_ty), mask=inside)
 
 
-def gated_product(x: Tensor, activation: str) -> Tensor:
-    """[rows, 2 x width] to [rows, width]; `activation` is "silu" or "gelu"."""
-    rows, width = x.shape[0], x.shape[1] // 2
-    out = x.new_empty(rows, width)
-    if not rows:
-        return out
-    _gated[rows, triton.cdiv(width, 2048)](x, out, width, SILU=activation == "silu", N=2048, num_warps=8)
-    return out
+def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """[..., width] times a function of [..., width], in one pass; `activation` is "silu" or "gelu"."""
+    gates, ups = (x.flatten(0, -2) for x in (gate, up))
+    gates, ups = (x if x.stride(-1) == 1 else x.contiguous() for x in (gates, ups))
+    rows, width = gates.shape
+    out = gates.new_empty(rows, width)
+    if rows:
+        _gated[rows, triton.cdiv(width, 2048)](
+            gates, ups, out, gates.stride(0), ups.stride(0), width, SILU=activation == "silu", N=2048, num_warps=8,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return out.view(gate.shape)

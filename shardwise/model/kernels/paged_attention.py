@@ -64,7 +64,7 @@ def rope_write(
     _rope_write[heads + 2 * kv_heads, triton.cdiv(len(qkv), ROTATED)](
         qkv, cos, sin, q_norm, k_norm, keys, values, places, positions, len(qkv), qkv.stride(0), eps, kv_scale,
         HEADS=heads, KV_HEADS=kv_heads, D=width, PAGE=page, ROPE=rope is not None, QK_NORM=norms is not None,
-        FP8=keys.dtype == torch.float8_e4m3fn, M=ROTATED, num_warps=4,
+        FP8=keys.dtype == torch.float8_e4m3fn, M=ROTATED, num_warps=4, enable_fp_fusion=False,  # the bits of `apply_rope`
     )  # fmt: skip
 
 

@@ -161,6 +161,7 @@ def pick(
     _pick[splits, rows](
         logits, slots, positions, temperature, seed, temperature if threshold is None else threshold, picking.best, picking.arrived,
         out, last, vocab, logits.stride(0), ahead, CUT=threshold is not None, SPLITS=splits, N=2048, num_warps=8,
+        enable_fp_fusion=False,  # or a draw's last bit could depend on what others in the batch ask for
     )  # fmt: skip
     return out
 
