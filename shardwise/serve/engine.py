@@ -7,7 +7,6 @@ the next is on its way. A sequence that turns out to have ended was then compute
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,8 +16,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from shardwise.hardware import CHIPS, chip_of_driver_name
+from shardwise.hardware.engine_facts import LENDER
 from shardwise.model.transformer import Transformer
-from shardwise.plan.serving.pool import ServingMemory, kv_dtype, serving_memory
+from shardwise.plan.serving.pool import ServingMemory, device_bytes, host_pages, kv_dtype, serving_memory
 from shardwise.run import Problem, Run, UserError
 from shardwise.run.serve_config import ServeConfig
 from shardwise.schedules.serving import Chunk, PagePool, Scheduler, Sequence, Settings, Step
@@ -332,10 +333,11 @@ def _rank(chunk: Chunk) -> tuple[bool, int]:
 def memory_of(run: Run, device: torch.device, here: int = 1) -> ServingMemory:
     """What the plan gives each owner of a device's memory; `here` ranks share that of a host."""
     gpu = device.type == "cuda"
-    # Of a host's memory half is left to others.
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 // here
-    total = torch.cuda.get_device_properties(device).total_memory if gpu else host
-    memory = serving_memory(run, total, gpu)
+    chip, total = CHIPS["cpu"], device_bytes(CHIPS["cpu"]) // here
+    if gpu:
+        chip = chip_of_driver_name(torch.cuda.get_device_name(device)) or CHIPS[LENDER]
+        total = torch.cuda.get_device_properties(device).total_memory
+    memory = serving_memory(run, chip, total)
     if memory.pages < 2:
         raise UserError(
             f"{memory.weights / 2**30:.1f} GiB of weights and {memory.activations / 2**30:.1f} GiB of activations leave no room "
@@ -359,11 +361,6 @@ def engine_of(model: Transformer, run: Run, ahead: bool | None = None, longest: 
     memory = memory_of(run, next(model.parameters()).device)
     runner = runner_of(model, run, memory.pages, longest)
     return Engine(runner, run.serve, memory.pages, ahead, run.train.seed, host_pages(run, memory))
-
-
-def host_pages(run: Run, memory: ServingMemory) -> int:
-    """Pages that may be swapped to the host."""
-    return int(run.serve.swap_gib * 2**30) // max(1, memory.page) if run.serve.preemption == "swap" else 0
 
 
 def check_served(run: Run) -> None:

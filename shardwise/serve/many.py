@@ -15,9 +15,9 @@ import torch
 
 from shardwise.checkpoint.weights import load_share
 from shardwise.parallel.inference import Peers
-from shardwise.plan.serving.pool import served_layers
+from shardwise.plan.serving.pool import host_pages, served_layers
 from shardwise.run import Run
-from shardwise.serve.engine import Engine, check_served, host_pages, memory_of, runner_of
+from shardwise.serve.engine import Engine, check_served, memory_of, runner_of
 from shardwise.serve.leader import Leader, follow
 from shardwise.serve.links import Links, lowest
 from shardwise.serve.replicas import Remake, Replicas, answer_requests
