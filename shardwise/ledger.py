@@ -190,7 +190,12 @@ def quantities(account: Account) -> Iterator[tuple[str, str, float]]:
 def compare(first: Account, second: Account) -> list[Difference]:
     """All quantities of both accounts, in the order of the first. A quantity that one lacks counts as 0 there, unless it lacks
     that whole account."""
-    one, other = ({(a, n): v for a, n, v in quantities(account)} for account in (first, second))
+    return differences(quantities(first), quantities(second))
+
+
+def differences(first: Iterable[tuple[str, str, float]], second: Iterable[tuple[str, str, float]]) -> list[Difference]:
+    """The same of quantities: the account of each, its name, its value."""
+    one, other = ({(a, n): v for a, n, v in each} for each in (first, second))
     shared = {a for a, _ in one} & {a for a, _ in other}
     names = [key for key in {**one, **other} if key[0] in shared]
     return [Difference(a, n, one.get((a, n), 0.0), other.get((a, n), 0.0)) for a, n in names]

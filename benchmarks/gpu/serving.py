@@ -1,4 +1,5 @@
-"""The engine alone on one GPU with made-up weights: the loads that `vllm` is timed with, ends of text ignored, temperature 0.6.
+"""The engine alone on one GPU with made-up weights: the loads that `vllm` is timed with, ends of text ignored, temperature 0.6; and
+the plan of each beside it.
 
 python benchmarks/gpu/serving.py llama3-8b [--serve.weights=fp8 …] [--out FILE] [--only NAME …]
 """
@@ -7,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import time
 from pathlib import Path
 from typing import Any
@@ -20,30 +20,7 @@ LOADS: dict[str, tuple[int, str, str]] = {
     "512 x 1000/1000": (512, "1000", "1000"),
     "128 x 2048/128": (128, "2048", "128"),
 }
-
-
-def lengths(words: str, count: int, draw: random.Random) -> list[int]:
-    """Numbers as "128" or "U(100,1024)" says."""
-    if not words.startswith("U"):
-        return [int(words)] * count
-    low, high = map(int, words[2:-1].split(","))
-    return [draw.randint(low, high) for _ in range(count)]
-
-
-def random_model(run: Any) -> Any:
-    """The run's network on the GPU, its weights random."""
-    import torch
-
-    from shardwise.model import Transformer
-
-    torch.set_default_dtype(getattr(torch, run.train.dtype))
-    with torch.device("cuda"):
-        model = Transformer(run.model, dtype=getattr(torch, run.train.dtype)).eval()
-    torch.set_default_dtype(torch.float32)
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-        parameter.normal_(0, 0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
-    return model
+SHOWN = ("output tokens/s", "ttft p50", "tpot p50")
 
 
 def main() -> None:
@@ -54,52 +31,48 @@ def main() -> None:
     args, overrides = parser.parse_known_args()
     import torch
 
+    from shardwise.measure.serve_load import here, measure_load, ready_engine
+    from shardwise.plan.serving.plan import plan_serving
+    from shardwise.plan.serving.play import requests_of
+    from shardwise.plan.serving.verdict import LoadVerdict
     from shardwise.run import read_run
-    from shardwise.serve.engine import engine_of
-    from shardwise.serve.request import Request, Sampling
 
     words = [
         f"model.preset={args.preset}",
         "model.max_positions=8192",
         "train.dtype=bfloat16",
         "serve.prefix_cache=false",
+        *overrides,
     ]
-    run = read_run(None, [*words, *overrides])
     began = time.time()
-    engine = engine_of(random_model(run), run)
-    engine.warm()
+    engine = ready_engine(read_run(None, words))
     torch.cuda.synchronize()
     rows: dict[str, Any] = dict(
         preset=args.preset, overrides=overrides, ready_s=time.time() - began, pages=engine.pool.pages,
         free_gib=torch.cuda.mem_get_info()[0] / 2**30,
     )  # fmt: skip
     print(json.dumps(rows), flush=True)
-    draw = random.Random(0)
-    for label in ["warm", *args.only]:
-        count, inputs, outputs = LOADS.get(label, (1, "32", "16"))
-        took, made, steps = [], 0, 0
-        for repeat in range(1 if count > 256 else 2 if count > 64 else 3):
-            for n, (prompt, answer) in enumerate(
-                zip(lengths(inputs, count, draw), lengths(outputs, count, draw), strict=True)
-            ):
-                tokens = tuple(draw.randrange(3, run.model.vocab - 256) for _ in range(prompt))
-                engine.add(Request(f"{label} {repeat} {n}", tokens, answer, Sampling(0.6), ignore_end=True))
-            start, made, steps = time.perf_counter(), 0, 0
-            while not engine.idle:
-                made += sum(len(output.tokens) for output in engine.step())
-                steps += 1
-            took.append(time.perf_counter() - start)
-        rows[label] = dict(
-            tokens=made,
-            seconds=took,
-            steps=steps,
-            tokens_per_s=made / min(took),
-            preemptions=engine.stats().preemptions,
-        )
-        print(label, json.dumps(rows[label]), flush=True)
+    print(f"{'load':32}" + "".join(f"{name:>16} {'plan':>10} {'':>7}" for name in SHOWN), flush=True)
+    for label in args.only:
+        count, inputs, outputs = LOADS[label]
+        load = [f"serve.concurrency={count}", f"serve.requests={count}", f"serve.input_tokens={inputs}"]
+        run = here(read_run(None, [*words, *load, f"serve.output_tokens={outputs}"]))
+        plan, asked = plan_serving(run, over_http=False), requests_of(run.serve, run.train.seed)
+        # Short loads three times, of which the fastest counts.
+        measured = [measure_load(engine, run.serve, asked) for _ in range(1 if count > 64 else 3)]
+        best = max(measured, key=lambda each: each.figures["output_tokens_per_s"])
+        verdict = LoadVerdict(plan, best)
+        found = {each.name: each for each in verdict.differences}
+        scale = {name: 1.0 if "tokens" in name else 1e3 for name in SHOWN}
+        cells = [
+            f"{found[name].second * scale[name]:16,.2f} {found[name].first * scale[name]:10,.2f} "
+            f"{found[name].first / found[name].second - 1:+7.1%}"
+            for name in SHOWN
+        ]
+        print(f"{label:32}" + "".join(cells), flush=True)
+        rows[label] = verdict.as_dict() | {"tokens_per_s": [each.figures["output_tokens_per_s"] for each in measured]}
         if args.out:
             args.out.write_text(json.dumps(rows, indent=1))
-    rows["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     print("peak GiB", torch.cuda.max_memory_allocated() / 2**30, "free", torch.cuda.mem_get_info()[0] / 2**30)
 
 

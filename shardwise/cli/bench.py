@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from shardwise.measure.bench import Progress
     from shardwise.train.environment import RankEnvironment
 
-HELP = """Measure this machine: GEMMs, attention, copies, the host overhead of a training step and, with --ranks, collectives. Use
-the profile with `shardwise plan RUN --cluster.profile=FILE`."""
+HELP = """Measure this machine: GEMMs, attention, copies, the host overhead of a training step and, with --ranks, collectives;
+with --serve, the steps of the serving engine. Use the profile with `shardwise plan RUN --cluster.profile=FILE`."""
 
 SECONDS, QUICK_SECONDS = 60.0, 10.0
 COLUMNS = ("size(B)", "count", "type", "redop", "time(us)", "algbw(GB/s)", "busbw(GB/s)")
@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", default="hardware-profile.json", help="default: hardware-profile.json")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--ranks", type=int, metavar="N", help="also measure collectives over N ranks of this machine")
+    parser.add_argument("--serve", action="store_true", help="measure the steps of the serving engine instead")
     parser.add_argument("--only", choices=("kernels", "collectives"), help="measure only these")
     parser.add_argument(
         "--seconds", type=float, help=f"about how long to measure, kernels and collectives each (default {SECONDS:.0f})"
@@ -64,6 +65,9 @@ def execute(args: argparse.Namespace) -> int:
         return _as_rank(args, environment)
     if args.run:
         _finish(args, _rehearsed(args))
+        return 0
+    if args.serve:
+        _finish(args, _serving(args))
         return 0
     profile = _kernels(args) if args.only != "collectives" else None
     if (args.ranks or 1) > 1:
@@ -106,6 +110,8 @@ def _check(args: argparse.Namespace, environment: RankEnvironment | None) -> Non
         problems.append(
             Problem(f"is {args.ranks}, but {environment.world_size} ranks were started", "--ranks", "command line")
         )
+    if args.serve and (args.run or args.ranks or args.only):
+        problems.append(Problem("measures an engine on one device, and nothing else", "--serve", "command line"))
     try:
         choose_device(args.device)
     except UserError:
@@ -138,6 +144,13 @@ def _kernels(args: argparse.Namespace) -> Profile:
 
     with _progress() as progress:
         return measure_kernels(_device(args), args.seconds, args.quick, progress)
+
+
+def _serving(args: argparse.Namespace) -> Profile:
+    from shardwise.measure.bench_serving import measure_serving
+
+    with _progress() as progress:
+        return measure_serving(_device(args), args.seconds, progress)
 
 
 def _collectives(args: argparse.Namespace) -> tuple[dict[str, Any], ...]:
@@ -230,6 +243,13 @@ def _print(profile: Profile) -> None:
             f"a kernel, {words.seconds(profile.overhead)} a step and {words.seconds(profile.layer_overhead)} a layer",
             highlight=False,
         )
+    if profile.decode:
+        console.print(
+            f"host of a serving engine: {words.seconds(profile.serve_step)} a step and {words.seconds(profile.serve_sequence)} a "
+            f"sequence; with prompts {words.seconds(profile.serve_mixed)} and {words.seconds(profile.serve_layer)} a layer"
+            + (f"; plans were off by {profile.serve_error:.0%}" if profile.serve_error else ""),
+            highlight=False,
+        )
     for table in tables(profile):
         console.print()
         console.print(table)
@@ -269,9 +289,29 @@ def tables(profile: Profile) -> list[Table]:
         ]
         columns = ("", "direction", "dtype", "planned bytes", "time", "GB/s")
         made.append(_table("Elementwise operations", columns, rows))
+    made += _serving_tables(profile)
     for size, operation in dict.fromkeys((p["size"], p["operation"]) for p in profile.collective):
         members = [p for p in profile.collective if (p["size"], p["operation"]) == (size, operation)]
         made.append(_table(f"{operation}, {counted(size, 'rank')}", COLUMNS, [_nccl_row(p) for p in members]))
+    return made
+
+
+def _serving_tables(profile: Profile) -> list[Table]:
+    """Seconds of a layer in the steps of a serving engine, a table for each shape of layer."""
+    from shardwise.hardware.profile import LAYER
+    from shardwise.report import words
+
+    made = []
+    for shape in dict.fromkeys(tuple(p[name] for name in LAYER) for p in profile.decode):
+        name = f"hidden {shape[0]}, ffn {shape[1]}, {shape[2]} heads of {shape[4]}, {shape[3]} of keys"
+        decode = [p for p in profile.decode if tuple(p[name] for name in LAYER) == shape]
+        prompt = [p for p in profile.prompt if tuple(p[name] for name in LAYER) == shape]
+        keys = list(dict.fromkeys(p["keys"] for p in decode))
+        times = {(p["sequences"], p["keys"]): words.seconds(p["seconds"]) for p in decode}
+        rows = [(str(n), *(times.get((n, k), "") for k in keys)) for n in dict.fromkeys(p["sequences"] for p in decode)]
+        made.append(_table(f"A token each, {name}", ("sequences", *(f"{k} keys" for k in keys)), rows))
+        each = [(str(p["prompts"]), str(p["tokens"]), str(p["keys"]), words.seconds(p["seconds"])) for p in prompt]
+        made.append(_table(f"Prompts, {name}", ("prompts", "tokens", "keys", "layer"), each))
     return made
 
 

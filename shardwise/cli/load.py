@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.machinery.options import at_least, new_file, write_file
 from shardwise.run.lengths import parse_lengths
 from shardwise.run.problems import Problem, UserError
+
+if TYPE_CHECKING:
+    from shardwise.run import Run
 
 HELP = """Ask a server of OpenAI's API for answers, at random moments (--rate) or a number at a time (--concurrency), and print how
 long clients waited and how much they got. Exit code 1 where a request failed."""
@@ -22,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_mutually_exclusive_group(required=True)
     how.add_argument("--rate", type=at_least(1e-6, float), help="requests a second, at random moments (Poisson)")
     how.add_argument("--concurrency", type=at_least(1), help="requests at all times")
+    how.add_argument("--plan", dest="run", metavar="RUN", help="the load of this run, laid beside the plan of it")
     parser.add_argument("--requests", type=at_least(1), default=100, help="how many to make (100)")
     lengths = 'tokens of {}: a number, "U(100,1024)", or a file with a number on each line (128)'
     parser.add_argument("--input", default="128", metavar="LENGTHS", help=lengths.format("a prompt"))
@@ -44,12 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Load, then print."""
     from shardwise.cli.machinery.progress import told
+    from shardwise.hardware.chips import unknown_chip
+    from shardwise.run import read_run
     from shardwise.schedules.serving.figures import Limits
     from shardwise.serve.event_loop import run_in_loop
     from shardwise.serve.load.client import Address
     from shardwise.serve.load.run import Load, Progress, run_load
     from shardwise.serve.load.summary import summary
 
+    run = read_run(args.run, args.overrides, (unknown_chip,)) if args.run else None
     load = Load(
         requests=args.requests,
         rate=args.rate or 0.0,
@@ -65,11 +73,13 @@ def execute(args: argparse.Namespace) -> int:
         seed=args.seed,
         seconds=args.timeout,
     )
+    load = replace(load, **_of_run(run)) if run else load
     try:
         address = Address.of(args.url, args.api_key)
     except ValueError as e:
         raise UserError(str(e)) from None
-    limits = Limits(_limit(args.ttft_limit), _limit(args.tpot_limit))
+    given = (run.serve.ttft_ms or None, run.serve.tpot_ms or None) if run else (args.ttft_limit, args.tpot_limit)
+    limits = Limits(*map(_limit, given))
     with told() as say:
 
         def tell(now: Progress) -> None:
@@ -83,11 +93,30 @@ def execute(args: argparse.Namespace) -> int:
         from shardwise.report.load_view import load_page
 
         write_file(args.html, load_page(f"Load on {args.url}", found).encode())
+    if run:
+        from shardwise.cli.machinery.serving import print_verdict, verdict_of
+        from shardwise.schedules.serving.served import ServedLoad
+
+        return max(print_verdict(verdict_of(run, ServedLoad(figures)), args.json), 1 if figures["failed"] else 0)
     if args.json:
         print(json.dumps(figures))
     else:
         _print(figures)
     return 1 if figures["failed"] else 0
+
+
+def _of_run(run: Run) -> dict[str, Any]:
+    """The load that the plan of a run plays."""
+    from shardwise.plan.serving.play import requests_of
+
+    serve = run.serve
+    if not (serve.rate or serve.concurrency):
+        raise UserError(Problem("the run has no load: set serve.rate or serve.concurrency", "--plan", "command line"))
+    return dict(
+        requests=len(requests_of(serve, run.train.seed)), rate=serve.rate, concurrency=serve.concurrency, seed=run.train.seed,
+        input=parse_lengths(serve.input_tokens, "serve.input_tokens"),
+        output=parse_lengths(serve.output_tokens, "serve.output_tokens"),
+    )  # fmt: skip
 
 
 def _limit(given: float | None) -> float:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 HELP = """Run a few steps of the real trainer, count, and print plan and run side by side: FLOPs, bytes on every axis, memory by
 owner, the schedule, time. --dry runs one rank of a job of any size here, without data. --rehearse runs one with its real kernels on
-this machine's GPU, and stand-ins for its collectives. Exit code 1 when they differ."""
+this machine's GPU, and stand-ins for its collectives. A run with serve.rate or serve.concurrency gives its load to an engine here,
+or --load what was measured of a server. Exit code 1 when they differ."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tune", action="store_true", help="rehearse: find the fastest GEMMs first, as training does")
     parser.add_argument("--trace", type=new_file, metavar="FILE", help="rehearse: keep the profile of a step here")
+    parser.add_argument("--load", metavar="FILE", help="a run that serves: what `shardwise load --json` printed")
     parser.add_argument("--rank", type=at_least(0), help="dry or rehearse: which rank (default 0)")
     parser.add_argument("--steps", type=at_least(1), default=3, help="steps to time (default 3)")
     parser.add_argument(
@@ -59,6 +61,12 @@ def execute(args: argparse.Namespace) -> int:
     # A dry run is of the job that `plan` plans; real steps are of the one that `train` trains.
     planned = read_planned(args.run, args.overrides, (unknown_chip,)) if alone else None
     run = planned.run if planned else read_run(args.run, args.overrides, (unknown_chip,))
+    if run.serve.rate or run.serve.concurrency:
+        from shardwise.cli.machinery.serving import verify_serving
+
+        return verify_serving(args, run)
+    if args.load:
+        raise UserError("--load is for a run that serves: set serve.rate or serve.concurrency")
     args.left_open = planned.sentence() if planned else ""
     if args.time is not None and (args.dry or not (run.cluster.chip or run.cluster.profile)):
         reason = "a dry run is not timed" if args.dry else "set cluster.chip or cluster.profile to plan one"

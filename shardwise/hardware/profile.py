@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from shardwise.hardware.chips import Chip
     from shardwise.hardware.cluster import Cluster
 
+LAYER = ("hidden", "ffn", "heads", "kv_heads", "head_dim")
+"""What a dense layer of a network is known by."""
 # The fields of each kind of point: sizes, then labels; `seconds` besides.
 SIZES = {
     "gemm": ("m", "n", "k"),
@@ -29,6 +31,9 @@ SIZES = {
     "elementwise": ("bytes",),
     "collective": ("bytes", "size"),
     "attention": ("batch", "heads", "queries", "keys", "head_dim"),
+    "decode": ("sequences", "keys", *LAYER),
+    "prompt": ("prompts", "tokens", "keys", *LAYER),
+    "pick": ("rows", "hidden", "vocab"),
 }
 LABELS = {
     "gemm": ("dtype",),
@@ -37,10 +42,15 @@ LABELS = {
     "elementwise": ("operation", "direction", "dtype"),
     "collective": ("operation",),
     "attention": ("kernel", "direction", "dtype", "causal"),
+    "decode": ("weights",),
+    "prompt": ("weights",),
+    "pick": ("weights",),
 }
 # Facts of the whole profile: texts, then numbers.
 TEXTS = ("machine", "chip", "torch", "date")
-NUMBERS = ("threads", "kernel_seconds", "launch", "overhead", "layer_overhead")
+SERVING = ("device_bytes", "library_bytes", "serve_step", "serve_sequence", "serve_mixed", "serve_layer", "serve_token",
+           "serve_arrive", "serve_error")  # fmt: skip
+NUMBERS = ("threads", "kernel_seconds", "launch", "overhead", "layer_overhead", *SERVING)
 VERSION = 2
 NEIGHBOURS = 4
 # Shapes are corrected in slices of this many, to keep the table of distances small.
@@ -57,6 +67,11 @@ class Profile:
     elementwise: tuple[dict[str, Any], ...] = ()
     collective: tuple[dict[str, Any], ...] = ()
     attention: tuple[dict[str, Any], ...] = ()
+    # Of the serving engine: seconds of a layer in a step that gives each sequence a token, with so many keys each; in a step of
+    # prompts, of so many tokens each and keys with those before; and seconds from the last layer to the tokens picked.
+    decode: tuple[dict[str, Any], ...] = ()
+    prompt: tuple[dict[str, Any], ...] = ()
+    pick: tuple[dict[str, Any], ...] = ()
     machine: str = ""  # as its maker or driver calls it
     chip: str = ""  # its name in the catalogue
     torch: str = ""
@@ -66,7 +81,24 @@ class Profile:
     launch: float = 0  # host seconds for each kernel that the planner counts in a training step; 0: not measured
     overhead: float = 0  # host seconds of a training step besides launches
     layer_overhead: float = 0  # and of each layer of a rank, once a step: its optimizer
+    device_bytes: float = 0  # memory of the device as its driver counts it
+    library_bytes: float = 0  # what of it the driver, kernels' code and recorded steps take when an engine is ready
+    serve_step: float = 0  # host seconds of a step that decodes
+    serve_sequence: float = 0  # and for each of its sequences
+    serve_mixed: float = 0  # host seconds of a step with prompts
+    serve_layer: float = 0  # and for each layer, which is launched kernel by kernel
+    serve_token: float = 0  # and for each token of a prompt
+    serve_arrive: float = 0  # seconds from a client to the engine and back, over HTTP
+    serve_error: float = (
+        0  # how far the plan of a load was off that other points than its own were measured for, as a share
+    )
     _factors: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` makes of these points, made once."""
+        if key not in self._factors:
+            self._factors[key] = make()
+        return self._factors[key]
 
     def gemm_factor(self, chip: Chip, m: Any, n: Any, k: Any, dtype: str, count: Any = 1) -> Any:
         """The factor of a GEMM; several in one kernel count as one with as many more rows."""

@@ -17,11 +17,12 @@ import torch
 
 from shardwise.model.invariant import exactly_read
 from shardwise.model.transformer import Transformer
+from shardwise.plan.serving.pool import host_pages
 from shardwise.run import LayoutConfig, Run, UserError
 from shardwise.run.serve_config import ServeConfig
 from shardwise.schedules.serving import Chunk, PagePool, Scheduler, Sequence, Settings, Step
 from shardwise.serve.leader import Leader
-from shardwise.serve.prepare import check_served, host_pages, memory_of, runner_of
+from shardwise.serve.prepare import check_served, memory_of, runner_of
 from shardwise.serve.request import Finish, Logprob, Output, Request
 from shardwise.serve.runner import Launched, Row, Runner
 from shardwise.serve.sampler import logprobs_of, read_logprobs, seed_of

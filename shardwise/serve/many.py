@@ -16,12 +16,12 @@ import torch
 from shardwise.checkpoint.weights import load_share
 from shardwise.model.invariant import exactly_read
 from shardwise.parallel.inference import Peers
-from shardwise.plan.serving.pool import served_layers
+from shardwise.plan.serving.pool import host_pages, served_layers
 from shardwise.run import Run
 from shardwise.serve.engine import Engine
 from shardwise.serve.leader import Leader, follow
 from shardwise.serve.links import Links, lowest
-from shardwise.serve.prepare import check_served, host_pages, memory_of, runner_of
+from shardwise.serve.prepare import check_served, memory_of, runner_of
 from shardwise.serve.replicas import Remake, Replicas, answer_requests
 from shardwise.serve.runner import Runner
 

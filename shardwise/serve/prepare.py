@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.hardware import CHIPS, chip_of_driver_name
+from shardwise.hardware.engine_facts import LENDER
 from shardwise.model.invariant import make_invariant
 from shardwise.model.transformer import Transformer
-from shardwise.plan.serving.pool import ServingMemory, kv_dtype, serving_memory
+from shardwise.plan.serving.pool import ServingMemory, device_bytes, kv_dtype, serving_memory
 from shardwise.run import Problem, Run, UserError
 from shardwise.serve.runner import Runner
 
@@ -31,22 +32,18 @@ def check_served(run: Run) -> None:
 
 def memory_of(run: Run, device: torch.device, sharing: int = 1) -> ServingMemory:
     """What the plan gives each owner of a device's memory, which so many ranks may share."""
-    gpu = device.type == "cuda"
-    # Of a host's memory half is left to others.
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    total = (torch.cuda.get_device_properties(device).total_memory if gpu else host) // sharing
-    memory = serving_memory(run, total, gpu)
+    chip, total = CHIPS["cpu"], device_bytes(CHIPS["cpu"])
+    if device.type == "cuda":
+        chip = chip_of_driver_name(torch.cuda.get_device_name(device)) or CHIPS[LENDER]
+        total = torch.cuda.get_device_properties(device).total_memory
+    total //= sharing
+    memory = serving_memory(run, chip, total)
     if memory.pages < 2:
         raise UserError(
             f"{memory.weights / 2**30:.1f} GiB of weights and {memory.activations / 2**30:.1f} GiB of activations leave no room "
             f"for keys and values in {total / 2**30:.1f} GiB; use a larger device or a smaller serve.max_step_tokens"
         )
     return memory
-
-
-def host_pages(run: Run, memory: ServingMemory) -> int:
-    """Pages that may be swapped to the host."""
-    return int(run.serve.swap_gib * 2**30) // max(1, memory.page) if run.serve.preemption == "swap" else 0
 
 
 def runner_of(model: Transformer, run: Run, pages: int, longest: int = 0, peers: Peers | None = None) -> Runner:

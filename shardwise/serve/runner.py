@@ -20,6 +20,7 @@ from torch import Tensor
 from shardwise.model.fused import fuse, unembed
 from shardwise.model.paged import PagedBatch, PagedCache
 from shardwise.model.transformer import Transformer
+from shardwise.schedules.serving.settings import graph_sizes
 from shardwise.serve.sampler import Picked, Sampler, send
 
 if TYPE_CHECKING:
@@ -71,12 +72,6 @@ def sampled(rows: Sequence[Row]) -> tuple[list[int], list[int]]:
         slots += [row.slot] * row.samples
         positions += range(end - row.samples, end)
     return slots, positions
-
-
-def graph_sizes(most: int) -> list[int]:
-    """Batch sizes for which steps are recorded; others are padded to the next."""
-    sizes = [1, 2, 4, 8, 16, 24, 32, *range(48, 128, 16), *range(128, 256, 32), *range(256, 1025, 64)]
-    return [size for size in sizes if size < most] + [most]
 
 
 class Runner:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Literal
 
 import pytest
-from engines import VOCAB, engine_of
+from engines import engine_of
 
 from shardwise.cli.main import main
-from shardwise.plan.serving.engines import ENGINES, FORMATS
-from shardwise.plan.serving.inference import constants_of, fitted_inference
+from shardwise.hardware.engine_facts import engine_facts
+from shardwise.measure.serve_load import measure_load
+from shardwise.plan.cost.job import cluster_of
+from shardwise.plan.serving.engines import FORMATS, OURS
 from shardwise.plan.serving.plan import Serving, plan_serving, search_serving
-from shardwise.plan.serving.play import play, requests_of
-from shardwise.plan.serving.step_time import StepTime
+from shardwise.plan.serving.play import Place, play, requests_of, step_sizes
+from shardwise.plan.serving.step_time import Spent, StepTime
 from shardwise.run import Run, UserError, read_planned, read_run
 from shardwise.run.serve_config import ServeConfig
-from shardwise.serve.request import Request, Sampling
+from shardwise.schedules.serving.sequence import Step
 
 LOAD = ["serve.concurrency=16", "serve.requests=40", "serve.input_tokens=U(20,400)", "serve.output_tokens=U(2,60)"]
 PLACE = ["model.preset=llama3-8b", "model.max_positions=8192", "train.dtype=bfloat16", "cluster.chip=h200"]
@@ -27,71 +31,117 @@ def run_of(*more: str) -> Run:
 
 
 def times_of(run: Run) -> StepTime:
-    from shardwise.plan.cost.job import cluster_of
-
-    form = FORMATS["bf16"]
-    serving = Serving(run.model, cluster_of(run), ENGINES["shardwise"], form, form)
-    return StepTime(serving, constants_of(serving, fitted_inference()["effects"]))
+    form, cluster = FORMATS["bf16"], cluster_of(run)
+    return StepTime(Serving(run.model, cluster, OURS, form, form), engine_facts(cluster.chip))
 
 
 class Noted:
     """Step times that are remembered: one second for each step."""
 
-    def __init__(self, times: StepTime) -> None:
-        self.serving, self.constants = times.serving, {**times.constants, "arrive": 0.0}
+    def __init__(self, gpu: bool, stages: int) -> None:
+        self.gpu, self.serving = gpu, replace(times_of(run_of()).serving, pipeline=stages)
         self.steps: list[tuple[int, int, list[tuple[int, int]], int]] = []
 
-    def seconds(self, *step: object) -> float:
+    def of(self, *step: object) -> Spent:
         self.steps.append(step)  # type: ignore[arg-type]
-        return 1.0
+        return Spent(0.0, 0.0, 1.0)
 
 
-@pytest.mark.parametrize("stages", [1, 3])
-@pytest.mark.parametrize("pages", [200, 14])
-def test_the_engine_executes_what_is_played(pages: int, stages: int) -> None:
-    """Also where pages run out, and sequences are preempted; and where stages have steps under way."""
+@pytest.mark.parametrize(("ahead", "stages"), [(False, 1), (True, 1), (False, 3)])
+@pytest.mark.parametrize(
+    ("pages", "preemption", "prefix_cache"),
+    [(200, "recompute", False), (14, "recompute", False), (14, "recompute", True), (14, "swap", True)],
+)
+def test_the_engine_executes_what_is_played(
+    pages: int, preemption: Literal["recompute", "swap"], prefix_cache: bool, ahead: bool, stages: int
+) -> None:
+    """Also where pages run out and sequences are preempted, where steps are launched before the last are read, and where stages
+    have steps under way."""
     settings = ServeConfig(
-        max_sequences=5, max_step_tokens=16, page_tokens=4, prefix_cache=False, concurrency=8, requests=8,
-        input_tokens="U(1,8)", output_tokens="U(10,20)",
+        max_sequences=5, max_step_tokens=16, page_tokens=4, prefix_cache=prefix_cache, preemption=preemption, concurrency=6,
+        requests=12, input_tokens="U(1,8)", output_tokens="U(10,20)",
     )  # fmt: skip
     asked = requests_of(settings)
-    noted = Noted(times_of(run_of()))
-    noted.serving = replace(noted.serving, pipeline=stages)
-    played = play(settings, asked, noted, pages, 64, concurrency=8)  # type: ignore[arg-type]
-    engine = engine_of("llama", settings, pages, ahead=False, stages=stages)
-    for n, (_, prompt, answer) in enumerate(asked):
-        engine.add(Request(str(n), tuple(k % VOCAB for k in range(prompt)), answer, Sampling(0.0), ignore_end=True))
+    noted, host_pages = Noted(ahead, stages), 6 if preemption == "swap" else 0
+    played = play(settings, asked, noted, Place(pages, host_pages, 64), concurrency=6)  # type: ignore[arg-type]
+    engine = engine_of("llama", settings, pages, ahead=ahead, host_pages=host_pages, stages=stages)
     real, schedule = [], engine.scheduler.schedule
 
-    def watched() -> object:
+    def watched() -> Step:
         step = schedule()
-        chunks = step.chunks
-        if chunks:
-            decoding, prompts = chunks[: step.decoding], chunks[step.decoding :]
-            keys = sum(chunk.start + 1 for chunk in decoding)
-            real.append((step.decoding, keys, [(chunk.start, chunk.count) for chunk in prompts], step.sampling))
+        if step.chunks:
+            real.append(step_sizes(step))
         return step
 
-    engine.scheduler.schedule = watched  # type: ignore[assignment, method-assign]
-    while not engine.idle:
-        engine.step()
-    assert noted.steps == real
-    assert played.preemptions == engine.stats().preemptions
+    engine.scheduler.schedule = watched  # type: ignore[method-assign]
+    measured = measure_load(engine, settings, asked)
+    assert noted.steps == real[-len(noted.steps) :]  # before them, it warmed up
+    assert measured.engine == {
+        "steps": played.steps, "preemptions": played.preemptions, "running": played.most_running, "pages": played.most_pages,
+    }  # fmt: skip
     assert (played.preemptions > 0) == (pages < 100)
-    assert played.steps == len(real)
-    assert sum(made.output_tokens for made in played.figures.made) == sum(answer for *_, answer in asked)
+    assert measured.figures["output_tokens"] == sum(each.output for each in asked)
 
 
 def test_one_request_takes_the_time_of_its_steps() -> None:
+    """The first token is there when the step of its prompt is read, which is after the next is launched; the others follow as the
+    device makes them."""
     run = run_of("serve.concurrency=1", "serve.requests=1", "serve.input_tokens=300", "serve.output_tokens=5")
-    found = plan_serving(run).as_dict()
+    found = plan_serving(run, over_http=False).as_dict()
     times = times_of(run)
-    first = times.seconds(0, 0, [(0, 300)], 1)
-    later = [times.seconds(1, 300 + n, [], 1) for n in range(1, 5)]
-    assert found["ttft_ms"]["p50"] == pytest.approx(1e3 * first)
-    assert found["tpot_ms"]["p50"] == pytest.approx(1e3 * sum(later) / 4)
-    assert found["e2e_ms"]["p50"] == pytest.approx(1e3 * (first + sum(later)))
-    assert found["output_tokens_per_s"] == pytest.approx(5 / (first + sum(later)))
+    first = times.of(0, 0, [(0, 300)], 1)
+    later = [times.of(1, 300 + n, [], 1).device for n in range(1, 5)]
+    done = max(first.before + first.device, first.before + first.launch)
+    launched = first.before + first.launch + times.of(1, 301, [], 1).before
+    assert found["ttft_ms"]["p50"] == pytest.approx(1e3 * max(done, launched))
+    assert found["e2e_ms"]["p50"] == pytest.approx(1e3 * (max(done, launched) + sum(later)), rel=1e-3)
+    over_http = plan_serving(run).as_dict()
+    arrives = engine_facts(cluster_of(run).chip).profile.serve_arrive
+    assert over_http["ttft_ms"]["p50"] == pytest.approx(found["ttft_ms"]["p50"] + 1e3 * arrives)
+
+
+def test_a_step_of_measured_sizes_takes_what_was_measured() -> None:
+    run = run_of()
+    times = times_of(run)
+    points = engine_facts(cluster_of(run).chip).profile
+    layer = dict(hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128)
+    for sequences, keys in ((1, 512), (32, 2048), (256, 512)):
+        wanted = layer | dict(sequences=sequences, keys=keys)
+        [decode] = [p["seconds"] for p in points.decode if wanted.items() <= p.items()]
+        pick = next(p["seconds"] for p in points.pick if (p["hidden"], p["rows"]) == (4096, sequences))
+        found = times.of(sequences, sequences * keys, [], sequences).device
+        assert found == pytest.approx(32 * decode + pick, rel=1e-3)
+    for prompts, tokens in ((1, 512), (1, 8192), (32, 64)):
+        wanted = layer | dict(prompts=prompts, tokens=tokens, keys=tokens)
+        [prompt] = [p["seconds"] for p in points.prompt if wanted.items() <= p.items()]
+        pick = next(p["seconds"] for p in points.pick if (p["hidden"], p["rows"]) == (4096, prompts))
+        found = times.of(0, 0, [(0, tokens)] * prompts, prompts).device
+        assert found == pytest.approx(32 * prompt + pick, rel=1e-3)
+
+
+def test_times_grow_with_what_a_step_does() -> None:
+    """Between measured sizes and beyond them, and for a network of another shape on another chip."""
+    for more in ((), ("model.preset=qwen3-0.6b",), ("model.preset=llama3-3b", "cluster.chip=a100")):
+        times = times_of(run_of(*more))
+        decodes = [times.of(size, size * 700, [], size).device for size in (1, 16, 48, 256)]
+        assert decodes == sorted(decodes)
+        lengths = [times.of(32, 32 * keys, [], 32).device for keys in (40, 300, 1100, 5000)]
+        assert lengths == sorted(lengths)
+        prompts = [times.of(0, 0, [(before, 700)], 1).device for before in (0, 900, 3000)]
+        assert prompts == sorted(prompts)
+        mixed = [times.of(size, size * 700, [(0, 700)], 1).device for size in (0, 8, 256)]
+        assert mixed == sorted(mixed)
+
+
+def test_chips_without_facts_borrow_them() -> None:
+    own, other = plan_serving(run_of()), plan_serving(run_of("cluster.chip=a100"))
+    assert own.facts.own
+    assert not other.facts.own
+    assert other.facts.error >= 0.25
+    assert "borrowed" in other.as_dict()["steps"]
+    speeds = [plan.as_dict()["output_tokens_per_s"] for plan in (own, other)]
+    assert speeds[0] > 1.5 * speeds[1]
+    assert own.memory.total < own.facts.profile.device_bytes
 
 
 def test_a_rate_that_is_too_high_is_not_held() -> None:
@@ -136,7 +186,8 @@ def test_experts_are_dealt_out_over_tensor_ranks() -> None:
 
 
 def test_a_search_finds_the_fewest_devices_that_hold_a_load() -> None:
-    run = read_run(None, [*PLACE, *LOAD, "layout=auto", "cluster.devices_per_node=4", "serve.tpot_ms=4.2"])
+    client = ["serve.concurrency=1", "serve.requests=4", "serve.input_tokens=100", "serve.output_tokens=50"]
+    run = read_run(None, [*PLACE, *client, "layout=auto", "cluster.devices_per_node=4", "serve.tpot_ms=3.5"])
     ranking = search_serving(run)
     assert len({(plan.run.layout.replicate, plan.run.layout.tensor) for plan in ranking}) == len(ranking)
     best = ranking[0]
@@ -163,3 +214,61 @@ def test_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "is held" in shown
     assert "tensor 2" in shown
+
+
+RUN = """
+[model]
+layers = 2
+hidden = 64
+heads = 4
+kv_heads = 2
+vocab = 256
+max_positions = 512
+[train]
+dtype = "float32"
+device = "cpu"
+[cluster]
+chip = "h200"
+[serve]
+concurrency = 6
+requests = 10
+input_tokens = "U(5,40)"
+output_tokens = "U(2,12)"
+max_sequences = 4
+page_tokens = 4
+max_step_tokens = 32
+"""
+
+
+def test_verify_gives_the_load_to_an_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    assert main(["verify", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    values = {(each["account"], each["name"]): (each["plan"], each["run"]) for each in found["differences"]}
+    exact = [
+        ("load", "requests"),
+        ("load", "output tokens"),
+        ("engine", "steps"),
+        ("engine", "pages"),
+        ("pool", "pages"),
+    ]
+    for key in [*exact, ("memory", "weights"), ("memory", "kv cache")]:
+        assert values[key][0] == values[key][1] > 0
+    for name in ("ttft p50", "tpot p99"):
+        assert min(values["time", name]) > 0
+    assert found["run"]["engine"]["steps"] == found["plan"]["engine"]["steps"]
+    # A measured load is read again, and held against another plan.
+    measured = tmp_path / "load.json"
+    measured.write_text(json.dumps(found["run"]))
+    assert main(["verify", str(path), "--load", str(measured), "--serve.requests=9"]) == 1
+    assert "output tokens" in capsys.readouterr().out
+    assert main(["verify", str(path), "--load", str(measured), "--cluster.chip=cpu", "--time=0"]) == 1
+    for words, said in (
+        (["--dry"], "is for runs that train"),
+        (["--load", str(path)], "is not JSON"),
+        (["--load", str(tmp_path / "none")], "cannot be read"),
+        (["--layout.replicate=2"], "the engine of one device"),
+    ):
+        assert main(["verify", str(path), *words]) == 2
+        assert said in capsys.readouterr().err

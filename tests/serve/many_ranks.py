@@ -9,6 +9,7 @@ import torch
 from drawn_schedules import check_answers, drawn_settings
 from engines import LONGEST, model_of
 
+from shardwise.hardware import CHIPS
 from shardwise.parallel.inference import Peers, build_share
 from shardwise.plan.serving.pool import served_layers, stage_memory, weight_bytes
 from shardwise.run import LayoutConfig, Run
@@ -42,7 +43,7 @@ def check_plan(runner: Runner, run: Run, pages: int) -> None:
     held = sum(parameter.nbytes for parameter in runner.model.parameters())
     planned = weight_bytes(run, place.stage)
     assert held == planned if place.rank == place.stage_ranks[0] else held <= planned
-    memory = stage_memory(run, place.stage, 2**30, gpu=False)
+    memory = stage_memory(run, place.stage, CHIPS["cpu"], 2**30)
     assert sum(tensor.nbytes for tensor in runner.cache.tensors()) == memory.page * pages
 
 

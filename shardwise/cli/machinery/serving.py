@@ -1,10 +1,11 @@
-"""What `shardwise plan` prints of a run that serves."""
+"""What `shardwise plan` and `shardwise verify` print of a run that serves."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.machinery.options import write_file
@@ -12,6 +13,10 @@ from shardwise.run import AXES, Problem, Run, UserError
 
 if TYPE_CHECKING:
     from shardwise.plan.serving.plan import ServingPlan
+    from shardwise.plan.serving.verdict import LoadVerdict
+    from shardwise.schedules.serving.served import ServedLoad
+
+SIDES = ("plan", "load")
 
 
 def plan_serving(args: argparse.Namespace, run: Run) -> int:
@@ -67,6 +72,7 @@ def _print(best: ServingPlan, ranking: list[ServingPlan]) -> None:
         ("load", load, held),
         ("memory", words.size(memory.total), f"of a device: {parts}, for {words.count(tokens)} tokens"),
         ("engine", f"{engine['running']} at once", f"{engine['steps']:,} steps, {engine['preemptions']} preempted"),
+        ("times", f"± {best.facts.error:.0%}", f"played step by step with facts {best.facts.origin}"),
         ("cost", words.price(cost["usd_per_million_output_tokens"]), f"for a million tokens of answers; {price}"),
     ]
     print_load(console, found, figures)
@@ -87,3 +93,72 @@ def _print(best: ServingPlan, ranking: list[ServingPlan]) -> None:
         )
     console.print()
     console.print(table)
+
+
+def verify_serving(args: argparse.Namespace, run: Run) -> int:
+    """Give the run's load to an engine of random weights on this machine, or read what was measured over HTTP, and lay it beside
+    the plan. Exit code 1 where they differ."""
+    wrong = {
+        "--dry": args.dry, "--rehearse": args.rehearse, "--hold": args.hold, "--tune": args.tune, "--trace": args.trace,
+        "--rank": args.rank is not None,
+    }  # fmt: skip
+    problems = [Problem("is for runs that train", name, "command line") for name, given in wrong.items() if given]
+    if problems:
+        raise UserError(*problems)
+    if run.layout.auto:
+        raise UserError(Problem("a layout has to be given: a load is measured on one", "layout", "command line"))
+    if args.load:
+        return _show(args, verdict_of(run, read_load(args.load)))
+    if run.layout.world > 1:
+        reason = "the engine of one device is measured here; a server of more is by `shardwise load URL --plan RUN`"
+        raise UserError(Problem(reason, "layout"))
+    from shardwise.cli.machinery.progress import told
+    from shardwise.measure.serve_load import verify_load
+
+    with told() as say:
+        verdict = verify_load(run, say)
+    return _show(args, verdict)
+
+
+def read_load(path: str) -> ServedLoad:
+    """A load that `shardwise load --json` measured."""
+    from shardwise.plan.serving.verdict import load_from_json
+
+    try:
+        return load_from_json(json.loads(Path(path).read_text("utf-8")), path)
+    except OSError as e:
+        raise UserError(Problem(f"cannot be read: {e.strerror}", "--load", path)) from None
+    except ValueError as e:
+        raise UserError(Problem(f"is not JSON: {e}", "--load", path)) from None
+
+
+def verdict_of(run: Run, measured: ServedLoad) -> LoadVerdict:
+    """The plan of a run over HTTP beside what a client measured."""
+    from shardwise.plan.serving.plan import plan_serving
+    from shardwise.plan.serving.verdict import LoadVerdict
+
+    return LoadVerdict(plan_serving(run), measured)
+
+
+def _show(args: argparse.Namespace, verdict: LoadVerdict) -> int:
+    if args.html:
+        from shardwise.report import html
+
+        table = html.comparison_table(verdict.differences, verdict.tolerance(args.time), SIDES)
+        write_file(args.html, html.page("Plan against load", [table, html.notes(verdict.notes())]).encode())
+    return print_verdict(verdict, args.json, args.time)
+
+
+def print_verdict(verdict: LoadVerdict, as_json: bool, time: float | None = None) -> int:
+    """Plan and measured load side by side. Exit code 1 where they differ."""
+    code = 0 if verdict.agrees(time) else 1
+    if as_json:
+        print(json.dumps(verdict.as_dict(time)))
+        return code
+    from shardwise.report import terminal
+
+    console = terminal.Console()
+    console.print(terminal.comparison_table(verdict.differences, verdict.tolerance(time), SIDES))
+    console.print()
+    console.print(terminal.notes(verdict.notes()))
+    return code

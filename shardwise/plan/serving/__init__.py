@@ -1,9 +1,7 @@
-"""What a model costs to serve: prefill and decode by the same kernel curves as training, under the loads people measure.
+"""What a model costs to serve, by the same kernel curves as training.
 
-`engines.py` has the facts about serving programs, `cost.py` the cost of a pass and its memory, `loads.py` how requests come and
-wait, `inference.py` the prediction.
+`cost.py` has the cost of a pass. A run is planned by playing its load (`play.py`) with the engine's own scheduler, each step taking
+what was measured of such steps (`step_time.py`, `curves.py`); `pool.py` has the memory, `plan.py` the answer. What others published
+of their engines is predicted by closed forms, since their schedulers are not ours to play: `engines.py`, `loads.py`,
+`inference.py`.
 """
-
-from shardwise.plan.serving.inference import serve
-
-__all__ = ["serve"]

@@ -61,14 +61,16 @@ ENGINES: dict[str, Engine] = {
         # PyTorch compiled with CUDA graphs, NCCL inside them; nothing but sampling stands between steps.
         Engine("gpt-fast", "gpt-fast", step=0.15e-3, one_shot=False, attention="flash2", kernels=10.0,
                shares_steps=False, bf16_head=False),
-        # This project's: steps recorded and launched ahead; its own kernels for decoding, flash attention 2 for prompts.
-        Engine("shardwise", "engine", step=0.3e-3, arrive=2e-3, attention="flash2", kernels=8.0, kv_whole=False, max_batch=1024,
-               fixed=1.0),
         Engine("trtllm", "engine", step=1e-3, arrive=30e-3),
         Engine("vllm", "engine", step=1.5e-3, arrive=30e-3, kv_whole=False, kv_share=0.9, max_batch=1024),
         Engine("sglang", "engine", step=1e-3, arrive=30e-3, kv_whole=False, kv_share=0.85, shares_steps=False),
     )
 }  # fmt: skip
+
+
+OURS = Engine("shardwise", "engine", attention="flash2", kernels=8.0, kv_whole=False)
+"""This project's engine. Its loads are played and its steps were measured (`step_time.py`), so only what its passes are made of is
+said here."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,11 @@ class Format:
     reach: float = 1.0
     """Share of the memory speed left to kernels that have to dequantize the weights first."""
 
+    @property
+    def label(self) -> str:
+        """As a profile calls it."""
+        return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}.get(self.name, self.name)
+
     def dtype(self, chip: Chip) -> str:
         """What the GEMMs are computed in on a chip."""
         if self.low_precision in chip.peak:
@@ -94,6 +101,8 @@ class Format:
 FORMATS = {
     f.name: f
     for f in (
+        Format("fp64", 8.0, "float64"),
+        Format("fp32", 4.0, "float32"),
         Format("fp16", 2.0, "float16"),
         Format("bf16", 2.0, "bfloat16"),
         Format("int8", 1.0, "bfloat16", reach=0.9),  # weight-only: multiplied in 16 bits

@@ -1,7 +1,6 @@
-"""Predict what serving a model will give: time to the first token, time a token, throughput and memory.
+"""The constants of published engines, fitted to what was published of them (`benchmarks/fit_inference.py`).
 
-`cost.py` counts what passes cost, `loads.py` what requests wait for. Here are the fitted constants (`benchmarks/fit_inference.py`)
-and the question a user asks.
+`cost.py` counts what passes cost, `loads.py` what requests wait for.
 """
 
 from __future__ import annotations
@@ -12,13 +11,8 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from shardwise.hardware import Cluster
 from shardwise.plan.cost.constants import scaled
-from shardwise.plan.serving.cost import Serving, memory_by_owner
-from shardwise.plan.serving.engines import ENGINES, FORMATS
-from shardwise.plan.serving.loads import Load, prepare, quantities
-from shardwise.run import ModelConfig, Problem, UserError
-from shardwise.run.derive import derive_model
+from shardwise.plan.serving.cost import Serving
 
 NAMES: dict[str, tuple[float, tuple[str, ...]]] = {
     # name: (value before fitting, what it may depend on)
@@ -63,42 +57,6 @@ def groups_of(s: Serving) -> dict[str, str]:
 def constants_of(s: Serving, effects: Mapping[str, float]) -> dict[str, float]:
     """The constants of a serving; `effects` are logarithms by "name" and "name/kind:value"."""
     return scaled(NAMES, groups_of(s), effects)
-
-
-def serve(
-    model: ModelConfig, cluster: Cluster, tensor: int = 1, pipeline: int = 1, batch: int = 1, input_len: int = 1024,
-    output_len: int = 256, precision: str = "bf16", stack: str = "trtllm",
-) -> dict[str, Any]:  # fmt: skip
-    """A batch that starts and ends together: `ttft_s`, `tpot_s`, `latency_s`, `output_tokens_per_s`, and `memory`, bytes of
-    a rank by owner. Experts are cut like the other matrices. Raises `UserError` for what does not exist."""
-    problems = [
-        Problem(f'is "{value}", but has to be one of {", ".join(known)}', name)
-        for name, value, known in (("precision", precision, FORMATS), ("stack", stack, ENGINES))
-        if value not in known
-    ]
-    if tensor * pipeline > cluster.devices:
-        problems.append(
-            Problem(f"{tensor} x {pipeline} ranks, but the cluster has {cluster.devices} devices", "tensor")
-        )
-    if problems:
-        raise UserError(*problems)
-    form = FORMATS[precision]
-    serving = Serving(
-        model=derive_model(model, input_len + output_len),
-        cluster=cluster,
-        engine=ENGINES[stack],
-        weights=form,
-        attention_weights=form,
-        cache_bytes=cache_width(precision),
-        tensor=tensor,
-        pipeline=pipeline,
-        expert_tensor=tensor,
-    )
-    load = Load("static", batch, input_len, output_len)
-    found = quantities(prepare(serving, load), constants_of(serving, fitted_inference()["effects"]))
-    names = {"ttft": "ttft_s", "tpot": "tpot_s", "latency": "latency_s", "output_tokens_per_s": "output_tokens_per_s"}
-    result: dict[str, Any] = {ours: found[name] for name, ours in names.items()}
-    return result | {"memory": memory_by_owner(serving, batch, input_len, output_len)}
 
 
 def cache_width(precision: str) -> float:

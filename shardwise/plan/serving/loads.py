@@ -3,6 +3,9 @@
 A *static* batch starts and ends together. In a *closed loop* so many clients each send their next request when the last is
 answered, so that each answer waits for the others' prompts. Under *full load* all requests queue from the start, and memory
 decides how many run at a time.
+
+These closed forms are for published rows of other engines alone (`shardwise validate`). A run of ours is played, step by step
+(`play.py`), and no number of it comes from here.
 """
 
 from __future__ import annotations

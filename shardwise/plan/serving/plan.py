@@ -10,20 +10,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
+from shardwise.hardware.engine_facts import EngineFacts, engine_facts
 from shardwise.plan.cost.job import cluster_of
 from shardwise.plan.serving.cost import Serving
-from shardwise.plan.serving.engines import ENGINES, FORMATS
-from shardwise.plan.serving.inference import constants_of, fitted_inference
-from shardwise.plan.serving.play import Played, play, requests_of
-from shardwise.plan.serving.pool import BYTES, ServingMemory, kv_dtype, serving_memory
+from shardwise.plan.serving.engines import FORMATS, OURS
+from shardwise.plan.serving.play import Place, Played, play, requests_of
+from shardwise.plan.serving.pool import BYTES, ServingMemory, host_pages, kv_dtype, serving_memory
 from shardwise.plan.serving.step_time import StepTime
 from shardwise.run import AXES, Problem, Run, UserError
 from shardwise.run.check import serving_rules
 from shardwise.schedules.serving.figures import LoadFigures
+from shardwise.schedules.serving.served import ServedLoad
 
-STORED = {"auto": "bf16", "bfloat16": "bf16", "fp8": "fp8", "int8": "int8", "int4": "int4g32"}
+STORED = {
+    "float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "fp8": "fp8", "int8": "int8", "int4": "int4g32",
+}  # fmt: skip
 HOLDS = 0.95
 """Share of the requests that must keep the limits, and of the rate that must be answered, for a layout to hold a load."""
 
@@ -39,6 +43,8 @@ class ServingPlan:
     usd_per_hour: float
     holds: bool
     """Whether the load is answered as fast as it comes, within its limits."""
+    facts: EngineFacts
+    """What the time of steps was made of."""
 
     @property
     def devices(self) -> int:
@@ -51,58 +57,64 @@ class ServingPlan:
         hours = self.figures.seconds / 3600
         tokens = found["output_tokens"] or math.nan
         layout = self.run.layout
+        speed, error = found["output_tokens_per_s"], self.facts.error
         return found | {
             "holds": self.holds,
+            "steps": f"played; {self.facts.origin}",
+            "interval": {"share": error, "output_tokens_per_s": [speed / (1 + error), speed * (1 + error)]},
             "layout": {"devices": layout.world} | {axis: getattr(layout, axis) for axis in AXES},
-            "memory": {
-                "weights": self.memory.weights, "activations": self.memory.activations, "libraries": self.memory.libraries,
-                "kv_cache": self.memory.cache, "pages": self.memory.pages, "total": self.memory.total,
-            },
-            "engine": {
-                "steps": sum(each.steps for each in self.played), "preemptions": sum(each.preemptions for each in self.played),
-                "running": max(each.most_running for each in self.played), "pages": max(each.most_pages for each in self.played),
-            },
+            "memory": self.served.memory,
+            "engine": self.served.engine,
             "cost": {
                 "usd_per_hour": self.usd_per_hour,
                 "usd_per_million_output_tokens": self.usd_per_hour * hours / tokens * 1e6,
             },
         }  # fmt: skip
 
+    @cached_property
+    def served(self) -> ServedLoad:
+        """The record that a measured load has too."""
+        memory, played = self.memory, self.played
+        owners = {
+            "weights": memory.weights, "activations": memory.activations, "libraries": memory.libraries,
+            "kv_cache": memory.cache, "pages": memory.pages, "total": memory.total,
+        }  # fmt: skip
+        engine = {
+            "steps": sum(each.steps for each in played), "preemptions": sum(each.preemptions for each in played),
+            "running": max(each.most_running for each in played), "pages": max(each.most_pages for each in played),
+        }  # fmt: skip
+        return ServedLoad(self.figures.as_dict(), engine, owners)
 
-def plan_serving(run: Run) -> ServingPlan:
-    """Play the run's load on its layout."""
+
+def plan_serving(run: Run, over_http: bool = True) -> ServingPlan:
+    """Play the run's load on its layout, as it comes over HTTP or from the engine's own process."""
     cluster = cluster_of(run)
     layout, model, serve = run.layout, run.model, run.serve
     if broken := [rule for rule in serving_rules(run) if rule.broken]:
         raise UserError(*(Problem(rule.reason(), rule.key) for rule in broken))
     ranks = layout.shard * layout.context * layout.tensor
-    form = FORMATS[STORED[serve.weights]]
+    form = FORMATS[STORED[run.train.dtype if serve.weights == "auto" else serve.weights]]
     serving = Serving(
-        model, cluster, ENGINES["shardwise"], form, form, BYTES[kv_dtype(run)], layout.tensor, layout.pipeline,
+        model, cluster, OURS, form, form, BYTES[kv_dtype(run)], layout.tensor, layout.pipeline,
         expert=layout.expert, expert_tensor=ranks // layout.expert,
         windowed=(1.0, model.sliding_window) if model.sliding_window else (0.0, 0),
     )  # fmt: skip
-    memory = serving_memory(run, int(cluster.chip.memory), gpu=cluster.chip.name != "cpu")
+    memory = serving_memory(run, cluster.chip)
     if memory.pages < 2:
         raise UserError(
             Problem(
                 f"a device's {cluster.chip.memory / 2**30:.0f} GiB leave no room for keys and values", "layout.tensor"
             )
         )
-    times = StepTime(serving, constants_of(serving, fitted_inference()["effects"]))
+    facts = engine_facts(cluster.chip)
+    times = StepTime(serving, facts, min(serve.max_sequences, serve.max_step_tokens))
+    place = Place(memory.pages, host_pages(run, memory), model.max_positions, model.sliding_window)
+    arrive = facts.profile.serve_arrive if over_http else 0.0
     asked = requests_of(serve, run.train.seed)
     shares = [asked[n :: layout.replicate] for n in range(layout.replicate)]
     clients = [len(range(n, serve.concurrency, layout.replicate)) for n in range(layout.replicate)]
     played = tuple(
-        play(
-            serve,
-            share,
-            times,
-            memory.pages,
-            model.max_positions,
-            model.sliding_window,
-            0 if serve.rate else max(1, own),
-        )
+        play(serve, share, times, place, 0 if serve.rate else max(1, own), arrive)
         for share, own in zip(shares, clients, strict=True)
     )
     first = played[0].figures
@@ -118,7 +130,7 @@ def plan_serving(run: Run) -> ServingPlan:
         },
     )
     price = (run.cluster.price or cluster.chip.price) * layout.world
-    return ServingPlan(run, figures, memory, played, price, _holds(run, figures))
+    return ServingPlan(run, figures, memory, played, price, _holds(run, figures), facts)
 
 
 def _holds(run: Run, figures: LoadFigures) -> bool:

@@ -1,31 +1,37 @@
 """Plays a load: requests come as the run says, the engine's own scheduler makes its steps, and each takes the time that the cost
 model gives it. What comes out is what a load generator would have seen.
+
+On a GPU the engine launches a step before it reads the one before it, and so does the play: a step begins when the device is done
+with the last and the host with preparing, and the host reads it when it has launched the next.
 """
 
 from __future__ import annotations
 
-import random
 from collections import deque
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from math import inf
 
 from shardwise.plan.serving.step_time import StepTime
 from shardwise.run.lengths import parse_lengths
+from shardwise.run.load import Asked, draw_load
 from shardwise.run.serve_config import ServeConfig
 from shardwise.schedules.serving import PagePool, Scheduler, Sequence, Settings
-from shardwise.schedules.serving.figures import Limits, LoadFigures, Made
+from shardwise.schedules.serving.figures import TOO_LONG, Limits, LoadFigures, Made
 from shardwise.schedules.serving.sequence import Step
 
 STEADY = 4
 """Where a run does not say how many requests: so many times those that run at once, and 200 at least."""
 
 
-@dataclass
-class Asked:
-    """A request on its way."""
+@dataclass(frozen=True)
+class Place:
+    """Where a load is played: the pages of a device and of its host, and the longest sequence and window of the model."""
 
-    due: float
-    sequence: Sequence
-    first: float = 0.0
+    pages: int
+    host_pages: int
+    longest: int
+    window: int = 0
 
 
 class Stages:
@@ -52,82 +58,107 @@ class Played:
     most_pages: int
 
 
-def requests_of(serve: ServeConfig, seed: int = 0) -> list[tuple[float, int, int]]:
-    """When each request is due, and its lengths; all are due at once where clients wait for their answers."""
+@dataclass
+class UnderWay:
+    """A request that is being answered."""
+
+    due: float
+    asked: Asked
+    first: float = 0.0
+
+
+def requests_of(serve: ServeConfig, seed: int = 0) -> list[Asked]:
+    """The requests of a run's load."""
     usual = max(200, STEADY * min(serve.concurrency or serve.max_sequences, serve.max_sequences))
-    count = serve.requests or usual
-    inputs = parse_lengths(serve.input_tokens, "serve.input_tokens").draw(count, seed)
-    outputs = parse_lengths(serve.output_tokens, "serve.output_tokens").draw(count, seed + 1)
-    draw, due, now = random.Random(seed), [], 0.0
-    for _ in range(count):
-        due.append(now)
-        now += draw.expovariate(serve.rate) if serve.rate else 0.0
-    return list(zip(due, inputs, outputs, strict=True))
+    inputs = parse_lengths(serve.input_tokens, "serve.input_tokens")
+    outputs = parse_lengths(serve.output_tokens, "serve.output_tokens")
+    return draw_load(serve.requests or usual, serve.rate, inputs, outputs, seed)
 
 
 def play(
-    serve: ServeConfig, asked: list[tuple[float, int, int]], times: StepTime, pages: int, longest: int, window: int = 0,
-    concurrency: int = 0,
+    serve: ServeConfig, asked: Items[Asked], times: StepTime, place: Place, concurrency: int = 0, arrive: float = 0.0
 ) -> Played:  # fmt: skip
-    """One engine with so many pages. With a `concurrency`, so many requests are under way at a time."""
-    pool = PagePool(pages, serve.page_tokens, prefix_cache=False)
+    """One engine. With a `concurrency`, so many requests are under way at a time. Each takes `arrive` seconds to and from it."""
+    pool = PagePool(place.pages, serve.page_tokens, place.host_pages, serve.prefix_cache)
     sequences = min(serve.max_sequences, serve.max_step_tokens)
     stages = Stages(times.serving.pipeline)
-    settings = Settings(sequences, serve.max_step_tokens, longest, serve.preemption, window, stages=stages.count)
+    ahead = times.gpu and stages.count == 1
+    kept = stages.count - 1 or int(ahead)
+    settings = Settings(
+        sequences, serve.max_step_tokens, place.longest, serve.preemption, place.window, stages=stages.count
+    )
     scheduler = Scheduler(settings, pool)
-    under_way: deque[tuple[Step, float]] = deque()
-    coming = deque(asked)
-    running: dict[Sequence, Asked] = {}
+    coming = deque(enumerate(asked))
+    clients = deque([arrive] * concurrency)
+    """When the next request of each client that waits for none reaches the engine."""
+    running: dict[Sequence, UnderWay] = {}
     made: list[Made] = []
-    arrive = times.constants["arrive"] * times.serving.engine.arrive
-    now, steps, most_running, most_pages, failed = 0.0, 0, 0, 0, 0
+    launched: deque[tuple[Step, float]] = deque()
+    host, failed = 0.0, 0
+
+    def next_arrival() -> float:
+        if not coming or (concurrency and not clients):
+            return inf
+        return clients[0] if concurrency else coming[0][1].due + arrive
 
     def admit() -> None:
         nonlocal failed
-        while coming and (coming[0][0] + arrive <= now if not concurrency else len(running) < concurrency):
-            due, prompt, answer = coming.popleft()
-            if scheduler.reasons(prompt, answer):
+        while next_arrival() <= host:
+            number, one = coming.popleft()
+            if scheduler.reasons(one.input, one.output):
                 failed += 1
                 continue
-            sequence = Sequence(len(running), [0] * prompt, answer, lookahead=stages.count == 1)
-            running[sequence] = Asked(due if not concurrency else now, sequence)
+            # Prompts are random, so no two have a page in common: a salt says the same.
+            sequence = Sequence(number, [0] * one.input, one.output, salt=str(number).encode(), lookahead=ahead)
+            running[sequence] = UnderWay(clients.popleft() - arrive if concurrency else one.due, one)
             scheduler.add(sequence)
+
+    def read(step: Step) -> None:
+        sampling = [chunk.sequence for chunk in step.chunks if chunk.samples]
+        scheduler.update(step, [[0]] * len(sampling))
+        for sequence in sampling:
+            one = running.get(sequence)
+            if one is None:
+                continue
+            one.first = one.first or host
+            if sequence.generated == sequence.max_new:
+                scheduler.finish(sequence)
+                del running[sequence]
+                made.append(_made(one, host))
+                clients.append(host + arrive)
 
     while coming or running:
         admit()
         if not running:
             if not coming:
                 break
-            now = max(now, coming[0][0] + arrive)
+            host = max(host, next_arrival())
             continue
         step = scheduler.schedule()
-        chunks = step.chunks
-        keys = sum(chunk.start + 1 for chunk in chunks[: step.decoding])
-        prompts = [(chunk.start, chunk.count) for chunk in chunks[step.decoding :]]
-        if chunks:
-            under_way.append((step, stages.run(now, times.seconds(step.decoding, keys, prompts, step.sampling))))
-            steps += 1
-            if len(under_way) < stages.count:
-                continue
-        if not under_way:
-            continue
-        step, now = under_way.popleft()
-        chunks = step.chunks
-        most_running, most_pages = max(most_running, scheduler.running), max(most_pages, pool.used)
-        sampling = [chunk.sequence for chunk in chunks if chunk.samples]
-        scheduler.update(step, [[0]] * len(sampling))
-        for sequence in sampling:
-            one = running[sequence]
-            one.first = one.first or now
-            if sequence.generated == sequence.max_new:
-                scheduler.finish(sequence)
-                del running[sequence]
-                count = sequence.max_new
-                tpot = (now - one.first) / (count - 1) * 1e3 if count > 1 else None
-                made.append(
-                    Made(one.due, 0.0, (one.first - one.due) * 1e3, tpot, (now - one.due) * 1e3, sequence.prompt, count)
-                )
+        if step.chunks:
+            spent = times.of(*step_sizes(step))
+            end = stages.run(host + spent.before, spent.device)
+            host += spent.before + spent.launch
+            launched.append((step, max(end, host)))
+        if launched and (len(launched) > kept or not step.chunks):
+            done, end = launched.popleft()
+            host = max(host, end)
+            read(done)
     limits = Limits(*(limit or float("inf") for limit in (serve.ttft_ms, serve.tpot_ms)))
-    errors = {"longer than the engine can hold": failed} if failed else {}
-    figures = LoadFigures(tuple(made), len(made) + failed, now, limits, errors)
-    return Played(figures, steps, scheduler.preemptions, most_running, most_pages)
+    figures = LoadFigures(tuple(made), len(made) + failed, host, limits, {TOO_LONG: failed} if failed else {})
+    did = scheduler.did
+    return Played(figures, did.steps, scheduler.preemptions, did.most_running, did.most_pages)
+
+
+def step_sizes(step: Step) -> tuple[int, int, list[tuple[int, int]], int]:
+    """What the time of a step depends on: sequences that decode, their tokens, chunks of prompts (tokens before, and new), and how
+    many tokens are picked."""
+    decoding, prompts = step.chunks[: step.decoding], step.chunks[step.decoding :]
+    keys = sum(chunk.start + 1 for chunk in decoding)
+    return step.decoding, keys, [(chunk.start, chunk.count) for chunk in prompts], step.sampling
+
+
+def _made(one: UnderWay, now: float) -> Made:
+    count = one.asked.output
+    tpot = (now - one.first) / (count - 1) * 1e3 if count > 1 else None
+    return Made(one.due, 0.0, (one.first - one.due) * 1e3, tpot, (now - one.due) * 1e3, one.asked.input, count)

@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 
+from shardwise.hardware.chips import CHIPS, Chip
+from shardwise.hardware.engine_facts import engine_facts
 from shardwise.plan.cost.flops import layers_of_stages
 from shardwise.run import LayoutConfig, ModelConfig, Run
 from shardwise.run.parameters import Parameter, first_parameters, last_parameters, layer_parameters
 from shardwise.run.served import ServingRank
 
 BYTES = {"float64": 8.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
-LIBRARIES = 2**30
-"""Bytes that kernels' code, their workspaces and recorded steps take on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -94,21 +94,34 @@ def activation_bytes(run: Run, stage: int = 0) -> int:
     return int(layer + (logits if stage == layout.pipeline - 1 else 0))
 
 
-def serving_memory(run: Run, device_bytes: int, gpu: bool) -> ServingMemory:
-    """What a device with so many bytes holds; the pages are what is left, but no more than all sequences could ever fill. All
-    stages have as many: those of the stage with the least room."""
-    of_stages = (stage_memory(run, stage, device_bytes, gpu) for stage in range(run.layout.pipeline))
+def device_bytes(chip: Chip) -> int:
+    """Memory of a device, as its driver counts it where that was measured. Of a host's half is left to others."""
+    if chip.name == "cpu":
+        return CHIPS["cpu"].memory // 2
+    facts = engine_facts(chip)
+    return int(facts.profile.device_bytes) if facts.own and facts.profile.device_bytes else int(chip.memory)
+
+
+def serving_memory(run: Run, chip: Chip, total: int = 0) -> ServingMemory:
+    """What a device holds, of `total` bytes where a driver says so; the pages are what is left, but no more than all sequences
+    could ever fill. All stages have as many: those of the stage with the least room."""
+    of_stages = (stage_memory(run, stage, chip, total) for stage in range(run.layout.pipeline))
     return min(of_stages, key=lambda memory: (memory.pages, -memory.total))
 
 
-def stage_memory(run: Run, stage: int, device_bytes: int, gpu: bool) -> ServingMemory:
+def stage_memory(run: Run, stage: int, chip: Chip, total: int = 0) -> ServingMemory:
     """The same of a device of one stage."""
     serve, layers = run.serve, len(served_layers(run)[stage])
     page = int(serve.page_tokens * layers * token_elements(run.model, run.layout.tensor) * BYTES[kv_dtype(run)])
     weights, activations = weight_bytes(run, stage), activation_bytes(run, stage)
-    libraries = LIBRARIES if gpu else 0
-    room = int(device_bytes * (1 - run.cluster.headroom)) - weights - activations - libraries
+    libraries = 0 if chip.name == "cpu" else int(engine_facts(chip).profile.library_bytes)
+    room = int((total or device_bytes(chip)) * (1 - run.cluster.headroom)) - weights - activations - libraries
     if serve.memory_gib:
         room = int(serve.memory_gib * 2**30)
     most = serve.max_sequences * -(-run.model.max_positions // serve.page_tokens) + 1
     return ServingMemory(weights, activations, libraries, page, max(0, min(room // max(1, page), most)))
+
+
+def host_pages(run: Run, memory: ServingMemory) -> int:
+    """Pages that may be swapped to the host."""
+    return int(run.serve.swap_gib * 2**30) // max(1, memory.page) if run.serve.preemption == "swap" else 0

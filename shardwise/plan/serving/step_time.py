@@ -1,100 +1,232 @@
-"""How long a step of the engine takes: the matrices once for all its tokens, attention for each kind of them, and the host.
+"""How long a step of the engine takes: the matrices once for all its tokens, attention for each kind of them, the head and the
+picking; and what the host needs to start it.
 
-Costs are those of `cost.py`. A played load asks for tens of thousands of steps, so parts are computed on a grid, eight sizes to
-each doubling, and kept.
+Costs are those of `cost.py`, times what was measured of the engine (`curves.py`). A played load asks for tens of thousands of
+steps, so parts are computed on a grid, eight sizes to each doubling, kept, and interpolated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from math import log2
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from math import floor, log2
 
+from shardwise.hardware import collective_seconds, make_cluster
+from shardwise.hardware.efficiency import memory_seconds
+from shardwise.hardware.engine_facts import EngineFacts
 from shardwise.plan.serving.cost import Serving, Shape, layer_cost, weight_gemm_seconds
-from shardwise.plan.serving.cost import pass_cost as whole_pass
+from shardwise.plan.serving.curves import Curves
+from shardwise.plan.serving.engines import FORMATS, OURS
+from shardwise.plan.serving.inference import constants_of, fitted_inference
+from shardwise.run import ModelConfig
+from shardwise.run.derive import derive_model
+from shardwise.schedules.serving.settings import graph_sizes
 
 GRID = 8
 """Sizes to each doubling."""
 FEW = 512
 """Tokens up to which a step mostly reads matrices, as decoding does."""
+TOUCH = 16.0
+"""Keys that attention hardly notices."""
+COMPUTED = ("read", "matmul", "elementwise", "experts")
 
 
-def on_grid(value: float) -> float:
-    """The nearest size of the grid."""
-    return 2.0 ** (round(log2(max(1.0, value)) * GRID) / GRID)
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of a step: the host's until the device can begin, the host's while it launches kernels one by one, the device's."""
+
+    before: float
+    launch: float
+    device: float
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """The time of steps of one engine, with its fitted constants."""
+    """The time of steps of one engine with slots for so many sequences, by measured facts."""
 
     serving: Serving
-    constants: Mapping[str, float]
+    facts: EngineFacts
+    slots: int = 256
     _kept: dict[tuple[str, float, float], float] = field(default_factory=dict, compare=False)
 
-    def seconds(self, decodes: int, keys: int, chunks: list[tuple[int, int]], sampled: int) -> float:
+    @property
+    def gpu(self) -> bool:
+        """Whether there is a device that works while the host prepares the next step."""
+        return self.serving.chip.name != "cpu"
+
+    def of(self, decodes: int, keys: int, chunks: list[tuple[int, int]], sampled: int) -> Spent:
         """A step of so many decoding sequences with so many tokens among them, and of chunks of prompts: tokens before, and new.
         The next token of `sampled` sequences is picked."""
-        tokens = decodes + sum(count for _, count in chunks)
-        total = self._linear(tokens) + self._head(sampled)
+        facts, layers = self.facts.profile, self.serving.model.layers
+        if not chunks:
+            # Recorded steps have few sizes; what is left over computes for no one.
+            size = self._recorded(decodes) if self.gpu else decodes
+            device = self._decode(size, keys / size) + self._pick(size) + self._exchange(size)
+            return Spent(facts.serve_step + decodes * facts.serve_sequence, 0.0, device)
+        new = sum(count for _, count in chunks)
+        each = new / len(chunks)
+        tokens = decodes + new
+        device = self._factor("prompt", tokens, each) * (
+            self._linear(tokens) + sum(self._prompt(count) for _, count in chunks)
+        )
+        if any(before for before, _ in chunks):
+            behind = sum(2 * before / count * self._prompt(count) for before, count in chunks)
+            device += self._factor("after", each, 0.0) * behind
         if decodes:
-            total += self._decode(decodes, keys / decodes)
-        for before, count in chunks:
-            total += self._prompt(count) * (1 + 2 * before / count)
-        graph = not chunks and self.serving.engine.graphs
-        kernels = self._kernels
-        device = total + (self.constants["gap"] * kernels if graph else 0.0)
-        host = self.constants["launch"] * self.serving.engine.launch * kernels
-        busy = device if graph else (device**4 + host**4) ** 0.25
-        return busy + self.constants["step"] * self.serving.engine.step
+            device += max(0.0, self._decode(decodes, keys / decodes) - self._decode(decodes, TOUCH))
+        device += self._pick(sampled) + self._exchange(tokens)
+        before = facts.serve_mixed + decodes * facts.serve_sequence + new * facts.serve_token
+        return Spent(before, layers * facts.serve_layer, device)
 
     @cached_property
-    def _kernels(self) -> float:
-        return whole_pass(self.serving, Shape(1, 1, 1, True)).kernels
+    def _sizes(self) -> list[int]:
+        return graph_sizes(self.slots)
 
-    def _weighed(self, tokens: float, attention: bool, shape: Shape) -> float:
-        s, total = self.serving, 0.0
-        for routed, count in ((False, s.model.layers - s.routed_layers), (True, s.routed_layers)):
-            if count:
-                cost = layer_cost(s, shape, routed=routed)
-                kinds = {k: v for k, v in cost.seconds.items() if (k == "attention") == attention}
-                total += count * sum(self.constants[kind] * value for kind, value in kinds.items())
-                if not attention:
-                    total += count * self.constants["wait"] * s.engine.wait * cost.waits
-        return total
+    def _recorded(self, decodes: int) -> int:
+        return next((size for size in self._sizes if size >= decodes), decodes)
 
-    def _linear(self, tokens: float) -> float:
-        """Everything but attention and the head."""
-        size = on_grid(tokens)
-        key = ("linear", size, 0.0)
-        if key not in self._kept:
-            shape = Shape(size, 1, 1, True) if size <= FEW else Shape(1, size, size, False)
-            self._kept[key] = self._weighed(size, False, shape)
-        return self._kept[key] * tokens / size if size > FEW else self._kept[key]
+    @cached_property
+    def _curves(self) -> Curves:
+        label = self.serving.weights.label
+        return self.facts.profile.once(("curves", label), lambda: curves_of(self.facts, label))
 
-    def _head(self, rows: float) -> float:
-        if not rows:
-            return 0.0
-        size, s = on_grid(rows), self.serving
-        key = ("head", size, 0.0)
-        if key not in self._kept:
-            seconds = weight_gemm_seconds(s.chip, size, s.model.vocab / s.tensor, s.model.hidden, s.head_weights)
-            self._kept[key] = self.constants["read"] * seconds
-        return self._kept[key]
+    @cached_property
+    def _shape(self) -> tuple[float, ...]:
+        """What a rank has of a layer, as far as it matters how fast it is."""
+        s, m = self.serving, self.serving.model
+        ffn = m.expert_ffn * m.experts_per_token if m.experts else m.ffn
+        kv_heads = 1.0 if m.attention == "latent" else max(1.0, m.kv_heads / s.tensor)
+        return float(m.hidden), ffn / s.tensor, m.heads / s.tensor, kv_heads, float(m.head_dim)
+
+    def _kept_at(self, kind: str, first: float, second: float, make: Callable[[float], float]) -> float:
+        """`make(second)`, between two sizes of the grid."""
+        place = log2(max(second, 1.0)) * GRID
+        below = floor(place)
+        found = []
+        for at in (below, below + 1):
+            key = (kind, first, float(at))
+            if key not in self._kept:
+                self._kept[key] = make(2.0 ** (at / GRID))
+            found.append(self._kept[key])
+        low, high = 2.0 ** (below / GRID), 2.0 ** ((below + 1) / GRID)
+        share = (max(second, 1.0) - low) / (high - low)
+        return found[0] + share * (found[1] - found[0])
+
+    def _factor(self, kind: str, tokens: float, each: float) -> float:
+        place = (kind, float(round(log2(max(tokens, 1.0)) * GRID)), float(round(log2(max(each, 1.0)) * GRID)))
+        if place not in self._kept:
+            sizes = [2.0 ** (at / GRID) for at in place[1:]]
+            curves, shape = self._curves, self._shape
+            self._kept[place] = curves.prompt(shape, *sizes) if kind == "prompt" else curves.after(shape, sizes[0])
+        return self._kept[place]
 
     def _decode(self, sequences: float, keys: float) -> float:
-        """Attention of single tokens."""
-        size, length = on_grid(sequences), on_grid(keys)
-        key = ("decode", size, length)
-        if key not in self._kept:
-            self._kept[key] = self._weighed(size, True, Shape(size, 1, length, True))
-        return self._kept[key] * (sequences * keys) / (size * length)
+        """All layers of a step that gives each sequence a token."""
+
+        def make(length: float) -> float:
+            return self._curves.decode(self._shape, sequences, length) * modelled_decode(
+                self.serving, sequences, length
+            )
+
+        return self._kept_at("decode", sequences, keys, make)
+
+    def _linear(self, tokens: float) -> float:
+        """All but attention, of a step of prompts, by the model."""
+        return self._kept_at("linear", 0.0, tokens, lambda size: _seconds(self.serving, _rows(size), False))
 
     def _prompt(self, count: float) -> float:
-        """Attention of a prompt to itself."""
-        size = on_grid(count)
-        key = ("prompt", size, 0.0)
-        if key not in self._kept:
-            self._kept[key] = self._weighed(size, True, Shape(1, size, size, False))
-        return self._kept[key] * (count / size) ** 2
+        """Attention of a prompt to itself, by the model."""
+        return self._kept_at(
+            "attention", 0.0, count, lambda size: _seconds(self.serving, Shape(1, size, size, False), True)
+        )
+
+    def _pick(self, rows: float) -> float:
+        """The head and the picking."""
+        s = self.serving
+
+        def make(size: float) -> float:
+            factor = self._curves.pick(s.model.hidden, s.model.vocab / s.tensor, size)
+            return factor * modelled_pick(s, s.model.vocab / s.tensor, size)
+
+        return self._kept_at("pick", 0.0, rows, make) if rows else 0.0
+
+    def _exchange(self, tokens: float) -> float:
+        """What ranks tell each other, by constants fitted to published engines."""
+        s = self.serving
+        if s.tensor * s.expert * s.pipeline == 1:
+            return 0.0
+
+        def make(size: float) -> float:
+            constants, total = constants_of(s, fitted_inference()["effects"]), 0.0
+            for routed, count in _kinds(s):
+                cost = layer_cost(s, Shape(size, 1, 1, True), routed=routed)
+                waits = constants["wait"] * s.engine.wait * cost.waits
+                total += count * (constants["tensor"] * cost.seconds.get("tensor", 0.0) + waits)
+            if s.pipeline > 1:
+                hop = collective_seconds(s.cluster, "send", size * s.model.hidden * 2.0, s.pipeline, s.tensor)
+                total += (s.pipeline - 1) * (constants["tensor"] * float(hop) + constants["wait"] * s.engine.wait)
+            return total
+
+        return self._kept_at("exchange", 0.0, tokens, make)
+
+
+def curves_of(facts: EngineFacts, weights: str) -> Curves:
+    """What was measured, against the cost model on the chip it was measured on."""
+    chip = replace(facts.chip, profile=None)
+    cluster, form = make_cluster(chip, 1), FORMATS["fp32" if chip.name == "cpu" else "bf16"]
+
+    @cache
+    def layer(shape: tuple[float, ...]) -> Serving:
+        hidden, ffn, heads, kv_heads, head_dim = map(int, shape)
+        sizes = ModelConfig(
+            layers=1, hidden=hidden, ffn=ffn, heads=heads, kv_heads=kv_heads, head_dim=head_dim, vocab=256
+        )
+        return Serving(derive_model(sizes, 8192), cluster, OURS, form, form, form.bytes)
+
+    def attention(shape: tuple[float, ...], tokens: float) -> float:
+        return _seconds(layer(shape), Shape(1, tokens, tokens, False), True)
+
+    def prompt(shape: tuple[float, ...], prompts: float, tokens: float) -> float:
+        return _seconds(layer(shape), _rows(prompts * tokens), False) + prompts * attention(shape, tokens)
+
+    return Curves(
+        facts,
+        weights,
+        lambda shape, sequences, keys: modelled_decode(layer(shape), sequences, keys),
+        prompt,
+        lambda shape, tokens, before: 2 * before / tokens * attention(shape, tokens),
+        lambda hidden, vocab, rows: modelled_pick(layer((hidden, 4 * hidden, 1, 1, hidden)), vocab, rows),
+    )
+
+
+def _kinds(s: Serving) -> list[tuple[bool, int]]:
+    """How many layers have experts, and how many have not."""
+    counts = ((False, s.model.layers - s.routed_layers), (True, s.routed_layers))
+    return [(routed, count) for routed, count in counts if count]
+
+
+def _rows(tokens: float) -> Shape:
+    """So many tokens, few as single ones and many as of one prompt."""
+    return Shape(tokens, 1, 1, True) if tokens <= FEW else Shape(1, tokens, tokens, False)
+
+
+def _seconds(s: Serving, shape: Shape, attention: bool) -> float:
+    """Attention of all layers, or all else that a device computes, by the cost model."""
+    total = 0.0
+    for routed, count in _kinds(s):
+        seconds = layer_cost(s, shape, routed=routed).seconds
+        total += count * sum(seconds.get(kind, 0.0) for kind in (("attention",) if attention else COMPUTED))
+    return total
+
+
+def modelled_decode(s: Serving, sequences: float, keys: float) -> float:
+    """All layers of a step that gives each sequence a token, by the cost model."""
+    shape = Shape(sequences, 1, keys, True)
+    return _seconds(s, shape, False) + _seconds(s, shape, True)
+
+
+def modelled_pick(s: Serving, vocab: float, rows: float) -> float:
+    """The head, and two passes over its scores, by the cost model."""
+    head = weight_gemm_seconds(s.chip, rows, vocab, s.model.hidden, s.head_weights)
+    return head + 2 * float(memory_seconds(s.chip, rows * vocab * 4.0))

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SHARES = (50, 90, 99)
+TOO_LONG = "longer than the engine can hold"
+"""Why a request failed that was never begun."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from math import ceil
 
 from shardwise.schedules.serving.pages import PagePool
@@ -23,6 +24,21 @@ from shardwise.schedules.serving.sequence import Chunk, Sequence, Step
 from shardwise.schedules.serving.settings import Settings
 from shardwise.schedules.serving.tables import PageTables
 from shardwise.schedules.serving.waiting import WaitingQueue
+
+
+@dataclass
+class Did:
+    """What a scheduler has done since it began, or since someone began to count anew."""
+
+    steps: int = 0
+    most_running: int = 0
+    most_pages: int = 0
+
+    def count(self, running: int, pages: int) -> None:
+        """One more step, of so many sequences that hold so many pages."""
+        self.steps += 1
+        self.most_running = max(self.most_running, running)
+        self.most_pages = max(self.most_pages, pages)
 
 
 class Scheduler:
@@ -34,6 +50,7 @@ class Scheduler:
         self.settings = settings
         self.pool = pool
         self.preemptions = 0
+        self.did = Did()
         pool.leaves_first = not settings.window
         self._tables = PageTables(pool, settings.window)
         self._watermark = ceil(settings.watermark * (pool.pages - 1))
@@ -144,6 +161,7 @@ class Scheduler:
         self.pool.unpin()
         if step.chunks:
             self._under_way.append(step)
+            self.did.count(self.running, self.pool.used)
         return step
 
     def update(self, step: Step, sampled: Items[Items[int]]) -> None:

@@ -35,3 +35,9 @@ class Settings:
             )
         if self.preemption not in ("recompute", "swap"):
             raise ValueError(f'preemption is "{self.preemption}", but has to be "recompute" or "swap"')
+
+
+def graph_sizes(most: int) -> list[int]:
+    """Batch sizes for which the steps of a GPU are recorded; others are padded to the next."""
+    sizes = [1, 2, 4, 8, 16, 24, 32, *range(48, 128, 16), *range(128, 256, 32), *range(256, 1025, 64)]
+    return [size for size in sizes if size < most] + [most]

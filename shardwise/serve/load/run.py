@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 
 from shardwise.run import UserError
 from shardwise.run.lengths import Lengths
+from shardwise.run.load import draw_load, prompt_tokens
 from shardwise.serve.load.client import Address, Answer, Connection
 
 SAFE_TOKENS = 256
@@ -83,7 +83,7 @@ async def run_load(
 async def _all(load: Load, maker: _Requests, pool: _Pool, tell: Callable[[Progress], None]) -> list[Record]:
     start = time.perf_counter()
     records: list[Record | None] = [None] * load.requests
-    due = _moments(load)
+    due = [asked.due for asked in maker.asked[: load.requests]] if load.rate else []
 
     async def one(number: int) -> None:
         moment = due[number] if due else time.perf_counter() - start
@@ -117,30 +117,18 @@ async def _all(load: Load, maker: _Requests, pool: _Pool, tell: Callable[[Progre
     return [record for record in records if record]
 
 
-def _moments(load: Load) -> list[float]:
-    """When each request is due, for a rate."""
-    if not load.rate:
-        return []
-    draw, moment, found = random.Random(f"{load.seed} moments"), 0.0, []
-    for _ in range(load.requests):
-        found.append(moment)
-        moment += draw.expovariate(load.rate)
-    return found
-
-
 class _Requests:
     """The bytes of each request, made when it is due: all of them at once might not fit memory."""
 
     def __init__(self, address: Address, load: Load, model: str, vocab: int) -> None:
         self._address, self._load, self._model, self._vocab = address, load, model, vocab
-        self._inputs = load.input.draw(load.requests + load.warmup, load.seed)
-        self._outputs = load.output.draw(load.requests + load.warmup, load.seed + 1)
+        self.asked = draw_load(load.requests + load.warmup, load.rate, load.input, load.output, load.seed)
 
     def request(self, number: int) -> bytes:
         load = self._load
         body: dict[str, Any] = {
             "model": self._model,
-            "max_tokens": self._outputs[number],
+            "max_tokens": self.asked[number].output,
             "stream": True,
             "stream_options": {"include_usage": True},
             **({} if load.ends else {"ignore_eos": True}),
@@ -158,11 +146,10 @@ class _Requests:
     def _text(self, number: int) -> str:
         if self._load.texts:
             return self._load.texts[number % len(self._load.texts)]
-        return " ".join(map(str, self._tokens(number)))[: self._inputs[number]]
+        return " ".join(map(str, self._tokens(number)))[: self.asked[number].input]
 
     def _tokens(self, number: int) -> list[int]:
-        draw = random.Random(f"{self._load.seed} {number}")
-        return draw.choices(range(self._vocab), k=self._inputs[number])
+        return prompt_tokens(self._load.seed, number, self.asked[number].input, self._vocab)
 
 
 class _Pool:

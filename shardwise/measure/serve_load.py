@@ -1,0 +1,161 @@
+"""Gives the load that a plan plays to a real engine, and notes what the plan says: how long requests waited, what steps there were,
+and where memory went. The engine runs in this process, without a server.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from shardwise.hardware import chip_of_driver_name, find_chip
+from shardwise.hardware.engine_facts import LENDER
+from shardwise.model import Transformer
+from shardwise.model.device import choose_device
+from shardwise.plan.serving.plan import plan_serving
+from shardwise.plan.serving.play import requests_of
+from shardwise.plan.serving.verdict import LoadVerdict
+from shardwise.run import Run, UserError
+from shardwise.run.load import Asked, prompt_tokens
+from shardwise.run.serve_config import ServeConfig
+from shardwise.schedules.serving.figures import TOO_LONG, Limits, LoadFigures, Made
+from shardwise.schedules.serving.scheduler import Did
+from shardwise.schedules.serving.served import ServedLoad
+from shardwise.serve.engine import Engine, engine_of
+from shardwise.serve.request import Request, Sampling
+from shardwise.serve.runner import Runner
+
+TEMPERATURE = 0.6
+"""Of the answers, so that tokens are drawn as most clients have them drawn."""
+
+
+def random_model(run: Run) -> Transformer:
+    """The run's network on this machine's device, with random weights: how long a step takes does not depend on them."""
+    device, dtype = choose_device(run.train.device), getattr(torch, run.train.dtype)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = Transformer(run.model, dtype=dtype).eval()
+    finally:
+        torch.set_default_dtype(default)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        parameter.normal_(0, 0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
+    return model
+
+
+def ready_engine(run: Run) -> Engine:
+    """An engine of random weights, its steps recorded."""
+    engine = engine_of(random_model(run), run)
+    engine.warm()
+    return engine
+
+
+def here(run: Run) -> Run:
+    """The run on this machine's device, whatever chip it names: its pages, steps and times are that device's."""
+    device = choose_device(run.train.device)
+    name = "cpu"
+    if device.type == "cuda":
+        chip = chip_of_driver_name(torch.cuda.get_device_name(device))
+        name = chip.name if chip else run.cluster.chip or LENDER
+    same = name == find_chip(run.cluster.chip or "cpu").name
+    cluster = replace(run.cluster, chip=name, nodes=1, devices_per_node=1, profile=run.cluster.profile if same else "")
+    return replace(run, cluster=cluster)
+
+
+def verify_load(run: Run, say: Callable[[str], None] = lambda text: None) -> LoadVerdict:
+    """Plan the run's load for this machine and measure it, without HTTP on either side."""
+    run = here(run)
+    say("planning")
+    plan = plan_serving(run, over_http=False)
+    say("starting an engine of random weights")
+    engine = ready_engine(run)
+    asked = requests_of(run.serve, run.train.seed)
+
+    def tell(done: int) -> None:
+        say(f"{done} of {len(asked)} answered")
+
+    return LoadVerdict(plan, measure_load(engine, run.serve, asked, run.train.seed, tell))
+
+
+def measure_load(
+    engine: Engine, serve: ServeConfig, asked: Sequence[Asked], seed: int = 0, tell: Callable[[int], None] = lambda n: None
+) -> ServedLoad:  # fmt: skip
+    """Answer the load. Requests come at their moments, or `serve.concurrency` of them are under way at a time. `tell` hears how
+    many are answered."""
+    vocab, sampling = engine.vocab, Sampling(TEMPERATURE)
+    prompts = [tuple(prompt_tokens(seed, number, each.input, vocab)) for number, each in enumerate(asked)]
+    _warm_up(engine, asked)
+    preempted, scheduler = engine.scheduler.preemptions, engine.scheduler
+    scheduler.did = Did()
+    coming = deque(enumerate(asked))
+    under_way: dict[str, float] = {}
+    first: dict[str, float] = {}
+    made: list[Made] = []
+    failed, concurrency = 0, 0 if serve.rate else serve.concurrency
+    start, now = time.perf_counter(), 0.0
+    while coming or under_way:
+        now = time.perf_counter() - start
+        while coming and (len(under_way) < concurrency if concurrency else coming[0][1].due <= now):
+            number, request = coming.popleft()
+            try:
+                engine.add(Request(str(number), prompts[number], request.output, sampling, ignore_end=True))
+            except UserError:
+                failed += 1
+                continue
+            under_way[str(number)] = now if concurrency else request.due
+        if engine.idle:
+            if coming and not concurrency:
+                time.sleep(max(0.0, coming[0][1].due - now))
+            continue
+        outputs = engine.step()
+        now = time.perf_counter() - start
+        for output in outputs:
+            name = output.request
+            first.setdefault(name, now)
+            if output.finish:
+                each, due = asked[int(name)], under_way.pop(name)
+                began = first[name] - due
+                tpot = (now - first[name]) / (each.output - 1) * 1e3 if each.output > 1 else None
+                made.append(Made(due, 0.0, began * 1e3, tpot, (now - due) * 1e3, each.input, each.output))
+        if outputs:
+            tell(len(made))
+    limits = Limits(*(limit or float("inf") for limit in (serve.ttft_ms, serve.tpot_ms)))
+    figures = LoadFigures(tuple(made), len(asked), now, limits, {TOO_LONG: failed} if failed else {})
+    did = scheduler.did
+    engine_did = {
+        "steps": did.steps, "preemptions": scheduler.preemptions - preempted, "running": did.most_running, "pages": did.most_pages,
+    }  # fmt: skip
+    return ServedLoad(figures.as_dict(), engine_did, memory_of(engine))
+
+
+def _warm_up(engine: Engine, asked: Sequence[Asked]) -> None:
+    """Some requests of such lengths, of other tokens: kernels are compiled for what they meet first."""
+    for number, each in enumerate(asked[:8]):
+        prompt = tuple(prompt_tokens(-1, number, each.input, engine.vocab))
+        if not engine.scheduler.reasons(len(prompt), min(each.output, 4)):
+            engine.add(Request(f"warm {number}", prompt, min(each.output, 4), Sampling(TEMPERATURE), ignore_end=True))
+    while not engine.idle:
+        engine.step()
+
+
+def own_runner(engine: Engine) -> Runner:
+    """The runner of an engine on one device."""
+    assert isinstance(engine.runner, Runner)
+    return engine.runner
+
+
+def memory_of(engine: Engine) -> dict[str, float]:
+    """Bytes by owner, by the names of the plan; of a GPU also all that is taken of the device."""
+    runner = own_runner(engine)
+    tensors = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in runner.model.parameters()}
+    pages = sum(each.nbytes for each in runner.cache.tensors())
+    found: dict[str, float] = {"weights": sum(tensors.values()), "kv_cache": pages, "pages": engine.pool.pages}
+    if runner.gpu:
+        free, total = torch.cuda.mem_get_info(runner.device)
+        found |= {"total": total - free}
+    return found
