@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from serving import random_model
 
+from shardwise.measure.serve_load import random_model
 from shardwise.model.invariant import make_invariant
 from shardwise.run import read_run
 from shardwise.serve.runner import Row, Runner
