@@ -23,6 +23,8 @@ __all__ = ["TorchDispatchMode", "tree_leaves", "tree_map_only"]  # documented, b
 
 scaled_mm = torch._scaled_mm
 """A GEMM of fp8 matrices with their scales."""
+int_mm = torch._int_mm
+"""A GEMM of int8 matrices, added up in int32."""
 flash_attention_forward = torch.ops.aten._flash_attention_forward
 """Flash attention with `cu_seqlens` and a window; `scaled_dot_product_attention` takes neither."""
 fused_sdp_choice = torch._fused_sdp_choice
@@ -95,8 +97,10 @@ disabled_torch_function = torch._C._disabled_torch_function_impl
 """For a tensor subclass that overrides operators alone."""
 
 
-def wrapper_subclass(cls: type, like: Tensor, dtype: torch.dtype) -> Any:
-    """A tensor subclass without memory, of the shape and device of another."""
+def wrapper_subclass(cls: type, like: Tensor, dtype: torch.dtype, shape: tuple[int, ...] | None = None) -> Any:
+    """A tensor subclass without memory, of the device of another, and of its shape or a given one."""
+    if shape is not None:
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=like.device)
     return torch.Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=dtype, device=like.device)
 
 

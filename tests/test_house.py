@@ -18,7 +18,7 @@ FLOORS: list[list[str]] = [
     ["plan"],
     ["parallel"],
     ["checkpoint"],
-    ["train", "serve"],
+    ["train", "serve", "quantize"],
     ["tune", "launch"],
     ["measure"],
     ["cli"],

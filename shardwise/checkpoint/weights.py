@@ -6,14 +6,18 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.checkpoint.folder import checkpoint_folder
 from shardwise.checkpoint.format import RUN_FILE, Progress, some, unwatched
 from shardwise.checkpoint.reader import Reader, open_checkpoint
+from shardwise.model.quantized.matrix import QuantizedMatrix
+from shardwise.model.quantized.rounding import round_matrix
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.inference import Peers, build_share
 from shardwise.run import ModelConfig, Problem, Run, UserError, read_run
+from shardwise.run.parameters import find_parameter
+from shardwise.run.weights import FORMATS, WeightFormat, form_of, is_reduced
 
 
 def load_model(
@@ -21,31 +25,70 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     exact: Callable[[str], bool] | None = None,
+    weights: str = "auto",
 ) -> tuple[Transformer, Run]:
     """The network of a checkpoint or of a run's newest one, ready to evaluate, and the run that it came from.
 
-    Parameters keep the dtype they are stored in unless one is given; those that `exact` names keep it in any case. Memory holds the
-    network and one block more.
+    Parameters keep the dtype they are stored in unless one is given; those that `exact` names keep it in any case. The matrices of
+    layers are rounded to what `weights` says (`serve.weights`). Memory holds the network and one block or, where it is rounded, one
+    matrix more.
     """
+    from shardwise.checkpoint.huggingface.packed.folder import packed_state, packing_of
+
     folder = checkpoint_folder(checkpoint)
     run = read_run(folder / RUN_FILE)
-    reader = open_weights(folder, run.model)
     with torch.device("meta"):
         model = Transformer(run.model)
+    packing = packing_of(folder)
+    if packing is not None:
+        kinds = {scheme.form.kind for scheme in packing.schemes}
+        if weights != "auto" and kinds != {weights}:
+            reason = f"is {weights}, but the weights of {folder} are packed as {', '.join(sorted(kinds))} already; leave it at auto"
+            raise UserError(Problem(reason, "serve.weights"))
+        state = dict(packed_state(folder, packing, run.model, dtype, device))
+        return _put(model, state, device), run
+    reader = open_weights(folder, run.model)
     parameters = {name for name, _ in model.named_parameters()}
+    form = FORMATS.get(weights)
     state = {}
     for name in reader.names:
         # Buffers steer rather than compute, and are kept as exact as they were stored.
         stored = dtype is None or name not in parameters or (exact is not None and exact(name))
         kept = dtype if dtype is not None and not stored else reader.dtype(name)
+        if form is not None and name in parameters and is_reduced(find_parameter(run.model, name)):
+            state[name] = _rounded(reader, name, form_of(name, form), kept, device)
+            continue
         state[name] = torch.empty(reader.shape(name), dtype=kept, device=device)
         reader.read_into(state[name], name, (0,) * state[name].ndim)
+    return _put(model, state, device), run
+
+
+def _put(model: Transformer, state: dict[str, torch.Tensor], device: torch.device | str) -> Transformer:
+    """Give a network without memory its tensors."""
     model.load_state_dict(state, assign=True)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta:  # not part of a checkpoint
                 setattr(module, name, torch.zeros_like(buffer, device=device))
-    return model.eval(), run
+    return model.eval()
+
+
+def _rounded(
+    reader: Reader, name: str, form: WeightFormat, dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """A matrix, or a stack of them one after the other, rounded to a format as it is read."""
+    shape = reader.shape(name)
+    made = []
+    for n in range(shape[0] if len(shape) > 2 else 1):
+        matrix = reader.row(name, n) if len(shape) > 2 else reader.get(name)
+        matrix = matrix.to(device)
+        made.append(round_matrix(matrix, form, dtype))
+    packed = [each for each in made if each is not None]
+    if not packed:  # rows that the format cannot hold
+        return reader.get(name).to(device, dtype)
+    return nn.Parameter(
+        QuantizedMatrix.joined(packed, stack=True) if len(shape) > 2 else packed[0], requires_grad=False
+    )
 
 
 def load_share(
@@ -54,6 +97,11 @@ def load_share(
 ) -> Transformer:  # fmt: skip
     """What this rank holds of the network of a checkpoint that several ranks serve; nothing else is read. `layers` are those of
     each stage; parameters that `exact` names keep the dtype they are stored in."""
+    from shardwise.checkpoint.huggingface.packed.folder import packing_of
+
+    if packing_of(folder) is not None:
+        reason = "holds packed weights, which one device serves; several round whole weights themselves (serve.weights)"
+        raise UserError(Problem(reason, where=str(folder)))
     config = read_run(folder / RUN_FILE).model
     reader = open_weights(folder, config)
     with torch.device("meta"):
@@ -70,6 +118,11 @@ def load_share(
 
 def open_weights(folder: Path, config: ModelConfig, progress: Progress = unwatched) -> Reader:
     """The weights of a checkpoint, which fit a network."""
+    # It converts, too, and so imports this file.
+    from shardwise.checkpoint.huggingface.packed.folder import packing_of
+
+    if packing_of(folder) is not None:
+        raise UserError(Problem("holds packed weights, which are served and not trained", where=str(folder)))
     reader = open_checkpoint(folder, progress=progress)
     problems = compare_shapes(reader, state_shapes(config), reader.names)
     if problems:

@@ -36,6 +36,10 @@ VERBS: dict[str, tuple[str, str]] = {
     "generate": ("shardwise.cli.generate", "continue text with a checkpoint"),
     "config": ("shardwise.cli.config", "print the resolved run; every key, chip and preset there is"),
     "data": ("shardwise.cli.data", "turn text, JSONL or Parquet into token shards"),
+    "quantize": (
+        "shardwise.cli.quantize",
+        "weights of a checkpoint in 8 or 4 bits, with the perplexity before and after",
+    ),
     "convert": ("shardwise.cli.convert", "weights to and from Hugging Face folders"),
 }
 

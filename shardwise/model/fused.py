@@ -19,6 +19,8 @@ from shardwise.model.attention import GroupedAttention
 from shardwise.model.cache import LayerCache
 from shardwise.model.layers import FeedForward, Linear, Norm
 from shardwise.model.paged import PagedLayerCache
+from shardwise.model.quantized.linear import QuantizedGemm
+from shardwise.model.quantized.matrix import QuantizedMatrix
 from shardwise.model.rope import rope_cos_sin
 from shardwise.model.transformer import Block, Transformer
 from shardwise.run import ModelConfig
@@ -29,13 +31,24 @@ AddUp = Callable[[Tensor], Tensor]
 
 def joined(*layers: Linear) -> Tensor:
     """The matrices one after another in new memory, of which the layers' parameters become views."""
-    whole = torch.cat([layer.weight.data for layer in layers])
+    matrices = [layer.weight.detach() for layer in layers]
+    packed = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
+    whole = QuantizedMatrix.joined(packed) if packed else torch.cat(matrices)
     first = 0
     for layer in layers:
-        rows = layer.weight.shape[0]
-        layer.weight = nn.Parameter(whole[first : first + rows], requires_grad=False)
-        first += rows
+        span = slice(first, first + layer.weight.shape[0])
+        view = whole.map_rows(lambda part, s=span: part[s]) if isinstance(whole, QuantizedMatrix) else whole[span]
+        layer.weight = nn.Parameter(view, requires_grad=False)
+        first = span.stop
     return whole
+
+
+def joins(*layers: Linear | None) -> bool:
+    """Whether matrices are kept in the same way, so that they can be joined."""
+    matrices = [layer.weight for layer in layers if layer is not None]
+    if any(isinstance(matrix, QuantizedMatrix) for matrix in matrices):
+        return all(isinstance(matrix, QuantizedMatrix) and matrix.joins(matrices[0]) for matrix in matrices)
+    return len({matrix.dtype for matrix in matrices}) == 1
 
 
 def fits(block: Block, config: ModelConfig) -> bool:
@@ -50,6 +63,8 @@ def fits(block: Block, config: ModelConfig) -> bool:
         and config.activation in ACTIVATIONS
         and width & (width - 1) == 0
         and 32 <= width <= 256
+        and joins(attention.q, attention.k, attention.v)
+        and joins(block.ffn.gate, block.ffn.up)
     )
 
 
@@ -68,7 +83,8 @@ class FusedBlock:
         assert block.ffn_norm is not None
         self.qkv = joined(attention.q, attention.k, attention.v)
         self.gate_up = joined(ffn.gate, ffn.up)
-        self.out, self.down = attention.out.weight.data, ffn.down.weight.data
+        self.out, self.down = attention.out.weight.detach(), ffn.down.weight.detach()
+        self.gemm = attention.out.gemm if isinstance(attention.out.gemm, QuantizedGemm) else QuantizedGemm()
         self.attention_norm = (block.attention_norm.weight.data, config.norm_eps)
         self.ffn_norm = (block.ffn_norm.weight.data, config.norm_eps)
         self.heads, self.scale = attention.q.weight.shape[0] // config.head_dim, attention.scale
@@ -79,27 +95,43 @@ class FusedBlock:
         self.activation = ACTIVATIONS[config.activation]
 
     def __call__(self, x: Tensor, rope: Any, mask: Any, cache: LayerCache | None = None) -> tuple[Tensor, None]:
-        from shardwise.model.kernels.gated import gated_product
-        from shardwise.model.kernels.rms_norm import rms_norm
-        from shardwise.model.kernels.skinny_gemm import MOST_ROWS, skinny_gemm
-
         assert isinstance(cache, PagedLayerCache)
         x = x[0]
-        if len(x) <= MOST_ROWS:
-            qkv = skinny_gemm(x, self.qkv, self.attention_norm)
-            attended = cache.attend_fused(qkv, self.heads, self.rope, self.norms, self.scale)
-            x = self._sum(skinny_gemm(attended, self.out, residual=x if self.first else None))
-            inner = skinny_gemm(x, self.gate_up, self.ffn_norm, gated=self.activation)
-            return self._sum(skinny_gemm(inner, self.down, residual=x if self.first else None))[None], None
-        qkv = F.linear(rms_norm(x, *self.attention_norm), self.qkv)
+        qkv = self.multiply(x, self.qkv, self.attention_norm)
         attended = cache.attend_fused(qkv, self.heads, self.rope, self.norms, self.scale)
         batch = cache.cache.batch
         if self.last and batch is not None and batch.wanted is not None:
             x, attended = x[batch.wanted], attended[batch.wanted]
-        x = self._sum(x.addmm_(attended, self.out.t(), beta=self.beta))
-        gate, up = F.linear(rms_norm(x, *self.ffn_norm), self.gate_up).chunk(2, dim=-1)
-        inner = gated_product(gate, up, self.activation)
-        return self._sum(x.addmm_(inner, self.down.t(), beta=self.beta))[None], None
+        x = self._sum(self.multiply(attended, self.out, residual=x))
+        inner = self.multiply(x, self.gate_up, self.ffn_norm, gated=self.activation)
+        return self._sum(self.multiply(inner, self.down, residual=x))[None], None
+
+    def multiply(
+        self,
+        x: Tensor,
+        matrix: Tensor,
+        norm: tuple[Tensor, float] | None = None,
+        residual: Tensor | None = None,
+        gated: str = "",
+    ) -> Tensor:
+        """Rows times a matrix, with the norm before it and what comes after; the residual stream may be written over."""
+        from shardwise.model.kernels.gated import gated_product
+        from shardwise.model.kernels.rms_norm import rms_norm
+        from shardwise.model.kernels.skinny_gemm import MOST_ROWS, skinny_gemm
+
+        if isinstance(matrix, QuantizedMatrix):
+            return self.gemm.fused(x, matrix, norm, residual if self.first else None, gated)
+        if len(x) <= MOST_ROWS:
+            return skinny_gemm(x, matrix, norm, residual if self.first else None, gated)
+        if norm is not None:
+            x = rms_norm(x, *norm)
+        if residual is not None:
+            return residual.addmm_(x, matrix.t(), beta=self.beta)
+        made = F.linear(x, matrix)
+        if not gated:
+            return made
+        gate, up = made.chunk(2, dim=-1)
+        return gated_product(gate, up, gated)
 
     def _sum(self, x: Tensor) -> Tensor:
         return x if self.add_up is None else self.add_up(x)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from shardwise.model.invariant import exactly_read
+from shardwise.model.quantized.model import keep_weights
 from shardwise.model.transformer import Transformer
 from shardwise.plan.serving.pool import host_pages
 from shardwise.run import LayoutConfig, Run, UserError
@@ -329,7 +330,8 @@ def _rank(chunk: Chunk) -> tuple[bool, int]:
 def engine_of(model: Transformer, run: Run, ahead: bool | None = None, longest: int = 0) -> Engine:
     """An engine for a model in the memory of one device, with as many pages as the plan leaves room for."""
     run = replace(run, layout=LayoutConfig())
-    memory = memory_of(run, next(model.parameters()).device)
+    kept = keep_weights(model, run.serve.weights)
+    memory = memory_of(run, next(model.parameters()).device, weights=kept)
     runner = runner_of(model, run, memory.pages, longest)
     return Engine(runner, run.serve, memory.pages, ahead, run.train.seed, host_pages(run, memory))
 
@@ -341,7 +343,7 @@ def make_engine(folder: Path, run: Run, longest: int = 0) -> Engine:
     from shardwise.model.device import choose_device
 
     dtype, device = getattr(torch, run.train.dtype), choose_device(run.train.device)
-    model, _ = load_model(folder, dtype, device, exactly_read(run, device))
+    model, _ = load_model(folder, dtype, device, exactly_read(run, device), run.serve.weights)
     model.dtype = dtype
     for parameter in model.parameters():
         parameter.requires_grad_(False)

@@ -15,6 +15,7 @@ import torch
 
 from shardwise.checkpoint.weights import load_share
 from shardwise.model.invariant import exactly_read
+from shardwise.model.quantized.model import keep_weights
 from shardwise.parallel.inference import Peers
 from shardwise.plan.serving.pool import host_pages, served_layers
 from shardwise.run import Run
@@ -45,7 +46,7 @@ def engine_of_ranks(
     model = load_share(folder, dtype, device, served_layers(run), peers, exact)
     # Only over gloo do ranks share a GPU; those of a machine share its memory.
     devices = 1 if device.type == "cpu" else here if peers.recordable else torch.cuda.device_count()
-    memory = memory_of(run, device, -(-here // devices))
+    memory = memory_of(run, device, -(-here // devices), keep_weights(model, run.serve.weights))
     pages, swapped = lowest((memory.pages, host_pages(run, memory)))
     runner = runner_of(model, run, pages, longest, peers)
     with taking_part(runner, run, pages, swapped, meet, remake, warm) as engine:

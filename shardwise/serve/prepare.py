@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 def check_served(run: Run) -> None:
     """Raise what a run asks for that no engine does."""
     problems = []
-    if run.serve.weights not in ("auto", run.train.dtype):
-        problems.append(Problem(f"{run.serve.weights} is planned, but not served yet", "serve.weights"))
+    if run.serve.invariant and run.serve.weights not in ("auto", run.train.dtype):
+        reason = "goes with weights as they were trained: their bits would not be those of training; use auto"
+        problems.append(Problem(reason, "serve.weights"))
     if run.serve.invariant and kv_dtype(run) != run.train.dtype:
         reason = "goes with keys and values as they are computed: training never rounds them; use auto"
         problems.append(Problem(reason, "serve.kv_dtype"))
@@ -30,14 +31,14 @@ def check_served(run: Run) -> None:
         raise UserError(*problems)
 
 
-def memory_of(run: Run, device: torch.device, sharing: int = 1) -> ServingMemory:
-    """What the plan gives each owner of a device's memory, which so many ranks may share."""
+def memory_of(run: Run, device: torch.device, sharing: int = 1, weights: int = 0) -> ServingMemory:
+    """What the plan gives each owner of a device's memory, which so many ranks may share. `weights`: the bytes of packed ones."""
     chip, total = CHIPS["cpu"], device_bytes(CHIPS["cpu"])
     if device.type == "cuda":
         chip = chip_of_driver_name(torch.cuda.get_device_name(device)) or CHIPS[LENDER]
         total = torch.cuda.get_device_properties(device).total_memory
     total //= sharing
-    memory = serving_memory(run, chip, total)
+    memory = serving_memory(run, chip, total, weights)
     if memory.pages < 2:
         raise UserError(
             f"{memory.weights / 2**30:.1f} GiB of weights and {memory.activations / 2**30:.1f} GiB of activations leave no room "

@@ -24,10 +24,13 @@ from shardwise.checkpoint.folder import checkpoint_folder
 from shardwise.checkpoint.format import RUN_FILE, read_json
 from shardwise.checkpoint.huggingface.config import config_from_model, model_from_config
 from shardwise.checkpoint.huggingface.families import family_named
+from shardwise.checkpoint.huggingface.packed.decode import PackedReader
+from shardwise.checkpoint.huggingface.packed.folder import check_names, copy_packed
+from shardwise.checkpoint.huggingface.packed.scheme import Packing, read_packing
 from shardwise.checkpoint.huggingface.quantized import open_published
 from shardwise.checkpoint.huggingface.tensors import Link, left_out, links
 from shardwise.checkpoint.huggingface.tokenizer import made_tokenizer, token_ids, tokenizer_config
-from shardwise.checkpoint.reader import Reader, open_checkpoint
+from shardwise.checkpoint.reader import Reader, find_weights, open_checkpoint
 from shardwise.checkpoint.weights import compare_shapes, state_shapes
 from shardwise.checkpoint.writer import FILE_BYTES, Entry, write_weights
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
@@ -67,10 +70,13 @@ def from_hf(
         raise UserError(Problem("there is no such folder", where=str(source)))
     if not (source / "config.json").is_file():
         raise UserError(Problem("holds no config.json, so it is not a Hugging Face folder", where=str(source)))
-    _check_free(out)
+    check_free(out)
     where = str(source / "config.json")
     values = read_json(source / "config.json")
     config, notes = model_from_config(values, where)
+    packing = read_packing(values, where)
+    if packing is not None:
+        return _adopt(source, out, values, config, packing, notes)
     reader = open_published(source, values, where)
     shapes = state_shapes(config)
     found = list(links(config, shapes, interleaved=values.get("rope_interleave") is not False))
@@ -82,19 +88,45 @@ def from_hf(
     for link in found:
         dtype = _promoted(reader, link.theirs)
         entries += [Entry(name, dtype, shapes[name], partial(link.to_ours, name, reader)) for name in link.ours]
-    model = {"name": out.resolve().name or "run", "model": asdict(config)}
-    train = {"dtype": _dtype_name(entries), "seq_len": min(512, config.max_positions)}
-    run = run_from_dict({**model, "train": train}, where)
-    with _new_folder(out) as folder:
+    with new_folder(out) as folder:
         _copy_companions(source, folder)
-        ids = {key: values[key] for key in TOKEN_IDS if values.get(key) is not None}
-        if ids and not (folder / GENERATION).exists():
-            _write_json(folder / GENERATION, ids)
-        # Batch, layout and the like are left to whoever trains it, and are derived where they are not given.
-        sections = {"name": run.name, "model": to_dict(run)["model"], "train": train}
-        write_atomically(folder / RUN_FILE, sections_to_toml(sections).encode())
-        total = _write(folder, entries, progress, file_bytes)
+        _write_ids(folder, values)
+        write_run(folder, out, config, _dtype_name(entries), where)
+        total = write_entries(folder, entries, progress, file_bytes)
     return Conversion(family_named(values, where).architecture, _parameters(shapes), total, tuple(notes))
+
+
+def _adopt(
+    source: Path, out: Path, values: dict[str, Any], config: ModelConfig, packing: Packing, notes: list[str]
+) -> Conversion:
+    """A checkpoint of a folder whose weights are packed: they stay as they are, beside the run that they belong to."""
+    where, shapes = str(source / "config.json"), state_shapes(config)
+    reader = Reader(source, find_weights(source))
+    found = list(links(config, shapes, interleaved=values.get("rope_interleave") is not False))
+    notes = notes + packing.notes + check_names(reader, PackedReader(reader, packing), config, found)
+    dtype = str(values.get("torch_dtype") or values.get("dtype") or "bfloat16").removeprefix("torch.")
+    with new_folder(out) as folder:
+        _copy_companions(source, folder)
+        _write_ids(folder, values)
+        write_run(folder, out, config, dtype if dtype in ("float32", "float16") else "bfloat16", where)
+        total = copy_packed(source, folder)
+    return Conversion(family_named(values, where).architecture, _parameters(shapes), total, tuple(notes))
+
+
+def write_run(folder: Path, out: Path, config: ModelConfig, dtype: str, where: str) -> None:
+    """The run that weights belong to. Batch, layout and the like are left to whoever trains it, and derived where they are not
+    given."""
+    train = {"dtype": dtype, "seq_len": min(512, config.max_positions)}
+    run = run_from_dict({"name": out.resolve().name or "run", "model": asdict(config), "train": train}, where)
+    sections = {"name": run.name, "model": to_dict(run)["model"], "train": train}
+    write_atomically(folder / RUN_FILE, sections_to_toml(sections).encode())
+
+
+def _write_ids(folder: Path, values: dict[str, Any]) -> None:
+    """Which tokens begin and end a text, where only the config says it."""
+    ids = {key: values[key] for key in TOKEN_IDS if values.get(key) is not None}
+    if ids and not (folder / GENERATION).exists():
+        _write_json(folder / GENERATION, ids)
 
 
 def to_hf(
@@ -106,7 +138,7 @@ def to_hf(
 ) -> Conversion:
     """Make a Hugging Face folder of a checkpoint, or of a run's newest one; tensors keep their dtype unless one is given."""
     source, out = checkpoint_folder(checkpoint), Path(out_dir)
-    _check_free(out)
+    check_free(out)
     config = read_run(source / RUN_FILE).model
     architecture, values = config_from_model(config, str(source / RUN_FILE))
     reader, shapes = open_checkpoint(source), state_shapes(config)
@@ -122,20 +154,26 @@ def to_hf(
         target = wanted or _promoted(reader, link.ours)
         entries += [Entry(name, target, shape, partial(link.to_theirs, name, reader)) for name in link.theirs]
     values["torch_dtype"] = _dtype_name(entries)
-    with _new_folder(out) as folder:
-        _copy_companions(source, folder)
-        generation = read_json(source / GENERATION) if (source / GENERATION).is_file() else {}
-        tokenizer = _tokenizer(source)
-        ids = {key: generation.get(key) for key in TOKEN_IDS}
-        if tokenizer is not None:
-            ids = token_ids(tokenizer) | {key: value for key, value in ids.items() if value is not None}
-            _write_missing(folder / "tokenizer.json", made_tokenizer(tokenizer))
-            _write_missing(folder / "tokenizer_config.json", tokenizer_config(tokenizer, config.max_positions))
-        ids = dict.fromkeys(TOKEN_IDS) | ids  # all three, since architectures have defaults of their own
-        _write_json(folder / GENERATION, generation | ids)
-        _write_json(folder / "config.json", values | ids)
-        total = _write(folder, entries, progress, file_bytes)
+    with new_folder(out) as folder:
+        write_companions(source, folder, config, values)
+        total = write_entries(folder, entries, progress, file_bytes)
     return Conversion(architecture, _parameters(shapes), total, ())
+
+
+def write_companions(source: Path, folder: Path, config: ModelConfig, values: dict[str, Any]) -> None:
+    """All of a Hugging Face folder but its weights: what the checkpoint has of it, a tokenizer that transformers reads, which
+    tokens begin and end a text, and the config."""
+    _copy_companions(source, folder)
+    generation = read_json(source / GENERATION) if (source / GENERATION).is_file() else {}
+    tokenizer = _tokenizer(source)
+    ids = {key: generation.get(key) for key in TOKEN_IDS}
+    if tokenizer is not None:
+        ids = token_ids(tokenizer) | {key: value for key, value in ids.items() if value is not None}
+        _write_missing(folder / "tokenizer.json", made_tokenizer(tokenizer))
+        _write_missing(folder / "tokenizer_config.json", tokenizer_config(tokenizer, config.max_positions))
+    ids = dict.fromkeys(TOKEN_IDS) | ids  # all three, since architectures have defaults of their own
+    _write_json(folder / GENERATION, generation | ids)
+    _write_json(folder / "config.json", values | ids)
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:
@@ -202,7 +240,8 @@ def _parameters(shapes: Shapes) -> int:
     return sum(math.prod(shape) for name, shape in shapes.items() if not name.endswith("router.bias"))
 
 
-def _write(folder: Path, entries: list[Entry], progress: Progress | None, file_bytes: int) -> int:
+def write_entries(folder: Path, entries: list[Entry], progress: Progress | None, file_bytes: int) -> int:
+    """Write weights; their bytes."""
     total = sum(entry.bytes for entry in entries)
     done = 0
 
@@ -225,14 +264,14 @@ def _copy_companions(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def _check_free(out: Path) -> None:
+def check_free(out: Path) -> None:
     reason = "is a file" if out.exists() and not out.is_dir() else "is not empty"
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(Problem(f"{reason}; name a folder that does not exist yet", where=str(out)))
 
 
 @contextlib.contextmanager
-def _new_folder(out: Path) -> Iterator[Path]:
+def new_folder(out: Path) -> Iterator[Path]:
     """A folder to fill that becomes `out` when all went well, and vanishes when not."""
     out = out.resolve()
     folder = out.with_name(f".{out.name}.partial-{os.getpid()}")

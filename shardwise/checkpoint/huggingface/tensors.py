@@ -75,12 +75,13 @@ class Interleaved(Link):
     rotated: int
 
     def to_ours(self, name: str, source: Reader) -> Iterator[Tensor]:
-        yield self._reordered(source.get(self.theirs[0]), (self.rotated // 2, 2))
+        yield self.reordered(source.get(self.theirs[0]), (self.rotated // 2, 2))
 
     def to_theirs(self, name: str, source: Reader) -> Iterator[Tensor]:
-        yield self._reordered(source.get(self.ours[0]), (2, self.rotated // 2))
+        yield self.reordered(source.get(self.ours[0]), (2, self.rotated // 2))
 
-    def _reordered(self, rows: Tensor, pairs: tuple[int, int]) -> Tensor:
+    def reordered(self, rows: Tensor, pairs: tuple[int, int]) -> Tensor:
+        """Rows with those of each rotary pair brought together, or apart."""
         groups = rows.unflatten(0, (-1, self.unrotated + self.rotated))
         unrotated, rotated = groups.split((self.unrotated, self.rotated), dim=1)
         reordered = rotated.unflatten(1, pairs).transpose(1, 2).flatten(1, 2)

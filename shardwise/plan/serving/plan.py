@@ -18,10 +18,12 @@ from shardwise.plan.cost.job import cluster_of
 from shardwise.plan.serving.cost import Serving
 from shardwise.plan.serving.engines import FORMATS, OURS
 from shardwise.plan.serving.play import Place, Played, play, requests_of
-from shardwise.plan.serving.pool import BYTES, ServingMemory, host_pages, kv_dtype, serving_memory
+from shardwise.plan.serving.pool import ServingMemory, host_pages, kv_dtype, serving_memory
 from shardwise.plan.serving.step_time import StepTime
 from shardwise.run import AXES, Problem, Run, UserError
 from shardwise.run.check import serving_rules
+from shardwise.run.weights import BYTES, bytes_a_weight
+from shardwise.run.weights import FORMATS as REDUCED
 from shardwise.schedules.serving.figures import LoadFigures
 from shardwise.schedules.serving.served import ServedLoad
 
@@ -94,6 +96,8 @@ def plan_serving(run: Run, over_http: bool = True) -> ServingPlan:
         raise UserError(*(Problem(rule.reason(), rule.key) for rule in broken))
     ranks = layout.shard * layout.context * layout.tensor
     form = FORMATS[STORED[run.train.dtype if serve.weights == "auto" else serve.weights]]
+    if serve.weights in REDUCED:
+        form = replace(form, bytes=bytes_a_weight(model, serve.weights, run.train.dtype))
     serving = Serving(
         model, cluster, OURS, form, form, BYTES[kv_dtype(run)], layout.tensor, layout.pipeline,
         expert=layout.expert, expert_tensor=ranks // layout.expert,

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import prod
 
 from shardwise.hardware.chips import CHIPS, Chip
 from shardwise.hardware.engine_facts import engine_facts
@@ -14,8 +13,7 @@ from shardwise.plan.cost.flops import layers_of_stages
 from shardwise.run import LayoutConfig, ModelConfig, Run
 from shardwise.run.parameters import Parameter, first_parameters, last_parameters, layer_parameters
 from shardwise.run.served import ServingRank
-
-BYTES = {"float64": 8.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
+from shardwise.run.weights import BYTES, FORMATS, is_reduced, parameter_bytes
 
 
 @dataclass(frozen=True)
@@ -63,27 +61,27 @@ def served_layers(run: Run) -> list[range]:
 def weight_bytes(run: Run, stage: int = 0) -> int:
     """Bytes of the weights of a stage, on the rank that holds most of it."""
     model, layout = run.model, run.layout
-    kept = BYTES[run.train.dtype if run.serve.weights == "auto" else run.serve.weights]
-    other, stages = BYTES[run.train.dtype], layout.pipeline
+    stages = layout.pipeline
     # Shares are rounded up, so that the first rank has the largest.
     rank = ServingRank(layout, (stages - 1 - stage) * (layout.world // stages))
 
-    def held(entries: Iterable[Parameter], matrix: float) -> float:
-        return sum(prod(rank.box(entry)[1]) * (matrix if entry.multiplied else other) for entry in entries)
+    def held(entries: Iterable[Parameter]) -> int:
+        return sum(parameter_bytes(entry, run.serve.weights, run.train.dtype, rank.box(entry)[1]) for entry in entries)
 
-    total = sum(held(layer_parameters(model, model.is_moe(layer)), kept) for layer in served_layers(run)[stage])
+    total = sum(held(layer_parameters(model, model.is_moe(layer))) for layer in served_layers(run)[stage])
     if stage == 0:
-        total += held(first_parameters(model), other)
+        total += held(first_parameters(model))
     if stage == stages - 1:
-        total += held(last_parameters(model), other)
+        total += held(last_parameters(model))
         if model.tied_embeddings and stages > 1:
-            total += held(first_parameters(model)[:1], other)
-    return int(total)
+            total += held(first_parameters(model)[:1])
+    return total
 
 
-def activation_bytes(run: Run, stage: int = 0) -> int:
-    """What the largest step holds at a time beside weights and pages: the residual stream and the widest part of a layer, and,
-    where tokens are picked, the logits of every sequence with what picking makes of them; tensor ranks gather them."""
+def activation_bytes(run: Run, stage: int = 0, packed: bool = False) -> int:
+    """What the largest step holds at a time beside weights and pages: the residual stream and the widest part of a layer; where
+    tokens are picked, the logits of every sequence with what picking makes of them, which tensor ranks gather; and a packed matrix
+    that is unpacked to be multiplied."""
     model, serve, layout = run.model, run.serve, run.layout
     tokens, each, tensor = serve.max_step_tokens, BYTES[run.train.dtype], layout.tensor
     wide = max(2 * model.ffn, model.heads * model.head_dim + token_elements(model))
@@ -91,7 +89,12 @@ def activation_bytes(run: Run, stage: int = 0) -> int:
         wide = max(wide, model.experts_per_token * (model.hidden + 2 * model.expert_ffn))
     layer = tokens * (3 * model.hidden + 1.5 * wide / tensor) * each
     logits = min(serve.max_sequences, tokens) * model.vocab * (each + 4 + (2 * each / tensor if tensor > 1 else 0))
-    return int(layer + (logits if stage == layout.pipeline - 1 else 0))
+    unpacked = 0.0
+    if packed or serve.weights in FORMATS:
+        kinds = {model.is_moe(layer) for layer in range(model.layers)}
+        entries = [entry for moe in kinds for entry in layer_parameters(model, moe) if is_reduced(entry)]
+        unpacked = max(entry.numel for entry in entries) * each / tensor * (2 if model.gated else 1)
+    return int(layer + (logits if stage == layout.pipeline - 1 else 0) + unpacked)
 
 
 def device_bytes(chip: Chip) -> int:
@@ -102,18 +105,20 @@ def device_bytes(chip: Chip) -> int:
     return int(facts.profile.device_bytes) if facts.own and facts.profile.device_bytes else int(chip.memory)
 
 
-def serving_memory(run: Run, chip: Chip, total: int = 0) -> ServingMemory:
+def serving_memory(run: Run, chip: Chip, total: int = 0, weights: int = 0) -> ServingMemory:
     """What a device holds, of `total` bytes where a driver says so; the pages are what is left, but no more than all sequences
-    could ever fill. All stages have as many: those of the stage with the least room."""
-    of_stages = (stage_memory(run, stage, chip, total) for stage in range(run.layout.pipeline))
+    could ever fill. All stages have as many: those of the stage with the least room. `weights`: their bytes, where it is not the
+    run that says what they are kept in."""
+    of_stages = (stage_memory(run, stage, chip, total, weights) for stage in range(run.layout.pipeline))
     return min(of_stages, key=lambda memory: (memory.pages, -memory.total))
 
 
-def stage_memory(run: Run, stage: int, chip: Chip, total: int = 0) -> ServingMemory:
+def stage_memory(run: Run, stage: int, chip: Chip, total: int = 0, weights: int = 0) -> ServingMemory:
     """The same of a device of one stage."""
     serve, layers = run.serve, len(served_layers(run)[stage])
     page = int(serve.page_tokens * layers * token_elements(run.model, run.layout.tensor) * BYTES[kv_dtype(run)])
-    weights, activations = weight_bytes(run, stage), activation_bytes(run, stage)
+    activations = activation_bytes(run, stage, weights > 0)
+    weights = weights or weight_bytes(run, stage)
     libraries = 0 if chip.name == "cpu" else int(engine_facts(chip).profile.library_bytes)
     room = int((total or device_bytes(chip)) * (1 - run.cluster.headroom)) - weights - activations - libraries
     if serve.memory_gib:

@@ -1,0 +1,207 @@
+"""Folders of packed weights that are also checkpoints: a Hugging Face folder with a `run.toml` beside its `config.json`. Weights
+stay in its files as they are, under the names of its family, and are served from there.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.checkpoint.format import read_json, some
+from shardwise.checkpoint.huggingface.packed.decode import PARTS, PackedReader
+from shardwise.checkpoint.huggingface.packed.encode import parts_of, quantization_config
+from shardwise.checkpoint.huggingface.packed.scheme import Packing, read_packing
+from shardwise.checkpoint.huggingface.tensors import Fused, Interleaved, Link, Stacked, left_out, links
+from shardwise.checkpoint.reader import Reader, find_weights
+from shardwise.checkpoint.writer import Entry
+from shardwise.model.quantized.matrix import QuantizedMatrix
+from shardwise.model.transformer import Transformer
+from shardwise.run import ModelConfig, Problem, UserError
+from shardwise.run.weights import WeightFormat, form_of
+
+CONFIG = "config.json"
+
+
+def packing_of(folder: Path) -> Packing | None:
+    """How the weights of a checkpoint's folder are packed; None where they are not."""
+    if not (folder / CONFIG).is_file():
+        return None
+    return read_packing(read_json(folder / CONFIG), str(folder / CONFIG))
+
+
+def _turned(link: Interleaved, rows: int, theirs: bool) -> Tensor:
+    """The rows of the other side, by number, in the order of this one."""
+    numbers = torch.arange(rows)[:, None]
+    pairs = (2, link.rotated // 2) if theirs else (link.rotated // 2, 2)
+    return link.reordered(numbers, pairs)[:, 0]
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def packed_state(
+    folder: Path, packing: Packing, config: ModelConfig, dtype: torch.dtype | None, device: torch.device | str
+) -> Iterator[tuple[str, Tensor]]:
+    """The network's tensors one after the other: packed matrices, and the others as they are, in `dtype` where one is given."""
+    reader = Reader(folder, find_weights(folder))
+    packed = PackedReader(reader, packing)
+    with torch.device("meta"):
+        network = Transformer(config)
+    shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    parameters = {name for name, _ in network.named_parameters()}
+    interleaved = read_json(folder / CONFIG).get("rope_interleave") is not False
+    found = list(links(config, shapes, interleaved))
+    if config.position == "learned" and not any(name.startswith("transformer.") for name in reader.names):
+        found = [replace(link, theirs=tuple(t.removeprefix("transformer.") for t in link.theirs)) for link in found]
+    check_names(reader, packed, config, found)
+    for link in found:
+        if packed.holds(_module(link.theirs[0])):
+            for name, matrix in _our_matrices(link, packed, dtype or torch.bfloat16):
+                form = form_of(name, matrix.form)
+                if tuple(matrix.shape) != shapes[name]:
+                    reason = f"{link.theirs[0]} is {list(matrix.shape)} and should be {list(shapes[name])}"
+                    raise UserError(Problem(reason, where=str(folder)))
+                matrix = QuantizedMatrix(matrix.packed, matrix.scale, matrix.zero, form, matrix.dtype, matrix.order)
+                yield name, nn.Parameter(matrix.moved(device), requires_grad=False)
+            continue
+        for name in link.ours:
+            tensor = torch.cat(
+                [part[None] if isinstance(link, Stacked) else part for part in link.to_ours(name, reader)]
+            )
+            if tuple(tensor.shape) != shapes[name]:
+                reason = f"{link.theirs[0]} is {list(tensor.shape)} and should be {list(shapes[name])}"
+                raise UserError(Problem(reason, where=str(folder)))
+            kept = tensor.dtype if dtype is None or name not in parameters else dtype
+            yield name, tensor.to(device, kept)
+
+
+def _our_matrices(link: Link, packed: PackedReader, dtype: torch.dtype) -> Iterator[tuple[str, QuantizedMatrix]]:
+    if isinstance(link, Stacked):
+        made = [packed.get(_module(theirs), dtype) for theirs in link.theirs]
+        if not all(each.joins(made[0]) for each in made):
+            reason = f"the experts of {link.ours[0]} are packed in different ways"
+            raise UserError(Problem(reason, where=str(packed.reader.folder)))
+        yield link.ours[0], QuantizedMatrix.joined(made, stack=True)
+        return
+    matrix = packed.get(_module(link.theirs[0]), dtype)
+    if isinstance(link, Fused):  # as wide as all of them, and not transposed as whole weights are
+        rows = matrix.shape[0] // len(link.ours)
+        for n, name in enumerate(link.ours):
+            yield name, matrix.map_rows(lambda part, n=n: part[n * rows : (n + 1) * rows])
+    elif isinstance(link, Interleaved):
+        turned = _turned(link, matrix.shape[0], theirs=False)
+        yield link.ours[0], matrix.map_rows(lambda part: part[turned])
+    else:
+        yield link.ours[0], matrix
+
+
+def check_names(reader: Reader, packed: PackedReader, config: ModelConfig, found: list[Link]) -> list[str]:
+    """Notes on tensors that are left out; raises when some are missing, or there are others."""
+    expected: set[str] = set()
+    missing = []
+    for link in found:
+        for theirs in link.theirs:
+            if packed.holds(_module(theirs)):
+                expected |= {f"{_module(theirs)}.{part}" for part in (*PARTS, "weight")}
+            elif theirs in reader:
+                expected.add(theirs)
+            else:
+                missing.append(theirs)
+    reasons: Counter[str] = Counter()
+    unexpected = []
+    for name in reader.names:
+        if name in expected:
+            continue
+        reason = left_out(config, name)
+        if name == "lm_head.weight" and config.tied_embeddings:
+            reason = "copy of the embedding (lm_head.weight), to which the output is tied"
+        elif name.endswith(".bias") and not reader.get(name).any():
+            reason = "biases that are zero"
+        if reason:
+            reasons[reason] += 1
+        else:
+            unexpected.append(name)
+    where, problems = str(reader.folder), []
+    if missing:
+        problems.append(Problem(f"tensors are missing: {some(missing)}", where=where))
+    if unexpected:
+        problems.append(Problem(f"holds tensors that this network does not have: {some(unexpected)}", where=where))
+    if problems:
+        raise UserError(*problems)
+    return [f"{reason} ({count})" for reason, count in reasons.items()]
+
+
+def copy_packed(source: Path, folder: Path) -> int:
+    """Copy a folder's weights and config as they are; bytes of the weights."""
+    reader = Reader(source, find_weights(source))
+    files = sorted({shard.file for shards in reader.shards.values() for shard in shards})
+    index = source / "model.safetensors.index.json"
+    for file in [*files, source / CONFIG, *([index] if index.is_file() else [])]:
+        shutil.copyfile(file, folder / file.name)
+    return sum(file.stat().st_size for file in files)
+
+
+class _State:
+    """Tensors by name, read as a `Reader` is."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def get(self, name: str) -> Tensor:
+        """A whole tensor."""
+        return self.tensors[name].detach().cpu()
+
+    def row(self, name: str, index: int) -> Tensor:
+        """One slice of it."""
+        return self.tensors[name][index].detach().cpu()
+
+
+def packed_entries(
+    model: Transformer, dtypes: dict[str, torch.dtype], form: WeightFormat
+) -> tuple[list[Entry], dict[str, Any]]:
+    """What is written of a packed model, the tensors that stay whole in their `dtypes`; and its `quantization_config`."""
+    state = model.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    source: Any = _State(state)
+    entries: list[Entry] = []
+    whole, group = ["lm_head"], 0
+    for link in links(model.config, shapes):
+        first = state[link.ours[0]]
+        if isinstance(first, QuantizedMatrix):
+            group = first.group
+            for theirs, matrix in _their_matrices(link, state):
+                for part, tensor in parts_of(matrix).items():
+                    name = f"{_module(theirs)}.{part}"
+                    entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), partial(_once, tensor)))
+            continue
+        if link.theirs[0].endswith(".weight") and first.ndim > 1 and link.ours[0].startswith("layers."):
+            whole += [_module(theirs) for theirs in link.theirs]
+        shape = link.their_shape(shapes[link.ours[0]])
+        dtype = dtypes[link.ours[0]]
+        entries += [Entry(name, dtype, shape, partial(link.to_theirs, name, source)) for name in link.theirs]
+    return entries, quantization_config(form, group, whole)
+
+
+def _once(tensor: Tensor) -> Iterator[Tensor]:
+    yield tensor
+
+
+def _their_matrices(link: Link, state: dict[str, Tensor]) -> Iterator[tuple[str, QuantizedMatrix]]:
+    own = [tensor for name in link.ours if isinstance(tensor := state[name], QuantizedMatrix)]
+    if isinstance(link, Stacked):
+        for n, theirs in enumerate(link.theirs):
+            yield theirs, own[0].map_rows(lambda part, n=n: part[n])
+    elif isinstance(link, Interleaved):
+        turned = _turned(link, own[0].shape[0], theirs=True)
+        yield link.theirs[0], own[0].map_rows(lambda part: part[turned.to(part.device)])
+    else:
+        yield link.theirs[0], QuantizedMatrix.joined(own)

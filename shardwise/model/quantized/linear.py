@@ -1,0 +1,147 @@
+"""GEMMs with packed matrices, and which kernel takes which.
+
+A few rows of input take as long as reading the matrix, so its few bytes are read and multiplied in 16 bits. Of many rows the GEMM
+itself counts: where inputs may have 8 bits too it is done in 8 bits, otherwise the matrix is unpacked and multiplied as any other.
+Elsewhere than on a GPU the matrix is always unpacked first, which is what the kernels are compared with.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.model.layers import Gemm
+from shardwise.model.quantize import E4M3, cast_rows_reference
+from shardwise.model.quantized.matrix import QuantizedMatrix
+from shardwise.torch_private import int_mm, scaled_mm
+
+if TYPE_CHECKING:
+    from shardwise.model.kernels.weight_only_tiles import TileScratch
+
+MOST_TILED = {"int4": 64, "int8": 256, "fp8": 64}
+"""Rows up to which packed weights are multiplied as they are read; with more, both sides in 8 bits, or an unpacked matrix, are
+faster. From `benchmarks/gpu/weight_only.py` on an H200."""
+
+
+def cast_rows_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows as integers of 8 bits, and their scales [rows, 1]."""
+    scale = (x.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
+    return (x / scale).round().to(torch.int8), scale
+
+
+def rounded_rows(x: Tensor, activations: str) -> Tensor:
+    """Rows rounded to 8 bits and back."""
+    if activations == "fp8":
+        values, scale = cast_rows_reference(x, E4M3)
+        return values.to(x.dtype) * scale.to(x.dtype)
+    if activations == "int8":
+        values, scale = cast_rows_int8(x)
+        return values.to(x.dtype) * scale
+    return x
+
+
+def quantized_linear_reference(x: Tensor, matrix: QuantizedMatrix) -> Tensor:
+    """Rows times the matrix that the packed one stands for; rows are rounded too where its format says so."""
+    return F.linear(rounded_rows(x, matrix.form.activations), matrix.dequantized(x.dtype))
+
+
+class QuantizedGemm(Gemm):
+    """In the place of a `Linear`'s GEMM: multiplies packed matrices, and others as before."""
+
+    def __init__(self) -> None:
+        self._scratch: TileScratch | None = None
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not isinstance(weight, QuantizedMatrix):
+            return super().__call__(x, weight, bias)
+        out = self.fused(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+        return out if bias is None else out + bias.to(x.dtype)
+
+    def fused(
+        self,
+        x: Tensor,
+        matrix: QuantizedMatrix,
+        norm: tuple[Tensor, float] | None = None,
+        residual: Tensor | None = None,
+        gated: str = "",
+    ) -> Tensor:
+        """Rows [rows, in] times a matrix, with what stands before and after it, as `skinny_gemm` has them."""
+        kind, rows = matrix.form.kind, len(x)
+        parts = matrix.packed, matrix.scale, matrix.zero, kind
+        if not (x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)):
+            made = quantized_linear_reference(_normed(x, norm), matrix)
+            return _finished(made, residual, gated)
+        from shardwise.model.kernels.weight_only_gemm import MOST_ROWS, weight_only_gemm
+        from shardwise.model.kernels.weight_only_tiles import LEAST_GROUP, tiled_gemm
+
+        whole = matrix.form.activations != "int8"
+        if rows <= MOST_ROWS and matrix.order is None and whole:
+            return weight_only_gemm(x, *parts, norm, residual, gated)
+        if matrix.form.activations == "fp8":
+            return self._both_fp8(x, matrix, norm, residual, gated)
+        x = _normed(x, norm)
+        if matrix.order is not None:
+            x = x[:, matrix.order]
+        if matrix.form.activations == "int8":
+            if rows > 16:
+                values, scale = cast_rows_int8(x)
+                made = int_mm(values, matrix.packed.t()) * scale.float() * matrix.scale.t()
+                return _finished(made.to(x.dtype), residual, gated)
+            x = rounded_rows(x, "int8")
+        if rows <= MOST_TILED[kind] and (kind != "int4" or matrix.group >= LEAST_GROUP):
+            return tiled_gemm(x, *parts, self._room(x), residual, gated)
+        if kind == "int4":
+            made = F.linear(x, matrix.in_packed_order(x.dtype))
+        else:  # what 8 bits hold is exact in 16, and scales belong to rows of the result
+            made = (F.linear(x, matrix.packed.to(x.dtype)) * matrix.scale.t()).to(x.dtype)
+        return _finished(made, residual, gated)
+
+    def _both_fp8(
+        self,
+        x: Tensor,
+        matrix: QuantizedMatrix,
+        norm: tuple[Tensor, float] | None,
+        residual: Tensor | None,
+        gated: str,
+    ) -> Tensor:
+        """Rows rounded to fp8 on the way, and fp8 on both sides."""
+        from shardwise.model.kernels.fp8_rows import fp8_rows
+        from shardwise.model.kernels.weight_only_tiles import tiled_gemm
+
+        values, scale = fp8_rows(x, norm)
+        if len(x) <= MOST_TILED["fp8"] or any(size % 16 for size in matrix.shape):
+            parts = matrix.packed, matrix.scale, None, "fp8"
+            return tiled_gemm(values, *parts, self._room(x), residual, gated, x_scale=scale, dtype=x.dtype)
+        sides = values, matrix.packed.t(), scale, matrix.scale.t()
+        return _finished(scaled_mm(*sides, out_dtype=x.dtype, use_fast_accum=True), residual, gated)
+
+    def _room(self, x: Tensor) -> TileScratch:
+        from shardwise.model.kernels.weight_only_tiles import TileScratch
+
+        if self._scratch is None:
+            self._scratch = TileScratch(x.device)
+        return self._scratch
+
+
+def _normed(x: Tensor, norm: tuple[Tensor, float] | None) -> Tensor:
+    if norm is None:
+        return x
+    if not x.is_cuda:
+        return F.rms_norm(x, x.shape[-1:], norm[0].to(x.dtype), norm[1])
+    from shardwise.model.kernels.rms_norm import rms_norm
+
+    return rms_norm(x, *norm)
+
+
+def _finished(made: Tensor, residual: Tensor | None, gated: str) -> Tensor:
+    if gated:
+        gate, up = made.chunk(2, dim=-1)
+        if made.is_cuda:
+            from shardwise.model.kernels.gated import gated_product
+
+            return gated_product(gate, up, gated)
+        made = (F.silu(gate) if gated == "silu" else F.gelu(gate, approximate="tanh")) * up
+    return made if residual is None else residual + made

@@ -1,0 +1,78 @@
+"""A network whose matrices are packed: those of its layers, experts included. Embedding, head, norms and routers are
+not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.model.layers import Linear
+from shardwise.model.moe import Experts, ReadCounts, grouped_linear, read_counts
+from shardwise.model.quantized.linear import QuantizedGemm, rounded_rows
+from shardwise.model.quantized.matrix import QuantizedMatrix
+from shardwise.model.quantized.rounding import round_matrix
+from shardwise.model.transformer import Transformer
+from shardwise.run.weights import FORMATS, WeightFormat, form_of
+
+
+def layer_matrices(model: Transformer) -> Iterator[tuple[str, Tensor]]:
+    """The matrices that may be packed, by their names."""
+    for prefix, module in model.layers.named_modules(prefix="layers"):
+        if isinstance(module, Linear):
+            yield f"{prefix}.weight", module.weight
+        elif isinstance(module, Experts):
+            for name in ("gate", "up", "down"):
+                yield f"{prefix}.{name}", getattr(module, name)
+
+
+def put_matrix(model: nn.Module, name: str, matrix: Tensor) -> None:
+    """Put a matrix in the place of another; it is not trained."""
+    module, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(module), leaf, nn.Parameter(matrix, requires_grad=False))
+
+
+@torch.no_grad()
+def quantize_model(model: Transformer, weights: str | WeightFormat, dtype: torch.dtype | None = None) -> None:
+    """Keep the matrices of a model's layers as `serve.weights` says, rounding those that are not packed yet, one at a time."""
+    form = FORMATS.get(weights) if isinstance(weights, str) else weights
+    for name, matrix in list(layer_matrices(model)):
+        if isinstance(matrix, QuantizedMatrix):
+            continue
+        if form is None:
+            put_matrix(model, name, matrix.detach().to(getattr(torch, str(weights))))
+        elif (made := round_matrix(matrix.detach(), form_of(name, form), dtype or matrix.dtype)) is not None:
+            put_matrix(model, name, made)
+    use_quantized_gemms(model)
+
+
+def use_quantized_gemms(model: nn.Module) -> bool:
+    """Have packed matrices of a model, or of a part of it, multiplied as they are; whether there are any."""
+    gemm, found = QuantizedGemm(), False
+    for module in model.modules():
+        if isinstance(module, Linear) and isinstance(module.weight, QuantizedMatrix):
+            module.gemm, found = gemm, True
+        elif isinstance(module, Experts) and isinstance(module.gate, QuantizedMatrix):
+            module.multiply, found = quantized_grouped_linear, True
+    return found
+
+
+def quantized_grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, read: ReadCounts = read_counts) -> Tensor:
+    """`grouped_linear` with a packed stack of experts' matrices, which is unpacked for it."""
+    if isinstance(weight, QuantizedMatrix):
+        x, weight = rounded_rows(x, weight.form.activations), weight.dequantized(x.dtype)
+    return grouped_linear(x, weight, counts, read)
+
+
+def keep_weights(model: Transformer, weights: str) -> int:
+    """Keep a model's matrices as `serve.weights` says. The bytes that all parameters take where some are packed,
+    otherwise 0."""
+    if weights != "auto":
+        quantize_model(model, weights)
+    return held_bytes(model) if use_quantized_gemms(model) else 0
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Bytes that a model's parameters take."""
+    return sum(p.held_bytes if isinstance(p, QuantizedMatrix) else p.numel() * p.itemsize for p in model.parameters())

@@ -1,0 +1,91 @@
+"""GPTQ (Frantar et al. 2022): columns are rounded one after the other, and what rounding one has changed in the layer's output is
+made up for by the columns that are still to be rounded.
+
+With H the inputs' sum of outer products, rounding column q by an error e changes the output least when the other columns change by
+-e H⁻¹[q, :] / H⁻¹[q, q] (eq. 2). The rows of the Cholesky factor of H⁻¹ hold what all steps need (section 3.3, step 3).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardwise.model.quantized.matrix import QuantizedMatrix
+from shardwise.model.quantized.rounding import assembled, integers_of, scales_of, stored_scale_dtype
+from shardwise.run.weights import WeightFormat
+
+BLOCK = 128
+"""Columns whose changes are carried to all later ones together."""
+
+
+def cholesky_of_inverse(products: Tensor, damping: float) -> Tensor:
+    """The upper factor of the inverse of H, whose diagonal is first raised by a share of its mean, and by more where that is not
+    enough to invert it."""
+    products = products.clone()
+    diagonal = products.diagonal()
+    diagonal[diagonal == 0] = 1.0  # an input that was never there
+    share = damping * diagonal.mean()
+    while True:
+        raised = products + share * torch.eye(len(products), dtype=products.dtype, device=products.device)
+        factor, failed = torch.linalg.cholesky_ex(raised)
+        if not failed:
+            inverse, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(factor), upper=True)
+            if not failed:
+                return inverse
+        share = share * 10
+
+
+def gptq(
+    weight: Tensor,
+    products: Tensor,
+    form: WeightFormat,
+    dtype: torch.dtype,
+    damping: float = 0.01,
+    act_order: bool = False,
+) -> QuantizedMatrix | None:
+    """A matrix [out, in] rounded for inputs with this sum of outer products. `act_order` rounds the columns with the largest inputs
+    first, in groups that were laid before."""
+    columns = weight.shape[1]
+    group = form.group_of(columns)
+    if not group:
+        return None
+    left = weight.to(products.dtype).clone()
+    scale_dtype = stored_scale_dtype(form, dtype)
+    scales, zeros = scales_of(left.unflatten(1, (-1, group)), form, scale_dtype)
+    order = torch.arange(columns, device=left.device)
+    if act_order:
+        order = products.diagonal().argsort(descending=True, stable=True)
+    left = left[:, order]
+    inverse = cholesky_of_inverse(products[order][:, order], damping)
+    integers = torch.empty(left.shape, dtype=_stored(form), device=left.device)
+    for start in range(0, columns, BLOCK):
+        stop = min(start + BLOCK, columns)
+        errors = torch.empty(len(left), stop - start, dtype=left.dtype, device=left.device)
+        for column in range(start, stop):
+            number = int(order[column]) // group if act_order else column // group
+            if not act_order and column % group == 0:
+                # What was rounded before has changed the group; later changes of this block are in it too.
+                ahead = left[:, column : column + group]
+                if column + group > stop:  # and those that are not carried beyond the block yet
+                    pending = errors[:, : column - start] @ inverse[start:column, stop : column + group]
+                    ahead = torch.cat((left[:, column:stop], left[:, stop : column + group] - pending), dim=1)
+                fresh, zero = scales_of(ahead, form, scale_dtype)
+                scales[:, number] = fresh
+                if zeros is not None and zero is not None:
+                    zeros[:, number] = zero
+            scale, point = scales[:, number], None if zeros is None else zeros[:, number]
+            values = left[:, column]
+            rounded = integers_of(values, scale, point, form)
+            integers[:, column] = rounded
+            offset = 0 if form.kind != "int4" else 8 if point is None else point.to(values.dtype)
+            error = (values - (rounded.to(values.dtype) - offset) * scale.to(values.dtype)) / inverse[column, column]
+            errors[:, column - start] = error
+            left[:, column:stop] -= error[:, None] * inverse[column, column:stop]
+        left[:, stop:] -= errors @ inverse[start:stop, stop:]
+    if act_order:
+        integers = integers[:, order.argsort()]
+    return assembled(integers, scales, zeros, form, dtype)
+
+
+def _stored(form: WeightFormat) -> torch.dtype:
+    return {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}[form.kind]

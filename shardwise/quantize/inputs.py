@@ -1,0 +1,117 @@
+"""What the matrices of a block are given as calibration data passes it: for each site the sum of outer products of its inputs (of
+which GPTQ makes the Hessian), and the mean and the largest size of each input channel."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.model.moe import Experts, MoE, ReadCounts, grouped_linear, read_counts
+from shardwise.model.transformer import Block
+from shardwise.quantize.sites import Site
+
+
+@dataclass
+class Inputs:
+    """Of rows [..., rows, in]: the leading dimension, where there is one, is the expert."""
+
+    products: Tensor
+    """[..., in, in]"""
+    sizes: Tensor
+    """[..., in], added up"""
+    largest: Tensor
+    """[..., in]"""
+    rows: Tensor
+    """[...]"""
+
+    @staticmethod
+    def none(width: int, device: torch.device, experts: int = 0) -> Inputs:
+        """Nothing yet."""
+        lead = (experts,) if experts else ()
+        zeros = torch.zeros(*lead, width, device=device)
+        return Inputs(
+            torch.zeros(*lead, width, width, device=device), zeros, zeros.clone(), torch.zeros(lead, device=device)
+        )
+
+    def add(self, rows: Tensor, expert: int | None = None) -> None:
+        """Some more rows."""
+        if not len(rows):
+            return
+        rows = rows.detach().float()
+        where: Any = ... if expert is None else expert
+        self.products[where] += rows.T @ rows
+        self.sizes[where] += rows.abs().sum(0)
+        self.largest[where] = torch.maximum(self.largest[where], rows.abs().amax(0))
+        self.rows[where] += len(rows)
+
+    @property
+    def mean_size(self) -> Tensor:
+        """Of each channel; of an expert without rows, 1."""
+        count = self.rows.unsqueeze(-1)
+        return torch.where(count > 0, self.sizes / count.clamp(min=1), torch.ones_like(self.sizes))
+
+
+def inputs_of(found: dict[str, Inputs], site: Site, name: str) -> Inputs:
+    """The inputs of one matrix of a site: an expert's are its own."""
+    if ".experts." in name:
+        return found["ffn.experts.down" if name.endswith("down") else "ffn.experts.gate"]
+    return found[site.source]
+
+
+@contextlib.contextmanager
+def recorded(block: Block, sites: list[Site], device: torch.device) -> Iterator[dict[str, Inputs]]:
+    """The inputs of each site by its source, and those of experts, of all that passes the block meanwhile."""
+    found: dict[str, Inputs] = {}
+    handles = []
+
+    def taking(name: str, width: int) -> Callable[[Tensor], None]:
+        found[name] = Inputs.none(width, device)
+        return lambda x: found[name].add(x.flatten(0, -2))
+
+    for site in sites:
+        width = block.get_parameter(site.matrices[-1]).shape[-1]
+        if site.follows_norm:
+            norm = block.get_submodule(site.before)
+            handles.append(norm.register_forward_hook(_of_output(taking(site.source, width))))
+        elif ".experts." not in site.matrices[0]:
+            module = block.get_submodule(site.matrices[0].removesuffix(".weight"))
+            handles.append(module.register_forward_pre_hook(_of_input(taking(site.source, width))))
+    experts = block.ffn.experts if isinstance(block.ffn, MoE) else None
+    if experts is not None:
+        _record_experts(experts, found, device)
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+        if experts is not None:
+            del experts.multiply
+
+
+def _of_output(take: Callable[[Tensor], None]) -> Callable[[nn.Module, Any, Tensor], None]:
+    return lambda module, inputs, output: take(output)
+
+
+def _of_input(take: Callable[[Tensor], None]) -> Callable[[nn.Module, Any], None]:
+    return lambda module, inputs: take(inputs[0])
+
+
+def _record_experts(experts: Experts, found: dict[str, Inputs], device: torch.device) -> None:
+    count, _, hidden = experts.gate.shape
+    found["ffn.experts.gate"] = Inputs.none(hidden, device, count)
+    found["ffn.experts.down"] = Inputs.none(experts.down.shape[-1], device, count)
+    multiply = experts.multiply or grouped_linear
+
+    def recording(x: Tensor, weight: Tensor, counts: Tensor, read: ReadCounts = read_counts) -> Tensor:
+        if weight is not experts.up:  # which reads what the gate does
+            into = found["ffn.experts.down" if weight is experts.down else "ffn.experts.gate"]
+            for expert, rows in enumerate(x[: int(counts.sum())].split(counts.tolist())):
+                into.add(rows, expert)
+        return multiply(x, weight, counts, read)
+
+    experts.multiply = recording

@@ -1,0 +1,106 @@
+"""`shardwise quantize` as a user meets it: a folder that is a checkpoint and a Hugging Face folder, figures, and sentences for
+mistakes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shardwise.checkpoint.weights import load_model
+from shardwise.cli.main import main
+from shardwise.model import Transformer, initialize
+from shardwise.model.quantized.model import quantize_model, use_quantized_gemms
+from shardwise.run import ModelConfig
+from shardwise.run.derive import derive_model
+from shardwise.run.write import sections_to_toml
+
+TEXT = "".join(f"line {n} of a text that is long enough to be cut into sequences\n" for n in range(40))
+
+
+def checkpoint_of(folder: Path, **model: object) -> Path:
+    config = derive_model(ModelConfig(layers=2, hidden=32, heads=4, vocab=257, **model), 64)  # type: ignore[arg-type]
+    network = Transformer(config)
+    initialize(network, config, 0)
+    folder.mkdir()
+    save_file(network.state_dict(), folder / "model.safetensors")
+    sections = {"name": "tiny", "model": asdict(config), "train": {"seq_len": 32, "dtype": "float32"}}
+    (folder / "run.toml").write_text(sections_to_toml(sections))
+    (folder / "shardwise_tokenizer.json").write_text('{"kind": "byte"}')
+    (folder.parent / "text.txt").write_text(TEXT)
+    return folder
+
+
+def run(*arguments: object) -> int:
+    return main(["quantize", *map(str, arguments)])
+
+
+@pytest.mark.parametrize(
+    ("weights", "method"), [("int4", "gptq"), ("int4", "awq"), ("int8", "smoothquant"), ("fp8", "round")]
+)
+def test_a_checkpoint_is_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str], weights: str, method: str) -> None:
+    source = checkpoint_of(tmp_path / "tiny")
+    options = ("--weights", weights, "--method", method, "--set", tmp_path / "text.txt", "--sequences", 8)
+    assert run(source, tmp_path / "out", *options, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["perplexity_after"] == pytest.approx(found["perplexity_before"], rel=0.05)
+    assert found["bytes_after"] < found["bytes_before"]
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert sum(tensor.nbytes for tensor in stored.values()) == found["bytes_after"]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    name = "model.layers.0.mlp.down_proj." + ("weight_packed" if weights == "int4" else "weight")
+    assert stored[name].dtype == {"int4": torch.int32, "int8": torch.int8, "fp8": torch.float8_e4m3fn}[weights]
+    assert main(["generate", str(tmp_path / "out"), "--prompt", "line", "--max-tokens", "3", "--device", "cpu"]) == 0
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        dict(kv_heads=2),
+        dict(norm="layernorm", activation="gelu", bias="all", position="learned", tied_embeddings=True),
+        dict(experts=4, experts_per_token=2, qk_norm=True),
+        dict(attention="latent", kv_rank=16, nope_dim=16, rope_dim=8, v_dim=8, experts=4, experts_per_token=2, router="sigmoid",
+             shared_experts=1, dense_layers=1),
+        dict(parallel_block=True, activation="geglu"),
+    ],
+    ids=["llama", "gpt2", "qwen3-moe", "deepseek", "parallel"],
+)  # fmt: skip
+@pytest.mark.parametrize("weights", ["int4", "fp8"])
+def test_what_is_written_is_what_is_read(tmp_path: Path, model: dict[str, object], weights: str) -> None:
+    source = checkpoint_of(tmp_path / "tiny", **model)
+    options = ("--method", "round", "--set", tmp_path / "text.txt", "--eval-sequences", 1)
+    assert run(source, tmp_path / "out", "--weights", weights, *options) == 0
+    wanted, _ = load_model(source)
+    quantize_model(wanted, weights)
+    found, _ = load_model(tmp_path / "out", torch.float32)
+    use_quantized_gemms(found)
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(found(tokens).result, wanted(tokens).result, rtol=1e-5, atol=1e-5)
+
+
+def test_mistakes_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = checkpoint_of(tmp_path / "tiny")
+    out, text = tmp_path / "out", tmp_path / "text.txt"
+
+    def sentence(*arguments: object) -> str:
+        assert run(*arguments) == 2
+        return capsys.readouterr().err
+
+    assert "8 bits" in sentence(source, out, "--weights", "int4", "--method", "smoothquant")
+    assert "multiple of 8" in sentence(source, out, "--weights", "int4", "--group", 12)
+    assert "no such file" in sentence(source, out, "--weights", "int4", "--set", tmp_path / "nothing")
+    assert "neither" in sentence(source, out, "--weights", "int4", "--set", source)
+    (tmp_path / "short.txt").write_text("short")
+    assert "tokens" in sentence(source, out, "--weights", "int4", "--set", tmp_path / "short.txt")
+    assert "not empty" in sentence(source, source, "--weights", "int4", "--set", text)
+    assert "no such folder" in sentence(tmp_path / "gone", out, "--weights", "int4")
+    assert not out.exists()
+    assert run(source, out, "--weights", "int8", "--set", text, "--eval-sequences", 1) == 0
+    assert "packed" in sentence(out, tmp_path / "again", "--weights", "int4", "--set", text)
