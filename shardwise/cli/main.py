@@ -35,7 +35,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "load": ("shardwise.cli.load", "measure how fast a server of that API answers"),
     "generate": ("shardwise.cli.generate", "continue text with a checkpoint"),
     "config": ("shardwise.cli.config", "print the resolved run; every key, chip and preset there is"),
-    "data": ("shardwise.cli.data", "turn text, JSONL or Parquet into token shards"),
+    "data": ("shardwise.cli.data", "turn text or conversations into token shards"),
     "convert": ("shardwise.cli.convert", "weights to and from Hugging Face folders"),
 }
 
@@ -109,7 +109,7 @@ def run_command(arguments: Sequence[str]) -> int:
 def missing_part(error: ModuleNotFoundError) -> str | None:
     """How to install the extra that a module belongs to, or None."""
     extras = {"torch": "train", "safetensors": "train", "tokenizers": "train", "pyarrow": "parquet", "msgspec": "trace"}
-    extras |= dict.fromkeys(("starlette", "uvicorn", "httptools", "jinja2", "llguidance"), "serve")
+    extras |= dict.fromkeys(("starlette", "uvicorn", "httptools", "llguidance"), "serve") | {"jinja2": "chat"}
     name = (error.name or "").partition(".")[0]
     if name not in extras:
         return None

@@ -15,7 +15,7 @@ from tokenizers_of_each_kind import tokenizer_of
 
 from shardwise.serve.request import Request
 from shardwise.serve.server.limits import Limits
-from shardwise.serve.server.template import ChatTemplate
+from shardwise.data.chat.template import ChatTemplate
 
 HELLO: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
 

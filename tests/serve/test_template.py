@@ -11,7 +11,7 @@ import pytest
 from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.run import UserError
 from shardwise.serve.server.model import load_model_files
-from shardwise.serve.server.template import ChatTemplate, load_template
+from shardwise.data.chat.template import ChatTemplate, load_template
 
 MESSAGES = [
     {"role": "user", "content": "<a> & 'ü'"},
