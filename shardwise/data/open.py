@@ -50,8 +50,6 @@ def open_data(run: Run) -> Data:
         problems.append(Problem(message, "model.vocab"))
 
     problems += [_only_prompts(each) for each in train + validation if each.index.kind == "prompts"]
-    if problems:
-        raise UserError(*problems)
     training, evaluation = [], []
     for each in train:
         learned, reserved = _split(each, length, data.holdout if held_out else 0.0)
@@ -76,7 +74,7 @@ def open_data(run: Run) -> Data:
 
 def _split(tokens: TokenSet, length: int, holdout: float) -> tuple[Windows | Packs, Windows | Packs]:
     """A set's rows to learn, and those held out: the end of a text, the last documents of conversations."""
-    if not tokens.index.marked:
+    if tokens.index.kind in ("text", "prompts"):
         count = windows_in(tokens.tokens, length)
         reserved = max(round(count * holdout), 1) if holdout else 0
         return Windows(tokens, 0, count - reserved), Windows(tokens, count - reserved, reserved)

@@ -83,12 +83,11 @@ class Renderer:
             return start, self._end_of_turn(after, start, len(after))
         shared = len(common_prefix(after, longer))
         stop = self._last_end(after, start, shared)
-        if stop:
-            closed = last or text.endswith(after[stop:])
-        else:
-            stop = len(after) if last else shared
-            closed = last or text.endswith(after[shared:])
-        if not closed or stop <= start:
+        if last:
+            closes = stop and after[stop:].strip() in self.ends
+            return start, stop if closes else self._end_of_turn(after, start, len(after))
+        stop = stop or shared
+        if stop <= start or not text.endswith(after[stop:]):
             self._refuse(number, "the template writes an answer otherwise when the conversation goes on", after, longer)
         return start, stop
 
