@@ -34,6 +34,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "serve": ("shardwise.cli.serve", "a checkpoint behind OpenAI's HTTP API"),
     "load": ("shardwise.cli.load", "measure how fast a server of that API answers"),
     "generate": ("shardwise.cli.generate", "continue text with a checkpoint"),
+    "eval": ("shardwise.cli.eval", "loss and perplexity of data sets; right answers to questions"),
     "config": ("shardwise.cli.config", "print the resolved run; every key, chip and preset there is"),
     "data": ("shardwise.cli.data", "turn text or conversations into token shards"),
     "convert": ("shardwise.cli.convert", "weights to and from Hugging Face folders"),

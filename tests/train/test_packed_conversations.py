@@ -18,7 +18,7 @@ from shardwise.model import Transformer, initialize
 from shardwise.run import ModelConfig
 from shardwise.run.derive import derive_model
 
-LENGTH = 40
+LENGTH = 64
 
 
 def loss_and_gradient(model: Transformer, batch: Batch) -> tuple[float, torch.Tensor]:
