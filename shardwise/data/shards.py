@@ -247,9 +247,13 @@ class TokenSet:
         """Of each document of a preference set whether it is wanted."""
         return _map(self.folder / LABELS, LENGTHS[LABELS], self.documents)
 
+    @cached_property
+    def _row_ends(self) -> NDArray[Any]:
+        return _map(self.folder / ROW_ENDS, LENGTHS[ROW_ENDS], self.documents)
+
     def row(self, document: int) -> dict[str, Any]:
         """The row that a prompt is from."""
-        ends = _map(self.folder / ROW_ENDS, LENGTHS[ROW_ENDS], self.documents)
+        ends = self._row_ends
         start = int(ends[document - 1]) if document else 0
         with open(self.folder / ROWS, "rb") as file:
             file.seek(start)

@@ -1,5 +1,5 @@
-"""Who answers an evaluation: an engine in this process, or a server of OpenAI's API. Both say how likely tokens are after others, and
-continue texts; what tokens a text has is decided here, so that both see the same ones."""
+"""Who answers an evaluation: an engine in this process, or a server of OpenAI's API. Both say how likely tokens are after others,
+and continue texts; what tokens a text has is decided here, so that both see the same ones."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ class EngineAnswerer(Answerer):
             most = min(max_tokens, self.longest)
             sampling = Sampling(temperature, seed=0)
             made = continue_prompts(self.engine, prompts, most, sampling, self.tokenizer, stop)
-            for number, each in zip(numbers, made, strict=True):
-                texts[number] = each.text
+            for number, continued in zip(numbers, made, strict=True):
+                texts[number] = continued.text
         return texts
 
 
@@ -133,7 +133,7 @@ class HttpAnswerer(Answerer):
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(f"{url} is not the address of a server, such as http://localhost:8000")
-        self.tokenizer, self.longest = tokenizer, longest
+        self.tokenizer, self.longest = tokenizer, longest - 1
         self._parts, self._key, self._at_once = parts, key, at_once
         self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/"
         self._model = model or self._ask("GET", "models")["data"][0]["id"]

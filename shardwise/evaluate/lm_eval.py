@@ -40,8 +40,8 @@ class ShardwiseLM(LM):
         template: ChatTemplate | None = None,
         **_: Any,
     ) -> None:
-        """A `checkpoint` or run folder; with a `url` its tokenizer alone is read, and the server there answers. lm-eval's own options
-        (`batch_size`, `device`) are the engine's business."""
+        """A `checkpoint` or run folder; with a `url` its tokenizer alone is read, and the server there answers. lm-eval's own
+        options (`batch_size`, `device`) are the engine's business."""
         super().__init__()
         if answerer is None:
             folder = checkpoint_folder(Path(checkpoint))

@@ -1,7 +1,7 @@
 """The loss of a data set: the mean cross-entropy of all tokens that are learned from it, on one device, without padding's.
 
-A text is cut into rows of consecutive tokens; conversations are packed whole, and only what the mask says counts. Of a preference set
-the wanted answers count. Logits are made some at a time, so a large vocabulary costs no memory.
+A text is cut into rows of consecutive tokens; conversations are packed whole, and only what the mask says counts. Of a preference
+set the wanted answers count. Logits are made some at a time, so a large vocabulary costs no memory.
 """
 
 from __future__ import annotations

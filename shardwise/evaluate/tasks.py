@@ -1,6 +1,6 @@
-"""Tasks from JSONL. A row with `choices` is a question of multiple choice: each is scored by its log-likelihood after the question, and
-the likeliest is the model's answer, by the whole or by character as lm-eval's `acc` and `acc_norm`. Any other row has an `answer` that
-the text the model generates must equal; several are a list."""
+"""Tasks from JSONL. A row with `choices` is a question of multiple choice: each is scored by its log-likelihood after the question,
+and the likeliest is the model's answer, by the whole or by character as lm-eval's `acc` and `acc_norm`. Any other row has an
+`answer` that the text the model generates must equal; several are a list."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from shardwise.data import inputs
 from shardwise.data.batches import IGNORE_INDEX, Samples
 from shardwise.data.build import build
 from shardwise.data.chat.job import ChatOptions
+from shardwise.data.join import Joiner
 from shardwise.data.open import open_data
 from shardwise.data.pack import best_fit, pack
 from shardwise.data.prompts import Prompts
@@ -73,6 +74,36 @@ def test_every_row_is_a_document_or_named(tmp_path: Path, monkeypatch: pytest.Mo
     assert [each["line"] for each in lines] == [6, 78, 151, 300]  # an empty line is no row
     assert tokens.index.skipped == 4 == sum(tokens.index.reasons.values())
     assert tokens.index.learned == sum(sum(mask) for _, mask in expected)
+
+
+@pytest.mark.parametrize("form", ["chat", "prompts"])
+def test_interrupted_it_goes_on(form: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "_SMALLEST", 400)
+    rows: list[Any] = [*completions(150), "{", *completions(100, 1), "[]"]
+    path = write(tmp_path / "rows.jsonl", rows)
+    options: dict[str, Any] = dict(workers=1, shard_tokens=300, chat=ChatOptions(form=form))
+    clean = build([path], tmp_path / "clean", **options)
+    add = Joiner.add
+
+    def dying(self: Joiner, unit: Any, done: Any) -> None:
+        add(self, unit, done)
+        if len(self.done) % 5 == 0:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Joiner, "add", dying)
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            build([path], tmp_path / "set", **options)
+    monkeypatch.setattr(Joiner, "add", add)
+    summary = build([path], tmp_path / "set", **options)
+    assert summary.resumed >= 15
+    assert summary.index == clean.index
+    assert (tmp_path / "set" / SKIPPED).read_bytes() == (tmp_path / "clean" / SKIPPED).read_bytes()
+    one, other = TokenSet.open(tmp_path / "set"), TokenSet.open(tmp_path / "clean")
+    assert documents(one) == documents(other)
+    if form == "prompts":
+        good = [row for row in rows if isinstance(row, dict)]
+        assert [one.row(n) for n in range(one.documents)] == good
 
 
 def test_parquet(tmp_path: Path) -> None:

@@ -32,10 +32,10 @@ def loss_and_gradient(model: Transformer, batch: Batch) -> tuple[float, torch.Te
 
 def test_packed_is_unpacked(tmp_path: Path) -> None:
     rng = random.Random(0)
-    rows = [
-        {"messages": [{"role": r, "content": "ab c"[: rng.randint(1, 4)]} for _ in range(rng.randint(1, 2)) for r in ("user", "assistant")]}
-        for _ in range(12)
-    ]  # fmt: skip
+    rows = []
+    for _ in range(12):
+        turns = [role for _ in range(rng.randint(1, 2)) for role in ("user", "assistant")]
+        rows.append({"messages": [{"role": role, "content": "ab c"[: rng.randint(1, 4)]} for role in turns]})
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     template = tmp_path / "t.jinja"
     template.write_text(
