@@ -3,8 +3,8 @@
 A `console` block has lines `$ command`, each with its output below. `...` stands for anything within a line, and on a line of
 its own for any number of lines, as in doctest; beside it a run of blanks may be of any length, as columns are as wide as what is in
 them. A `toml`, `python` or `jsonl` block whose first line is `# NAME` is the file NAME. A command must succeed unless `$ echo $?`
-follows. Blocks marked `console large` are for the large tier. `python tests/docs/page_commands.py [--large] PAGE` writes what is printed
-now into a page, to be looked over.
+follows. Blocks marked `console large` are for the large tier. `python tests/docs/page_commands.py [--large] PAGE` writes what is
+printed now into a page, to be looked over.
 """
 
 from __future__ import annotations
