@@ -19,7 +19,7 @@ FLOORS: list[list[str]] = [
     ["parallel"],
     ["checkpoint"],
     ["train", "serve", "quantize"],
-    ["tune", "launch"],
+    ["tune", "launch", "evaluate"],
     ["measure"],
     ["cli"],
     ["__main__"],

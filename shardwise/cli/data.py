@@ -1,4 +1,4 @@
-"""`shardwise data`: build token shards from text, JSONL or Parquet, and show what a set holds."""
+"""`shardwise data`: build token shards from text or conversations in files, JSONL or Parquet, and show what a set holds."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
+from shardwise.run.problems import Problem, UserError
+
 if TYPE_CHECKING:
     from shardwise.data.build import Progress, Summary
+    from shardwise.data.chat.job import ChatOptions
     from shardwise.data.shards import TokenSet
 
 HELP = "turn text, JSONL or Parquet into token shards, and show what they hold"
@@ -50,11 +53,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     build.add_argument("--shard-tokens", type=int, default=2**29, metavar="N", help="tokens in a shard (default: 2^29)")
     build.add_argument("--restart", action="store_true", help="discard what the folder holds of an earlier build")
     build.add_argument("--json", action="store_true", help="print the summary as JSON")
+    chat = build.add_argument_group("conversations")
+    chat.add_argument(
+        "--chat",
+        action="store_true",
+        help="rows are conversations, of which the assistant's words are learned: messages (OpenAI), conversations (ShareGPT), "
+        "instruction and output (Alpaca), prompt and completion, chosen and rejected, prompt with completion and label, or "
+        "prompts alone",
+    )
+    chat.add_argument(
+        "--kind",
+        choices=("chat", "pairs", "labels", "prompts"),
+        help="what rows are (default: as the fields of the first say)",
+    )
+    chat.add_argument("--chat-template", metavar="FILE", help="Jinja template to use instead of the tokenizer's")
+    chat.add_argument("--template-name", default="", metavar="NAME", help="which of several templates of the tokenizer")
+    chat.add_argument(
+        "--learn",
+        choices=("all", "last"),
+        default="all",
+        help="all answers of a conversation (default), or the last alone",
+    )
+    chat.add_argument(
+        "--max-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="cut the end off longer documents, and skip longer prompts (default: no limit; a run cuts at its train.seq_len)",
+    )
+    chat.add_argument(
+        "--samples",
+        type=int,
+        default=3,
+        metavar="N",
+        help="documents to show on a terminal, what is learned in colour (3)",
+    )
 
     show = verbs.add_parser(
         "show", help="what a set holds", description="What a token set holds, with its first lines."
     )
     show.add_argument("folder", metavar="DIR", help="a folder made by `shardwise data build`")
+    show.add_argument("--samples", type=int, default=3, metavar="N", help="of conversations: documents to show (3)")
     show.add_argument("--json", action="store_true", help="print as JSON")
 
 
@@ -65,6 +104,7 @@ def execute(args: argparse.Namespace) -> int:
 def _build(args: argparse.Namespace) -> int:
     from shardwise.data.build import build
 
+    chat = _chat_options(args)
     with progress_on(sys.stderr) as progress:
         summary = build(
             args.inputs,
@@ -76,20 +116,49 @@ def _build(args: argparse.Namespace) -> int:
             shard_tokens=args.shard_tokens,
             restart=args.restart,
             progress=progress,
+            chat=chat,
         )
     if args.json:
         print(json.dumps(_summary(summary)))
     else:
         _print_summary(summary)
+        if summary.index.marked:
+            from shardwise.cli.machinery.conversations import show_samples
+            from shardwise.data.shards import TokenSet
+
+            show_samples(TokenSet.open(summary.folder), args.samples)
     return 0
+
+
+def _chat_options(args: argparse.Namespace) -> ChatOptions | None:
+    given = {
+        "--kind": args.kind,
+        "--chat-template": args.chat_template,
+        "--template-name": args.template_name,
+        "--max-tokens": args.max_tokens,
+        "--learn": args.learn != "all",
+    }
+    if not args.chat:
+        problems = [Problem("is for conversations: give --chat too", name) for name, value in given.items() if value]
+        if problems:
+            raise UserError(*problems)
+        return None
+    from shardwise.data.chat.job import ChatOptions
+
+    return ChatOptions(args.kind, args.chat_template, args.template_name, args.learn, args.max_tokens)
 
 
 def _summary(summary: Summary) -> dict[str, Any]:
     index = summary.index
+    more: dict[str, Any] = {"empty_documents": index.skipped}
+    if index.marked:
+        from shardwise.cli.machinery.conversations import counts, skipped_rows
+
+        more = counts(index) | {"skipped_rows": skipped_rows(summary.folder, 20)}
     return {
         "folder": str(summary.folder),
         "documents": index.documents,
-        "empty_documents": index.skipped,
+        **more,
         "tokens": index.tokens,
         "text_bytes": index.text_bytes,
         "bytes_per_token": round(index.text_bytes / index.tokens, 4),
@@ -108,7 +177,12 @@ def _print_summary(summary: Summary) -> None:
     if summary.already:
         print(f"{summary.folder} is already built; nothing was done")
     skipped = f" ({index.skipped:,} empty ones left out)" if index.skipped else ""
-    print(f"documents        {index.documents:,}{skipped}")
+    if index.marked:
+        from shardwise.cli.machinery.conversations import print_counts
+
+        print_counts(index, summary.folder)
+    else:
+        print(f"documents        {index.documents:,}{skipped}")
     print(f"tokens           {index.tokens:,} as {index.dtype}, in {_shards(len(index.shards))}")
     print(f"text             {megabytes(index.text_bytes)}, {index.text_bytes / index.tokens:.2f} bytes a token")
     if not summary.already:
@@ -178,6 +252,14 @@ def _show(args: argparse.Namespace) -> int:
         print(json.dumps(_holdings(tokens, excerpt)))
         return 0
     index = tokens.index
+    if index.marked:
+        from shardwise.cli.machinery.conversations import print_counts, show_samples
+
+        print_counts(index, tokens.folder)
+        print(f"tokens           {index.tokens:,} as {index.dtype}, in {_shards(len(index.shards))}")
+        print(f"fingerprint      {index.fingerprint}")
+        show_samples(tokens, args.samples)
+        return 0
     print(f"documents    {index.documents:,}" + (f" ({index.skipped:,} empty ones left out)" if index.skipped else ""))
     print(f"tokens       {index.tokens:,} as {index.dtype}, in {_shards(len(index.shards))}")
     made = index.tokenizer
@@ -191,11 +273,16 @@ def _show(args: argparse.Namespace) -> int:
 
 def _holdings(tokens: TokenSet, excerpt: str) -> dict[str, Any]:
     index = tokens.index
+    more: dict[str, Any] = {"empty_documents": index.skipped}
+    if index.marked:
+        from shardwise.cli.machinery.conversations import counts
+
+        more = counts(index)
     return {
         "folder": str(tokens.folder),
         "tokens": index.tokens,
         "documents": index.documents,
-        "empty_documents": index.skipped,
+        **more,
         "text_bytes": index.text_bytes,
         "dtype": index.dtype,
         "shards": [{"file": name, "tokens": count} for name, count in index.shards],

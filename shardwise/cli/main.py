@@ -34,8 +34,9 @@ VERBS: dict[str, tuple[str, str]] = {
     "serve": ("shardwise.cli.serve", "a checkpoint behind OpenAI's HTTP API"),
     "load": ("shardwise.cli.load", "measure how fast a server of that API answers"),
     "generate": ("shardwise.cli.generate", "continue text with a checkpoint"),
+    "eval": ("shardwise.cli.eval", "loss and perplexity of data sets; right answers to questions"),
     "config": ("shardwise.cli.config", "print the resolved run; every key, chip and preset there is"),
-    "data": ("shardwise.cli.data", "turn text, JSONL or Parquet into token shards"),
+    "data": ("shardwise.cli.data", "turn text or conversations into token shards"),
     "quantize": (
         "shardwise.cli.quantize",
         "weights of a checkpoint in 8 or 4 bits, with the perplexity before and after",
@@ -113,7 +114,7 @@ def run_command(arguments: Sequence[str]) -> int:
 def missing_part(error: ModuleNotFoundError) -> str | None:
     """How to install the extra that a module belongs to, or None."""
     extras = {"torch": "train", "safetensors": "train", "tokenizers": "train", "pyarrow": "parquet", "msgspec": "trace"}
-    extras |= dict.fromkeys(("starlette", "uvicorn", "httptools", "jinja2", "llguidance"), "serve")
+    extras |= dict.fromkeys(("starlette", "uvicorn", "httptools", "llguidance"), "serve") | {"jinja2": "chat"}
     name = (error.name or "").partition(".")[0]
     if name not in extras:
         return None

@@ -1,5 +1,6 @@
-"""Token sets to batches. A sample is a window of consecutive tokens, with documents packed. Which window sample i is follows
-from (seed, i) alone, so any number of ranks and any batch size draw the same samples."""
+"""Token sets to batches. A sample is a window of consecutive tokens, with documents packed; or, of conversations, a row of whole
+documents that do not see each other, of which only some tokens are learned (`pack.py`). Which one sample i is follows from (seed,
+i) alone, so any number of ranks and any batch size draw the same samples."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from shardwise.data.order import key_of, mixture, permute
+from shardwise.data.pack import Packs
 from shardwise.data.shards import TokenSet
 
 # Targets with this value have no loss; PyTorch's cross entropy ignores it by default.
@@ -27,6 +29,7 @@ class Batch:
     targets: NDArray[np.int64]  # [rows, length], IGNORE_INDEX where there is no loss
     positions: NDArray[np.int64] | None = None  # [rows, length], from 0 in each document
     documents: NDArray[np.int32] | None = None  # [rows, length], 0, 1, … in each row
+    labels: NDArray[np.int8] | None = None  # [rows, length], of each token's document: 1 desirable, 0 not
 
     @property
     def loss_tokens(self) -> int:
@@ -58,7 +61,7 @@ class Samples:
 
     def __init__(
         self,
-        parts: Sequence[Windows],
+        parts: Sequence[Windows | Packs],
         length: int,
         *,
         seed: int = 0,
@@ -74,6 +77,8 @@ class Samples:
         self.separate_documents = separate_documents
         self._counts = np.array([part.count for part in parts], dtype=np.int64)
         self._ends = np.cumsum(self._counts)
+        self._packed = any(isinstance(part, Packs) for part in parts)
+        self._labelled = any(part.tokens.index.kind == "preference" for part in parts)
 
     @property
     def count(self) -> int:
@@ -87,11 +92,19 @@ class Samples:
             raise IndexError(f"there is no sample {numbers.min()} among {self.count}")
         chosen, window = self._find(numbers) if numbers.size else (numbers, numbers)
         rows = np.empty((len(numbers), self.length + 1), dtype=np.int64)
-        positions = np.empty((len(numbers), self.length), dtype=np.int64) if self.separate_documents else None
-        documents = np.empty((len(numbers), self.length), dtype=np.int32) if self.separate_documents else None
+        separate = self.separate_documents or self._packed
+        positions = np.empty((len(numbers), self.length), dtype=np.int64) if separate else None
+        documents = np.empty((len(numbers), self.length), dtype=np.int32) if separate else None
+        labels = np.zeros((len(numbers), self.length), dtype=np.int8) if self._labelled else None
         targets = np.empty((len(numbers), self.length), dtype=np.int64)
         for row, (part_number, number) in enumerate(zip(chosen.tolist(), window.tolist(), strict=True)):
             part = self.parts[part_number]
+            if isinstance(part, Packs):
+                assert positions is not None
+                assert documents is not None
+                own = None if labels is None else labels[row]
+                fill(part, number, rows[row, :-1], targets[row], positions[row], documents[row], own)
+                continue
             start = (part.first + number) * self.length
             rows[row] = part.tokens.read(start, start + self.length + 1)
             targets[row] = rows[row, 1:]
@@ -100,7 +113,7 @@ class Samples:
                 positions[row], documents[row] = _inside_documents(ends, self.length)
                 # The last token of a document cannot predict the next document.
                 targets[row, ends - 1] = IGNORE_INDEX
-        return Batch(np.ascontiguousarray(rows[:, :-1]), targets, positions, documents)
+        return Batch(np.ascontiguousarray(rows[:, :-1]), targets, positions, documents, labels)
 
     __call__ = take
 
@@ -133,6 +146,36 @@ class Samples:
             chosen[mine], window[mine] = parts[column], below + row
             taken, below = stop, size
         return chosen, window
+
+
+def fill(
+    packs: Packs,
+    number: int,
+    tokens: NDArray[np.int64],
+    targets: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    documents: NDArray[np.int32],
+    labels: NDArray[np.int8] | None,
+) -> None:
+    """Write a row of packed documents into arrays of its length. What is left over is one document more, with nothing to learn."""
+    source = packs.tokens
+    at, begin = 0, int(packs.ends[number - 1]) if number else 0
+    span = slice(begin, int(packs.ends[number]))
+    targets[:] = IGNORE_INDEX
+    for n, (document, kept) in enumerate(zip(packs.documents[span].tolist(), packs.kept[span].tolist(), strict=True)):
+        first = int(source.ends[document - 1]) if document else 0
+        own = source.read(first, first + kept)
+        place = slice(at, at + kept - 1)
+        tokens[place] = own[:-1]
+        targets[place] = np.where(source.read_mask(first + 1, first + kept) > 0, own[1:].astype(np.int64), IGNORE_INDEX)
+        positions[place] = np.arange(kept - 1)
+        documents[place] = n
+        if labels is not None and source.index.kind == "preference":
+            labels[place] = source.labels[document]
+        at += kept - 1
+    tokens[at:] = source.index.tokenizer["end"]
+    positions[at:] = np.arange(len(tokens) - at)
+    documents[at:] = span.stop - span.start
 
 
 def _inside_documents(ends: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

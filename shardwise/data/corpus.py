@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from shardwise.data.shards import ShardWriter, TokenSet
+from shardwise.data.shard_writer import ShardWriter
+from shardwise.data.shards import TokenSet
 from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.run.problems import Problem, UserError
 

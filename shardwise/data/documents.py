@@ -20,7 +20,7 @@ TEXT_PART = 2**20
 _ROWS = 256
 # Enough to see a pattern; a file that is wrong throughout must not fill the screen.
 MOST_PROBLEMS = 10
-_BOM = b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class Reader:
                     return
 
     def _text_part(self, data: bytes, at: int, consumed: int, first: bool, last: bool) -> Iterator[Part]:
-        start = len(_BOM) if at == 0 and data.startswith(_BOM) else 0
+        start = len(BOM) if at == 0 and data.startswith(BOM) else 0
         try:
             yield Part(data[start:].decode("utf-8"), consumed, at, first, last)
         except UnicodeDecodeError as e:
@@ -108,7 +108,7 @@ class Reader:
 
     def _jsonl(self) -> Iterator[Part]:
         with self._open() as source:
-            at = _to_line_start(source, self.chunk.start)
+            at = to_line_start(source, self.chunk.start)
             source.seek(at)
             while self.file.zipped or at < self.chunk.stop:
                 line = source.readline()
@@ -116,7 +116,7 @@ class Reader:
                     return
                 place, at = at, at + len(line)
                 if place == 0:
-                    line = line.removeprefix(_BOM)
+                    line = line.removeprefix(BOM)
                 text = self._value(line, place) if not line.isspace() else None
                 if text is not None:
                     yield Part(text, self._consumed(source, at), place)
@@ -135,11 +135,11 @@ class Reader:
             known = ", ".join(map(str, list(row)[:8])) or "no fields at all"
             self.refuse(place, f'has no field "{self.field}"; it has {known}: name one with --field')
         except (TypeError, IndexError):
-            self.refuse(place, f"is not a JSON object with fields, but {_name(row)}")
+            self.refuse(place, f"is not a JSON object with fields, but {name_of(row)}")
         else:
             if isinstance(value, str):
                 return value
-            self.refuse(place, f'field "{self.field}" is {_name(value)}, not text')
+            self.refuse(place, f'field "{self.field}" is {name_of(value)}, not text')
         return None
 
     def _parquet(self) -> Iterator[Part]:
@@ -169,7 +169,7 @@ class Reader:
         return value
 
 
-def _to_line_start(source: IO[bytes], offset: int) -> int:
+def to_line_start(source: IO[bytes], offset: int) -> int:
     """The first start of a line at or after an offset."""
     if offset == 0:
         return 0
@@ -220,6 +220,7 @@ def _line_number(source: IO[bytes], offset: int) -> int:
     return lines
 
 
-def _name(value: Any) -> str:
+def name_of(value: Any) -> str:
+    """What a value of JSON is called."""
     names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")

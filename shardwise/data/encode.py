@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,15 +46,26 @@ class UnitResult:
     documents: int
     skipped: int
     text_bytes: int
+    learned: int = 0
+    truncated: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
+    lines: list[int] = field(default_factory=list)
+    row_bytes: int = 0
 
 
 class UnitFiles:
-    """The files of a unit in the work folder."""
+    """The files of a unit in the work folder; from the mask on, those of conversations."""
 
     def __init__(self, folder: Path, number: int) -> None:
         self.tokens = folder / f"{number:06d}.tokens"
         self.ends = folder / f"{number:06d}.ends"
         self.record = folder / f"{number:06d}.json"
+        self.mask = folder / f"{number:06d}.mask"
+        self.prompts = folder / f"{number:06d}.prompts"
+        self.labels = folder / f"{number:06d}.labels"
+        self.rows = folder / f"{number:06d}.rows"
+        self.row_ends = folder / f"{number:06d}.row_ends"
+        self.skipped = folder / f"{number:06d}.skipped"
 
     def done(self) -> UnitResult | None:
         """The record, if the unit was finished earlier."""
@@ -72,6 +83,15 @@ class Job:
     field: str
     tokenizer: Tokenizer
     folder: Path
+
+    @property
+    def kind(self) -> str:
+        """Of the set that is made."""
+        return "text"
+
+    def settings(self) -> dict[str, Any]:
+        """What else decides the result of a build."""
+        return {}
 
     def encode(self, unit: Unit, report: Report) -> UnitResult:
         """Tokenise one unit. `report(bytes, tokens)` is called with what was done since the last call."""

@@ -62,8 +62,9 @@ def kind_of(path: Path) -> tuple[str, bool] | None:
     return None
 
 
-def find_inputs(names: Sequence[str | Path], field: str) -> list[Input]:
-    """The files behind the names, in the order given; those of a folder sorted, hidden ones left out."""
+def find_inputs(names: Sequence[str | Path], field: str | None) -> list[Input]:
+    """The files behind the names, in the order given; those of a folder sorted, hidden ones left out. Without a `field` whole rows
+    are wanted: of JSONL or Parquet, with whatever columns."""
     problems: list[Problem] = []
     found: dict[str, Input] = {}
     for name in names:
@@ -102,11 +103,13 @@ def _walk(folder: Path) -> Iterator[Path]:
                 yield Path(here, file)
 
 
-def _add(path: Path, field: str, found: dict[str, Input]) -> None:
+def _add(path: Path, field: str | None, found: dict[str, Input]) -> None:
     kind, zipped = kind_of(path) or ("text", path.suffix.lower() == ".gz")
     if path.name.lower().endswith((".json", ".json.gz")):
         message = "is .json: name it .jsonl if each line is an object, or .txt if the JSON itself is the text"
         raise UserError(Problem(message, where=str(path)))
+    if field is None and kind == "text":
+        raise UserError(Problem("is a text; conversations are rows of .jsonl or .parquet", where=str(path)))
     resolved = str(path.resolve())
     if resolved in found:
         raise UserError(Problem("is named twice, by itself or through a folder", where=str(path)))
@@ -116,7 +119,7 @@ def _add(path: Path, field: str, found: dict[str, Input]) -> None:
     found[resolved] = Input(resolved, kind, zipped, stat.st_size, stat.st_mtime_ns, groups)
 
 
-def _row_groups(path: Path, field: str) -> tuple[int, ...]:
+def _row_groups(path: Path, field: str | None) -> tuple[int, ...]:
     """The bytes of each row group; checks that the column exists and holds text."""
     arrow, parquet = import_parquet(str(path))
     try:
@@ -125,6 +128,8 @@ def _row_groups(path: Path, field: str) -> tuple[int, ...]:
         raise UserError(Problem(f"is not a Parquet file: {e}", where=str(path))) from None
     with file:
         schema = file.schema_arrow
+        if field is None:
+            return _group_bytes(file.metadata)
         if schema.names.count(field) != 1:
             message = f'has no column "{field}"; it has {", ".join(schema.names)}: name one with --field'
             raise UserError(Problem(message, where=str(path)))
@@ -133,8 +138,11 @@ def _row_groups(path: Path, field: str) -> tuple[int, ...]:
             kind = kind.value_type
         if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind) or str(kind) == "string_view"):
             raise UserError(Problem(f'column "{field}" holds {kind}, not text', where=str(path)))
-        meta = file.metadata
-        return tuple(meta.row_group(g).total_byte_size for g in range(meta.num_row_groups))
+        return _group_bytes(file.metadata)
+
+
+def _group_bytes(meta: Any) -> tuple[int, ...]:
+    return tuple(meta.row_group(g).total_byte_size for g in range(meta.num_row_groups))
 
 
 def refuse_changed(inputs: Sequence[Input]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from shardwise.data.batches import Samples, Windows, windows_in
 from shardwise.data.corpus import builtin_corpus
+from shardwise.data.pack import Packs, pack
 from shardwise.data.shards import TokenSet
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run import Problem, Run, UserError
@@ -48,16 +49,16 @@ def open_data(run: Run) -> Data:
         message = f"{run.model.vocab} is too small for the data's tokenizer; set model.vocab = {vocab}, or more"
         problems.append(Problem(message, "model.vocab"))
 
+    problems += [_only_prompts(each) for each in train + validation if each.index.kind == "prompts"]
     training, evaluation = [], []
     for each in train:
-        count = windows_in(each.tokens, length)
-        reserved = max(round(count * data.holdout), 1) if held_out and data.holdout else 0
-        training.append(Windows(each, 0, count - reserved))
-        evaluation.append(Windows(each, count - reserved, reserved))
-        if count - reserved < 1:
-            problems.append(_too_short(each, length, "data.sets", " and one to hold out" if reserved else ""))
+        learned, reserved = _split(each, length, data.holdout if held_out else 0.0)
+        training.append(learned)
+        evaluation.append(reserved)
+        if learned.count < 1:
+            problems.append(_too_short(each, length, "data.sets", " and one to hold out" if reserved.count else ""))
     if not held_out:
-        evaluation = [Windows(each, 0, windows_in(each.tokens, length)) for each in validation]
+        evaluation = [_split(each, length, 0.0)[0] for each in validation]
         problems += [_too_short(w.tokens, length, "data.validation", "") for w in evaluation if not w.count]
     if problems:
         raise UserError(*problems)
@@ -69,6 +70,23 @@ def open_data(run: Run) -> Data:
         tokenizer=train[0].tokenizer(),
         fingerprint=_fingerprint(train, validation),
     )
+
+
+def _split(tokens: TokenSet, length: int, holdout: float) -> tuple[Windows | Packs, Windows | Packs]:
+    """A set's rows to learn, and those held out: the end of a text, the last documents of conversations."""
+    if tokens.index.kind in ("text", "prompts"):
+        count = windows_in(tokens.tokens, length)
+        reserved = max(round(count * holdout), 1) if holdout else 0
+        return Windows(tokens, 0, count - reserved), Windows(tokens, count - reserved, reserved)
+    group = 2 if tokens.index.paired else 1
+    reserved = max(round(tokens.documents // group * holdout), 1) * group if holdout else 0
+    edge = tokens.documents - reserved
+    return pack(tokens, length, 0, edge), pack(tokens, length, edge)
+
+
+def _only_prompts(tokens: TokenSet) -> Problem:
+    message = "holds prompts without answers, which there is nothing to learn from; they are for objectives that make the answers"
+    return Problem(message, "data.sets", str(tokens.folder))
 
 
 def _open_all(folders: Sequence[str], key: str, problems: list[Problem]) -> list[TokenSet]:
@@ -99,6 +117,13 @@ def _describe(tokens: TokenSet) -> str:
 
 
 def _too_short(tokens: TokenSet, length: int, key: str, more: str) -> Problem:
+    if tokens.index.marked:
+        message = (
+            f"has {tokens.documents} documents, of which none has anything to learn within train.seq_len = {length}"
+        )
+        return Problem(
+            f"{message} tokens" if not more else f"{message} tokens, or there is none{more}", key, str(tokens.folder)
+        )
     message = f"has {tokens.tokens} tokens, too few for one sequence of train.seq_len = {length}{more}"
     return Problem(message, key, str(tokens.folder))
 

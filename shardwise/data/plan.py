@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardwise.data.chat.files import FILE as TEMPLATE
 from shardwise.data.documents import TEXT_PART
 from shardwise.data.inputs import Input, unit_bytes
-from shardwise.data.shards import DOCUMENTS, TokenSet
+from shardwise.data.shards import DOCUMENTS, LABELS, PROMPTS, ROW_ENDS, ROWS, SKIPPED, TokenSet
 from shardwise.data.tokenizer import FILE, MARKER, Tokenizer
 from shardwise.files import write_atomically
 from shardwise.run.problems import Problem, UserError
@@ -25,7 +26,9 @@ _VERSION = 1
 _MOST_NAMED = 5
 
 
-def make_plan(inputs: Sequence[Input], tokenizer: Tokenizer, field: str, shard_tokens: int) -> dict[str, Any]:
+def make_plan(
+    inputs: Sequence[Input], tokenizer: Tokenizer, field: str, shard_tokens: int, more: dict[str, Any]
+) -> dict[str, Any]:
     """Everything that determines the result of a build."""
     return {
         "version": _VERSION,
@@ -39,6 +42,7 @@ def make_plan(inputs: Sequence[Input], tokenizer: Tokenizer, field: str, shard_t
         "shard_tokens": shard_tokens,
         "cut": {"unit_bytes": unit_bytes(inputs), "text_part": TEXT_PART},
         "inputs": {i.path: {"kind": i.kind, "bytes": i.bytes, "modified": i.modified} for i in inputs},
+        **({"chat": more} if more else {}),
     }
 
 
@@ -48,6 +52,13 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     for name, flag in (("field", "--field"), ("shard_tokens", "--shard-tokens")):
         if old.get(name) != new[name]:
             changes.append(f"{flag} was {old.get(name)} and is {new[name]}")
+    chat, was = new.get("chat", {}), old.get("chat", {})
+    for name in (name for name in {**was, **chat} if was.get(name) != chat.get(name)):
+        if name == "template" and was and chat:
+            changes.append("the chat template is another")
+        else:
+            flag = {"form": "--kind"}.get(name, f"--{name.replace('_', '-')}")
+            changes.append(f"{flag} was {was.get(name, 'not given')} and is {chat.get(name, 'not given')}")
     if old.get("tokenizer") != new["tokenizer"]:
         changes.append(f"the tokenizer was {_describe(old.get('tokenizer'))} and is {_describe(new['tokenizer'])}")
     before, now = old.get("inputs"), new["inputs"]
@@ -133,7 +144,8 @@ def _read_plan(path: Path) -> dict[str, Any]:
 
 def _clear(folder: Path) -> None:
     """Remove what a build makes and nothing else; the index first, so that no half-removed set looks whole."""
-    names = [INDEX, DOCUMENTS, FILE, MARKER, *(p.name for p in sorted(folder.glob("tokens-*.bin")))]
+    names = [INDEX, DOCUMENTS, FILE, MARKER, TEMPLATE, PROMPTS, LABELS, ROWS, ROW_ENDS, SKIPPED]
+    names += [p.name for p in sorted([*folder.glob("tokens-*.bin"), *folder.glob("mask-tokens-*.bin")])]
     names += [p.name for p in sorted(folder.glob("*.tmp"))]
     for name in names:
         (folder / name).unlink(missing_ok=True)

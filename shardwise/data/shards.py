@@ -3,16 +3,18 @@
 A shard gets its final name when it is full and safely on disk, and the index is written last and in one step. So a folder has
 an index only when everything in it is complete, and an interrupted build continues after its finished shards. A folder without
 an index, or whose files disagree with it, is refused as half-written.
+
+A set of conversations also has beside each shard a byte for each token, 1 where the token is to be learned, and for each document
+the tokens before the first of these. A set of preferences has a byte for each document, 1 where it is wanted; in a paired one a
+wanted and an unwanted document take turns. A set of prompts has the rows that they are from.
 """
 
 from __future__ import annotations
 
 import bisect
-import hashlib
 import json
-import os
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,14 @@ from shardwise.run.vocabulary import INDEX
 DOCUMENTS = "documents.bin"
 FORMAT = "shardwise-tokens"
 VERSION = 1
+MARKED_VERSION = 2
+"""Of sets with a mask, which a reader of version 1 would not see."""
+PROMPTS, LABELS, ROWS, ROW_ENDS = "prompts.bin", "labels.bin", "rows.jsonl", "rows.bin"
+SKIPPED = "skipped.jsonl"
+"""Rows that were left out, with file, line and reason."""
+LENGTHS: dict[str, np.dtype[Any]] = {PROMPTS: np.dtype("<u4"), LABELS: np.dtype("u1"), ROW_ENDS: np.dtype("<u8")}
+"""What each document of a set has, by file."""
+FILES_OF_KIND = {"chat": (PROMPTS,), "preference": (PROMPTS, LABELS), "prompts": (PROMPTS, ROW_ENDS)}
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 ENDS: np.dtype[Any] = np.dtype("<u8")
 
@@ -40,6 +50,9 @@ _MAPPED_AT_ONCE = 128
 def dtype_for(vocab: int) -> str:
     """The smaller of the two dtypes that holds a vocabulary."""
     return "uint16" if vocab <= 2**16 else "uint32"
+
+
+_OF_MARKED = ("kind", "paired", "learned", "truncated", "reasons")
 
 
 @dataclass(frozen=True)
@@ -55,9 +68,21 @@ class Index:
     tokenizer: dict[str, Any]  # kind, vocab, end, digest
     source: tuple[str, ...]  # the inputs as the user named them
     fingerprint: str
+    kind: str = "text"  # or "chat", "preference" or "prompts"
+    paired: bool = False  # documents come in twos, wanted and unwanted
+    learned: int = 0  # tokens to learn, where there is a mask
+    truncated: int = 0  # documents whose end was cut off
+    reasons: dict[str, int] = field(default_factory=dict)  # why documents were skipped, and how many
+
+    @property
+    def marked(self) -> bool:
+        """Whether some tokens are learned and others not."""
+        return self.kind != "text"
 
     def write(self, folder: Path) -> None:
-        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        content = {"format": FORMAT, "version": MARKED_VERSION if self.marked else VERSION, **asdict(self)}
+        for name in () if self.marked else _OF_MARKED:
+            del content[name]
         write_atomically(folder / INDEX, json.dumps(content, indent=1, ensure_ascii=False).encode("utf-8"))
 
 
@@ -81,9 +106,9 @@ def read_index(folder: str | Path) -> Index:
         raise refuse(f"cannot be read as the index of a token set: {e}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise refuse(f'is not the index of a token set (its "format" is not "{FORMAT}")')
-    if content.get("version") != VERSION:
+    if content.get("version") not in (VERSION, MARKED_VERSION):
         raise refuse(
-            f"is of version {content.get('version')!r}, and this shardwise reads version {VERSION}; "
+            f"is of version {content.get('version')!r}, and this shardwise reads version {VERSION} and {MARKED_VERSION}; "
             "update shardwise or build the set again"
         )
     try:
@@ -102,11 +127,18 @@ def read_index(folder: str | Path) -> Index:
             },
             source=tuple(map(str, content["source"])),
             fingerprint=str(content["fingerprint"]),
+            kind=str(content.get("kind", "text")),
+            paired=content.get("paired") is True,
+            learned=_count(content.get("learned", 0)),
+            truncated=_count(content.get("truncated", 0)),
+            reasons={str(name): _count(n) for name, n in dict(content.get("reasons", {})).items()},
         )
     except (KeyError, TypeError, ValueError) as e:
         raise refuse(f"is damaged: {type(e).__name__} {e}") from None
     if index.dtype not in DTYPES:
         raise refuse(f'is damaged: dtype "{index.dtype}" is not one of {", ".join(DTYPES)}')
+    if index.kind not in ("text", *FILES_OF_KIND):
+        raise refuse(f'is of the kind "{index.kind}", which this shardwise does not know; update it')
     for name, _ in index.shards:
         if Path(name).name != name or name in ("", ".", "..") or "\\" in name:
             raise refuse(f'names the shard "{name}", which would lie outside the folder')
@@ -130,7 +162,7 @@ class TokenSet:
         self._dtype = DTYPES[self.index.dtype]
         self._check_sizes()
         self._starts = [0, *accumulate(tokens for _, tokens in self.index.shards)]
-        self._maps: dict[int, NDArray[Any]] = {}
+        self._maps: dict[str, NDArray[Any]] = {}
         self.ends: NDArray[Any] = _map(self.folder / DOCUMENTS, ENDS, self.index.documents)
         if int(self.ends[-1] if len(self.ends) else 0) != self.tokens:
             raise UserError(
@@ -144,6 +176,10 @@ class TokenSet:
     def _check_sizes(self) -> None:
         expected = {name: tokens * self._dtype.itemsize for name, tokens in self.index.shards}
         expected[DOCUMENTS] = self.index.documents * ENDS.itemsize
+        if self.index.marked:
+            expected |= {mask_of(name): tokens for name, tokens in self.index.shards}
+            own = FILES_OF_KIND[self.index.kind]
+            expected |= {name: self.index.documents * LENGTHS[name].itemsize for name in own}
         problems = []
         for name, size in expected.items():
             path = self.folder / name
@@ -174,14 +210,7 @@ class TokenSet:
         """Tokens start to stop of the whole set, also across shards."""
         if not 0 <= start <= stop <= self.tokens:
             raise IndexError(f"[{start}, {stop}) is not within the {self.tokens} tokens of {self.folder}")
-        out = np.empty(stop - start, dtype=self._dtype)
-        at = start
-        shard = bisect.bisect_right(self._starts, start) - 1
-        while at < stop:
-            base, edge = self._starts[shard], self._starts[shard + 1]
-            end = min(stop, edge)
-            out[at - start : end - start] = self._shard(shard)[at - base : end - base]
-            at, shard = end, shard + 1
+        out = self._read(start, stop, self._dtype)
         vocab = self.index.tokenizer["vocab"]
         if len(out) and int(out.max()) >= vocab:
             wrong = start + int(np.argmax(out >= vocab))
@@ -191,123 +220,67 @@ class TokenSet:
             raise UserError(Problem(reason, where=str(self.folder)))
         return out
 
+    def read_mask(self, start: int, stop: int) -> NDArray[np.uint8]:
+        """Which of the tokens start to stop are learned; all of a text are."""
+        if not self.index.marked:
+            return np.ones(stop - start, dtype=np.uint8)
+        return self._read(start, stop, LENGTHS[LABELS])
+
+    def _read(self, start: int, stop: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        out = np.empty(stop - start, dtype=dtype)
+        at = start
+        shard = bisect.bisect_right(self._starts, start) - 1
+        while at < stop:
+            base, edge = self._starts[shard], self._starts[shard + 1]
+            end = min(stop, edge)
+            out[at - start : end - start] = self._shard(shard, dtype)[at - base : end - base]
+            at, shard = end, shard + 1
+        return out
+
+    @cached_property
+    def prompt_lengths(self) -> NDArray[Any]:
+        """Of each document the tokens before the first one that is learned; of a pair, those that both share."""
+        return _map(self.folder / PROMPTS, LENGTHS[PROMPTS], self.documents)
+
+    @cached_property
+    def labels(self) -> NDArray[Any]:
+        """Of each document of a preference set whether it is wanted."""
+        return _map(self.folder / LABELS, LENGTHS[LABELS], self.documents)
+
+    @cached_property
+    def _row_ends(self) -> NDArray[Any]:
+        return _map(self.folder / ROW_ENDS, LENGTHS[ROW_ENDS], self.documents)
+
+    def row(self, document: int) -> dict[str, Any]:
+        """The row that a prompt is from."""
+        ends = self._row_ends
+        start = int(ends[document - 1]) if document else 0
+        with open(self.folder / ROWS, "rb") as file:
+            file.seek(start)
+            return json.loads(file.read(int(ends[document]) - start))
+
     def ends_between(self, start: int, stop: int) -> NDArray[np.int64]:
         """Ends of documents (one past their last token) with start < end <= stop."""
         # With bounds of another dtype NumPy would convert, and so load, the whole array.
         first, last = np.searchsorted(self.ends, np.array([start, stop], dtype=ENDS), side="right")
         return self.ends[first:last].astype(np.int64)
 
-    def _shard(self, number: int) -> NDArray[Any]:
-        mapped = self._maps.get(number)
+    def _shard(self, number: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        name, tokens = self.index.shards[number]
+        name = name if dtype == self._dtype else mask_of(name)
+        mapped = self._maps.get(name)
         if mapped is None:
             if len(self._maps) >= _MAPPED_AT_ONCE:
                 self._maps.pop(next(iter(self._maps)), None)
-            name, tokens = self.index.shards[number]
-            mapped = self._maps[number] = _map(self.folder / name, self._dtype, tokens)
+            mapped = self._maps[name] = _map(self.folder / name, dtype, tokens)
         return mapped
+
+
+def mask_of(shard: str) -> str:
+    """The file with the mask of a shard."""
+    return f"mask-{shard}"
 
 
 def _map(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
     # An empty file cannot be mapped.
     return np.memmap(path, dtype=dtype, mode="r", shape=(count,)) if count else np.empty(0, dtype=dtype)
-
-
-class ShardWriter:
-    """Writes tokens, in order, into shards of `shard_tokens`. `finished` counts the tokens in full shards; a writer opened on a
-    folder that has some continues after them."""
-
-    def __init__(self, folder: Path, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS) -> None:
-        self.folder = folder
-        self.tokenizer = tokenizer
-        self.dtype = dtype_for(tokenizer.vocab)
-        self.shard_tokens = shard_tokens
-        self._hash = hashlib.sha256(f"{tokenizer.digest}\n{self.dtype}\n".encode())
-        self._shards: list[tuple[str, int]] = []
-        self._file: Any = None
-        self._in_file = 0
-        while (folder / self._name()).exists():
-            self._adopt(folder / self._name())
-
-    def __enter__(self) -> ShardWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # An interrupted shard keeps its temporary name, and is written again next time.
-        if self._file is not None:
-            self._file.close()
-
-    @property
-    def finished(self) -> int:
-        return sum(tokens for _, tokens in self._shards)
-
-    def _name(self) -> str:
-        return f"tokens-{len(self._shards):05d}.bin"
-
-    def _adopt(self, path: Path) -> None:
-        with open(path, "rb") as file:
-            while block := file.read(2**22):
-                self._hash.update(block)
-        self._shards.append((path.name, path.stat().st_size // DTYPES[self.dtype].itemsize))
-
-    def append(self, tokens: NDArray[Any]) -> None:
-        """Append tokens."""
-        at = 0
-        while at < len(tokens):
-            if self._file is None:
-                self._file = open(self.folder / f"{self._name()}.tmp", "wb")  # noqa: SIM115  closed when the shard is full
-            block = np.ascontiguousarray(tokens[at : at + self.shard_tokens - self._in_file], dtype=DTYPES[self.dtype])
-            self._file.write(block.data)
-            self._hash.update(block.data)
-            self._in_file += len(block)
-            at += len(block)
-            if self._in_file == self.shard_tokens:
-                self._close()
-
-    def _close(self) -> None:
-        if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            os.replace(self.folder / f"{self._name()}.tmp", self.folder / self._name())
-            self._shards.append((self._name(), self._in_file))
-            self._file, self._in_file = None, 0
-
-    def finish(
-        self,
-        ends: Iterable[NDArray[Any]],
-        *,
-        skipped: int = 0,
-        text_bytes: int = 0,
-        source: Iterable[str] = (),
-    ) -> Index:
-        """Close the last shard; write the ends of documents, the tokenizer and, last, the index."""
-        self._close()
-        documents = 0
-        with open(self.folder / f"{DOCUMENTS}.tmp", "wb") as file:
-            for some in ends:
-                block = np.ascontiguousarray(some, dtype=ENDS)
-                file.write(block.data)
-                self._hash.update(block.data)
-                documents += len(block)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(self.folder / f"{DOCUMENTS}.tmp", self.folder / DOCUMENTS)
-        self.tokenizer.save(self.folder)
-        index = Index(
-            dtype=self.dtype,
-            tokens=self.finished,
-            documents=documents,
-            skipped=skipped,
-            text_bytes=text_bytes,
-            shards=tuple(self._shards),
-            tokenizer={
-                "kind": self.tokenizer.kind,
-                "vocab": self.tokenizer.vocab,
-                "end": self.tokenizer.end,
-                "digest": self.tokenizer.digest,
-            },
-            source=tuple(source),
-            fingerprint=self._hash.hexdigest(),
-        )
-        index.write(self.folder)
-        return index

@@ -13,6 +13,8 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.data.chat.files import FILE as TEMPLATE
+from shardwise.data.chat.files import choose_template
 from shardwise.data.pieces import Pieces
 from shardwise.run.problems import Problem, UserError, install, nearest
 
@@ -47,6 +49,8 @@ class Tokenizer(Protocol):
     """The interface of a tokenizer."""
 
     kind: str
+    template: str
+    """The chat template that belongs to it; empty where there is none. It makes no difference to the ids."""
 
     @property
     def vocab(self) -> int:
@@ -73,6 +77,19 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """The tokens of several texts, an array each."""
 
+    def encode_spans(
+        self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
+    ) -> list[tuple[NDArray[Any], NDArray[np.uint8]]]:
+        """The tokens of several texts, and of each token whether it holds a character of one of the text's spans."""
+
+    @property
+    def added(self) -> dict[str, int]:
+        """Tokens that are whole wherever they stand in a text, such as those that templates write, by name."""
+
+    @property
+    def prefix(self) -> list[int]:
+        """What `encode_prompt` puts before a text."""
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some tokens; special tokens are left out."""
 
@@ -94,6 +111,11 @@ class ByteTokenizer:
     end = 256
     special_tokens: ClassVar = {"eos": (END_NAMES[0], 256)}
     digest = BYTE
+    added: ClassVar[dict[str, int]] = {}
+    prefix: ClassVar[list[int]] = []
+
+    def __init__(self, template: str = "") -> None:
+        self.template = template
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
@@ -102,6 +124,18 @@ class ByteTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
+
+    def encode_spans(
+        self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
+    ) -> list[tuple[NDArray[Any], NDArray[np.uint8]]]:
+        made = []
+        for text, ids, own in zip(texts, self.encode_batch(texts), spans, strict=True):
+            mask = np.zeros(len(ids), dtype=np.uint8)
+            for start, stop in own:
+                first = len(text[:start].encode("utf-8"))
+                mask[first : first + len(text[start:stop].encode("utf-8"))] = 1
+            made.append((ids, mask))
+        return made
 
     def decode(self, ids: Iterable[int]) -> str:
         # A sample may end in the middle of a character, and a model may generate bytes that are not text.
@@ -115,6 +149,7 @@ class ByteTokenizer:
 
     def save(self, folder: str | Path) -> None:
         _write_marker(Path(folder), {"kind": BYTE})
+        _write_template(Path(folder), self.template)
 
 
 class JsonTokenizer:
@@ -123,11 +158,18 @@ class JsonTokenizer:
     kind = "json"
 
     def __init__(
-        self, content: bytes, *, end: str = "", hints: Mapping[str, str] | None = None, where: str = FILE
+        self,
+        content: bytes,
+        *,
+        end: str = "",
+        hints: Mapping[str, str] | None = None,
+        where: str = FILE,
+        template: str = "",
     ) -> None:
         """`end` names the end-of-document token; `hints` are names to try before the usual ones, of `eos`, `bos` and `pad`. An
         empty name of the last two says that there is none."""
         hints = hints or {}
+        self.template = template
         self._content = content
         self._library = _read(content, where)
         vocabulary = self._library.get_vocab(with_added_tokens=True)
@@ -139,6 +181,7 @@ class JsonTokenizer:
         self.end: int = vocabulary[self.end_name]
         added = self._library.get_added_tokens_decoder()
         self._names = {number: token.content for number, token in added.items() if token.special}
+        self.added = {token.content: number for number, token in added.items() if not token.content.isspace()}
         special = set(self._names.values())
         self.special_tokens = {"eos": (self.end_name, self.end)}
         for role, names in OTHER_NAMES.items():
@@ -159,6 +202,24 @@ class JsonTokenizer:
         encodings = self._library.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=kind) for encoding in encodings]
 
+    def encode_spans(
+        self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
+    ) -> list[tuple[NDArray[Any], NDArray[np.uint8]]]:
+        kind = np.uint16 if self.vocab <= 2**16 else np.uint32
+        made = []
+        for encoding, own in zip(self._library.encode_batch(texts, add_special_tokens=False), spans, strict=True):
+            ids = np.array(encoding.ids, dtype=kind)
+            mask = np.zeros(len(ids), dtype=np.uint8)
+            for span in own:
+                mask[_tokens_of(encoding, span)] = 1
+            made.append((ids, mask))
+        return made
+
+    @cached_property
+    def prefix(self) -> list[int]:
+        whole, plain = self.encode_prompt("a"), self.encode("a")
+        return next((whole[:n] for n in range(len(whole)) if whole[n : n + len(plain)] == plain), [])
+
     def decode(self, ids: Iterable[int]) -> str:
         # A model's embedding may have more rows than the tokenizer has tokens.
         return self._library.decode([i for i in map(int, ids) if 0 <= i < self.vocab])
@@ -178,6 +239,20 @@ class JsonTokenizer:
         (Path(folder) / FILE).write_bytes(self._content)
         others = {role: self.special_tokens.get(role, ("", 0))[0] for role in OTHER_NAMES}
         _write_marker(Path(folder), {"kind": self.kind, "end": self.end_name, **others})
+        _write_template(Path(folder), self.template)
+
+
+def _tokens_of(encoding: Any, span: tuple[int, int]) -> slice:
+    """The tokens with a character of a span. A character may be dropped, or spread over several tokens, each of which then says
+    that it is the whole character."""
+    start, stop = span
+    first = next((t for at in range(start, stop) if (t := encoding.char_to_token(at)) is not None), None)
+    if first is None:
+        return slice(0, 0)
+    last = next(t for at in range(stop - 1, start - 1, -1) if (t := encoding.char_to_token(at)) is not None)
+    while last + 1 < len(encoding) and (place := encoding.token_to_chars(last + 1)) and place[0] < stop:
+        last += 1
+    return slice(first, last + 1)
 
 
 def load_tokenizer(where: str | Path, end: str = "") -> Tokenizer:
@@ -197,13 +272,15 @@ def load_tokenizer(where: str | Path, end: str = "") -> Tokenizer:
         raise UserError(Problem(message, where=str(where))) from None
     except OSError as e:
         raise UserError(Problem(f"cannot be read: {e.strerror}", where=str(where))) from None
-    return JsonTokenizer(content, end=end, hints=_published(path.parent), where=str(path))
+    template = _template(path.parent)
+    return JsonTokenizer(content, end=end, hints=_published(path.parent), where=str(path), template=template)
 
 
 def _from_folder(folder: Path, end: str) -> Tokenizer:
     marker = _read_marker(folder)
     if marker.get("kind") == BYTE:
-        return load_tokenizer(BYTE, end)
+        load_tokenizer(BYTE, end)  # says what is wrong with an end
+        return ByteTokenizer(_template(folder))
     if not (folder / FILE).is_file():
         message = f"holds neither {FILE} nor {MARKER}, so its tokenizer is unknown"
         raise UserError(Problem(message, where=str(folder)))
@@ -211,7 +288,7 @@ def _from_folder(folder: Path, end: str) -> Tokenizer:
     # A marker of version 0.1 names the end alone.
     named = {"eos": marker.get("end") or None, "bos": marker.get("bos"), "pad": marker.get("pad")}
     hints = _published(folder) | {role: name for role, name in named.items() if name is not None}
-    return JsonTokenizer(content, end=end, hints=hints, where=str(folder / FILE))
+    return JsonTokenizer(content, end=end, hints=hints, where=str(folder / FILE), template=_template(folder))
 
 
 def _read(content: bytes, where: str) -> Any:
@@ -255,6 +332,15 @@ def _published(folder: Path) -> dict[str, str]:
         named = named.get("content") if isinstance(named, dict) else named
         found[role] = named if isinstance(named, str) else ""
     return found
+
+
+def _template(folder: Path) -> str:
+    return (choose_template(folder) or ("", ""))[0]
+
+
+def _write_template(folder: Path, template: str) -> None:
+    if template:
+        (folder / TEMPLATE).write_text(template, encoding="utf-8")
 
 
 def _write_marker(folder: Path, marker: dict[str, str]) -> None:

@@ -186,7 +186,9 @@ class DataConfig:
     weights: tuple[float, ...] = key((), "share of samples from each set; empty: by their tokens")
     validation: tuple[str, ...] = key((), "folders to evaluate on; empty: hold out the end of each set")
     holdout: float = key(0.01, "share of each set held out when there is no validation set", least=0, most=0.5)
-    separate_documents: bool = key(False, "keep attention and positions inside each packed document")
+    separate_documents: bool = key(
+        False, "keep attention and positions inside each packed document; always so for conversations"
+    )
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from shardwise.run.declare import Key
 from shardwise.run.derive import derive
 from shardwise.run.presets import PRESETS, pretraining
 from shardwise.run.problems import Problem, UserError, nearest
-from shardwise.run.vocabulary import vocabulary_of
+from shardwise.run.vocabulary import all_text, vocabulary_of
 
 COMMAND_LINE = "command line"
 FREE = "layout=auto"
@@ -154,6 +154,8 @@ def _resolve(given: _Given, problems: list[Problem], rules: Iterable[Rule] = (),
 
     if "model.vocab" not in given and (size := vocabulary_of(values.get("data.sets", ()))):
         values["model.vocab"] = size
+    if not all_text((*values.get("data.sets", ()), *values.get("data.validation", ()))):
+        values["data.separate_documents"] = True
     if values.get("layout.auto"):
         fixed = tuple(k for k in _section(values, "layout") if k not in ("auto", "fixed"))
         values.setdefault("layout.fixed", fixed)

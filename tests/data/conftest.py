@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwise.data.shards import ShardWriter, TokenSet
+from shardwise.data.shard_writer import ShardWriter
+from shardwise.data.shards import TokenSet
 from shardwise.data.tokenizer import ByteTokenizer, JsonTokenizer
 
 TEXTS = [

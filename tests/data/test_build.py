@@ -249,15 +249,15 @@ def test_other_files_are_left_alone(tmp_path: Path, write_jsonl: Callable[..., P
 KILLED = """
 import os, signal, sys
 from shardwise.data import inputs
-from shardwise.data.build import build, _Joiner
+from shardwise.data.build import build, Joiner
 inputs._SMALLEST = 1000
 if __name__ == "__main__":
-    add = _Joiner.add
+    add = Joiner.add
     def dying(self, unit, done):
         add(self, unit, done)
         if len(self.done) == 5:
             os.kill(os.getpid(), signal.SIGKILL)
-    _Joiner.add = dying
+    Joiner.add = dying
     build([sys.argv[1]], sys.argv[2], workers=2, shard_tokens=1000)
 """
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from shardwise.data import shards
-from shardwise.data.shards import ShardWriter, TokenSet, dtype_for
+from shardwise.data.shard_writer import ShardWriter
+from shardwise.data.shards import TokenSet, dtype_for
 from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.files import write_atomically
 from shardwise.run import UserError
@@ -99,7 +100,8 @@ def test_ends_that_disagree(tokens: TokenSet) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"version": 2}, "version 2, and this shardwise reads version 1"),
+        ({"version": 3}, "version 3, and this shardwise reads version 1 and 2"),
+        ({"version": 2, "kind": "songs"}, "does not know"),
         ({"format": "other"}, "not the index of a token set"),
         ({"dtype": "float32"}, "dtype"),
         ({"tokens": -1}, "not a count"),

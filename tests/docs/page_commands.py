@@ -2,9 +2,9 @@
 
 A `console` block has lines `$ command`, each with its output below. `...` stands for anything within a line, and on a line of
 its own for any number of lines, as in doctest; beside it a run of blanks may be of any length, as columns are as wide as what is in
-them. A `toml` or `python` block whose first line is `# NAME` is the file NAME. A command must succeed unless `$ echo $?` follows.
-Blocks marked `console large` are for the large tier. `python tests/docs/page_commands.py [--large] PAGE` writes what is printed now
-into a page, to be looked over.
+them. A `toml`, `python` or `jsonl` block whose first line is `# NAME` is the file NAME. A command must succeed unless `$ echo $?`
+follows. Blocks marked `console large` are for the large tier. `python tests/docs/page_commands.py [--large] PAGE` writes what is
+printed now into a page, to be looked over.
 """
 
 from __future__ import annotations
@@ -68,8 +68,13 @@ def sections(page: Path) -> list[Section]:
         elif block is None and line.startswith("## "):
             found.append(Section(line.removeprefix("## ")))
         elif block is not None and line == "```":
-            if kind in ("toml", "python") and block and (named := re.fullmatch(r"# ([\w./-]+\.\w+)", block[0])):
-                found[-1].steps.append((named[1], "\n".join(block) + "\n"))
+            if (
+                kind in ("toml", "python", "jsonl")
+                and block
+                and (named := re.fullmatch(r"# ([\w./-]+\.\w+)", block[0]))
+            ):
+                # JSON has no comments.
+                found[-1].steps.append((named[1], "\n".join(block[kind == "jsonl" :]) + "\n"))
             block = None
         elif block is not None:
             block.append(line)

@@ -13,9 +13,9 @@ from fake_engine import FakeEngine, letters, says
 from running import Running, model_of, running, until
 from tokenizers_of_each_kind import tokenizer_of
 
+from shardwise.data.chat.template import ChatTemplate
 from shardwise.serve.request import Request
 from shardwise.serve.server.limits import Limits
-from shardwise.serve.server.template import ChatTemplate
 
 HELLO: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
 

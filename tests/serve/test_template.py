@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from shardwise.data.chat.template import ChatTemplate, load_template
 from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.run import UserError
 from shardwise.serve.server.model import load_model_files
-from shardwise.serve.server.template import ChatTemplate, load_template
 
 MESSAGES = [
     {"role": "user", "content": "<a> & 'ü'"},

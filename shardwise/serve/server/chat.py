@@ -12,6 +12,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from shardwise.data.chat.messages import tidy_calls
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run import UserError
 from shardwise.serve.server.answers import Answers, Token, finite
@@ -100,6 +101,8 @@ def _message(fields: Fields) -> dict[str, Any]:
     if isinstance(content, list):
         content = "".join(_part(Fields(part, "messages.content")) for part in content)
     passed_on = {name: value for name in PASSED_ON if (value := fields.get(name)) is not None}
+    if "tool_calls" in passed_on:
+        passed_on["tool_calls"] = tidy_calls(passed_on["tool_calls"])
     if content is None and "tool_calls" not in passed_on:
         raise wrong_missing(fields, "content")
     if content is not None and not isinstance(content, str):

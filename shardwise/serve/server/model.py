@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardwise.data.chat.template import PLAIN, ChatTemplate, load_template
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
-from shardwise.serve.server.template import PLAIN, ChatTemplate, load_template
 
 GENERATION = "generation_config.json"
 # What a generation_config.json may recommend, and the values that make sense.

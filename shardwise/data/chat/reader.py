@@ -1,0 +1,96 @@
+"""Reads the rows of a chunk of JSONL or Parquet one by one. A row that cannot be read does not stop the others: it is given as the
+reason, with its line, so that whoever counts rows misses none."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.data.chat.messages import BadRow
+from shardwise.data.documents import BOM, Reader, name_of, to_line_start
+from shardwise.data.inputs import Chunk, Input, import_parquet
+from shardwise.run.problems import Problem, UserError
+
+_ROWS = 256
+
+
+@dataclass(slots=True)
+class Row:
+    """A row, or why there is none. `line` counts from the beginning of the chunk, from 1."""
+
+    value: Any
+    line: int
+    consumed: int  # bytes of input, for the progress bar
+    bad: BadRow | None = None
+
+
+class RowReader(Reader):
+    """The rows of one chunk. `lines` counts those read so far: chunks before tell where a line stands in its file."""
+
+    def __init__(self, file: Input, chunk: Chunk) -> None:
+        super().__init__(file, chunk, "")
+        self.lines = 0
+
+    def rows(self) -> Iterator[Row]:
+        """All rows. Raises `UserError` where the file itself cannot be read on."""
+        try:
+            yield from self._lines() if self.file.kind == "jsonl" else self._groups()
+        except (EOFError, zlib.error, gzip.BadGzipFile) as e:
+            raise UserError(Problem(f"is not a whole gzip file: {e}", where=self.file.path)) from None
+        except OSError as e:
+            raise UserError(Problem(f"cannot be read: {e.strerror or e}", where=self.file.path)) from None
+
+    def _lines(self) -> Iterator[Row]:
+        with self._open() as source:
+            at = to_line_start(source, self.chunk.start)
+            source.seek(at)
+            while self.file.zipped or at < self.chunk.stop:
+                line = source.readline()
+                if not line:
+                    return
+                place, at = at, at + len(line)
+                self.lines += 1
+                line = line.removeprefix(BOM) if place == 0 else line
+                if line.isspace() or not line:
+                    continue
+                consumed = self._consumed(source, at)
+                try:
+                    yield Row(_parse(line), self.lines, consumed)
+                except BadRow as e:
+                    yield Row(None, self.lines, consumed, e)
+
+    def _groups(self) -> Iterator[Row]:
+        arrow, parquet = import_parquet(self.file.path)
+        try:
+            with parquet.ParquetFile(self.file.path) as source:
+                groups = list(range(self.chunk.start, self.chunk.stop))
+                total = sum(source.metadata.row_group(g).num_rows for g in groups)
+                for batch in source.iter_batches(_ROWS, row_groups=groups, use_threads=False):
+                    for value in batch.to_pylist():
+                        self.lines += 1
+                        yield Row(value, self.lines, self.chunk.bytes // total)
+        except (arrow.ArrowException, UnicodeDecodeError) as e:
+            raise UserError(Problem(f"cannot be read as Parquet: {e}", where=self.file.path)) from None
+
+
+def place(file: Input, line: int) -> str:
+    """Where a row stands, for people."""
+    return f"{file.path}: row {line}" if file.kind == "parquet" else f"{file.path}:{line}"
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        raise BadRow("is not UTF-8 text") from None
+    except json.JSONDecodeError as e:
+        raise BadRow("is not valid JSON", f"{e.msg} at character {e.pos + 1}") from None
+    except (ValueError, RecursionError) as e:
+        raise BadRow("is not valid JSON", str(e)) from None
+    if not isinstance(row, dict):
+        raise BadRow("is not a JSON object with fields", f"but {name_of(row)}")
+    return row

@@ -1,0 +1,178 @@
+"""Rows of data sets as people publish them, to what is learned from them: one dialog, or two to choose between.
+
+Understood are `messages` (OpenAI), `conversations` (ShareGPT), `instruction`, `input` and `output` (Alpaca), `prompt` and
+`completion`, `chosen` and `rejected` with or without a `prompt`, `prompt`, `completion` and `label`, and a `prompt` with whatever a
+reward needs. The fields say which; as in TRL, texts that are not messages are continued as they stand, without a template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, Literal, get_args
+
+from shardwise.data.chat.messages import ASSISTANT, BadRow, common_prefix, parsed, tidy_messages
+
+Form = Literal["chat", "pairs", "labels", "prompts"]
+"""What a row is: a dialog to learn; a better and a worse one; one with a verdict; or a prompt to answer."""
+FORMS: tuple[Form, ...] = get_args(Form)
+KINDS: dict[Form, str] = {"chat": "chat", "pairs": "preference", "labels": "preference", "prompts": "prompts"}
+"""What a data set of such rows is called in its index."""
+
+
+@dataclass(frozen=True)
+class Dialog:
+    """Something to learn. Messages, of which those from `first` on may be learned; or, without messages, a prompt and a completion
+    as plain text."""
+
+    messages: tuple[dict[str, Any], ...] = ()
+    first: int = 0
+    tools: Any = None
+    prompt: str = ""
+    completion: str = ""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A row that was understood: its dialogs, one or a pair, the better first; and whether each is wanted."""
+
+    dialogs: tuple[Dialog, ...]
+    labels: tuple[bool, ...] = (True,)
+
+
+def form_of(row: Mapping[str, Any]) -> Form:
+    """What a row is, by its fields."""
+    there = {name for name, value in row.items() if value is not None}
+    if {"chosen", "rejected"} <= there:
+        return "pairs"
+    if {"completion", "label"} <= there:
+        return "labels"
+    whole = ({"messages"}, {"conversations"}, {"instruction", "output"}, {"prompt", "completion"})
+    if any(fields <= there for fields in whole):
+        return "chat"
+    if "prompt" in there:
+        return "prompts"
+    raise BadRow(
+        "has none of the fields of a conversation (messages; conversations; instruction and output; prompt and completion; chosen "
+        "and rejected; prompt)",
+        f"it has {', '.join(map(str, list(row)[:8]))}" if row else "it has none at all",
+    )
+
+
+def read_row(row: Any, form: Form) -> Example:
+    """What there is to learn from a row of that form."""
+    if not isinstance(row, Mapping):
+        raise BadRow("is not a JSON object with fields")
+    if form == "pairs":
+        return _pair(row)
+    if form == "labels":
+        label = row.get("label")
+        if not isinstance(label, bool) and label not in (0, 1):
+            raise BadRow('"label" is neither true nor false')
+        return Example((_dialog(row),), (bool(label),))
+    if form == "prompts":
+        return Example((_prompt(row),))
+    return Example((_dialog(row),))
+
+
+def _dialog(row: Mapping[str, Any]) -> Dialog:
+    if row.get("messages") is not None:
+        return _spoken(tidy_messages(row["messages"], "messages"), row)
+    if row.get("conversations") is not None:
+        system = [{"role": "system", "content": row["system"]}] if _said(row.get("system")) else []
+        return _spoken(system + tidy_messages(row["conversations"], "conversations"), row)
+    if row.get("instruction") is not None:
+        return _spoken(_alpaca(row), row)
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if prompt is None or completion is None:
+        raise BadRow(f'has no "{"prompt" if prompt is None else "completion"}"')
+    return _joined(prompt, completion, "completion", row)
+
+
+def _joined(prompt: Any, completion: Any, name: str, row: Mapping[str, Any]) -> Dialog:
+    """A prompt and what follows it, each a text or messages."""
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if not completion:
+            raise BadRow(f'"{name}" is empty')
+        return Dialog(prompt=prompt, completion=completion)
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else tidy_messages(prompt, "prompt")
+    said = (
+        [{"role": ASSISTANT, "content": completion}] if isinstance(completion, str) else tidy_messages(completion, name)
+    )
+    return _spoken(asked + said, row, len(asked))
+
+
+def _spoken(messages: list[dict[str, Any]], row: Mapping[str, Any], first: int = 0) -> Dialog:
+    tools = row.get("tools")
+    tools = parsed(tools) if isinstance(tools, str) else tools
+    return Dialog(tuple(messages), first, tools or None)
+
+
+def _said(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _alpaca(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    texts = {name: row.get(name) or "" for name in ("instruction", "input", "output", "system")}
+    wrong = [name for name, text in texts.items() if not isinstance(text, str)]
+    if wrong:
+        raise BadRow(f'"{wrong[0]}" is not a text')
+    if not texts["output"]:
+        raise BadRow('"output" is empty')
+    asked = "\n\n".join(text for text in (texts["instruction"], texts["input"]) if text)
+    turns = [(asked, texts["output"])]
+    for turn in reversed(row.get("history") or []):
+        if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(each, str) for each in turn):
+            raise BadRow('"history" is not a list of questions with their answers')
+        turns.insert(0, (turn[0], turn[1]))
+    found = [{"role": "system", "content": texts["system"]}] if texts["system"] else []
+    for question, answer in turns:
+        found += [{"role": "user", "content": question}, {"role": ASSISTANT, "content": answer}]
+    return found
+
+
+def _pair(row: Mapping[str, Any]) -> Example:
+    prompt = row.get("prompt")
+    both: tuple[Any, Any] = (row.get("chosen"), row.get("rejected"))
+    for name, answer in zip(("chosen", "rejected"), both, strict=True):
+        if not isinstance(answer, str | list) or not answer:
+            raise BadRow(f'"{name}" is neither a text nor messages')
+    if both[0] == both[1]:
+        raise BadRow('"chosen" and "rejected" are the same')
+    labels = (True, False)
+    if all(isinstance(answer, str) for answer in both):
+        if prompt is None:
+            prompt = _shared_text(both[0], both[1])
+            both = (both[0][len(prompt) :], both[1][len(prompt) :])
+        dialogs = (
+            _joined(prompt, answer, name, row) for name, answer in zip(("chosen", "rejected"), both, strict=True)
+        )
+        return Example(tuple(dialogs), labels)
+    better, worse = (
+        [{"role": ASSISTANT, "content": answer}] if isinstance(answer, str) else tidy_messages(answer, name)
+        for name, answer in zip(("chosen", "rejected"), both, strict=True)
+    )
+    # Messages that do not begin with the assistant are the whole conversation, and the prompt is said twice.
+    if prompt is not None and better[0]["role"] == worse[0]["role"] == ASSISTANT:
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else tidy_messages(prompt, "prompt")
+        better, worse = asked + better, asked + worse
+    first = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(better, worse, strict=False)))
+    if first == min(len(better), len(worse)):
+        raise BadRow("of the two dialogs one is the beginning of the other")
+    return Example((_spoken(better, row, first), _spoken(worse, row, first)), labels)
+
+
+def _shared_text(one: str, other: str) -> str:
+    """What two texts begin with alike, without a piece of a word."""
+    shared = common_prefix(one, other)
+    return shared[: max(shared.rfind(" "), shared.rfind("\n") + 1, 0)]
+
+
+def _prompt(row: Mapping[str, Any]) -> Dialog:
+    prompt = row.get("prompt", row.get("messages"))
+    if isinstance(prompt, str) and prompt:
+        return Dialog(prompt=prompt)
+    if prompt is None or prompt == "":
+        raise BadRow('has no "prompt"')
+    return _spoken(tidy_messages(prompt, "prompt"), row)

@@ -1,0 +1,123 @@
+"""Documents into rows: best fit, longest first, so that none is cut that fits and little of a row is left over.
+
+Best-fit-decreasing puts each document where it leaves least room (Ding et al. 2024 pack pretraining data so). Lengths are small
+numbers, so documents of one length and rows with the same room are moved together: a million documents take a second or two, and
+what is kept is a number for each. The last token of a document is only ever a target, so n tokens take n - 1 places.
+
+What is longer than a row loses its end. Of a pair that does not fit, the longer answer is cut first, and each keeps half a row at
+least. Documents that then have nothing left to learn are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.data.shards import TokenSet
+
+Ints = NDArray[np.int64]
+
+
+def best_fit(sizes: Ints, length: int) -> tuple[Ints, Ints]:
+    """Items of sizes 1 to `length` into rows of that length: the items in the order of their rows, and where each row ends in that
+    order. Rows come in the order of their first item."""
+    rows = np.empty(len(sizes), dtype=np.int64)
+    order = np.argsort(-sizes, kind="stable")
+    with_room: list[list[Ints]] = [[] for _ in range(length + 1)]  # rows by the places that are left in them
+    open_rooms = np.zeros(length + 1, dtype=bool)
+    made = 0
+    groups, starts = np.unique(-sizes[order], return_index=True)
+    for size, start, stop in zip((-groups).tolist(), starts.tolist(), [*starts.tolist(), len(order)][1:], strict=True):
+        at = start
+        while at < stop:
+            ahead = open_rooms[size:]
+            room = size + int(ahead.argmax())
+            if open_rooms[room]:
+                free = np.concatenate(with_room[room])
+                with_room[room], open_rooms[room] = [], False
+            else:
+                room = length
+                count = -(-(stop - at) // (length // size))
+                free, made = np.arange(made, made + count), made + count
+            each = room // size  # a row takes as many as fit before the next is looked at
+            used = free[: -(-(stop - at) // each)]
+            if len(used) < len(free):
+                with_room[room].append(free[len(used) :])
+                open_rooms[room] = True
+            own = order[at : at + each * len(used)][: stop - at]
+            rows[own] = np.repeat(used, each)[: len(own)]
+            at += len(own)
+            full = len(own) // each
+            for some, left in (
+                (used[:full], room - each * size),
+                (used[full:], room - (len(own) - full * each) * size),
+            ):
+                if len(some) and left:
+                    with_room[left].append(some)
+                    open_rooms[left] = True
+    # Rows by the first item in them, so that their order says nothing of lengths.
+    first = np.full(made, len(sizes), dtype=np.int64)
+    np.minimum.at(first, rows, np.arange(len(sizes)))
+    rank = np.empty(made, dtype=np.int64)
+    rank[np.argsort(first, kind="stable")] = np.arange(made)
+    items = np.argsort(rank[rows], kind="stable")
+    return items, np.cumsum(np.bincount(rank[rows], minlength=made))
+
+
+@dataclass(frozen=True)
+class Packs:
+    """Rows of some documents of a set. Row n holds `documents[ends[n - 1] : ends[n]]`, of each its first `kept` tokens."""
+
+    tokens: TokenSet
+    documents: Ints
+    kept: Ints
+    """As many as `documents`."""
+    ends: Ints
+    cut: int
+    """Documents that lost their end."""
+    left_out: int
+    """Documents that have nothing to learn in a row."""
+
+    @property
+    def count(self) -> int:
+        return len(self.ends)
+
+
+def pack(tokens: TokenSet, length: int, first: int = 0, stop: int | None = None) -> Packs:
+    """The documents `first` to `stop` of a set in rows of `length`, those of a pair in one row."""
+    stop = tokens.documents if stop is None else stop
+    ends = tokens.ends[first:stop].astype(np.int64)
+    begins = np.concatenate([[int(tokens.ends[first - 1]) if first else 0], ends[:-1]]) if len(ends) else ends
+    sizes = ends - begins - 1
+    group = 2 if tokens.index.paired else 1
+    kept = _fitting(sizes.reshape(-1, group), length)
+    if tokens.index.marked:
+        prompts = tokens.prompt_lengths[first:stop].astype(np.int64).reshape(-1, group)
+        usable = (kept + 1 > prompts).all(axis=1)
+    else:
+        usable = np.ones(len(kept), dtype=bool)
+    usable &= (kept > 0).all(axis=1)
+    which = np.flatnonzero(usable)
+    order, row_ends = best_fit(kept[which].sum(axis=1), length)
+    chosen = which[order]
+    documents = (first + chosen[:, None] * group + np.arange(group)).ravel()
+    return Packs(
+        tokens,
+        documents,
+        kept[chosen].ravel() + 1,
+        row_ends * group,
+        cut=int((kept[which] < sizes.reshape(-1, group)[which]).sum()),
+        left_out=int((~usable).sum()) * group,
+    )
+
+
+def _fitting(sizes: Ints, length: int) -> Ints:
+    """Places that documents keep of theirs, in groups of one or two [groups, documents] that share a row."""
+    if sizes.shape[1] == 1:
+        return np.minimum(sizes, length)
+    half = length // 2
+    others = sizes[:, ::-1]
+    room = np.maximum(length - others, np.where(sizes >= others, length - half, half))
+    return np.minimum(sizes, room)

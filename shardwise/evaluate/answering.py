@@ -1,0 +1,204 @@
+"""Who answers an evaluation: an engine in this process, or a server of OpenAI's API. Both say how likely tokens are after others,
+and continue texts; what tokens a text has is decided here, so that both see the same ones."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from shardwise.data.tokenizer import Tokenizer, load_tokenizer
+from shardwise.run import Run, UserError
+from shardwise.serve.engine import Engine
+from shardwise.serve.generate import continue_prompts
+from shardwise.serve.request import Request, Sampling
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """Of a continuation: its log-probability, and whether every token of it is the likeliest one."""
+
+    logprob: float
+    greedy: bool
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A text to be continued."""
+
+    prompt: Sequence[int]
+    max_tokens: int
+    stop: Sequence[str] = ()
+    temperature: float = 0.0
+
+
+class Answerer(ABC):
+    """A model that can be asked. `longest` counts tokens of context and continuation together."""
+
+    tokenizer: Tokenizer
+    longest: int
+
+    @property
+    def first(self) -> int:
+        """What stands before a text that begins with nothing."""
+        return self.tokenizer.special_tokens.get("bos", ("", self.tokenizer.end))[1]
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a context."""
+        return self.tokenizer.prefix + self.tokenizer.encode(text)
+
+    def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """A context and what follows it as tokens of the joined text, as lm-eval cuts them: white space between the two belongs
+        to what follows."""
+        spaces = len(context) - len(context.rstrip())
+        if spaces:
+            context, continuation = context[:-spaces], context[-spaces:] + continuation
+        if not context:
+            return [self.first], self.tokenizer.encode(continuation)
+        before = self.encode(context)
+        return before, self.encode(context + continuation)[len(before) :]
+
+    def cut(self, context: Sequence[int], continuation: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Without what goes beyond the model's context, from the left."""
+        both = [*context, *continuation][-self.longest :]
+        kept = min(len(continuation), len(both) - 1)
+        return both[: len(both) - kept], both[len(both) - kept :]
+
+    @abstractmethod
+    def likelihoods(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Likelihood]:
+        """How likely each continuation is after its context."""
+
+    @abstractmethod
+    def generate(self, wanted: Sequence[Wanted]) -> list[str]:
+        """Texts continued up to their stops, which are left out."""
+
+
+class EngineAnswerer(Answerer):
+    """An engine in this process."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        self.engine, self.tokenizer = engine, tokenizer
+        self.longest = engine.max_tokens - 1  # the engine always continues by a token
+
+    def likelihoods(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Likelihood]:
+        found = [Likelihood(0.0, True)] * len(pairs)
+        counts = {}
+        sampling = Sampling(0.0, prompt_logprobs=1)
+        for number, pair in enumerate(pairs):
+            context, continuation = self.cut(*pair)
+            if continuation:
+                counts[number] = len(continuation)
+                self.engine.add(Request(str(number), (*context, *continuation), 1, sampling))
+        while not self.engine.idle:
+            for output in self.engine.step():
+                if output.finish == "abort":
+                    raise UserError("the model's scores are not finite numbers; are its weights?")
+                if not output.prompt_logprobs:
+                    continue
+                number = int(output.request)
+                own = [each for each in output.prompt_logprobs[-counts[number] :] if each is not None]
+                greedy = all(each.top[0][0] == each.token for each in own)
+                found[number] = Likelihood(sum(each.logprob for each in own), greedy)
+        return found
+
+    def generate(self, wanted: Sequence[Wanted]) -> list[str]:
+        texts = [""] * len(wanted)
+        alike: dict[tuple[Any, ...], list[int]] = {}
+        for number, each in enumerate(wanted):
+            alike.setdefault((each.max_tokens, tuple(each.stop), each.temperature), []).append(number)
+        for (max_tokens, stop, temperature), numbers in alike.items():
+            kept = max(1, self.longest + 1 - max_tokens)
+            prompts = [list(wanted[n].prompt)[-kept:] or [self.first] for n in numbers]
+            most = min(max_tokens, self.longest)
+            sampling = Sampling(temperature, seed=0)
+            made = continue_prompts(self.engine, prompts, most, sampling, self.tokenizer, stop)
+            for number, continued in zip(numbers, made, strict=True):
+                texts[number] = continued.text
+        return texts
+
+
+class HttpAnswerer(Answerer):
+    """A server of OpenAI's completions, such as `shardwise serve`, which takes tokens as a prompt and echoes its logprobs."""
+
+    def __init__(
+        self, url: str, tokenizer: Tokenizer, longest: int, model: str = "", key: str = "", at_once: int = 16
+    ) -> None:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError(f"{url} is not the address of a server, such as http://localhost:8000")
+        self.tokenizer, self.longest = tokenizer, longest - 1
+        self._parts, self._key, self._at_once = parts, key, at_once
+        self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/"
+        self._model = model or self._ask("GET", "models")["data"][0]["id"]
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(self._parts.hostname or "", self._parts.port, timeout=600)
+        headers = {"Content-Type": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        try:
+            connection.request(method, self._path + path, json.dumps(body) if body else None, headers)
+            response = connection.getresponse()
+            text = response.read()
+        except OSError as e:
+            raise UserError(f"{self._parts.geturl()} does not answer: {e}") from None
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise UserError(f"{self._parts.geturl()} answers {response.status}: {text[:300].decode(errors='replace')}")
+        return json.loads(text)
+
+    def _complete(self, body: dict[str, Any]) -> Any:
+        return self._ask("POST", "completions", {"model": self._model, **body})["choices"][0]
+
+    def likelihoods(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Likelihood]:
+        def ask(pair: tuple[Sequence[int], Sequence[int]]) -> Likelihood:
+            context, continuation = self.cut(*pair)
+            if not continuation:
+                return Likelihood(0.0, True)
+            body = {"prompt": [*context, *continuation], "max_tokens": 0, "echo": True, "logprobs": 1}
+            found = self._complete({**body, "temperature": 0.0})["logprobs"]
+            own = found["token_logprobs"][-len(continuation) :]
+            tops = found["top_logprobs"][-len(continuation) :]
+            greedy = all(each >= max(top.values()) for each, top in zip(own, tops, strict=True))
+            return Likelihood(math.fsum(own), greedy)
+
+        with ThreadPoolExecutor(self._at_once) as pool:
+            return list(pool.map(ask, pairs))
+
+    def generate(self, wanted: Sequence[Wanted]) -> list[str]:
+        def ask(each: Wanted) -> str:
+            kept = max(1, self.longest + 1 - each.max_tokens)
+            body = {
+                "prompt": list(each.prompt)[-kept:] or [self.first],
+                "max_tokens": min(each.max_tokens, self.longest),
+            }
+            # A server takes four stops at most; text is cut here in any case.
+            body |= {"temperature": each.temperature, "stop": list(each.stop)[:4], "seed": 0}
+            return _up_to(self._complete(body)["text"], each.stop)
+
+        with ThreadPoolExecutor(self._at_once) as pool:
+            return list(pool.map(ask, wanted))
+
+
+def _up_to(text: str, stops: Sequence[str]) -> str:
+    places = [at for stop in stops if (at := text.find(stop)) >= 0]
+    return text[: min(places)] if places else text
+
+
+def engine_answerer(folder: Path, run: Run, longest: int = 0) -> EngineAnswerer:
+    """An engine for a checkpoint's folder; sequences have as many tokens as the model has positions, or as `longest` says."""
+    from shardwise.serve.engine import make_engine
+
+    tokenizer = load_tokenizer(folder)
+    longest = longest or run.model.max_positions
+    run = replace(run, model=replace(run.model, max_positions=max(longest, run.model.max_positions)))
+    return EngineAnswerer(make_engine(folder, run, longest), tokenizer)

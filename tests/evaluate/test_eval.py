@@ -1,0 +1,155 @@
+"""`shardwise eval` against a forward pass of each document by itself, without packing, cache or engine."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from running import model_of, running
+
+from shardwise.checkpoint.folder import checkpoint_folder
+from shardwise.checkpoint.weights import load_model
+from shardwise.cli.main import main
+from shardwise.data.shards import TokenSet
+from shardwise.data.tokenizer import ByteTokenizer
+from shardwise.evaluate.answering import EngineAnswerer, HttpAnswerer, Wanted, engine_answerer
+from shardwise.evaluate.tasks import Question, read_questions, score
+from shardwise.model import Transformer
+from shardwise.run import UserError, read_run
+
+LENGTH = 48
+
+
+@pytest.fixture(scope="module")
+def model(trained: Path) -> Transformer:
+    return load_model(trained, torch.float64)[0]
+
+
+@pytest.fixture(scope="module")
+def answerer(trained: Path) -> EngineAnswerer:
+    return engine_answerer(checkpoint_folder(trained), read_run(checkpoint_folder(trained) / "run.toml"), 64)
+
+
+@torch.no_grad()
+def logprobs(model: Transformer, tokens: list[int]) -> torch.Tensor:
+    """Of each token but the first."""
+    rows = model(torch.tensor([tokens[:-1]])).result[0].log_softmax(-1)
+    return rows[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])]
+
+
+def test_loss_of_conversations(
+    trained: Path, chat_set: Path, model: Transformer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = TokenSet.open(chat_set)
+    total, count, start = 0.0, 0, 0
+    for end in tokens.ends.tolist():
+        own, mask = tokens.read(start, end)[: LENGTH + 1], tokens.read_mask(start, end)[: LENGTH + 1]
+        learned = torch.from_numpy(mask[1:].astype(bool))
+        total -= float(logprobs(model, own.tolist())[learned].sum())
+        count += int(learned.sum())
+        start = end
+    assert main(["eval", str(trained), "--set", str(chat_set), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tokens"] == count
+    assert found["loss"] == pytest.approx(total / count, rel=1e-9)
+    assert found["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-9)
+    assert found["loss"] < 3.0 < math.log(257)  # something was learned
+
+
+def test_loss_of_a_text(trained: Path, model: Transformer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("1 + 1 = 2, 2 + 1 = 3; " * 20)
+    assert main(["data", "build", str(tmp_path / "a.txt"), "--out", str(tmp_path / "set")]) == 0
+    tokens = TokenSet.open(tmp_path / "set")
+    windows = [tokens.read(at, at + LENGTH + 1).tolist() for at in range(0, tokens.tokens - LENGTH - 1, LENGTH)]
+    expected = -sum(float(logprobs(model, window).sum()) for window in windows) / (len(windows) * LENGTH)
+    capsys.readouterr()
+    assert main(["eval", str(trained), "--set", str(tmp_path / "set")]) == 0
+    text = capsys.readouterr().out
+    assert f"loss        {expected:.4f}" in text
+    assert f"tokens      {len(windows) * LENGTH:,}" in text
+
+
+def test_mistakes(trained: Path, chat_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(trained)]) == 2
+    assert "--set DIR, --tasks FILE" in capsys.readouterr().err
+    questions = tmp_path / "q.jsonl"
+    questions.write_text('{"question": "a"}\n{"question": "b", "choices": ["x"], "answer": 0}\n{"x": 1}\n\n')
+    with pytest.raises(UserError) as found:
+        read_questions(questions)
+    assert [str(p.where).rpartition(":")[2] for p in found.value.problems] == ["1", "2", "3"]
+
+
+PAIRS = [("12 + 1 =", " 13"), ("12 + 1 = ", "13"), ("", "12 +"), ("x" * 200, " 1"), ("a", "b" * 100)]
+
+
+def test_likelihoods(model: Transformer, answerer: EngineAnswerer) -> None:
+    pairs = [answerer.encode_pair(*pair) for pair in PAIRS]
+    assert pairs[0] == pairs[1]
+    assert pairs[2][0] == [256]
+    found = answerer.likelihoods(pairs)
+    for pair, each in zip(pairs, found, strict=True):
+        context, continuation = answerer.cut(*pair)
+        assert len(context) + len(continuation) <= answerer.longest
+        own = logprobs(model, context + continuation)[len(context) - 1 :]
+        assert each.logprob == pytest.approx(float(own.sum()), rel=1e-9)
+        best = model(torch.tensor([context + continuation])).result[0].argmax(-1)[len(context) - 1 : -1]
+        assert each.greedy == (best.tolist() == continuation)
+    assert answerer.likelihoods([]) == []
+
+
+def test_over_http_as_in_this_process(trained: Path, answerer: EngineAnswerer) -> None:
+    run = read_run(checkpoint_folder(trained) / "run.toml")
+    served = engine_answerer(checkpoint_folder(trained), run, 64).engine
+    with running(served, model_of()) as server:
+        other = HttpAnswerer(server.url, ByteTokenizer(), 64)
+        pairs = [answerer.encode_pair(*pair) for pair in PAIRS]
+        for one, two in zip(answerer.likelihoods(pairs), other.likelihoods(pairs), strict=True):
+            assert one.greedy == two.greedy
+            assert one.logprob == pytest.approx(two.logprob, rel=1e-9)
+        wanted = [Wanted(answerer.encode(f"{n} + 1 ="), 8, ("\n", "3")) for n in range(6)]
+        assert answerer.generate(wanted) == other.generate(wanted)
+    with pytest.raises(UserError, match="does not answer"):
+        HttpAnswerer("http://127.0.0.1:1", ByteTokenizer(), 64)
+
+
+def test_tasks(
+    trained: Path, model: Transformer, answerer: EngineAnswerer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = answerer.generate([Wanted(answerer.encode("7 + 1 ="), 4, ("\n",))])[0].strip()
+    rows = [
+        {"question": "7 + 1 =", "answer": ["no", said]},
+        {"prompt": "7 + 1 =", "answer": "surely not"},
+        {"question": "7 + 1 =", "choices": ["8", "twelve hundred"], "answer": 0},
+        {"question": "7 + 1 =", "choices": ["8", "q"], "answer": "q"},
+    ]
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    likely, unlikely = (
+        [float(logprobs(model, [*b"7 + 1 = ", *choice.encode()])[7 - 1 :].sum()) for choice in rows[n]["choices"]]
+        for n in (2, 3)
+    )
+    found = score(answerer, read_questions(path), 4)
+    assert found.exact_match == 0.5
+    assert found.answers[2]["logprobs"] == pytest.approx(likely, rel=1e-9)
+    assert found.acc == ((likely[0] > likely[1]) + (unlikely[1] > unlikely[0])) / 2
+    means = likely[0] > likely[1] / len("twelve hundred"), unlikely[1] > unlikely[0]
+    assert found.acc_norm == sum(means) / 2
+    out = tmp_path / "said.jsonl"
+    assert main(["eval", str(trained), "--tasks", str(path), "--max-tokens", "4", "--json", "--answers", str(out)]) == 0
+    (printed,) = json.loads(capsys.readouterr().out)["tasks"]
+    assert printed == {"tasks": str(path), **found.as_dict()}
+    assert [json.loads(line)["answer"] for line in out.read_text().splitlines()] == [a["answer"] for a in found.answers]
+
+
+def test_questions_through_a_template(answerer: EngineAnswerer) -> None:
+    from shardwise.data.chat.template import ChatTemplate
+
+    template = ChatTemplate("{{ messages[0].content }} =")
+    plain = score(answerer, [Question("7 + 1 =", choices=(" 8", " 9"), right=0)])
+    asked = score(answerer, [Question("7 + 1", choices=(" 8", " 9"), right=0)], template=template)
+    assert asked.answers[0]["logprobs"] != plain.answers[0]["logprobs"]
+    spaced = score(answerer, [Question("7 + 1 =", choices=("8", "9"), right=0)])
+    assert asked.answers[0]["logprobs"] == pytest.approx(spaced.answers[0]["logprobs"], rel=1e-9)
