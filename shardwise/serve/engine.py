@@ -39,6 +39,7 @@ class Answer:
     sequence: Sequence
     told: bool = False
     """Whether anything was output yet."""
+    unwanted: bool = False
     prompt_logprobs: list[Logprob | None] = field(default_factory=list)
 
 
@@ -118,8 +119,12 @@ class Engine:
         self._end(self.answers.get(request_id, ()), "abort")
 
     def finish(self, request_id: str, index: int) -> None:
-        """End an answer whose reader has seen enough, if it has not ended by itself."""
-        self._end([a for a in self.answers.get(request_id, ()) if a.index == index], None)
+        """End an answer whose reader has seen enough, if it has not ended by itself. The first of several lives on until the others
+        have begun with its prompt."""
+        for answer in [a for a in self.answers.get(request_id, ()) if a.index == index]:
+            answer.unwanted = True
+            if answer.sequence not in self.unforked:
+                self._end([answer], None)
 
     def warm(self) -> None:
         """Do now what the first requests would otherwise wait for: compile and record the steps of a GPU."""
@@ -212,6 +217,8 @@ class Engine:
                 other = Answer(request, index, child)
                 self.answers[request.id].append(other)
                 self.by_sequence[child] = other
+            if answer.unwanted:
+                self._end([answer], None)
 
     def _read(self, under_way: UnderWay) -> None:
         """Take in what a step picked."""

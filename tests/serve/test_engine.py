@@ -137,3 +137,13 @@ def test_scores_that_are_no_numbers_end_their_answer_only() -> None:
         embed.weight[7] = row
     assert found["bad", 0][-1].finish == "abort"
     assert tokens_of(found["good", 0]) == expected("llama", (5, 9, 3), TOKENS)[0][:4]
+
+
+def test_the_first_answer_may_be_ended_before_the_others_begin() -> None:
+    engine = engine_of("llama", ServeConfig(page_tokens=4, max_sequences=4, max_step_tokens=8), 40)
+    engine.add(Request("one", (3, 1, 4, 1, 5), 5, Sampling(0.0), n=2))
+    engine.finish("one", 0)
+    found = answers(engine, [])
+    assert list(found) == [("one", 1)]
+    assert tokens_of(found["one", 1]) == expected("llama", (3, 1, 4, 1, 5), 5)[0]
+    assert engine.stats().pages_used == 0
