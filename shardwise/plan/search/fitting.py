@@ -156,12 +156,12 @@ class Fitting:
             self._known[candidate] = found
         return self._known[candidate]
 
-    def front(self) -> list[Found]:
-        """Those that fit and that none beats in time and memory: from the fastest on whatever is leaner by a step than all before.
-        What takes `SLOWER` times the fastest is left out. Of a large space this is what screening takes for the front."""
+    def front(self, least: float = math.inf) -> list[Found]:
+        """Those that fit and that none beats in time and memory: from the fastest on whatever is leaner by a step than all before,
+        and than `least`, the peak of something that is faster than all of them. What takes `SLOWER` times the fastest is left out.
+        Of a large space this is what screening takes for the front."""
         self._play(self.lean)
         found: list[Found] = []
-        least = math.inf
         timed = sorted(((about(seconds), one) for one, seconds in self.played.items()), key=lambda one: one[0])
         for seconds, same in groupby(timed, key=lambda one: one[0]):
             if found and seconds > SLOWER * found[0].seconds:

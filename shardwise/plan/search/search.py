@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import heapq
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -47,8 +48,11 @@ class SearchResult:
         """Layouts that none beats in step time, memory and devices at once; planned when asked for. What is in the ranking too has
         the same plan."""
         ranked = {plan.run: plan for plan in self.ranking}
-        every = [ranked.get(one.run) or one.plan() for space in self.spaces for one in space.front()]
-        every += [plan for run, plan in ranked.items() if run.layout.recompute == "budget"]
+        every = [plan for run, plan in ranked.items() if run.layout.recompute == "budget"]  # faster than all others
+        kept = {plan.run.layout.world: plan.account.memory.peak for plan in every}
+        for space in self.spaces:
+            front = space.front(kept.get(space.space.devices, math.inf))
+            every += [ranked.get(one.run) or one.plan() for one in front]
         return _front(every)
 
     @property
