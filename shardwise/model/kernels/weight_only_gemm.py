@@ -30,7 +30,7 @@ class Shape:
 
 
 SHAPES = {"int4": Shape(1, 4), "int8": Shape(2, 2), "fp8": Shape(2, 2)}
-"""Chosen on an H200 with `benchmarks/gpu/weight_only.py`."""
+"""From what `benchmarks/gpu/weight_only.py` measured on an H200, before the kernel of one row was written anew."""
 MOST_ROWS = 1
 """Rows of input for which arithmetic is still hidden behind reading the matrix."""
 

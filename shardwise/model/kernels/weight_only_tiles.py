@@ -43,7 +43,7 @@ TILES = {
     ("fp8", 64): Tile(64, 256, 4, 4, 264),
     ("fp8", 128): Tile(128, 128, 8, 4, 132),
 }
-"""By format and rows of input; chosen on an H200 with `benchmarks/gpu/weight_only.py`."""
+"""By format and rows of input; from what `benchmarks/gpu/weight_only.py` measured on an H200, in part."""
 LEAST_GROUP = 128
 """A word of four bits holds a column of each eighth of a group, and tensor cores take sixteen columns at a time."""
 
