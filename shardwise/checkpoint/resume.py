@@ -155,6 +155,7 @@ def _load(state: State, reader: Reader) -> None:
                 values[key] = reader.get(name)
         if values:
             state.optimizer.set_state(n, values)
+    state.kept = {name.removeprefix("kept/"): reader.get(name) for name in reader.names if name.startswith("kept/")}
     for device, _ in random_states(state):
         name = f"random/{state.mesh.rank}/{device}"
         if name in reader:

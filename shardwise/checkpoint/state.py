@@ -1,8 +1,9 @@
 """What a checkpoint holds of this rank: shards of whole tensors by name, so that any other layout can find its own shards in them.
 
 `model/NAME` are parameters and buffers, `optimizer/NAME/KEY` the optimizer's state of each parameter, `random/RANK/DEVICE` the
-random generators. What several ranks hold is written by one of them, or by all in equal shares where it is large. Training
-waits until the shards are copied aside, and for nothing else; the copy is made in memory allocated once.
+random generators, `kept/NAME` what else a run could not make again. What several ranks hold is written by one of them, or by all in
+equal shares where it is large. Training waits until the shards are copied aside, and for nothing else; the copy is made in memory
+allocated once.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class State(Protocol):
     step: int
     tokens: int
     parallel: Parallel
+    kept: dict[str, Tensor]
+    """Tensors of a run besides, the same on every rank."""
 
     @property
     def optimizer(self) -> OptimizerState: ...
@@ -89,6 +92,9 @@ def _shards(state: State, smallest: int) -> Iterator[LocalShard]:
     for index, (name, buffer) in enumerate(buffers(state)):
         if index % replicas == replica:
             yield _whole(f"model/{name}", buffer)
+    if mesh.rank == 0:
+        for name, values in sorted(state.kept.items()):
+            yield _whole(f"kept/{name}", values)
     for device, generator in random_states(state):
         yield _whole(f"random/{mesh.rank}/{device}", generator)
 

@@ -41,7 +41,7 @@ from shardwise.plan.cost.flops import CONVENTION, training_flops
 from shardwise.plan.plan import plan
 from shardwise.plan.trainer.work import CONVENTION as HARDWARE
 from shardwise.run import Problem, Run, UserError, counted, to_dict, to_toml
-from shardwise.train.loop import batches
+from shardwise.train.source import batches
 from shardwise.train.speed import peak_flops
 from shardwise.train.step import TrainState
 

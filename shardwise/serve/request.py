@@ -30,6 +30,8 @@ class Sampling:
     """How many of the likeliest tokens to give beside the one picked, with logarithms of their probabilities; None: no logprobs."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt."""
+    drawn_logprobs: bool = False
+    """Give logprobs of the scores divided by the temperature, which tokens are drawn by; else those of the model itself."""
 
 
 class Grammar(Protocol):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.model.invariant import by_row, log_softmax
+from shardwise.model.layers import at_least_float32
 from shardwise.model.normal import GAMMA, mix64
 from shardwise.serve.request import Logprob, Sampling
 
@@ -181,6 +182,9 @@ class Sampler:
         picked = Picked(tokens)
         most = max((each.logprobs for each in asked if each.logprobs is not None), default=None)
         if most is not None:
+            if any(each.drawn_logprobs and each.temperature not in (0.0, 1.0) for each in asked):
+                divided = [each.temperature if each.drawn_logprobs and each.temperature else 1.0 for each in asked]
+                raw = at_least_float32(raw) / torch.tensor(divided, device=self.device)[:, None]
             picked.logprobs, picked.top = logprobs_of(raw, tokens, most, self.invariant)
         return picked
 

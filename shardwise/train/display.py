@@ -40,11 +40,15 @@ class Progress:
     mfu: float
     memory: int
     seconds_left: float
+    reward: float | None = None
+    """What the answers of the step were worth, where it learns from answers."""
 
     def parts(self) -> dict[str, str]:
         """Label to text, in the order they are shown."""
+        worth = {} if self.reward is None else {"reward": f"{self.reward:.3f}"}
         return {
             "step": f"{self.step:>{len(str(self.steps))}}/{self.steps}",
+            **worth,
             "loss": f"{self.loss:.4f}",
             "grad norm": f"{self.grad_norm:.3f}",
             "lr": f"{self.learning_rate:.2e}",
@@ -91,7 +95,7 @@ class PlainDisplay:
 
 
 class LiveDisplay(PlainDisplay):
-    """A panel that is redrawn in place: progress, numbers, and the loss curve."""
+    """A panel that is redrawn in place: progress, numbers, and the curve of the loss or of the reward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +123,7 @@ class LiveDisplay(PlainDisplay):
         from rich.table import Table
         from rich.text import Text
 
-        self.losses.append(progress.loss)
+        self.losses.append(progress.loss if progress.reward is None else progress.reward)
         parts = progress.parts()
         grid = Table.grid(expand=True, padding=(0, 2))
         for _ in parts:

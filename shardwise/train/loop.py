@@ -9,20 +9,17 @@ from __future__ import annotations
 import gc
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 
 from shardwise.checkpoint.format import RUN_FILE
 from shardwise.checkpoint.job import check_folder, hold_folder
 from shardwise.checkpoint.resume import check_weights, load_weights, resume
 from shardwise.checkpoint.saver import Saver
-from shardwise.data.batches import Batch, Samples
-from shardwise.data.open import Data, open_data
 from shardwise.files import write_atomically
 from shardwise.model.device import choose_device
 from shardwise.parallel.mesh import Mesh
@@ -35,23 +32,27 @@ from shardwise.train.faults.guard import History
 from shardwise.train.faults.monitor import FaultMonitor, RollBack
 from shardwise.train.faults.stop import Preempted
 from shardwise.train.metrics import Metrics
+from shardwise.train.source import Source, TokenSource
 from shardwise.train.speed import peak_flops, peak_memory
 from shardwise.train.step import StepResult, TrainState
 
+OpenSource = Callable[[Run], Source]
+"""Opens what the batches of a run come from."""
 
-def check(run: Run, out: Path) -> None:
+
+def check(run: Run, out: Path, open_source: OpenSource = TokenSource) -> None:
     """Raise what is wrong with a run's data or with its folder before any rank starts. A machine that comes later than others
     finds the folder in use, by the run that it joins."""
-    open_data(run)
+    open_source(run)
     check_weights(run, out)
     if run.cluster.nodes == 1:
         check_folder(run, out)
 
 
-def train(run: Run, out: Path, has_agent: bool = False) -> None:
+def train(run: Run, out: Path, has_agent: bool = False, open_source: OpenSource = TokenSource) -> None:
     """Train the run into the folder `out`, resuming from its newest checkpoint if there is one. Every rank calls this; `has_agent`
     when the process that started it records failures. Raises `Preempted` when told to stop, after saving."""
-    data = open_data(run)
+    source = open_source(run)
     mesh = Mesh(run.layout, choose_device(run.train.device).type)
     with (
         make_display(quiet=mesh.rank > 0) as display,
@@ -61,7 +62,7 @@ def train(run: Run, out: Path, has_agent: bool = False) -> None:
         excluded: list[int] = []
         while True:
             try:
-                _attempt(run, out, data, mesh, monitor, display, excluded)
+                _attempt(run, out, source, mesh, monitor, display, excluded)
                 return
             except RollBack as bad:
                 monitor.detach()
@@ -71,17 +72,17 @@ def train(run: Run, out: Path, has_agent: bool = False) -> None:
 
 
 def _attempt(
-    run: Run, out: Path, data: Data, mesh: Mesh, monitor: FaultMonitor, display: PlainDisplay, excluded: list[int]
+    run: Run, out: Path, source: Source, mesh: Mesh, monitor: FaultMonitor, display: PlainDisplay, excluded: list[int]
 ) -> None:
     """From the newest checkpoint to the last step, leaving out the batches that earlier attempts found bad."""
     train_state = TrainState(run, mesh)
-    resumed = resume(train_state, out, data.fingerprint, display.log, monitor.note_bytes)
+    resumed = resume(train_state, out, source.fingerprint, display.log, monitor.note_bytes)
     if resumed is None:
-        load_weights(train_state, data.tokenizer, display.log, monitor.note_bytes)
+        load_weights(train_state, source.tokenizer, display.log, monitor.note_bytes)
     else:
         train_state.history = History(**resumed.more)
     train_state.history.excluded = sorted({*train_state.history.excluded, *excluded})
-    _introduce(train_state, data, display, resumed is not None)
+    _introduce(train_state, source, display, resumed is not None)
     if train_state.step >= run.train.steps:
         display.log(f"{out} is trained to step {train_state.step} already; raise train.steps to go on")
         return
@@ -91,13 +92,14 @@ def _attempt(
         metrics = Metrics(out, run, display.log, resumed_step=train_state.step)
         dropped = dict(steps=metrics.dropped_steps, seconds=metrics.dropped_seconds)
         monitor.event("repeat", heard=metrics.last_written, **dropped)
-    saver = Saver(out, mesh, data.tokenizer, data.fingerprint, display.log, monitor.note_bytes)
+    saver = Saver(out, mesh, source.tokenizer, source.fingerprint, display.log, monitor.note_bytes)
+    source.attach(train_state, display.log, monitor.note_bytes)
     monitor.attach(train_state)
     tune_gemms.attach(train_state, display.log)
     cuda_graph.attach(train_state, display.log)
     began, step_before, tokens_before = time.perf_counter(), train_state.step, train_state.tokens
     try:
-        _steps(train_state, data, metrics, saver, display, monitor)
+        _steps(train_state, source, metrics, saver, display, monitor)
         _finish(train_state, metrics, saver, display, monitor)
     except RollBack:
         saver.finish()
@@ -128,7 +130,7 @@ def _write_run(run: Run, out: Path, begun: bool, log: Callable[[str], None]) -> 
 
 def _steps(
     train_state: TrainState,
-    data: Data,
+    source: Source,
     metrics: Metrics | None,
     saver: Saver,
     display: PlainDisplay,
@@ -137,8 +139,8 @@ def _steps(
     """All steps to the last, or to the one after which a rank was told to stop."""
     train = train_state.run.train
     step_log = _StepLog(train_state, metrics, display, monitor)
-    for batch in batches(data.train, train_state, train.steps):
-        step_log.add(monitor.step(batch))
+    for batch in source.batches(train.steps):
+        step_log.add(monitor.step(batch), source.figures())
         step, last = train_state.step, train_state.step == train.steps
         evaluates = bool(train.eval_every) and (last or step % train.eval_every == 0)
         saves_now = last or (bool(train.checkpoint_every) and step % train.checkpoint_every == 0)
@@ -151,13 +153,13 @@ def _steps(
             metrics.record(step=step, compute_seconds=compared.seconds, **slowest)
         if evaluates and not stop:
             with monitor.phase("evaluation", done="evaluated"):
-                samples = _evenly_spaced(data.validation.count, train.eval_sequences)
-                eval_loss = train_state.evaluate(data.validation.take, samples)
+                records, sentence = source.evaluate()
             if metrics is not None:
-                metrics.record(step=step, eval_loss=eval_loss)
-            display.log(f"step {step}: validation loss {eval_loss:.4f}")
+                metrics.record(step=step, **records)
+            display.log(f"step {step}: {sentence}")
         if saves_now or stop:
             with monitor.phase("saving", done="saved"):
+                source.before_saving()
                 saver.save(train_state, asdict(train_state.history))
         if stop and not last:
             return
@@ -211,13 +213,13 @@ class _StepLog:
         display.log(f"MFU: {CONVENTION}; of {source}")
         self.peak = peak * run.layout.world
         self.flops = training_flops(run.model, run.train.seq_len) * run.batch_tokens
-        self.unread: deque[tuple[StepResult, int]] = deque()
+        self.unread: deque[tuple[StepResult, int, dict[str, Any]]] = deque()
         self.pace = 0.0
         self.last = time.perf_counter()
 
-    def add(self, result: StepResult) -> None:
-        """Add a launched step."""
-        self.unread.append((result, self.train_state.tokens))
+    def add(self, result: StepResult, figures: dict[str, Any]) -> None:
+        """Add a launched step, and what is known of its batch."""
+        self.unread.append((result, self.train_state.tokens, figures))
 
     def restart_clock(self) -> None:
         """Exclude the time of an evaluation or a checkpoint from the next step."""
@@ -231,7 +233,7 @@ class _StepLog:
             stop = self._read(*self.unread.popleft()) or stop
         return stop
 
-    def _read(self, result: StepResult, tokens: int) -> bool:
+    def _read(self, result: StepResult, tokens: int, figures: dict[str, Any]) -> bool:
         run = self.train_state.run
         loss, grad_norm, stop = result.read()
         now = time.perf_counter()
@@ -249,6 +251,7 @@ class _StepLog:
                 seconds=seconds,
                 mfu=self.flops / seconds / self.peak,
                 memory_gib=round(memory / 2**30, 3),
+                **figures,
                 **({"skipped": True} if skipped else {}),
             )
         # The first steps are slow; a moving mean forgets them soon.
@@ -264,36 +267,13 @@ class _StepLog:
                 mfu=self.flops / self.pace / self.peak,
                 memory=memory,
                 seconds_left=self.pace * (run.train.steps - result.step),
+                reward=figures.get("reward"),
             )
         )
         return stop
 
 
-def batches(samples: Samples, train_state: TrainState, last: int) -> Iterator[Batch]:
-    """This rank's batches of the steps still to come, each read in the background while the one before is computed."""
-    size = train_state.run.train.global_batch
-
-    def read(step: int) -> Batch:
-        number = train_state.history.batch_of(step)
-        return samples.take(train_state.samples(np.arange((number - 1) * size, number * size)))
-
-    first = train_state.step + 1
-    with ThreadPoolExecutor(1) as reader:
-        next_batch = reader.submit(read, first)
-        for step in range(first, last + 1):
-            batch = next_batch.result()
-            if step < last:
-                next_batch = reader.submit(read, step + 1)
-            yield batch
-
-
-def _evenly_spaced(count: int, wanted: int) -> np.ndarray:
-    """The same samples each time, evenly spaced, so that a few represent the whole set."""
-    wanted = min(wanted, count)
-    return np.arange(wanted) * count // wanted
-
-
-def _introduce(train_state: TrainState, data: Data, display: PlainDisplay, resumed: bool) -> None:
+def _introduce(train_state: TrainState, source: Source, display: PlainDisplay, resumed: bool) -> None:
     run, count = train_state.run, parameters(train_state.run.model)
     active = f" ({count.active:,} active)" if count.active != count.total else ""
     display.log(
@@ -301,7 +281,7 @@ def _introduce(train_state: TrainState, data: Data, display: PlainDisplay, resum
         f"{run.train.global_batch} x {run.train.seq_len} tokens a step"
         + (f" in {run.accumulation} microbatches" if run.accumulation > 1 else "")
     )
-    display.log(f"data: {data.train.count:,} sequences an epoch, {data.validation.count:,} for validation")
+    display.log(source.describe())
     if resumed:
         display.log(f"going on from step {train_state.step}")
 

@@ -105,6 +105,7 @@ class TrainState:
         self.step = 0
         self.tokens = 0
         self.history = History()
+        self.kept: dict[str, Tensor] = {}  # what else a checkpoint must hold, the same on every rank
         self.tuner: Tuning | None = None  # what chooses between algorithms before a step (see `tune_gemms.py`)
         self.replay: Callable[[Batch], Tensor] | None = (
             None  # what runs the passes in their place (see `cuda_graph.py`)

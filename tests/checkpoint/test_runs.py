@@ -147,7 +147,7 @@ def test_another_job_is_refused_with_all_that_differs_and_the_rest_may_change(tm
 def test_other_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(steps=2)
     train(run, tmp_path)
-    monkeypatch.setattr("shardwise.train.loop.open_data", lambda run: replace(open_data(run), fingerprint="other"))
+    monkeypatch.setattr("shardwise.train.source.open_data", lambda run: replace(open_data(run), fingerprint="other"))
     with pytest.raises(UserError, match="was trained on other data"):
         train(run, tmp_path)
 

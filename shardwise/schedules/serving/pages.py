@@ -133,6 +133,13 @@ class PagePool:
             else:
                 del self._children[parent]
 
+    def clear(self) -> None:
+        """Forget what all pages hold: the weights that it was computed with have changed."""
+        for page in range(1, self.pages):
+            self.forget(page)
+        self._free += reversed(self._idle)
+        self._idle.clear()
+
     def take_host(self, count: int) -> list[int]:
         """Hand out so many pages of the host, no more than are available."""
         return [self._free_host.pop() for _ in range(count)]
