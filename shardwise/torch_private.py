@@ -31,6 +31,12 @@ fused_sdp_choice = torch._fused_sdp_choice
 """Which backend `scaled_dot_product_attention` takes for these inputs."""
 
 
+def compile_cuda(source: str, name: str) -> Any:
+    """A kernel in CUDA C++, compiled with the NVRTC that PyTorch brings, called as (grid, block, arguments, shared memory).
+    Extensions need a compiler of the user's."""
+    return torch.cuda._compile_kernel(source, name)
+
+
 def fused_attention_backward(
     grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

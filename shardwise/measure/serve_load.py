@@ -15,6 +15,7 @@ from shardwise.hardware import chip_of_driver_name, find_chip
 from shardwise.hardware.engine_facts import LENDER
 from shardwise.model import Transformer
 from shardwise.model.device import choose_device
+from shardwise.model.quantized.model import held_bytes
 from shardwise.plan.serving.plan import plan_serving
 from shardwise.plan.serving.play import requests_of
 from shardwise.plan.serving.verdict import LoadVerdict
@@ -152,9 +153,8 @@ def own_runner(engine: Engine) -> Runner:
 def memory_of(engine: Engine) -> dict[str, float]:
     """Bytes by owner, by the names of the plan; of a GPU also all that is taken of the device."""
     runner = own_runner(engine)
-    tensors = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in runner.model.parameters()}
     pages = sum(each.nbytes for each in runner.cache.tensors())
-    found: dict[str, float] = {"weights": sum(tensors.values()), "kv_cache": pages, "pages": engine.pool.pages}
+    found: dict[str, float] = {"weights": held_bytes(runner.model), "kv_cache": pages, "pages": engine.pool.pages}
     if runner.gpu:
         free, total = torch.cuda.mem_get_info(runner.device)
         found |= {"total": total - free}

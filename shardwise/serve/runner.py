@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from shardwise.parallel.inference import Peers
 
 
+SHORT = (2, 15, 31, 63, 127, 255)
+"""Tokens of prompts beside a token of another sequence, for which packed matrices have kernels of their own."""
+
+
 @dataclass
 class Row:
     """The new tokens of one sequence in a step."""
@@ -258,7 +262,8 @@ class Runner:
             most = min(self.longest, step_tokens)
             prompts = [Row(0, 0, [0] * most, most, 1)] * (step_tokens // most)
             self._mixed(prompts, 0, False)
-            self._mixed([Row(0, 1, [0], 1, 1), Row(0, 0, [0, 0], 2, 1)], 1, False)
+            for count in (count for count in SHORT if count <= most):
+                self._mixed([Row(0, 1, [0], 1, 1), Row(0, 0, [0] * count, count, 1)], 1, False)
             torch.cuda.synchronize()
 
     def _decode(self, rows: list[Row]) -> tuple[Tensor, Tensor]:

@@ -40,8 +40,8 @@ def gumbel(words: Tensor, vocab: int) -> Tensor:
     x = (x ^ ((x >> 16) & 0xFFFF)) * 2146121005 ^ words[:, 1:]
     x = (x ^ ((x >> 15) & 0x1FFFF)) * -2073254261
     x = (x ^ ((x >> 16) & 0xFFFF)) & 0x7FFFFFFF
-    u = ((x.float() + 0.5) * 2.0**-31).clamp(max=0.99999994)
-    return -(-u.log()).log()
+    v = ((x.float() + 0.5) * 2.0**-31).clamp(max=0.99999994)
+    return -(-torch.log1p(-v)).log()
 
 
 def thresholds(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

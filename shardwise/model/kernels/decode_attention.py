@@ -14,12 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2E = 1.4426950408889634
-TILE = 128
-"""Keys of a tile."""
+KEYS = 128
+"""Of a tile. Between 33 and 128 sequences half as many leave less to the last of them."""
 PROGRAMS = 128
 """How many programs keep the memory of a large GPU busy, one on each of its processors: sequences with fewer are split."""
-ALONE = 3
-"""So many tiles one program attends to sooner than several do and merge their parts."""
+ALONE = 384
+"""So many keys one program attends to sooner than several do and merge their parts."""
 INDICES = ["SLOTS", "STARTS"]
 """Integers that are parts of one message to the device: kernels are compiled once for all places where they may lie."""
 
@@ -185,7 +185,7 @@ def decode_attention(
     sequences = qkv.shape[0]
     _, kv_heads, page, width = keys.shape
     out = qkv.new_empty(sequences, heads * width)
-    splits = scratch.splits(sequences)
+    splits, tile = scratch.splits(sequences), KEYS // 2 if 32 < sequences <= 128 else KEYS
     cos, sin = rope if rope is not None else (qkv, qkv)
     q_norm, k_norm, eps = norms if norms is not None else (qkv, qkv, 0.0)
     _decode[splits, kv_heads, sequences](
@@ -193,6 +193,6 @@ def decode_attention(
         scratch.part, scratch.highest, scratch.total, scratch.arrived, kv_scale, qkv.stride(0), table.stride(0), scale * LOG2E, eps,
         HEADS=heads, KV_HEADS=kv_heads, G=max(16, triton.next_power_of_2(heads // kv_heads)), GROUP=heads // kv_heads, D=width,
         PAGE=page, SPLITS=splits, WINDOW=window, ROPE=rope is not None, QK_NORM=norms is not None,
-        FP8=keys.dtype == torch.float8_e4m3fn, N=TILE, ALONE=ALONE, num_warps=4, num_stages=3,
+        FP8=keys.dtype == torch.float8_e4m3fn, N=tile, ALONE=ALONE // tile, num_warps=4, num_stages=2,
     )  # fmt: skip
     return out

@@ -14,14 +14,27 @@ from torch import Tensor
 
 
 @triton.jit
-def _gumbel(token, word1, word2):  # type: ignore[no-untyped-def]
-    """Of tokens int32 and the two words of a row."""
+def _uniform(token, word1, word2):  # type: ignore[no-untyped-def]
+    """Numbers between 0 and 1, of tokens int32 and the two words of a row."""
     x = token * -1640531535 ^ word1
     x = (x ^ ((x >> 16) & 0xFFFF)) * 2146121005 ^ word2
     x = (x ^ ((x >> 15) & 0x1FFFF)) * -2073254261
     x = (x ^ ((x >> 16) & 0xFFFF)) & 0x7FFFFFFF
-    u = (x.to(tl.float32) + 0.5) * 4.656612873077393e-10
-    return -tl.log(-tl.log(tl.minimum(u, 0.99999994)))
+    return tl.minimum((x.to(tl.float32) + 0.5) * 4.656612873077393e-10, 0.99999994)
+
+
+@triton.jit
+def _gumbel(v):  # type: ignore[no-untyped-def]
+    """-log(-log(1 - v)); what wins has a small v, so its series stands there for the logarithm."""
+    series = v * (1.0 + v * (0.5 + v * (0.33333334 + v * 0.25)))
+    return -tl.log(tl.where(v < 0.015625, series, -tl.log(1.0 - v)))
+
+
+@triton.jit
+def _gumbel_below(v):  # type: ignore[no-untyped-def]
+    """What the noise of `v` does not exceed: -log(1 - v) is at least v, and a float's bits as an integer are its logarithm to a few
+    hundredths."""
+    return (v.to(tl.int32, bitcast=True).to(tl.float32) * 1.1920928955078125e-07 - 126.999) * -0.6931471
 
 
 @triton.jit
@@ -51,8 +64,8 @@ def _pick(  # type: ignore[no-untyped-def]
     word1, word2 = mixed.to(tl.int32), (mixed >> 32).to(tl.int32)
     inverse = tl.where(temperature > 0, 1 / tl.maximum(temperature, 1e-30), 1.0)
     threshold = tl.load(THRESHOLD + row) if CUT else 0.0
-    best = tl.full((N,), float("-inf"), tl.float32)
-    which = tl.zeros((N,), tl.int32)
+    highest = tl.full((), float("-inf"), tl.float32)
+    best = tl.full((), 2147483647, tl.int32)
     wrong = tl.zeros((N,), tl.int1)
     share = tl.cdiv(vocab, SPLITS * N) * N
     for first in range(split * share, tl.minimum((split + 1) * share, vocab), N):
@@ -60,17 +73,21 @@ def _pick(  # type: ignore[no-untyped-def]
         logit = tl.load(LOGITS + row.to(tl.int64) * row0 + token, mask=token < vocab, other=float("-inf")).to(
             tl.float32
         )
-        wrong = wrong | (logit != logit) | (logit == float("inf"))
+        wrong = wrong | ~(logit < float("inf"))
         score = logit * inverse
         if CUT:
             score = tl.where(logit >= threshold, score, float("-inf"))
-        if temperature > 0:
-            score += _gumbel(token, word1, word2)
-        better = score > best
-        best = tl.where(better, score, best)
-        which = tl.where(better, token, which)
-    highest = tl.max(best, 0)
-    token = tl.min(tl.where(best == highest, which, 2147483647), 0)
+        v = _uniform(token, word1, word2)
+        bound = score + _gumbel_below(v) if temperature > 0 else score
+        # Logarithms are made only where one of these may win, which soon is seldom.
+        if tl.max(bound, 0) > highest:
+            if temperature > 0:
+                score += _gumbel(v)
+            higher = tl.max(score, 0)
+            if higher > highest:
+                best = tl.min(tl.where(score == higher, token, 2147483647), 0)
+                highest = higher
+    token = best
     # A score that is no number is the largest of all, and no score at all the smallest: both give -1.
     if tl.max(wrong.to(tl.int32), 0) > 0:
         highest = float("inf")
@@ -160,7 +177,7 @@ def pick(
     splits = max(1, min(32, triton.next_power_of_2(264 // rows)))
     _pick[splits, rows](
         logits, slots, positions, temperature, seed, temperature if threshold is None else threshold, picking.best, picking.arrived,
-        out, last, vocab, logits.stride(0), ahead, CUT=threshold is not None, SPLITS=splits, N=2048, num_warps=8,
+        out, last, vocab, logits.stride(0), ahead, CUT=threshold is not None, SPLITS=splits, N=4096, num_warps=8,
         enable_fp_fusion=False,  # or a draw's last bit could depend on what others in the batch ask for
     )  # fmt: skip
     return out

@@ -74,10 +74,13 @@ class QuantizedGemm(Gemm):
         if not (x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)):
             made = quantized_linear_reference(_normed(x, norm), matrix)
             return _finished(made, residual, gated)
+        from shardwise.model.kernels.int4_rows import int4_rows, takes
         from shardwise.model.kernels.weight_only_gemm import MOST_ROWS, weight_only_gemm
         from shardwise.model.kernels.weight_only_tiles import LEAST_GROUP, tiled_gemm
 
         whole = matrix.form.activations != "int8"
+        if kind == "int4" and matrix.order is None and takes(x, matrix.packed, matrix.scale):
+            return int4_rows(x, matrix.packed, matrix.scale, matrix.zero, norm, residual, gated)
         if rows <= MOST_ROWS and matrix.order is None and whole:
             return weight_only_gemm(x, *parts, norm, residual, gated)
         if matrix.form.activations == "fp8":

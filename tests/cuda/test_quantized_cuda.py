@@ -1,0 +1,62 @@
+"""Packed matrices on a GPU: every kernel against the product with the matrix that the packed one stands for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardwise.model.kernels.int4_rows import int4_rows, takes
+from shardwise.model.kernels.skinny_gemm import skinny_gemm_reference
+from shardwise.model.quantized.linear import QuantizedGemm
+from shardwise.model.quantized.matrix import QuantizedMatrix
+from shardwise.model.quantized.rounding import round_matrix
+from shardwise.run.weights import FORMATS
+
+DEVICE = torch.device("cuda")
+
+
+def matrix_of(kind: str, n: int, k: int, zeros: bool = False) -> QuantizedMatrix:
+    made = round_matrix(torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16) * 0.05, FORMATS[kind])
+    if zeros:
+        zero = torch.randint(0, 16, made.scale.shape, dtype=torch.uint8, device=DEVICE)
+        made = QuantizedMatrix(made.packed, made.scale, zero, made.form, made.dtype)
+    return made
+
+
+def wanted(x: torch.Tensor, matrix: QuantizedMatrix, norm, residual, gated: str) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    wide = None if norm is None else (norm[0].double(), norm[1])
+    return skinny_gemm_reference(
+        x.double(), matrix.dequantized(torch.float64), wide, None if residual is None else residual.double(), gated
+    )
+
+
+def error(made: torch.Tensor, want: torch.Tensor) -> float:
+    return float((made.double() - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (4096, 14336), (520, 512), (24, 128), (16384, 2048)])
+@pytest.mark.parametrize("around", ["", "norm", "residual", "silu", "norm gelu zeros"])
+def test_rows_times_four_bits(rows: int, n: int, k: int, around: str) -> None:
+    torch.manual_seed(0)
+    gated = next((word for word in around.split() if word in ("silu", "gelu")), "")
+    matrix = matrix_of("int4", n * 2 if gated else n, k, "zeros" in around)
+    x = torch.randn(rows, k, device=DEVICE, dtype=torch.bfloat16)
+    norm = (torch.rand(k, device=DEVICE, dtype=torch.bfloat16) + 0.5, 1e-5) if "norm" in around else None
+    residual = torch.randn(rows, n, device=DEVICE, dtype=torch.bfloat16) if "residual" in around else None
+    if not takes(x, matrix.packed, matrix.scale):
+        assert rows * k > 8 * 4096
+        return
+    made = int4_rows(x, matrix.packed, matrix.scale, matrix.zero, norm, residual, gated)
+    assert error(made, wanted(x, matrix, norm, residual, gated)) < 8e-3
+    again = int4_rows(x, matrix.packed, matrix.scale, matrix.zero, norm, residual, gated)
+    assert torch.equal(made, again)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("rows", [1, 2, 16, 40, 130, 300])
+def test_any_rows_times_any_format(kind: str, rows: int) -> None:
+    torch.manual_seed(1)
+    matrix, gemm = matrix_of(kind, 1536, 1024), QuantizedGemm()
+    x = torch.randn(rows, 1024, device=DEVICE, dtype=torch.bfloat16)
+    assert error(gemm(x, matrix, None), wanted(x, matrix, None, None, "")) < 5e-2
