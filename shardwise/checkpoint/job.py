@@ -17,11 +17,13 @@ from shardwise.checkpoint.folder import LOCK, FolderLock, complete, is_checkpoin
 from shardwise.checkpoint.format import RUN_FILE, OtherFormat, check_file, read_manifest
 from shardwise.parallel.mesh import Mesh
 from shardwise.run import Problem, Run, UserError, read_run, to_dict
+from shardwise.run.objective_config import ObjectiveConfig
 
 # Which samples a step sees follows from these and the step's number; which data sets they name, from their fingerprint.
 _FIXED = {
     "data": ("weights", "holdout", "separate_documents"),
     "train": ("seq_len", "global_batch", "seed", "optimizer"),
+    "objective": tuple(ObjectiveConfig.__dataclass_fields__),
 }
 _BEFORE_THE_RUN = ("logs", "events.jsonl", "launch")  # what starting leaves in a folder before the run is in it
 

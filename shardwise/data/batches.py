@@ -30,6 +30,13 @@ class Batch:
     positions: NDArray[np.int64] | None = None  # [rows, length], from 0 in each document
     documents: NDArray[np.int32] | None = None  # [rows, length], 0, 1, … in each row
     labels: NDArray[np.int8] | None = None  # [rows, length], of each token's document: 1 desirable, 0 not
+    sums: NDArray[np.int64] | None = None  # [rows, length], documents that are not kept apart otherwise
+
+    @property
+    def slots(self) -> NDArray[np.int64]:
+        """Of each token the document of its row, to which what an objective adds up belongs."""
+        own = self.documents if self.sums is None else self.sums
+        return np.zeros_like(self.tokens) if own is None else own.astype(np.int64)
 
     @property
     def loss_tokens(self) -> int:

@@ -13,6 +13,7 @@ from shardwise.data.pack import Packs, pack
 from shardwise.data.shards import TokenSet
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run import Problem, Run, UserError
+from shardwise.run.objective_config import FACTS
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ def open_data(run: Run) -> Data:
         problems.append(Problem(message, "model.vocab"))
 
     problems += [_only_prompts(each) for each in train + validation if each.index.kind == "prompts"]
+    if FACTS[run.objective.kind].pairs:
+        problems += [_no_pairs(each, run) for each in train + validation if not each.index.paired]
     training, evaluation = [], []
     for each in train:
         learned, reserved = _split(each, length, data.holdout if held_out else 0.0)
@@ -82,6 +85,14 @@ def _split(tokens: TokenSet, length: int, holdout: float) -> tuple[Windows | Pac
     reserved = max(round(tokens.documents // group * holdout), 1) * group if holdout else 0
     edge = tokens.documents - reserved
     return pack(tokens, length, 0, edge), pack(tokens, length, edge)
+
+
+def _no_pairs(tokens: TokenSet, run: Run) -> Problem:
+    message = (
+        f"holds no pairs, which objective.kind = {run.objective.kind} learns from; "
+        "`shardwise data build --chat` makes them of rows with `chosen` and `rejected`"
+    )
+    return Problem(message, "data.sets", str(tokens.folder))
 
 
 def _only_prompts(tokens: TokenSet) -> Problem:

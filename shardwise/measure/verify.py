@@ -29,6 +29,7 @@ from shardwise.plan.trainer.traffic import AXIS_OF, traffic
 from shardwise.plan.trainer.work import work
 from shardwise.run import Problem, Run, UserError
 from shardwise.run.derive import chunks_loss, planned_on_gpu
+from shardwise.run.objective_config import FACTS
 from shardwise.schedules import make_schedule
 from shardwise.train.step import TrainState
 
@@ -71,10 +72,13 @@ def _allowed(difference: Difference, tolerance: Mapping[str, float]) -> float:
 
 
 def random_batch(run: Run, seed: int = 0) -> Batch:
-    """One rank's share of a step: random tokens, all with a loss."""
+    """One rank's share of a step: random tokens, all with a loss. Where an objective compares documents, a row's halves are two,
+    for the sums alone: attention sees whole rows, as the plan assumes."""
     rows = run.train.global_batch // run.layout.data_ranks
     tokens = np.random.default_rng(seed).integers(0, run.model.vocab, (rows, run.train.seq_len + 1))
-    return Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), None, None)
+    halves = np.tile(np.arange(run.train.seq_len) * 2 // run.train.seq_len, (rows, 1))
+    sums = halves if FACTS[run.objective.kind].sums else None
+    return Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), sums=sums)
 
 
 def counted(

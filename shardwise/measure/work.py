@@ -26,6 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from shardwise.ledger import Work
 from shardwise.model.attention import DotProductAttention, GroupedAttention, LatentAttention
 from shardwise.model.layers import FeedForward, Linear, Norm
+from shardwise.model.logprobs import Logits
 from shardwise.model.moe import Experts, Router
 from shardwise.model.quantize import scaled_mm_reference
 from shardwise.model.transformer import Transformer
@@ -140,6 +141,8 @@ class WorkCounter(TorchDispatchMode, Observer):
                 for inner in module.modules():
                     if isinstance(inner, Linear | Experts | Router):
                         self._mark(inner, part)
+            if isinstance(module, Logits):  # made again in the backward pass
+                self._mark(module, "head")
             if isinstance(module, Norm | nn.Embedding):
                 self._mark(module, "norm" if isinstance(module, Norm) else "embedding")
         self._mark(model.loss, "head")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from shardwise.model.attention import DotProductAttention, LatentAttention, multiply_by_head
 from shardwise.model.invariant_attention import InvariantMaskBuilder, attend_documents
 from shardwise.model.layers import FeedForward, Gemm, Linear, Norm, at_least_float32, gated, normalize
-from shardwise.model.loss import IGNORE_INDEX
+from shardwise.model.logprobs import IGNORE_INDEX, Make
 from shardwise.model.moe import Experts, MoE, ReadCounts, Router, grouped_linear, router_logits
 from shardwise.model.ordinary_gradient import with_ordinary_gradient
 from shardwise.model.rope import rope_cos_sin
@@ -227,12 +227,16 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 class InvariantCrossEntropy(nn.Module):
-    """The loss head of an invariant network: `LinearCrossEntropy` of `token_logprobs`."""
+    """The loss head of an invariant network: `LinearCrossEntropy` of `token_logprobs`; with `make` it holds all logits too."""
 
-    def forward(self, x: Tensor, matrix: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, matrix: Tensor, targets: Tensor, weights: Tensor | None = None, make: Make | None = None
+    ) -> Tensor:
         flat = targets.flatten()
         counted = flat != IGNORE_INDEX
         logprobs = token_logprobs(GEMM(x, matrix, None).flatten(0, 1), torch.where(counted, flat, 0))
+        if make is not None:
+            return make(torch.where(counted, logprobs, 0.0).view_as(targets))
         losses = torch.where(counted, -logprobs, 0.0)
         return (losses if weights is None else losses * weights.flatten()).sum()
 

@@ -5,63 +5,85 @@
 logits with the gradient, and multiplies that into the gradients of the hidden states and of the matrix at once. So the forward
 pass does the work of both passes, and one chunk of 16-bit logits is all that is held. The gradient of the loss itself is not known
 then, but it is a scalar, by which the backward pass multiplies. What the sum is divided by is the objective's business
-(`train/objectives/`); so are weights, which are one where None. Targets not to be learned hold PyTorch's `ignore_index`.
+(`train/objectives/`); so are weights, which are one where None. Targets not to be learned hold PyTorch's `ignore_index`. With
+`make` a head gives what that makes of the targets' log-probabilities instead (`logprobs.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.model.layers import Gemm, at_least_float32
+from shardwise.model.logprobs import IGNORE_INDEX, LogProbHead, Make
 from shardwise.run.derive import CHUNK_BYTES, chunk_rows
 from shardwise.torch_private import foreach_mul_
 
-IGNORE_INDEX = -100
+__all__ = ["IGNORE_INDEX", "ChunkedCrossEntropy", "LinearCrossEntropy"]
 
 
-class LinearCrossEntropy(nn.Module):
+class LinearCrossEntropy(LogProbHead):
     """Logits and loss of all tokens at once."""
 
-    def forward(self, x: Tensor, matrix: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, matrix: Tensor, targets: Tensor, weights: Tensor | None = None, make: Make | None = None
+    ) -> Tensor:
+        if make is not None:
+            return self.of_logprobs(x, matrix, targets, make)
         logits = at_least_float32(F.linear(x, matrix.to(x.dtype))).flatten(0, 1)
         if weights is None:
             return F.cross_entropy(logits, targets.flatten(), reduction="sum")
         return (F.cross_entropy(logits, targets.flatten(), reduction="none") * weights.flatten()).sum()
 
 
-class ChunkedCrossEntropy(nn.Module):
+class ChunkedCrossEntropy(LogProbHead):
     """Logits and loss of some tokens at a time, with the gradients made on the way."""
 
     def __init__(self, chunk_bytes: int = CHUNK_BYTES, gemm: Gemm | None = None) -> None:
-        super().__init__()
-        self.chunk_bytes, self.gemm = chunk_bytes, gemm or Gemm()
+        super().__init__(gemm, chunk_bytes)
 
-    def forward(self, x: Tensor, matrix: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The cross-entropy of each row; its gradient takes the place of the logits."""
+        return cross_entropy_and_grad(logits, targets)
+
+    def forward(
+        self, x: Tensor, matrix: Tensor, targets: Tensor, weights: Tensor | None = None, make: Make | None = None
+    ) -> Tensor:
+        if make is not None:
+            return self.of_logprobs(x, matrix, targets, make)
         tokens = x.flatten(0, 1)
-        rows = chunk_rows(len(tokens), matrix.shape[0] * x.element_size(), self.chunk_bytes)
+        rows = chunk_rows(len(tokens), self.most_rows(matrix) * x.element_size(), self.chunk_bytes)
         weights = None if weights is None else weights.flatten()
-        return _Chunked.apply(tokens, matrix, targets.flatten(), weights, rows, self.gemm)
+        learns = torch.is_grad_enabled()
+        return _Chunked.apply(tokens, matrix, targets.flatten(), weights, rows, self.gemm, self.losses, learns)
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor | None, rows: int, gemm: Gemm
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        weights: Tensor | None,
+        rows: int,
+        gemm: Gemm,
+        of_logits: Callable[[Tensor, Tensor], Tensor],
+        learns: bool,
     ) -> Tensor:
         matrix = weight.to(x.dtype)
         dtype = at_least_float32(x[:0]).dtype
         loss = torch.zeros((), dtype=dtype, device=x.device)
-        learns = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         dx = torch.empty_like(x) if learns else None
         dw = torch.empty_like(matrix, dtype=dtype) if learns else None
         for start in range(0, len(x) or 1, rows):
             chunk = slice(start, start + rows)
             logits = gemm.multiply(x[chunk], matrix.mT)
-            losses = cross_entropy_and_grad(logits, targets[chunk])
+            losses = of_logits(logits, targets[chunk])
             if weights is not None:
                 losses = losses * weights[chunk]
                 logits *= weights[chunk, None].to(logits.dtype)
@@ -76,11 +98,11 @@ class _Chunked(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None, None, None]:
         dx, dw = ctx.saved_tensors
         # In place: nothing else holds them, and the matrix's is one of the largest tensors there are.
         foreach_mul_([dw], grads[0].to(dw.dtype))  # several times as fast as `mul_` with a scalar of the device
-        return dx.mul_(grads[0]), dw.to(ctx.dtype), None, None, None, None
+        return dx.mul_(grads[0]), dw.to(ctx.dtype), None, None, None, None, None, None
 
 
 def cross_entropy_and_grad(logits: Tensor, targets: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from shardwise.model.attention import GroupedAttention, LatentAttention
 from shardwise.model.layers import FeedForward, Linear, at_least_float32
+from shardwise.model.logprobs import IGNORE_INDEX, LogProbHead, Make, local_places
+from shardwise.model.loss import ChunkedCrossEntropy
 from shardwise.model.moe import MoE
 from shardwise.model.transformer import Block, Transformer
 from shardwise.parallel.collectives import Group, all_gather_sequence, reduce_scatter_sequence
@@ -126,19 +128,59 @@ class _VocabParallelCrossEntropyFunction(torch.autograd.Function):
         return grad * (counted[..., None] * grads[0]), None, None, None, None
 
 
-class VocabParallelCrossEntropy(nn.Module):
+class _VocabParallelHead(LogProbHead):
+    """What heads have in common whose vocabulary is cut over ranks."""
+
+    def __init__(self, head: LogProbHead, mesh: Mesh, vocab: int) -> None:
+        """In the place of a head with the whole vocabulary."""
+        LogProbHead.__init__(self, head.gemm, head.chunk_bytes)
+        self.group = mesh.group("tensor")
+        self.start, _ = shard_bounds(vocab, mesh.size("tensor"), mesh.index("tensor"))
+        self.most = shard_bounds(vocab, mesh.size("tensor"), 0)[1]
+
+    def most_rows(self, matrix: Tensor) -> int:
+        return self.most
+
+    def over_vocabulary(self, total: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
+        highest = total.clone()
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.group)
+        both = torch.cat(((total - highest).exp()[:, None], picked), dim=1)
+        dist.all_reduce(both, group=self.group)
+        return highest + both[:, 0].log(), both[:, 1:]
+
+
+class VocabParallelCrossEntropy(_VocabParallelHead):
     """The loss head of a vocabulary cut over ranks; the input is this rank's shard of the sequence, targets and weights those of
     the whole."""
 
-    def __init__(self, group: Group, start: int) -> None:
-        super().__init__()
-        self.group = group
-        self.start = start
-
-    def forward(self, x: Tensor, matrix: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, matrix: Tensor, targets: Tensor, weights: Tensor | None = None, make: Make | None = None
+    ) -> Tensor:
         x = all_gather_sequence(x, self.group)
+        if make is not None:
+            return self.of_logprobs(x, matrix, targets, make)
         logits = at_least_float32(F.linear(x, matrix.to(x.dtype)))
         return _VocabParallelCrossEntropyFunction.apply(logits, targets, weights, self.start, self.group)
+
+
+class ChunkedVocabParallelCrossEntropy(_VocabParallelHead, ChunkedCrossEntropy):
+    """The same in chunks: the ranks talk about each, and none holds more of its logits."""
+
+    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        upcast, counted = at_least_float32(logits), targets != IGNORE_INDEX
+        mine, place = local_places(targets[:, None], self.start, logits.shape[1])
+        picked = upcast.gather(-1, place) if logits.shape[1] else upcast.new_zeros(place.shape)
+        total, picked = self.over_vocabulary(upcast.logsumexp(dim=-1), torch.where(mine, picked, 0))
+        gradient = (upcast - total[:, None]).exp_()
+        if logits.shape[1]:
+            gradient.scatter_add_(-1, place, -mine.to(gradient.dtype))
+        logits.copy_(torch.where(counted[:, None], gradient, 0))
+        return torch.where(counted, total - picked[:, 0], 0)
+
+    def forward(
+        self, x: Tensor, matrix: Tensor, targets: Tensor, weights: Tensor | None = None, make: Make | None = None
+    ) -> Tensor:
+        return super().forward(all_gather_sequence(x, self.group), matrix, targets, weights, make)
 
 
 def local_sequence(x: Tensor, mesh: Mesh) -> Tensor:
@@ -190,7 +232,10 @@ def apply_tensor(model: Transformer, mesh: Mesh) -> None:
         model.embed = VocabParallelEmbedding(model.embed, group, start)
     if model.positions is not None:
         model.positions.register_forward_pre_hook(lambda _, args: (local_sequence(args[0], mesh),))
-    model.loss = VocabParallelCrossEntropy(group, start)
+    assert isinstance(model.loss, LogProbHead)
+    chunked = isinstance(model.loss, ChunkedCrossEntropy)
+    cut = ChunkedVocabParallelCrossEntropy if chunked else VocabParallelCrossEntropy
+    model.loss = cut(model.loss, mesh, model.config.vocab)
     for block in model.layers.values():
         assert isinstance(block, Block)
         _cut_attention(block.attention, model, mesh)

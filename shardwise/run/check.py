@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from shardwise.run.axes import RANK_AXES
 from shardwise.run.config import LayoutConfig, Run
 from shardwise.run.derive import REPEATS_PARTS, must_launch, splits_backward, tunes_gemms
+from shardwise.run.objective_config import FACTS
 from shardwise.run.problems import counted, nearest
 
 
@@ -46,7 +47,13 @@ def broken_rules(run: Run, serves: bool = False) -> Iterator[Broken]:
     if serves and not run.layout.auto:
         laid_out = serving_rules(run)
     own = chain(
-        _model_rules(run), _size_rules(run), _train_rules(run), fp8_rules(run), _data_rules(run), _cluster_rules(run)
+        _model_rules(run),
+        _size_rules(run),
+        _train_rules(run),
+        _objective_rules(run),
+        fp8_rules(run),
+        _data_rules(run),
+        _cluster_rules(run),
     )
     for rule in chain(laid_out, own):
         if rule.broken:
@@ -69,6 +76,12 @@ def _train_rules(run: Run) -> Iterator[Rule]:
     for name in ("beta1", "beta2", "muon_momentum"):
         yield Rule(getattr(train, name) >= 1, f"train.{name}", (),
                    lambda: "has to be below 1: at 1 nothing new is ever taken in")
+
+
+def _objective_rules(run: Run) -> Iterator[Rule]:
+    kind = run.objective.kind
+    yield Rule(kind not in FACTS, "objective.kind", (),
+               lambda: f"{kind} is not there yet; there are {', '.join(FACTS)}")
 
 
 def fp8_rules(run: Run) -> Iterator[Rule]:
@@ -198,8 +211,6 @@ def layout_rules(run: Run) -> Iterator[Rule]:
     if train.tune_products is True:
         yield Rule((lay.world > 1) | (not tunes_gemms(alone, gpu=gpu)), "train.tune_products", ("train.dtype", "train.device"),
                    lambda: "finds algorithms for one GPU that computes in 16 bits; use auto")
-    yield Rule((train.loss == "chunked") & (lay.tensor > 1), "train.loss", ("layout.tensor",),
-               lambda: f"the vocabulary is cut over layout.tensor = {lay.tensor} ranks already; use auto or plain")
     yield Rule(lay.offload and not gpu, "layout.offload", ("train.device",),
                lambda: "moves things from a GPU to the CPU; on a CPU they are there already")
     if m.experts:

@@ -12,6 +12,7 @@ from typing import Literal
 
 from shardwise.run.axes import LOOPED, RANK_AXES, V_SHAPED
 from shardwise.run.declare import Key, declared, key
+from shardwise.run.objective_config import ObjectiveConfig
 from shardwise.run.serve_config import ServeConfig
 
 
@@ -348,6 +349,7 @@ class Run:
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
@@ -367,6 +369,7 @@ SECTIONS: dict[str, type] = {
     "layout": LayoutConfig,
     "data": DataConfig,
     "train": TrainConfig,
+    "objective": ObjectiveConfig,
     "serve": ServeConfig,
     "cluster": ClusterConfig,
 }

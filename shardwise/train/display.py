@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -42,6 +42,8 @@ class Progress:
     seconds_left: float
     reward: float | None = None
     """What the answers of the step were worth, where it learns from answers."""
+    measured: dict[str, float] = field(default_factory=dict)
+    """What the objective measures."""
 
     def parts(self) -> dict[str, str]:
         """Label to text, in the order they are shown."""
@@ -50,6 +52,7 @@ class Progress:
             "step": f"{self.step:>{len(str(self.steps))}}/{self.steps}",
             **worth,
             "loss": f"{self.loss:.4f}",
+            **{name.replace("_", " "): f"{value:.4f}" for name, value in self.measured.items()},
             "grad norm": f"{self.grad_norm:.3f}",
             "lr": f"{self.learning_rate:.2e}",
             "tokens/s": f"{self.tokens_per_s:,.0f}",

@@ -239,6 +239,7 @@ class _StepLog:
         now = time.perf_counter()
         seconds, self.last = now - self.last, now
         memory = peak_memory(self.train_state.device)
+        measured = dict(zip(self.train_state.objective.metrics, result.read_measured(), strict=True))
         skipped = self.monitor.judge(loss, grad_norm, result, self.display.log)
         if self.metrics is not None:
             self.metrics.record(
@@ -252,6 +253,7 @@ class _StepLog:
                 mfu=self.flops / seconds / self.peak,
                 memory_gib=round(memory / 2**30, 3),
                 **figures,
+                **measured,
                 **({"skipped": True} if skipped else {}),
             )
         # The first steps are slow; a moving mean forgets them soon.
@@ -268,6 +270,7 @@ class _StepLog:
                 memory=memory,
                 seconds_left=self.pace * (run.train.steps - result.step),
                 reward=figures.get("reward"),
+                measured=measured,
             )
         )
         return stop

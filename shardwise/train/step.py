@@ -65,9 +65,13 @@ class StepResult:
     """True when they did and the loss scale could be lowered, which may fix the next step."""
     accepted: bool = True
     """False when the step was refused, and changed nothing but its own number."""
+    measured: Tensor | None = None
+    """What the objective measured."""
 
     def __post_init__(self) -> None:
         self._values = torch.stack((self.loss, self.grad_norm, self.stop))
+        if self.measured is not None:
+            self._values = torch.cat((self._values, self.measured))
         self._arrived: torch.cuda.Event | None = None
         if self._values.is_cuda:
             here = torch.empty(self._values.shape, dtype=self._values.dtype, pin_memory=True)
@@ -77,10 +81,17 @@ class StepResult:
 
     def read(self) -> tuple[float, float, bool]:
         """Loss, gradient norm, and whether any rank was told to stop; the host waits until the step is done."""
+        loss, norm, stop = self._read()[:3]
+        return loss, norm, stop > 0
+
+    def read_measured(self) -> list[float]:
+        """What the objective measured, in the order of its metrics."""
+        return self._read()[3:]
+
+    def _read(self) -> list[float]:
         if self._arrived is not None:
             self._arrived.synchronize()
-        loss, norm, stop = self._values.tolist()
-        return loss, norm, stop > 0
+        return self._values.tolist()
 
 
 class TrainState:
@@ -101,7 +112,7 @@ class TrainState:
         self.checks_overflow = self.dtype == torch.float16
         self.loss_scale = LossScale(run.train.loss_scale if self.checks_overflow else 1.0)
         self.routers = [m for model in self.parallel.models for m in model.modules() if isinstance(m, Router)]
-        self.objective = OBJECTIVES["pretrain"](run, self.device)
+        self.objective = OBJECTIVES[run.objective.kind](run, self.device, self.mesh)
         self.step = 0
         self.tokens = 0
         self.history = History()
@@ -143,12 +154,15 @@ class TrainState:
         # Ranks that share samples divide their count, so that a sum over all ranks counts it once.
         share = self.objective.count(batch) * layout.data_ranks / layout.world
         counted = self._start_all_reduce(self._on_device(torch.tensor([share, float(stop)], dtype=torch.float64)))
+        if self.objective.has_auxiliary:
+            self.objective.weigh_auxiliary(counted()[0])
         loss = passes_twice(self, batch) if recheck else (self.replay or self.passes)(batch)
         self.step += 1
         self.tokens += self.run.batch_tokens
         with phase("clip"):
             square = squared_norm(self.parallel.parameters, self.mesh, self.device)
-        sums = self._start_all_reduce(torch.stack((square, loss.double() / layout.tensor)))
+        own = torch.cat((loss[None], self.objective.measured)).double() / layout.tensor
+        sums = self._start_all_reduce(torch.cat((square[None], own)))
         # Replicas of DDP have the same gradients and so the same norm: then the all-reduce overlaps with the optimizer.
         square = square * layout.world if uses_ddp(self.mesh) else sums()[0]
         count = counted()[0].clamp(min=1)
@@ -165,7 +179,9 @@ class TrainState:
             for router in self.routers:
                 router.rebalance(self.run.train.balance_rate if accepted else 0.0)
         rate = self.optimizer.learning_rate(self.step)
-        return StepResult(self.step, sums()[1] / count, grad_norm, rate, counted()[1], usable, rescaled, accepted)
+        loss, *measured = (sums()[1:] / count).unbind()
+        found = torch.stack(measured) if measured else None
+        return StepResult(self.step, loss, grad_norm, rate, counted()[1], usable, rescaled, accepted, found)
 
     def passes(self, batch: Batch) -> Tensor:
         """All microbatches forward and backward, and the gradients reduced; returns this rank's part of the loss."""
@@ -177,6 +193,7 @@ class TrainState:
         # DistributedDataParallel averages where everything else adds.
         replicas = self.mesh.size("replicate") if uses_ddp(self.mesh) else 1
         factor = self.loss_scale.scale * replicas / self.objective.full_count
+        self.objective.begin()
         loss = self.parallel.pipeline.run(microbatches, self._stream(), self.objective, factor)
         with self.observers.phase("gradients"):
             reduce_partial_gradients(self.parallel.parameters, self.mesh)
@@ -190,6 +207,7 @@ class TrainState:
             model.eval()
         ranks, at_once = self.run.layout.data_ranks, self.run.train.microbatch * self.run.accumulation
         share = indices[self.mesh.data_index :: ranks]
+        self.objective.begin()
         loss = torch.zeros((), dtype=self.loss_dtype, device=self.device)
         counted = 0.0
         for start in range(0, -(-len(indices) // ranks), at_once):

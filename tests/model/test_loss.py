@@ -49,6 +49,41 @@ def test_tokens_have_weights_where_they_are_given(rows: int, vocab: int, chunk: 
             torch.testing.assert_close(got, right, rtol=1e-11, atol=1e-12)
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 20), st.integers(2, 70), st.integers(1, 4000), st.sampled_from([0, 1, 3]))
+def test_whatever_is_made_of_log_probabilities_has_their_gradient(rows: int, vocab: int, chunk: int, each: int) -> None:
+    x, matrix, targets = case(rows, vocab, 5, torch.float64)
+    if each:
+        targets = torch.randint(0, vocab, (2, rows, each))
+
+    def make(logprobs: torch.Tensor) -> torch.Tensor:
+        assert logprobs.shape == targets.shape
+        return (logprobs.sum(1) ** 2).sum() + logprobs[:, ::2].exp().sum()
+
+    counted, index = targets != IGNORE_INDEX, targets.clamp(min=0)
+    index = index if each else index[..., None]
+    logprobs = (x @ matrix.mT).log_softmax(-1).gather(-1, index).view_as(targets) * counted
+    want = 0.37 * make(logprobs)
+    expected = (want, *torch.autograd.grad(want, (x, matrix)))
+    for head in (LinearCrossEntropy(), ChunkedCrossEntropy(chunk)):
+        value = 0.37 * head(x, matrix, targets, make=make)
+        for got, right in zip((value, *torch.autograd.grad(value, (x, matrix))), expected, strict=True):
+            torch.testing.assert_close(got, right, rtol=1e-10, atol=1e-11)
+
+
+def test_of_log_probabilities_only_the_input_and_two_numbers_a_token_are_saved() -> None:
+    x, matrix, targets = case(50, 300, 8, torch.float64)
+    saved: list[int] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        ChunkedCrossEntropy(300 * 8 * 7)(x, matrix, targets, make=lambda logprobs: logprobs.exp().sum())
+    assert sorted(saved) == sorted([x.numel(), matrix.numel(), 100, 100])
+
+
 def test_in_16_bits_it_is_no_further_off_than_the_plain_one() -> None:
     x, weight, targets = case(64, 300, 32, torch.bfloat16)
     exact = LinearCrossEntropy()(x.double(), weight.double(), targets)

@@ -46,13 +46,16 @@ METHODS: tuple[str, ...] = get_args(get_type_hints(LayoutConfig)["context_method
 LENGTH, BATCH = 32, 8
 
 
-def make_run(model: str, layout: dict[str, Any], layers: int = 4, **train: Any) -> Run:
+def make_run(model: str, layout: dict[str, Any], layers: int = 4, objective: str = "pretrain", **train: Any) -> Run:
     share = train.get("global_batch", BATCH) // (layout.get("replicate", 1) * layout.get("shard", 1))
     base = dict(
         steps=3, seq_len=LENGTH, global_batch=BATCH, microbatch=max(1, share // 2), dtype="float64", device="cpu", lr=1e-2,
         clip=0.5, balance_loss=0.01, router_z_loss=0.001, balance_rate=0.01,
     )  # fmt: skip
-    return run_from_dict(dict(model=model_of(model) | dict(layers=layers), layout=layout, train=base | train))
+    learned = dict(zip(("kind", "loss"), objective.split(), strict=False))
+    return run_from_dict(
+        dict(model=model_of(model) | dict(layers=layers), layout=layout, train=base | train, objective=learned)
+    )
 
 
 def model_of(name: str) -> dict[str, Any]:

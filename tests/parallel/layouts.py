@@ -146,6 +146,9 @@ SMALL_EDGES: list[Drawn] = [
     ("tied", dict(shard=2, pipeline=2), LOW_PRECISION),
     ("dense", dict(replicate=2), LOW_PRECISION | dict(reduce_dtype="bfloat16")),
     ("mixture", dict(tensor=2, expert_tensor=True), LOW_PRECISION),
+    # Objectives that are made of log-probabilities, over documents that are cut.
+    ("mixture", dict(context=2, tensor=2), dict(objective="orpo")),
+    ("tied", dict(pipeline=2, shard=2), dict(objective="simpo")),
 ]
 """What the covering array does not draw, one of each kind."""
 FEWER_EXPERTS_THAN_RANKS: list[Drawn] = [

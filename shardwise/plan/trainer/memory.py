@@ -16,6 +16,7 @@ from shardwise.plan.trainer.rank import PlannedRank, planned_rank
 from shardwise.plan.trainer.traffic import first_ranks
 from shardwise.run import Run
 from shardwise.run.derive import chunks_loss, compiles, planned_on_gpu
+from shardwise.run.objective_config import FACTS
 
 
 def memory_of(run: Run, job: Job) -> Memory:
@@ -127,7 +128,8 @@ def _peak(owners: dict[str, float], run: Run, same: _Alike) -> dict[str, float]:
     recomputed = owners.pop("again")
     if run.accumulation == 1 and run.layout.pipeline == 1:
         # Of a chunked loss the gradient of the head stays; of a whole one the probabilities, half of its tensors, go.
-        saved = owners["activations"] - (0.0 if chunks_loss(run, gpu=planned_on_gpu(run)) else owners["logits"] / 2)
+        in_chunks = chunks_loss(run, gpu=planned_on_gpu(run)) or FACTS[run.objective.kind].logprobs
+        saved = owners["activations"] - (0.0 if in_chunks else owners["logits"] / 2)
         made = max(owners["gradients"] - same.last_gradient, 0.0)
         moments = [
             owners | {"gradients": 0.0},

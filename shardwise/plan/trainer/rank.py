@@ -16,6 +16,7 @@ from shardwise.run import Run
 from shardwise.run.axes import SPLIT_BACKWARD, V_SHAPED
 from shardwise.run.coordinates import RankCoordinates
 from shardwise.run.derive import chunks_loss, keeps_compute_copies, planned_on_gpu, shard_dim, uses_fp8_all_gather
+from shardwise.run.objective_config import FACTS, ObjectiveFacts
 from shardwise.run.parameters import Parameter, first_parameters, last_parameters, layer_parameters, shard_length
 from shardwise.schedules import Schedule, cached_schedule, fewer_rounds
 
@@ -128,10 +129,15 @@ class PlannedRank:
         """Whether norms and attention have the kernels of a GPU."""
         return planned_on_gpu(self.run)
 
+    @property
+    def objective(self) -> ObjectiveFacts:
+        """What is known of the run's objective."""
+        return FACTS[self.run.objective.kind]
+
     @cached_property
     def chunked(self) -> bool:
-        """Whether the loss is made of some tokens at a time."""
-        return chunks_loss(self.run, gpu=self.fused)
+        """Whether the loss is made of some tokens at a time, with its gradients on the way."""
+        return chunks_loss(self.run, gpu=self.fused) and not self.objective.logprobs
 
     @cached_property
     def keeps_compute_copies(self) -> bool:

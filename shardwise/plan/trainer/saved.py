@@ -23,7 +23,8 @@ width of the arithmetic, W that of high precision (w, or 4 bytes):
     experts      rows in the order of their experts, what gate and up save of them, and the results of each token, to be weighed;
                  the order and its inverse, or the index of each choice alone where kernels dispatch the rows (CUDA)
     loss         probabilities of the vocabulary in high precision; over tensor ranks also which targets are local. In chunks: the
-                 gradients of its input and, in high precision, of the head's matrix
+                 gradients of its input and, in high precision, of the head's matrix. Of log-probabilities: its input, and of
+                 each token the log-sum-exp and a gradient
 
 Between stages: what came from the stage before, and what went to the one after.
 Two things a run does not say are assumed: routers choose all experts alike, unless the rows are given; and documents are
@@ -167,6 +168,11 @@ def loss(tape: Tape, x: str) -> None:
     if planned.chunked:  # its gradients are made at once, those of its input and of the head's matrix
         tape.save_new("gradient of the head's input", planned.tokens * head.shape[1])
         tape.save_new("gradient of the head", head.numel, high)
+        tape.save_new("loss", 1, high)
+        return
+    if planned.objective.logprobs:  # the logits are made again of the head's input
+        tape.save(gathered(tape, normed, "head input"))
+        tape.save_new("log-sum-exp and the gradient of log-probabilities", 2 * planned.tokens, high)
         tape.save_new("loss", 1, high)
         return
     linear(tape, gathered(tape, normed, "head input"), head.entry.name.removesuffix(".weight"))

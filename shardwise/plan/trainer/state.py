@@ -67,6 +67,10 @@ def owners(planned: PlannedRank) -> dict[str, float]:
 def _logits(planned: PlannedRank) -> int:
     """Bytes of the loss's own tensors beside those that it saves."""
     rows = planned.vocabulary(planned.stages[-1]).shape[0]
+    if planned.objective.logprobs:  # some logits, as they are and in high precision, and the gradient of the head
+        some = chunk_rows(planned.tokens, max(1, rows) * planned.high_width)
+        cast = planned.width + planned.high_width * (planned.width < planned.high_width)
+        return (some * cast + planned.run.model.hidden * planned.high_width) * rows
     if planned.chunked:  # some logits, which become their gradient, and the head's matrix where it was cast
         some = chunk_rows(planned.tokens, rows * planned.width)
         return (some + (0 if planned.is_sharded else planned.run.model.hidden)) * rows * planned.width
@@ -108,7 +112,7 @@ def _saved(planned: PlannedRank) -> dict[int, Saved]:
     where = (planned.index("tensor"), planned.index("expert"))
     if len(_KNOWN) > 1000:
         _KNOWN.clear()
-    known = _KNOWN.setdefault((run.model, run.train, planned.fused, cuts, how, where), {})
+    known = _KNOWN.setdefault((run.model, run.train, run.objective, planned.fused, cuts, how, where), {})
     found = {}
     for stage in planned.stages:
         layers = tuple((is_moe(layer), parts) for layer, parts in recomputed_parts(planned, stage).items())

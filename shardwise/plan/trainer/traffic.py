@@ -24,7 +24,7 @@ from shardwise.ledger import Traffic
 from shardwise.plan.trainer.rank import SCALE, PlannedParameter, PlannedRank, Stage
 from shardwise.plan.trainer.wire import Groups, Times, Wire
 from shardwise.run import Run
-from shardwise.run.derive import accepted_choices, uses_fp8_gemm
+from shardwise.run.derive import accepted_choices, chunk_rows, uses_fp8_gemm
 
 INTEGER = 8
 """Bytes of an index: of a token, or of an expert."""
@@ -80,8 +80,8 @@ def by_group(run: Run, rank: int, moved: Mapping[int, int] | None = None) -> Gro
     loads(wire)
     if run.train.optimizer == "muon":
         muon(wire)
-    # The count of tokens and the wish to stop ahead of the passes, then the squared norm and the loss.
-    wire.all_reduce("world", 4 * SUM, messages=2)
+    # The count of tokens and the wish to stop ahead of the passes, then the squared norm, the loss and what was measured.
+    wire.all_reduce("world", (4 + len(wire.planned.objective.metrics)) * SUM, messages=2)
     return wire.sent
 
 
@@ -309,7 +309,13 @@ def ends(wire: Wire) -> None:
         if stage.last:
             if not planned.chunked:
                 wire.all_gather("tensor", numel * planned.width, n)  # once more in the backward pass
-            wire.all_reduce("tensor", 3 * planned.tokens * planned.high_width, n, messages=2)
+            most = -(-planned.run.model.vocab // planned.size("tensor"))
+            chunks = -(-planned.tokens // chunk_rows(planned.tokens, most * planned.width)) if planned.chunked else 1
+            wire.all_reduce("tensor", 3 * planned.tokens * planned.high_width, n, messages=2 * chunks)
+            slots = planned.run.train.microbatch * planned.run.train.seq_len
+            wire.all_reduce(
+                "context", planned.objective.sums * slots * planned.high_width, n if planned.objective.sums else 0
+            )
 
 
 def pipeline(wire: Wire) -> None:

@@ -57,7 +57,9 @@ def work(run: Run, rank: int | None = None) -> Work:
             gemm.part, dict.fromkeys(("forward", "recompute", "backward_input", "backward_weight"), 0.0)
         )
         total = times * run.accumulation * gemm.flops
-        if gemm.part == "head" and planned.chunked:  # its gradients are made in the forward pass
+        if gemm.part == "head" and planned.objective.logprobs:  # made again in the backward pass
+            passes["recompute"] += total
+        elif gemm.part == "head" and planned.chunked:  # its gradients are made in the forward pass
             passes["forward"] += 3 * total
             continue
         passes["forward"] += total

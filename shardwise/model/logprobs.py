@@ -1,0 +1,131 @@
+"""Log-probabilities of given tokens, of which an objective makes its loss, without ever holding the logits of all tokens.
+
+What a token's log-probability weighs in the loss is known only when all of them are: of preferences, a term is made of the sums
+over two documents. So the logits are made twice, some tokens at a time: forward for the log-probabilities, and again backward for
+their gradient. The loss and its gradient by the log-probabilities are made at once in the forward pass; besides the hidden
+states only that gradient and the log-sum-exp of each token stay until the backward pass.
+
+    forward      logits, their log-sum-exp, the logits of the given tokens; then the objective's loss and its gradient g
+    backward     logits again; their gradient is g (one-hot - softmax), multiplied into those of the hidden states and the matrix
+
+A vocabulary that is cut over ranks has its part of both (`parallel/tensor.py`): two all-reduces of a few numbers for each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.model.layers import Gemm, at_least_float32
+from shardwise.run.derive import CHUNK_BYTES, chunk_rows
+
+IGNORE_INDEX = -100
+
+Make = Callable[[Tensor], Tensor]
+"""What to make of the log-probabilities of targets, which have their shape and are 0 where a target is `IGNORE_INDEX`: a sum of
+terms. It is called once in a forward pass, on a leaf whose gradient is then asked for."""
+
+
+class Logits(nn.Module):
+    """Rows of hidden states times the vocabulary; a module, so that who counts operations sees it in the backward pass too."""
+
+    def __init__(self, gemm: Gemm) -> None:
+        super().__init__()
+        self.gemm = gemm
+
+    def forward(self, x: Tensor, matrix: Tensor) -> Tensor:
+        return self.gemm.multiply(x, matrix.mT)
+
+
+class LogProbHead(nn.Module):
+    """What loss heads have in common: a loss made of log-probabilities."""
+
+    start = 0
+    """The first token of the vocabulary that the matrix has."""
+
+    def __init__(self, gemm: Gemm | None = None, chunk_bytes: int = CHUNK_BYTES) -> None:
+        super().__init__()
+        self.gemm, self.chunk_bytes = gemm or Gemm(), chunk_bytes
+        self.logits = Logits(self.gemm)
+
+    def most_rows(self, matrix: Tensor) -> int:
+        """Rows of the vocabulary on the rank that has most of them, by which the tokens are cut into chunks."""
+        return len(matrix)
+
+    def over_vocabulary(self, total: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
+        """The log-sum-exp of each row's logits, and the logits of its targets, over the whole vocabulary."""
+        return total, picked
+
+    def of_logprobs(self, x: Tensor, matrix: Tensor, targets: Tensor, make: Make) -> Tensor:
+        """What `make` makes of the log-probabilities of targets [batch, sequence], or of several a token [batch, sequence, k]."""
+        tokens = x.flatten(0, 1)
+        width = at_least_float32(x[:0]).element_size()
+        rows = chunk_rows(len(tokens), self.most_rows(matrix) * width, self.chunk_bytes)
+        return _OfLogProbs.apply(tokens, matrix, targets, self, rows, make, torch.is_grad_enabled())
+
+
+class _OfLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, head: LogProbHead, rows: int, make: Make, learns: bool
+    ) -> Tensor:
+        wanted = targets.reshape(len(x), -1)
+        matrix = weight.to(x.dtype)
+        dtype = at_least_float32(x[:0]).dtype
+        total = torch.empty(len(x), dtype=dtype, device=x.device)
+        picked = torch.zeros(wanted.shape, dtype=dtype, device=x.device)
+        mine, place = local_places(wanted, head.start, len(matrix))
+        for start in range(0, len(x), rows):
+            chunk = slice(start, start + rows)
+            logits = at_least_float32(head.logits(x[chunk], matrix))
+            total[chunk] = logits.logsumexp(dim=-1)
+            if len(matrix):
+                picked[chunk] = torch.where(mine[chunk], logits.gather(-1, place[chunk]), 0)
+            del logits  # or the next ones would be made beside them
+        total, picked = head.over_vocabulary(total, picked)
+        counted = wanted != IGNORE_INDEX
+        logprobs = torch.where(counted, picked - total[:, None], 0).view(targets.shape)
+        if not learns:
+            return make(logprobs)
+        with torch.enable_grad():
+            leaf = logprobs.detach().requires_grad_()
+            loss = make(leaf)
+            (grad,) = torch.autograd.grad(loss, leaf, allow_unused=True, materialize_grads=True)
+        ctx.save_for_backward(x, weight, total, grad.clone())  # which may be a view of more
+        ctx.targets, ctx.head, ctx.rows = targets, head, rows
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
+        x, weight, total, grad = ctx.saved_tensors
+        wanted = ctx.targets.reshape(len(x), -1)
+        matrix = weight.to(x.dtype)
+        grad = torch.where(wanted != IGNORE_INDEX, grad.reshape(wanted.shape), 0) * grads[0]
+        mine, place = local_places(wanted, ctx.head.start, len(matrix))
+        to_input, to_weight = ctx.needs_input_grad[:2]
+        dx = torch.empty_like(x) if to_input else None
+        dw = torch.zeros_like(matrix, dtype=total.dtype) if to_weight else None
+        gemm = ctx.head.gemm
+        for start in range(0, len(x), ctx.rows):
+            chunk = slice(start, start + ctx.rows)
+            logits = at_least_float32(ctx.head.logits(x[chunk], matrix))
+            logits = logits.sub_(total[chunk, None]).exp_().mul_(-grad[chunk].sum(-1, keepdim=True))
+            if len(matrix):
+                logits.scatter_add_(-1, place[chunk], torch.where(mine[chunk], grad[chunk], 0))
+            dlogits = logits.to(x.dtype)
+            del logits
+            if dx is not None:
+                gemm.put(dlogits, matrix, dx[chunk])
+            if dw is not None:
+                gemm.put(dlogits.mT, x[chunk], dw, add=start > 0)
+        return dx, None if dw is None else dw.to(weight.dtype), None, None, None, None, None
+
+
+def local_places(targets: Tensor, start: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Which targets are among so many rows of a vocabulary from `start`, and their row; the first where they are not."""
+    local = targets - start
+    mine = (local >= 0) & (local < rows)
+    return mine, local * mine

@@ -1,0 +1,73 @@
+"""What preferences have in common: a row holds pairs of documents, a wanted and an unwanted one in turn, and the loss is a mean
+over all pairs of the global batch of a term made of their log-probabilities."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shardwise.data.batches import IGNORE_INDEX, Batch
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.objective import Microbatch, document_sums
+from shardwise.run import Run
+from shardwise.train.objectives.objective import TrainObjective
+
+
+class Answers(NamedTuple):
+    """One answer of each pair [rows, pairs]."""
+
+    logprob: Tensor
+    """The sum over its learned tokens, as the trained network sees them."""
+    tokens: Tensor
+    """Their number; 0 where there is no such answer, and so no pair."""
+
+    @property
+    def mean(self) -> Tensor:
+        """The log-probability of a token, on average."""
+        return self.logprob / self.tokens.clamp(min=1)
+
+
+class PairObjective(TrainObjective):
+    """Sums over documents, and pairs of those."""
+
+    def __init__(self, run: Run, device: torch.device, mesh: Mesh) -> None:
+        super().__init__(run, device, mesh)
+        self.full_count = run.train.global_batch
+
+    def token_arrays(self, batch: Batch) -> dict[str, np.ndarray]:
+        return {"targets": batch.targets, "slots": batch.slots}
+
+    def count(self, batch: Batch) -> float:
+        rows, places = np.nonzero(batch.targets != IGNORE_INDEX)
+        documents = np.unique(rows * 2 * batch.tokens.shape[1] + batch.slots[rows, places])
+        return len(documents) - len(np.unique(documents // 2))
+
+    @abstractmethod
+    def terms(self, chosen: Answers, rejected: Answers) -> tuple[Tensor, list[Tensor]]:
+        """The loss of each pair, and what is measured of it, in the order of `metrics`."""
+
+    def loss(self, microbatch: Microbatch, head: nn.Module, hidden: Tensor, unembedding: Tensor) -> Tensor:
+        targets, slots = microbatch["targets"], microbatch["slots"]
+        assert targets is not None
+        assert slots is not None
+
+        def make(logprobs: Tensor) -> Tensor:
+            counted = (targets != IGNORE_INDEX).to(logprobs.dtype)
+            sums = document_sums(torch.stack((logprobs, counted)), slots, self.mesh.group("context"))
+            sums = sums[..., : sums.shape[-1] // 2 * 2].unflatten(-1, (-1, 2))
+            chosen, rejected = (Answers(*sums[..., side]) for side in range(2))
+            losses, measured = self.terms(chosen, rejected)
+            there = (chosen.tokens > 0) & (rejected.tokens > 0)
+            self.measure([torch.where(there, each, 0).sum() for each in measured])
+            return torch.where(there, losses, 0).sum() / self.mesh.size("context")
+
+        return head(hidden, unembedding, targets, make=make)
+
+
+def margins(chosen: Tensor, rejected: Tensor) -> list[Tensor]:
+    """What is measured of the rewards of both answers: each, their margin, and whether the wanted one has more."""
+    return [chosen, rejected, chosen - rejected, (chosen > rejected).to(chosen.dtype)]
