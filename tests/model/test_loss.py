@@ -80,7 +80,7 @@ def test_of_log_probabilities_only_the_input_and_two_numbers_a_token_are_saved()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        ChunkedCrossEntropy(300 * 8 * 7)(x, matrix, targets, make=lambda logprobs: logprobs.exp().sum())
+        ChunkedCrossEntropy(300 * 8 * 7)(x, matrix, targets, make=torch.sum)
     assert sorted(saved) == sorted([x.numel(), matrix.numel(), 100, 100])
 
 

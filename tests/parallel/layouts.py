@@ -146,6 +146,7 @@ SMALL_EDGES: list[Drawn] = [
     ("tied", dict(shard=2, pipeline=2), LOW_PRECISION),
     ("dense", dict(replicate=2), LOW_PRECISION | dict(reduce_dtype="bfloat16")),
     ("mixture", dict(tensor=2, expert_tensor=True), LOW_PRECISION),
+    ("tied", dict(tensor=4), dict(loss="chunked")),  # the ranks talk about each chunk
     # Objectives that are made of log-probabilities, over documents that are cut.
     ("mixture", dict(context=2, tensor=2), dict(objective="orpo")),
     ("tied", dict(pipeline=2, shard=2), dict(objective="simpo")),
