@@ -354,6 +354,7 @@ def _allocate_shard(parameter: Any, device: torch.device) -> Tensor:
     padded.narrow(dim, length, padded.shape[dim] - length).zero_()
     shard = padded.narrow(dim, 0, length)
     parameter._sharded_param_data = padded.view(-1)
-    parameter.sharded_param = nn.Parameter(parameter.to_sharded_dtensor(shard))
+    learns = parameter.sharded_param.requires_grad
+    parameter.sharded_param = nn.Parameter(parameter.to_sharded_dtensor(shard), requires_grad=learns)
     parameter._setattr_on_modules(parameter.sharded_param)
     return shard

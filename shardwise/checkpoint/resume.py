@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.adapters import check_same_base
 from shardwise.checkpoint.folder import (
     checkpoint_folder,
     checkpoints_of,
@@ -57,6 +58,9 @@ def resume(
     check_same_job(folder, state.run)
     manifest = read_manifest(folder)
     check_same_data(folder, manifest.state.get("data"), fingerprint)
+    if state.run.adapter.used:
+        check_same_base(folder, state.run)
+        _load_base(state, progress)
     _load(state, open_checkpoint(folder, kind="", progress=progress))
     try:
         scale = manifest.state["loss_scale"]
@@ -104,8 +108,8 @@ def _next_step(candidates: list[Path]) -> int:
 
 def check_weights(run: Run, out: Path) -> None:
     """Raise what is wrong with the weights that a run starts from, before any rank starts. A run with checkpoints resumes from
-    those, and does not need the weights any more."""
-    if run.train.weights and not complete(out):
+    those, and does not need the weights any more, unless it trains adapters alone."""
+    if run.train.weights and (run.adapter.used or not complete(out)):
         open_weights(checkpoint_folder(run.train.weights), run.model)
 
 
@@ -116,8 +120,8 @@ def load_weights(
     were trained with another tokenizer than the data's, which is nearly always a mistake."""
     if not state.run.train.weights:
         return
-    reader = open_weights(checkpoint_folder(state.run.train.weights), state.run.model, progress)
-    _load_model(state, reader)
+    reader = _load_base(state, progress)
+    assert reader is not None
     changed = model_differences(read_run(reader.folder / RUN_FILE), state.run)
     log(f"beginning with the weights of {reader.folder}" + (f", with {'; '.join(changed)}" if changed else ""))
     with contextlib.suppress(UserError):  # not every folder has its tokenizer
@@ -127,11 +131,23 @@ def load_weights(
             log(f"warning: those weights know other tokens ({theirs}) than the data's ({ours})")
 
 
+def _load_base(state: State, progress: Progress) -> Reader | None:
+    """Read what this rank holds of `train.weights`, where there are any: all but adapters."""
+    if not state.run.train.weights:
+        return None
+    reader = open_weights(checkpoint_folder(state.run.train.weights), state.run.model, progress)
+    _load_model(state, reader)
+    return reader
+
+
 @torch.no_grad()
 def _load_model(state: State, reader: Reader, prefix: str = "") -> None:
+    """Parameters and buffers from a folder of a whole network, or adapters from a checkpoint of theirs."""
+    adapters = state.run.adapter.used and bool(prefix)
     for each in state.parallel.parameters:
-        reader.read_into(local(each.parameter.detach()), prefix + each.name, local_box(each, state.mesh).offset)
-    for name, buffer in buffers(state):
+        if not state.run.adapter.used or each.entry.frozen != adapters:
+            reader.read_into(local(each.parameter.detach()), prefix + each.name, local_box(each, state.mesh).offset)
+    for name, buffer in () if adapters else buffers(state):
         reader.read_into(buffer, prefix + name, (0,) * buffer.ndim)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from shardwise.checkpoint.adapters import describe_base
 from shardwise.checkpoint.commit import Description, NotSaved, await_shards, commit
 from shardwise.checkpoint.folder import checkpoints_of, draft_of_step, folder_of_step, remove, retire
 from shardwise.checkpoint.format import LocalShard, Progress, unwatched
@@ -29,7 +30,7 @@ from shardwise.data.tokenizer import Tokenizer
 from shardwise.files import sync
 from shardwise.parallel.mesh import Mesh
 from shardwise.report import words
-from shardwise.run import UserError
+from shardwise.run import Run, UserError
 
 SPARE = 64 << 20  # bytes that a checkpoint leaves free, for the metrics and logs of the run
 ROUND = 30.0  # seconds after which ranks that wait for each other's shards ask again
@@ -66,6 +67,7 @@ class Saver:
         self.staging = Staging()
         self.problem = ""  # why the last checkpoint was not saved; "" when it was
         self.attempt, _ = gather(mesh, secrets.token_hex(4) if mesh.rank == 0 else "")
+        self._described: dict[str, Any] | None = None
         self._pending: _Pending | None = None
         self._thread: Thread | None = None
 
@@ -92,6 +94,7 @@ class Saver:
             loss_scale=dict(scale=state.loss_scale.scale, good=state.loss_scale.good),
             data=self.fingerprint,
             more=dict(more or {}),
+            **self._base(state.run),
         )
         description = Description(state.run, state.step, counters, self.tokenizer)
         draft = draft_of_step(self.out, state.step, self.attempt)
@@ -105,6 +108,12 @@ class Saver:
 
         self._thread = Thread(target=work, name="checkpoint", daemon=True)
         self._thread.start()
+
+    def _base(self, run: Run) -> dict[str, Any]:
+        """What is said of the base of adapters, found out once."""
+        if self._described is None:
+            self._described = describe_base(run)
+        return self._described
 
     def finish(self) -> str:
         """Wait for the checkpoint being written; returns why the last one was not saved, or "". The same on all ranks."""

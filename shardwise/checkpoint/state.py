@@ -72,7 +72,7 @@ def local_shards(state: State, smallest: int = SMALLEST) -> list[LocalShard]:
 def _shards(state: State, smallest: int) -> Iterator[LocalShard]:
     mesh = state.mesh
     for n, each in enumerate(state.parallel.parameters):
-        if each.copy_of_other_stage:
+        if each.copy_of_other_stage or each.entry.frozen:  # the base of adapters stays where it is
             continue
         offset, (replicas, replica) = local_box(each, mesh).offset, replica_index(each, mesh)
         tensors = [(f"model/{each.name}", local(each.parameter.detach()))]
@@ -89,7 +89,7 @@ def _shards(state: State, smallest: int) -> Iterator[LocalShard]:
                 start, stop = shard_bounds(values.shape[0], shares, share)
                 yield LocalShard(name, each.whole, (offset[0] + start, *offset[1:]), values[start:stop])
     replicas, replica = stage_replica_index(mesh)
-    for index, (name, buffer) in enumerate(buffers(state)):
+    for index, (name, buffer) in enumerate(() if state.run.adapter.used else buffers(state)):
         if index % replicas == replica:
             yield _whole(f"model/{name}", buffer)
     if mesh.rank == 0:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from shardwise.checkpoint.adapters import MergedReader, adapter_shapes, base_of
 from shardwise.checkpoint.folder import checkpoint_folder
 from shardwise.checkpoint.format import RUN_FILE, Progress, some, unwatched
 from shardwise.checkpoint.reader import Reader, open_checkpoint
@@ -117,13 +118,20 @@ def load_share(
 
 
 def open_weights(folder: Path, config: ModelConfig, progress: Progress = unwatched) -> Reader:
-    """The weights of a checkpoint, which fit a network."""
+    """The weights of a checkpoint, which fit a network; those of adapters are merged into their base's."""
     # It converts, too, and so imports this file.
     from shardwise.checkpoint.huggingface.packed.folder import packing_of
 
     if packing_of(folder) is not None:
         raise UserError(Problem("holds packed weights, which are served and not trained", where=str(folder)))
     reader = open_checkpoint(folder, progress=progress)
+    # A folder of weights alone has no run.toml.
+    run = read_run(folder / RUN_FILE) if (folder / RUN_FILE).is_file() else None
+    if run is not None and run.adapter.used:
+        problems = compare_shapes(reader, adapter_shapes(run), reader.names)
+        if problems:
+            raise UserError(*problems)
+        return MergedReader(open_weights(base_of(folder, run), config, progress), reader, run.adapter)
     problems = compare_shapes(reader, state_shapes(config), reader.names)
     if problems:
         raise UserError(*problems)

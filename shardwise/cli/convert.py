@@ -10,19 +10,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-HELP = "weights to and from Hugging Face safetensors"
+HELP = "weights and adapters to and from Hugging Face safetensors"
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the two directions and their arguments."""
-    ways = parser.add_subparsers(dest="way", required=True, metavar="from-hf | to-hf")
+    """Declare the directions and their arguments."""
+    ways = parser.add_subparsers(dest="way", required=True, metavar="from-hf | to-hf | from-peft | to-peft")
     inward = ways.add_parser("from-hf", help="a Hugging Face folder into a checkpoint")
     inward.add_argument("source", metavar="HF_DIR", help="folder with config.json and safetensors files")
     outward = ways.add_parser("to-hf", help="a checkpoint, or a run's newest one, into a Hugging Face folder")
     outward.add_argument("source", metavar="CHECKPOINT", help="checkpoint or run folder")
     outward.add_argument("--dtype", choices=DTYPES, help="dtype to write; as stored unless given")
-    for way in (inward, outward):
+    outward.add_argument(
+        "--merge", action="store_true", help="merge a run's adapters into the weights they were trained beside"
+    )
+    adapters = ways.add_parser("to-peft", help="a run's adapters into a folder that peft reads")
+    adapters.add_argument("source", metavar="RUN_DIR", help="checkpoint or run folder that holds adapters")
+    foreign = ways.add_parser("from-peft", help="adapters that peft wrote into a checkpoint")
+    foreign.add_argument("source", metavar="DIR", help="folder with adapter_config.json and adapter_model.safetensors")
+    foreign.add_argument("--base", default="", help="checkpoint they belong to; the folder that they name unless given")
+    for way in (inward, outward, adapters, foreign):
         way.add_argument("out", metavar="OUT_DIR", help="folder to make; must not exist, or be empty")
 
 
@@ -30,16 +38,20 @@ def execute(args: argparse.Namespace) -> int:
     """Convert, and print what was done."""
     import torch
 
-    from shardwise.checkpoint.huggingface import from_hf, to_hf
+    from shardwise.checkpoint.huggingface import from_hf, from_peft, to_hf, to_peft
     from shardwise.report import words
 
     begin = time.perf_counter()
     with _progress() as progress:
         if args.way == "from-hf":
             done = from_hf(args.source, args.out, progress)
+        elif args.way == "to-peft":
+            done = to_peft(args.source, args.out)
+        elif args.way == "from-peft":
+            done = from_peft(args.source, args.out, args.base)
         else:
             dtype = getattr(torch, args.dtype) if args.dtype else None
-            done = to_hf(args.source, args.out, dtype, progress)
+            done = to_hf(args.source, args.out, dtype, progress, merge=args.merge)
     seconds = time.perf_counter() - begin
     print(
         f"{args.out}: {done.architecture}, {done.parameters:,} parameters, {words.size(done.bytes)} in {seconds:.1f} s"

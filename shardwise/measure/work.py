@@ -174,7 +174,8 @@ class WorkCounter(TorchDispatchMode, Observer):
             self.deferred = ""
 
     def _deferred_part(self, module: str) -> str:
-        owner = find_parameter(self.train_state.run.model, f"{module}.weight").owner
+        run = self.train_state.run
+        owner = find_parameter(run.model, f"{module}.weight", run.adapter).owner
         return "ffn" if owner == "shared_experts" else owner
 
     def _around(self, module: nn.Module, part: str) -> None:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.model.normal import fill_normal
-from shardwise.run import ModelConfig
+from shardwise.run import AdapterConfig, ModelConfig
+from shardwise.run.adapter_config import NO_ADAPTER
 from shardwise.run.parameters import find_parameter
 
 
@@ -25,6 +26,7 @@ def draw(
     name: str,
     offset: Sequence[int] | None = None,
     device: torch.device | None = None,
+    adapter: AdapterConfig = NO_ADAPTER,
 ) -> None:
     """Fill a tensor with the initial value of a parameter, or with the box of it that begins at `offset`; computed on `device`, or
     where the tensor is.
@@ -32,20 +34,24 @@ def draw(
     Matrices that write to the residual stream start smaller by sqrt(2 layers), so that it does not grow with depth
     (Radford et al. 2019, section 2.3).
     """
-    entry = find_parameter(config, name)
+    entry = find_parameter(config, name, adapter)
     if entry.init in ("ones", "zeros"):
         values.fill_(1.0 if entry.init == "ones" else 0.0)
         return
     std = config.init_std / (2 * config.layers) ** 0.5 if entry.init == "residual" else config.init_std
+    if entry.init == "adapter":
+        std = (3 * entry.shape[-1]) ** -0.5
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     key = int.from_bytes(digest, "little", signed=True)
     fill_normal(values, std, key, entry.shape, offset or (0,) * len(entry.shape), device)
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, config: ModelConfig, seed: int, prefix: str = "") -> None:
+def initialize(
+    model: nn.Module, config: ModelConfig, seed: int, prefix: str = "", adapter: AdapterConfig = NO_ADAPTER
+) -> None:
     """Give every parameter its initial value and every buffer zeros. `prefix` is where a part lies in the whole model."""
     for name, parameter in model.named_parameters():
-        draw(parameter.data, config, seed, f"{prefix}{name}")
+        draw(parameter.data, config, seed, f"{prefix}{name}", adapter=adapter)
     for buffer in model.buffers():
         buffer.zero_()

@@ -8,7 +8,7 @@ the dtype of the parameters without an autocast context.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -73,15 +73,27 @@ class Linear(nn.Linear):
     gemm: Gemm = Gemm()
     compute_copy: Tensor | None = None
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lora: nn.Module | None = None
+        """An adapter, whose output is added."""
+
     @classmethod
     def taking_over(cls, linear: Linear) -> Self:
         """A layer of this class in the place of another: the same parameters, multiplied by the same GEMM."""
         made = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        made.weight, made.bias, made.gemm = linear.weight, linear.bias, linear.gemm
+        made.weight, made.bias, made.gemm, made.lora = linear.weight, linear.bias, linear.gemm, linear.lora
         return made
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.gemm(x, self.weight if self.compute_copy is None else self.compute_copy, self.bias)
+        # The adapter first: recomputation then stops before the larger GEMM.
+        low_rank = self.low_rank(x)
+        out = self.gemm(x, self.weight if self.compute_copy is None else self.compute_copy, self.bias)
+        return out if low_rank is None else out + low_rank
+
+    def low_rank(self, x: Tensor) -> Tensor | None:
+        """What an adapter adds to the output."""
+        return None if self.lora is None else self.lora(x)
 
 
 def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

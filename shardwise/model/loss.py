@@ -79,7 +79,7 @@ class _Chunked(torch.autograd.Function):
         dtype = at_least_float32(x[:0]).dtype
         loss = torch.zeros((), dtype=dtype, device=x.device)
         dx = torch.empty_like(x) if learns else None
-        dw = torch.empty_like(matrix, dtype=dtype) if learns else None
+        dw = torch.empty_like(matrix, dtype=dtype) if learns and ctx.needs_input_grad[1] else None
         for start in range(0, len(x) or 1, rows):
             chunk = slice(start, start + rows)
             logits = gemm.multiply(x[chunk], matrix.mT)
@@ -88,21 +88,24 @@ class _Chunked(torch.autograd.Function):
                 losses = losses * weights[chunk]
                 logits *= weights[chunk, None].to(logits.dtype)
             loss += losses.sum()
-            if dx is not None and dw is not None:
+            if dx is not None:
                 gemm.put(logits, matrix, dx[chunk])
+            if dw is not None:
                 gemm.put(logits.mT, x[chunk], dw, add=start > 0)
             del logits  # or the next ones would be made beside them
-        if dx is not None and dw is not None:
+        if dx is not None:
             ctx.save_for_backward(dx, dw)
             ctx.dtype = weight.dtype
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None, None, None]:
         dx, dw = ctx.saved_tensors
         # In place: nothing else holds them, and the matrix's is one of the largest tensors there are.
-        foreach_mul_([dw], grads[0].to(dw.dtype))  # several times as fast as `mul_` with a scalar of the device
-        return dx.mul_(grads[0]), dw.to(ctx.dtype), None, None, None, None, None, None
+        if dw is not None:
+            foreach_mul_([dw], grads[0].to(dw.dtype))  # several times as fast as `mul_` with a scalar of the device
+            dw = dw.to(ctx.dtype)
+        return dx.mul_(grads[0]), dw, None, None, None, None, None, None
 
 
 def cross_entropy_and_grad(logits: Tensor, targets: Tensor) -> Tensor:

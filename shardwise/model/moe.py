@@ -170,14 +170,22 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(shape))
         self.up = nn.Parameter(torch.empty(shape))
         self.down = nn.Parameter(torch.empty(config.experts, config.hidden, config.expert_ffn))
+        self.lora: nn.Module | None = None
+        """Adapters of these matrices, whose output is added."""
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Rows in the order of their experts, `counts` of them for each."""
-        if self.multiply is None and uses_grouped_gemm(x, self.gate):
+        if self.lora is None and self.multiply is None and uses_grouped_gemm(x, self.gate):
             return self._grouped(x, counts.cumsum(0, dtype=torch.int32))
+        inner = self.gated(F.silu, self._product("gate", x, counts), self._product("up", x, counts))
+        return self._product("down", inner, counts)
+
+    def _product(self, part: str, x: Tensor, counts: Tensor) -> Tensor:
+        """Rows times one of each expert's matrices, with its adapter."""
         read, multiply = self.read_counts, self.multiply or grouped_linear
-        inner = self.gated(F.silu, multiply(x, self.gate, counts, read), multiply(x, self.up, counts, read))
-        return multiply(inner, self.down, counts, read)
+        low_rank = None if self.lora is None else self.lora(part, x, lambda rows, w: multiply(rows, w, counts, read))
+        out = multiply(x, getattr(self, part), counts, read)
+        return out if low_rank is None else out + low_rank
 
     def _grouped(self, x: Tensor, ends: Tensor) -> Tensor:
         if self.gate.dtype == x.dtype:

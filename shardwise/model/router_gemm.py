@@ -85,13 +85,14 @@ def _(gradient: Tensor, x: Tensor) -> Tensor:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+    x, weight = inputs
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
 
 
-def _back(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+def _back(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
     x, weight = ctx.saved_tensors
-    to_weight = router_grad_weight(gradient.mT, x).to(weight.dtype)
-    return router_grad_input(gradient, weight.mT), to_weight.mT
+    to_weight = None if x is None else router_grad_weight(gradient.mT, x).to(weight.dtype).mT
+    return router_grad_input(gradient, weight.mT), to_weight
 
 
 router_gemm.register_autograd(_back, setup_context=_keep)

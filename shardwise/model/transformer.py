@@ -70,6 +70,8 @@ class Transformer(nn.Module):
     head: Linear | None
     gemm: Gemm = Gemm()
     """Multiplies the last hidden states with the vocabulary."""
+    frozen_embedding = False
+    """Whether the embedding takes no gradient. The residual stream then asks for one itself, so that all layers are alike."""
     invariant = False
     """Whether a token's results are the same bits whatever else is computed (`invariant.py`)."""
 
@@ -122,7 +124,8 @@ class Transformer(nn.Module):
         x = self.embed(tokens)
         if self.positions is not None:
             x = x + self.positions(positions)
-        return x if self.dtype is None else x.to(self.dtype)
+        x = x if self.dtype is None else x.to(self.dtype)
+        return x.requires_grad_() if self.frozen_embedding and torch.is_grad_enabled() else x
 
     def unembed(self, x: Tensor, finish: Finish | None) -> Tensor:
         """The residual stream, normed, to logits or to what `finish` makes of it and of the head or, tied, the embedding."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from shardwise.model.adapters import put_on_adapters
 from shardwise.model.attention import MaskBuilder
 from shardwise.model.compute_copy import ComputeCopy, keep_compute_copies
 from shardwise.model.fp8 import check_fp8, scaled_mm, use_fp8
@@ -63,6 +64,7 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
     for number in schedule.stages_of(mesh.index("pipeline")):
         dtype = getattr(torch, run.train.dtype)
         model = make_stage(run.model, dtype, ranges[number], number == 0, number == schedule.stages - 1)
+        put_on_adapters(model, run.adapter)
         gpu = device.type == "cuda"
         gemm = use_tuned_gemms(model.layers) if tunes_gemms(run, gpu=gpu) else Gemm()
         if chunks_loss(run, gpu=gpu):
@@ -95,7 +97,7 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
         stages[number] = Stage(module, model, split)
         copied = run.model.tied_embeddings and not model.first and schedule.stages > 1
         for name, parameter in model.named_parameters():
-            entry, copy = find_parameter(run.model, name), copied and name == "embed.weight"
+            entry, copy = find_parameter(run.model, name, run.adapter), copied and name == "embed.weight"
             shard = _shard(entry, parameter)
             parameters.append(
                 LocalParameter(name, parameter, entry, entry.cuts(layout), shard, copy, compute_copy.get(parameter))
@@ -126,11 +128,13 @@ def _parameters(model: nn.Module) -> list[tuple[str, nn.Module, str, nn.Paramete
 
 def _cut(model: nn.Module, run: Run, mesh: Mesh) -> None:
     """Leave of each parameter what the tensor and the expert axis leave on this rank, still without memory."""
-    dtype = torch.float64 if run.train.dtype == "float64" else torch.float32
+    high = torch.float64 if run.train.dtype == "float64" else torch.float32
     for name, owner, leaf, _ in _parameters(model):
-        entry = find_parameter(run.model, name)
+        entry = find_parameter(run.model, name, run.adapter)
         size = box_of(entry.shape, entry.cuts(run.layout), mesh).size
-        owner.register_parameter(leaf, nn.Parameter(torch.empty(size, dtype=dtype, device="meta")))
+        dtype = getattr(torch, run.train.dtype) if entry.frozen else high
+        values = torch.empty(size, dtype=dtype, device="meta")
+        owner.register_parameter(leaf, nn.Parameter(values, requires_grad=not entry.frozen))
 
 
 @torch.no_grad()
@@ -138,16 +142,16 @@ def _materialize(model: nn.Module, run: Run, mesh: Mesh, device: torch.device) -
     """Give this rank's slices of the parameters memory and their initial values, and buffers zeros."""
     sharded = {(each.module, each.name): each for m in sharded_modules(model) for each in sharded_parameters(m)}
     for name, owner, leaf, parameter in _parameters(model):
-        entry = find_parameter(run.model, name)
+        entry = find_parameter(run.model, name, run.adapter)
         shard = _shard(entry, parameter)
         cuts = entry.cuts(run.layout)
         if shard is not None:
             values, cuts = sharded[owner, leaf].allocate(device), (*cuts, shard)
         else:
             values = torch.empty_like(parameter, device=device)
-            owner.register_parameter(leaf, nn.Parameter(values))
+            owner.register_parameter(leaf, nn.Parameter(values, requires_grad=not entry.frozen))
         # Blocks are drawn on the device, also for values that are offloaded from it.
-        draw(values, run.model, run.train.seed, name, box_of(entry.shape, cuts, mesh).offset, device)
+        draw(values, run.model, run.train.seed, name, box_of(entry.shape, cuts, mesh).offset, device, run.adapter)
     for owner in model.modules():
         for leaf, buffer in list(owner.named_buffers(recurse=False)):
             if buffer.is_meta:

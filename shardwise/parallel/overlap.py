@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.model.attention import GroupedAttention
@@ -50,6 +49,11 @@ def _scatter_async(x: Tensor, group: Group) -> tuple[Tensor, Any]:
     return out, dist.reduce_scatter_tensor(out, x.flatten(0, 1), group=group, async_op=True)
 
 
+def _times(x: Tensor, matrix: Tensor) -> Tensor:
+    """Rows times a matrix in one GEMM; PyTorch would make many of slices where the matrix takes no gradient."""
+    return (x.flatten(0, -2) @ matrix).unflatten(0, x.shape[:-1])
+
+
 class _AllGatherGemm(torch.autograd.Function):
     """A gathered sequence, and its GEMM with one matrix, computed while it arrives."""
 
@@ -61,19 +65,20 @@ class _AllGatherGemm(torch.autograd.Function):
         out = x.new_empty(batch, ranks * length, weight.shape[0])
         for number, chunks, arrived in _arriving(x, group):
             _in_chunks(whole, ranks, chunks)[:, :, number] = arrived.transpose(0, 1)
-            _in_chunks(out, ranks, chunks)[:, :, number] = F.linear(arrived, weight).transpose(0, 1)
+            _in_chunks(out, ranks, chunks)[:, :, number] = _times(arrived, weight.mT).transpose(0, 1)
         note_gathered(whole, x, lambda shard: all_gather(shard, group, 1))
-        ctx.save_for_backward(whole, weight)
+        learns = ctx.needs_input_grad[1]  # a frozen matrix does not need its input again
+        ctx.save_for_backward(whole if learns else None, weight)
         ctx.group = group
         return whole, out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         whole, weight = ctx.saved_tensors
         ranks = dist.get_world_size(ctx.group)
-        total = grads[0] + grads[1] @ weight
+        total = grads[0] + _times(grads[1], weight)
         scattered, work = _scatter_async(total.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous(), ctx.group)
-        weight_grad = grads[1].flatten(0, 1).mT @ whole.flatten(0, 1)
+        weight_grad = None if whole is None else grads[1].flatten(0, 1).mT @ whole.flatten(0, 1)
         work.wait()
         return scattered, weight_grad, None
 
@@ -82,37 +87,40 @@ class GemmReduceScatter(torch.autograd.Function):
     """A GEMM whose partial sums are added over ranks chunk by chunk, while the next chunk is computed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group, more: Tensor | None) -> Tensor:
         ranks = dist.get_world_size(group)
         length = x.shape[1] // ranks
         chunks = CHUNKS if length % CHUNKS == 0 else 1
         sent = []
         for number in range(chunks):
-            chunk = _in_chunks(x, ranks, chunks)[:, :, number].transpose(0, 1)
-            sent.append(_scatter_async(F.linear(chunk, weight), group))
+            chunk = _times(_in_chunks(x, ranks, chunks)[:, :, number].transpose(0, 1), weight.mT)
+            if more is not None:
+                chunk += _in_chunks(more, ranks, chunks)[:, :, number].transpose(0, 1)
+            sent.append(_scatter_async(chunk, group))
         for _, work in sent:
             work.wait()
-        ctx.save_for_backward(x, weight)
-        ctx.group = group
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.group, ctx.adds = group, more is not None
         return torch.cat([out for out, _ in sent], dim=1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, Tensor | None]:
         x, weight = ctx.saved_tensors
         ranks = dist.get_world_size(ctx.group)
-        batch, length = x.shape[:2]
+        batch, length = grads[0].shape[0], grads[0].shape[1] * ranks
         whole = grads[0].new_empty(batch, length, weight.shape[0])
-        x_grad = torch.empty_like(x)
+        x_grad = grads[0].new_empty(batch, length, weight.shape[1])
         for number, chunks, arrived in _arriving(grads[0], ctx.group):
             _in_chunks(whole, ranks, chunks)[:, :, number] = arrived.transpose(0, 1)
-            _in_chunks(x_grad, ranks, chunks)[:, :, number] = (arrived @ weight).transpose(0, 1)
-        return x_grad, whole.flatten(0, 1).mT @ x.flatten(0, 1), None
+            _in_chunks(x_grad, ranks, chunks)[:, :, number] = _times(arrived, weight).transpose(0, 1)
+        weight_grad = None if x is None else whole.flatten(0, 1).mT @ x.flatten(0, 1)
+        return x_grad, weight_grad, None, whole if ctx.adds else None
 
 
 @torch.compiler.disable
-def gemm_reduce_scatter(x: Tensor, weight: Tensor, group: Group) -> Tensor:
-    """The same as a function, which the compiler leaves alone."""
-    return GemmReduceScatter.apply(x, weight, group)
+def gemm_reduce_scatter(x: Tensor, weight: Tensor, group: Group, more: Tensor | None = None) -> Tensor:
+    """The same as a function, which the compiler leaves alone; `more` partial sums are added to those of the GEMM."""
+    return GemmReduceScatter.apply(x, weight, group, more)
 
 
 class GatheredLinear(Linear):
@@ -123,6 +131,8 @@ class GatheredLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         out, self.ready = self.ready, None
         assert out is not None, "the GEMM is computed by the hook that gathers the input"
+        low_rank = self.low_rank(x)
+        out = out if low_rank is None else out + low_rank
         return out if self.bias is None else out + self.bias.to(x.dtype)
 
 

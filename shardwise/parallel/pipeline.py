@@ -87,7 +87,7 @@ def split_backward(model: nn.Module) -> DeferredGradients:
     """Make the matrices of a stage defer their weight gradients."""
     store = DeferredGradients()
     for name, module in model.named_modules():
-        if isinstance(module, Linear):
+        if isinstance(module, Linear) and module.weight.requires_grad:
             module.gemm = SplitBackwardGemm(module.gemm, store, name)
     return store
 

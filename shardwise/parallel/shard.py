@@ -132,7 +132,7 @@ def wrap_ddp(model: nn.Module, mesh: Mesh, reduce_dtype: torch.dtype | None) -> 
         wrapped = DistributedDataParallel(
             model, process_group=mesh.group("replicate"), broadcast_buffers=False, gradient_as_bucket_view=True
         )
-    if reduce_dtype not in (None, next(model.parameters()).dtype):
+    if reduce_dtype not in (None, next(p for p in model.parameters() if p.requires_grad).dtype):
         # PyTorch wants a hook's annotations to be classes, or none.
         wrapped.register_comm_hook(None, lambda _, bucket: _add_in(reduce_dtype, mesh.group("replicate"), bucket))
     return wrapped

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.model.adapters import LowRank
 from shardwise.model.attention import GroupedAttention, LatentAttention
 from shardwise.model.layers import FeedForward, Linear, at_least_float32
 from shardwise.model.logprobs import IGNORE_INDEX, LogProbHead, Make, local_places
@@ -45,7 +46,9 @@ class RowParallelLinear(Linear):
         return made
 
     def forward(self, x: Tensor) -> Tensor:
-        out = reduce_scatter_sequence(self.gemm(x, self.weight, None), self.group)
+        low_rank = self.low_rank(x)  # partial sums as well
+        out = self.gemm(x, self.weight, None)
+        out = reduce_scatter_sequence(out if low_rank is None else out + low_rank, self.group)
         return out if self.bias is None else out + self.bias.to(x.dtype)
 
 
@@ -53,7 +56,8 @@ class OverlappedRowParallelLinear(RowParallelLinear):
     """The same, reduce-scattered while it is still multiplied."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out = gemm_reduce_scatter(x, self.weight.to(x.dtype), self.group)
+        low_rank = self.low_rank(x)
+        out = gemm_reduce_scatter(x, self.weight.to(x.dtype), self.group, low_rank)
         return out if self.bias is None else out + self.bias.to(x.dtype)
 
 
@@ -67,10 +71,14 @@ class ReplicatedKVLinear(Linear):
         """In the place of the matrix of all heads; `rows` are those of the head that this rank uses."""
         made = cls.taking_over(linear)
         made.rows = rows
+        if isinstance(made.lora, LowRank):
+            made.lora.B = cls.from_linear(made.lora.B, rows)
         return made
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.gemm(x, self.weight[self.rows], self.bias[self.rows] if self.bias is not None else None)
+        low_rank = self.low_rank(x)
+        out = self.gemm(x, self.weight[self.rows], self.bias[self.rows] if self.bias is not None else None)
+        return out if low_rank is None else out + low_rank
 
 
 class VocabParallelEmbedding(nn.Embedding):

@@ -1,5 +1,6 @@
 """What a job is: typed config, presets, reading, deriving, checking and writing. Imports nothing above it, and no torch."""
 
+from shardwise.run.adapter_config import AdapterConfig
 from shardwise.run.axes import AXES, RANK_AXES
 from shardwise.run.config import ClusterConfig, DataConfig, LayoutConfig, ModelConfig, Run, TrainConfig
 from shardwise.run.presets import PRESETS
@@ -11,6 +12,7 @@ __all__ = [
     "AXES",
     "PRESETS",
     "RANK_AXES",
+    "AdapterConfig",
     "ClusterConfig",
     "DataConfig",
     "LayoutConfig",

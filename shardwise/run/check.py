@@ -13,6 +13,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
+from shardwise.run.adapter_rules import adapter_rules
 from shardwise.run.axes import RANK_AXES
 from shardwise.run.config import LayoutConfig, Run
 from shardwise.run.derive import REPEATS_PARTS, must_launch, splits_backward, tunes_gemms
@@ -55,7 +56,7 @@ def broken_rules(run: Run, serves: bool = False) -> Iterator[Broken]:
         _data_rules(run),
         _cluster_rules(run),
     )
-    for rule in chain(laid_out, own):
+    for rule in chain(laid_out, own, (Rule(*each) for each in adapter_rules(run))):
         if rule.broken:
             yield Broken(rule.key, rule.others, rule.reason())
 

@@ -1,5 +1,6 @@
-"""What a job is: six typed sections and a name. Every key is declared once, here or in `serve_config.py`, with its type, default,
-limits and meaning; `shardwise config --schema` prints these declarations, and the reader checks a user's file against them.
+"""What a job is: typed sections and a name. Every key is declared once, here, in `serve_config.py` or in `adapter_config.py`, with
+its type, default, limits and meaning; `shardwise config --schema` prints these declarations, and the reader checks a user's file
+against them.
 
 A 0 that means "derived" is filled in by `shardwise.run.derive`, so a resolved run holds no such 0.
 """
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
 
+from shardwise.run.adapter_config import AdapterConfig
 from shardwise.run.axes import LOOPED, RANK_AXES, V_SHAPED
 from shardwise.run.declare import Key, declared, key
 from shardwise.run.objective_config import ObjectiveConfig
@@ -350,6 +352,7 @@ class Run:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
@@ -370,6 +373,7 @@ SECTIONS: dict[str, type] = {
     "data": DataConfig,
     "train": TrainConfig,
     "objective": ObjectiveConfig,
+    "adapter": AdapterConfig,
     "serve": ServeConfig,
     "cluster": ClusterConfig,
 }

@@ -94,7 +94,7 @@ def keeps_compute_copies(run: Run, *, gpu: bool) -> bool:
     alone = layout.world == 1 and not layout.offload and layout.recompute == "none"
     plain = train.dtype == "bfloat16" and train.fp8 == "none" and train.optimizer == "adamw" and not train.recheck_every
     once = train.microbatch > 0 and run.accumulation == 1  # a search has not settled it yet
-    return gpu and alone and plain and once
+    return gpu and alone and plain and once and not run.adapter.used  # which leaves little to cast
 
 
 def tunes_gemms(run: Run, *, gpu: bool) -> bool:

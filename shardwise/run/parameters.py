@@ -6,16 +6,17 @@ lists the parameters in the order of `Transformer.named_parameters()`; a test ho
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from typing import Literal, NamedTuple
 
+from shardwise.run.adapter_config import NO_ADAPTER, AdapterConfig
 from shardwise.run.config import LayoutConfig, ModelConfig
 
 Owner = Literal["embedding", "attention", "ffn", "router", "experts", "shared_experts", "norm", "head"]
-Init = Literal["normal", "residual", "ones", "zeros"]
+Init = Literal["normal", "residual", "ones", "zeros", "adapter"]
 
 
 class Cut(NamedTuple):
@@ -46,7 +47,8 @@ class Parameter:
     shape: tuple[int, ...]
     owner: Owner
     init: Init = "normal"
-    """`residual` writes to the residual stream: its standard deviation is divided by sqrt(2 layers)."""
+    """`residual` writes to the residual stream: its standard deviation is divided by sqrt(2 layers). `adapter`: that of a uniform
+    distribution within 1 / sqrt(columns), as PyTorch draws a `Linear`."""
     multiplied: bool = False
     """The weight of a GEMM. A tied embedding is one too: it is the head."""
     tensor_dim: int | None = None
@@ -54,6 +56,10 @@ class Parameter:
     kv_heads: int = 0
     """Key/value heads in its rows, 0 for other parameters. With fewer heads than tensor ranks it is not cut: every rank holds
     all of it and uses the rows of one head."""
+    frozen: bool = False
+    """It takes no gradient and has no optimizer state; it is held in the dtype of the arithmetic."""
+    adapted: bool = False
+    """A matrix that has an adapter."""
 
     @property
     def numel(self) -> int:
@@ -90,18 +96,33 @@ class Parameter:
         return (*found, Cut("tensor", self.tensor_dim))
 
 
+def layer_parameters(model: ModelConfig, moe: bool, adapter: AdapterConfig = NO_ADAPTER) -> tuple[Parameter, ...]:
+    """The parameters of one layer, dense or MoE, with those of its adapters."""
+    return _table(model, "moe" if moe else "dense", adapter)
+
+
 @cache
-def layer_parameters(model: ModelConfig, moe: bool) -> tuple[Parameter, ...]:
-    """The parameters of one layer, dense or MoE."""
+def _table(model: ModelConfig, where: str, adapter: AdapterConfig) -> tuple[Parameter, ...]:
+    if where in ("dense", "moe"):
+        entries = _layer(model, where == "moe")
+    else:
+        entries = _first(model) if where == "first" else _last(model)
+    return tuple(_with_adapters(entries, adapter))
+
+
+def _layer(model: ModelConfig, moe: bool) -> tuple[Parameter, ...]:
     attention = _latent_attention(model) if model.attention == "latent" else _grouped_attention(model)
     ffn = _moe(model) if moe else _feed_forward(model, "ffn", model.ffn, "ffn")
     ffn_norm = () if model.parallel_block else _norm(model, "ffn_norm")
     return (*_norm(model, "attention_norm"), *attention, *ffn_norm, *ffn)
 
 
-@cache
-def first_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
+def first_parameters(model: ModelConfig, adapter: AdapterConfig = NO_ADAPTER) -> tuple[Parameter, ...]:
     """Those before the layers."""
+    return _table(model, "first", adapter)
+
+
+def _first(model: ModelConfig) -> tuple[Parameter, ...]:
     tied = model.tied_embeddings
     found = [Parameter("embed.weight", (model.vocab, model.hidden), "embedding", multiplied=tied, tensor_dim=0)]
     if model.position == "learned":
@@ -109,26 +130,64 @@ def first_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
     return tuple(found)
 
 
-@cache
-def last_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
+def last_parameters(model: ModelConfig, adapter: AdapterConfig = NO_ADAPTER) -> tuple[Parameter, ...]:
     """Those after the layers. A tied head is the embedding."""
+    return _table(model, "last", adapter)
+
+
+def _last(model: ModelConfig) -> tuple[Parameter, ...]:
     head = Parameter("head.weight", (model.vocab, model.hidden), "head", multiplied=True, tensor_dim=0)
     return (*_norm(model, "norm"), *(() if model.tied_embeddings else (head,)))
 
 
-def find_parameter(model: ModelConfig, name: str) -> Parameter:
+def find_parameter(model: ModelConfig, name: str, adapter: AdapterConfig = NO_ADAPTER) -> Parameter:
     """The entry of the parameter with this full name."""
     if name.startswith("layers."):
         _, layer, name = name.split(".", 2)
-        return _index(model, "moe" if model.is_moe(int(layer)) else "dense")[name]
-    return _index(model, "outer")[name]
+        return _index(model, "moe" if model.is_moe(int(layer)) else "dense", adapter)[name]
+    return _index(model, "outer", adapter)[name]
 
 
 @cache
-def _index(model: ModelConfig, where: str) -> dict[str, Parameter]:
-    outer = (*first_parameters(model), *last_parameters(model))
-    entries = outer if where == "outer" else layer_parameters(model, where == "moe")
+def _index(model: ModelConfig, where: str, adapter: AdapterConfig) -> dict[str, Parameter]:
+    outer = (*first_parameters(model, adapter), *last_parameters(model, adapter))
+    entries = outer if where == "outer" else layer_parameters(model, where == "moe", adapter)
     return {entry.name: entry for entry in entries}
+
+
+def _with_adapters(entries: Iterable[Parameter], adapter: AdapterConfig) -> Iterator[Parameter]:
+    """Parameters frozen, and with the two factors of each adapter behind its matrix and bias: A from the matrix's columns to the
+    rank, B from there to its rows. What cuts the columns cuts A, what cuts the rows cuts B, and the other factor is whole."""
+    waiting: list[Parameter] = []
+    entries = list(entries)
+    for entry, following in zip(entries, [*entries[1:], None], strict=True):
+        if not adapter.used:
+            yield entry
+            continue
+        matrix = entry.name.removesuffix(".weight")
+        adapted = (entry.is_linear or entry.routed) and adapter.adapts(matrix)
+        yield replace(entry, frozen=True, adapted=adapted)
+        if adapted:
+            waiting += _factors(entry, matrix, adapter.rank)
+        together = following is not None and (
+            following.name == f"{matrix}.bias" if not entry.routed else following.routed
+        )
+        if not together:
+            yield from waiting
+            waiting = []
+
+
+def _factors(entry: Parameter, matrix: str, rank: int) -> Iterator[Parameter]:
+    """A and B of a matrix, or of a stack of them."""
+    *stack, rows, columns = entry.shape
+    first, name = len(stack), matrix.replace("experts.", "experts.lora.") if entry.routed else f"{matrix}.lora."
+    end = "" if entry.routed else ".weight"
+    cut = None if entry.tensor_dim is None else entry.tensor_dim - first
+    a, b = (f"{name}_A", f"{name}_B") if entry.routed else (f"{name}A", f"{name}B")
+    yield Parameter(f"{a}{end}", (*stack, rank, columns), entry.owner, "adapter", True, first + 1 if cut == 1 else None)
+    yield Parameter(
+        f"{b}{end}", (*stack, rows, rank), entry.owner, "zeros", True, first if cut == 0 else None, entry.kv_heads
+    )
 
 
 def _norm(model: ModelConfig, name: str) -> Iterator[Parameter]:

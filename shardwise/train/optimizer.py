@@ -77,7 +77,7 @@ class Optimizer:
         self.parameters = list(parameters)
         # The local shards as plain tensors, in the memory of the parameters.
         self.shards = [local(h.parameter.detach()) for h in self.parameters]
-        pairs = list(zip(self.shards, self.parameters, strict=True))
+        pairs = [(p, h) for p, h in zip(self.shards, self.parameters, strict=True) if not h.entry.frozen]
         muon = [(p, h) for p, h in pairs if train.optimizer == "muon" and h.entry.is_layer_matrix]
         rest = [(p, h) for p, h in pairs if train.optimizer != "muon" or not h.entry.is_layer_matrix]
         groups = [
@@ -106,7 +106,7 @@ class Optimizer:
         """Update the parameters from their gradients, times `factor` if there is one; `step` counts from 1."""
         share = learning_rate_factor(self.train, step)
         for p, h in zip(self.shards, self.parameters, strict=True):
-            if p not in self.in_one_pass:
+            if p not in self.in_one_pass and not h.entry.frozen:
                 p.grad = None if h.grad is None else h.grad.to(p.dtype)
         for part, peak in zip(self.parts, self.peaks, strict=True):
             for group in part.param_groups:

@@ -177,7 +177,7 @@ class TrainState:
         with phase("balance"):
             self._reduce_loads()
             for router in self.routers:
-                router.rebalance(self.run.train.balance_rate if accepted else 0.0)
+                router.rebalance(self.run.train.balance_rate if accepted and not self.run.adapter.used else 0.0)
         rate = self.optimizer.learning_rate(self.step)
         loss, *measured = (sums()[1:] / count).unbind()
         found = torch.stack(measured) if measured else None

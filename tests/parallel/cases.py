@@ -10,6 +10,7 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 
 from shardwise.data.batches import IGNORE_INDEX, Batch
+from shardwise.model.layers import at_least_float32
 from shardwise.parallel.local_parameter import Box, local, local_box
 from shardwise.run import LayoutConfig, Run, UserError, run_from_dict
 from shardwise.train.step import TrainState
@@ -41,21 +42,29 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "capacity": tuple(dict(expert_capacity=share) for share in (0.5, 1.0, 1.5)),
 }
 """Parts that any of the models may have beside its own, each with what its keys may be."""
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "": {},
+    "lora": dict(kind="lora", rank=4),
+    "lora first": dict(kind="lora", rank=3, targets=["q", "kv_down", "up"], rank_stabilized=True),
+    "lora last": dict(kind="lora", rank=4, targets=["v", "kv", "out", "down"]),
+}
+"""Adapters by name."""
 SCHEDULES: tuple[str, ...] = get_args(get_type_hints(LayoutConfig)["schedule"])
 METHODS: tuple[str, ...] = get_args(get_type_hints(LayoutConfig)["context_method"])
 LENGTH, BATCH = 32, 8
 
 
-def make_run(model: str, layout: dict[str, Any], layers: int = 4, objective: str = "pretrain", **train: Any) -> Run:
+def make_run(
+    model: str, layout: dict[str, Any], layers: int = 4, objective: str = "pretrain", adapter: str = "", **train: Any
+) -> Run:
     share = train.get("global_batch", BATCH) // (layout.get("replicate", 1) * layout.get("shard", 1))
     base = dict(
         steps=3, seq_len=LENGTH, global_batch=BATCH, microbatch=max(1, share // 2), dtype="float64", device="cpu", lr=1e-2,
         clip=0.5, balance_loss=0.01, router_z_loss=0.001, balance_rate=0.01,
     )  # fmt: skip
     learned = dict(zip(("kind", "loss"), objective.split(), strict=False))
-    return run_from_dict(
-        dict(model=model_of(model) | dict(layers=layers), layout=layout, train=base | train, objective=learned)
-    )
+    sections = dict(model=model_of(model) | dict(layers=layers), layout=layout, train=base | train, objective=learned)
+    return run_from_dict(sections | dict(adapter=ADAPTERS[adapter]))
 
 
 def model_of(name: str) -> dict[str, Any]:
@@ -125,7 +134,10 @@ def train_and_evaluate(train_state: TrainState, documents: bool, seed: int = 0) 
 def held_parameters(train_state: TrainState) -> dict[str, Any]:
     """This rank's parts of the parameters, each with where it lies."""
     return {
-        h.name: (slices(local_box(h, train_state.mesh)), local(h.parameter.detach()).cpu().numpy().copy())
+        h.name: (
+            slices(local_box(h, train_state.mesh)),
+            at_least_float32(local(h.parameter.detach())).cpu().numpy().copy(),
+        )
         for h in train_state.parallel.parameters
     }
 

@@ -162,8 +162,10 @@ class Observed:
         model = self.run.model
         for rank, record in enumerate(self.records):
             for name, (where, value) in record.initial.items():
-                whole = torch.empty(find_parameter(model, name).shape)
-                draw(whole, model, self.run.train.seed, name)
+                entry = find_parameter(model, name, self.run.adapter)
+                whole = torch.empty(entry.shape)
+                draw(whole, model, self.run.train.seed, name, adapter=self.run.adapter)
+                whole = whole.to(getattr(torch, self.run.train.dtype)).float() if entry.frozen else whole
                 assert np.array_equal(value, whole.numpy()[where].astype(value.dtype)), f"{self} rank {rank} {name}"
 
     def assert_trains_as_one_process(self) -> None:

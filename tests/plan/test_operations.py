@@ -48,10 +48,11 @@ def test_operations_of_all_ranks_are_those_of_the_model(model: dict[str, Any], l
     expert_tensor=st.booleans(),
     window=st.sampled_from([0, 100]),
     recompute=st.sampled_from(["none", "full"]),
+    adapter=st.sampled_from([{}, dict(kind="lora", rank=8), dict(kind="lora", rank=4, targets=["q", "kv", "down"])]),
 )
 def test_flops_of_this_trainer_are_those_its_own_account_counts(
     model: dict[str, Any], tensor: int, context: int, pipeline: int, expert: int, expert_tensor: bool, window: int,
-    recompute: str,
+    recompute: str, adapter: dict[str, Any],
 ) -> None:  # fmt: skip
     """By design the two differ in four things. An op is the mean over the context ranks, which under a window do not have the same
     work. Fused attention's backward pass computes the scores again, which takes 2.5 forward passes; the account counts 2. With
@@ -62,7 +63,7 @@ def test_flops_of_this_trainer_are_those_its_own_account_counts(
     )
     layout |= dict(expert_tensor=expert_tensor and "experts" in model, recompute=recompute, context_method="gather")
     train = dict(global_batch=8, microbatch=2, seq_len=256)
-    run = run_from_dict(dict(model=model | dict(sliding_window=window), layout=layout, train=train))
+    run = run_from_dict(dict(model=model | dict(sliding_window=window), layout=layout, train=train, adapter=adapter))
     job = replace(job_of(run), imbalance=1.0)
 
     def factor(op: Op, n: int) -> float:

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from shardwise.model.adapters import put_on_adapters
 from shardwise.model.layers import Linear
 from shardwise.model.transformer import Transformer
-from shardwise.run import PRESETS, LayoutConfig, ModelConfig
+from shardwise.run import PRESETS, AdapterConfig, LayoutConfig, ModelConfig
 from shardwise.run.axes import RANK_AXES
 from shardwise.run.coordinates import GROUPS, RankCoordinates
 from shardwise.run.derive import derive_model
@@ -67,6 +68,23 @@ def check(config: ModelConfig) -> None:
         kind = "residual" if leaf in ("out", "down") else "normal"
         vector = "zeros" if name.endswith(".bias") else "ones"
         assert entry.init == (kind if len(entry.shape) > 1 else vector), name
+
+
+@pytest.mark.parametrize("targets", [("all",), ("q", "kv", "down"), ("k", "gate", "kv_down")], ids=str)
+@pytest.mark.parametrize("seed", range(10))
+def test_the_table_lists_adapters_behind_their_matrices(seed: int, targets: tuple[str, ...]) -> None:
+    config, adapter = drawn_model(seed), AdapterConfig("lora", rank=2, targets=targets)
+    with torch.device("meta"):
+        network = Transformer(config)
+    put_on_adapters(network, adapter)
+    tables = [layer_parameters(config, config.is_moe(n), adapter) for n in range(config.layers)]
+    table = [(e.name, e) for e in first_parameters(config, adapter)]
+    table += [(f"layers.{n}.{e.name}", e) for n, entries in enumerate(tables) for e in entries]
+    table += [(e.name, e) for e in last_parameters(config, adapter)]
+    found = [(name, tuple(parameter.shape)) for name, parameter in network.named_parameters()]
+    assert [(name, entry.shape) for name, entry in table] == found
+    assert all(entry.frozen == (".lora." not in name) for name, entry in table)
+    assert all(find_parameter(config, name, adapter) is entry for name, entry in table)
 
 
 @pytest.mark.parametrize("seed", range(40))

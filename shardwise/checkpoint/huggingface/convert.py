@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.adapters import is_adapter
 from shardwise.checkpoint.folder import checkpoint_folder
 from shardwise.checkpoint.format import RUN_FILE, read_json
 from shardwise.checkpoint.huggingface.config import config_from_model, model_from_config
@@ -31,7 +32,7 @@ from shardwise.checkpoint.huggingface.quantized import open_published
 from shardwise.checkpoint.huggingface.tensors import Link, left_out, links
 from shardwise.checkpoint.huggingface.tokenizer import made_tokenizer, token_ids, tokenizer_config
 from shardwise.checkpoint.reader import Reader, find_weights, open_checkpoint
-from shardwise.checkpoint.weights import compare_shapes, state_shapes
+from shardwise.checkpoint.weights import compare_shapes, open_weights, state_shapes
 from shardwise.checkpoint.writer import FILE_BYTES, Entry, write_weights
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
 from shardwise.files import sync, write_atomically
@@ -126,7 +127,7 @@ def _write_ids(folder: Path, values: dict[str, Any]) -> None:
     """Which tokens begin and end a text, where only the config says it."""
     ids = {key: values[key] for key in TOKEN_IDS if values.get(key) is not None}
     if ids and not (folder / GENERATION).exists():
-        _write_json(folder / GENERATION, ids)
+        write_json(folder / GENERATION, ids)
 
 
 def to_hf(
@@ -135,13 +136,19 @@ def to_hf(
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
     file_bytes: int = FILE_BYTES,
+    merge: bool = False,
 ) -> Conversion:
-    """Make a Hugging Face folder of a checkpoint, or of a run's newest one; tensors keep their dtype unless one is given."""
+    """Make a Hugging Face folder of a checkpoint, or of a run's newest one; tensors keep their dtype unless one is given. Adapters
+    are merged into their base, if that is asked for."""
     source, out = checkpoint_folder(checkpoint), Path(out_dir)
     check_free(out)
     config = read_run(source / RUN_FILE).model
     architecture, values = config_from_model(config, str(source / RUN_FILE))
-    reader, shapes = open_checkpoint(source), state_shapes(config)
+    shapes = state_shapes(config)
+    if is_adapter(source) != merge:
+        reason = "holds adapters: --merge merges them into their base, `convert to-peft` writes them alone"
+        raise UserError(Problem("holds no adapters that --merge could merge" if merge else reason, where=str(source)))
+    reader = open_weights(source, config) if merge else open_checkpoint(source)
     problems = compare_shapes(reader, shapes, reader.names) + _not_floating(reader)
     if problems:
         raise UserError(*problems)
@@ -172,8 +179,8 @@ def write_companions(source: Path, folder: Path, config: ModelConfig, values: di
         _write_missing(folder / "tokenizer.json", made_tokenizer(tokenizer))
         _write_missing(folder / "tokenizer_config.json", tokenizer_config(tokenizer, config.max_positions))
     ids = dict.fromkeys(TOKEN_IDS) | ids  # all three, since architectures have defaults of their own
-    _write_json(folder / GENERATION, generation | ids)
-    _write_json(folder / "config.json", values | ids)
+    write_json(folder / GENERATION, generation | ids)
+    write_json(folder / "config.json", values | ids)
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:
@@ -187,7 +194,7 @@ def _tokenizer(folder: Path) -> Tokenizer | None:
 def _write_missing(file: Path, content: dict[str, Any] | None) -> None:
     """Write a file that no companion is."""
     if content is not None and not file.exists():
-        _write_json(file, content)
+        write_json(file, content)
 
 
 def _check_theirs(reader: Reader, config: ModelConfig, found: list[Link], shapes: Shapes) -> list[str]:
@@ -254,7 +261,8 @@ def write_entries(folder: Path, entries: list[Entry], progress: Progress | None,
     return write_weights(folder, entries, file_bytes, count)
 
 
-def _write_json(file: Path, content: dict[str, Any]) -> None:
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    """Write a file of JSON at once."""
     write_atomically(file, (json.dumps(content, indent=2) + "\n").encode())
 
 

@@ -124,7 +124,9 @@ def _(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+    left, right = inputs
+    for_left, for_right = ctx.needs_input_grad
+    ctx.save_for_backward(left if for_right else None, right if for_left else None)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 
-from shardwise.run import LayoutConfig, ModelConfig, Run
+from shardwise.run import AdapterConfig, LayoutConfig, ModelConfig, Run
 from shardwise.run.parameters import first_parameters, last_parameters, layer_parameters
 from shardwise.schedules import split_layers
 
@@ -42,6 +42,18 @@ class Parameters:
     def active(self) -> int:
         """Parameters that one token meets."""
         return self.total - self.experts + self.active_experts
+
+
+@cache
+def learned_share(model: ModelConfig, adapter: AdapterConfig) -> float:
+    """Parameters that are trained, by those of the network alone."""
+    if not adapter.used:
+        return 1.0
+    dense = model.layers - model.moe_layers
+    kinds = ((dense, False), (model.moe_layers, True))
+    tables = [(count, layer_parameters(model, moe, adapter)) for count, moe in kinds if count]
+    learned = sum(count * entry.numel for count, table in tables for entry in table if not entry.frozen)
+    return learned / parameters(model).total
 
 
 @cache

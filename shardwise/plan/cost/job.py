@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.hardware import Cluster, find_chip, load_profile, make_cluster
-from shardwise.plan.cost.flops import stage_counts
+from shardwise.plan.cost.flops import learned_share, stage_counts
 from shardwise.plan.cost.frameworks import FRAMEWORKS, Framework
-from shardwise.run import LayoutConfig, ModelConfig, Problem, Run, UserError
+from shardwise.run import AdapterConfig, LayoutConfig, ModelConfig, Problem, Run, UserError
+from shardwise.run.adapter_config import NO_ADAPTER
 from shardwise.run.derive import chunks_loss, compiles, keeps_compute_copies, planned_on_gpu, replays
 
 Number = Any
@@ -43,6 +44,13 @@ class Job:
     """Whether the layers' matrices are orthogonalised in every step."""
     imbalance: float = 1.0
     """Load of the busiest expert rank over the mean."""
+    adapter: AdapterConfig = NO_ADAPTER
+    """What is trained beside frozen weights."""
+
+    @property
+    def learned(self) -> float:
+        """Parameters that are trained, by those of the network: 1 without adapters, whose parameters the network does not count."""
+        return learned_share(self.model, self.adapter)
 
     @property
     def width(self) -> float:
@@ -140,6 +148,7 @@ def job_of(run: Run) -> Job:
         headroom=run.cluster.headroom,
         muon=train.optimizer == "muon",
         # An expert takes no more than its capacity.
+        adapter=run.adapter,
         imbalance=min(train.expert_imbalance, run.model.expert_capacity or math.inf) if run.model.experts else 1.0,
     )
     return overlapped(job, run.layout.async_tensor)

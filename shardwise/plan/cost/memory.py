@@ -31,10 +31,12 @@ def states(job: Job, held: LocalNumel) -> dict[str, Number]:
     # A framework with master copies keeps whole 16-bit parameters beside them. One that casts when it gathers holds shards; its
     # whole copies are `gathered`, and below ZeRO-3 they stay.
     casts = framework.parameter_bytes > framework.gather_bytes
+    learned = job.learned
+    frozen = framework.gather_bytes if job.adapter.used else 0.0
     return {
-        "parameters": (sharded if casts or stage == 3 else whole) * framework.parameter_bytes,
-        "gradients": (sharded if stage >= 2 else whole) * framework.gradient_bytes,
-        "optimizer": sharded * framework.optimizer_bytes,
+        "parameters": (sharded if casts or stage == 3 else whole) * (framework.parameter_bytes * learned + frozen),
+        "gradients": (sharded if stage >= 2 else whole) * framework.gradient_bytes * learned,
+        "optimizer": sharded * framework.optimizer_bytes * learned,
         "gathered": whole * framework.gather_bytes * (zero > 1) * (stage < 3) if casts else 0.0,
     }
 
@@ -47,7 +49,7 @@ def standing_casts(job: Job, recompute: str) -> float:
 def gathered_layers(job: Job) -> Number:
     """ZeRO-3: layers gathered at one time, and the whole gradient of the layer that is being finished."""
     framework, held = job.framework, layer_parameters(job, routed=bool(job.model.experts))
-    bytes_each = framework.gather_bytes * (1 + job.layout.prefetch) + framework.reduce_bytes
+    bytes_each = framework.gather_bytes * (1 + job.layout.prefetch) + framework.reduce_bytes * job.learned
     return (held.dense + held.experts) * bytes_each * (job.zero_ranks > 1)
 
 
@@ -63,7 +65,8 @@ def loss_bytes(job: Job) -> Number:
     gradients of the head and of its input."""
     columns = job.model.vocab / job.layout.tensor
     whole = job.rows * columns * job.framework.logit_bytes
-    gradients = columns * job.model.hidden * 4.0 + job.rows * job.model.hidden * job.width
+    matrix = 0.0 if job.adapter.used else columns * job.model.hidden * 4.0
+    gradients = matrix + job.rows * job.model.hidden * job.width
     logits = job.rows * columns * job.width
     chunk = logits / np.ceil(logits / CHUNK_BYTES) + gradients
     return np.where(chunked_loss(job), chunk, whole)

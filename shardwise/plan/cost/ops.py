@@ -18,6 +18,8 @@ ByPass = tuple[Number, Number, Number]
 """Forward, backward for the input, backward for the weights."""
 FORWARD, INPUT, WEIGHT = range(3)
 NOTHING = (0.0, 0.0, 0.0)
+FUSED = {"qkv": ("q", "k", "v"), "up": ("gate", "up"), "expert up": ("gate", "up"), "q_up": ("q",), "kv_up": ("kv",)}
+"""Matrices that one GEMM multiplies the same input with, by its name."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class OpList(list[Op]):
         )
         if saved is None:
             saved = rows * inner * (1.0 if fp8 and job.fp8_gradients else job.width)
+        saved = self._low_rank(name, part, (rows, columns, inner), saved)
         self._gemm(name, part, seconds, (rows, columns, inner), 1, saved, fp8=fp8, early_stop=early_stop)
 
     def grouped_gemm(self, name: str, rows: Number, columns: Number, inner: Number, experts: Number) -> None:
@@ -76,7 +79,39 @@ class OpList(list[Op]):
             gemm_seconds(chip, inner, columns, rows / experts, dtype, count=experts),
         )
         saved = rows * inner * (1.0 if fp8 else job.width)
+        saved = self._low_rank(name, "experts", (rows, columns, inner), saved, experts)
         self._gemm(name, "experts", seconds, (rows, columns, inner), experts, saved, fp8=fp8)
+
+    def _low_rank(self, name: str, part: str, shape: ByPass, saved: Number, experts: Number = None) -> Number:
+        """Adds the GEMMs of the adapters of a GEMM, which may be that of several matrices with one input; gives the bytes that are
+        saved of this input: a frozen matrix does not need it, but its adapter."""
+        job, adapter = self.job, self.job.adapter
+        if not adapter.used:
+            return saved
+        matrices = FUSED.get(name, (name.removeprefix("expert "),))
+        many = sum(adapter.adapts(matrix) for matrix in matrices) if part in ("attention", "ffn", "experts") else 0
+        if not many:
+            return 0.0 * saved
+        chip, (rows, columns, inner), low = job.cluster.chip, shape, many * float(adapter.rank)
+        launches = (float(many),) * 3
+        for n, k, kept in (
+            (low, inner, 0.0), (many * columns / len(matrices), float(adapter.rank), rows * low * job.width)
+        ):  # fmt: skip
+            if experts is None:
+                seconds = (
+                    gemm_seconds(chip, rows, n, k, job.dtype),
+                    gemm_seconds(chip, rows, k, n, job.dtype),
+                    gemm_seconds(chip, k, n, rows, job.dtype),
+                )
+            else:
+                seconds = (
+                    grouped_gemm_seconds(chip, rows, n, k, experts, job.dtype),
+                    grouped_gemm_seconds(chip, rows, k, n, experts, job.dtype),
+                    gemm_seconds(chip, k, n, rows / experts, job.dtype, count=experts),
+                )
+            flops = 2.0 * rows * n * k
+            self.append(Op(f"{name} adapter", part, "matmul", seconds, (flops,) * 3, NOTHING, kept, 0.0, launches))
+        return saved
 
     def _gemm(
         self, name: str, part: str, seconds: ByPass, shape: ByPass, count: Number, saved: Number, *, fp8: bool,
@@ -85,7 +120,12 @@ class OpList(list[Op]):
         """Adds a GEMM and what goes with it: its gradient accumulated, its weight cast, its inputs scaled to fp8."""
         job, framework, (rows, columns, inner) = self.job, self.job.framework, shape
         flops, numel, once = 2.0 * rows * columns * inner, columns * inner * count, (1.0, 1.0, 1.0)
-        self.append(Op(name, part, "matmul", seconds, (flops,) * 3, NOTHING, saved, 0.0, once, early_stop=early_stop))
+        every: ByPass = (flops,) * 3
+        if job.adapter.used:  # a frozen weight has no gradient, and is held as it is multiplied
+            every, once, seconds = (flops, flops, 0.0), (1.0, 1.0, 0.0), (seconds[0], seconds[1], 0.0)
+            self.append(Op(name, part, "matmul", seconds, every, NOTHING, saved, 0.0, once, early_stop=early_stop))
+            return
+        self.append(Op(name, part, "matmul", seconds, every, NOTHING, saved, 0.0, once, early_stop=early_stop))
         if framework.accumulate_bytes:
             size = numel * framework.accumulate_bytes * (1.0 - 1.0 / np.maximum(job.accumulation, 1.0))
             self._weight_pass(f"{name} added", part, size, forward=False)

@@ -95,7 +95,7 @@ def cast_copies(job: Job, held: LocalNumel) -> Number:
         * job.framework.casts_weights
         * (job.framework.parameter_bytes > job.framework.gather_bytes)
     )
-    return (held.dense + held.experts) * job.framework.gather_bytes * alone
+    return (held.dense + held.experts) * job.framework.gather_bytes * alone * job.learned
 
 
 def _at_least_one(x: Number) -> Number:

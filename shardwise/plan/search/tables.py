@@ -233,7 +233,10 @@ class ParameterTable:
         if lay.offload:
             whole_gradients, cast = 0.0 * whole, 0.0 * whole
         else:
-            whole_gradients, cast = whole * framework.reduce_bytes * sharded, cast_copies(job, held) * ~sharded
+            whole_gradients, cast = (
+                whole * framework.reduce_bytes * job.learned * sharded,
+                cast_copies(job, held) * ~sharded,
+            )
         if zero < 3:
             gathered = whole * framework.gather_bytes * (sharded | lay.offload)
         else:
@@ -287,7 +290,8 @@ def rows_of(job: Job, sizes: Sizes) -> Rows:
     chunked = chunked_loss(every) > 0
     logits = rows * columns * job.width
     loss = np.where(chunked, logits / np.ceil(logits / CHUNK_BYTES), 2.0 * rows * columns * high)
-    saved = np.where(chunked, columns * m.hidden * high + entering, rows * columns * high + entering / sizes.tensor)
+    matrix = 0.0 if job.adapter.used else columns * m.hidden * high
+    saved = np.where(chunked, matrix + entering, rows * columns * high + entering / sizes.tensor)
     width = np.maximum(m.ffn, m.expert_ffn * m.experts_per_token) / sizes.tensor
     passing = (2.0 if m.gated else 1.0) * rows * width * job.width * (job.framework.kernels != "compiled")
     return Rows(hop_seconds(every), buffers(every), loss, saved, passing)

@@ -66,9 +66,10 @@ def data_seconds(job: Job, held: LocalNumel, layers: tuple[Number, Number]) -> D
         return seconds
 
     own = held.dense / zero + held.experts / expert_zero
-    replicas = collective_seconds(cluster, "all_reduce", own * framework.reduce_bytes, *span(job, "replicate"))
-    gather, scatter = sharded("all_gather", framework.gather_bytes), sharded("reduce_scatter", framework.reduce_bytes)
-    update = memory_seconds(cluster.chip, own * OPTIMIZER_BYTES), *muon_seconds(job, *layers)
+    learned, reduced = job.learned, framework.reduce_bytes * job.learned
+    replicas = collective_seconds(cluster, "all_reduce", own * reduced, *span(job, "replicate"))
+    gather, scatter = sharded("all_gather", framework.gather_bytes), sharded("reduce_scatter", reduced)
+    update = memory_seconds(cluster.chip, own * learned * OPTIMIZER_BYTES), *muon_seconds(job, *layers)
     every = scatter if framework.reduce_every_microbatch and lay.zero >= 2 else 0.0 * scatter
     once = replicas + scatter - every
     if lay.zero == 3:

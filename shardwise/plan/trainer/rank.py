@@ -59,6 +59,11 @@ class PlannedParameter:
         """Whether all that a rank holds of it is the matrix of a `Linear`."""
         return self.entry.is_linear and not self.replicated_kv
 
+    @property
+    def learns(self) -> bool:
+        """Whether it is trained."""
+        return not self.entry.frozen
+
     def shard_numel(self, ranks: int) -> int:
         """Elements of a shard: equal shares of the rows, padded; of experts, of whichever dimension divides."""
         length, rest = self._sharded(ranks)
@@ -148,6 +153,14 @@ class PlannedRank:
     def high_width(self) -> int:
         """Bytes of an element in high precision: of parameters and gradients as they are held, and of what 16 bits would spoil."""
         return max(4, self.width)
+
+    def held_width(self, parameter: PlannedParameter) -> int:
+        """Bytes of a parameter's element as it is held: a frozen one in the dtype of the arithmetic."""
+        return self.high_width if parameter.learns else self.width
+
+    def casts(self, parameter: PlannedParameter) -> bool:
+        """Whether a parameter is cast where it is used: held in high precision, and not cast as it is gathered."""
+        return parameter.learns and self.width < self.high_width and not self.is_sharded
 
     @property
     def reduce_width(self) -> int:
@@ -297,7 +310,7 @@ class PlannedRank:
     @cached_property
     def _layer_tables(self) -> dict[bool, dict[str, PlannedParameter]]:
         kinds = (False, True) if self.run.model.experts else (False,)
-        tables = {moe: self.local(layer_parameters(self.run.model, moe)) for moe in kinds}
+        tables = {moe: self.local(layer_parameters(self.run.model, moe, self.run.adapter)) for moe in kinds}
         return {moe: {p.entry.name: p for p in table} for moe, table in tables.items()}
 
     def layer_table(self, moe: bool) -> dict[str, PlannedParameter]:
@@ -311,13 +324,13 @@ class PlannedRank:
     def first_parameters(self, stage: Stage) -> tuple[PlannedParameter, ...]:
         """The parameters of a stage before its layers. On another stage than the embedding, a tied head is a copy of it, which the
         module holds in the embedding's place."""
-        entries = first_parameters(self.run.model)
+        entries = first_parameters(self.run.model, self.run.adapter)
         copied = stage.last and not stage.first and self.run.model.tied_embeddings
         return self.local(entries if stage.first else entries[:1] if copied else ())
 
     def outer_parameters(self, stage: Stage) -> tuple[PlannedParameter, ...]:
         """The parameters of a stage outside of its layers."""
-        last = self.local(last_parameters(self.run.model)) if stage.last else ()
+        last = self.local(last_parameters(self.run.model, self.run.adapter)) if stage.last else ()
         return (*self.first_parameters(stage), *last)
 
     def vocabulary(self, stage: Stage) -> PlannedParameter:

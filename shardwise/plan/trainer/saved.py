@@ -27,6 +27,7 @@ width of the arithmetic, W that of high precision (w, or 4 bytes):
                  each token the log-sum-exp and a gradient
 
 Between stages: what came from the stage before, and what went to the one after.
+Of frozen parameters nothing is cast, and a frozen matrix does not save its input. Its adapter does, and what A makes of it, scaled.
 Two things a run does not say are assumed: routers choose all experts alike, unless the rows are given; and documents are
 not packed.
 
@@ -91,9 +92,9 @@ def saved(planned: PlannedRank, stage: Stage, rows: Rows | None = None) -> Saved
     run, m = planned.run, planned.run.model
     tape = Tape(planned)
     x = tape.make("input", planned.local_tokens * m.hidden)
-    if not stage.first:
+    if not stage.first or run.adapter.used:
         tape.save(x)
-    elif run.layout.tensor > 1:
+    if stage.first and run.layout.tensor > 1 and not run.adapter.used:
         tape.save_new("embedding rows", planned.tokens, INTEGER)
         tape.save_new("embedding known", planned.tokens, 1)
     if m.position == "rotary" and stage.layers:
@@ -167,7 +168,8 @@ def loss(tape: Tape, x: str) -> None:
     normed = norm(tape, x, "norm", planned.local_tokens)
     if planned.chunked:  # its gradients are made at once, those of its input and of the head's matrix
         tape.save_new("gradient of the head's input", planned.tokens * head.shape[1])
-        tape.save_new("gradient of the head", head.numel, high)
+        if head.learns:
+            tape.save_new("gradient of the head", head.numel, high)
         tape.save_new("loss", 1, high)
         return
     if planned.objective.logprobs:  # the logits are made again of the head's input

@@ -42,11 +42,6 @@ class Tape:
         return self.planned.width < 4
 
     @property
-    def casts(self) -> bool:
-        """Whether weights are cast where they are used."""
-        return self.low_precision and not self.planned.is_sharded
-
-    @property
     def fused_dispatch(self) -> bool:
         """Whether kernels put rows in the order of their experts (`model/moe_ops.py`)."""
         return self.planned.fused and self.planned.width < 8
@@ -98,13 +93,18 @@ class Tape:
         return sum(self.sizes[name] for name in self.saved)
 
 
-def linear(tape: Tape, x: str, name: str, *, edge: bool = False, added: bool = False) -> str:
+def linear(tape: Tape, x: str, name: str, *, edge: bool = False, added: bool = False, joins: str = "") -> str:
     """The GEMM of a weight with all tokens; gives the name of its output. At the `edge` of a part it may overlap with a tensor
-    collective. What is `added` to the output of a parallel block has its gradient, unless that is gathered from tensor ranks."""
+    collective. What is `added` to the output of a parallel block has its gradient, unless that is gathered from tensor ranks. An
+    adapter `joins` the output of a matrix, whose gradient it has."""
     planned, parameter = tape.planned, tape.parameters[f"{name}.weight"]
     rows, inner, weight = planned.tokens, parameter.shape[1], parameter.multiplied_numel
     columns = weight // inner if inner else 0
     out = rows * columns
+    if f"{name}.lora.A.weight" in tape.parameters:
+        linear(tape, linear(tape, x, f"{name}.lora.A"), f"{name}.lora.B", added=added, joins=name)
+    if not parameter.learns:
+        return tape.make(name, out)
     if tape.prefix and uses_fp8_gemm(planned.run, columns, inner):
         per_tensor = planned.run.train.fp8 == "tensorwise"
         source, result = x, out * planned.width
@@ -124,8 +124,8 @@ def linear(tape: Tape, x: str, name: str, *, edge: bool = False, added: bool = F
     tape.save(x)
     if tape.prefix and not (edge and tape.overlaps):
         shared = added and planned.run.model.parallel_block and planned.size("tensor") == 1
-        tape.defer(x, "out" if shared else name, out * planned.width)
-    if tape.casts and not (tape.prefix and planned.keeps_compute_copies):
+        tape.defer(x, "out" if shared else joins or name, out * planned.width)
+    if planned.casts(parameter) and not (tape.prefix and planned.keeps_compute_copies):
         tape.save_new(f"{name} weight", weight)
     return tape.make(name, out)
 
@@ -135,7 +135,7 @@ def norm(tape: Tape, x: str, name: str, rows: int) -> str:
     high, width = tape.planned.high_width, tape.parameters[f"{name}.weight"].numel
     centered = f"{name}.bias" in tape.parameters
     with tape.part("norm", x):
-        if tape.casts:
+        if tape.planned.casts(tape.parameters[f"{name}.weight"]):
             tape.save_new(f"{name} weight", (2 if centered else 1) * width)
         if centered:
             tape.save(x)
@@ -146,7 +146,7 @@ def norm(tape: Tape, x: str, name: str, rows: int) -> str:
             else:
                 tape.save_new(f"{name} input", rows * width, high)
             tape.save_new(f"{name} lengths", rows, high)
-            if not tape.planned.fused:
+            if not tape.planned.fused and tape.parameters[f"{name}.weight"].learns:
                 tape.save_new(f"{name} unit", rows * width, high)
     return tape.make(name, rows * width)
 
@@ -298,6 +298,8 @@ def feed_forward(tape: Tape, x: str, name: str) -> None:
             tape.save(up)
         elif m.activation == "relu2":
             tape.save_new(f"{name} positive", numel)
+        elif m.activation == "relu":
+            tape.save(tape.make(f"{name} inner", numel))
     linear(tape, tape.make(f"{name} inner", numel), f"{name}.down", edge=True, added=True)
 
 
@@ -332,11 +334,13 @@ def router(tape: Tape, x: str) -> None:
     """Scores, choices and the two auxiliary losses."""
     planned, m, high = tape.planned, tape.planned.run.model, tape.planned.high_width
     tokens, micro, k = planned.local_tokens, planned.run.train.microbatch, m.experts_per_token
+    learns = tape.parameters["ffn.router.weight"].learns
     if tape.low_precision and not tape.fused_gemms:
-        tape.save_new("router input", tokens * m.hidden, high)
-        if planned.is_sharded:  # gathered in 16 bits, and cast back
+        if learns:
+            tape.save_new("router input", tokens * m.hidden, high)
+        if planned.is_sharded or not learns:  # gathered, or held, in 16 bits, and cast back
             tape.save_new("router weight", tape.parameters["ffn.router.weight"].numel, high)
-    else:
+    elif learns:
         tape.save(x)
     tape.save_new("router logits", tokens * m.experts, high)
     tape.save_new("router scores", tokens * m.experts, high)
@@ -356,6 +360,7 @@ def experts(tape: Tape, dispatched: int | Fraction, arrived: int | Fraction) -> 
     """Rows to the experts and through them."""
     planned, lay, fused = tape.planned, tape.planned.run.layout, tape.fused_dispatch
     weights = [p for p in tape.parameters.values() if p.entry.routed]
+    learning = {p.entry.name.removeprefix("ffn.experts.") for p in weights if p.learns}
     count, width, hidden = weights[0].shape
     if not fused:
         tape.save_new("expert order", dispatched, INTEGER)
@@ -363,9 +368,14 @@ def experts(tape: Tape, dispatched: int | Fraction, arrived: int | Fraction) -> 
         tape.save_new("arrived order", arrived if fused else 2 * arrived, INDEX if fused else INTEGER)
     # Experts that no other rank has a share of are not gathered, so not cast by that either.
     alone = planned.size("expert_shard") == planned.size("replicate") == 1 and not lay.offload
-    if tape.casts or (tape.low_precision and alone):
-        tape.save_new("expert weights", sum(p.numel for p in weights))
+    if tape.low_precision and (alone or not planned.is_sharded):
+        tape.save_new("expert weights", sum(p.numel for p in weights if p.learns))
     if tape.fused_gemms and hidden % 8 == width % 8 == 0:  # one kernel, which reads where each expert's rows end
         tape.save_new("expert ends", count, INDEX)
-    tape.save_new("expert rows", arrived * hidden)
-    tape.save_new("expert gate, up, function and inner", 4 * arrived * width)
+    if learning & {"gate", "up", "lora.gate_A", "lora.up_A"}:
+        tape.save_new("expert rows", arrived * hidden)
+    tape.save_new("expert gate, up and function", 3 * arrived * width)
+    if learning & {"down", "lora.down_A"}:
+        tape.save_new("expert inner", arrived * width)
+    low_rank = sum(p.shape[1] for p in weights if p.entry.name.endswith("_A"))
+    tape.save_new("expert low rank", arrived * low_rank)

@@ -19,18 +19,22 @@ STEP_COUNT = 4
 def state_bytes(run: Run, rank: int) -> dict[str, int]:
     """Bytes of a rank's parameters, gradients after the backward passes, and optimizer state.
 
-    Parameters and gradients are float32, or float64 where the arithmetic is. A matrix with a compute copy counts with it, and its
+    Parameters and gradients are float32, or float64 where the arithmetic is; frozen parameters have its dtype, no gradient and no
+    optimizer state. A matrix with a compute copy counts with it, and its
     gradient has the dtype of the copy. `fully_shard` deals rows out in equal shares and pads the last ones, of parameters and of
     gradients; optimizer state has no padding. Experts are sharded along a dimension that needs none, where they have one.
     DistributedDataParallel's gradients are views of its buckets, which hold nothing else.
     """
     planned = planned_rank(run, rank)
-    high, low = planned.high_width, planned.width
+    low = planned.width
     parameters = gradients = optimizer = 0
     for count, parameter in planned.parameters():
         ranks, index = planned.sharding(parameter)
         copied = planned.keeps_compute_copies and parameter.is_gemm_weight
+        high = planned.held_width(parameter)
         parameters += count * (parameter.shard_numel(ranks) * high + parameter.numel * low * copied)
+        if not parameter.learns:
+            continue
         gradients += count * parameter.shard_numel(ranks) * (low if copied else high)
         own = parameter.own_numel(ranks, index) * high
         muon = run.train.optimizer == "muon" and parameter.entry.is_layer_matrix
@@ -70,10 +74,12 @@ def _logits(planned: PlannedRank) -> int:
     if planned.objective.logprobs:  # some logits, as they are and in high precision, and the gradient of the head
         some = chunk_rows(planned.tokens, max(1, rows) * planned.high_width)
         cast = planned.width + planned.high_width * (planned.width < planned.high_width)
-        return (some * cast + planned.run.model.hidden * planned.high_width) * rows
+        learns = planned.vocabulary(planned.stages[-1]).learns
+        return (some * cast + planned.run.model.hidden * planned.high_width * learns) * rows
     if planned.chunked:  # some logits, which become their gradient, and the head's matrix where it was cast
         some = chunk_rows(planned.tokens, rows * planned.width)
-        return (some + (0 if planned.is_sharded else planned.run.model.hidden)) * rows * planned.width
+        cast = planned.casts(planned.vocabulary(planned.stages[-1]))
+        return (some + (planned.run.model.hidden if cast else 0)) * rows * planned.width
     # The probabilities are saved; beside them are twice as many elements, their gradient and that of the logits.
     return 2 * planned.tokens * rows * planned.high_width
 
@@ -112,7 +118,7 @@ def _saved(planned: PlannedRank) -> dict[int, Saved]:
     where = (planned.index("tensor"), planned.index("expert"))
     if len(_KNOWN) > 1000:
         _KNOWN.clear()
-    known = _KNOWN.setdefault((run.model, run.train, run.objective, planned.fused, cuts, how, where), {})
+    known = _KNOWN.setdefault((run.model, run.train, run.objective, run.adapter, planned.fused, cuts, how, where), {})
     found = {}
     for stage in planned.stages:
         layers = tuple((is_moe(layer), parts) for layer, parts in recomputed_parts(planned, stage).items())
@@ -214,6 +220,8 @@ def last_gradient(run: Run, rank: int) -> int:
     if run.model.tied_embeddings or not planned.stages[0].first:
         return 0
     embedding = planned.first_parameters(planned.stages[0])[0]
+    if not embedding.learns:
+        return 0
     return embedding.shard_numel(planned.sharding(embedding)[0]) * planned.high_width
 
 
@@ -221,7 +229,7 @@ def transposed_gradient(run: Run, rank: int) -> int:
     """Bytes of the second copy of a gradient that is sharded along another dimension than the first: `fully_shard` puts the shards
     one behind the other before it scatters them, one matrix after the other."""
     planned = planned_rank(run, rank)
-    sizes = (p.numel for _, p in planned.parameters() if p.shard_dim(planned.sharding(p)[0]))
+    sizes = (p.numel for _, p in planned.parameters() if p.learns and p.shard_dim(planned.sharding(p)[0]))
     return max(sizes, default=0) * planned.width
 
 
@@ -236,7 +244,7 @@ def peak_gradients(run: Run, rank: int) -> int:
     for stage in planned.stages:
         kind = (stage.first, stage.last, len(stage.layers), sum(map(is_moe, stage.layers)))
         if kind not in known:
-            own = list(planned.parameters(stages=(stage,)))
+            own = [(count, p) for count, p in planned.parameters(stages=(stage,)) if p.learns]
             shards = (count * p.shard_numel(planned.sharding(p)[0]) for count, p in own)
             whole = planned.reduce_width * sum(count * p.numel for count, p in own)
             known[kind] = whole, planned.high_width * sum(shards)

@@ -90,7 +90,7 @@ def data(wire: Wire) -> None:
     planned, is_moe = wire.planned, wire.planned.run.model.is_moe
     if planned.uses_ddp:
         for stage in planned.stages:
-            numels = [parameter.numel for parameter in _in_order(planned, stage)]
+            numels = [parameter.numel for parameter in _in_order(planned, stage) if parameter.learns]
             messages = buckets(n * planned.high_width for n in reversed(numels))
             wire.all_reduce("replicate", sum(numels) * planned.reduce_width, messages=messages)
     if not planned.is_sharded:
@@ -120,10 +120,11 @@ def _sharded(wire: Wire, parameters: Sequence[PlannedParameter], units: int, gat
     for group in ("zero", "expert_shard"):
         unit, ranks = [p for p in parameters if p.group == group], planned.size(group)
         if unit:
-            gradients = sum(p.shard_numel(ranks) for p in unit) * planned.reduce_width
+            gradients = sum(p.shard_numel(ranks) for p in unit if p.learns) * planned.reduce_width
             wire.all_gather(group, sum(planned.gathered_shard(p, ranks) for p in unit), units * gathers)
-            wire.reduce_scatter(group, gradients, units * (1 if once else run.accumulation))
-            wire.all_reduce("replicate", gradients, units)
+            if gradients:
+                wire.reduce_scatter(group, gradients, units * (1 if once else run.accumulation))
+                wire.all_reduce("replicate", gradients, units)
 
 
 def _unused_prefetch(wire: Wire, stage: Stage) -> None:
@@ -216,10 +217,11 @@ def gathered_again(wire: Wire, calls: int, moe: bool, part: str, *, recomputed: 
     names = [name for name in FIRST_MATRICES if f"{part}{name}.weight" in table]
     if "q_down" in names:
         names.remove("q")
-    readers = (table[f"{part}{name}.weight"] for name in names)
+    readers = (table.get(f"{part}{name}.lora.A.weight", table[f"{part}{name}.weight"]) for name in names)
     fp8 = planned.run.train.fp8 == "tensorwise"
     if recomputed or any(
-        not (fp8 and uses_fp8_gemm(planned.run, p.multiplied_numel // p.shape[1], p.shape[1])) for p in readers
+        p.learns and not (fp8 and uses_fp8_gemm(planned.run, p.multiplied_numel // p.shape[1], p.shape[1]))
+        for p in readers
     ):
         wire.all_gather("tensor", planned.local_tokens * planned.run.model.hidden * planned.width, calls)
 
@@ -300,14 +302,16 @@ def ends(wire: Wire) -> None:
     planned, n = wire.planned, wire.planned.run.accumulation
     numel = planned.local_tokens * planned.run.model.hidden
     # Rows are looked up in the dtype of the embedding: that of the arithmetic only where gathering has cast it.
-    looked_up = planned.width if planned.is_sharded else planned.high_width
+    learns = not planned.run.adapter.used
+    looked_up = planned.high_width if learns and not planned.is_sharded else planned.width
     for stage in planned.stages:
-        for here, width in ((stage.first, looked_up), (stage.last, planned.width)):
-            if here:
-                wire.all_gather("tensor", numel * width, n)
-                wire.reduce_scatter("tensor", numel * width, n)
+        if stage.first:
+            wire.reduce_scatter("tensor", numel * looked_up, n)
+            wire.all_gather("tensor", numel * looked_up, n if learns else 0)
         if stage.last:
-            if not planned.chunked:
+            wire.all_gather("tensor", numel * planned.width, n)
+            wire.reduce_scatter("tensor", numel * planned.width, n)
+            if (learns or planned.objective.logprobs) and not planned.chunked:
                 wire.all_gather("tensor", numel * planned.width, n)  # once more in the backward pass
             most = -(-planned.run.model.vocab // planned.size("tensor"))
             chunks = -(-planned.tokens // chunk_rows(planned.tokens, most * planned.width)) if planned.chunked else 1
@@ -327,7 +331,8 @@ def pipeline(wire: Wire) -> None:
         near = (n for n in (stage.number - 1, stage.number + 1) if 0 <= n < len(home))
         away = sum(home[n] != home[stage.number] for n in near)
         wire.send("pipeline", residual, planned.run.accumulation * away)
-    if m.tied_embeddings and home[0] != home[-1] and planned.index("pipeline") in (home[0], home[-1]):
+    learns = not planned.run.adapter.used
+    if learns and m.tied_embeddings and home[0] != home[-1] and planned.index("pipeline") in (home[0], home[-1]):
         end = planned.stages[0] if planned.stages[0].first else planned.stages[-1]
         wire.all_reduce("pipeline", _own_numel(planned, planned.vocabulary(end)) * planned.high_width, ranks=2)
 
@@ -341,7 +346,8 @@ def uncut_gradients(wire: Wire) -> None:
     """`gradients.py`: a parameter that is not cut over the tensor ranks saw only some of the tokens or heads on each."""
     planned = wire.planned
     if planned.size("tensor") > 1:
-        uncut = [count * _own_numel(planned, p) for count, p in planned.parameters() if p.tensor_dim is None]
+        some = [(count, p) for count, p in planned.parameters() if p.tensor_dim is None and p.learns]
+        uncut = [count * _own_numel(planned, p) for count, p in some]
         wire.all_reduce("tensor", sum(uncut) * planned.high_width, messages=1 if uncut else 0)
 
 

@@ -4,7 +4,7 @@ The GEMMs are those of the parameters that the rank holds, and attention's two u
 is two. Norms, activations, the embedding's lookup and the optimizer's elementwise work are not counted; Muon's GEMMs are
 (`muon.py`). With T tokens of a microbatch on a context rank, and pairs of a query and a key it sees:
 
-    GEMM        2 T x elements of the weight on the rank     forward, again for its input, again for its weight
+    GEMM        2 T x elements of the weight on the rank     forward, again for its input, again for its weight if that is trained
     attention   2 pairs x heads/t x (width of keys + width of values)     forward, and twice backward, to its inputs
     experts     as GEMMs, on the rows of an even load
 
@@ -42,6 +42,8 @@ class GemmFlops:
     flops: float
     recomputed_with: frozenset[str] = NEVER
     """The parts of a layer that recompute it."""
+    learns: bool = True
+    """Whether its weight has a gradient."""
     weight: bool = True
     """Whether it has a weight. Attention's own GEMMs have none: both halves of their backward pass are for inputs."""
 
@@ -60,12 +62,12 @@ def work(run: Run, rank: int | None = None) -> Work:
         if gemm.part == "head" and planned.objective.logprobs:  # made again in the backward pass
             passes["recompute"] += total
         elif gemm.part == "head" and planned.chunked:  # its gradients are made in the forward pass
-            passes["forward"] += 3 * total
+            passes["forward"] += (3 if gemm.learns else 2) * total
             continue
         passes["forward"] += total
         passes["recompute"] += total if recomputed & gemm.recomputed_with else 0.0
         passes["backward_input"] += total if gemm.weight else 2 * total
-        passes["backward_weight"] += total if gemm.weight else 0.0
+        passes["backward_weight"] += total if gemm.weight and gemm.learns else 0.0
     flops["parameters"] = {"optimizer": muon.flops(planned) if run.train.optimizer == "muon" else 0.0}
     return Work(flops, convention=CONVENTION)
 
@@ -81,7 +83,7 @@ def _gemms(planned: PlannedRank) -> Iterator[tuple[int, GemmFlops, frozenset[str
             yield times, gemm, recomputed
     if planned.stages[-1].last:
         head = planned.vocabulary(planned.stages[-1])
-        yield 1, GemmFlops("head", 2.0 * planned.tokens * head.numel), NEVER
+        yield 1, GemmFlops("head", 2.0 * planned.tokens * head.numel, learns=head.learns), NEVER
 
 
 def layer_gemms(planned: PlannedRank, moe: bool) -> Iterator[GemmFlops]:
@@ -94,24 +96,24 @@ def layer_gemms(planned: PlannedRank, moe: bool) -> Iterator[GemmFlops]:
 
 def _gemm(planned: PlannedRank, parameter: PlannedParameter) -> GemmFlops:
     """The GEMM of one weight of a layer."""
-    numel = parameter.multiplied_numel
+    numel, learns = parameter.multiplied_numel, parameter.learns
     match parameter.entry.owner:
         case "attention":
-            return GemmFlops("attention", 2.0 * planned.tokens * numel, BLOCK)
+            return GemmFlops("attention", 2.0 * planned.tokens * numel, BLOCK, learns)
         case "router":  # sees its own slice of the sequence, also where the experts are cut over the tensor ranks
-            return GemmFlops("router", 2.0 * planned.tokens / planned.run.layout.tensor * numel, FFN)
+            return GemmFlops("router", 2.0 * planned.tokens / planned.run.layout.tensor * numel, FFN, learns)
         case "experts":
             each = numel // parameter.shape[0]
-            return GemmFlops("experts", 2.0 * rows_to_experts(planned)[1] * each, FFN)
+            return GemmFlops("experts", 2.0 * rows_to_experts(planned)[1] * each, FFN, learns)
     inside = FFN if parameter.entry.init != "residual" or _recomputes_last(planned, parameter) else NEVER
-    return GemmFlops("ffn", 2.0 * planned.tokens * numel, inside)
+    return GemmFlops("ffn", 2.0 * planned.tokens * numel, inside, learns)
 
 
 def _recomputes_last(planned: PlannedRank, parameter: PlannedParameter) -> bool:
     """Whether recomputation makes a layer's last GEMM. It need not: backward needs what enters it, not what leaves it. But one that
     overlaps with its reduce-scatter is made whole, as is one whose weight's gradient is deferred, and one in fp8."""
     lay, fp8 = planned.run.layout, uses_fp8_gemm(planned.run, parameter.shape[0], parameter.shape[1])
-    return (lay.tensor > 1 and lay.async_tensor) or planned.splits_backward or fp8
+    return (lay.tensor > 1 and lay.async_tensor) or (planned.splits_backward and parameter.learns) or fp8
 
 
 def _attention(planned: PlannedRank) -> GemmFlops:

@@ -1,0 +1,115 @@
+"""Adapters and the weights they were trained beside. A checkpoint of adapters names its base and does not hold it: who asks for its
+weights gets the base's with the adapters merged into them, box by box as they are read, in float32 or higher and rounded once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.folder import checkpoint_folder
+from shardwise.checkpoint.format import MANIFEST, RUN_FILE, read_manifest
+from shardwise.checkpoint.reader import Reader
+from shardwise.run import AdapterConfig, Problem, Run, UserError, read_run
+from shardwise.run.parameters import layer_parameters
+
+BASE = "base"
+"""Of a checkpoint's counters: where the base lies, and what it holds."""
+
+
+def fingerprint(folder: Path) -> str:
+    """What tells a folder of weights from others: its manifest, or the names, sizes and headers of its files."""
+    digest = hashlib.blake2b(digest_size=16)
+    if (folder / MANIFEST).exists():
+        digest.update((folder / MANIFEST).read_bytes())
+        return digest.hexdigest()
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as content:
+            length = int.from_bytes(content.read(8), "little")
+            digest.update(f"{file.name} {file.stat().st_size} ".encode() + content.read(min(length, 1 << 26)))
+    return digest.hexdigest()
+
+
+def describe_base(run: Run) -> dict[str, Any]:
+    """What a checkpoint of adapters says of its base."""
+    if not run.adapter.used or not run.train.weights:
+        return {}
+    folder = checkpoint_folder(run.train.weights).resolve()
+    return {BASE: dict(folder=str(folder), fingerprint=fingerprint(folder))}
+
+
+def check_same_base(checkpoint: Path, run: Run) -> None:
+    """Refuse to go on with adapters beside other weights than those they were trained beside."""
+    before = read_manifest(checkpoint).state.get(BASE, {})
+    now = describe_base(run).get(BASE, {})
+    if before.get("fingerprint") != now.get("fingerprint"):
+        theirs, ours = (each.get("folder", "random weights") for each in (before, now))
+        reason = f"holds adapters of {theirs}, and train.weights is {ours}, which holds other weights"
+        raise UserError(Problem(reason, "train.weights", str(checkpoint)))
+
+
+def base_of(folder: Path, run: Run) -> Path:
+    """The folder of the weights that the adapters of a checkpoint belong to."""
+    known = read_manifest(folder).state.get(BASE, {}) if (folder / MANIFEST).exists() else {}
+    if not run.train.weights:
+        raise UserError(Problem("holds adapters of random weights, for train.weights was empty", where=str(folder)))
+    for path in (known.get("folder", ""), run.train.weights):
+        if path and Path(path).exists():
+            found = checkpoint_folder(path)
+            if known and fingerprint(found) != known["fingerprint"]:
+                raise UserError(
+                    Problem(f"are other weights now than those that {folder} was trained beside", where=path)
+                )
+            return found
+    reason = f"holds adapters, and their base weights are not at {known.get('folder') or run.train.weights}"
+    raise UserError(Problem(reason, where=str(folder)))
+
+
+class MergedReader(Reader):
+    """The tensors of a base with adapters merged into them."""
+
+    def __init__(self, base: Reader, adapters: Reader, adapter: AdapterConfig) -> None:
+        super().__init__(base.folder, base.shards, base.progress)
+        self.base, self.adapters, self.adapter = base, adapters, adapter
+
+    def read_into(self, values: Tensor, name: str, offset: Sequence[int]) -> None:
+        """A box of a tensor, merged."""
+        found = factor_names(name)
+        if found[0] not in self.adapters:
+            self.base.read_into(values, name, offset)
+            return
+        dtype = torch.promote_types(self.dtype(name), torch.float32)
+        merged = torch.empty(values.shape, dtype=dtype)
+        self.base.read_into(merged, name, offset)
+        *stack, row, column = offset
+        *count, rows, columns = values.shape
+        rank = self.adapter.rank
+        a = self.adapters.read(found[0], (*stack, 0, column), (*count, rank, columns)).to(dtype)
+        b = self.adapters.read(found[1], (*stack, row, 0), (*count, rows, rank)).to(dtype)
+        values.copy_(merged.add_(b @ a, alpha=self.adapter.scale))
+
+
+def factor_names(name: str) -> tuple[str, str]:
+    """The names of A and B of a matrix (`run/parameters.py`)."""
+    if name.endswith(".weight"):
+        matrix = name.removesuffix(".weight")
+        return f"{matrix}.lora.A.weight", f"{matrix}.lora.B.weight"
+    stack, _, part = name.rpartition(".")
+    return f"{stack}.lora.{part}_A", f"{stack}.lora.{part}_B"
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a checkpoint holds adapters alone."""
+    return read_run(folder / RUN_FILE).adapter.used
+
+
+def adapter_shapes(run: Run) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of a run's adapters."""
+    model = run.model
+    tables = {n: layer_parameters(model, model.is_moe(n), run.adapter) for n in range(model.layers)}
+    return {f"layers.{n}.{e.name}": e.shape for n, table in tables.items() for e in table if not e.frozen}

@@ -1,0 +1,200 @@
+"""Adapters in the form of `peft`: `adapter_config.json` and `adapter_model.safetensors`, read and written without it.
+
+Its tensors are named by the modules of the Hugging Face model. Where a family keeps the rows of a matrix in another order, so does
+B. What peft keeps otherwise is refused with a sentence: experts, which it adapts as one stack of gate and up, and the joined
+queries, keys and values of GPT-2.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.checkpoint.adapters import adapter_shapes, base_of, factor_names, is_adapter
+from shardwise.checkpoint.folder import checkpoint_folder, is_checkpoint
+from shardwise.checkpoint.format import RUN_FILE, read_header, read_json
+from shardwise.checkpoint.huggingface.convert import Conversion, check_free, from_hf, new_folder, write_json
+from shardwise.checkpoint.huggingface.tensors import Fused, Interleaved, Link, Stacked, links
+from shardwise.checkpoint.reader import Reader, open_checkpoint
+from shardwise.checkpoint.weights import compare_shapes
+from shardwise.checkpoint.writer import Entry, write_weights
+from shardwise.files import write_atomically
+from shardwise.run import AdapterConfig, ModelConfig, Problem, Run, UserError, read_run, run_from_dict, to_dict
+from shardwise.run.adapter_config import MATRICES
+from shardwise.run.parameters import layer_parameters
+from shardwise.run.write import sections_to_toml
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+MERGE = "`convert to-hf --merge` merges them"
+OTHER: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layers_to_transform": (None,),
+    "target_parameters": (None, []),
+    "use_dora": (False, None),
+    "trainable_token_indices": (None,),
+    "exclude_modules": (None, []),
+}
+"""What a config may say of things that are not read here."""
+
+
+def to_peft(checkpoint: str | Path, out_dir: str | Path) -> Conversion:
+    """Write the adapters of a checkpoint, or of a run's newest one, as peft would."""
+    source, out = checkpoint_folder(checkpoint), Path(out_dir)
+    check_free(out)
+    if not is_adapter(source):
+        raise UserError(Problem("holds a whole network and no adapters; `convert to-hf` writes it", where=str(source)))
+    run = read_run(source / RUN_FILE)
+    reader, shapes = open_checkpoint(source), adapter_shapes(run)
+    if problems := compare_shapes(reader, shapes, reader.names):
+        raise UserError(*problems)
+    entries, modules = [], set[str]()
+    for link in _links(run, str(source)):
+        module = link.theirs[0].removesuffix(".weight")
+        modules.add(module.rpartition(".")[2])
+        for ours, letter in zip(factor_names(link.ours[0]), "AB", strict=True):
+            chunks = partial(_theirs, link, reader, ours, letter)
+            entries.append(Entry(f"{PREFIX}{module}.lora_{letter}.weight", reader.dtype(ours), shapes[ours], chunks))
+    with new_folder(out) as folder:
+        total = write_weights(folder, entries, file_bytes=1 << 62)
+        (folder / "model.safetensors").rename(folder / WEIGHTS)
+        write_json(folder / CONFIG, _config(run, sorted(modules), str(base_of(source, run))))
+    return Conversion("LoRA adapters", sum(entry.bytes // entry.dtype.itemsize for entry in entries), total, ())
+
+
+def from_peft(adapter_dir: str | Path, out_dir: str | Path, base: str | Path = "") -> Conversion:
+    """Make a checkpoint of adapters that peft wrote. Their base is a checkpoint, given or named by the adapters; a Hugging Face
+    folder that they name is imported beside them."""
+    source, out = Path(adapter_dir), Path(out_dir)
+    check_free(out)
+    config = _read_config(source)
+    named = str(base or config.get("base_model_name_or_path") or "")
+    imports = bool(named) and (Path(named) / "config.json").is_file() and not is_checkpoint(Path(named))
+    if not imports and not (named and Path(named).exists()):
+        reason = f"names {named or 'nothing'} as its base, which is no folder here; give --base, what `convert from-hf` made of it"
+        raise UserError(Problem(reason, "base_model_name_or_path", str(source / CONFIG)))
+    with new_folder(out) as folder:
+        if imports:
+            from_hf(named, folder / "base")
+        weights = (folder / "base") if imports else checkpoint_folder(named).resolve()
+        model = read_run(weights / RUN_FILE).model
+        reader = Reader(source, {_ours_of(t.name): [t] for t in read_header(source / WEIGHTS)})
+        adapter = _adapter(config, model, reader)
+        final = out.resolve() / "base" if imports else weights
+        run = run_from_dict({"model": asdict(model), "adapter": asdict(adapter), "train": {"weights": str(final)}})
+        entries = []
+        for link in _links(run, str(source)):
+            module = link.theirs[0].removesuffix(".weight")
+            for ours, letter in zip(factor_names(link.ours[0]), "AB", strict=True):
+                theirs = f"{module}.lora_{letter}.weight"
+                chunks = partial(_ours, link, reader, theirs, letter)
+                entries.append(Entry(ours, reader.dtype(theirs), reader.shape(theirs), chunks))
+        sections = {"name": out.resolve().name, "model": to_dict(run)["model"], "adapter": to_dict(run)["adapter"]}
+        write_atomically(folder / RUN_FILE, sections_to_toml(sections | {"train": {"weights": str(final)}}).encode())
+        total = write_weights(folder, entries)
+    return Conversion("LoRA adapters", sum(entry.bytes // entry.dtype.itemsize for entry in entries), total, ())
+
+
+def _links(run: Run, where: str) -> Iterator[Link]:
+    """How the matrix of each adapter is called by its family."""
+    model = run.model
+    for layer in range(model.layers):
+        table = layer_parameters(model, model.is_moe(layer), run.adapter)
+        names = [f"layers.{layer}.{entry.name}" for entry in table if entry.adapted]
+        # A link of three matrices is found by the first of them.
+        asked = [f"layers.{layer}.attention.q.weight", *names] if model.position == "learned" else names
+        for link in links(model, dict.fromkeys(asked)):
+            if isinstance(link, Stacked):
+                raise UserError(Problem(f"peft adapts stacked experts otherwise; {MERGE}", where=where))
+            if isinstance(link, Fused) and len(link.ours) > 1:
+                if set(link.ours) & set(names):
+                    raise UserError(
+                        Problem(
+                            f"this family keeps q, k and v in one matrix, which peft adapts whole; {MERGE}", where=where
+                        )
+                    )
+                continue
+            if link.ours[0] in names:
+                yield link
+
+
+def _theirs(link: Link, reader: Reader, name: str, letter: str) -> Iterator[Tensor]:
+    values = reader.get(name)
+    reorder = isinstance(link, Interleaved) and letter == "B"
+    yield link.reordered(values, (2, link.rotated // 2)) if reorder else values  # type: ignore[attr-defined]
+
+
+def _ours(link: Link, reader: Reader, name: str, letter: str) -> Iterator[Tensor]:
+    values = reader.get(name)
+    reorder = isinstance(link, Interleaved) and letter == "B"
+    yield link.reordered(values, (link.rotated // 2, 2)) if reorder else values  # type: ignore[attr-defined]
+
+
+def _ours_of(name: str) -> str:
+    """A tensor's name without what peft puts around it."""
+    return re.sub(r"\.(lora_[AB])\.\w+\.weight$", r".\1.weight", name.removeprefix(PREFIX))
+
+
+def _config(run: Run, modules: list[str], base: str) -> dict[str, Any]:
+    adapter = run.adapter
+    return dict(
+        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, inference_mode=True, r=adapter.rank,
+        lora_alpha=adapter.alpha, lora_dropout=0.0, target_modules=modules, use_rslora=adapter.rank_stabilized, use_dora=False,
+        bias="none", fan_in_fan_out=run.model.position == "learned", modules_to_save=None, init_lora_weights=True,
+    )  # fmt: skip
+
+
+def _read_config(source: Path) -> dict[str, Any]:
+    if not (source / CONFIG).is_file() or not (source / WEIGHTS).is_file():
+        raise UserError(Problem(f"is no folder of peft adapters: it needs {CONFIG} and {WEIGHTS}", where=str(source)))
+    config, where = read_json(source / CONFIG), str(source / CONFIG)
+    problems = []
+    if config.get("peft_type") != "LORA":
+        problems.append(Problem(f"is {config.get('peft_type')!r}; only LORA is read", "peft_type", where))
+    if not isinstance(config.get("r"), int) or not isinstance(config.get("lora_alpha"), int | float):
+        problems.append(Problem("the rank and alpha must be numbers", "r", where))
+    problems += [
+        Problem(f"is {config[key]!r}; only {allowed[0]!r} is read", key, where)
+        for key, allowed in OTHER.items()
+        if key in config and config[key] not in allowed
+    ]
+    if problems:
+        raise UserError(*problems)
+    return config
+
+
+def _adapter(config: dict[str, Any], model: ModelConfig, reader: Reader) -> AdapterConfig:
+    """What the tensors adapt, which must be the same matrices in every layer."""
+    every = AdapterConfig("lora", config["r"], float(config["lora_alpha"]), MATRICES, bool(config.get("use_rslora")))
+    held, all_of = dict[str, set[str]](), dict[str, set[str]]()
+    for layer in range(model.layers):
+        table = layer_parameters(model, model.is_moe(layer), every)
+        linear = [f"layers.{layer}.{entry.name}" for entry in table if entry.is_linear and entry.adapted]
+        for link in links(model, linear):
+            module, leaf = link.theirs[0].removesuffix(".weight"), link.ours[0].split(".")[-2]
+            all_of.setdefault(leaf, set()).add(module)
+            if f"{module}.lora_A.weight" in reader:
+                held.setdefault(leaf, set()).add(module)
+    where = str(reader.folder / WEIGHTS)
+    if partly := [leaf for leaf in held if held[leaf] != all_of[leaf]]:
+        raise UserError(Problem(f"adapts {', '.join(partly)} in some layers only, which is not read", where=where))
+    if not held:
+        raise UserError(Problem("holds no adapter of a matrix of this network", where=where))
+    adapter = replace(every, targets=tuple(name for name in MATRICES if name in held))
+    run = Run(model=model, adapter=adapter)
+    shapes, expected = adapter_shapes(run), dict[str, tuple[int, ...]]()
+    for link in _links(run, where):
+        for ours, letter in zip(factor_names(link.ours[0]), "AB", strict=True):
+            expected[link.theirs[0].removesuffix("weight") + f"lora_{letter}.weight"] = shapes[ours]
+    if problems := compare_shapes(reader, expected, reader.names):
+        raise UserError(*problems)
+    return adapter
