@@ -15,8 +15,10 @@ from torch import Tensor
 from shardwise.checkpoint.folder import checkpoint_folder
 from shardwise.checkpoint.format import MANIFEST, RUN_FILE, read_manifest
 from shardwise.checkpoint.reader import Reader
-from shardwise.run import AdapterConfig, Problem, Run, UserError, read_run
-from shardwise.run.parameters import layer_parameters
+from shardwise.model.nf4 import dequantize_reference, quantize
+from shardwise.run import Problem, Run, UserError, read_run
+from shardwise.run.adapter_config import NF4_BLOCK
+from shardwise.run.parameters import find_parameter, layer_parameters
 
 BASE = "base"
 """Of a checkpoint's counters: where the base lies, and what it holds."""
@@ -73,25 +75,41 @@ def base_of(folder: Path, run: Run) -> Path:
 class MergedReader(Reader):
     """The tensors of a base with adapters merged into them."""
 
-    def __init__(self, base: Reader, adapters: Reader, adapter: AdapterConfig) -> None:
+    def __init__(self, base: Reader, adapters: Reader, run: Run) -> None:
         super().__init__(base.folder, base.shards, base.progress)
-        self.base, self.adapters, self.adapter = base, adapters, adapter
+        self.base, self.adapters, self.run, self.adapter = base, adapters, run, run.adapter
+        self.made = "", torch.empty(0)  # the last matrix that was kept in 4 bits
 
     def read_into(self, values: Tensor, name: str, offset: Sequence[int]) -> None:
         """A box of a tensor, merged."""
         found = factor_names(name)
         if found[0] not in self.adapters:
-            self.base.read_into(values, name, offset)
+            self._read_base(values, name, offset)
             return
         dtype = torch.promote_types(self.dtype(name), torch.float32)
         merged = torch.empty(values.shape, dtype=dtype)
-        self.base.read_into(merged, name, offset)
+        self._read_base(merged, name, offset)
         *stack, row, column = offset
         *count, rows, columns = values.shape
         rank = self.adapter.rank
         a = self.adapters.read(found[0], (*stack, 0, column), (*count, rank, columns)).to(dtype)
         b = self.adapters.read(found[1], (*stack, row, 0), (*count, rows, rank)).to(dtype)
         values.copy_(merged.add_(b @ a, alpha=self.adapter.scale))
+
+    def _read_base(self, values: Tensor, name: str, offset: Sequence[int]) -> None:
+        """A box of the base as the adapters met it: of a matrix that was kept in 4 bits, what those stand for."""
+        entry = find_parameter(self.run.model, name, self.adapter) if name.endswith(".weight") else None
+        if entry is None or not entry.dtype:
+            self.base.read_into(values, name, offset)
+            return
+        if name != self.made[0]:
+            matrix = self.base.get(name).to(getattr(torch, self.run.train.dtype))
+            whole = dequantize_reference(
+                *quantize(matrix, self.adapter.double_quantization), 0, matrix.shape[1] // NF4_BLOCK, matrix.dtype
+            )
+            self.made = name, whole
+        box = tuple(slice(start, start + size) for start, size in zip(offset, values.shape, strict=True))
+        values.copy_(self.made[1][box])
 
 
 def factor_names(name: str) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwise.checkpoint.adapters import check_same_base
 from shardwise.checkpoint.folder import (
@@ -31,7 +32,8 @@ from shardwise.checkpoint.reader import Reader, open_checkpoint
 from shardwise.checkpoint.state import State, buffers, random_states
 from shardwise.checkpoint.weights import open_weights
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
-from shardwise.parallel.local_parameter import local, local_box
+from shardwise.model.nf4 import Quantizer
+from shardwise.parallel.local_parameter import local, local_box, local_slice
 from shardwise.parallel.mesh import Mesh
 from shardwise.run import Problem, Run, UserError, read_run
 
@@ -140,12 +142,22 @@ def _load_base(state: State, progress: Progress) -> Reader | None:
     return reader
 
 
+def _rounded(state: State, matrix: Tensor) -> Tensor:
+    """A matrix on the device, in the dtype of the arithmetic: what a run that does not keep it in 4 bits would multiply with."""
+    return matrix.to(state.device, getattr(torch, state.run.train.dtype))
+
+
 @torch.no_grad()
 def _load_model(state: State, reader: Reader, prefix: str = "") -> None:
     """Parameters and buffers from a folder of a whole network, or adapters from a checkpoint of theirs."""
     adapters = state.run.adapter.used and bool(prefix)
+    in_4_bits = Quantizer(lambda name: _rounded(state, reader.get(name)), state.run.adapter.double_quantization)
     for each in state.parallel.parameters:
-        if not state.run.adapter.used or each.entry.frozen != adapters:
+        if state.run.adapter.used and each.entry.frozen == adapters:
+            continue
+        if each.entry.dtype:
+            local(each.parameter.detach()).copy_(local_slice(in_4_bits.part(each.name), each.cuts, state.mesh))
+        else:
             reader.read_into(local(each.parameter.detach()), prefix + each.name, local_box(each, state.mesh).offset)
     for name, buffer in () if adapters else buffers(state):
         reader.read_into(buffer, prefix + name, (0,) * buffer.ndim)

@@ -131,7 +131,7 @@ def open_weights(folder: Path, config: ModelConfig, progress: Progress = unwatch
         problems = compare_shapes(reader, adapter_shapes(run), reader.names)
         if problems:
             raise UserError(*problems)
-        return MergedReader(open_weights(base_of(folder, run), config, progress), reader, run.adapter)
+        return MergedReader(open_weights(base_of(folder, run), config, progress), reader, run)
     problems = compare_shapes(reader, state_shapes(config), reader.names)
     if problems:
         raise UserError(*problems)

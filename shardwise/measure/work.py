@@ -213,7 +213,9 @@ class WorkCounter(TorchDispatchMode, Observer):
             share = _rows_taken(*args) if operator is aten._grouped_mm.default else 1.0
             self._gemm(first, second, 2.0 * first.numel() * second.shape[-1] * share)
         elif operator.namespace in ("aten", "shardwise") and not operator.is_view and operator not in ALLOCATIONS:
-            if operator.namespace == "shardwise":
+            if operator.namespace == "shardwise" and operator.name() == "shardwise::dequantize_nf4":
+                self._made_for_gemm(args[0], out)
+            elif operator.namespace == "shardwise":
                 self._quantized(args[0], [x for x in tree_leaves(out) if x.element_size() == 1])
             if (
                 operator is aten._to_copy.default
@@ -278,6 +280,14 @@ class WorkCounter(TorchDispatchMode, Observer):
         if part is not None:
             for each in forms:
                 self._remember(self.weights, each, part)
+
+    def _made_for_gemm(self, codes: Tensor, matrix: Tensor) -> None:
+        """A matrix made of 4 bits counts as the weight that is kept in these."""
+        if self.inside:
+            self._remember(self.weights, codes, self.inside[-1])
+        part = self._part_of(self.weights, codes)
+        if part is not None:
+            self._remember(self.weights, matrix, part)
 
     def _remember(self, known: dict[int, tuple[StorageWeakRef, str]], x: Tensor, part: str) -> None:
         storage = StorageWeakRef(x.untyped_storage())

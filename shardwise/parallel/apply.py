@@ -18,13 +18,14 @@ from shardwise.model.gemm.fp8 import tuned_scaled_mm
 from shardwise.model.gemm.tuned import use_tuned_gemms
 from shardwise.model.initialize import draw
 from shardwise.model.invariant import check_invariant, make_invariant
-from shardwise.model.layers import Gemm
+from shardwise.model.layers import Gemm, Linear
 from shardwise.model.loss import ChunkedCrossEntropy
+from shardwise.model.nf4 import Quantizer, keep_in_4_bits
 from shardwise.model.transformer import Block, Transformer, make_stage
 from shardwise.model.varlen import has_flash
 from shardwise.parallel.context import apply_context
 from shardwise.parallel.expert import apply_expert
-from shardwise.parallel.local_parameter import LocalParameter, box_of
+from shardwise.parallel.local_parameter import LocalParameter, box_of, local_slice
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.observer import Observers
 from shardwise.parallel.pipeline import Pipeline, Stage, split_backward
@@ -33,7 +34,15 @@ from shardwise.parallel.shard import Sharder, sharded_modules, uses_ddp, wrap_dd
 from shardwise.parallel.tensor import apply_tensor
 from shardwise.plan.cost.flops import layers_of_stages
 from shardwise.run import Run
-from shardwise.run.derive import chunks_loss, compiles, keeps_compute_copies, tunes_gemms, uses_varlen_attention
+from shardwise.run.adapter_config import NF4_BLOCK
+from shardwise.run.derive import (
+    chunk_bytes,
+    chunks_loss,
+    compiles,
+    keeps_compute_copies,
+    tunes_gemms,
+    uses_varlen_attention,
+)
 from shardwise.run.parameters import Cut, Parameter, find_parameter
 from shardwise.schedules import make_schedule
 from shardwise.torch_private import cache_custom_autograd_functions, is_persistent, sharded_parameters
@@ -68,11 +77,12 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
         gpu = device.type == "cuda"
         gemm = use_tuned_gemms(model.layers) if tunes_gemms(run, gpu=gpu) else Gemm()
         if chunks_loss(run, gpu=gpu):
-            model.loss = ChunkedCrossEntropy(gemm=gemm)
+            model.loss = ChunkedCrossEntropy(chunk_bytes(run), gemm)
         model.mask_builder = MaskBuilder(run.model.sliding_window, uses_varlen_attention(run, gpu=has_flash(device)))
         apply_tensor(model, mesh)
         apply_context(model, mesh, layout.context_method)
         apply_expert(model, mesh, layout.expert_tensor, run.train.seq_len)
+        _keep_in_4_bits(model, run, mesh)
         if run.train.invariant:
             make_invariant(model)
         if run.train.fp8 != "none":
@@ -132,7 +142,7 @@ def _cut(model: nn.Module, run: Run, mesh: Mesh) -> None:
     for name, owner, leaf, _ in _parameters(model):
         entry = find_parameter(run.model, name, run.adapter)
         size = box_of(entry.shape, entry.cuts(run.layout), mesh).size
-        dtype = getattr(torch, run.train.dtype) if entry.frozen else high
+        dtype = getattr(torch, entry.dtype or run.train.dtype) if entry.frozen else high
         values = torch.empty(size, dtype=dtype, device="meta")
         owner.register_parameter(leaf, nn.Parameter(values, requires_grad=not entry.frozen))
 
@@ -141,6 +151,7 @@ def _cut(model: nn.Module, run: Run, mesh: Mesh) -> None:
 def _materialize(model: nn.Module, run: Run, mesh: Mesh, device: torch.device) -> None:
     """Give this rank's slices of the parameters memory and their initial values, and buffers zeros."""
     sharded = {(each.module, each.name): each for m in sharded_modules(model) for each in sharded_parameters(m)}
+    drawn = Quantizer(lambda name: _whole(run, name, device), run.adapter.double_quantization)
     for name, owner, leaf, parameter in _parameters(model):
         entry = find_parameter(run.model, name, run.adapter)
         shard = _shard(entry, parameter)
@@ -150,12 +161,36 @@ def _materialize(model: nn.Module, run: Run, mesh: Mesh, device: torch.device) -
         else:
             values = torch.empty_like(parameter, device=device)
             owner.register_parameter(leaf, nn.Parameter(values, requires_grad=not entry.frozen))
+        if entry.dtype:
+            values.copy_(local_slice(drawn.part(name), cuts, mesh))
+            continue
         # Blocks are drawn on the device, also for values that are offloaded from it.
         draw(values, run.model, run.train.seed, name, box_of(entry.shape, cuts, mesh).offset, device, run.adapter)
     for owner in model.modules():
         for leaf, buffer in list(owner.named_buffers(recurse=False)):
             if buffer.is_meta:
                 owner.register_buffer(leaf, torch.zeros_like(buffer, device=device), is_persistent(owner, leaf))
+
+
+def _whole(run: Run, name: str, device: torch.device) -> Tensor:
+    """The initial value of a whole matrix, as the arithmetic would have it."""
+    values = torch.empty(find_parameter(run.model, name).shape, dtype=getattr(torch, run.train.dtype), device=device)
+    if device.type != "meta":
+        draw(values, run.model, run.train.seed, name)
+    return values
+
+
+def _keep_in_4_bits(model: nn.Module, run: Run, mesh: Mesh) -> None:
+    """Let the matrices that are kept so be of 4 bits, each a slice of blocks of the whole one."""
+    for name, module in list(model.named_modules()) if run.adapter.kind == "qlora" else ():
+        if isinstance(module, Linear) and name.startswith("layers."):
+            entry = find_parameter(run.model, f"{name}.weight", run.adapter)
+            if entry.dtype:
+                row, column = box_of(entry.shape, entry.cuts(run.layout), mesh).offset
+                stride = 2 * entry.shape[1] // NF4_BLOCK
+                keep_in_4_bits(
+                    module, (row * stride + 2 * column // NF4_BLOCK, stride), run.adapter.double_quantization
+                )
 
 
 def _shard(entry: Parameter, parameter: Tensor) -> Cut | None:

@@ -15,13 +15,16 @@ MATRICES = ("q", "k", "v", "out", "gate", "up", "down", "q_down", "kv_down", "kv
 class AdapterConfig:
     """Adapters of low rank. With them every other parameter is frozen: it takes no gradient and no optimizer state."""
 
-    kind: Literal["none", "lora"] = key("none", "none: all parameters are trained; lora: adapters alone")
+    kind: Literal["none", "lora", "qlora"] = key(
+        "none", "none: all parameters are trained; lora: adapters alone; qlora: adapters beside matrices kept in 4 bits"
+    )
     rank: int = key(16, "rank of an adapter", least=1)
     alpha: float = key(32.0, "an adapter's output is multiplied by alpha / rank", above=0)
     targets: tuple[str, ...] = key(
         ("all",), 'matrices that have an adapter, by the last word of their names ("q", "down"), or "all"'
     )
     rank_stabilized: bool = key(False, "multiply by alpha / sqrt(rank) instead (rsLoRA)")
+    double_quantization: bool = key(True, "qlora: keep the scales of the blocks of 4-bit weights in 8 bits")
 
     @property
     def used(self) -> bool:
@@ -39,3 +42,5 @@ class AdapterConfig:
 
 
 NO_ADAPTER = AdapterConfig()
+NF4_BLOCK, NF4_SCALES = 64, 256
+"""qlora: weights that share a scale, and scales that share one (Dettmers et al. 2023, section 3)."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from shardwise.run.adapter_config import MATRICES
+from shardwise.run.adapter_config import MATRICES, NF4_BLOCK
 from shardwise.run.config import Run
 from shardwise.run.parameters import layer_parameters
 from shardwise.run.problems import nearest
@@ -34,9 +34,42 @@ def adapter_rules(run: Run) -> Iterator[Rule]:
     narrow = min((min(entry.shape[-2:]) for entry in adapted), default=adapter.rank)
     yield (adapter.rank > narrow, "adapter.rank", ("adapter.targets",),
            lambda: f"{adapter.rank} is more than the {narrow} rows or columns of a matrix that it adapts")
+    if adapter.kind == "qlora":
+        yield from _qlora_rules(run)
     yield (train.optimizer != "adamw", "train.optimizer", ("adapter.kind",),
            lambda: f"{train.optimizer} is for whole matrices; adapters are trained by adamw")
     yield (train.fp8 != "none", "train.fp8", ("adapter.kind",),
            lambda: "has no GEMMs for frozen weights with adapters; leave it at none")
     yield (train.invariant, "train.invariant", ("adapter.kind",),
            lambda: "has no GEMMs for adapters: a server merges them, which rounds otherwise")
+
+
+def _qlora_rules(run: Run) -> Iterator[Rule]:
+    """What matrices in 4 bits go with."""
+    model = run.model
+    yield (bool(model.experts), "adapter.kind", ("model.experts",),
+           lambda: "qlora keeps no stacked experts in 4 bits; use lora")
+    wrong = [entry.name for entry in layer_parameters(model, False) if entry.is_linear and entry.shape[1] % NF4_BLOCK]
+    yield (bool(wrong), "adapter.kind", ("model.hidden", "model.ffn"), lambda: (
+        f"qlora keeps blocks of {NF4_BLOCK} weights of a row, and the rows of {', '.join(wrong)} are no multiple of that"
+    ))
+    yield (run.train.compile is True, "train.compile", ("adapter.kind",),
+           lambda: "qlora makes its matrices for each GEMM, which is not compiled; use auto")
+
+
+def adapter_layout_rules(run: Run) -> Iterator[Rule]:
+    """What adapters and a layout ask of each other. The sizes of the layout may be arrays."""
+    model, lay = run.model, run.layout
+    if run.adapter.kind != "qlora" or model.experts:
+        return
+    cut = [entry for entry in layer_parameters(model, False) if entry.is_linear and entry.tensor_dim == 1]
+    for entry in cut:
+        uneven = (lay.tensor > 1) & (entry.shape[1] % (NF4_BLOCK * lay.tensor) > 0)
+        yield (uneven, "layout.tensor", ("adapter.kind",), partial(
+            "{} ranks cut the rows of {}, {} long, and qlora keeps blocks of {} weights of a row whole".format,
+            lay.tensor, entry.name, entry.shape[1], NF4_BLOCK
+        ))
+    yield (lay.async_tensor, "layout.async_tensor", ("adapter.kind",),
+           lambda: "multiplies slices as they arrive, and qlora has no such GEMM; leave it out")
+    yield ((model.attention == "grouped") & (lay.tensor > model.kv_heads), "layout.tensor", ("adapter.kind", "model.kv_heads"),
+           lambda: f"{lay.tensor} ranks for {model.kv_heads} key/value heads would take some rows of a matrix in 4 bits")

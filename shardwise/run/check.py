@@ -13,7 +13,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
-from shardwise.run.adapter_rules import adapter_rules
+from shardwise.run.adapter_rules import adapter_layout_rules, adapter_rules
 from shardwise.run.axes import RANK_AXES
 from shardwise.run.config import LayoutConfig, Run
 from shardwise.run.derive import REPEATS_PARTS, must_launch, splits_backward, tunes_gemms
@@ -203,6 +203,7 @@ def layout_rules(run: Run) -> Iterator[Rule]:
     yield from _pipeline_rules(run)
     yield from _recompute_rules(run)
     yield from invariant_rules(run)
+    yield from (Rule(*each) for each in adapter_layout_rules(run))
     m, lay, train = run.model, run.layout, run.train
     gpu, alone = train.device != "cpu", replace(run, layout=LayoutConfig(offload=lay.offload))
     if train.cuda_graph is True:

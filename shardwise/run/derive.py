@@ -45,6 +45,11 @@ def chunk_rows(tokens: int, row_bytes: int, most: int = CHUNK_BYTES) -> int:
     return -(-tokens // max(1, chunks))
 
 
+def chunk_bytes(run: Run) -> int:
+    """Bytes of logits that a chunked loss of a run holds at a time: less where weights are in 4 bits, which is to save memory."""
+    return CHUNK_BYTES // 8 if run.adapter.kind == "qlora" else CHUNK_BYTES
+
+
 def planned_on_gpu(run: Run) -> bool:
     """Whether a run is meant for GPUs, as far as it says: by its device, or by its cluster's chip."""
     device, chip = run.train.device, run.cluster.chip
@@ -73,6 +78,8 @@ def compiles(run: Run, *, gpu: bool) -> bool:
         return False
     if run.train.compile != "auto":
         return run.train.compile
+    if run.adapter.kind == "qlora":  # its matrices are made for each GEMM, which leaves little to fuse
+        return False
     low = run.train.dtype in ("bfloat16", "float16")
     return gpu and low and run.layout.recompute not in REPEATS_PARTS and not splits_backward(run)
 

@@ -12,7 +12,7 @@ from functools import cache
 from math import prod
 from typing import Literal, NamedTuple
 
-from shardwise.run.adapter_config import NO_ADAPTER, AdapterConfig
+from shardwise.run.adapter_config import NF4_BLOCK, NF4_SCALES, NO_ADAPTER, AdapterConfig
 from shardwise.run.config import LayoutConfig, ModelConfig
 
 Owner = Literal["embedding", "attention", "ffn", "router", "experts", "shared_experts", "norm", "head"]
@@ -60,6 +60,10 @@ class Parameter:
     """It takes no gradient and has no optimizer state; it is held in the dtype of the arithmetic."""
     adapted: bool = False
     """A matrix that has an adapter."""
+    dtype: Literal["", "uint8", "int32"] = ""
+    """Of what a matrix in 4 bits is kept in; float32 numbers as the integers of their bits, which no one casts."""
+    packed: int = 1
+    """Weights that one of its elements holds."""
 
     @property
     def numel(self) -> int:
@@ -166,7 +170,12 @@ def _with_adapters(entries: Iterable[Parameter], adapter: AdapterConfig) -> Iter
             continue
         matrix = entry.name.removesuffix(".weight")
         adapted = (entry.is_linear or entry.routed) and adapter.adapts(matrix)
-        yield replace(entry, frozen=True, adapted=adapted)
+        frozen = replace(entry, frozen=True, adapted=adapted)
+        if adapter.kind == "qlora" and entry.is_linear:
+            rows, columns = entry.shape
+            waiting += _scales(frozen, matrix, adapter.double_quantization)
+            frozen = replace(frozen, shape=(rows, columns // 2), dtype="uint8", packed=2)
+        yield frozen
         if adapted:
             waiting += _factors(entry, matrix, adapter.rank)
         together = following is not None and (
@@ -175,6 +184,17 @@ def _with_adapters(entries: Iterable[Parameter], adapter: AdapterConfig) -> Iter
         if not together:
             yield from waiting
             waiting = []
+
+
+def _scales(entry: Parameter, matrix: str, double: bool) -> Iterator[Parameter]:
+    """The scales of a matrix in 4 bits (`model/nf4.py`): of its blocks; where these are in 8 bits, of their blocks, and a mean."""
+    rows, columns = entry.shape
+    blocks = (rows, columns // NF4_BLOCK)
+    scale = replace(entry, name=f"{matrix}.absmax", shape=blocks, multiplied=False, adapted=False, init="zeros")
+    yield replace(scale, dtype="uint8" if double else "int32")
+    if double:
+        count = -(-prod(blocks) // NF4_SCALES) + 1
+        yield replace(scale, name=f"{matrix}.absmax_scales", shape=(count,), dtype="int32", tensor_dim=None, kv_heads=0)
 
 
 def _factors(entry: Parameter, matrix: str, rank: int) -> Iterator[Parameter]:

@@ -123,3 +123,27 @@ def test_other_weights_are_refused(tmp_path: Path, base: Path) -> None:
     shutil.rmtree(base)
     with pytest.raises(UserError, match="their base weights are not at"):
         load_model(tmp_path / "run")
+
+
+def test_weights_in_4_bits_are_merged_as_they_were_met(ranks: RankPool, tmp_path: Path) -> None:
+    start = cases.make_run("wide", {}, layers=1, microbatch=1)
+    checkpoint_cases.train_and_save(0, start, tmp_path / "base", 1)
+    run = cases.make_run(
+        "wide", {}, layers=1, microbatch=2, adapter="qlora", weights=str(tmp_path / "base"), steps=LAST
+    )
+    state = begin(run)
+    cases.steps(state, 0, 2, True)
+    saver = checkpoint_cases.saver_of(state, tmp_path / "run")
+    saver.save(state, more=dict(note=[1, 2]))
+    assert saver.finish() == ""
+    merged, _ = load_model(tmp_path / "run")
+    tokens = torch.from_numpy(cases.batch(7, False).tokens[:2])
+    with torch.no_grad():
+        want = state.parallel.models[0].eval()(tokens).result
+        assert (merged(tokens).result - want).abs().max() < 1e-6  # 4-bit values are float32 numbers
+    losses, _ = cases.steps(state, 2, LAST, True)
+    other = cases.make_run(
+        "wide", dict(shard=2), layers=1, microbatch=2, adapter="qlora", weights=str(tmp_path / "base"), steps=LAST
+    )
+    for part in ranks.run(2, checkpoint_cases.resume_and_train, other, tmp_path / "run", LAST):
+        np.testing.assert_allclose(part["losses"], losses, rtol=1e-9)

@@ -42,10 +42,14 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "capacity": tuple(dict(expert_capacity=share) for share in (0.5, 1.0, 1.5)),
 }
 """Parts that any of the models may have beside its own, each with what its keys may be."""
+WIDE = dict(layers=4, hidden=128, heads=4, kv_heads=2, ffn=256, vocab=61, qk_norm=True)
+"""A model whose rows are whole blocks of 4-bit weights, also on two tensor ranks."""
 ADAPTERS: dict[str, dict[str, Any]] = {
     "": {},
     "lora": dict(kind="lora", rank=4),
     "lora first": dict(kind="lora", rank=3, targets=["q", "kv_down", "up"], rank_stabilized=True),
+    "qlora": dict(kind="qlora", rank=4, targets=["q", "v", "up", "down"]),
+    "qlora single": dict(kind="qlora", rank=4, double_quantization=False),
     "lora last": dict(kind="lora", rank=4, targets=["v", "kv", "out", "down"]),
 }
 """Adapters by name."""
@@ -70,7 +74,7 @@ def make_run(
 def model_of(name: str) -> dict[str, Any]:
     """The keys of a model and of the variants that its name adds to it, each with the number of what it chooses."""
     base, *variants = name.split(" + ")
-    keys = dict(MODELS[base])
+    keys = dict((MODELS | {"wide": WIDE})[base])
     for word in variants:
         variant, _, number = word.partition(" #")
         keys |= VARIANTS[variant][int(number or 0)]

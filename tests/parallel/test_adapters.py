@@ -14,12 +14,13 @@ from parallel_pool import RankPool
 
 from shardwise.run import UserError
 
-KINDS = [name for name in cases.ADAPTERS if name]
+KINDS = [name for name in cases.ADAPTERS if name.startswith("lora")]
 SMALL: list[tuple[str, dict[str, object], dict[str, object]]] = [
     ("dense", dict(shard=2, tensor=2), dict(adapter="lora", microbatch=2)),
     ("mixture", dict(shard=2, expert=2, context=2), dict(adapter="lora")),
     ("tied", dict(pipeline=2, replicate=2, schedule="zb-h1"), dict(adapter="lora last")),
     ("dense", dict(shard=2, zero=2), dict(adapter="lora", dtype="bfloat16")),
+    ("wide", dict(shard=2, tensor=2), dict(adapter="qlora", layers=1)),
 ]
 """Every axis, with a split backward pass and in 16 bits."""
 EDGES: list[tuple[str, dict[str, object], dict[str, object]]] = [
@@ -36,6 +37,10 @@ EDGES: list[tuple[str, dict[str, object], dict[str, object]]] = [
     ],
     *[(model, {}, dict(adapter=kind)) for model in cases.MODELS for kind in KINDS],
     *[(model, {}, dict(adapter=kind, dtype="bfloat16")) for model in cases.MODELS for kind in KINDS],
+    *[("wide", {axis: 2}, dict(adapter="qlora", layers=2)) for axis in layouts.AXES if axis != "expert"],
+    *[("wide", {a: 2, b: 2}, dict(adapter="qlora single", layers=2)) for a in layouts.AXES[:5] for b in layouts.AXES[:5] if a < b],
+    ("wide", dict(shard=2, recompute="full"), dict(adapter="qlora", layers=2, dtype="bfloat16")),
+    ("wide", dict(tensor=2, pipeline=2, schedule="zb-h1"), dict(adapter="qlora", dtype="bfloat16")),
     ("dense", dict(tensor=4), dict(adapter="lora")),  # more ranks than key/value heads
     ("dense", dict(tensor=2), dict(adapter="lora", dtype="bfloat16")),
     ("mixture", dict(tensor=2, shard=2, expert=2, expert_tensor=True), dict(adapter="lora", dtype="bfloat16")),

@@ -57,6 +57,18 @@ def learned_share(model: ModelConfig, adapter: AdapterConfig) -> float:
 
 
 @cache
+def frozen_width(model: ModelConfig, adapter: AdapterConfig, width: float) -> float:
+    """Bytes of a frozen parameter in the mean, where one that is not kept in 4 bits has `width`; 0 where all are trained."""
+    if not adapter.used:
+        return 0.0
+    tables = [layer_parameters(model, model.is_moe(layer), adapter) for layer in range(model.layers)]
+    tables += [first_parameters(model, adapter), last_parameters(model, adapter)]
+    frozen = [entry for table in tables for entry in table if entry.frozen]
+    widths = {"": width, "uint8": 1.0, "int32": 4.0}
+    return sum(entry.numel * widths[entry.dtype] for entry in frozen) / parameters(model).total
+
+
+@cache
 def parameters(model: ModelConfig) -> Parameters:
     """Parameters of the whole model, exact."""
     numel: Counter[str] = Counter()

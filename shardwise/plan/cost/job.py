@@ -11,11 +11,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.hardware import Cluster, find_chip, load_profile, make_cluster
-from shardwise.plan.cost.flops import learned_share, stage_counts
+from shardwise.plan.cost.flops import frozen_width, learned_share, stage_counts
 from shardwise.plan.cost.frameworks import FRAMEWORKS, Framework
 from shardwise.run import AdapterConfig, LayoutConfig, ModelConfig, Problem, Run, UserError
 from shardwise.run.adapter_config import NO_ADAPTER
-from shardwise.run.derive import chunks_loss, compiles, keeps_compute_copies, planned_on_gpu, replays
+from shardwise.run.derive import (
+    CHUNK_BYTES,
+    chunk_bytes,
+    chunks_loss,
+    compiles,
+    keeps_compute_copies,
+    planned_on_gpu,
+    replays,
+)
 
 Number = Any
 """A number, or an array with one entry a layout."""
@@ -46,11 +54,18 @@ class Job:
     """Load of the busiest expert rank over the mean."""
     adapter: AdapterConfig = NO_ADAPTER
     """What is trained beside frozen weights."""
+    chunk_bytes: int = CHUNK_BYTES
+    """Of the logits that a chunked loss holds at a time."""
 
     @property
     def learned(self) -> float:
         """Parameters that are trained, by those of the network: 1 without adapters, whose parameters the network does not count."""
         return learned_share(self.model, self.adapter)
+
+    @property
+    def frozen_bytes(self) -> float:
+        """Of a parameter of the network that is frozen, in the mean; 0 where all are trained."""
+        return frozen_width(self.model, self.adapter, self.framework.gather_bytes)
 
     @property
     def width(self) -> float:
@@ -149,6 +164,7 @@ def job_of(run: Run) -> Job:
         muon=train.optimizer == "muon",
         # An expert takes no more than its capacity.
         adapter=run.adapter,
+        chunk_bytes=chunk_bytes(run),
         imbalance=min(train.expert_imbalance, run.model.expert_capacity or math.inf) if run.model.experts else 1.0,
     )
     return overlapped(job, run.layout.async_tensor)

@@ -15,7 +15,6 @@ from shardwise.plan.cost.job import GIB, Job, Number
 from shardwise.plan.cost.operations import chunked_loss, embedding, layer, residual_bytes
 from shardwise.plan.cost.parameters import LocalNumel, cast_copies, layer_parameters, stage_parameters, zero_groups
 from shardwise.plan.cost.passes import recomputed_layers, recomputed_share
-from shardwise.run.derive import CHUNK_BYTES
 from shardwise.schedules import cached_schedule, peak_activations, rounds_to_play
 
 
@@ -32,7 +31,7 @@ def states(job: Job, held: LocalNumel) -> dict[str, Number]:
     # whole copies are `gathered`, and below ZeRO-3 they stay.
     casts = framework.parameter_bytes > framework.gather_bytes
     learned = job.learned
-    frozen = framework.gather_bytes if job.adapter.used else 0.0
+    frozen = job.frozen_bytes
     return {
         "parameters": (sharded if casts or stage == 3 else whole) * (framework.parameter_bytes * learned + frozen),
         "gradients": (sharded if stage >= 2 else whole) * framework.gradient_bytes * learned,
@@ -68,7 +67,7 @@ def loss_bytes(job: Job) -> Number:
     matrix = 0.0 if job.adapter.used else columns * job.model.hidden * 4.0
     gradients = matrix + job.rows * job.model.hidden * job.width
     logits = job.rows * columns * job.width
-    chunk = logits / np.ceil(logits / CHUNK_BYTES) + gradients
+    chunk = logits / np.ceil(logits / job.chunk_bytes) + gradients
     return np.where(chunked_loss(job), chunk, whole)
 
 

@@ -164,7 +164,8 @@ def _attention(ops: OpList) -> None:
     else:
         heads, head_dim, v_dim = m.heads / t, m.head_dim, m.head_dim
         kv_heads = _at_least_one(m.kv_heads / t)
-        ops.gemm("qkv", "attention", rows, (heads + 2 * kv_heads) * head_dim, m.hidden, saved=saved)
+        each = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+        ops.gemm("qkv", "attention", rows, (heads + 2 * kv_heads) * head_dim, m.hidden, saved=saved, parts=each)
     numel = rows * (heads + kv_heads) * head_dim
     if m.position == "rotary":
         moved = numel * job.framework.rotary_bytes

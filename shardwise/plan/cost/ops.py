@@ -52,9 +52,10 @@ class OpList(list[Op]):
 
     def gemm(
         self, name: str, part: str, rows: Number, columns: Number, inner: Number, *, saved: Number = None,
-        high_precision: bool = False, early_stop: bool = False,
+        high_precision: bool = False, early_stop: bool = False, parts: tuple[Number, ...] = (),
     ) -> None:  # fmt: skip
-        """A GEMM with a weight of inner x columns; a `high_precision` one is never made in fp8."""
+        """A GEMM with a weight of inner x columns; a `high_precision` one is never made in fp8. `parts` are the columns of each of
+        its matrices, where these differ."""
         chip, job = self.job.cluster.chip, self.job
         fp8 = job.fp8 and not high_precision
         dtype = "fp8" if fp8 else job.dtype
@@ -65,7 +66,7 @@ class OpList(list[Op]):
         )
         if saved is None:
             saved = rows * inner * (1.0 if fp8 and job.fp8_gradients else job.width)
-        saved = self._low_rank(name, part, (rows, columns, inner), saved)
+        saved = self._low_rank(name, part, (rows, columns, inner), saved, parts=parts)
         self._gemm(name, part, seconds, (rows, columns, inner), 1, saved, fp8=fp8, early_stop=early_stop)
 
     def grouped_gemm(self, name: str, rows: Number, columns: Number, inner: Number, experts: Number) -> None:
@@ -82,20 +83,26 @@ class OpList(list[Op]):
         saved = self._low_rank(name, "experts", (rows, columns, inner), saved, experts)
         self._gemm(name, "experts", seconds, (rows, columns, inner), experts, saved, fp8=fp8)
 
-    def _low_rank(self, name: str, part: str, shape: ByPass, saved: Number, experts: Number = None) -> Number:
+    def _low_rank(
+        self, name: str, part: str, shape: ByPass, saved: Number, experts: Number = None, parts: tuple[Number, ...] = ()
+    ) -> Number:
         """Adds the GEMMs of the adapters of a GEMM, which may be that of several matrices with one input; gives the bytes that are
         saved of this input: a frozen matrix does not need it, but its adapter."""
         job, adapter = self.job, self.job.adapter
         if not adapter.used:
             return saved
         matrices = FUSED.get(name, (name.removeprefix("expert "),))
-        many = sum(adapter.adapts(matrix) for matrix in matrices) if part in ("attention", "ffn", "experts") else 0
+        if name == "up" and not job.model.gated:
+            matrices = ("up",)
+        each = parts or (shape[1] / len(matrices),) * len(matrices)
+        adapted = [n for matrix, n in zip(matrices, each, strict=True) if adapter.adapts(matrix)]
+        many = len(adapted) if part in ("attention", "ffn", "experts") else 0
         if not many:
             return 0.0 * saved
-        chip, (rows, columns, inner), low = job.cluster.chip, shape, many * float(adapter.rank)
+        chip, (rows, _, inner), low = job.cluster.chip, shape, many * float(adapter.rank)
         launches = (float(many),) * 3
         for n, k, kept in (
-            (low, inner, 0.0), (many * columns / len(matrices), float(adapter.rank), rows * low * job.width)
+            (low, inner, 0.0), (sum(adapted), float(adapter.rank), rows * low * job.width)
         ):  # fmt: skip
             if experts is None:
                 seconds = (
@@ -123,7 +130,14 @@ class OpList(list[Op]):
         every: ByPass = (flops,) * 3
         if job.adapter.used:  # a frozen weight has no gradient, and is held as it is multiplied
             every, once, seconds = (flops, flops, 0.0), (1.0, 1.0, 0.0), (seconds[0], seconds[1], 0.0)
+            early_stop = early_stop and job.adapter.kind != "qlora"
             self.append(Op(name, part, "matmul", seconds, every, NOTHING, saved, 0.0, once, early_stop=early_stop))
+            if job.adapter.kind == "qlora" and part in (
+                "attention",
+                "ffn",
+            ):  # read in 4 bits and written, for both passes
+                size = numel * (0.52 + job.width)
+                self.elementwise(f"{name} of 4 bits", part, size, size, early_stop=early_stop)
             return
         self.append(Op(name, part, "matmul", seconds, every, NOTHING, saved, 0.0, once, early_stop=early_stop))
         if framework.accumulate_bytes:

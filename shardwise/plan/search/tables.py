@@ -23,7 +23,6 @@ from shardwise.plan.cost.passes import NetworkCost, passes
 from shardwise.plan.search.space import Choices, Sizes
 from shardwise.plan.time.step import DataSeconds, data_seconds, hop_seconds
 from shardwise.run.axes import LOOPED, V_SHAPED
-from shardwise.run.derive import CHUNK_BYTES
 
 Array = Any
 
@@ -289,7 +288,7 @@ def rows_of(job: Job, sizes: Sizes) -> Rows:
     entering = rows * m.hidden * job.width  # of which a whole loss saves this rank's shard
     chunked = chunked_loss(every) > 0
     logits = rows * columns * job.width
-    loss = np.where(chunked, logits / np.ceil(logits / CHUNK_BYTES), 2.0 * rows * columns * high)
+    loss = np.where(chunked, logits / np.ceil(logits / job.chunk_bytes), 2.0 * rows * columns * high)
     matrix = 0.0 if job.adapter.used else columns * m.hidden * high
     saved = np.where(chunked, matrix + entering, rows * columns * high + entering / sizes.tensor)
     width = np.maximum(m.ffn, m.expert_ffn * m.experts_per_token) / sizes.tensor

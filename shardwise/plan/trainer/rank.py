@@ -20,7 +20,7 @@ from shardwise.run.objective_config import FACTS, ObjectiveFacts
 from shardwise.run.parameters import Parameter, first_parameters, last_parameters, layer_parameters, shard_length
 from shardwise.schedules import Schedule, cached_schedule, fewer_rounds
 
-WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "uint8": 1}
 """Bytes of an element."""
 SCALE = 4
 """Bytes of a scale of fp8 values."""
@@ -44,10 +44,11 @@ class PlannedParameter:
 
     @property
     def multiplied_numel(self) -> int:
-        """Those of them that a GEMM reads."""
+        """Weights in them that a GEMM reads."""
         if not self.entry.multiplied:
             return 0
-        return self.numel // self.entry.kv_heads if self.replicated_kv else self.numel
+        numel = self.numel * self.entry.packed
+        return numel // self.entry.kv_heads if self.replicated_kv else numel
 
     @property
     def group(self) -> str:
@@ -155,7 +156,9 @@ class PlannedRank:
         return max(4, self.width)
 
     def held_width(self, parameter: PlannedParameter) -> int:
-        """Bytes of a parameter's element as it is held: a frozen one in the dtype of the arithmetic."""
+        """Bytes of a parameter's element as it is held: a frozen one in the dtype of the arithmetic, or in its own."""
+        if parameter.entry.dtype:
+            return WIDTHS[parameter.entry.dtype]
         return self.high_width if parameter.learns else self.width
 
     def casts(self, parameter: PlannedParameter) -> bool:
@@ -190,7 +193,7 @@ class PlannedRank:
         """Bytes of a parameter's shard as it is gathered, with the scales of its rows where it has those."""
         numel = parameter.shard_numel(ranks)
         if not self.uses_fp8_all_gather(parameter, ranks):
-            return numel * self.width
+            return numel * (self.held_width(parameter) if parameter.entry.dtype else self.width)
         return numel + (SCALE * parameter.shape[0] // ranks if self.run.train.fp8 == "rowwise" else 0)
 
     def prefetched_shard(self, stage: Stage) -> int:

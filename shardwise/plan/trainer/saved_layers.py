@@ -98,7 +98,7 @@ def linear(tape: Tape, x: str, name: str, *, edge: bool = False, added: bool = F
     collective. What is `added` to the output of a parallel block has its gradient, unless that is gathered from tensor ranks. An
     adapter `joins` the output of a matrix, whose gradient it has."""
     planned, parameter = tape.planned, tape.parameters[f"{name}.weight"]
-    rows, inner, weight = planned.tokens, parameter.shape[1], parameter.multiplied_numel
+    rows, inner, weight = planned.tokens, parameter.shape[1] * parameter.entry.packed, parameter.multiplied_numel
     columns = weight // inner if inner else 0
     out = rows * columns
     if f"{name}.lora.A.weight" in tape.parameters:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from shardwise.plan.trainer.rank import PlannedRank, planned_rank
 from shardwise.plan.trainer.saved import Rows, Saved, recomputed_parts, saved
 from shardwise.run import Run
-from shardwise.run.derive import chunk_rows, compiles, planned_on_gpu
+from shardwise.run.derive import chunk_bytes, chunk_rows, compiles, planned_on_gpu
 from shardwise.schedules import Schedule, cached_schedule, fewer_rounds, peak_activations
 
 STEP_COUNT = 4
@@ -61,23 +61,29 @@ def owners(planned: PlannedRank) -> dict[str, float]:
     run, rank = planned.run, planned.rank
     own = state_bytes(run, rank) | dict(
         gradients=peak_gradients(run, rank),
-        gathered=gathered(run, rank),
+        gathered=gathered(run, rank) + made_for_gemms(planned),
         logits=_logits(planned) if planned.stages[-1].last else 0,
         again=max(stage.recomputed for stage in _saved(planned).values()),
     )
     return {owner: float(size) for owner, size in own.items()}
 
 
+def made_for_gemms(planned: PlannedRank) -> int:
+    """Bytes of the largest matrix in 4 bits as a GEMM takes it, which is made for that moment."""
+    sizes = (p.multiplied_numel for _, p in planned.parameters() if p.entry.packed > 1)
+    return max(sizes, default=0) * planned.width
+
+
 def _logits(planned: PlannedRank) -> int:
     """Bytes of the loss's own tensors beside those that it saves."""
     rows = planned.vocabulary(planned.stages[-1]).shape[0]
     if planned.objective.logprobs:  # some logits, as they are and in high precision, and the gradient of the head
-        some = chunk_rows(planned.tokens, max(1, rows) * planned.high_width)
+        some = chunk_rows(planned.tokens, max(1, rows) * planned.high_width, chunk_bytes(planned.run))
         cast = planned.width + planned.high_width * (planned.width < planned.high_width)
         learns = planned.vocabulary(planned.stages[-1]).learns
         return (some * cast + planned.run.model.hidden * planned.high_width * learns) * rows
     if planned.chunked:  # some logits, which become their gradient, and the head's matrix where it was cast
-        some = chunk_rows(planned.tokens, rows * planned.width)
+        some = chunk_rows(planned.tokens, rows * planned.width, chunk_bytes(planned.run))
         cast = planned.casts(planned.vocabulary(planned.stages[-1]))
         return (some + (planned.run.model.hidden if cast else 0)) * rows * planned.width
     # The probabilities are saved; beside them are twice as many elements, their gradient and that of the logits.

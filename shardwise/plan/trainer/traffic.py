@@ -24,7 +24,7 @@ from shardwise.ledger import Traffic
 from shardwise.plan.trainer.rank import SCALE, PlannedParameter, PlannedRank, Stage
 from shardwise.plan.trainer.wire import Groups, Times, Wire
 from shardwise.run import Run
-from shardwise.run.derive import accepted_choices, chunk_rows, uses_fp8_gemm
+from shardwise.run.derive import accepted_choices, chunk_bytes, chunk_rows, uses_fp8_gemm
 
 INTEGER = 8
 """Bytes of an index: of a token, or of an expert."""
@@ -314,7 +314,11 @@ def ends(wire: Wire) -> None:
             if (learns or planned.objective.logprobs) and not planned.chunked:
                 wire.all_gather("tensor", numel * planned.width, n)  # once more in the backward pass
             most = -(-planned.run.model.vocab // planned.size("tensor"))
-            chunks = -(-planned.tokens // chunk_rows(planned.tokens, most * planned.width)) if planned.chunked else 1
+            chunks = (
+                -(-planned.tokens // chunk_rows(planned.tokens, most * planned.width, chunk_bytes(planned.run)))
+                if planned.chunked
+                else 1
+            )
             wire.all_reduce("tensor", 3 * planned.tokens * planned.high_width, n, messages=2 * chunks)
             slots = planned.run.train.microbatch * planned.run.train.seq_len
             wire.all_reduce(

@@ -111,9 +111,10 @@ def _gemm(planned: PlannedRank, parameter: PlannedParameter) -> GemmFlops:
 
 def _recomputes_last(planned: PlannedRank, parameter: PlannedParameter) -> bool:
     """Whether recomputation makes a layer's last GEMM. It need not: backward needs what enters it, not what leaves it. But one that
-    overlaps with its reduce-scatter is made whole, as is one whose weight's gradient is deferred, and one in fp8."""
+    overlaps with its reduce-scatter is made whole, as is one whose weight's gradient is deferred, one in fp8, and one of 4 bits."""
     lay, fp8 = planned.run.layout, uses_fp8_gemm(planned.run, parameter.shape[0], parameter.shape[1])
-    return (lay.tensor > 1 and lay.async_tensor) or (planned.splits_backward and parameter.learns) or fp8
+    in_4_bits = parameter.entry.packed > 1
+    return (lay.tensor > 1 and lay.async_tensor) or (planned.splits_backward and parameter.learns) or fp8 or in_4_bits
 
 
 def _attention(planned: PlannedRank) -> GemmFlops:

@@ -1,0 +1,49 @@
+"""A matrix of 4-bit NormalFloat, with scales in 8 bits or as they are, as numbers that a GEMM takes. `model/nf4.py` has the
+reference."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from shardwise.model.nf4 import nf4_values, tree_values
+from shardwise.run.adapter_config import NF4_BLOCK, NF4_SCALES
+
+
+@triton.jit
+def _dequantize(  # type: ignore[no-untyped-def]
+    CODES, ABSMAX, SCALE, VALUES, TREE, OUT, n, blocks, first, stride, last,
+    DOUBLE: tl.constexpr, SCALES: tl.constexpr, HALF: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)  # blocks of this slice
+    inside = at < n
+    if DOUBLE:
+        number = first + (at // blocks) * stride + at % blocks
+        code = tl.load(ABSMAX + at, mask=inside, other=0).to(tl.int32)
+        scale = tl.load(SCALE + number // SCALES, mask=inside, other=0.0)
+        absmax = tl.load(TREE + code, mask=inside, other=0.0) * scale + tl.load(SCALE + last)
+    else:
+        absmax = tl.load(ABSMAX + at, mask=inside, other=0.0)
+    byte = tl.arange(0, HALF)
+    codes = tl.load(CODES + at[:, None] * HALF + byte[None, :], mask=inside[:, None], other=0).to(tl.int32)
+    high = tl.load(VALUES + (codes >> 4)) * absmax[:, None]
+    low = tl.load(VALUES + (codes & 15)) * absmax[:, None]
+    both = tl.interleave(high, low).to(OUT.dtype.element_ty)
+    place = tl.arange(0, 2 * HALF)
+    tl.store(OUT + at[:, None] * (2 * HALF) + place[None, :], both, mask=inside[:, None])
+
+
+def dequantize_nf4(
+    codes: Tensor, absmax: Tensor, scales: Tensor, first: int, stride: int, dtype: torch.dtype
+) -> Tensor:
+    """The matrix that a slice of codes stands for."""
+    out = torch.empty(codes.shape[0], 2 * codes.shape[1], dtype=dtype, device=codes.device)
+    n, double = absmax.numel(), scales.numel() > 0
+    _dequantize[(triton.cdiv(n, 64),)](
+        codes, absmax, scales if double else absmax, nf4_values(codes.device), tree_values(codes.device), out, n,
+        absmax.shape[1], first, stride, scales.numel() - 1, DOUBLE=double, SCALES=NF4_SCALES, HALF=NF4_BLOCK // 2, N=64,
+        num_warps=4,
+    )  # fmt: skip
+    return out
