@@ -15,6 +15,7 @@ HELP = "Continue one or several prompts with a checkpoint, or with the newest ch
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
     parser.add_argument("run", metavar="CHECKPOINT", type=Path, help="a checkpoint or a run folder")
+    parser.add_argument("--adapter", type=Path, metavar="DIR", help="adapters of peft, or a run that trained them: merged into it")
     parser.add_argument("--prompt", action="append", required=True, help="text to continue; several make a batch")
     parser.add_argument("--max-tokens", type=int, default=100, help="maximum of new tokens for each prompt (100)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy, always the likeliest token (1.0)")
@@ -56,6 +57,7 @@ def execute(args: argparse.Namespace) -> int:
 
     from shardwise.checkpoint.folder import checkpoint_folder
     from shardwise.checkpoint.format import RUN_FILE
+    from shardwise.checkpoint.huggingface.peft import adapted
     from shardwise.cli.machinery.ranks import engine_here, start_ranks
     from shardwise.data.tokenizer import load_tokenizer
     from shardwise.run import read_served
@@ -87,7 +89,7 @@ def execute(args: argparse.Namespace) -> int:
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, seed=args.seed)
     start = time.perf_counter()
     samples, count = [], 0
-    with engine_here(folder, run, longest) as engine:
+    with adapted(folder, args.adapter) as weights, engine_here(weights, run, longest) as engine:
         if engine is None:
             return 0
         for prompt, made in zip(

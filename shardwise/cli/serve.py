@@ -28,6 +28,7 @@ LIMITS = ("waiting", "connections", "body_bytes", "drain_seconds")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
     parser.add_argument("run", metavar="CHECKPOINT", type=Path, help="a checkpoint or a run folder")
+    parser.add_argument("--adapter", type=Path, metavar="DIR", help="adapters of peft, or a run that trained them: merged into it")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all (127.0.0.1)")
     parser.add_argument("--port", type=at_least(0), default=8000, help="port to listen at; 0: any that is free (8000)")
     parser.add_argument("--model-name", default="", help="what clients call the model (default: the run's name)")
@@ -54,6 +55,7 @@ def execute(args: argparse.Namespace) -> int:
 
     from shardwise.checkpoint.folder import checkpoint_folder
     from shardwise.checkpoint.format import RUN_FILE
+    from shardwise.checkpoint.huggingface.peft import adapted
     from shardwise.cli.machinery.ranks import engine_here, rank_here, start_ranks
     from shardwise.run import read_served
     from shardwise.serve.event_loop import run_in_loop
@@ -79,7 +81,7 @@ def execute(args: argparse.Namespace) -> int:
 
         return Grammars(model.tokenizer, vocab, model.ends).make
 
-    with engine_here(folder, run, remake=remake, warm=True) as engine:
+    with adapted(folder, args.adapter) as weights, engine_here(weights, run, remake=remake, warm=True) as engine:
         if engine is None or listener is None:
             return 0
         # What is here now stays; looking through it again and again would hold up steps.

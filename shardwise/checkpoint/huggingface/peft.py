@@ -7,7 +7,9 @@ queries, keys and values of GPT-2.
 
 from __future__ import annotations
 
+import contextlib
 import re
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
@@ -16,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.checkpoint.adapters import adapter_shapes, base_of, factor_names, is_adapter
+from shardwise.checkpoint.adapters import adapter_shapes, base_of, factor_names, fingerprint, is_adapter
 from shardwise.checkpoint.folder import checkpoint_folder, is_checkpoint
 from shardwise.checkpoint.format import RUN_FILE, read_header, read_json
 from shardwise.checkpoint.huggingface.convert import Conversion, check_free, from_hf, new_folder, write_json
@@ -198,3 +200,23 @@ def _adapter(config: dict[str, Any], model: ModelConfig, reader: Reader) -> Adap
     if problems := compare_shapes(reader, expected, reader.names):
         raise UserError(*problems)
     return adapter
+
+
+@contextlib.contextmanager
+def adapted(folder: Path, adapter: Path | None) -> Iterator[Path]:
+    """A checkpoint with adapters of peft, or of a run that trained them beside it, while it is open; without any the checkpoint
+    itself."""
+    if adapter is None:
+        yield folder
+    elif (adapter / CONFIG).is_file():
+        with tempfile.TemporaryDirectory(prefix="shardwise-adapter-") as scratch:
+            from_peft(adapter, Path(scratch) / "adapter", folder)
+            yield Path(scratch) / "adapter"
+    else:
+        found = checkpoint_folder(adapter)
+        if not is_adapter(found):
+            raise UserError(Problem("holds a whole network and no adapters", "--adapter", str(found)))
+        base = base_of(found, read_run(found / RUN_FILE))
+        if fingerprint(base) != fingerprint(folder):
+            raise UserError(Problem(f"belongs to {base}, and not to {folder}", "--adapter", str(found)))
+        yield found
