@@ -24,7 +24,7 @@ _FIXED = {
     "data": ("weights", "holdout", "separate_documents"),
     "train": ("seq_len", "global_batch", "seed", "optimizer"),
     "objective": tuple(ObjectiveConfig.__dataclass_fields__),
-    "adapter": ("kind", "rank", "alpha", "targets", "rank_stabilized", "double_quantization"),
+    "adapter": ("kind", "rank", "alpha", "dropout", "targets", "rank_stabilized", "double_quantization"),
 }
 _BEFORE_THE_RUN = ("logs", "events.jsonl", "launch")  # what starting leaves in a folder before the run is in it
 

@@ -15,7 +15,9 @@ HELP = "Continue one or several prompts with a checkpoint, or with the newest ch
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
     parser.add_argument("run", metavar="CHECKPOINT", type=Path, help="a checkpoint or a run folder")
-    parser.add_argument("--adapter", type=Path, metavar="DIR", help="adapters of peft, or a run that trained them: merged into it")
+    parser.add_argument(
+        "--adapter", type=Path, metavar="DIR", help="adapters of peft, or a run that trained them: merged into it"
+    )
     parser.add_argument("--prompt", action="append", required=True, help="text to continue; several make a batch")
     parser.add_argument("--max-tokens", type=int, default=100, help="maximum of new tokens for each prompt (100)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy, always the likeliest token (1.0)")

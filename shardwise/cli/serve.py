@@ -28,7 +28,9 @@ LIMITS = ("waiting", "connections", "body_bytes", "drain_seconds")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
     parser.add_argument("run", metavar="CHECKPOINT", type=Path, help="a checkpoint or a run folder")
-    parser.add_argument("--adapter", type=Path, metavar="DIR", help="adapters of peft, or a run that trained them: merged into it")
+    parser.add_argument(
+        "--adapter", type=Path, metavar="DIR", help="adapters of peft, or a run that trained them: merged into it"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all (127.0.0.1)")
     parser.add_argument("--port", type=at_least(0), default=8000, help="port to listen at; 0: any that is free (8000)")
     parser.add_argument("--model-name", default="", help="what clients call the model (default: the run's name)")

@@ -8,31 +8,58 @@ the sum is that of both terms. `run/parameters.py` says which parameters there a
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.model.layers import Linear
 from shardwise.model.moe import Experts
+from shardwise.model.normal import mix64
 from shardwise.model.transformer import Transformer
 from shardwise.run import AdapterConfig
 
 
+@dataclass
+class TokenKeys:
+    """A random number of each token of the microbatch that is computed, [batch, sequence], by which dropout is drawn: it depends on
+    the seed, the step, the sample and the place in it, so every layout drops the same, and so does recomputation."""
+
+    keys: Tensor | None = None
+
+
 class LowRank(nn.Module):
-    """The adapter of one matrix."""
+    """The adapter of one matrix. `first` is the first of the matrix's columns that this rank has."""
 
     enabled = True
+    first = 0
 
-    def __init__(self, columns: int, rows: int, adapter: AdapterConfig) -> None:
+    def __init__(
+        self, columns: int, rows: int, adapter: AdapterConfig, name: str = "", tokens: TokenKeys | None = None
+    ) -> None:
         super().__init__()
         self.A = Linear(columns, adapter.rank, bias=False)
         self.B = Linear(adapter.rank, rows, bias=False)
-        self.scale = adapter.scale
+        self.scale, self.dropout = adapter.scale, adapter.dropout
+        self.tokens = tokens or TokenKeys()
+        self.key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
 
     def forward(self, x: Tensor) -> Tensor | None:
         """What it adds to the output; nothing where it is switched off."""
-        return self.B(self.A(x) * self.scale) if self.enabled else None
+        if not self.enabled:
+            return None
+        return self.B(self.A(self.dropped(x) if self.dropout and self.training else x) * self.scale)
+
+    def dropped(self, x: Tensor) -> Tensor:
+        """The input [batch, sequence, columns] without a share of its elements, the others larger by it."""
+        assert self.tokens.keys is not None
+        columns = torch.arange(self.first, self.first + x.shape[-1], device=x.device)
+        drawn = mix64(self.tokens.keys[..., None] ^ mix64(columns + self.key))
+        # Of 64 bits with a sign, a share of `dropout` lies below this.
+        kept = drawn >= int((2 * self.dropout - 1) * 2**63)
+        return x * (kept * (1 / (1 - self.dropout))).to(x.dtype)
 
 
 class LowRankExperts(nn.Module):
@@ -61,7 +88,7 @@ def put_on_adapters(model: Transformer, adapter: AdapterConfig) -> None:
     """Give the matrices that a run names their adapters, still without values."""
     if not adapter.used:
         return
-    model.frozen_embedding = True
+    model.frozen_embedding, tokens = True, TokenKeys()
     for name, module in list(model.layers.named_modules()):
         if isinstance(module, Experts):
             parts = [part for part in ("gate", "up", "down") if adapter.adapts(part)]
@@ -69,7 +96,12 @@ def put_on_adapters(model: Transformer, adapter: AdapterConfig) -> None:
                 module.lora = LowRankExperts(module, parts, adapter) if parts else None
         elif isinstance(module, Linear) and adapter.adapts(name):
             with torch.device(module.weight.device):
-                module.lora = LowRank(module.in_features, module.out_features, adapter)
+                module.lora = LowRank(module.in_features, module.out_features, adapter, f"layers.{name}", tokens)
+
+
+def token_keys(model: nn.Module) -> TokenKeys | None:
+    """What the adapters of a model draw dropout by, where they have any."""
+    return next((module.tokens for module in model.modules() if isinstance(module, LowRank) and module.dropout), None)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise.model.adapters import put_on_adapters
+from shardwise.model.adapters import LowRank, put_on_adapters, token_keys
 from shardwise.model.attention import MaskBuilder
 from shardwise.model.compute_copy import ComputeCopy, keep_compute_copies
 from shardwise.model.fp8 import check_fp8, scaled_mm, use_fp8
@@ -98,13 +98,14 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
             sharder.block(block)
         sharder.root(model)
         _materialize(model, run, mesh, device)
+        _place_adapters(model, run, mesh)
         sharder.fp8(model)
         module: nn.Module = wrap_ddp(model, mesh, sharder.policy.reduce_dtype) if uses_ddp(mesh) else model
         compute_copy: dict[nn.Parameter, ComputeCopy] = {}
         if keeps_compute_copies(run, gpu=device.type == "cuda"):
             compute_copy = keep_compute_copies(model.layers, getattr(torch, run.train.dtype))
         split = split_backward(model) if any(a.kind == "I" for a in schedule.ranks[0]) else None
-        stages[number] = Stage(module, model, split)
+        stages[number] = Stage(module, model, split, token_keys(model))
         copied = run.model.tied_embeddings and not model.first and schedule.stages > 1
         for name, parameter in model.named_parameters():
             entry, copy = find_parameter(run.model, name, run.adapter), copied and name == "embed.weight"
@@ -178,6 +179,14 @@ def _whole(run: Run, name: str, device: torch.device) -> Tensor:
     if device.type != "meta":
         draw(values, run.model, run.train.seed, name)
     return values
+
+
+def _place_adapters(model: nn.Module, run: Run, mesh: Mesh) -> None:
+    """Tell adapters which columns of their matrices this rank has."""
+    for name, module in model.named_modules():
+        if isinstance(module, LowRank):
+            entry = find_parameter(run.model, f"{name}.A.weight", run.adapter)
+            module.first = box_of(entry.shape, entry.cuts(run.layout), mesh).offset[1]
 
 
 def _keep_in_4_bits(model: nn.Module, run: Run, mesh: Mesh) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from shardwise.model.adapters import TokenKeys
 from shardwise.model.layers import Gemm, Linear
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.fp8_all_gather import Scales
@@ -150,6 +151,7 @@ class Stage:
     module: nn.Module
     model: Transformer
     split: DeferredGradients | None = None
+    tokens: TokenKeys | None = None
     inputs: dict[int, Tensor] = field(default_factory=dict)
     roots: dict[int, list[Tensor]] = field(default_factory=dict)
     deferred: dict[int, list[DeferredGradient]] = field(default_factory=dict)
@@ -238,6 +240,7 @@ class Pipeline:
         if training and not first:
             x.requires_grad_()
         finish = partial(self.objective.loss, batch, stage.model.loss) if last else None
+        self._draw_for(stage, batch)
         with self._gradients_wait(stage, action) if training else torch.no_grad(), self._saving(training):
             result, auxiliary = stage.module(
                 x, positions=batch["positions"], documents=batch["documents"], finish=finish
@@ -265,6 +268,7 @@ class Pipeline:
             # Replicas are added up once a step, and only sharded parameters are freed between microbatches.
             stage.model.set_requires_all_reduce(stage.split is None and last)
             stage.model.set_reshard_after_backward(self.shards_parameters or (stage.split is None and last))
+        self._draw_for(stage, self.microbatches[action.microbatch])  # what is recomputed drops the same
         with self._gradients_wait(stage, action):
             torch.autograd.backward(roots, [grad, *[None] * (len(roots) - 1)])
         x = stage.inputs.pop(action.microbatch)
@@ -276,6 +280,11 @@ class Pipeline:
                 self._weight_gradients(taken)
         if x.grad is not None:
             self._put(action, x.grad)
+
+    def _draw_for(self, stage: Stage, batch: Microbatch) -> None:
+        """Let dropout be drawn by the tokens of a microbatch."""
+        if stage.tokens is not None:
+            stage.tokens.keys = batch["dropout"]
 
     def _weight_gradients(self, deferred: list[DeferredGradient]) -> None:
         """The weights' part of a backward pass."""

@@ -20,6 +20,7 @@ class AdapterConfig:
     )
     rank: int = key(16, "rank of an adapter", least=1)
     alpha: float = key(32.0, "an adapter's output is multiplied by alpha / rank", above=0)
+    dropout: float = key(0.0, "share of an adapter's input that is dropped while it is trained", least=0, most=0.95)
     targets: tuple[str, ...] = key(
         ("all",), 'matrices that have an adapter, by the last word of their names ("q", "down"), or "all"'
     )

@@ -34,6 +34,8 @@ def adapter_rules(run: Run) -> Iterator[Rule]:
     narrow = min((min(entry.shape[-2:]) for entry in adapted), default=adapter.rank)
     yield (adapter.rank > narrow, "adapter.rank", ("adapter.targets",),
            lambda: f"{adapter.rank} is more than the {narrow} rows or columns of a matrix that it adapts")
+    yield (adapter.dropout > 0 and any(entry.routed for entry in adapted), "adapter.dropout", ("adapter.targets",),
+           lambda: "rows travel to experts without their places, by which they would be dropped; leave it at 0 or adapt others")
     if adapter.kind == "qlora":
         yield from _qlora_rules(run)
     yield (train.optimizer != "adamw", "train.optimizer", ("adapter.kind",),

@@ -21,6 +21,7 @@ from torch import Tensor
 from shardwise.data.batches import IGNORE_INDEX, Batch
 from shardwise.model.device import choose_device
 from shardwise.model.moe import Router
+from shardwise.model.normal import mix64
 from shardwise.model.varlen import cu_seqlens_of, has_flash
 from shardwise.parallel.apply import apply
 from shardwise.parallel.context import zigzag_positions
@@ -244,6 +245,8 @@ class TrainState:
 
         as_mask = cu_seqlens_of if uses_varlen_attention(self.run, gpu=has_flash(self.device)) else np.asarray
         of_tokens = {"tokens": batch.tokens} | self.objective.token_arrays(batch)
+        if self.run.adapter.dropout:
+            of_tokens["dropout"] = self._dropout_keys(*batch.tokens.shape)
 
         def on_device(array: np.ndarray) -> Tensor:
             return self._on_device(torch.from_numpy(np.ascontiguousarray(array)))
@@ -259,6 +262,13 @@ class TrainState:
             microbatch["documents"] = None if documents is None else on_device(documents)
             made.append(microbatch)
         return made
+
+    def _dropout_keys(self, rows: int, length: int) -> np.ndarray:
+        """A random number of each token, by the seed, the step, the sample in the global batch and the place in it."""
+        first = self.mesh.data_index * rows
+        places = np.arange(first * length, (first + rows) * length).reshape(rows, length)
+        step = np.random.default_rng((self.run.train.seed, self.step)).integers(-(2**62), 2**62)
+        return mix64(mix64(torch.from_numpy(places)) ^ int(step)).numpy()
 
     def _on_device(self, value: Tensor) -> Tensor:
         """A host tensor on the device. From pinned memory, or the host would wait for all work queued on the GPU."""

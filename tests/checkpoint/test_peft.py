@@ -70,7 +70,7 @@ def tokens() -> Tensor:
 def test_a_layer_computes_what_peft_computes(rank_stabilized: bool) -> None:
     """In float64, to 1e-9: a matrix with its adapter, its output, and the gradients of its input and of A and B."""
     peft = pytest.importorskip("peft", reason="peft is not installed: `pip install peft` brings this comparison")
-    ours, adapter = Linear(24, 40, dtype=torch.float64), AdapterConfig("lora", 4, 6.0, ("q",), rank_stabilized)
+    ours, adapter = Linear(24, 40, dtype=torch.float64), AdapterConfig("lora", 4, 6.0, rank_stabilized=rank_stabilized)
     theirs = torch.nn.ModuleDict({"q": torch.nn.Linear(24, 40, dtype=torch.float64)})
     theirs["q"].load_state_dict(ours.state_dict())
     settings = peft.LoraConfig(

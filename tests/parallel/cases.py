@@ -50,6 +50,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "lora first": dict(kind="lora", rank=3, targets=["q", "kv_down", "up"], rank_stabilized=True),
     "qlora": dict(kind="qlora", rank=4, targets=["q", "v", "up", "down"]),
     "qlora single": dict(kind="qlora", rank=4, double_quantization=False),
+    "lora dropout": dict(kind="lora", rank=4, targets=["q", "k", "out", "kv_down"], dropout=0.3),
     "lora last": dict(kind="lora", rank=4, targets=["v", "kv", "out", "down"]),
 }
 """Adapters by name."""

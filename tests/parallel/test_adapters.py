@@ -19,6 +19,7 @@ SMALL: list[tuple[str, dict[str, object], dict[str, object]]] = [
     ("dense", dict(shard=2, tensor=2), dict(adapter="lora", microbatch=2)),
     ("mixture", dict(shard=2, expert=2, context=2), dict(adapter="lora")),
     ("tied", dict(pipeline=2, replicate=2, schedule="zb-h1"), dict(adapter="lora last")),
+    ("dense", dict(tensor=2, context=2, recompute="full"), dict(adapter="lora dropout", layers=1)),
     ("dense", dict(shard=2, zero=2), dict(adapter="lora", dtype="bfloat16")),
     ("wide", dict(shard=2, tensor=2), dict(adapter="qlora", layers=1)),
 ]

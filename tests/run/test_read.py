@@ -81,6 +81,11 @@ MIXTURE = ("model.experts=4", "model.experts_per_token=1")
         (["adapter.kind=qlora", "model.experts=4", "model.experts_per_token=1"], "adapter.kind", "no stacked experts"),
         (["adapter.kind=qlora", "layout.async_tensor=true"], "layout.async_tensor", "no such GEMM"),
         (["adapter.kind=qlora", "train.compile=true"], "train.compile", "use auto"),
+        (
+            ["adapter.kind=lora", "adapter.dropout=0.1", "model.experts=4", "model.experts_per_token=1"],
+            "adapter.dropout",
+            "travel to experts",
+        ),
         (["adapter.kind=lora", "train.invariant=true"], "train.invariant", "no GEMMs for adapters"),
         (["layout.tensor=3"], "layout.tensor", "does not divide model.heads"),
         (["layout.shard=4", "train.global_batch=4", "cluster.nodes=3"], "cluster.nodes", "cannot be spread evenly over 3 nodes"),

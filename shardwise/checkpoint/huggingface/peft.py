@@ -149,10 +149,21 @@ def _ours_of(name: str) -> str:
 def _config(run: Run, modules: list[str], base: str) -> dict[str, Any]:
     adapter = run.adapter
     return dict(
-        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, inference_mode=True, r=adapter.rank,
-        lora_alpha=adapter.alpha, lora_dropout=0.0, target_modules=modules, use_rslora=adapter.rank_stabilized, use_dora=False,
-        bias="none", fan_in_fan_out=run.model.position == "learned", modules_to_save=None, init_lora_weights=True,
-    )  # fmt: skip
+        peft_type="LORA",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+        inference_mode=True,
+        r=adapter.rank,
+        lora_alpha=adapter.alpha,
+        lora_dropout=adapter.dropout,
+        target_modules=modules,
+        use_rslora=adapter.rank_stabilized,
+        use_dora=False,
+        bias="none",
+        fan_in_fan_out=run.model.position == "learned",
+        modules_to_save=None,
+        init_lora_weights=True,
+    )
 
 
 def _read_config(source: Path) -> dict[str, Any]:
@@ -176,7 +187,8 @@ def _read_config(source: Path) -> dict[str, Any]:
 
 def _adapter(config: dict[str, Any], model: ModelConfig, reader: Reader) -> AdapterConfig:
     """What the tensors adapt, which must be the same matrices in every layer."""
-    every = AdapterConfig("lora", config["r"], float(config["lora_alpha"]), MATRICES, bool(config.get("use_rslora")))
+    scale = dict(rank=config["r"], alpha=float(config["lora_alpha"]), rank_stabilized=bool(config.get("use_rslora")))
+    every = AdapterConfig("lora", targets=MATRICES, dropout=float(config.get("lora_dropout") or 0.0), **scale)
     held, all_of = dict[str, set[str]](), dict[str, set[str]]()
     for layer in range(model.layers):
         table = layer_parameters(model, model.is_moe(layer), every)

@@ -102,6 +102,9 @@ def linear(tape: Tape, x: str, name: str, *, edge: bool = False, added: bool = F
     columns = weight // inner if inner else 0
     out = rows * columns
     if f"{name}.lora.A.weight" in tape.parameters:
+        if planned.run.adapter.dropout:  # what is multiplied with, and the product
+            tape.save_new(f"{name} dropout", rows * inner)
+            x = tape.make(f"{name} dropped", rows * inner)
         linear(tape, linear(tape, x, f"{name}.lora.A"), f"{name}.lora.B", added=added, joins=name)
     if not parameter.learns:
         return tape.make(name, out)

@@ -220,7 +220,9 @@ def gathered_again(wire: Wire, calls: int, moe: bool, part: str, *, recomputed: 
     readers = (table.get(f"{part}{name}.lora.A.weight", table[f"{part}{name}.weight"]) for name in names)
     fp8 = planned.run.train.fp8 == "tensorwise"
     if recomputed or any(
-        p.learns and not (fp8 and uses_fp8_gemm(planned.run, p.multiplied_numel // p.shape[1], p.shape[1]))
+        p.learns
+        and not planned.run.adapter.dropout
+        and not (fp8 and uses_fp8_gemm(planned.run, p.multiplied_numel // p.shape[1], p.shape[1]))
         for p in readers
     ):
         wire.all_gather("tensor", planned.local_tokens * planned.run.model.hidden * planned.width, calls)
