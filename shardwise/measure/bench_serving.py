@@ -32,7 +32,7 @@ from shardwise.serve.engine import Engine, engine_of
 from shardwise.serve.request import Request, Sampling
 from shardwise.serve.runner import Launched, Row, Runner
 
-FEW, SAMPLES, SUSTAINED = 16, 4, 0.08
+FEW, SAMPLES, SUSTAINED = 16, 4, 0.3
 """Keys of a sequence that attention hardly notices; timings of which the least counts; seconds that work is repeated for."""
 Shape = tuple[int, ...]
 
@@ -217,8 +217,9 @@ def shape_points(
     prompts += [(1, tokens, 0) for tokens in grid.alone] + [(1, *each) for each in grid.after]
     for n, (count, tokens, before) in enumerate(prompts):
         done(0.5 + 0.5 * n / len(prompts))
-        rows = max(size for size in picking if size <= count)
-        seconds = layer_of(many.prompts(count, tokens, before), rows)
+        # The last layer computes less, and so does a network of one: the difference is one of whole layers.
+        alone, together = one.prompts(count, tokens, before), many.prompts(count, tokens, before)
+        seconds = max(together - alone, 0.02 * together) / (grid.layers - 1)
         yield "prompt", named | dict(prompts=count, tokens=tokens, keys=before + tokens, seconds=seconds)
 
 

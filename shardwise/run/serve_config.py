@@ -19,7 +19,7 @@ class ServeConfig:
     output_tokens: str = key("128", "lengths of answers")
     ttft_ms: float = key(0.0, "limit on the time to the first token that goodput counts; 0: none", least=0)
     tpot_ms: float = key(0.0, "limit on the time for each further token that goodput counts; 0: none", least=0)
-    max_sequences: int = key(256, "sequences that run at once", least=1)
+    max_sequences: int = key(512, "sequences that run at once", least=1)
     max_step_tokens: int = key(8192, "tokens that one step computes, of prompts and answers together", least=1)
     page_tokens: int = key(64, "tokens whose keys and values a page of memory holds", least=1)
     kv_dtype: Literal["auto", "bfloat16", "float16", "float32", "float64", "fp8"] = key(

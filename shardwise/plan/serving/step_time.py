@@ -15,6 +15,7 @@ from math import floor, log2
 from shardwise.hardware import collective_seconds, make_cluster
 from shardwise.hardware.efficiency import memory_seconds
 from shardwise.hardware.engine_facts import EngineFacts
+from shardwise.plan.cost.flops import multiplied
 from shardwise.plan.serving.cost import Serving, Shape, layer_cost, weight_gemm_seconds
 from shardwise.plan.serving.curves import Curves
 from shardwise.plan.serving.engines import FORMATS, OURS
@@ -68,7 +69,7 @@ class StepTime:
         each = new / len(chunks)
         tokens = decodes + new
         device = self._factor("prompt", tokens, each) * (
-            self._linear(tokens) + sum(self._prompt(count) for _, count in chunks)
+            self._whole * self._linear(tokens) + sum(self._prompt(count) for _, count in chunks)
         )
         if any(before for before, _ in chunks):
             behind = sum(2 * before / count * self._prompt(count) for before, count in chunks)
@@ -78,6 +79,17 @@ class StepTime:
         device += self._pick(sampled) + self._exchange(tokens)
         before = facts.serve_mixed + decodes * facts.serve_sequence + new * facts.serve_token
         return Spent(before, layers * facts.serve_layer, device)
+
+    @cached_property
+    def _whole(self) -> float:
+        """The share of the matrices that a step of prompts computes: on a GPU the last layer stops behind its attention for all
+        tokens but those that are sampled."""
+        m = self.serving.model
+        if not self.gpu or m.attention == "latent" or m.experts:
+            return 1.0
+        sizes = multiplied(m, False)
+        attended = (m.heads + 2 * m.kv_heads) * m.head_dim * m.hidden
+        return 1 - (1 - attended / sum(sizes.values())) / m.layers
 
     @cached_property
     def _sizes(self) -> list[int]:
