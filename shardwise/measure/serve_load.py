@@ -16,8 +16,10 @@ from shardwise.hardware.engine_facts import LENDER
 from shardwise.model import Transformer
 from shardwise.model.device import choose_device
 from shardwise.model.quantized.model import held_bytes
+from shardwise.plan.serving.drafting import acceptance_of
 from shardwise.plan.serving.plan import plan_serving
 from shardwise.plan.serving.play import requests_of
+from shardwise.plan.serving.pool import draft_run
 from shardwise.plan.serving.verdict import LoadVerdict
 from shardwise.run import Run, UserError
 from shardwise.run.load import Asked, prompt_tokens
@@ -28,6 +30,7 @@ from shardwise.schedules.serving.served import ServedLoad
 from shardwise.serve.engine import Engine, engine_of
 from shardwise.serve.request import Request, Sampling
 from shardwise.serve.runner import Runner
+from shardwise.serve.speculate.draft import DraftModel
 
 TEMPERATURE = 0.6
 """Of the answers, so that tokens are drawn as most clients have them drawn."""
@@ -50,8 +53,9 @@ def random_model(run: Run) -> Transformer:
 
 
 def ready_engine(run: Run) -> Engine:
-    """An engine of random weights, its steps recorded."""
-    engine = engine_of(random_model(run), run)
+    """An engine of random weights, those of a draft model too, its steps recorded."""
+    draft = draft_run(run)
+    engine = engine_of(random_model(run), run, draft=random_model(draft) if draft is not None else None)
     engine.warm()
     return engine
 
@@ -71,8 +75,6 @@ def here(run: Run) -> Run:
 def verify_load(run: Run, say: Callable[[str], None] = lambda text: None) -> LoadVerdict:
     """Plan the run's load for this machine and measure it, without HTTP on either side."""
     run = here(run)
-    say("planning")
-    plan = plan_serving(run, over_http=False)
     say("starting an engine of random weights")
     engine = ready_engine(run)
     asked = requests_of(run.serve, run.train.seed)
@@ -80,7 +82,18 @@ def verify_load(run: Run, say: Callable[[str], None] = lambda text: None) -> Loa
     def tell(done: int) -> None:
         say(f"{done} of {len(asked)} answered")
 
-    return LoadVerdict(plan, measure_load(engine, run.serve, asked, run.train.seed, tell))
+    measured = measure_load(engine, run.serve, asked, run.train.seed, tell)
+    if run.serve.speculate != "none":  # how often guesses are right, the plan cannot know
+        run = replace(run, serve=replace(run.serve, acceptance=_acceptance(run.serve, measured)))
+    say("planning")
+    return LoadVerdict(plan_serving(run, over_http=False), measured)
+
+
+def _acceptance(serve: ServeConfig, measured: ServedLoad) -> float:
+    """What gives as many right guesses a step as there were: the first token of an answer is its prompt's."""
+    figures, accepted = measured.figures, measured.engine["accepted"]
+    turns = figures["output_tokens"] - figures["requests"] - accepted
+    return acceptance_of(1 + accepted / max(1, turns), serve.draft_tokens)
 
 
 def measure_load(
@@ -91,7 +104,7 @@ def measure_load(
     vocab, sampling = engine.vocab, Sampling(TEMPERATURE)
     prompts = [tuple(prompt_tokens(seed, number, each.input, vocab)) for number, each in enumerate(asked)]
     _warm_up(engine, asked)
-    preempted, scheduler = engine.scheduler.preemptions, engine.scheduler
+    preempted, scheduler, before = engine.scheduler.preemptions, engine.scheduler, engine.stats()
     scheduler.did = Did()
     coming = deque(enumerate(asked))
     under_way: dict[str, float] = {}
@@ -131,6 +144,12 @@ def measure_load(
     engine_did = {
         "steps": did.steps, "preemptions": scheduler.preemptions - preempted, "running": did.most_running, "pages": did.most_pages,
     }  # fmt: skip
+    if serve.speculate != "none":
+        now_did = engine.stats()
+        engine_did |= {
+            "drafted": sum(now_did.drafted_at) - sum(before.drafted_at),
+            "accepted": sum(now_did.accepted_at) - sum(before.accepted_at),
+        }
     return ServedLoad(figures.as_dict(), engine_did, memory_of(engine))
 
 
@@ -154,7 +173,11 @@ def memory_of(engine: Engine) -> dict[str, float]:
     """Bytes by owner, by the names of the plan; of a GPU also all that is taken of the device."""
     runner = own_runner(engine)
     pages = sum(each.nbytes for each in runner.cache.tensors())
-    found: dict[str, float] = {"weights": held_bytes(runner.model), "kv_cache": pages, "pages": engine.pool.pages}
+    found: dict[str, float] = {"weights": held_bytes(runner.model), "pages": engine.pool.pages}
+    if isinstance(engine.drafter, DraftModel):
+        pages += sum(each.nbytes for each in engine.drafter.runner.cache.tensors())
+        found["draft_weights"] = held_bytes(engine.drafter.runner.model)
+    found["kv_cache"] = pages
     if runner.gpu:
         free, total = torch.cuda.mem_get_info(runner.device)
         found |= {"total": total - free}

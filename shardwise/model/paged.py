@@ -44,6 +44,9 @@ class PagedBatch:
     """[tokens]: of the new tokens in their sequences."""
     wanted: Tensor | None = None
     """The new tokens (int64) whose result is asked for, which is all that fused blocks compute at the end; None: all."""
+    shared: bool = False
+    """Whether some of the sequences are one and the same, with tokens that follow each other: guesses that are verified. The kernel
+    of single tokens then finds all new keys in their pages."""
     tiles: dict[int, Tensor] = field(default_factory=dict)
     """On GPUs, what the kernel of tiles runs over, by the first sequence that it attends for."""
 
@@ -140,12 +143,16 @@ class PagedLayerCache(LayerCache):
         batch, cache, split = self.cache.batch, self.cache, 0
         assert batch is not None
         split, width = batch.decodes, self.keys.shape[-1]
-        arguments = (rope, norms, self.keys, self.values)
+        arguments: tuple[Any, Any, Tensor, Tensor] = (rope, norms, self.keys, self.values)
+        if batch.shared:  # the kernel of single tokens then writes what is there already
+            rope_write(qkv, *arguments, cache.places, batch.positions, heads)
+            arguments = (None, None, self.keys, self.values)
         if not batch.counts:
             return decode_attention(
                 qkv, *arguments, batch.table, batch.slots, batch.starts, cache.scratch(heads), heads, scale, self.window
             )
-        rope_write(qkv[split:], *arguments, cache.places[split:], batch.positions[split:], heads)
+        if not batch.shared:
+            rope_write(qkv[split:], *arguments, cache.places[split:], batch.positions[split:], heads)
         out = qkv.new_empty(len(qkv), heads, width)
         if split:
             out[:split] = decode_attention(

@@ -17,8 +17,9 @@ from shardwise.run.adapter_rules import adapter_layout_rules, adapter_rules
 from shardwise.run.axes import RANK_AXES
 from shardwise.run.config import LayoutConfig, Run
 from shardwise.run.derive import REPEATS_PARTS, must_launch, splits_backward, tunes_gemms
+from shardwise.run.draft import draft_model
 from shardwise.run.objective_config import FACTS
-from shardwise.run.problems import counted, nearest
+from shardwise.run.problems import UserError, counted, nearest
 
 
 class Broken(NamedTuple):
@@ -234,6 +235,7 @@ def serving_rules(run: Run) -> Iterator[Rule]:
     m, lay = run.model, run.layout
     yield from _width_rules(run)
     yield from _stage_rules(run)
+    yield from speculation_rules(run)
     data, ranks = lay.shard * lay.context, lay.shard * lay.context * lay.tensor
     yield Rule(run.serve.invariant and ranks > 1, "serve.invariant", ("layout.tensor", "layout.shard", "layout.context"), lambda: (
         f"gives the bits of one device, and {ranks} ranks add up parts of a sum here; replicas and stages of a pipeline go with it"
@@ -259,6 +261,29 @@ def serving_rules(run: Run) -> Iterator[Rule]:
         f"{columns} ranks for each expert do not divide model.expert_ffn = {m.expert_ffn}; layout.expert = {ranks} leaves them "
         "whole"
     ))
+
+
+def speculation_rules(run: Run) -> Iterator[Rule]:
+    """What guessing tokens asks of the run, and of the model that guesses."""
+    m, serve = run.model, run.serve
+    yield Rule(serve.ngram_min > serve.ngram_max, "serve.ngram_min", ("serve.ngram_max",),
+               lambda: f"{serve.ngram_min} is more than serve.ngram_max = {serve.ngram_max}")
+    yield Rule(serve.speculate == "draft" and not serve.draft, "serve.draft", ("serve.speculate",),
+               lambda: 'is empty, and serve.speculate = "draft" needs a model that guesses; "ngram" needs none')
+    try:
+        draft = draft_model(run)
+    except UserError as error:
+        yield Rule(True, "serve.draft", (), partial(str, error.problems[0].message))
+        return
+    if draft is None:
+        return
+    yield Rule(draft.vocab != m.vocab, "serve.draft", ("model.vocab",), lambda: (
+        f"{serve.draft} has a vocabulary of {draft.vocab} and the model one of {m.vocab}: its tokens would mean something else"
+    ))
+    yield Rule(m.sliding_window and not 0 < draft.sliding_window <= m.sliding_window, "serve.draft", ("model.sliding_window",),
+               lambda: f"{serve.draft} sees further back than the {m.sliding_window} tokens whose pages are kept")
+    yield Rule(draft.position == "learned" and draft.max_positions < m.max_positions, "serve.draft", ("model.max_positions",),
+               lambda: f"{serve.draft} has {draft.max_positions} learned positions and the model {m.max_positions}")
 
 
 def _tensor_rules(run: Run) -> Iterator[Rule]:

@@ -36,3 +36,15 @@ class ServeConfig:
     swap_gib: float = key(4.0, "swap: GiB of the host's memory for pages", least=0)
     invariant: bool = key(False, "the same bits for a request whatever else is in the batch, at some cost in speed")
     memory_gib: float = key(0.0, "GiB for keys and values; 0: what the plan leaves of the device's memory", least=0)
+    speculate: Literal["none", "ngram", "draft"] = key(
+        "none",
+        "guess tokens that a step then verifies together: ngram, what followed the same tokens before; draft, a small model's; "
+        "answers stay the same",
+    )
+    draft: str = key("", "draft: the small model, a checkpoint or run folder; for a plan also a preset")
+    draft_tokens: int = key(4, "tokens guessed at a time", least=1)
+    ngram_min: int = key(2, "ngram: the fewest latest tokens that have to have come before", least=1)
+    ngram_max: int = key(4, "ngram: the most of them that are compared, where the fewest came more than once", least=1)
+    acceptance: float = key(
+        0.7, "what a plan assumes: the probability that a guess is right, where all before it were", least=0, most=1
+    )

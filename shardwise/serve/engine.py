@@ -23,10 +23,13 @@ from shardwise.run import LayoutConfig, Run, UserError
 from shardwise.run.serve_config import ServeConfig
 from shardwise.schedules.serving import Chunk, PagePool, Scheduler, Sequence, Settings, Step
 from shardwise.serve.leader import Leader
-from shardwise.serve.prepare import check_served, memory_of, runner_of
+from shardwise.serve.prepare import check_served, draft_runner_of, load_draft, memory_of, runner_of
 from shardwise.serve.request import Finish, Logprob, Output, Request
 from shardwise.serve.runner import Launched, Row, Runner
 from shardwise.serve.sampler import logprobs_of, read_logprobs, seed_of
+from shardwise.serve.speculate.counts import DraftCounts
+from shardwise.serve.speculate.drafter import drafter_of
+from shardwise.serve.speculate.masks import masks_along
 from shardwise.serve.stats import Stats
 
 
@@ -64,12 +67,15 @@ class Engine:
         ahead: bool | None = None,
         seed: int = 0,
         host_pages: int = 0,
+        draft: Runner | None = None,
     ) -> None:
+        """`draft`: the runner of the small model that guesses, with as many pages and slots."""
         config = runner.model.config
         self.runner, self.seed = runner, seed
         self.vocab, self.max_tokens = config.vocab, runner.longest
-        # The stages of a pipeline work on other sequences each, of which the host is to know the last token.
-        self.ahead = runner.stages == 1 and (runner.gpu if ahead is None else ahead)
+        # The stages of a pipeline work on other sequences each, of which the host is to know the last token; and so is who guesses.
+        alone = runner.stages == 1 and settings.speculate == "none"
+        self.ahead = alone and (runner.gpu if ahead is None else ahead)
         self.kept = runner.stages - 1 or int(self.ahead)
         """Steps that are left under way."""
         self.host_pages = host_pages
@@ -88,6 +94,8 @@ class Engine:
         self.outputs: list[Output] = []
         self.tables: list[list[int]] = [[] for _ in range(runner.sequences)]
         self.computed_tokens = self.generated_tokens = 0
+        self.drafter = drafter_of(settings, draft)
+        self.drafts = DraftCounts(settings.draft_tokens if self.drafter else 0)
 
     def reasons(self, request: Request) -> list[str]:
         """Why a request can never run, a sentence each; empty when it can."""
@@ -141,12 +149,17 @@ class Engine:
         return Stats(
             self.scheduler.running, self.scheduler.waiting, pool.pages - 1 - pool.available, pool.pages - 1, pool.queried_tokens,
             pool.found_tokens, self.scheduler.preemptions, self.computed_tokens, self.generated_tokens,
+            tuple(self.drafts.drafted), tuple(self.drafts.accepted),
         )  # fmt: skip
 
     def step(self) -> list[Output]:
         """Launch a step and read one; what is new of the answers."""
+        if self.drafter is not None:
+            self.drafter.propose(self.scheduler.decoding)
         step = self.scheduler.schedule()
         self.runner.swap(step.swap_out, step.swap_in, self.host_pages)
+        if self.drafter is not None:
+            self.drafter.swap(step, self.host_pages)
         if step.chunks:
             self.under_way.append(self._launch(step))
             self._fork()
@@ -165,6 +178,8 @@ class Engine:
             sampler.assign(
                 sequence.slot + 1, request.sampling, seed, tokens[: sequence.prompt], tokens[sequence.prompt :]
             )
+            if self.drafter is not None:
+                self.drafter.assign(sequence.slot + 1, request.sampling, seed)
             self.tables[sequence.slot] = []
         changes = []
         for sequence in step.changed:
@@ -174,6 +189,8 @@ class Engine:
             self.tables[sequence.slot] = pages.copy()
         self.runner.set_pages(changes)
         self.runner.copy_pages(step.copies)
+        if self.drafter is not None:
+            self.drafter.fill(step, changes)
         order = sorted(range(len(step.chunks)), key=lambda n: _rank(step.chunks[n]))
         rows = [self._row(step.chunks[n], n < step.decoding) for n in order]
         keeps = any(self._wants_prompt(chunk) for chunk in step.chunks)
@@ -194,15 +211,18 @@ class Engine:
 
     def _masks(self, step: Step, order: list[int]) -> np.ndarray | None:
         """The tokens that grammars allow next, where there are any."""
-        rows = [self.by_sequence[step.chunks[n].sequence] for n in order if step.chunks[n].samples]
-        if not any(answer.request.grammars for answer in rows):
+        chunks = [step.chunks[n] for n in order if step.chunks[n].samples]
+        if not any(self.by_sequence[chunk.sequence].request.grammars for chunk in chunks):
             return None
-        masks = np.full((len(rows), -(-self.vocab // 32)), -1, np.int32)
-        for row, answer in enumerate(rows):
+        masks = np.full((sum(chunk.samples for chunk in chunks), -(-self.vocab // 32)), -1, np.int32)
+        row = 0
+        for chunk in chunks:
+            answer = self.by_sequence[chunk.sequence]
             if answer.request.grammars:
-                words = np.asarray(answer.request.grammars[answer.index].allowed()).view(np.int32).ravel()
-                masks[row, : len(words)] = words[: masks.shape[1]]
-                masks[row, len(words) :] = 0
+                drafts = chunk.sequence.drafts[: chunk.samples - 1]
+                made = masks_along(answer.request.grammars[answer.index], drafts, masks.shape[1])
+                masks[row : row + len(made)] = made
+            row += chunk.samples
         return masks
 
     def _fork(self) -> None:
@@ -251,6 +271,8 @@ class Engine:
         right = 0
         while right < len(drafts) and picked[right] == drafts[right]:
             right += 1
+        if drafts:
+            self.drafts.add(len(drafts), right)
         return picked[: right + 1]
 
     def _tell(self, sequence: Sequence, tokens: list[int], logprobs: list[Logprob | None]) -> None:
@@ -293,6 +315,8 @@ class Engine:
     def _forget(self, answer: Answer) -> None:
         self.scheduler.finish(answer.sequence)
         self.unforked.pop(answer.sequence, None)
+        if self.drafter is not None:
+            self.drafter.forget(answer.sequence)
         del self.by_sequence[answer.sequence]
         left = self.answers[answer.request.id]
         left.remove(answer)
@@ -329,18 +353,21 @@ class Engine:
 
 
 def _rank(chunk: Chunk) -> tuple[bool, int]:
-    """Single tokens first, as the runner wants them; of each kind those that take longest first, so that no processor of a GPU is
-    left with one at the end."""
-    return chunk.count > 1, -chunk.start - chunk.count
+    """Single tokens first, and those with guesses, as the runner wants them; of each kind those that take longest first, so that no
+    processor of a GPU is left with one at the end."""
+    return chunk.count > max(1, chunk.samples), -chunk.start - chunk.count
 
 
-def engine_of(model: Transformer, run: Run, ahead: bool | None = None, longest: int = 0) -> Engine:
-    """An engine for a model in the memory of one device, with as many pages as the plan leaves room for."""
+def engine_of(
+    model: Transformer, run: Run, ahead: bool | None = None, longest: int = 0, draft: Transformer | None = None
+) -> Engine:
+    """An engine for a model in the memory of one device, and one that guesses, with as many pages as the plan leaves room for."""
     run = replace(run, layout=LayoutConfig())
     kept = keep_weights(model, run.serve.weights)
     memory = memory_of(run, next(model.parameters()).device, weights=kept)
     runner = runner_of(model, run, memory.pages, longest)
-    return Engine(runner, run.serve, memory.pages, ahead, run.train.seed, host_pages(run, memory))
+    guessing = draft_runner_of(draft, run, memory.pages, longest)
+    return Engine(runner, run.serve, memory.pages, ahead, run.train.seed, host_pages(run, memory), guessing)
 
 
 def make_engine(folder: Path, run: Run, longest: int = 0) -> Engine:
@@ -354,4 +381,4 @@ def make_engine(folder: Path, run: Run, longest: int = 0) -> Engine:
     model.dtype = dtype
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    return engine_of(model, run, longest=longest)
+    return engine_of(model, run, longest=longest, draft=load_draft(run, device))

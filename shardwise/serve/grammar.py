@@ -60,6 +60,10 @@ class TokenGrammar:
         """Go on after a token."""
         self._matcher.consume_token(token)
 
+    def copy(self) -> TokenGrammar:
+        """Another that goes on from here."""
+        return TokenGrammar(self._matcher.deep_copy(), 32 * len(self._words), self.form)
+
 
 class Grammars:
     """Makes grammars over the tokens of one model."""

@@ -22,7 +22,7 @@ from shardwise.run import Run
 from shardwise.serve.engine import Engine
 from shardwise.serve.leader import Leader, follow
 from shardwise.serve.links import Links, lowest
-from shardwise.serve.prepare import check_served, memory_of, runner_of
+from shardwise.serve.prepare import check_served, draft_runner_of, load_draft, memory_of, runner_of
 from shardwise.serve.replicas import Remake, Replicas, answer_requests
 from shardwise.serve.runner import Runner
 
@@ -49,7 +49,9 @@ def engine_of_ranks(
     memory = memory_of(run, device, -(-here // devices), keep_weights(model, run.serve.weights))
     pages, swapped = lowest((memory.pages, host_pages(run, memory)))
     runner = runner_of(model, run, pages, longest, peers)
-    with taking_part(runner, run, pages, swapped, meet, remake, warm) as engine:
+    leads = peers.place.rank == peers.place.leader
+    draft = draft_runner_of(load_draft(run, device) if leads else None, run, pages, longest)
+    with taking_part(runner, run, pages, swapped, meet, remake, warm, draft) as engine:
         yield engine
 
 
@@ -62,8 +64,10 @@ def taking_part(
     meet: str,
     remake: Remake | None = None,
     warm: bool = False,
+    draft: Runner | None = None,
 ) -> Iterator[Engine | Replicas | None]:
-    """The same of ranks that have their runners, and so many pages on device and host each."""
+    """The same of ranks that have their runners, and so many pages on device and host each; the first of each replica has the
+    runner of the model that guesses, too."""
     assert runner.peers is not None
     place = runner.peers.place
     links = Links(place, meet)
@@ -75,7 +79,7 @@ def taking_part(
         yield None
         return
     leader = Leader(runner, links.followers, place.layout.pipeline)
-    engine = Engine(leader, run.serve, pages, seed=run.train.seed, host_pages=swapped)
+    engine = Engine(leader, run.serve, pages, seed=run.train.seed, host_pages=swapped, draft=draft)
     if warm:
         engine.warm()
     if links.requests is not None:

@@ -10,8 +10,10 @@ from shardwise.hardware import CHIPS, chip_of_driver_name
 from shardwise.hardware.engine_facts import LENDER
 from shardwise.model.invariant import make_invariant
 from shardwise.model.transformer import Transformer
-from shardwise.plan.serving.pool import ServingMemory, device_bytes, kv_dtype, serving_memory
-from shardwise.run import Problem, Run, UserError
+from shardwise.plan.serving.pool import ServingMemory, device_bytes, draft_run, kv_dtype, serving_memory
+from shardwise.run import PRESETS, Problem, Run, UserError
+from shardwise.run.check import speculation_rules
+from shardwise.run.draft import drafts
 from shardwise.serve.runner import Runner
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ def check_served(run: Run) -> None:
     if run.serve.invariant and kv_dtype(run) != run.train.dtype:
         reason = "goes with keys and values as they are computed: training never rounds them; use auto"
         problems.append(Problem(reason, "serve.kv_dtype"))
+    problems += [Problem(rule.reason(), rule.key) for rule in speculation_rules(run) if rule.broken]
     if problems:
         raise UserError(*problems)
 
@@ -40,11 +43,43 @@ def memory_of(run: Run, device: torch.device, sharing: int = 1, weights: int = 0
     total //= sharing
     memory = serving_memory(run, chip, total, weights)
     if memory.pages < 2:
+        weights = memory.weights + memory.draft
         raise UserError(
-            f"{memory.weights / 2**30:.1f} GiB of weights and {memory.activations / 2**30:.1f} GiB of activations leave no room "
+            f"{weights / 2**30:.1f} GiB of weights and {memory.activations / 2**30:.1f} GiB of activations leave no room "
             f"for keys and values in {total / 2**30:.1f} GiB; use a larger device or a smaller serve.max_step_tokens"
         )
     return memory
+
+
+def load_draft(run: Run, device: torch.device) -> Transformer | None:
+    """The model that guesses, with its weights; None where the run has none."""
+    if run.serve.speculate != "draft":
+        return None
+    if run.serve.draft in PRESETS:
+        reason = f'"{run.serve.draft}" is a preset, which has no weights: a server needs a checkpoint'
+        raise UserError(Problem(reason, "serve.draft"))
+    from shardwise.checkpoint.weights import load_model
+
+    dtype = getattr(torch, run.train.dtype)
+    model, _ = load_model(run.serve.draft, dtype, device)
+    model.dtype = dtype
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+def draft_runner_of(model: Transformer | None, run: Run, pages: int, longest: int = 0) -> Runner | None:
+    """A runner for the model that guesses: whole on this device, with as many pages and slots as the large one has."""
+    draft = draft_run(run)
+    if model is None or draft is None:
+        return None
+    longest = longest or run.model.max_positions
+    if model.config.position == "learned" and longest > model.config.max_positions:
+        reason = (
+            f"has {model.config.max_positions} learned positions, and sequences may have {longest} tokens; use another"
+        )
+        raise UserError(Problem(reason, "serve.draft"))
+    return runner_of(model, draft, pages, longest)
 
 
 def runner_of(model: Transformer, run: Run, pages: int, longest: int = 0, peers: Peers | None = None) -> Runner:
@@ -56,4 +91,4 @@ def runner_of(model: Transformer, run: Run, pages: int, longest: int = 0, peers:
     dtype = dtypes.get(kv_dtype(run)) or getattr(torch, kv_dtype(run))
     sequences = min(run.serve.max_sequences, run.serve.max_step_tokens)
     longest = longest or run.model.max_positions
-    return Runner(model, pages, run.serve.page_tokens, sequences, longest, dtype, peers)
+    return Runner(model, pages, run.serve.page_tokens, sequences, longest, dtype, peers, drafts(run))

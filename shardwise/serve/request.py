@@ -43,6 +43,9 @@ class Grammar(Protocol):
     def accept(self, token: int) -> None:
         """Go on after this token."""
 
+    def copy(self) -> Grammar:
+        """Another that goes on from here, for tokens that are only guessed."""
+
 
 @dataclass(frozen=True, eq=False)
 class Request:

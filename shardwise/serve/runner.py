@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 SHORT = (2, 15, 31, 63, 127, 255)
 """Tokens of prompts beside a token of another sequence, for which packed matrices have kernels of their own."""
 
+PICKED = -1
+"""In the place of a token: the one that was picked last, which only the device knows."""
+
 
 @dataclass
 class Row:
@@ -42,7 +45,18 @@ class Row:
     """The new tokens; None: the one that was picked for it last, which only the device knows yet."""
     count: int
     samples: int
-    """For how many of them, the last ones, the next token is picked."""
+    """For how many of them, the last ones, the next token is picked: all of them where they are a token and guesses to verify."""
+
+    @property
+    def single(self) -> bool:
+        """Whether its tokens are computed as those of as many sequences of one token each, which see each other."""
+        return self.count in (1, self.samples)
+
+    def singles(self) -> list[Row]:
+        """A row for each token."""
+        if self.count == 1 or self.tokens is None:
+            return [self]
+        return [Row(self.slot, self.start + n, [token], 1, 1) for n, token in enumerate(self.tokens)]
 
 
 @dataclass
@@ -67,6 +81,13 @@ class Launched:
         return self.tokens.tolist()
 
 
+def guesses(rows: Sequence[Row]) -> list[Sequence[int]]:
+    """Of each token that a step picks, the guesses it follows; nothing where there are none."""
+    if all(row.samples < 2 for row in rows):
+        return []
+    return [() if row.tokens is None else row.tokens[1 : n + 1] for row in rows for n in range(row.samples)]
+
+
 def sampled(rows: Sequence[Row]) -> tuple[list[int], list[int]]:
     """The slots for which a step picks tokens, and the position of each."""
     slots: list[int] = []
@@ -86,9 +107,9 @@ class Runner:
 
     def __init__(
         self, model: Transformer, pages: int, page_tokens: int, sequences: int, longest: int, kv_dtype: torch.dtype,
-        peers: Peers | None = None,
+        peers: Peers | None = None, drafts: int = 0,
     ) -> None:  # fmt: skip
-        """`peers`: the ranks that hold the other parts of the model."""
+        """`peers`: the ranks that hold the other parts of the model. `drafts`: guesses of a sequence that a step verifies."""
         self.model, self.longest, self.page_tokens, self.peers = model, longest, page_tokens, peers
         self.device = next(model.parameters()).device
         self.sequences = sequences
@@ -106,16 +127,18 @@ class Runner:
             page_tokens,
             kv_dtype,
             self.device,
-            sequences,
+            sequences * (1 + drafts),
             heads,
             model.invariant,
         )
         wide = -(-longest // page_tokens)
         self.table = torch.zeros(sequences + 1, wide, dtype=torch.int32, device=self.device)
-        self.sampler = Sampler(sequences + 1, model.config.vocab, self.device, model.invariant)
+        rows = sequences * (1 + drafts)
+        self.sampler = Sampler(sequences + 1, model.config.vocab, self.device, model.invariant, rows)
         self.host: list[Tensor] = []
-        self.sizes = graph_sizes(sequences)
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor, Tensor]] = {}
+        self.sizes, self.shared_sizes = graph_sizes(sequences), graph_sizes(rows) if drafts else []
+        self.graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor, Tensor]] = {}
+        """By rows, and by whether some are of one sequence."""
 
     def set_pages(self, changes: Sequence[tuple[int, int, int]]) -> None:
         """(slot, index, page): pages that sequences use from now on."""
@@ -144,12 +167,18 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, rows: list[Row], masks: np.ndarray | None = None, keep_logits: bool = False) -> Launched:
-        """Compute a step, rows with one new token first; returns while the device works. `masks`: the bits of tokens allowed."""
+        """Compute a step, rows with one new token or with guesses first; returns while the device works. `masks`: the bits of
+        tokens allowed."""
+        behind = guesses(rows)
+        rows = [single for row in rows for single in (row.singles() if row.single else [row])]
         decodes = sum(row.count == 1 for row in rows)
         decoded: Tensor | None = None
         found: Tensor | tuple[Tensor, Tensor]
-        if self.records and decodes == len(rows) and all(row.samples for row in rows) and not keep_logits:
-            found, decoded = self._decode(rows)
+        shared = len({row.slot for row in rows[:decodes]}) < decodes
+        most = (self.shared_sizes if shared else self.sizes)[-1:] or [0]
+        fits = decodes == len(rows) <= most[0] and all(row.samples for row in rows)
+        if self.records and fits and not keep_logits:
+            found, decoded = self._decode(rows, shared)
         else:
             found = self._mixed(rows, decodes, keep_logits)
         launched = Launched(None, [])
@@ -172,7 +201,7 @@ class Runner:
                 launched.picked = Picked(self.sampler.pick_plain(logits, there[0], there[1]))
             else:
                 allowed = None if masks is None else self.send(masks)
-                launched.picked = self.sampler.pick(logits, launched.slots, there[0], there[1], allowed)
+                launched.picked = self.sampler.pick(logits, launched.slots, there[0], there[1], allowed, behind)
         launched.tokens = launched.picked.tokens
         if self.gpu:
             launched.tokens = torch.empty(len(launched.slots), dtype=torch.int64, pin_memory=True)
@@ -216,7 +245,7 @@ class Runner:
         others = rows[decodes:]
         batch = PagedBatch(
             self.table, slots, starts_there, bounds, decodes, tuple(row.count for row in others),
-            int((starts + counts).max()), positions_there,
+            int((starts + counts).max()), positions_there, shared=len({row.slot for row in rows}) < len(rows),
         )  # fmt: skip
         asked = wanted_there.long()
         if 0 < self.fused == len(self.model.layers) and self.model.last and not keep_logits:
@@ -256,9 +285,10 @@ class Runner:
         if not self.gpu:
             return
         with torch.inference_mode():
-            for size in reversed(self.sizes if self.records else ()):
-                if size not in self.graphs:
-                    self._record(size)
+            wanted = [(size, False) for size in self.sizes] + [(size, True) for size in self.shared_sizes if size > 1]
+            for size, shared in sorted(wanted if self.records else (), reverse=True):
+                if (size, shared) not in self.graphs:
+                    self._record(size, shared)
             most = min(self.longest, step_tokens)
             prompts = [Row(0, 0, [0] * most, most, 1)] * (step_tokens // most)
             self._mixed(prompts, 0, False)
@@ -266,43 +296,45 @@ class Runner:
                 self._mixed([Row(0, 1, [0], 1, 1), Row(0, 0, [0] * count, count, 1)], 1, False)
             torch.cuda.synchronize()
 
-    def _decode(self, rows: list[Row]) -> tuple[Tensor, Tensor]:
-        """A step in which each sequence continues with the token picked last, replayed: logits, and tokens picked of them without
-        regard to more than temperatures; or what a stage hands on."""
-        size = next(each for each in self.sizes if each >= len(rows))
-        if size not in self.graphs:
-            self._record(size)
+    def _decode(self, rows: list[Row], shared: bool) -> tuple[Tensor, Tensor]:
+        """A step of single tokens, replayed: logits, and tokens picked of them without regard to more than temperatures; or what a
+        stage hands on. `shared`: some are of one sequence."""
+        size = next(each for each in (self.shared_sizes if shared else self.sizes) if each >= len(rows))
+        if (size, shared) not in self.graphs:
+            self._record(size, shared)
         self.sampler.prepare()
-        known = [(row.slot, row.tokens[0]) for row in rows if row.tokens is not None]
-        if known:
-            told = self.send(np.asarray(known, np.int64).T)
-            self.sampler.last[told[0]] = told[1]
-        graph, inputs, hidden, logits, tokens = self.graphs[size]
+        graph, inputs, hidden, logits, tokens = self.graphs[size, shared]
         if not self.model.first:
             assert self.peers is not None
             self.peers.receive(hidden[: len(rows)])
-        host = np.zeros((2, size), np.int32)
+        host = np.zeros((3, size), np.int32)
         host[0, : len(rows)] = [row.slot for row in rows]
         host[1, : len(rows)] = [row.start for row in rows]
+        host[2, : len(rows)] = [PICKED if row.tokens is None else row.tokens[0] for row in rows]
         inputs.copy_(torch.from_numpy(host).pin_memory(), non_blocking=True)
         graph.replay()
         if not self.model.last:  # what is on its way must stay when this is replayed
             self._hand_on(logits[: len(rows)].clone())
         return logits[: len(rows)], tokens
 
-    def _record(self, size: int) -> None:
-        """Record the step for so many sequences."""
-        inputs = torch.zeros(2, size, dtype=torch.int32, device=self.device)
+    def _record(self, size: int, shared: bool) -> None:
+        """Record the step for so many tokens."""
+        inputs = torch.zeros(3, size, dtype=torch.int32, device=self.device)
         bounds = torch.arange(size + 1, dtype=torch.int32, device=self.device)
         hidden = torch.zeros(
             0 if self.model.first else size, self.model.config.hidden, dtype=self.dtype, device=self.device
         )
 
         def compute() -> tuple[Tensor, Tensor]:
-            slots, starts = inputs.unbind()
+            slots, starts, known = inputs.unbind()
             # Blocks may write to what they are given.
-            x = self.sampler.last[slots.long()] if self.model.first else hidden.clone()
-            self.cache.begin(PagedBatch(self.table, slots, starts, bounds, size, (), self.longest, starts, tiles=tiles))
+            x = hidden.clone()
+            if self.model.first:
+                x = torch.where(known == PICKED, self.sampler.last[slots.long()], known)
+            batch = PagedBatch(
+                self.table, slots, starts, bounds, size, (), self.longest, starts, tiles=tiles, shared=shared
+            )
+            self.cache.begin(batch)
             made = self.model(x[None], starts[None], cache=self.cache, finish=lambda x, w: self._logits(x[0], w)).result
             if not self.model.last:
                 return made[0], slots
@@ -318,7 +350,7 @@ class Runner:
         # NCCL's own threads may ask for events meanwhile, which is no part of the recording.
         with torch.cuda.graph(graph, pool=self._pool(), capture_error_mode="thread_local"):
             logits, tokens = compute()
-        self.graphs[size] = graph, inputs, hidden, logits, tokens
+        self.graphs[size, shared] = graph, inputs, hidden, logits, tokens
 
     def _pool(self) -> Any:
         return next(iter(self.graphs.values()))[0].pool() if self.graphs else None

@@ -88,8 +88,9 @@ def words_of(seeds: Tensor, positions: Tensor) -> Tensor:
 class Sampler:
     """What each slot asks for, and the picking. `last` is the token that was picked last for each slot."""
 
-    def __init__(self, slots: int, vocab: int, device: torch.device, invariant: bool = False) -> None:
-        """`invariant`: the bits of a row's logprobs and draws do not depend on other rows."""
+    def __init__(self, slots: int, vocab: int, device: torch.device, invariant: bool = False, rows: int = 0) -> None:
+        """`invariant`: the bits of a row's logprobs and draws do not depend on other rows. `rows`: picked at once, where a slot may
+        have several."""
         self.device, self.vocab, self.invariant = device, vocab, invariant
         self.sampling: list[Sampling] = [Sampling()] * slots
         self.floats = np.zeros((3, slots), np.float32)
@@ -104,7 +105,7 @@ class Sampler:
         if device.type == "cuda":
             from shardwise.model.kernels.sample import Picking
 
-            self.picking = Picking(2 * slots, device)
+            self.picking = Picking(max(2 * slots, rows), device)
 
     def assign(self, slot: int, sampling: Sampling, seed: int, prompt: Sequence[int], generated: Sequence[int]) -> None:
         """Give a slot to a sequence, which has these tokens already."""
@@ -151,18 +152,20 @@ class Sampler:
         words = words_of(self.seed[slots.long()], positions)
         asked = (logits, self.temperature[slots.long()], words) + (() if threshold is None else (threshold,))
         tokens = self._by_row(pick_reference, *asked)
-        self.last[slots.long()] = tokens
+        self.last[slots.long()] = tokens.clamp(min=0)  # the next step may be launched with it all the same
         return tokens
 
     def pick(
-        self, logits: Tensor, numbers: Sequence[int], slots: Tensor, positions: Tensor, masks: Tensor | None = None
-    ) -> Picked:
+        self, logits: Tensor, numbers: Sequence[int], slots: Tensor, positions: Tensor, masks: Tensor | None = None,
+        behind: Sequence[Sequence[int]] = (),
+    ) -> Picked:  # fmt: skip
         """Tokens for rows of logits, with all that their slots ask for; the host knows the slots by `numbers`. `masks` are the bits
-        of tokens allowed."""
+        of tokens allowed. `behind`: the guesses that each row follows, a row for each guess of a slot and one before."""
         asked = [self.sampling[slot] for slot in numbers]
         raw = logits
         if any(map(_penalizes, asked)) or any(each.logit_bias for each in asked):
-            logits = self._adjusted(logits.clone() if logits.dtype == torch.float64 else logits.float(), numbers, asked)
+            logits = logits.clone() if logits.dtype == torch.float64 else logits.float()
+            logits = self._adjusted(logits, numbers, asked, behind)
         if masks is not None:
             token = torch.arange(self.vocab, device=self.device)
             logits = logits.masked_fill(((masks[:, token // 32] >> (token % 32)) & 1) == 0, float("-inf"))
@@ -178,7 +181,7 @@ class Sampler:
             threshold = self._by_row(thresholds, logits, *settings) if cuts else None
             tokens = self._pick_reference(logits, slots, positions, threshold)
         if self.generated is not None and any(map(_penalizes, asked)):
-            self.generated.index_put_((which, tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
+            self.generated.index_put_((which, tokens), _counting(tokens, behind), accumulate=True)
         picked = Picked(tokens)
         most = max((each.logprobs for each in asked if each.logprobs is not None), default=None)
         if most is not None:
@@ -191,11 +194,16 @@ class Sampler:
     def _by_row(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         return by_row(function, *(x[None] for x in tensors))[0] if self.invariant else function(*tensors)
 
-    def _adjusted(self, logits: Tensor, slots: Sequence[int], asked: list[Sampling]) -> Tensor:
+    def _adjusted(
+        self, logits: Tensor, slots: Sequence[int], asked: list[Sampling], behind: Sequence[Sequence[int]]
+    ) -> Tensor:
         """With penalties and biases; in place."""
         for row, (slot, each) in enumerate(zip(slots, asked, strict=True)):
             if _penalizes(each) and self.generated is not None and self.prompted is not None:
                 counts = self.generated[slot]
+                if behind and behind[row]:
+                    told = torch.tensor(behind[row], device=self.device)
+                    counts = counts.index_put((told,), torch.ones_like(told, dtype=torch.int32), accumulate=True)
                 if each.repetition_penalty != 1:
                     known = self.prompted[slot] | (counts > 0)
                     factor = torch.where(logits[row] > 0, 1 / each.repetition_penalty, each.repetition_penalty)
@@ -207,6 +215,15 @@ class Sampler:
                     list(each.logit_bias.values()), dtype=logits.dtype, device=self.device
                 )
         return logits
+
+
+def _counting(tokens: Tensor, behind: Sequence[Sequence[int]]) -> Tensor:
+    """1 for each token picked that belongs to its text: behind guesses only where those were right."""
+    counting = torch.ones_like(tokens, dtype=torch.int32)
+    for row, guesses in enumerate(behind):
+        if guesses:
+            counting[row] = counting[row - 1] * (tokens[row - 1] == guesses[-1])
+    return counting
 
 
 def logprobs_of(

@@ -33,8 +33,9 @@ CPU = torch.device("cpu")
 
 
 def attention(
-    heads: int, kv_heads: int, width: int, page: int, window: int, norms: bool, starts: list[int], counts: list[int]
-) -> None:
+    heads: int, kv_heads: int, width: int, page: int, window: int, norms: bool, starts: list[int], counts: list[int],
+    guesses: bool = False,
+) -> None:  # fmt: skip
     pages, sequences, tokens = 80, len(starts), sum(counts)
     keys = torch.randn(pages, kv_heads, page, width)
     values = torch.randn_like(keys)
@@ -68,7 +69,15 @@ def attention(
     wanted = paged_attention_reference(q, wanted_keys, wanted_values, batch, width**-0.5, window)
 
     arguments = (rope, weights if norms else None, keys, values)
-    if decodes == sequences:
+    if guesses:  # of each sequence all tokens are single ones, whose keys are written first
+        scratch = Scratch(tokens, heads, kv_heads, width, CPU)
+        rope_write(qkv, *arguments, places, positions, heads)
+        each = slots.repeat_interleave(torch.tensor(counts))
+        found = decode_attention(
+            qkv, None, None, keys, values, table, each, positions, scratch, heads, width**-0.5, window
+        )
+        assert not scratch.arrived.any()
+    elif decodes == sequences:
         scratch = Scratch(sequences, heads, kv_heads, width, CPU)
         found = decode_attention(qkv, *arguments, table, slots, old, scratch, heads, width**-0.5, window)
         assert not scratch.arrived.any()
@@ -93,6 +102,8 @@ def attentions() -> None:
     attention(8, 2, 32, 16, 20, False, [5, 0, 30, 64], [1, 70, 65, 3])
     attention(4, 2, 32, 64, 0, False, [5, 0, 30, 200], [1, 150, 65, 3])
     attention(4, 1, 32, 128, 90, True, [0, 200], [150, 140])
+    attention(8, 2, 32, 16, 0, True, [5, 0, 300, 126], [1, 4, 3, 5], guesses=True)
+    attention(4, 1, 32, 8, 20, False, [230, 37, 14], [1, 3, 5], guesses=True)
     for _ in range(6):
         counts = sorted(draw.choices([1, 1, 2, 9, 40], k=3))
         starts = [draw.choice([0, 3, 16, 33, 90]) for _ in counts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -14,9 +15,11 @@ from shardwise.cli.main import main
 from shardwise.hardware.engine_facts import engine_facts
 from shardwise.measure.serve_load import measure_load
 from shardwise.plan.cost.job import cluster_of
+from shardwise.plan.serving.drafting import acceptance_of, tokens_a_step
 from shardwise.plan.serving.engines import FORMATS, OURS
 from shardwise.plan.serving.plan import Serving, plan_serving, search_serving
 from shardwise.plan.serving.play import Place, play, requests_of, step_sizes
+from shardwise.plan.serving.pool import serving_memory
 from shardwise.plan.serving.step_time import Spent, StepTime
 from shardwise.run import Run, UserError, read_planned, read_run
 from shardwise.run.serve_config import ServeConfig
@@ -81,6 +84,62 @@ def test_the_engine_executes_what_is_played(
     }  # fmt: skip
     assert (played.preemptions > 0) == (pages < 100)
     assert measured.figures["output_tokens"] == sum(each.output for each in asked)
+
+
+def test_guesses_make_fewer_steps_and_take_their_time() -> None:
+    """As many tokens a step as the formula says; a draft model's steps come on top, and one that is always right pays."""
+    single = ("serve.concurrency=1", "serve.requests=8", "serve.output_tokens=400")
+    plain = plan_serving(run_of(*single))
+    draft = ("serve.speculate=draft", "serve.draft=llama3-1b")
+    found = {}
+    for name, words in {
+        "never": ("serve.speculate=ngram", "serve.acceptance=0"),
+        "half": ("serve.speculate=ngram", "serve.acceptance=0.5"),
+        "always": (*draft, "serve.acceptance=1"),
+        "draft": (*draft, "serve.acceptance=0.5"),
+    }.items():
+        found[name] = plan_serving(run_of(*single, *words))
+    turns = {name: plan.as_dict()["engine"]["steps"] - 8 for name, plan in {**found, "plain": plain}.items()}
+    assert turns["never"] == turns["plain"] == 8 * 399
+    assert turns["always"] == 8 * 80  # 4 guesses and a token: 399 of them in 80 steps
+    assert 8 * 399 / turns["half"] == pytest.approx(tokens_a_step(0.5, 4), rel=0.05)
+    assert tokens_a_step(0.5, 4) == pytest.approx((1 - 0.5**5) / (1 - 0.5))
+    assert acceptance_of(tokens_a_step(0.37, 4), 4) == pytest.approx(0.37)
+    speed = {name: plan.as_dict()["output_tokens_per_s"] for name, plan in {**found, "plain": plain}.items()}
+    assert speed["never"] < speed["plain"] < speed["half"]
+    assert speed["draft"] < speed["half"]
+    assert speed["plain"] < speed["always"]
+    assert found["half"].as_dict()["speculation"]["tokens_a_step"] == tokens_a_step(0.5, 4)
+    drafts = found["half"].as_dict()["engine"]
+    assert drafts["accepted"] + turns["half"] == 8 * 399
+    # The draft model's weights and pages have their place, to the byte.
+    model = run_of("model.preset=llama3-1b", "model.max_positions=8192")
+    small, large = serving_memory(model, cluster_of(model).chip), plain.memory
+    memory = found["draft"].memory
+    assert memory.draft == small.weights
+    assert memory.page == large.page + small.page
+    assert (
+        memory.total
+        == memory.weights + memory.draft + memory.activations + memory.libraries + memory.pages * memory.page
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "phrase"),
+    [
+        (["serve.speculate=draft"], "needs a model that guesses"),
+        (["serve.speculate=draft", "serve.draft=gpt2-124m"], "a vocabulary of 50257"),
+        (["serve.speculate=draft", "serve.draft=no/such"], "is no checkpoint, run folder or preset"),
+        (["serve.speculate=draft", "serve.draft=llama-1b"], "did you mean"),
+        (["serve.speculate=draft", "serve.draft=llama3-8b", "model.sliding_window=100"], "sees further back"),
+        (["serve.speculate=ngram", "serve.ngram_min=5"], "more than serve.ngram_max = 4"),
+        (["serve.acceptance=1.5"], "1.5"),
+        (["serve.draft_tokens=0"], "0"),
+    ],
+)
+def test_guesses_that_cannot_be_made_are_refused_with_a_sentence(words: list[str], phrase: str) -> None:
+    with pytest.raises(UserError, match=re.escape(phrase)):
+        read_planned(None, [*PLACE, *LOAD, *words])
 
 
 def test_one_request_takes_the_time_of_its_steps() -> None:
@@ -260,6 +319,19 @@ def test_verify_gives_the_load_to_an_engine(tmp_path: Path, capsys: pytest.Captu
     for name in ("ttft p50", "tpot p99"):
         assert min(values["time", name]) > 0
     assert found["run"]["engine"]["steps"] == found["plan"]["engine"]["steps"]
+    # With guesses too, whose number is taken from what was measured.
+    small = tmp_path / "small.toml"
+    small.write_text(RUN.replace("layers = 2", "layers = 1"))
+    folder = tmp_path / "small"
+    folder.mkdir()
+    (folder / "run.toml").write_text(small.read_text())
+    guessing = ["--serve.speculate=draft", f"--serve.draft={folder}", "--serve.draft_tokens=2"]
+    assert main(["verify", str(path), "--json", *guessing]) == 0
+    guessed = json.loads(capsys.readouterr().out)
+    rows = {each["name"]: (each["plan"], each["run"]) for each in guessed["differences"]}
+    for name in ("weights", "draft weights", "kv cache", "pages"):
+        assert rows[name][0] == rows[name][1] > 0
+    assert guessed["run"]["engine"]["drafted"] > 0
     # A measured load is read again, and held against another plan.
     measured = tmp_path / "load.json"
     measured.write_text(json.dumps(found["run"]))

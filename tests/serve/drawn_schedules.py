@@ -23,6 +23,8 @@ def drawn_settings(draw: random.Random) -> tuple[ServeConfig, int, dict[str, Any
     settings = ServeConfig(
         max_sequences=sequences, max_step_tokens=max(sequences, draw.choice([1, 3, 5, 16, 64])), page_tokens=page,
         prefix_cache=draw.random() < 0.7, preemption=draw.choice(["recompute", "swap"]),
+        speculate=draw.choice(["none", "none", "ngram", "draft"]), draft_tokens=draw.choice([1, 2, 4, 7]),
+        ngram_min=draw.choice([1, 2]), ngram_max=draw.choice([2, 4]),
     )  # fmt: skip
     fewest = -(-LONGEST // page) + 2
     pages = draw.randint(fewest, 2 * fewest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -52,20 +53,34 @@ def model_of(family: str, dtype: torch.dtype = torch.float64) -> Transformer:
         return model.to(dtype)
 
 
+@functools.cache
+def draft_of(family: str, dtype: torch.dtype = torch.float64, noise: float = 0.1) -> Transformer:
+    """A model that mostly says what the family's does."""
+    with torch.inference_mode(False):
+        model = copy.deepcopy(model_of(family, dtype))
+        generator = torch.Generator().manual_seed(1)
+        for parameter in model.parameters():
+            size = float(parameter.std()) if parameter.ndim > 1 else 0.0
+            parameter += noise * size * torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(dtype)
+        return model
+
+
+def draft_runner(family: str, settings: ServeConfig, pages: int, dtype: torch.dtype = torch.float64) -> Runner | None:
+    """The runner of the draft model, where the settings ask for one."""
+    if settings.speculate != "draft":
+        return None
+    sequences = min(settings.max_sequences, settings.max_step_tokens)
+    return Runner(draft_of(family, dtype), pages, settings.page_tokens, sequences, LONGEST, dtype)
+
+
 def engine_of(
     family: str, settings: ServeConfig, pages: int, dtype: torch.dtype = torch.float64, stages: int = 1, **more: Any
 ) -> Engine:
     """With several stages as many steps are under way, though one device computes them all."""
-    runner = Runner(
-        model_of(family, dtype),
-        pages,
-        settings.page_tokens,
-        min(settings.max_sequences, settings.max_step_tokens),
-        LONGEST,
-        dtype,
-    )
+    sequences = min(settings.max_sequences, settings.max_step_tokens)
+    runner = Runner(model_of(family, dtype), pages, settings.page_tokens, sequences, LONGEST, dtype)
     runner.stages = stages
-    return Engine(runner, settings, pages, **more)
+    return Engine(runner, settings, pages, draft=draft_runner(family, settings, pages, dtype), **more)
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 from drawn_schedules import check_answers, drawn_settings
-from engines import LONGEST, model_of
+from engines import LONGEST, draft_runner, model_of
 
 from shardwise.hardware import CHIPS
 from shardwise.parallel.inference import Peers, build_share
@@ -32,7 +32,7 @@ def share_of(
     run = Run(model=whole.config, layout=layout, serve=settings)
     model = build_share(whole.config, dtype, served_layers(run), peers, torch.device(device), read)
     sequences = min(settings.max_sequences, settings.max_step_tokens)
-    return Runner(model, pages, settings.page_tokens, sequences, LONGEST, dtype, peers)
+    return Runner(model, pages, settings.page_tokens, sequences, LONGEST, dtype, peers, settings.draft_tokens)
 
 
 def check_plan(runner: Runner, run: Run, pages: int) -> None:
@@ -47,16 +47,22 @@ def check_plan(runner: Runner, run: Run, pages: int) -> None:
     assert sum(tensor.nbytes for tensor in runner.cache.tensors()) == memory.page * pages
 
 
-def check_layout(rank: int, axes: dict[str, int], cases: list[tuple[str, str]], device: str = "cpu") -> None:
-    """Answer drawn requests for each (family, seed)."""
+def check_layout(
+    rank: int, axes: dict[str, int], cases: list[tuple[str, str]], device: str = "cpu", speculate: str = ""
+) -> None:
+    """Answer drawn requests for each (family, seed); with guesses as drawn, or made as said."""
     layout = LayoutConfig(**axes)
     peers = Peers(layout)
     for family, seed in cases:
         draw = random.Random(seed)
         settings, pages, more = drawn_settings(draw)
+        if speculate:
+            settings = replace(settings, speculate=speculate, max_step_tokens=64)
         runner = share_of(family, layout, settings, pages, peers, torch.float64, device)
         run = Run(model=runner.model.config, layout=layout, serve=settings)
-        check_plan(runner, run, pages)
-        with taking_part(runner, run, pages, more["host_pages"], "127.0.0.1") as engine:
+        check_plan(runner, replace(run, serve=replace(settings, speculate="none")), pages)
+        leads = peers.place.rank == peers.place.leader
+        draft = draft_runner(family, settings, pages) if leads else None
+        with taking_part(runner, run, pages, more["host_pages"], "127.0.0.1", draft=draft) as engine:
             if engine is not None:
                 check_answers(engine, draw, family)

@@ -73,6 +73,15 @@ def test_the_command_continues_a_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     text = results[0][0]["text"]
     assert main([*base[:4], "--max-tokens", "30", "--temperature", "0", "--device", "cpu"]) == 0
     assert capsys.readouterr().out == f"def{text}\n"
+    # Guesses make the same text, by lookup and by a draft model: here, the model itself.
+    draft = [f"--serve.draft={tmp_path / 'run'}", "--serve.speculate=draft"]
+    for words, wanted in ((["--serve.speculate=ngram"], results[0]), (draft, results[0])):
+        assert main([*base, "0", *words]) == 0
+        assert json.loads(capsys.readouterr().out)["samples"] == wanted
+    assert main([*base, "1", "--seed", "1", *draft]) == 0
+    assert json.loads(capsys.readouterr().out)["samples"] == results[2]
+    assert main([*base, "0", "--serve.speculate=draft", "--serve.draft=gpt2-124m"]) == 2
+    assert "vocabulary of 50257" in capsys.readouterr().err
     stop = results[0][0]["text"][2:4]
     assert main([*base, "0", "--stop", stop]) == 0
     cut = json.loads(capsys.readouterr().out)["samples"][0]

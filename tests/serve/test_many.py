@@ -21,6 +21,11 @@ SMALL = [
     (dict(tensor=2, shard=2, expert=4), ["deepseek"]),
     (dict(replicate=2, pipeline=2), ["window"]),
 ]
+SPECULATING: list[tuple[dict[str, int], str, str]] = [
+    (dict(tensor=2), "qwen", "ngram"),
+    (dict(tensor=2, pipeline=2), "deepseek", "draft"),
+    (dict(replicate=2), "gpt", "draft"),
+]
 
 
 def world_of(axes: dict[str, int]) -> int:
@@ -55,6 +60,15 @@ def test_layouts_answer_as_the_uncached_model(
 ) -> None:
     seed = request.config.getoption("--seed")
     ranks.run(world_of(axes), check_layout, axes, [(family, f"{seed} {family}") for family in families])
+
+
+@pytest.mark.parametrize(("axes", "family", "way"), SPECULATING, ids=[name_of(axes) for axes, _, _ in SPECULATING])
+def test_layouts_verify_guesses(
+    axes: dict[str, int], family: str, way: str, ranks: RankPool, request: pytest.FixtureRequest
+) -> None:
+    """Those of the small tier's drawn settings that say how; the first rank of each replica has the draft model."""
+    seed = request.config.getoption("--seed")
+    ranks.run(world_of(axes), check_layout, axes, [(family, f"{seed} {way}")], "cpu", way)
 
 
 @pytest.mark.large("every axis and product of axes up to eight ranks, of which the small tier has the most different")

@@ -60,6 +60,8 @@ def _print(best: ServingPlan, ranking: list[ServingPlan]) -> None:
     load = f"{serve.rate:g} requests/s" if serve.rate else f"{serve.concurrency} clients"
     held = "is held" if best.holds else "IS NOT HELD"
     parts = f"weights {words.size(memory.weights)}, keys and values {words.size(memory.cache)}"
+    if memory.draft:
+        parts += f", draft model {words.size(memory.draft)}"
     tokens = memory.pages * serve.page_tokens
     price = (
         f"{words.money(cost['usd_per_hour'])} an hour" if cost["usd_per_hour"] else "no price known: set cluster.price"
@@ -75,6 +77,12 @@ def _print(best: ServingPlan, ranking: list[ServingPlan]) -> None:
         ("times", f"± {best.facts.error:.0%}", f"played step by step with facts {best.facts.origin}"),
         ("cost", words.price(cost["usd_per_million_output_tokens"]), f"for a million tokens of answers; {price}"),
     ]
+    if guess := found["speculation"]:
+        source = "looked up" if guess["by"] == "ngram" else "of a draft model"
+        what = f"{guess['draft_tokens']} {source}, right in {guess['acceptance']:.0%}"
+        figures.insert(
+            5, ("guesses", f"{guess['tokens_a_step']:.2f} tokens", f"of a sequence in a step: {what}, as assumed")
+        )
     print_load(console, found, figures)
     if len(ranking) < 2:
         return

@@ -16,12 +16,14 @@ from typing import Any
 from shardwise.hardware.engine_facts import EngineFacts, engine_facts
 from shardwise.plan.cost.job import cluster_of
 from shardwise.plan.serving.cost import Serving
+from shardwise.plan.serving.drafting import Speculation, tokens_a_step
 from shardwise.plan.serving.engines import FORMATS, OURS
 from shardwise.plan.serving.play import Place, Played, play, requests_of
-from shardwise.plan.serving.pool import ServingMemory, host_pages, kv_dtype, serving_memory
+from shardwise.plan.serving.pool import ServingMemory, draft_run, host_pages, kv_dtype, serving_memory
 from shardwise.plan.serving.step_time import StepTime
 from shardwise.run import AXES, Problem, Run, UserError
 from shardwise.run.check import serving_rules
+from shardwise.run.draft import drafts
 from shardwise.run.weights import BYTES, bytes_a_weight
 from shardwise.run.weights import FORMATS as REDUCED
 from shardwise.schedules.serving.figures import LoadFigures
@@ -67,11 +69,21 @@ class ServingPlan:
             "layout": {"devices": layout.world} | {axis: getattr(layout, axis) for axis in AXES},
             "memory": self.served.memory,
             "engine": self.served.engine,
+            "speculation": self._speculation(),
             "cost": {
                 "usd_per_hour": self.usd_per_hour,
                 "usd_per_million_output_tokens": self.usd_per_hour * hours / tokens * 1e6,
             },
         }  # fmt: skip
+
+    def _speculation(self) -> dict[str, Any]:
+        serve = self.run.serve
+        if serve.speculate == "none":
+            return {}
+        tokens = tokens_a_step(serve.acceptance, serve.draft_tokens)
+        return dict(
+            by=serve.speculate, draft_tokens=serve.draft_tokens, acceptance=serve.acceptance, tokens_a_step=tokens
+        )
 
     @cached_property
     def served(self) -> ServedLoad:
@@ -80,11 +92,16 @@ class ServingPlan:
         owners = {
             "weights": memory.weights, "activations": memory.activations, "libraries": memory.libraries,
             "kv_cache": memory.cache, "pages": memory.pages, "total": memory.total,
-        }  # fmt: skip
+        } | ({"draft_weights": memory.draft} if memory.draft else {})  # fmt: skip
         engine = {
             "steps": sum(each.steps for each in played), "preemptions": sum(each.preemptions for each in played),
             "running": max(each.most_running for each in played), "pages": max(each.most_pages for each in played),
         }  # fmt: skip
+        if self.run.serve.speculate != "none":
+            engine |= {
+                "drafted": sum(each.drafted for each in played),
+                "accepted": sum(each.accepted for each in played),
+            }
         return ServedLoad(self.figures.as_dict(), engine, owners)
 
 
@@ -111,15 +128,30 @@ def plan_serving(run: Run, over_http: bool = True) -> ServingPlan:
             )
         )
     facts = engine_facts(cluster.chip)
-    times = StepTime(serving, facts, min(serve.max_sequences, serve.max_step_tokens))
+    slots = min(serve.max_sequences, serve.max_step_tokens)
+    times = StepTime(serving, facts, slots * (1 + drafts(run)))
+    guessing: StepTime | None = None
+    if (draft := draft_run(run)) is not None:
+        whole = FORMATS[STORED[run.train.dtype]]
+        windowed = (1.0, draft.model.sliding_window) if draft.model.sliding_window else (0.0, 0)
+        small = Serving(draft.model, cluster, OURS, whole, whole, BYTES[kv_dtype(draft)], windowed=windowed)
+        guessing = StepTime(small, facts, slots)
     place = Place(memory.pages, host_pages(run, memory), model.max_positions, model.sliding_window)
     arrive = facts.profile.serve_arrive if over_http else 0.0
     asked = requests_of(serve, run.train.seed)
     shares = [asked[n :: layout.replicate] for n in range(layout.replicate)]
     clients = [len(range(n, serve.concurrency, layout.replicate)) for n in range(layout.replicate)]
     played = tuple(
-        play(serve, share, times, place, 0 if serve.rate else max(1, own), arrive)
-        for share, own in zip(shares, clients, strict=True)
+        play(
+            serve,
+            share,
+            times,
+            place,
+            0 if serve.rate else max(1, own),
+            arrive,
+            Speculation.of(serve, guessing, run.train.seed + n),
+        )
+        for n, (share, own) in enumerate(zip(shares, clients, strict=True))
     )
     first = played[0].figures
     figures = LoadFigures(

@@ -12,6 +12,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from math import inf
 
+from shardwise.plan.serving.drafting import Speculation
 from shardwise.plan.serving.step_time import StepTime
 from shardwise.run.lengths import parse_lengths
 from shardwise.run.load import Asked, draw_load
@@ -56,6 +57,8 @@ class Played:
     preemptions: int
     most_running: int
     most_pages: int
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass
@@ -76,13 +79,14 @@ def requests_of(serve: ServeConfig, seed: int = 0) -> list[Asked]:
 
 
 def play(
-    serve: ServeConfig, asked: Items[Asked], times: StepTime, place: Place, concurrency: int = 0, arrive: float = 0.0
+    serve: ServeConfig, asked: Items[Asked], times: StepTime, place: Place, concurrency: int = 0, arrive: float = 0.0,
+    guesses: Speculation | None = None,
 ) -> Played:  # fmt: skip
     """One engine. With a `concurrency`, so many requests are under way at a time. Each takes `arrive` seconds to and from it."""
     pool = PagePool(place.pages, serve.page_tokens, place.host_pages, serve.prefix_cache)
     sequences = min(serve.max_sequences, serve.max_step_tokens)
     stages = Stages(times.serving.pipeline)
-    ahead = times.gpu and stages.count == 1
+    ahead = times.gpu and stages.count == 1 and guesses is None
     kept = stages.count - 1 or int(ahead)
     settings = Settings(
         sequences, serve.max_step_tokens, place.longest, serve.preemption, place.window, stages=stages.count
@@ -115,7 +119,7 @@ def play(
 
     def read(step: Step) -> None:
         sampling = [chunk.sequence for chunk in step.chunks if chunk.samples]
-        scheduler.update(step, [[0]] * len(sampling))
+        scheduler.update(step, [[0]] * len(sampling) if guesses is None else guesses.sampled(step))
         for sequence in sampling:
             one = running.get(sequence)
             if one is None:
@@ -134,8 +138,11 @@ def play(
                 break
             host = max(host, next_arrival())
             continue
+        if guesses is not None:
+            guesses.propose(scheduler.decoding)
         step = scheduler.schedule()
         if step.chunks:
+            host += guesses.seconds(step) if guesses is not None else 0.0
             spent = times.of(*step_sizes(step))
             end = stages.run(host + spent.before, spent.device)
             host += spent.before + spent.launch
@@ -146,16 +153,17 @@ def play(
             read(done)
     limits = Limits(*(limit or float("inf") for limit in (serve.ttft_ms, serve.tpot_ms)))
     figures = LoadFigures(tuple(made), len(made) + failed, host, limits, {TOO_LONG: failed} if failed else {})
-    did = scheduler.did
-    return Played(figures, did.steps, scheduler.preemptions, did.most_running, did.most_pages)
+    did, told = scheduler.did, (guesses.drafted, guesses.accepted) if guesses is not None else (0, 0)
+    return Played(figures, did.steps, scheduler.preemptions, did.most_running, did.most_pages, *told)
 
 
 def step_sizes(step: Step) -> tuple[int, int, list[tuple[int, int]], int]:
     """What the time of a step depends on: sequences that decode, their tokens, chunks of prompts (tokens before, and new), and how
-    many tokens are picked."""
+    many tokens are picked. A guess is computed as one more sequence is."""
     decoding, prompts = step.chunks[: step.decoding], step.chunks[step.decoding :]
-    keys = sum(chunk.start + 1 for chunk in decoding)
-    return step.decoding, keys, [(chunk.start, chunk.count) for chunk in prompts], step.sampling
+    rows = sum(chunk.count for chunk in decoding)
+    keys = sum(chunk.count * (2 * chunk.start + chunk.count + 1) // 2 for chunk in decoding)
+    return rows, keys, [(chunk.start, chunk.count) for chunk in prompts], step.sampling + rows - step.decoding
 
 
 def _made(one: UnderWay, now: float) -> Made:

@@ -11,6 +11,7 @@ from shardwise.hardware.chips import CHIPS, Chip
 from shardwise.hardware.engine_facts import engine_facts
 from shardwise.plan.cost.flops import layers_of_stages
 from shardwise.run import LayoutConfig, ModelConfig, Run
+from shardwise.run.draft import draft_model, drafts
 from shardwise.run.parameters import Parameter, first_parameters, last_parameters, layer_parameters
 from shardwise.run.served import ServingRank
 from shardwise.run.weights import BYTES, FORMATS, is_reduced, parameter_bytes
@@ -25,8 +26,10 @@ class ServingMemory:
     """The largest step at work."""
     libraries: int
     page: int
-    """One page, of all layers here."""
+    """One page, of all layers here, those of a draft model among them."""
     pages: int
+    draft: int = 0
+    """Weights of the draft model, where it stands."""
 
     @property
     def cache(self) -> int:
@@ -36,7 +39,7 @@ class ServingMemory:
     @property
     def total(self) -> int:
         """All of it."""
-        return self.weights + self.activations + self.libraries + self.cache
+        return self.weights + self.draft + self.activations + self.libraries + self.cache
 
 
 def token_elements(model: ModelConfig, tensor: int = 1) -> int:
@@ -88,13 +91,33 @@ def activation_bytes(run: Run, stage: int = 0, packed: bool = False) -> int:
     if model.experts:
         wide = max(wide, model.experts_per_token * (model.hidden + 2 * model.expert_ffn))
     layer = tokens * (3 * model.hidden + 1.5 * wide / tensor) * each
-    logits = min(serve.max_sequences, tokens) * model.vocab * (each + 4 + (2 * each / tensor if tensor > 1 else 0))
+    logits = (
+        min(serve.max_sequences * (1 + drafts(run)), tokens)
+        * model.vocab
+        * (each + 4 + (2 * each / tensor if tensor > 1 else 0))
+    )
     unpacked = 0.0
     if packed or serve.weights in FORMATS:
         kinds = {model.is_moe(layer) for layer in range(model.layers)}
         entries = [entry for moe in kinds for entry in layer_parameters(model, moe) if is_reduced(entry)]
         unpacked = max(entry.numel for entry in entries) * each / tensor * (2 if model.gated else 1)
     return int(layer + (logits if stage == layout.pipeline - 1 else 0) + unpacked)
+
+
+def draft_run(run: Run) -> Run | None:
+    """The draft model as a run that is served: whole, on the device of the last stage where tokens are picked; None where there is
+    none. Its weights are kept in the dtype of the arithmetic, its keys and values as the large model's."""
+    model = draft_model(run)
+    if model is None:
+        return None
+    serve = replace(run.serve, weights="auto", speculate="none", draft="", invariant=False)  # it only guesses
+    return replace(run, model=model, layout=LayoutConfig(), serve=serve)
+
+
+def page_bytes(run: Run, stage: int = 0) -> int:
+    """One page of the layers of a stage."""
+    layers = len(served_layers(run)[stage])
+    return int(run.serve.page_tokens * layers * token_elements(run.model, run.layout.tensor) * BYTES[kv_dtype(run)])
 
 
 def device_bytes(chip: Chip) -> int:
@@ -115,16 +138,21 @@ def serving_memory(run: Run, chip: Chip, total: int = 0, weights: int = 0) -> Se
 
 def stage_memory(run: Run, stage: int, chip: Chip, total: int = 0, weights: int = 0) -> ServingMemory:
     """The same of a device of one stage."""
-    serve, layers = run.serve, len(served_layers(run)[stage])
-    page = int(serve.page_tokens * layers * token_elements(run.model, run.layout.tensor) * BYTES[kv_dtype(run)])
+    serve, page, draft_weights = run.serve, page_bytes(run, stage), 0
     activations = activation_bytes(run, stage, weights > 0)
     weights = weights or weight_bytes(run, stage)
+    draft = draft_run(run) if stage == run.layout.pipeline - 1 else None
+    if draft is not None:  # the two models work by turns
+        page += page_bytes(draft)
+        draft_weights, activations = weight_bytes(draft), max(activations, activation_bytes(draft))
     libraries = 0 if chip.name == "cpu" else int(engine_facts(chip).profile.library_bytes)
-    room = int((total or device_bytes(chip)) * (1 - run.cluster.headroom)) - weights - activations - libraries
+    taken = weights + draft_weights + activations + libraries
+    room = int((total or device_bytes(chip)) * (1 - run.cluster.headroom)) - taken
     if serve.memory_gib:
         room = int(serve.memory_gib * 2**30)
     most = serve.max_sequences * -(-run.model.max_positions // serve.page_tokens) + 1
-    return ServingMemory(weights, activations, libraries, page, max(0, min(room // max(1, page), most)))
+    pages = max(0, min(room // max(1, page), most))
+    return ServingMemory(weights, activations, libraries, page, pages, draft_weights)
 
 
 def host_pages(run: Run, memory: ServingMemory) -> int:

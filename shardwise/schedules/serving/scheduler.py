@@ -72,6 +72,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def decoding(self) -> list[Sequence]:
+        """Those whose prompt is computed, by importance."""
+        return self._running.decode
+
+    @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
         return not (self._waiting or self._running)

@@ -71,6 +71,13 @@ class Metrics:
                 "Tokens that the engine generated.",
                 {"": stats.generated_tokens},
             ),
+            ("draft_tokens_total", "counter", "Guesses that were verified, by place.", _places(stats.drafted_at)),
+            (
+                "draft_tokens_accepted_total",
+                "counter",
+                "Guesses that were right, as all before them, by place.",
+                _places(stats.accepted_at),
+            ),
             ("healthy", "gauge", "1 while requests are taken.", {"": int(service.healthy)}),
         ):
             lines += _lines(name, kind, meaning, values)
@@ -110,6 +117,10 @@ class Timing:
         after_first = self._count / self._choices - 1
         if after_first > 0:
             self._metrics.each_token.add((self._last - self._first) / after_first)
+
+
+def _places(counts: Sequence[int]) -> dict[str, float]:
+    return {f'{{position="{place}"}}': count for place, count in enumerate(counts, 1)}
 
 
 def _lines(name: str, kind: str, meaning: str, values: Mapping[str, float]) -> Iterator[str]:

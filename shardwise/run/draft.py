@@ -1,0 +1,48 @@
+"""The small model that guesses what a served one says next (`serve.draft`): its sizes, as far as a plan or a rule needs them."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+
+from shardwise.run.config import ModelConfig, Run
+from shardwise.run.derive import derive_model
+from shardwise.run.presets import PRESETS
+from shardwise.run.problems import Problem, UserError, nearest
+
+RUN_FILE = "run.toml"
+
+
+def drafts(run: Run) -> int:
+    """Tokens that a step verifies of a sequence beside its last; 0 where nothing is guessed."""
+    return run.serve.draft_tokens if run.serve.speculate != "none" else 0
+
+
+def draft_model(run: Run) -> ModelConfig | None:
+    """The draft model's sizes; None where the run has none. Raises `UserError` where they cannot be known."""
+    name = run.serve.draft
+    if run.serve.speculate != "draft" or not name:
+        return None
+    if name in PRESETS:
+        return derive_model(ModelConfig(**PRESETS[name]), run.train.seq_len)
+    file = _run_file(Path(name))
+    if file is None:
+        known = nearest(name, PRESETS) if "/" not in name else ""
+        converts = (
+            "; `shardwise convert from-hf` makes a checkpoint of it" if (Path(name) / "config.json").is_file() else ""
+        )
+        reason = f'"{name}" is no checkpoint, run folder or preset{converts or known}'
+        raise UserError(Problem(reason, "serve.draft"))
+    try:
+        section = tomllib.loads(file.read_text(encoding="utf-8")).get("model", {})
+        given = {each.name for each in fields(ModelConfig)} & set(section)
+        return derive_model(ModelConfig(**{key: section[key] for key in given}), run.train.seq_len)
+    except (OSError, ValueError, TypeError, AttributeError) as e:
+        raise UserError(Problem(f"{file} cannot be read: {e}", "serve.draft")) from None
+
+
+def _run_file(path: Path) -> Path | None:
+    """The description of a checkpoint, or of the newest one of a run folder."""
+    found = sorted((path / "checkpoints").glob(f"step-*/{RUN_FILE}"))
+    return next((file for file in (path / RUN_FILE, *reversed(found)) if file.is_file()), None)
