@@ -4,14 +4,15 @@ the forward pass without a cache."""
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from engines import FAMILIES, LONGEST, VOCAB, engine_of, expected, tokens_of
 
 from shardwise.run.serve_config import ServeConfig
-from shardwise.serve.engine import Engine
 from shardwise.serve.request import Request, Sampling
+from shardwise.serve.stats import Stats
 
 TOKENS = 12
 
@@ -49,8 +50,8 @@ def drawn_requests(draw: random.Random) -> list[Request]:
     return found
 
 
-def check_answers(engine: Any, draw: random.Random, family: str) -> None:
-    """Let an engine answer drawn requests, some of which are aborted, and compare."""
+def check_answers(engine: Any, draw: random.Random, family: str) -> int:
+    """Let an engine answer drawn requests, some of which are aborted, and compare. How many were aborted."""
     requests = drawn_requests(draw)
     coming, alive, aborted, found = list(requests), [], set(), {}
     while coming or not engine.idle:
@@ -78,15 +79,28 @@ def check_answers(engine: Any, draw: random.Random, family: str) -> None:
                 assert [each.logprob for each in own] == pytest.approx(logprobs[: len(made)], abs=1e-9)
                 assert all(len(each.top) == request.sampling.logprobs for each in own)
     assert engine.stats().pages_used == 0
+    return len(aborted)
 
 
-def check_schedule(seed: str) -> Engine:
+@dataclass
+class Drawn:
+    """What one schedule was, and what happened in it."""
+
+    family: str
+    settings: ServeConfig
+    stats: Stats
+    steps: int
+    aborted: int
+
+
+def check_schedule(seed: str) -> Drawn:
     """One of them on one device."""
     draw = random.Random(seed)
     family = draw.choice(list(FAMILIES))
     settings, pages, more = drawn_settings(draw)
     engine = engine_of(family, settings, pages, **more)
-    check_answers(engine, draw, family)
+    aborted = check_answers(engine, draw, family)
     assert not engine.by_sequence
     assert not engine.unforked
-    return engine
+    assert engine.pool.available_host == engine.pool.host_pages
+    return Drawn(family, settings, engine.stats(), engine.scheduler.did.steps, aborted)
