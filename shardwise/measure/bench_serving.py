@@ -63,7 +63,7 @@ class Grid:
     check_gib: float
     many: int = 256
     """By which the host is timed: sequences of a step, tokens of two prompts, and how many steps."""
-    prompts: tuple[int, int] = (256, 2048)
+    prompts: tuple[int, int] = (512, 2048)
     steps: int = 32
 
 

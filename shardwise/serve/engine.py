@@ -137,6 +137,8 @@ class Engine:
     def warm(self) -> None:
         """Do now what the first requests would otherwise wait for: compile and record the steps of a GPU."""
         self.runner.warm(self.scheduler.settings.max_step_tokens)
+        if self.drafter is not None:
+            self.drafter.warm(self.scheduler.settings.max_step_tokens)
 
     @property
     def idle(self) -> bool:

@@ -79,10 +79,14 @@ def draft_runner_of(model: Transformer | None, run: Run, pages: int, longest: in
             f"has {model.config.max_positions} learned positions, and sequences may have {longest} tokens; use another"
         )
         raise UserError(Problem(reason, "serve.draft"))
-    return runner_of(model, draft, pages, longest)
+    return runner_of(
+        model, draft, pages, longest, guesses=1
+    )  # it computes what was accepted and what it guessed, often two
 
 
-def runner_of(model: Transformer, run: Run, pages: int, longest: int = 0, peers: Peers | None = None) -> Runner:
+def runner_of(
+    model: Transformer, run: Run, pages: int, longest: int = 0, peers: Peers | None = None, guesses: int = 0
+) -> Runner:
     """A runner for a model in memory. Sequences have at most as many tokens as the model has positions, or as `longest` says:
     rotary ones go on beyond what was trained."""
     if run.serve.invariant and not model.invariant:
@@ -91,4 +95,4 @@ def runner_of(model: Transformer, run: Run, pages: int, longest: int = 0, peers:
     dtype = dtypes.get(kv_dtype(run)) or getattr(torch, kv_dtype(run))
     sequences = min(run.serve.max_sequences, run.serve.max_step_tokens)
     longest = longest or run.model.max_positions
-    return Runner(model, pages, run.serve.page_tokens, sequences, longest, dtype, peers, drafts(run))
+    return Runner(model, pages, run.serve.page_tokens, sequences, longest, dtype, peers, guesses or drafts(run))

@@ -20,7 +20,7 @@ from torch import Tensor
 from shardwise.model.fused import fuse, unembed
 from shardwise.model.paged import PagedBatch, PagedCache
 from shardwise.model.transformer import Transformer
-from shardwise.schedules.serving.settings import graph_sizes
+from shardwise.schedules.serving.settings import graph_sizes, is_short, shared_sizes
 from shardwise.serve.sampler import Picked, Sampler, send
 
 if TYPE_CHECKING:
@@ -56,7 +56,8 @@ class Row:
         """A row for each token."""
         if self.count == 1 or self.tokens is None:
             return [self]
-        return [Row(self.slot, self.start + n, [token], 1, 1) for n, token in enumerate(self.tokens)]
+        first = self.count - self.samples
+        return [Row(self.slot, self.start + n, [token], 1, int(n >= first)) for n, token in enumerate(self.tokens)]
 
 
 @dataclass
@@ -136,7 +137,7 @@ class Runner:
         rows = sequences * (1 + drafts)
         self.sampler = Sampler(sequences + 1, model.config.vocab, self.device, model.invariant, rows)
         self.host: list[Tensor] = []
-        self.sizes, self.shared_sizes = graph_sizes(sequences), graph_sizes(rows) if drafts else []
+        self.drafts, self.sizes, self.shared_sizes = drafts, graph_sizes(sequences), shared_sizes(sequences, drafts)
         self.graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor, Tensor]] = {}
         """By rows, and by whether some are of one sequence."""
 
@@ -170,15 +171,13 @@ class Runner:
         """Compute a step, rows with one new token or with guesses first; returns while the device works. `masks`: the bits of
         tokens allowed."""
         behind = guesses(rows)
-        rows = [single for row in rows for single in (row.singles() if row.single else [row])]
+        recorded = self._recorded(rows) if self.records and not keep_logits else None
+        rows = [single for row in rows for single in (row.singles() if recorded or row.single else [row])]
         decodes = sum(row.count == 1 for row in rows)
         decoded: Tensor | None = None
         found: Tensor | tuple[Tensor, Tensor]
-        shared = len({row.slot for row in rows[:decodes]}) < decodes
-        most = (self.shared_sizes if shared else self.sizes)[-1:] or [0]
-        fits = decodes == len(rows) <= most[0] and all(row.samples for row in rows)
-        if self.records and fits and not keep_logits:
-            found, decoded = self._decode(rows, shared)
+        if recorded:
+            found, decoded = self._decode(rows, *recorded)
         else:
             found = self._mixed(rows, decodes, keep_logits)
         launched = Launched(None, [])
@@ -193,7 +192,7 @@ class Runner:
             return launched
         plain = masks is None and self.sampler.is_plain(launched.slots)
         if decoded is not None and plain:
-            launched.picked = Picked(decoded[: len(rows)])
+            launched.picked = Picked(decoded)
         else:
             self.sampler.prepare()
             there = self.send(np.asarray((launched.slots, positions), np.int32))
@@ -285,7 +284,7 @@ class Runner:
         if not self.gpu:
             return
         with torch.inference_mode():
-            wanted = [(size, False) for size in self.sizes] + [(size, True) for size in self.shared_sizes if size > 1]
+            wanted = [(size, False) for size in self.sizes] + [(size, True) for size in self.shared_sizes]
             for size, shared in sorted(wanted if self.records else (), reverse=True):
                 if (size, shared) not in self.graphs:
                     self._record(size, shared)
@@ -296,10 +295,21 @@ class Runner:
                 self._mixed([Row(0, 1, [0], 1, 1), Row(0, 0, [0] * count, count, 1)], 1, False)
             torch.cuda.synchronize()
 
-    def _decode(self, rows: list[Row], shared: bool) -> tuple[Tensor, Tensor]:
-        """A step of single tokens, replayed: logits, and tokens picked of them without regard to more than temperatures; or what a
-        stage hands on. `shared`: some are of one sequence."""
-        size = next(each for each in (self.shared_sizes if shared else self.sizes) if each >= len(rows))
+    def _recorded(self, rows: list[Row]) -> tuple[int, bool] | None:
+        """The recorded step that computes these rows, by its size and whether some tokens are of one sequence; None where there is
+        none, or kernels for prompts are faster."""
+        tokens = sum(row.count for row in rows)
+        shared = tokens > len(rows)
+        if any(row.count > 1 + self.drafts for row in rows):
+            keys = sum(row.count * (2 * row.start + row.count + 1) // 2 for row in rows)
+            if not is_short(tokens, keys):
+                return None
+        size = next((size for size in (self.shared_sizes if shared else self.sizes) if size >= tokens), 0)
+        return (size, shared) if size else None
+
+    def _decode(self, rows: list[Row], size: int, shared: bool) -> tuple[Tensor, Tensor]:
+        """A step of single tokens, replayed: logits of those that are sampled after, and tokens picked of them without regard to
+        more than temperatures; or what a stage hands on. `shared`: some are of one sequence."""
         if (size, shared) not in self.graphs:
             self._record(size, shared)
         self.sampler.prepare()
@@ -315,7 +325,14 @@ class Runner:
         graph.replay()
         if not self.model.last:  # what is on its way must stay when this is replayed
             self._hand_on(logits[: len(rows)].clone())
-        return logits[: len(rows)], tokens
+        wanted = [n for n, row in enumerate(rows) if row.samples]
+        if not self.model.last or len(wanted) == len(rows):
+            return logits[: len(rows)], tokens[: len(rows)]
+        # All tokens were picked for, and the last of a slot may be any of its.
+        asked, slots = self.send(np.asarray((wanted, [rows[n].slot for n in wanted]), np.int64))
+        picked = tokens[asked]
+        self.sampler.last[slots] = picked.clamp(min=0)
+        return logits[asked], picked
 
     def _record(self, size: int, shared: bool) -> None:
         """Record the step for so many tokens."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from shardwise.run import ModelConfig
 from shardwise.run.derive import derive_model
 from shardwise.run.serve_config import ServeConfig
 from shardwise.serve.engine import Engine
-from shardwise.serve.request import Request, Sampling
+from shardwise.serve.request import Output, Request, Sampling
 from shardwise.serve.runner import Runner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -64,6 +64,17 @@ def test_answers_are_those_without_a_cache(family: str, kv_dtype: torch.dtype) -
         engine,
         [Request(str(n), prompt, 24, Sampling(0.0, logprobs=1)) for n, prompt in enumerate(prompts)],
     )
+    check(found, prompts, exact, plain, kv_dtype)
+
+
+def check(
+    found: dict[tuple[str, int], list[Output]],
+    prompts: list[tuple[int, ...]],
+    exact: Transformer,
+    plain: Transformer,
+    kv_dtype: torch.dtype,
+) -> None:
+    """Tokens are the likeliest, and logprobs are right, to rounding."""
     for n, prompt in enumerate(prompts):
         outputs = found[str(n), 0]
         tokens = tokens_of(outputs)
@@ -76,3 +87,32 @@ def test_answers_are_those_without_a_cache(family: str, kv_dtype: torch.dtype) -
         picked = wanted.gather(1, torch.tensor(tokens, device="cuda")[:, None])[:, 0].cpu()
         assert float((own - picked).abs().max()) <= allowed
         assert float((wanted.max(-1).values.cpu() - picked).max()) <= allowed
+
+
+@pytest.mark.parametrize("family", ["llama", "window", "qwen", "mixtral", "deepseek", "wide heads"])
+@pytest.mark.parametrize("way", ["ngram", "draft", "none"])
+def test_guesses_and_short_prompts_are_replayed(family: str, way: Literal["ngram", "draft", "none"]) -> None:
+    """As steps of single tokens that see each other, in one recorded step."""
+    more = (FAMILIES | WIDE)[family]
+    exact = make_model(more).float()
+    exact.dtype = torch.float32
+    plain = make_model(more)
+    draw = random.Random(0)
+    prompts = [tuple(draw.randrange(VOCAB) for _ in range(count)) * 2 for count in (1, 3, 20, 40, 31, 64, 7, 9)]
+    settings = ServeConfig(
+        page_tokens=16, max_sequences=64, max_step_tokens=200, speculate=way, draft_tokens=3, ngram_min=1, ngram_max=2
+    )
+    drafts = 0 if way == "none" else 3
+    draft = Runner(make_model(more), PAGES, 16, 64, LONGEST, torch.bfloat16, drafts=1) if way == "draft" else None
+    runner = Runner(make_model(more), PAGES, 16, 64, LONGEST, torch.bfloat16, drafts=drafts)
+    engine = Engine(runner, settings, PAGES, draft=draft)
+    asked = [Request(str(n), prompt, 24, Sampling(0.0, logprobs=1)) for n, prompt in enumerate(prompts)]
+    check(answers(engine, asked), prompts, exact, plain, torch.bfloat16)
+    drawn = [Request(f"d{n}", prompt, 24, Sampling(1.0, top_k=50, seed=n)) for n, prompt in enumerate(prompts)]
+    free = [Request(f"f{n}", prompt, 24, Sampling(1.0, seed=n)) for n, prompt in enumerate(prompts)]
+    assert all(len(tokens_of(outputs)) == 24 for outputs in answers(engine, [*drawn, *free]).values())
+    assert any(shared for _, shared in runner.graphs)
+    stats = engine.stats()
+    assert stats.pages_used == 0
+    if way == "draft":  # it is the same model, computed in another order
+        assert sum(stats.accepted_at) > 0.8 * sum(stats.drafted_at)

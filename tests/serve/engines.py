@@ -70,7 +70,7 @@ def draft_runner(family: str, settings: ServeConfig, pages: int, dtype: torch.dt
     if settings.speculate != "draft":
         return None
     sequences = min(settings.max_sequences, settings.max_step_tokens)
-    return Runner(draft_of(family, dtype), pages, settings.page_tokens, sequences, LONGEST, dtype)
+    return Runner(draft_of(family, dtype), pages, settings.page_tokens, sequences, LONGEST, dtype, drafts=1)
 
 
 def engine_of(

@@ -129,13 +129,13 @@ def plan_serving(run: Run, over_http: bool = True) -> ServingPlan:
         )
     facts = engine_facts(cluster.chip)
     slots = min(serve.max_sequences, serve.max_step_tokens)
-    times = StepTime(serving, facts, slots * (1 + drafts(run)))
+    times = StepTime(serving, facts, slots, drafts(run))
     guessing: StepTime | None = None
     if (draft := draft_run(run)) is not None:
         whole = FORMATS[STORED[run.train.dtype]]
         windowed = (1.0, draft.model.sliding_window) if draft.model.sliding_window else (0.0, 0)
         small = Serving(draft.model, cluster, OURS, whole, whole, BYTES[kv_dtype(draft)], windowed=windowed)
-        guessing = StepTime(small, facts, slots)
+        guessing = StepTime(small, facts, slots, 1)
     place = Place(memory.pages, host_pages(run, memory), model.max_positions, model.sliding_window)
     arrive = facts.profile.serve_arrive if over_http else 0.0
     asked = requests_of(serve, run.train.seed)

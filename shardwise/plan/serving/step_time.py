@@ -22,7 +22,7 @@ from shardwise.plan.serving.engines import FORMATS, OURS
 from shardwise.plan.serving.inference import constants_of, fitted_inference
 from shardwise.run import ModelConfig
 from shardwise.run.derive import derive_model
-from shardwise.schedules.serving.settings import graph_sizes
+from shardwise.schedules.serving.settings import graph_sizes, is_short, shared_sizes
 
 GRID = 8
 """Sizes to each doubling."""
@@ -49,6 +49,8 @@ class StepTime:
     serving: Serving
     facts: EngineFacts
     slots: int = 256
+    drafts: int = 0
+    """Guesses of a sequence that a step verifies."""
     _kept: dict[tuple[str, float, float], float] = field(default_factory=dict, compare=False)
 
     @property
@@ -68,6 +70,12 @@ class StepTime:
         new = sum(count for _, count in chunks)
         each = new / len(chunks)
         tokens = decodes + new
+        seen = keys + sum(count * (2 * before + count + 1) // 2 for before, count in chunks)
+        size = next((size for size in self._shared if size >= tokens), 0)
+        if self.gpu and size and is_short(tokens, seen):
+            device = self._decode(size, seen / size) + self._pick(size) + self._exchange(size)
+            host = facts.serve_step + (decodes + len(chunks)) * facts.serve_sequence + new * facts.serve_token
+            return Spent(host, 0.0, device)
         device = self._factor("prompt", tokens, each) * (
             self._whole * self._linear(tokens) + sum(self._prompt(count) for _, count in chunks)
         )
@@ -93,7 +101,11 @@ class StepTime:
 
     @cached_property
     def _sizes(self) -> list[int]:
-        return graph_sizes(self.slots)
+        return graph_sizes(self.slots * (1 + self.drafts))
+
+    @cached_property
+    def _shared(self) -> list[int]:
+        return shared_sizes(self.slots, self.drafts)
 
     def _recorded(self, decodes: int) -> int:
         return next((size for size in self._sizes if size >= decodes), decodes)

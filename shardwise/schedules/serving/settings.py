@@ -37,6 +37,25 @@ class Settings:
             raise ValueError(f'preemption is "{self.preemption}", but has to be "recompute" or "swap"')
 
 
+SHORT_TOKENS, SHORT_KEYS = 256, 2**16
+"""Prompts of so many new tokens that see so many keys, each token counted, are replayed too: the kernel of single tokens reads keys
+once for each token, which by the measured steps of an H200 (`hardware/serving/`) is up to here less than half of what launching
+kernels one by one takes the host."""
+
+
+def is_short(tokens: int, keys: int) -> bool:
+    """Whether a step with prompts, of so many tokens that see so many keys together, is replayed if one of its size is recorded."""
+    return tokens <= SHORT_TOKENS and keys <= SHORT_KEYS
+
+
+def shared_sizes(sequences: int, drafts: int) -> list[int]:
+    """Tokens for which steps are recorded that compute several of a sequence: guesses, and short prompts. Each takes time to
+    record, so where there are no guesses they are few."""
+    rows = sequences * (1 + drafts)
+    short = {size for size in (32, 64, 128, SHORT_TOKENS) if size <= rows}
+    return sorted(short | ({*graph_sizes(rows)} - {1} if drafts else set()))
+
+
 def graph_sizes(most: int) -> list[int]:
     """Batch sizes for which the steps of a GPU are recorded; others are padded to the next."""
     sizes = [1, 2, 4, 8, 16, 24, 32, *range(48, 128, 16), *range(128, 256, 32), *range(256, 1025, 64)]

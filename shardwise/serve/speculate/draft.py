@@ -28,6 +28,10 @@ class DraftModel:
         self.computed: dict[Sequence, int] = {}
         """Tokens of each sequence, as far as they are known, whose keys are in the small model's pages."""
 
+    def warm(self, step_tokens: int) -> None:
+        """Record its steps, too."""
+        self.runner.warm(step_tokens)
+
     def propose(self, sequences: Iterable[Sequence]) -> None:
         """Places to fill: what is guessed needs pages, which the scheduler gives."""
         for sequence in sequences:

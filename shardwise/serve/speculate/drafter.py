@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 class Drafter(Protocol):
     """Sets the drafts of sequences. Called in this order for each step."""
 
+    def warm(self, step_tokens: int) -> None:
+        """Do now what the first step would wait for."""
+
     def propose(self, sequences: Iterable[Sequence]) -> None:
         """Before a step is scheduled: set the drafts of those whose last token is known, or as many places to fill."""
 

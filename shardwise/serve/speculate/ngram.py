@@ -60,6 +60,9 @@ class NgramDrafter:
         self.least, self.most, self.count = least, most, count
         self.indices: dict[Sequence, NgramIndex] = {}
 
+    def warm(self, step_tokens: int) -> None:
+        """There is nothing to warm."""
+
     def propose(self, sequences: Iterable[Sequence]) -> None:
         """Before a step is scheduled: guesses for those whose last token is known."""
         for sequence in sequences:
