@@ -7,37 +7,19 @@ of every layout whether it is broken. That is how the search reads them (`plan/s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
 
 from shardwise.run.adapter_rules import adapter_layout_rules, adapter_rules
 from shardwise.run.axes import RANK_AXES
 from shardwise.run.config import LayoutConfig, Run
 from shardwise.run.derive import REPEATS_PARTS, must_launch, splits_backward, tunes_gemms
-from shardwise.run.draft import draft_model
+from shardwise.run.draft import speculation_rules
 from shardwise.run.objective_config import FACTS
-from shardwise.run.problems import UserError, counted, nearest
-
-
-class Broken(NamedTuple):
-    """A broken rule: the key a user would most likely change, the other keys it speaks of, and the reason."""
-
-    key: str
-    others: tuple[str, ...]
-    reason: str
-
-
-class Rule(NamedTuple):
-    """A rule, and whether it is broken: a truth value, or an array of them. The reason is only made when it is asked for."""
-
-    broken: Any
-    key: str
-    others: tuple[str, ...]
-    reason: Callable[[], str]
-
+from shardwise.run.problems import counted, nearest
+from shardwise.run.rule import Broken, Rule
 
 MOST_ELEMENTS, MOST_TOKENS = 2**58, 2**48
 """What a tensor may hold, so that its bytes can be counted in 64 bits; and a step."""
@@ -261,29 +243,6 @@ def serving_rules(run: Run) -> Iterator[Rule]:
         f"{columns} ranks for each expert do not divide model.expert_ffn = {m.expert_ffn}; layout.expert = {ranks} leaves them "
         "whole"
     ))
-
-
-def speculation_rules(run: Run) -> Iterator[Rule]:
-    """What guessing tokens asks of the run, and of the model that guesses."""
-    m, serve = run.model, run.serve
-    yield Rule(serve.ngram_min > serve.ngram_max, "serve.ngram_min", ("serve.ngram_max",),
-               lambda: f"{serve.ngram_min} is more than serve.ngram_max = {serve.ngram_max}")
-    yield Rule(serve.speculate == "draft" and not serve.draft, "serve.draft", ("serve.speculate",),
-               lambda: 'is empty, and serve.speculate = "draft" needs a model that guesses; "ngram" needs none')
-    try:
-        draft = draft_model(run)
-    except UserError as error:
-        yield Rule(True, "serve.draft", (), partial(str, error.problems[0].message))
-        return
-    if draft is None:
-        return
-    yield Rule(draft.vocab != m.vocab, "serve.draft", ("model.vocab",), lambda: (
-        f"{serve.draft} has a vocabulary of {draft.vocab} and the model one of {m.vocab}: its tokens would mean something else"
-    ))
-    yield Rule(m.sliding_window and not 0 < draft.sliding_window <= m.sliding_window, "serve.draft", ("model.sliding_window",),
-               lambda: f"{serve.draft} sees further back than the {m.sliding_window} tokens whose pages are kept")
-    yield Rule(draft.position == "learned" and draft.max_positions < m.max_positions, "serve.draft", ("model.max_positions",),
-               lambda: f"{serve.draft} has {draft.max_positions} learned positions and the model {m.max_positions}")
 
 
 def _tensor_rules(run: Run) -> Iterator[Rule]:

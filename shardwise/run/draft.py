@@ -1,15 +1,19 @@
-"""The small model that guesses what a served one says next (`serve.draft`): its sizes, as far as a plan or a rule needs them."""
+"""The small model that guesses what a served one says next (`serve.draft`): its sizes, as far as a plan or a rule needs
+them, and what it has to fit."""
 
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 from shardwise.run.config import ModelConfig, Run
 from shardwise.run.derive import derive_model
 from shardwise.run.presets import PRESETS
 from shardwise.run.problems import Problem, UserError, nearest
+from shardwise.run.rule import Rule
 
 RUN_FILE = "run.toml"
 
@@ -46,3 +50,27 @@ def _run_file(path: Path) -> Path | None:
     """The description of a checkpoint, or of the newest one of a run folder."""
     found = sorted((path / "checkpoints").glob(f"step-*/{RUN_FILE}"))
     return next((file for file in (path / RUN_FILE, *reversed(found)) if file.is_file()), None)
+
+
+# fmt: off
+def speculation_rules(run: Run) -> Iterator[Rule]:
+    """What guessing tokens asks of the run, and of the model that guesses."""
+    m, serve = run.model, run.serve
+    yield Rule(serve.ngram_min > serve.ngram_max, "serve.ngram_min", ("serve.ngram_max",),
+               lambda: f"{serve.ngram_min} is more than serve.ngram_max = {serve.ngram_max}")
+    yield Rule(serve.speculate == "draft" and not serve.draft, "serve.draft", ("serve.speculate",),
+               lambda: 'is empty, and serve.speculate = "draft" needs a model that guesses; "ngram" needs none')
+    try:
+        draft = draft_model(run)
+    except UserError as error:
+        yield Rule(True, "serve.draft", (), partial(str, error.problems[0].message))
+        return
+    if draft is None:
+        return
+    yield Rule(draft.vocab != m.vocab, "serve.draft", ("model.vocab",), lambda: (
+        f"{serve.draft} has a vocabulary of {draft.vocab} and the model one of {m.vocab}: its tokens would mean something else"
+    ))
+    yield Rule(m.sliding_window and not 0 < draft.sliding_window <= m.sliding_window, "serve.draft", ("model.sliding_window",),
+               lambda: f"{serve.draft} sees further back than the {m.sliding_window} tokens whose pages are kept")
+    yield Rule(draft.position == "learned" and draft.max_positions < m.max_positions, "serve.draft", ("model.max_positions",),
+               lambda: f"{serve.draft} has {draft.max_positions} learned positions and the model {m.max_positions}")

@@ -12,8 +12,7 @@ from shardwise.model.invariant import make_invariant
 from shardwise.model.transformer import Transformer
 from shardwise.plan.serving.pool import ServingMemory, device_bytes, draft_run, kv_dtype, serving_memory
 from shardwise.run import PRESETS, Problem, Run, UserError
-from shardwise.run.check import speculation_rules
-from shardwise.run.draft import drafts
+from shardwise.run.draft import drafts, speculation_rules
 from shardwise.serve.runner import Runner
 
 if TYPE_CHECKING:

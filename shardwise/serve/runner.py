@@ -244,7 +244,7 @@ class Runner:
         others = rows[decodes:]
         batch = PagedBatch(
             self.table, slots, starts_there, bounds, decodes, tuple(row.count for row in others),
-            int((starts + counts).max()), positions_there, shared=len({row.slot for row in rows}) < len(rows),
+            int((starts + counts).max()), positions_there, shared=len({row.slot for row in rows[:decodes]}) < decodes,
         )  # fmt: skip
         asked = wanted_there.long()
         if 0 < self.fused == len(self.model.layers) and self.model.last and not keep_logits:

@@ -17,7 +17,8 @@ import numpy as np
 
 from shardwise.run import AXES, LayoutConfig, Run
 from shardwise.run.axes import LOOPED, SPLIT_BACKWARD, V_SHAPED
-from shardwise.run.check import Rule, batch_rules, fp8_rules, layout_rules
+from shardwise.run.check import batch_rules, fp8_rules, layout_rules
+from shardwise.run.rule import Rule
 
 Array = Any  # of whole numbers, one entry a layout
 
