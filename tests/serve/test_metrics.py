@@ -5,10 +5,16 @@ from __future__ import annotations
 import re
 import urllib.request
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from fake_engine import FakeEngine, letters
 from running import SECONDS, Running, exchange, post, running
+
+from shardwise.serve.server.metrics import Metrics
+from shardwise.serve.service import Service
+from shardwise.serve.stats import Stats
 
 LINE = re.compile(r"(shardwise_[a-z_]+)(\{[a-z]+=\"[^\"]*\"(?:,[a-z]+=\"[^\"]*\")*\})? (-?[0-9.e+-]+)")
 
@@ -36,6 +42,14 @@ def figures(server: Running) -> dict[str, float]:
             assert types.get(match[1]) in ("counter", "gauge") or types[base] == "histogram"
             found[match[1] + (match[2] or "")] = float(match[3])
     return found
+
+
+def test_guesses_are_counted_by_their_place() -> None:
+    stats = Stats(drafted_at=(9, 8), accepted_at=(6, 2))
+    service = SimpleNamespace(stats=stats, unfinished=0, waiting=0, healthy=True)
+    text = Metrics().text(cast(Service, service))
+    assert 'shardwise_draft_tokens_total{position="2"} 8\n' in text
+    assert 'shardwise_draft_tokens_accepted_total{position="1"} 6\n' in text
 
 
 def test_figures_add_up(server: Running) -> None:
