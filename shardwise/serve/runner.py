@@ -8,7 +8,7 @@ one would take longer than running them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from shardwise.model.fused import fuse, unembed
 from shardwise.model.paged import PagedBatch, PagedCache
 from shardwise.model.transformer import Transformer
 from shardwise.schedules.serving.settings import graph_sizes, is_short, shared_sizes
-from shardwise.serve.sampler import Picked, Sampler, send
+from shardwise.serve.sampler import Picked, Sampler, on_host, send
 
 if TYPE_CHECKING:
     from shardwise.parallel.inference import Peers
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 SHORT = (2, 15, 31, 63, 127, 255)
 """Tokens of prompts beside a token of another sequence, for which packed matrices have kernels of their own."""
 
+Recorded = tuple[Callable[[], None], Tensor, Tensor, Tensor, Tensor]
+"""A step to replay: how, its inputs, and the logits and tokens that it makes, each in its own memory."""
 PICKED = -1
 """In the place of a token: the one that was picked last, which only the device knows."""
 
@@ -138,7 +140,8 @@ class Runner:
         self.sampler = Sampler(sequences + 1, model.config.vocab, self.device, model.invariant, rows)
         self.host: list[Tensor] = []
         self.drafts, self.sizes, self.shared_sizes = drafts, graph_sizes(sequences), shared_sizes(sequences, drafts)
-        self.graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor, Tensor]] = {}
+        self.pool: Any = None
+        self.graphs: dict[tuple[int, bool], Recorded] = {}
         """By rows, and by whether some are of one sequence."""
 
     def set_pages(self, changes: Sequence[tuple[int, int, int]]) -> None:
@@ -313,7 +316,7 @@ class Runner:
         if (size, shared) not in self.graphs:
             self._record(size, shared)
         self.sampler.prepare()
-        graph, inputs, hidden, logits, tokens = self.graphs[size, shared]
+        replay, inputs, hidden, logits, tokens = self.graphs[size, shared]
         if not self.model.first:
             assert self.peers is not None
             self.peers.receive(hidden[: len(rows)])
@@ -321,8 +324,8 @@ class Runner:
         host[0, : len(rows)] = [row.slot for row in rows]
         host[1, : len(rows)] = [row.start for row in rows]
         host[2, : len(rows)] = [PICKED if row.tokens is None else row.tokens[0] for row in rows]
-        inputs.copy_(torch.from_numpy(host).pin_memory(), non_blocking=True)
-        graph.replay()
+        inputs.copy_(on_host(host, self.device), non_blocking=True)
+        replay()
         if not self.model.last:  # what is on its way must stay when this is replayed
             self._hand_on(logits[: len(rows)].clone())
         wanted = [n for n, row in enumerate(rows) if row.samples]
@@ -358,6 +361,10 @@ class Runner:
             return made, self.sampler.pick_plain(made, slots, starts, ahead=1)
 
         tiles: dict[int, Tensor] = {}
+        self.graphs[size, shared] = self.capture(compute, inputs, hidden)
+
+    def capture(self, compute: Callable[[], tuple[Tensor, Tensor]], inputs: Tensor, hidden: Tensor) -> Recorded:
+        """Record what is computed of these inputs."""
         torch.cuda.synchronize()
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
@@ -365,12 +372,10 @@ class Runner:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # NCCL's own threads may ask for events meanwhile, which is no part of the recording.
-        with torch.cuda.graph(graph, pool=self._pool(), capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             logits, tokens = compute()
-        self.graphs[size, shared] = graph, inputs, hidden, logits, tokens
-
-    def _pool(self) -> Any:
-        return next(iter(self.graphs.values()))[0].pool() if self.graphs else None
+        self.pool = self.pool or graph.pool()  # one step is replayed at a time, so all use the same memory
+        return graph.replay, inputs, hidden, logits, tokens
 
     def send(self, array: np.ndarray) -> Tensor:
         """To the device, without waiting for it."""

@@ -264,5 +264,10 @@ def _penalizes(sampling: Sampling) -> bool:
 
 def send(array: np.ndarray, device: torch.device) -> Tensor:
     """To the device, without waiting for it."""
-    host = torch.from_numpy(np.ascontiguousarray(array))
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    return on_host(np.ascontiguousarray(array), device).to(device, non_blocking=True)
+
+
+def on_host(array: np.ndarray, device: torch.device) -> Tensor:
+    """In memory that a GPU can copy from while the host goes on."""
+    host = torch.from_numpy(array)
+    return host.pin_memory() if device.type == "cuda" else host

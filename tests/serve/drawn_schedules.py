@@ -30,6 +30,7 @@ def drawn_settings(draw: random.Random) -> tuple[ServeConfig, int, dict[str, Any
     fewest = -(-LONGEST // page) + 2
     pages = draw.randint(fewest, 2 * fewest)
     more = dict(ahead=draw.random() < 0.5, host_pages=draw.choice([0, 10, 100]), stages=draw.choice([1, 1, 2, 4]))
+    more["replays"] = draw.random() < 0.3
     return settings, pages, more
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 
 from shardwise.model import Transformer, initialize
@@ -15,7 +16,7 @@ from shardwise.run.derive import derive_model
 from shardwise.run.serve_config import ServeConfig
 from shardwise.serve.engine import Engine
 from shardwise.serve.request import Output, Request
-from shardwise.serve.runner import Runner
+from shardwise.serve.runner import Launched, Recorded, Row, Runner
 
 LATENT = dict(attention="latent", kv_rank=16, nope_dim=16, rope_dim=8, v_dim=12)
 EXPERTS = dict(experts=4, experts_per_token=2)
@@ -53,6 +54,32 @@ def model_of(family: str, dtype: torch.dtype = torch.float64) -> Transformer:
         return model.to(dtype)
 
 
+class ReplayingRunner(Runner):
+    """A runner whose steps are replayed as a GPU's are: into the same memory each time, of inputs of a few sizes. Only what a CUDA
+    graph would do is done by calling the functions again."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.records = True
+        self.shared_sizes = sorted({*self.shared_sizes, 3, 8, 32, 64})
+
+    def capture(
+        self, compute: Callable[[], tuple[torch.Tensor, torch.Tensor]], inputs: torch.Tensor, hidden: torch.Tensor
+    ) -> Recorded:
+        logits, tokens = (made.clone() for made in compute())
+
+        def replay() -> None:
+            for mine, made in zip((logits, tokens), compute(), strict=True):
+                mine.copy_(made)
+
+        return replay, inputs, hidden, logits, tokens
+
+    def launch(self, rows: list[Row], masks: np.ndarray | None = None, keep_logits: bool = False) -> Launched:
+        made = super().launch(rows, masks, keep_logits)
+        made.tokens = None if made.tokens is None else made.tokens.clone()  # as a GPU's are copied to the host
+        return made
+
+
 @functools.cache
 def draft_of(family: str, dtype: torch.dtype = torch.float64, noise: float = 0.1) -> Transformer:
     """A model that mostly says what the family's does."""
@@ -65,22 +92,28 @@ def draft_of(family: str, dtype: torch.dtype = torch.float64, noise: float = 0.1
         return model
 
 
-def draft_runner(family: str, settings: ServeConfig, pages: int, dtype: torch.dtype = torch.float64) -> Runner | None:
+def draft_runner(
+    family: str, settings: ServeConfig, pages: int, dtype: torch.dtype = torch.float64, replays: bool = False
+) -> Runner | None:
     """The runner of the draft model, where the settings ask for one."""
     if settings.speculate != "draft":
         return None
     sequences = min(settings.max_sequences, settings.max_step_tokens)
-    return Runner(draft_of(family, dtype), pages, settings.page_tokens, sequences, LONGEST, dtype, drafts=1)
+    kind = ReplayingRunner if replays else Runner
+    return kind(draft_of(family, dtype), pages, settings.page_tokens, sequences, LONGEST, dtype, drafts=1)
 
 
 def engine_of(
-    family: str, settings: ServeConfig, pages: int, dtype: torch.dtype = torch.float64, stages: int = 1, **more: Any
-) -> Engine:
+    family: str, settings: ServeConfig, pages: int, dtype: torch.dtype = torch.float64, stages: int = 1, replays: bool = False,
+    **more: Any,
+) -> Engine:  # fmt: skip
     """With several stages as many steps are under way, though one device computes them all."""
     sequences = min(settings.max_sequences, settings.max_step_tokens)
-    runner = Runner(model_of(family, dtype), pages, settings.page_tokens, sequences, LONGEST, dtype)
+    drafts = settings.draft_tokens if settings.speculate != "none" else 0
+    kind = ReplayingRunner if replays else Runner
+    runner = kind(model_of(family, dtype), pages, settings.page_tokens, sequences, LONGEST, dtype, drafts=drafts)
     runner.stages = stages
-    return Engine(runner, settings, pages, draft=draft_runner(family, settings, pages, dtype), **more)
+    return Engine(runner, settings, pages, draft=draft_runner(family, settings, pages, dtype, replays), **more)
 
 
 @functools.cache
