@@ -71,6 +71,8 @@ class ReplayingRunner(Runner):
         def replay() -> None:
             for mine, made in zip((logits, tokens), compute(), strict=True):
                 mine.copy_(made)
+            # Of several tokens of a slot, a GPU may leave any: here, the first.
+            self.sampler.last[inputs[0].flip(0).long()] = tokens.flip(0).clamp(min=0)
 
         return replay, inputs, hidden, logits, tokens
 
