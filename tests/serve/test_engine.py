@@ -53,6 +53,16 @@ def test_float32_too(family: str) -> None:
         assert tokens_of(found[str(n), 0]) == expected(family, prompt, TOKENS, torch.float32)[0]
 
 
+def test_short_prompts_are_replayed_and_gone_on_with_before_they_are_read() -> None:
+    settings = ServeConfig(max_sequences=4, max_step_tokens=64, page_tokens=4)
+    engine = engine_of("llama", settings, 64, ahead=True, replays=True)
+    prompts = [(5, 9, 3, 7, 1, 2), (4,), (8, 8, 1)]
+    found = answers(engine, [Request(str(n), prompt, 8, Sampling(0.0)) for n, prompt in enumerate(prompts)])
+    assert any(shared for _, shared in engine.runner.graphs)  # type: ignore[union-attr]
+    for n, prompt in enumerate(prompts):
+        assert tokens_of(found[str(n), 0]) == expected("llama", prompt, 8)[0]
+
+
 def test_draws_depend_on_the_seed_and_the_answer_alone() -> None:
     """Not on company, pages, chunks or look-ahead."""
     prompt = (5, 9, 3, 7, 1, 2)
