@@ -64,9 +64,12 @@ class StepTime:
         facts, layers = self.facts.profile, self.serving.model.layers
         if not chunks:
             # Recorded steps have few sizes; what is left over computes for no one.
-            size = self._recorded(decodes) if self.gpu else decodes
+            recorded = self._recorded(decodes) if self.gpu else decodes
+            size, host = recorded or decodes, decodes * facts.serve_sequence
             device = self._decode(size, keys / size) + self._pick(size) + self._exchange(size)
-            return Spent(facts.serve_step + decodes * facts.serve_sequence, 0.0, device)
+            if recorded:
+                return Spent(facts.serve_step + host, 0.0, device)
+            return Spent(facts.serve_mixed + host, layers * facts.serve_layer, device)
         new = sum(count for _, count in chunks)
         each = new / len(chunks)
         tokens = decodes + new
@@ -101,14 +104,14 @@ class StepTime:
 
     @cached_property
     def _sizes(self) -> list[int]:
-        return graph_sizes(self.slots * (1 + self.drafts))
+        return sorted({*graph_sizes(self.slots), *self._shared})
 
     @cached_property
     def _shared(self) -> list[int]:
         return shared_sizes(self.slots, self.drafts)
 
     def _recorded(self, decodes: int) -> int:
-        return next((size for size in self._sizes if size >= decodes), decodes)
+        return next((size for size in self._sizes if size >= decodes), 0)
 
     @cached_property
     def _curves(self) -> Curves:

@@ -43,6 +43,10 @@ once for each token, which by the measured steps of an H200 (`hardware/serving/`
 kernels one by one takes the host."""
 
 
+MANY = 512
+"""Tokens of the largest step with guesses that is recorded."""
+
+
 def is_short(tokens: int, keys: int) -> bool:
     """Whether a step with prompts, of so many tokens that see so many keys together, is replayed if one of its size is recorded."""
     return tokens <= SHORT_TOKENS and keys <= SHORT_KEYS
@@ -50,8 +54,9 @@ def is_short(tokens: int, keys: int) -> bool:
 
 def shared_sizes(sequences: int, drafts: int) -> list[int]:
     """Tokens for which steps are recorded that compute several of a sequence: guesses, and short prompts. Each takes time to
-    record, so where there are no guesses they are few."""
-    rows = sequences * (1 + drafts)
+    record, so where there are no guesses they are few; and a step of very many tokens keeps the device busy for longer than the
+    host needs to launch it."""
+    rows = min(sequences * (1 + drafts), MANY)
     short = {size for size in (32, 64, 128, SHORT_TOKENS) if size <= rows}
     return sorted(short | ({*graph_sizes(rows)} - {1} if drafts else set()))
 
