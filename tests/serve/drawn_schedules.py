@@ -8,27 +8,29 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from engines import FAMILIES, LONGEST, VOCAB, engine_of, expected, tokens_of
+from engines import FAMILIES, VOCAB, engine_of, expected, tokens_of
 
 from shardwise.run.serve_config import ServeConfig
 from shardwise.serve.request import Request, Sampling
 from shardwise.serve.stats import Stats
 
 TOKENS = 12
+MOST = 27 + TOKENS
+"""Tokens of the longest request that is drawn."""
 
 
 def drawn_settings(draw: random.Random) -> tuple[ServeConfig, int, dict[str, Any]]:
     """Settings, pages, and what else an engine is given."""
     page = draw.choice([1, 2, 4, 8, 16])
-    sequences = draw.choice([1, 2, 3, 8])
+    sequences = draw.choice([1, 2, 3, 8, 8])
     settings = ServeConfig(
         max_sequences=sequences, max_step_tokens=max(sequences, draw.choice([1, 3, 5, 16, 64])), page_tokens=page,
         prefix_cache=draw.random() < 0.7, preemption=draw.choice(["recompute", "swap"]),
         speculate=draw.choice(["none", "none", "ngram", "draft"]), draft_tokens=draw.choice([1, 2, 4, 7]),
         ngram_min=draw.choice([1, 2]), ngram_max=draw.choice([2, 4]),
     )  # fmt: skip
-    fewest = -(-LONGEST // page) + 2
-    pages = draw.randint(fewest, 2 * fewest)
+    fewest = -(-MOST // page) + 2  # so few that sequences are preempted, or enough
+    pages = draw.randint(fewest, draw.choice([1, 1, 2, 4]) * fewest)
     more = dict(ahead=draw.random() < 0.5, host_pages=draw.choice([0, 10, 100]), stages=draw.choice([1, 1, 2, 4]))
     more["replays"] = draw.random() < 0.3
     return settings, pages, more
@@ -53,10 +55,10 @@ def drawn_requests(draw: random.Random) -> list[Request]:
 
 def check_answers(engine: Any, draw: random.Random, family: str) -> int:
     """Let an engine answer drawn requests, some of which are aborted, and compare. How many were aborted."""
-    requests = drawn_requests(draw)
+    requests, pace = drawn_requests(draw), draw.choice([0.2, 0.5, 1.0])
     coming, alive, aborted, found = list(requests), [], set(), {}
     while coming or not engine.idle:
-        while coming and (engine.idle or draw.random() < 0.4):
+        while coming and (engine.idle or draw.random() < pace):
             alive.append(coming.pop(0))
             engine.add(alive[-1])
         if alive and draw.random() < 0.02:
