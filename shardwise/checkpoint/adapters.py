@@ -15,6 +15,7 @@ from torch import Tensor
 from shardwise.checkpoint.folder import checkpoint_folder
 from shardwise.checkpoint.format import MANIFEST, RUN_FILE, read_manifest
 from shardwise.checkpoint.reader import Reader
+from shardwise.model.adapters import row_lengths
 from shardwise.model.nf4 import dequantize_reference, quantize
 from shardwise.run import Problem, Run, UserError, read_run
 from shardwise.run.adapter_config import NF4_BLOCK
@@ -87,14 +88,21 @@ class MergedReader(Reader):
             self._read_base(values, name, offset)
             return
         dtype = torch.promote_types(self.dtype(name), torch.float32)
-        merged = torch.empty(values.shape, dtype=dtype)
-        self._read_base(merged, name, offset)
         *stack, row, column = offset
         *count, rows, columns = values.shape
+        box = slice(column, column + columns)
+        if self.adapter.kind == "dora":  # whose rows have a length of their own, for which all of a row is needed
+            column, columns = 0, self.shape(name)[-1]
+        merged = torch.empty((*count, rows, columns), dtype=dtype)
+        self._read_base(merged, name, (*stack, row, column))
         rank = self.adapter.rank
         a = self.adapters.read(found[0], (*stack, 0, column), (*count, rank, columns)).to(dtype)
         b = self.adapters.read(found[1], (*stack, row, 0), (*count, rows, rank)).to(dtype)
-        values.copy_(merged.add_(b @ a, alpha=self.adapter.scale))
+        merged.add_(b @ a, alpha=self.adapter.scale)
+        if self.adapter.kind == "dora":
+            magnitude = self.adapters.read(magnitude_name(name), (row,), (rows,)).to(dtype)
+            merged = merged.mul_((magnitude / row_lengths(merged))[:, None])[:, box]
+        values.copy_(merged)
 
     def _read_base(self, values: Tensor, name: str, offset: Sequence[int]) -> None:
         """A box of the base as the adapters met it: of a matrix that was kept in 4 bits, what those stand for."""
@@ -119,6 +127,11 @@ def factor_names(name: str) -> tuple[str, str]:
         return f"{matrix}.lora.A.weight", f"{matrix}.lora.B.weight"
     stack, _, part = name.rpartition(".")
     return f"{stack}.lora.{part}_A", f"{stack}.lora.{part}_B"
+
+
+def magnitude_name(name: str) -> str:
+    """The name of the magnitude of a matrix."""
+    return name.replace(".weight", ".lora.magnitude")
 
 
 def is_adapter(folder: Path) -> bool:

@@ -32,6 +32,7 @@ from shardwise.checkpoint.reader import Reader, open_checkpoint
 from shardwise.checkpoint.state import State, buffers, random_states
 from shardwise.checkpoint.weights import open_weights
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
+from shardwise.model.adapters import matrix_of, row_lengths
 from shardwise.model.nf4 import Quantizer
 from shardwise.parallel.local_parameter import local, local_box, local_slice
 from shardwise.parallel.mesh import Mesh
@@ -153,6 +154,9 @@ def _load_model(state: State, reader: Reader, prefix: str = "") -> None:
     adapters = state.run.adapter.used and bool(prefix)
     in_4_bits = Quantizer(lambda name: _rounded(state, reader.get(name)), state.run.adapter.double_quantization)
     for each in state.parallel.parameters:
+        if not adapters and each.entry.init == "magnitude":
+            lengths = row_lengths(_rounded(state, reader.get(matrix_of(each.name))))
+            local(each.parameter.detach()).copy_(local_slice(lengths, each.cuts, state.mesh))
         if state.run.adapter.used and each.entry.frozen == adapters:
             continue
         if each.entry.dtype:

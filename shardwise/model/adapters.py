@@ -1,4 +1,5 @@
-"""Adapters of low rank beside frozen matrices: LoRA (Hu et al. 2021) and its rank-stabilised form (Kalajdzievski 2023).
+"""Adapters of low rank beside frozen matrices: LoRA (Hu et al. 2021), its rank-stabilised form (Kalajdzievski 2023), and DoRA (Liu
+et al. 2024).
 
 A matrix W [out, in] gets two small ones, A [rank, in] and B [out, rank]; its output is W x + s B A x. B starts at zero, so that
 training begins with the network as it was. The factor s is on what A gives, the smallest tensor there is, so that the gradient of
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from shardwise.model.layers import Linear
+from shardwise.model.layers import Linear, at_least_float32
 from shardwise.model.moe import Experts
 from shardwise.model.normal import mix64
 from shardwise.model.transformer import Transformer
@@ -35,11 +36,16 @@ class LowRank(nn.Module):
 
     enabled = True
     first = 0
+    over_columns: Callable[[Tensor], Tensor] = staticmethod(lambda squares: squares)
+    """Adds up sums over this rank's columns over all of them."""
 
     def __init__(
         self, columns: int, rows: int, adapter: AdapterConfig, name: str = "", tokens: TokenKeys | None = None
     ) -> None:
         super().__init__()
+        self.rescales = adapter.kind == "dora"
+        if self.rescales:
+            self.magnitude = nn.Parameter(torch.empty(rows))
         self.A = Linear(columns, adapter.rank, bias=False)
         self.B = Linear(adapter.rank, rows, bias=False)
         self.scale, self.dropout = adapter.scale, adapter.dropout
@@ -51,6 +57,18 @@ class LowRank(nn.Module):
         if not self.enabled:
             return None
         return self.B(self.A(self.dropped(x) if self.dropout and self.training else x) * self.scale)
+
+    def join(self, out: Tensor, low_rank: Tensor, weight: Tensor) -> Tensor:
+        """The output of the matrix with that of the adapter. DoRA (Liu et al. 2024, equation 5) gives each row of the two matrices'
+        sum a length that is trained; the one it has is a constant to the gradient (section 4.3)."""
+        out = out + low_rank
+        if not self.rescales:
+            return out
+        with torch.no_grad():
+            down, up = at_least_float32(self.A.weight), at_least_float32(self.B.weight)
+            row = at_least_float32(weight) + (up @ down) * self.scale
+            length = self.over_columns(row.square().sum(dim=1)).sqrt()
+        return out * (self.magnitude / length).to(out.dtype)
 
     def dropped(self, x: Tensor) -> Tensor:
         """The input [batch, sequence, columns] without a share of its elements, the others larger by it."""
@@ -115,3 +133,13 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     finally:
         for each in found:
             each.enabled = True
+
+
+def matrix_of(name: str) -> str:
+    """The name of the matrix that a magnitude belongs to."""
+    return name.replace(".lora.magnitude", ".weight")
+
+
+def row_lengths(matrix: Tensor) -> Tensor:
+    """The length of each row: what a magnitude starts as, so that training begins with the network as it was."""
+    return at_least_float32(matrix).square().sum(dim=1).sqrt()

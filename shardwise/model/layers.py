@@ -75,8 +75,8 @@ class Linear(nn.Linear):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.lora: nn.Module | None = None
-        """An adapter, whose output is added."""
+        self.lora: Any = None
+        """An adapter, whose output is added (`adapters.py`)."""
 
     @classmethod
     def taking_over(cls, linear: Linear) -> Self:
@@ -88,12 +88,20 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         # The adapter first: recomputation then stops before the larger GEMM.
         low_rank = self.low_rank(x)
-        out = self.gemm(x, self.weight if self.compute_copy is None else self.compute_copy, self.bias)
-        return out if low_rank is None else out + low_rank
+        if low_rank is None:
+            return self.gemm(x, self.weight if self.compute_copy is None else self.compute_copy, self.bias)
+        if not self.lora.rescales:
+            return self.gemm(x, self.weight, self.bias) + low_rank
+        out = self.lora.join(self.gemm(x, self.weight, None), low_rank, self.weight)
+        return out if self.bias is None else out + self.bias.to(x.dtype)
 
     def low_rank(self, x: Tensor) -> Tensor | None:
         """What an adapter adds to the output."""
         return None if self.lora is None else self.lora(x)
+
+    def joined(self, out: Tensor, low_rank: Tensor | None) -> Tensor:
+        """The output without its bias, with what an adapter makes of it."""
+        return out if low_rank is None or self.lora is None else self.lora.join(out, low_rank, self.weight)
 
 
 def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

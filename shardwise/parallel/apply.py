@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise.model.adapters import LowRank, put_on_adapters, token_keys
+from shardwise.model.adapters import LowRank, matrix_of, put_on_adapters, row_lengths, token_keys
 from shardwise.model.attention import MaskBuilder
 from shardwise.model.compute_copy import ComputeCopy, keep_compute_copies
 from shardwise.model.fp8 import check_fp8, scaled_mm, use_fp8
@@ -162,8 +162,9 @@ def _materialize(model: nn.Module, run: Run, mesh: Mesh, device: torch.device) -
         else:
             values = torch.empty_like(parameter, device=device)
             owner.register_parameter(leaf, nn.Parameter(values, requires_grad=not entry.frozen))
-        if entry.dtype:
-            values.copy_(local_slice(drawn.part(name), cuts, mesh))
+        if entry.dtype or entry.init == "magnitude":
+            whole = drawn.part(name) if entry.dtype else row_lengths(_whole(run, matrix_of(name), device))
+            values.copy_(local_slice(whole, cuts, mesh))
             continue
         # Blocks are drawn on the device, also for values that are offloaded from it.
         draw(values, run.model, run.train.seed, name, box_of(entry.shape, cuts, mesh).offset, device, run.adapter)

@@ -43,12 +43,13 @@ class RowParallelLinear(Linear):
         """In the place of a whole matrix."""
         made = cls.taking_over(linear)
         made.group = group
+        if isinstance(made.lora, LowRank):
+            made.lora.over_columns = lambda squares: _added(squares, group)
         return made
 
     def forward(self, x: Tensor) -> Tensor:
         low_rank = self.low_rank(x)  # partial sums as well
-        out = self.gemm(x, self.weight, None)
-        out = reduce_scatter_sequence(out if low_rank is None else out + low_rank, self.group)
+        out = reduce_scatter_sequence(self.joined(self.gemm(x, self.weight, None), low_rank), self.group)
         return out if self.bias is None else out + self.bias.to(x.dtype)
 
 
@@ -59,6 +60,12 @@ class OverlappedRowParallelLinear(RowParallelLinear):
         low_rank = self.low_rank(x)
         out = gemm_reduce_scatter(x, self.weight.to(x.dtype), self.group, low_rank)
         return out if self.bias is None else out + self.bias.to(x.dtype)
+
+
+def _added(x: Tensor, group: Group) -> Tensor:
+    """A sum over the ranks of a group, which takes no gradient; in the memory of this rank's part."""
+    dist.all_reduce(x, group=group)
+    return x
 
 
 class ReplicatedKVLinear(Linear):

@@ -15,8 +15,10 @@ MATRICES = ("q", "k", "v", "out", "gate", "up", "down", "q_down", "kv_down", "kv
 class AdapterConfig:
     """Adapters of low rank. With them every other parameter is frozen: it takes no gradient and no optimizer state."""
 
-    kind: Literal["none", "lora", "qlora"] = key(
-        "none", "none: all parameters are trained; lora: adapters alone; qlora: adapters beside matrices kept in 4 bits"
+    kind: Literal["none", "lora", "dora", "qlora"] = key(
+        "none",
+        "none: all parameters are trained; lora: adapters alone; dora: and the length of each row of a matrix; qlora: adapters "
+        "beside matrices kept in 4 bits",
     )
     rank: int = key(16, "rank of an adapter", least=1)
     alpha: float = key(32.0, "an adapter's output is multiplied by alpha / rank", above=0)

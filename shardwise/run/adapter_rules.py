@@ -36,6 +36,8 @@ def adapter_rules(run: Run) -> Iterator[Rule]:
            lambda: f"{adapter.rank} is more than the {narrow} rows or columns of a matrix that it adapts")
     yield (adapter.dropout > 0 and any(entry.routed for entry in adapted), "adapter.dropout", ("adapter.targets",),
            lambda: "rows travel to experts without their places, by which they would be dropped; leave it at 0 or adapt others")
+    yield (adapter.kind == "dora" and any(entry.routed for entry in adapted), "adapter.kind", ("adapter.targets",),
+           lambda: "dora has no magnitudes of stacked experts; use lora, or name attention's matrices as targets")
     if adapter.kind == "qlora":
         yield from _qlora_rules(run)
     yield (train.optimizer != "adamw", "train.optimizer", ("adapter.kind",),
@@ -62,16 +64,17 @@ def _qlora_rules(run: Run) -> Iterator[Rule]:
 def adapter_layout_rules(run: Run) -> Iterator[Rule]:
     """What adapters and a layout ask of each other. The sizes of the layout may be arrays."""
     model, lay = run.model, run.layout
-    if run.adapter.kind != "qlora" or model.experts:
+    kind = run.adapter.kind
+    if kind not in ("dora", "qlora"):
         return
     cut = [entry for entry in layer_parameters(model, False) if entry.is_linear and entry.tensor_dim == 1]
-    for entry in cut:
+    for entry in cut if kind == "qlora" and not model.experts else ():
         uneven = (lay.tensor > 1) & (entry.shape[1] % (NF4_BLOCK * lay.tensor) > 0)
         yield (uneven, "layout.tensor", ("adapter.kind",), partial(
             "{} ranks cut the rows of {}, {} long, and qlora keeps blocks of {} weights of a row whole".format,
             lay.tensor, entry.name, entry.shape[1], NF4_BLOCK
         ))
     yield (lay.async_tensor, "layout.async_tensor", ("adapter.kind",),
-           lambda: "multiplies slices as they arrive, and qlora has no such GEMM; leave it out")
+           lambda: f"multiplies slices as they arrive, and {kind} has no such GEMM; leave it out")
     yield ((model.attention == "grouped") & (lay.tensor > model.kv_heads), "layout.tensor", ("adapter.kind", "model.kv_heads"),
-           lambda: f"{lay.tensor} ranks for {model.kv_heads} key/value heads would take some rows of a matrix in 4 bits")
+           lambda: f"{lay.tensor} ranks for {model.kv_heads} key/value heads would take some rows of a matrix; {kind} does not")

@@ -16,7 +16,7 @@ from shardwise.run.adapter_config import NF4_BLOCK, NF4_SCALES, NO_ADAPTER, Adap
 from shardwise.run.config import LayoutConfig, ModelConfig
 
 Owner = Literal["embedding", "attention", "ffn", "router", "experts", "shared_experts", "norm", "head"]
-Init = Literal["normal", "residual", "ones", "zeros", "adapter"]
+Init = Literal["normal", "residual", "ones", "zeros", "adapter", "magnitude"]
 
 
 class Cut(NamedTuple):
@@ -48,7 +48,7 @@ class Parameter:
     owner: Owner
     init: Init = "normal"
     """`residual` writes to the residual stream: its standard deviation is divided by sqrt(2 layers). `adapter`: that of a uniform
-    distribution within 1 / sqrt(columns), as PyTorch draws a `Linear`."""
+    distribution within 1 / sqrt(columns), as PyTorch draws a `Linear`. `magnitude`: the length of each row of its matrix."""
     multiplied: bool = False
     """The weight of a GEMM. A tied embedding is one too: it is the head."""
     tensor_dim: int | None = None
@@ -177,7 +177,7 @@ def _with_adapters(entries: Iterable[Parameter], adapter: AdapterConfig) -> Iter
             frozen = replace(frozen, shape=(rows, columns // 2), dtype="uint8", packed=2)
         yield frozen
         if adapted:
-            waiting += _factors(entry, matrix, adapter.rank)
+            waiting += _factors(entry, matrix, adapter)
         together = following is not None and (
             following.name == f"{matrix}.bias" if not entry.routed else following.routed
         )
@@ -197,13 +197,24 @@ def _scales(entry: Parameter, matrix: str, double: bool) -> Iterator[Parameter]:
         yield replace(scale, name=f"{matrix}.absmax_scales", shape=(count,), dtype="int32", tensor_dim=None, kv_heads=0)
 
 
-def _factors(entry: Parameter, matrix: str, rank: int) -> Iterator[Parameter]:
-    """A and B of a matrix, or of a stack of them."""
+def _factors(entry: Parameter, matrix: str, adapter: AdapterConfig) -> Iterator[Parameter]:
+    """A and B of a matrix, or of a stack of them, and before them the magnitude of DoRA."""
     *stack, rows, columns = entry.shape
+    rank = adapter.rank
     first, name = len(stack), matrix.replace("experts.", "experts.lora.") if entry.routed else f"{matrix}.lora."
     end = "" if entry.routed else ".weight"
     cut = None if entry.tensor_dim is None else entry.tensor_dim - first
     a, b = (f"{name}_A", f"{name}_B") if entry.routed else (f"{name}A", f"{name}B")
+    if adapter.kind == "dora":
+        yield Parameter(
+            f"{matrix}.lora.magnitude",
+            (rows,),
+            entry.owner,
+            "magnitude",
+            False,
+            0 if cut == 0 else None,
+            entry.kv_heads,
+        )
     yield Parameter(f"{a}{end}", (*stack, rank, columns), entry.owner, "adapter", True, first + 1 if cut == 1 else None)
     yield Parameter(
         f"{b}{end}", (*stack, rows, rank), entry.owner, "zeros", True, first if cut == 0 else None, entry.kv_heads

@@ -55,8 +55,8 @@ def base(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-def tuned(base: Path, layout: dict[str, Any] | None = None, **train: Any) -> Run:
-    return cases.make_run("mixture", layout or {}, layers=2, adapter="lora", weights=str(base), steps=LAST, **train)
+def tuned(base: Path, layout: dict[str, Any] | None = None, kind: str = "lora", **train: Any) -> Run:
+    return cases.make_run("mixture", layout or {}, layers=2, adapter=kind, weights=str(base), steps=LAST, **train)
 
 
 def test_it_resumes_bit_for_bit_and_on_another_layout(ranks: RankPool, tmp_path: Path, base: Path) -> None:
@@ -74,8 +74,9 @@ def test_it_resumes_bit_for_bit_and_on_another_layout(ranks: RankPool, tmp_path:
             np.testing.assert_allclose(value, want["parameters"][name][1][where], atol=1e-9)
 
 
-def test_it_holds_adapters_alone_and_loads_merged(tmp_path: Path, base: Path) -> None:
-    run = tuned(base, microbatch=2)
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_it_holds_adapters_alone_and_loads_merged(tmp_path: Path, base: Path, kind: str) -> None:
+    run = tuned(base, kind=kind, microbatch=2)
     state = begin(run)
     cases.steps(state, 0, 2, True)
     saver = checkpoint_cases.saver_of(state, tmp_path / "run")

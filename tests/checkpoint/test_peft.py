@@ -66,20 +66,25 @@ def tokens() -> Tensor:
     return torch.from_numpy(cases.batch(3, False).tokens[:2])
 
 
-@pytest.mark.parametrize("rank_stabilized", [False, True], ids=["lora", "rslora"])
-def test_a_layer_computes_what_peft_computes(rank_stabilized: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "rank_stabilized"), [("lora", False), ("lora", True), ("dora", False)], ids=["lora", "rslora", "dora"]
+)
+def test_a_layer_computes_what_peft_computes(kind: str, rank_stabilized: bool) -> None:
     """In float64, to 1e-9: a matrix with its adapter, its output, and the gradients of its input and of A and B."""
     peft = pytest.importorskip("peft", reason="peft is not installed: `pip install peft` brings this comparison")
-    ours, adapter = Linear(24, 40, dtype=torch.float64), AdapterConfig("lora", 4, 6.0, rank_stabilized=rank_stabilized)
+    ours, adapter = Linear(24, 40, dtype=torch.float64), AdapterConfig(kind, 4, 6.0, rank_stabilized=rank_stabilized)
     theirs = torch.nn.ModuleDict({"q": torch.nn.Linear(24, 40, dtype=torch.float64)})
     theirs["q"].load_state_dict(ours.state_dict())
-    settings = peft.LoraConfig(
-        r=4, lora_alpha=6, use_rslora=rank_stabilized, target_modules=["q"], init_lora_weights=False
-    )
+    dora, given = kind == "dora", dict(target_modules=["q"], init_lora_weights=False)
+    settings = peft.LoraConfig(r=4, lora_alpha=6, use_rslora=rank_stabilized, use_dora=dora, **given)
     layer = peft.get_peft_model(theirs, settings).base_model.model["q"].double()
     ours.lora = LowRank(24, 40, adapter).double()
     ours.lora.A.load_state_dict(layer.lora_A["default"].state_dict())
     ours.lora.B.load_state_dict(layer.lora_B["default"].state_dict())
+    if dora:
+        magnitude = layer.lora_magnitude_vector["default"].weight
+        magnitude.data.mul_(1.3)
+        ours.lora.magnitude.data.copy_(magnitude)
     given, weight = torch.randn(3, 5, 24, dtype=torch.float64), torch.randn(3, 5, 40, dtype=torch.float64)
     results: list[Any] = []
     for network in (ours, layer):
@@ -91,17 +96,20 @@ def test_a_layer_computes_what_peft_computes(rank_stabilized: bool) -> None:
         (*results[0], ours.lora.A.weight.grad, ours.lora.B.weight.grad),
         (*results[1], layer.lora_A["default"].weight.grad, layer.lora_B["default"].weight.grad),
     ]
+    if dora:
+        results[0] += (ours.lora.magnitude.grad,)
+        results[1] += (magnitude.grad,)
     for one, other in zip(*results, strict=True):
         assert (one - other).abs().max() < 1e-9 * other.abs().max()
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("rank_stabilized", [False, True], ids=["lora", "rslora"])
-def test_forward_and_gradients_are_those_of_peft(tmp_path: Path, model: str, rank_stabilized: bool) -> None:
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_forward_and_gradients_are_those_of_peft(tmp_path: Path, model: str, kind: str) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed: `pip install peft` brings this comparison")
     transformers = pytest.importorskip("transformers")
     targets = {"gpt2": ["out", "up", "down"], "deepseek": ["q", "out", "q_down", "kv_down", "kv"]}.get(model, ["all"])
-    adapter = dict(kind="lora", rank=4, alpha=6.0, targets=targets, rank_stabilized=rank_stabilized)
+    adapter = dict(kind=kind, rank=4, alpha=6.0, targets=targets, rank_stabilized=kind == "lora")
     state = begun(tmp_path, MODELS[model], adapter)
     to_peft(saved(state, tmp_path / "run"), tmp_path / "peft")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
@@ -114,7 +122,11 @@ def test_forward_and_gradients_are_those_of_peft(tmp_path: Path, model: str, ran
     weight = torch.randn(one.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     (one * weight).sum().backward()
     (other * weight).sum().backward()
-    of_theirs = {name.replace(".default", ""): p.grad for name, p in theirs.named_parameters() if p.requires_grad}
+    of_theirs = {
+        name.replace(".default", "").replace("vector.weight", "vector"): p.grad
+        for name, p in theirs.named_parameters()
+        if p.requires_grad
+    }
     # Written once more, the gradients are in the names and the order of rows that peft has.
     for held in state.parallel.parameters:
         if not held.entry.frozen:
@@ -154,7 +166,7 @@ def test_what_peft_writes_is_read(tmp_path: Path) -> None:
 
 
 def test_it_comes_back_bit_for_bit(tmp_path: Path) -> None:
-    state = begun(tmp_path, MODELS["deepseek"], dict(kind="lora", rank=4, targets=["q", "kv_down", "out"]))
+    state = begun(tmp_path, MODELS["deepseek"], dict(kind="dora", rank=4, targets=["q", "kv_down", "out"]))
     source = saved(state, tmp_path / "run")
     to_peft(source, tmp_path / "peft")
     from_peft(tmp_path / "peft", tmp_path / "back", tmp_path / "base")

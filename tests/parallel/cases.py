@@ -51,6 +51,8 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "qlora": dict(kind="qlora", rank=4, targets=["q", "v", "up", "down"]),
     "qlora single": dict(kind="qlora", rank=4, double_quantization=False),
     "lora dropout": dict(kind="lora", rank=4, targets=["q", "k", "out", "kv_down"], dropout=0.3),
+    "dora": dict(kind="dora", rank=4, targets=["q", "v", "kv", "out"]),
+    "dora all": dict(kind="dora", rank=3),
     "lora last": dict(kind="lora", rank=4, targets=["v", "kv", "out", "down"]),
 }
 """Adapters by name."""

@@ -163,7 +163,9 @@ class Observed:
         for rank, record in enumerate(self.records):
             for name, (where, value) in record.initial.items():
                 entry = find_parameter(model, name, self.run.adapter)
-                if entry.dtype:  # 4 bits of it, which tests/model/test_nf4.py holds to their reference
+                if (
+                    entry.dtype or entry.init == "magnitude"
+                ):  # 4 bits of it, which tests/model/test_nf4.py holds to their reference
                     continue
                 whole = torch.empty(entry.shape)
                 draw(whole, model, self.run.train.seed, name, adapter=self.run.adapter)

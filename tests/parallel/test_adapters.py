@@ -14,7 +14,10 @@ from parallel_pool import RankPool
 
 from shardwise.run import UserError
 
-KINDS = [name for name in cases.ADAPTERS if name.startswith("lora")]
+KINDS = [name for name in cases.ADAPTERS if name.startswith(("lora", "dora"))]
+NOT_EXPERTS = ("dora all",)
+OF_EXPERTS = [name for name in KINDS if name not in NOT_EXPERTS]
+"""Those that a model with experts may have."""
 SMALL: list[tuple[str, dict[str, object], dict[str, object]]] = [
     ("dense", dict(shard=2, tensor=2), dict(adapter="lora", microbatch=2)),
     ("mixture", dict(shard=2, expert=2, context=2), dict(adapter="lora")),
@@ -22,6 +25,7 @@ SMALL: list[tuple[str, dict[str, object], dict[str, object]]] = [
     ("dense", dict(tensor=2, context=2, recompute="full"), dict(adapter="lora dropout", layers=1)),
     ("dense", dict(shard=2, zero=2), dict(adapter="lora", dtype="bfloat16")),
     ("wide", dict(shard=2, tensor=2), dict(adapter="qlora", layers=1)),
+    ("latent", dict(tensor=2, recompute="full"), dict(adapter="dora all", layers=1)),
 ]
 """Every axis, with a split backward pass and in 16 bits."""
 EDGES: list[tuple[str, dict[str, object], dict[str, object]]] = [
@@ -30,14 +34,14 @@ EDGES: list[tuple[str, dict[str, object], dict[str, object]]] = [
         for model in ("dense", "mixture")
         for axis in layouts.AXES
         for kind in KINDS
-        if (model, axis) != ("dense", "expert")
+        if (model, axis) != ("dense", "expert") and not (model == "mixture" and kind in NOT_EXPERTS)
     ],
     *[
-        ("mixture", layouts.ONE_AXIS[one] | layouts.ONE_AXIS[other], dict(adapter=KINDS[number % len(KINDS)]))
+        ("mixture", layouts.ONE_AXIS[one] | layouts.ONE_AXIS[other], dict(adapter=OF_EXPERTS[number % len(OF_EXPERTS)]))
         for number, (one, other) in enumerate((a, b) for a in layouts.AXES for b in layouts.AXES if a < b)
     ],
-    *[(model, {}, dict(adapter=kind)) for model in cases.MODELS for kind in KINDS],
-    *[(model, {}, dict(adapter=kind, dtype="bfloat16")) for model in cases.MODELS for kind in KINDS],
+    *[(model, {}, dict(adapter=kind)) for model in cases.MODELS for kind in OF_EXPERTS],
+    *[(model, {}, dict(adapter=kind, dtype="bfloat16")) for model in cases.MODELS for kind in OF_EXPERTS],
     *[("wide", {axis: 2}, dict(adapter="qlora", layers=2)) for axis in layouts.AXES if axis != "expert"],
     *[("wide", {a: 2, b: 2}, dict(adapter="qlora single", layers=2)) for a in layouts.AXES[:5] for b in layouts.AXES[:5] if a < b],
     ("wide", dict(shard=2, recompute="full"), dict(adapter="qlora", layers=2, dtype="bfloat16")),

@@ -76,7 +76,7 @@ MIXTURE = ("model.experts=4", "model.experts_per_token=1")
         (["adapter.kind=lora", "train.optimizer=muon"], "train.optimizer", "adapters are trained by adamw"),
         (["adapter.kind=lora", "train.fp8=rowwise", "train.dtype=bfloat16"], "train.fp8", "frozen weights"),
         (["adapter.kind=qlora", "model.ffn=400"], "adapter.kind", "no multiple of that"),
-        (["adapter.kind=qlora", "layout.tensor=4", "model.kv_heads=2"], "layout.tensor", "some rows of a matrix in 4 bits"),
+        (["adapter.kind=qlora", "layout.tensor=4", "model.kv_heads=2"], "layout.tensor", "some rows of a matrix"),
         (["adapter.kind=qlora", "layout.tensor=4", "model.ffn=640"], "layout.tensor", "blocks of 64 weights"),
         (["adapter.kind=qlora", "model.experts=4", "model.experts_per_token=1"], "adapter.kind", "no stacked experts"),
         (["adapter.kind=qlora", "layout.async_tensor=true"], "layout.async_tensor", "no such GEMM"),

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
-from shardwise.checkpoint.adapters import adapter_shapes, base_of, factor_names, fingerprint, is_adapter
+from shardwise.checkpoint.adapters import adapter_shapes, base_of, factor_names, fingerprint, is_adapter, magnitude_name
 from shardwise.checkpoint.folder import checkpoint_folder, is_checkpoint
 from shardwise.checkpoint.format import RUN_FILE, read_header, read_json
 from shardwise.checkpoint.huggingface.convert import Conversion, check_free, from_hf, new_folder, write_json
@@ -42,7 +42,6 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "alpha_pattern": ({}, None),
     "layers_to_transform": (None,),
     "target_parameters": (None, []),
-    "use_dora": (False, None),
     "trainable_token_indices": (None,),
     "exclude_modules": (None, []),
 }
@@ -63,14 +62,14 @@ def to_peft(checkpoint: str | Path, out_dir: str | Path) -> Conversion:
     for link in _links(run, str(source)):
         module = link.theirs[0].removesuffix(".weight")
         modules.add(module.rpartition(".")[2])
-        for ours, letter in zip(factor_names(link.ours[0]), "AB", strict=True):
-            chunks = partial(_theirs, link, reader, ours, letter)
-            entries.append(Entry(f"{PREFIX}{module}.lora_{letter}.weight", reader.dtype(ours), shapes[ours], chunks))
+        for ours, theirs in _tensors(link, run.adapter):
+            chunks = partial(_theirs, link, reader, ours, ours)
+            entries.append(Entry(f"{PREFIX}{theirs}", reader.dtype(ours), shapes[ours], chunks))
     with new_folder(out) as folder:
         total = write_weights(folder, entries, file_bytes=1 << 62)
         (folder / "model.safetensors").rename(folder / WEIGHTS)
         write_json(folder / CONFIG, _config(run, sorted(modules), str(base_of(source, run))))
-    return Conversion("LoRA adapters", sum(entry.bytes // entry.dtype.itemsize for entry in entries), total, ())
+    return Conversion(_called(run), sum(entry.bytes // entry.dtype.itemsize for entry in entries), total, ())
 
 
 def from_peft(adapter_dir: str | Path, out_dir: str | Path, base: str | Path = "") -> Conversion:
@@ -95,15 +94,17 @@ def from_peft(adapter_dir: str | Path, out_dir: str | Path, base: str | Path = "
         run = run_from_dict({"model": asdict(model), "adapter": asdict(adapter), "train": {"weights": str(final)}})
         entries = []
         for link in _links(run, str(source)):
-            module = link.theirs[0].removesuffix(".weight")
-            for ours, letter in zip(factor_names(link.ours[0]), "AB", strict=True):
-                theirs = f"{module}.lora_{letter}.weight"
-                chunks = partial(_ours, link, reader, theirs, letter)
+            for ours, theirs in _tensors(link, run.adapter):
+                chunks = partial(_ours, link, reader, theirs, ours)
                 entries.append(Entry(ours, reader.dtype(theirs), reader.shape(theirs), chunks))
         sections = {"name": out.resolve().name, "model": to_dict(run)["model"], "adapter": to_dict(run)["adapter"]}
         write_atomically(folder / RUN_FILE, sections_to_toml(sections | {"train": {"weights": str(final)}}).encode())
         total = write_weights(folder, entries)
-    return Conversion("LoRA adapters", sum(entry.bytes // entry.dtype.itemsize for entry in entries), total, ())
+    return Conversion(_called(run), sum(entry.bytes // entry.dtype.itemsize for entry in entries), total, ())
+
+
+def _called(run: Run) -> str:
+    return "DoRA adapters" if run.adapter.kind == "dora" else "LoRA adapters"
 
 
 def _links(run: Run, where: str) -> Iterator[Link]:
@@ -129,15 +130,24 @@ def _links(run: Run, where: str) -> Iterator[Link]:
                 yield link
 
 
-def _theirs(link: Link, reader: Reader, name: str, letter: str) -> Iterator[Tensor]:
+def _tensors(link: Link, adapter: AdapterConfig) -> Iterator[tuple[str, str]]:
+    """The names of an adapter's tensors, ours and theirs."""
+    module = link.theirs[0].removesuffix(".weight")
+    for ours, letter in zip(factor_names(link.ours[0]), "AB", strict=True):
+        yield ours, f"{module}.lora_{letter}.weight"
+    if adapter.kind == "dora":
+        yield magnitude_name(link.ours[0]), f"{module}.lora_magnitude_vector"
+
+
+def _theirs(link: Link, reader: Reader, name: str, ours: str) -> Iterator[Tensor]:
     values = reader.get(name)
-    reorder = isinstance(link, Interleaved) and letter == "B"
+    reorder = isinstance(link, Interleaved) and not ours.endswith(".A.weight")
     yield link.reordered(values, (2, link.rotated // 2)) if reorder else values  # type: ignore[attr-defined]
 
 
-def _ours(link: Link, reader: Reader, name: str, letter: str) -> Iterator[Tensor]:
+def _ours(link: Link, reader: Reader, name: str, ours: str) -> Iterator[Tensor]:
     values = reader.get(name)
-    reorder = isinstance(link, Interleaved) and letter == "B"
+    reorder = isinstance(link, Interleaved) and not ours.endswith(".A.weight")
     yield link.reordered(values, (link.rotated // 2, 2)) if reorder else values  # type: ignore[attr-defined]
 
 
@@ -158,7 +168,7 @@ def _config(run: Run, modules: list[str], base: str) -> dict[str, Any]:
         lora_dropout=adapter.dropout,
         target_modules=modules,
         use_rslora=adapter.rank_stabilized,
-        use_dora=False,
+        use_dora=adapter.kind == "dora",
         bias="none",
         fan_in_fan_out=run.model.position == "learned",
         modules_to_save=None,
@@ -188,7 +198,8 @@ def _read_config(source: Path) -> dict[str, Any]:
 def _adapter(config: dict[str, Any], model: ModelConfig, reader: Reader) -> AdapterConfig:
     """What the tensors adapt, which must be the same matrices in every layer."""
     scale = dict(rank=config["r"], alpha=float(config["lora_alpha"]), rank_stabilized=bool(config.get("use_rslora")))
-    every = AdapterConfig("lora", targets=MATRICES, dropout=float(config.get("lora_dropout") or 0.0), **scale)
+    kind: Literal["lora", "dora"] = "dora" if config.get("use_dora") else "lora"
+    every = AdapterConfig(kind, targets=MATRICES, dropout=float(config.get("lora_dropout") or 0.0), **scale)
     held, all_of = dict[str, set[str]](), dict[str, set[str]]()
     for layer in range(model.layers):
         table = layer_parameters(model, model.is_moe(layer), every)
@@ -207,8 +218,7 @@ def _adapter(config: dict[str, Any], model: ModelConfig, reader: Reader) -> Adap
     run = Run(model=model, adapter=adapter)
     shapes, expected = adapter_shapes(run), dict[str, tuple[int, ...]]()
     for link in _links(run, where):
-        for ours, letter in zip(factor_names(link.ours[0]), "AB", strict=True):
-            expected[link.theirs[0].removesuffix("weight") + f"lora_{letter}.weight"] = shapes[ours]
+        expected |= {theirs: shapes[ours] for ours, theirs in _tensors(link, adapter)}
     if problems := compare_shapes(reader, expected, reader.names):
         raise UserError(*problems)
     return adapter

@@ -118,6 +118,9 @@ class OpList(list[Op]):
                 )
             flops = 2.0 * rows * n * k
             self.append(Op(f"{name} adapter", part, "matmul", seconds, (flops,) * 3, NOTHING, kept, 0.0, launches))
+        if adapter.kind == "dora":  # the sum, which is saved, times the lengths of the rows
+            size = rows * sum(adapted) * job.width
+            self.elementwise(f"{name} rescaled", part, 2 * size, 4 * size, saved=size)
         return saved
 
     def _gemm(

@@ -105,7 +105,13 @@ def linear(tape: Tape, x: str, name: str, *, edge: bool = False, added: bool = F
         if planned.run.adapter.dropout:  # what is multiplied with, and the product
             tape.save_new(f"{name} dropout", rows * inner)
             x = tape.make(f"{name} dropped", rows * inner)
-        linear(tape, linear(tape, x, f"{name}.lora.A"), f"{name}.lora.B", added=added, joins=name)
+        rescaled = f"{name}.lora.magnitude" in tape.parameters
+        low = linear(tape, x, f"{name}.lora.A")
+        linear(tape, low, f"{name}.lora.B", added=added and not rescaled, joins=f"{name} sum" if rescaled else name)
+        if rescaled:  # the sum and its factor, and the lengths that are divided by
+            tape.save_new(f"{name} sum", out)
+            tape.save_new(f"{name} factor", columns)
+            tape.save_new(f"{name} lengths", columns, planned.high_width)
     if not parameter.learns:
         return tape.make(name, out)
     if tape.prefix and uses_fp8_gemm(planned.run, columns, inner):

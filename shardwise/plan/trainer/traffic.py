@@ -172,6 +172,7 @@ def layers(wire: Wire, moved: Mapping[int, int] | None) -> None:
         block = twice if "block" in recomputed else once
         core = twice if recomputed & {"block", "attention"} else once
         tensor(wire, block, block, overlapped=m.attention == "grouped")
+        row_lengths(wire, moe, "attention.out", block)
         if block == once:
             gathered_again(wire, calls, moe, "attention.")
         context(wire, core, block)
@@ -179,6 +180,7 @@ def layers(wire: Wire, moved: Mapping[int, int] | None) -> None:
         # so what follows is not sent once more; where it overlaps it is, since the GEMM is made while it is sent.
         ffn = twice if recomputed & {"block", "ffn"} else once
         end = ffn if planned.run.layout.async_tensor else once
+        row_lengths(wire, moe, "ffn.shared.down" if moe else "ffn.down", ffn)
         if not moe:
             tensor(wire, block, end)
             if block == once:
@@ -208,6 +210,13 @@ def tensor(wire: Wire, entering: Times, leaving: Times, overlapped: bool = True)
     wire.reduce_scatter("tensor", shard, entering.backward)
     wire.reduce_scatter("tensor", shard, leaving.forward, messages)
     wire.all_gather("tensor", shard, leaving.backward, messages)
+
+
+def row_lengths(wire: Wire, moe: bool, name: str, times: Times) -> None:
+    """`model/adapters.py`: the squares of the rows of a matrix that is cut by columns and rescaled, over all of them."""
+    magnitude = wire.planned.layer_table(moe).get(f"{name}.lora.magnitude")
+    if magnitude is not None:
+        wire.all_reduce("tensor", magnitude.numel * wire.planned.high_width, times.forward)
 
 
 def gathered_again(wire: Wire, calls: int, moe: bool, part: str, *, recomputed: bool = False) -> None:

@@ -44,6 +44,8 @@ class GemmFlops:
     """The parts of a layer that recompute it."""
     learns: bool = True
     """Whether its weight has a gradient."""
+    constant: bool = False
+    """Whether it is a constant to the gradient, and has no backward pass."""
     weight: bool = True
     """Whether it has a weight. Attention's own GEMMs have none: both halves of their backward pass are for inputs."""
 
@@ -66,6 +68,8 @@ def work(run: Run, rank: int | None = None) -> Work:
             continue
         passes["forward"] += total
         passes["recompute"] += total if recomputed & gemm.recomputed_with else 0.0
+        if gemm.constant:
+            continue
         passes["backward_input"] += total if gemm.weight else 2 * total
         passes["backward_weight"] += total if gemm.weight and gemm.learns else 0.0
     flops["parameters"] = {"optimizer": muon.flops(planned) if run.train.optimizer == "muon" else 0.0}
@@ -92,6 +96,8 @@ def layer_gemms(planned: PlannedRank, moe: bool) -> Iterator[GemmFlops]:
     for parameter in planned.layer_parameters(moe):
         if parameter.entry.multiplied:
             yield _gemm(planned, parameter)
+        elif parameter.entry.init == "magnitude":
+            yield _lengths(planned, moe, parameter)
 
 
 def _gemm(planned: PlannedRank, parameter: PlannedParameter) -> GemmFlops:
@@ -109,12 +115,21 @@ def _gemm(planned: PlannedRank, parameter: PlannedParameter) -> GemmFlops:
     return GemmFlops("ffn", 2.0 * planned.tokens * numel, inside, learns)
 
 
+def _lengths(planned: PlannedRank, moe: bool, magnitude: PlannedParameter) -> GemmFlops:
+    """B times A, for the lengths of the rows of an adapted matrix (`model/adapters.py`)."""
+    matrix = planned.layer_table(moe)[magnitude.entry.name.replace(".lora.magnitude", ".weight")]
+    attention = magnitude.entry.owner == "attention"
+    flops = 2.0 * planned.run.adapter.rank * matrix.multiplied_numel
+    return GemmFlops("attention" if attention else "ffn", flops, BLOCK if attention else FFN, constant=True)
+
+
 def _recomputes_last(planned: PlannedRank, parameter: PlannedParameter) -> bool:
     """Whether recomputation makes a layer's last GEMM. It need not: backward needs what enters it, not what leaves it. But one that
-    overlaps with its reduce-scatter is made whole, as is one whose weight's gradient is deferred, one in fp8, and one of 4 bits."""
+    overlaps with its reduce-scatter is made whole, as is one whose weight's gradient is deferred, one in fp8, one of 4 bits, and
+    one that DoRA rescales."""
     lay, fp8 = planned.run.layout, uses_fp8_gemm(planned.run, parameter.shape[0], parameter.shape[1])
-    in_4_bits = parameter.entry.packed > 1
-    return (lay.tensor > 1 and lay.async_tensor) or (planned.splits_backward and parameter.learns) or fp8 or in_4_bits
+    needed = parameter.entry.packed > 1 or (parameter.entry.adapted and planned.run.adapter.kind == "dora")
+    return (lay.tensor > 1 and lay.async_tensor) or (planned.splits_backward and parameter.learns) or fp8 or needed
 
 
 def _attention(planned: PlannedRank) -> GemmFlops:
