@@ -39,9 +39,8 @@ class Settings:
 
 SHORT_TOKENS, SHORT_KEYS = 256, 2**16
 """Prompts of so many new tokens that see so many keys, each token counted, are replayed too: the kernel of single tokens reads keys
-once for each token, which by the measured steps of an H200 (`hardware/serving/`) is up to here less than half of what launching
-kernels one by one takes the host."""
-
+once for each token, which by the measured steps of an H200 (`hardware/serving/`) takes up to here no longer than the host needs to
+launch kernels one by one."""
 
 MANY = 512
 """Tokens of the largest step with guesses that is recorded."""
