@@ -275,7 +275,7 @@ def manifest(train_state: TrainState, recording: Recording, first: int, every: l
         "first_step": first,
         "steps": recording.steps,
         "tokens": run.batch_tokens,
-        "model_flops": training_flops(run.model, run.train.seq_len) * run.batch_tokens,
+        "model_flops": training_flops(run.model, run.train.seq_len, run.adapter) * run.batch_tokens,
         "flops_convention": CONVENTION,
         "peak_flops": peak,
         "peak_source": source,

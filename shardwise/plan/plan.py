@@ -109,7 +109,7 @@ def plan_job(
     sent = traffic(run, None if precise else 0)
     account = Account("plan", step.seconds, job.tokens, step.breakdown, done, memory, sent)
     devices = run.layout.world
-    mfu = job.tokens * training_flops(job.model, job.seq_len) / (step.seconds * devices * mfu_peak(job)[1])
+    mfu = job.tokens * training_flops(job.model, job.seq_len, job.adapter) / (step.seconds * devices * mfu_peak(job)[1])
     cost = job_cost(run, job.cluster, step.seconds, devices, parameters(job.model).total * 12.0)
     width = interval("training" if known_chip(job) else "unseen_chip")
     low, high = step.seconds * math.exp(-width), step.seconds * math.exp(width)

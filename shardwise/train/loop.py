@@ -212,7 +212,7 @@ class _StepLog:
         peak, source = peak_flops(train_state.device, train_state.dtype)
         display.log(f"MFU: {CONVENTION}; of {source}")
         self.peak = peak * run.layout.world
-        self.flops = training_flops(run.model, run.train.seq_len) * run.batch_tokens
+        self.flops = training_flops(run.model, run.train.seq_len, run.adapter) * run.batch_tokens
         self.unread: deque[tuple[StepResult, int, dict[str, Any]]] = deque()
         self.pace = 0.0
         self.last = time.perf_counter()

@@ -9,8 +9,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.model import Transformer, initialize
-from shardwise.plan.cost.flops import forward_flops, keys_seen, parameters
-from shardwise.run import PRESETS, ModelConfig
+from shardwise.plan.cost.flops import forward_flops, keys_seen, parameters, training_flops
+from shardwise.plan.trainer.work import work
+from shardwise.run import PRESETS, ModelConfig, run_from_dict
 from shardwise.run.derive import derive_model
 
 
@@ -72,3 +73,11 @@ def test_active_parameters_leave_out_the_experts_a_token_does_not_meet() -> None
 def test_keys_seen_is_the_mean_over_queries(length: int, window: int) -> None:
     counted = sum(min(i + 1, window or length) for i in range(length)) / length
     assert keys_seen(ModelConfig(sliding_window=window), length) == pytest.approx(counted)
+
+
+def test_frozen_matrices_have_no_gradient_to_compute() -> None:
+    """What all passes compute is the model's training FLOPs, and the adapter's own, which are few."""
+    shape = dict(layers=2, hidden=256, heads=4, kv_heads=2, ffn=512, vocab=512)
+    for adapter, own in (({}, 0.0), (dict(kind="lora", rank=1, targets=["q"]), 2 * 3 * 2 * (256 + 256))):
+        run = run_from_dict(dict(model=shape, adapter=adapter, train=dict(seq_len=64, global_batch=1, device="cpu")))
+        assert work(run, 0).total == 64 * (training_flops(run.model, 64, run.adapter) + own)

@@ -12,6 +12,7 @@ from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 
 from shardwise.run import AdapterConfig, LayoutConfig, ModelConfig, Run
+from shardwise.run.adapter_config import NO_ADAPTER
 from shardwise.run.parameters import first_parameters, last_parameters, layer_parameters
 from shardwise.schedules import split_layers
 
@@ -122,9 +123,14 @@ def forward_flops(model: ModelConfig, seq_len: int) -> float:
     return 2.0 * total
 
 
-def training_flops(model: ModelConfig, seq_len: int) -> float:
-    """FLOPs of one token in training: the backward pass costs twice the forward pass."""
-    return 3.0 * forward_flops(model, seq_len)
+def training_flops(model: ModelConfig, seq_len: int, adapter: AdapterConfig = NO_ADAPTER) -> float:
+    """FLOPs of one token in training: the backward pass costs twice the forward pass. Beside adapters, which count for nothing
+    here, frozen matrices have no gradient, so theirs costs one; attention itself has no matrices."""
+    whole = forward_flops(model, seq_len)
+    if not adapter.used:
+        return 3.0 * whole
+    attention = 2.0 * model.layers * keys_seen(model, seq_len) * model.heads * (model.head_dim + model.value_dim)
+    return 2.0 * whole + attention
 
 
 def layers_of_stages(run: Run) -> list[range]:
