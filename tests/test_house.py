@@ -25,7 +25,7 @@ FLOORS: list[list[str]] = [
     ["__main__"],
 ]
 """From the ground up, as the map in CONTRIBUTING; folders that do not exist yet may stand here."""
-ROOMS: list[list[str]] = [["cost"], ["trainer"], ["time"], ["plan"], ["search", "serving"], ["published"]]
+ROOMS: list[list[str]] = [["cost"], ["trainer"], ["time"], ["plan"], ["search", "serving"], ["published", "budget"]]
 """The rooms of `plan/`, from the ground up; `plan` is the file `plan.py`."""
 WITHOUT_TORCH = (
     "files",

@@ -36,6 +36,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "generate": ("shardwise.cli.generate", "continue text with a checkpoint"),
     "eval": ("shardwise.cli.eval", "loss and perplexity of data sets; right answers to questions"),
     "config": ("shardwise.cli.config", "print the resolved run; every key, chip and preset there is"),
+    "budget": ("shardwise.cli.budget", "the best model for a budget: size, tokens, layout, days and cost"),
+    "scale": ("shardwise.cli.scale.verb", "scaling laws fitted to runs; the loss of larger ones, with an interval"),
     "data": ("shardwise.cli.data", "turn text or conversations into token shards"),
     "quantize": (
         "shardwise.cli.quantize",

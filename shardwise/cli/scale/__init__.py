@@ -1,0 +1,1 @@
+"""`shardwise scale`, a file for each group of its verbs."""

@@ -1,0 +1,151 @@
+"""The best model for a budget of compute, device-hours or money on a chip.
+
+A law says which size is best for an amount of compute; how much compute an hour gives depends on the size and its layout, which the
+planner finds. So a few sizes around the law's optimum are planned, each gets the tokens its speed leaves it, and the lowest
+loss wins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from shardwise.hardware.chips import find_chip
+from shardwise.plan.cost.flops import parameters
+from shardwise.plan.plan import Plan
+from shardwise.plan.search import search
+from shardwise.run import UserError, run_from_dict
+from shardwise.scale.optimum import SERVED, Loss, Optimum, best_size
+from shardwise.scale.points import FLOPS_PER_TOKEN
+from shardwise.scale.published import step_law
+from shardwise.scale.shapes import shape_of
+
+USUAL_MFU = 0.4
+"""Where the search begins; the plan's own takes its place."""
+SPREAD = (0.5, 0.71, 1.0, 1.41, 2.0)
+"""Sizes that are planned, as multiples of the law's best."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A budget: exactly one of `flops` and `hours`, the device-hours of all devices."""
+
+    chip: str
+    flops: float = 0.0
+    hours: float = 0.0
+    devices: int = 0
+    """0: as many as finish in `days`."""
+    days: float = 30.0
+    seq_len: int = 4096
+    vocab: int = 128256
+    served: float = 0.0
+    """Tokens that the model will read and write in its life."""
+    price: float = 0.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A model with its plan."""
+
+    params: int
+    tokens: float
+    loss: float
+    lr: float
+    plan: Plan
+    serving_flops: float
+
+    @property
+    def flops(self) -> float:
+        """Of training, 6 N D."""
+        return FLOPS_PER_TOKEN * self.params * self.tokens
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The best choice, the others that were planned, and what the law alone would take."""
+
+    best: Choice
+    choices: list[Choice]
+    by_law: Optimum
+    devices: int
+
+
+def find_budget(wanted: Wanted, loss: Loss, tell: Callable[[str], None] = lambda text: None) -> Budget:
+    """Plan sizes around the best, and take the one with the lowest loss."""
+    chip = find_chip(wanted.chip)
+    peak = chip.peak.get("bfloat16") or max(chip.peak.values())
+    hours = wanted.hours or wanted.flops / (peak * USUAL_MFU * 3600)
+    flops = wanted.flops or hours * 3600 * peak * USUAL_MFU
+    devices = wanted.devices or _devices(hours, wanted.days, chip.devices_per_node)
+    by_law = best_size(loss, flops, wanted.served)
+    choices: list[Choice] = []
+    problems: list[str] = []
+    for factor in SPREAD:
+        shape = shape_of(by_law.params * factor, wanted.vocab)
+        tell(f"planning {by_law.params * factor:.3g} parameters on {devices} {wanted.chip}")
+        try:
+            choice = _choice(wanted, shape, by_law.tokens / factor, devices, chip.devices_per_node, loss, hours)
+        except UserError as e:
+            problems.append(str(e))
+            continue
+        if choice is not None and all(choice.params != other.params for other in choices):
+            choices.append(choice)
+    if not choices:
+        raise UserError(*(problems[:3] or ["the budget is too small to train any model and serve it"]))
+    best = min(choices, key=lambda choice: choice.loss)
+    return Budget(best, choices, by_law, devices)
+
+
+def _choice(
+    wanted: Wanted, shape: dict[str, Any], guess: float, devices: int, per_node: int, loss: Loss, hours: float
+) -> Choice | None:
+    """A size on the devices; twice, because the batch, and with it the speed, depends on the tokens that the speed leaves."""
+    tokens = guess
+    for _ in range(2):
+        plan = _plan(wanted, shape, tokens, devices, per_node)
+        size = parameters(plan.run.model).total
+        used = SERVED * size * wanted.served
+        if wanted.flops:
+            tokens = (wanted.flops - used) / (FLOPS_PER_TOKEN * size)
+        else:
+            # Serving is paid for at the speed of training.
+            rate = plan.cost.device_hours / (plan.run.train.steps * plan.run.batch_tokens)
+            tokens = hours / rate - used / (FLOPS_PER_TOKEN * size)
+        if tokens < 1e3:
+            return None
+    plan = _plan(wanted, shape, tokens, devices, per_node)
+    embedded = parameters(plan.run.model)
+    lr, _ = step_law(float(embedded.total - embedded.embedding - embedded.head), tokens)
+    reached = float(loss(np.array([float(size)]), np.array([tokens]))[0])
+    return Choice(size, tokens, reached, lr, plan, used)
+
+
+def _plan(wanted: Wanted, shape: dict[str, Any], tokens: float, devices: int, per_node: int) -> Plan:
+    _, batch = step_law(1.0, tokens)
+    sequences = 2 ** max(0, round(math.log2(max(1.0, batch / wanted.seq_len))))
+    sequences = max(sequences, devices) if devices & (devices - 1) == 0 else sequences
+    steps = max(1, round(tokens / (sequences * wanted.seq_len)))
+    nodes = max(1, devices // per_node)
+    cluster = dict(chip=wanted.chip, nodes=nodes, devices_per_node=min(devices, per_node), price=wanted.price)
+    train = dict(steps=steps, global_batch=sequences, seq_len=wanted.seq_len, dtype="bfloat16")
+    run = run_from_dict(dict(name="budget", model=shape, layout="auto", train=train, cluster=cluster))
+    return search(run, keep=1).best
+
+
+def _devices(hours: float, days: float, per_node: int) -> int:
+    """The fewest devices that finish in so many days: parts of a machine, then machines in powers of two."""
+    need = hours / (24 * days)
+    count = 1
+    while count < need and count < 2**20:
+        count *= 2
+    return count if count <= per_node else per_node * 2 ** math.ceil(math.log2(need / per_node))
+
+
+def written(choice: Choice) -> Plan:
+    """The plan with the learning rate of the law in its run, to be written as a run."""
+    run = choice.plan.run
+    return replace(choice.plan, run=replace(run, train=replace(run.train, lr=choice.lr)))

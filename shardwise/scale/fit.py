@@ -1,0 +1,281 @@
+"""Fitting a law to points: Huber's loss on the log of the loss, many starts, resampled points for the intervals.
+
+Which form predicts best is not asked of the points it was fitted to: each is fitted again without the largest runs, and judged by
+how well it predicts those. The same errors say how wide an interval must be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardwise.run.problems import UserError
+from shardwise.scale.laws import LAWS, Law
+from shardwise.scale.minimize import Array, Minima, Objective, minimize
+from shardwise.scale.points import Points
+
+DELTA = 1e-3
+"""Where Huber's loss turns from squares to absolute values, in log loss (Hoffmann et al. 2022, D.3)."""
+STARTS, RESAMPLED = 100, 200
+LEFT_OUT, SCATTER = 5.0, 0.005
+"""A point so many robust standard deviations off the law is left out; a deviation counts as at least this share of the loss, about
+what two seeds of a small model differ by."""
+LEVEL = 0.9
+_AGREE = 1e-6
+_HELD_OUT = 0.3
+
+
+@dataclass(frozen=True)
+class FittedLaw:
+    """One form, fitted. Rows of `draws` are fits to resampled points."""
+
+    name: str
+    theta: Array
+    draws: Array
+    starts: int
+    agree: int
+    """Of the starts, those that ended at the best optimum."""
+    held_out: float = float("nan")
+    """Mean error of log loss on the largest runs, when fitted without them."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Forms fitted to the same points, the best first."""
+
+    laws: list[FittedLaw]
+    points: Points
+    left_out: Points
+    x0: float
+    y0: float
+    residuals: Array
+    widening: float
+    """How many times wider intervals are than scatter and resampling alone would make them."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def law(self) -> FittedLaw:
+        """The form that predicts."""
+        return self.laws[0]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A loss with the interval that 90% of measured ones should lie in."""
+
+    loss: float
+    low: float
+    high: float
+
+
+def fit(
+    points: Points,
+    forms: Sequence[str] = ("chinchilla", "over-training"),
+    starts: int = STARTS,
+    resampled: int = RESAMPLED,
+    seed: int = 0,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Fit:
+    """Fit every form; points that no form explains are left out and named."""
+    need = max(LAWS[name].size for name in forms)
+    if len(points) < need + 1:
+        raise UserError(f"{len(points)} points are too few to fit {need} coefficients: {need + 1} are needed at least")
+    if min(len(np.unique(points.params)), len(np.unique(points.tokens))) < 2:
+        raise UserError(
+            "all points have the same params or the same tokens: how the loss changes with them cannot be told"
+        )
+    x0, y0 = float(np.log(points.params).mean()), float(np.log(points.tokens).mean())
+    tell("finding points that do not belong")
+    keep = _kept(points, forms, x0, y0, seed)
+    kept = points.chosen(keep)
+    found, errors, notes = [], {}, []
+    usable = [name for name in forms if _sizes(kept) >= LAWS[name].sizes]
+    for name in set(forms) - set(usable):
+        notes.append(f"{name} needs {LAWS[name].sizes} sizes of model, and there are {_sizes(kept)}: it was not fitted")
+    if not usable:
+        raise UserError(*notes)
+    for name in usable:
+        tell(f"fitting {name}")
+        found.append(_fit_law(LAWS[name], kept, x0, y0, starts, resampled, np.random.default_rng(seed)))
+    folds = _folds(kept)
+    for law in found:
+        tell(f"predicting the largest runs by {law.name}")
+        errors[law.name] = _held_out(law.name, kept, folds, x0, y0, seed)
+    scores = {
+        name: float(np.mean([np.abs(error).mean() for error, _ in each])) if each else np.nan
+        for name, each in errors.items()
+    }
+    ordered = sorted(found, key=lambda law: (np.isnan(scores[law.name]), scores[law.name]))
+    laws = [FittedLaw(law.name, law.theta, law.draws, law.starts, law.agree, scores[law.name]) for law in ordered]
+    residuals = np.log(kept.loss) - _evaluate(laws[0].name, laws[0].theta[None], kept, x0, y0)[0]
+    widening = _widening(errors[laws[0].name])
+    if not folds:
+        notes.append("too few points to hold some out: the form is not checked, and the interval may be too narrow")
+    return Fit(laws, kept, points.chosen(~keep), x0, y0, residuals, widening, notes)
+
+
+def predict(fitted: Fit, params: float, tokens: float, seed: int = 0) -> Prediction:
+    """The loss of a model, with an interval for resampled coefficients, other forms, and the scatter of single runs."""
+    x, y = np.log(np.array([params])) - fitted.x0, np.log(np.array([tokens])) - fitted.y0
+    best = float(LAWS[fitted.law.name].evaluate(fitted.law.theta[None], x, y, slope=False)[0][0, 0])
+    random = np.random.default_rng(seed)
+    drawn = np.concatenate(
+        [
+            LAWS[law.name].evaluate(law.draws, x, y, slope=False)[0][: round(share * len(law.draws)), 0]
+            for law, share in zip(fitted.laws, _shares(fitted.laws), strict=True)
+        ]
+    )
+    drawn = drawn + random.choice(np.concatenate([fitted.residuals, -fitted.residuals]), len(drawn))
+    low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    low, high = best - fitted.widening * max(0.0, best - low), best + fitted.widening * max(0.0, high - best)
+    return Prediction(float(np.exp(best)), float(np.exp(low)), float(np.exp(high)))
+
+
+def warnings(fitted: Fit, params: float, tokens: float) -> list[str]:
+    """What a prediction goes beyond."""
+    points, found = fitted.points, []
+    for what, value, seen in (
+        ("parameters", params, points.params),
+        ("tokens", tokens, points.tokens),
+        ("FLOPs", 6 * params * tokens, points.flops),
+        ("tokens a parameter", tokens / params, points.tokens / points.params),
+    ):
+        if value > seen.max() * 1.001:
+            found.append(f"{value / seen.max():.3g} times the {what} of any run that was fitted")
+        elif value < seen.min() / 1.001:
+            found.append(f"{seen.min() / value:.3g} times fewer {what} than any run that was fitted")
+    return found
+
+
+def _sizes(points: Points) -> int:
+    """How many sizes of model there are; those within a tenth of each other count once."""
+    ordered = np.sort(np.log(points.params))
+    count, last = 0, -np.inf
+    for value in ordered:
+        if value > last + 0.1:
+            count, last = count + 1, value
+    return count
+
+
+def _shares(laws: Sequence[FittedLaw]) -> Array:
+    """How much of an interval each form makes: a form that predicts held-out runs twice as badly counts a quarter."""
+    scores = np.array([law.held_out for law in laws])
+    if np.isnan(scores).any():
+        return np.ones(len(laws))
+    shares = (scores.min() / np.maximum(scores, 1e-12)) ** 2
+    return np.where(shares < 0.02, 0.0, shares)
+
+
+def _objective(law: Law, points: Points, x0: float, y0: float, weights: Array, delta: float) -> Objective:
+    """Huber's loss of the residuals in log loss, by `delta` so that values are of order one; a row of weights for each row."""
+    x, y, target = np.log(points.params) - x0, np.log(points.tokens) - y0, np.log(points.loss)
+
+    def value(theta: Array, rows: np.ndarray) -> tuple[Array, Array]:
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            found, slopes = law.evaluate(theta, x, y)
+            residual = found - target
+            clipped = np.clip(residual, -delta, delta)
+            weight = weights[rows] if weights.ndim == 2 else weights
+            total = (weight * clipped * (residual - 0.5 * clipped)).sum(1) / delta
+            push = weight * clipped / delta
+            gradient = np.stack([(push * slope).sum(1) for slope in slopes], 1)
+        return np.where(np.isfinite(gradient).all(1), total, np.inf), np.nan_to_num(gradient)
+
+    return value
+
+
+def _solve(
+    law: Law,
+    points: Points,
+    x0: float,
+    y0: float,
+    starts: int,
+    random: np.random.Generator,
+    weights: Array | None = None,
+) -> Minima:
+    """The optimum from each start: first of a loss that is nearly squares, whose valley is wide, then of Huber's."""
+    level = float(np.log(points.loss).mean())
+    weights = np.ones(len(points)) if weights is None else weights
+    at = law.starts(starts, level, random)
+    for delta in (0.1, 0.01, DELTA):
+        found = minimize(_objective(law, points, x0, y0, weights, delta), at)
+        at = found.at
+    return found
+
+
+def _fit_law(
+    law: Law, points: Points, x0: float, y0: float, starts: int, resampled: int, random: np.random.Generator
+) -> FittedLaw:
+    found = _solve(law, points, x0, y0, starts, random)
+    best = int(found.values.argmin())
+    agree = int((found.values <= found.values[best] + _AGREE * max(abs(found.values[best]), 1e-9)).sum())
+    drawn = np.empty((0, law.size))
+    if resampled:
+        weights = random.multinomial(len(points), np.full(len(points), 1 / len(points)), resampled).astype(np.float64)
+        drawn = minimize(_objective(law, points, x0, y0, weights, DELTA), np.tile(found.at[best], (resampled, 1))).at
+    return FittedLaw(law.name, found.at[best], drawn, starts, agree)
+
+
+def _evaluate(name: str, theta: Array, points: Points, x0: float, y0: float) -> Array:
+    return LAWS[name].evaluate(theta, np.log(points.params) - x0, np.log(points.tokens) - y0, slope=False)[0]
+
+
+def _kept(points: Points, forms: Sequence[str], x0: float, y0: float, seed: int) -> np.ndarray:
+    """Points near the law of the fewest coefficients, which bends least towards those that do not belong; found again until all
+    that are kept are near. Runs too short to leave their warm-up are the usual ones left out."""
+    law = min((LAWS[name] for name in forms), key=lambda each: each.size)
+    keep = np.ones(len(points), dtype=bool)
+    for _ in range(10):
+        chosen = points.chosen(keep)
+        found = _solve(law, chosen, x0, y0, 12, np.random.default_rng(seed))
+        off = np.abs(np.log(points.loss) - _evaluate(law.name, found.at[[found.values.argmin()]], points, x0, y0)[0])
+        new = keep & (off <= LEFT_OUT * max(SCATTER, 1.4826 * float(np.median(off[keep]))))
+        if (new == keep).all() or new.sum() <= law.size + 1:
+            break
+        keep = new
+    return keep
+
+
+def _folds(points: Points) -> list[np.ndarray]:
+    """What is held out, one set after another: the largest models, the longest runs for their size, the most compute."""
+    found = []
+    for value in (points.params, points.tokens / points.params, points.flops):
+        # Whole sizes are held out: the cut lies between two different values.
+        ordered = np.unique(value)
+        held = None
+        for cut in ordered[:0:-1]:
+            mask = value >= cut * (1 - 1e-9)
+            if mask.mean() > _HELD_OUT and held is not None:
+                break
+            held = mask
+        # Of two sizes of model no law can tell how the next steps go on.
+        if held is not None and held.mean() <= 0.5 and (~held).sum() >= 8 and len(np.unique(points.params[~held])) >= 3:
+            found.append(held)
+    return found
+
+
+def _held_out(
+    name: str, points: Points, folds: Sequence[np.ndarray], x0: float, y0: float, seed: int
+) -> list[tuple[Array, Array]]:
+    """Of each fold, the errors of log loss and half the width of the interval they should be in."""
+    found = []
+    for held in folds:
+        rest, tested = points.chosen(~held), points.chosen(held)
+        law = _fit_law(LAWS[name], rest, x0, y0, 12, 60, np.random.default_rng(seed))
+        best = _evaluate(name, law.theta[None], tested, x0, y0)[0]
+        residuals = np.log(rest.loss) - _evaluate(name, law.theta[None], rest, x0, y0)[0]
+        drawn = _evaluate(name, law.draws, tested, x0, y0)
+        noise = np.random.default_rng(seed).choice(np.concatenate([residuals, -residuals]), drawn.shape)
+        low, high = np.quantile(drawn + noise, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
+        error = np.log(tested.loss) - best
+        found.append((error, np.where(error > 0, np.maximum(high - best, 1e-9), np.maximum(best - low, 1e-9))))
+    return found
+
+
+def _widening(errors: Sequence[tuple[Array, Array]]) -> float:
+    """What intervals must be multiplied by for held-out runs to lie inside; never below 1."""
+    if not errors:
+        return 1.0
+    return max(1.0, float(np.quantile(np.concatenate([np.abs(error) / width for error, width in errors]), LEVEL)))

@@ -1,0 +1,168 @@
+"""The forms that the loss of a model can take in its parameters N and the tokens D it was trained on.
+
+While fitting, log N and log D are counted from the middle of the points, which makes coefficients nearly independent of each other.
+`coefficients` gives them as the papers write them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from shardwise.scale.minimize import Array
+
+
+class Law(Protocol):
+    """A form of the loss. Rows of `theta` are what is fitted; `x` and `y` are log N and log D, counted from the middle."""
+
+    name: str
+    sentence: str
+    size: int
+    """How many coefficients are fitted."""
+    sizes: int
+    """How many sizes of model it takes to tell them apart, one to spare."""
+
+    def starts(self, number: int, level: float, random: np.random.Generator) -> Array:
+        """Random places to begin at, for points whose mean log loss is `level`."""
+        ...
+
+    def evaluate(self, theta: Array, x: Array, y: Array, slope: bool = True) -> tuple[Array, list[Array]]:
+        """The log of the loss, (rows, points), and its derivative by each coefficient."""
+        ...
+
+    def coefficients(self, theta: Sequence[float], x0: float, y0: float) -> dict[str, float]:
+        """The coefficients as the paper writes them, where N and D are counted from zero."""
+        ...
+
+
+def _shares(number: int, level: float, random: np.random.Generator, terms: int = 3) -> list[Array]:
+    """Logs of terms that sum to the level of the points, in random shares; a share near zero would feel no slope."""
+    return list(np.log(0.05 + 0.85 * random.dirichlet(np.ones(terms), number).T) + level)
+
+
+def _exponents(number: int, random: np.random.Generator) -> Array:
+    return random.uniform(0.03, 1.0, number)
+
+
+def _sum_of_three(e: Array, a: Array, b: Array) -> tuple[Array, Array, Array, Array]:
+    """log(exp e + exp a + exp b), and the share of each."""
+    most = np.maximum(np.maximum(e, a), b)
+    parts = [np.exp(term - most) for term in (e, a, b)]
+    whole = parts[0] + parts[1] + parts[2]
+    return most + np.log(whole), parts[0] / whole, parts[1] / whole, parts[2] / whole
+
+
+@dataclass(frozen=True)
+class Chinchilla:
+    """L = E + A / N^alpha + B / D^beta (Hoffmann et al. 2022, eq. 2)."""
+
+    name: str = "chinchilla"
+    sentence: str = "E + A/N^alpha + B/D^beta (Hoffmann et al. 2022)"
+    size: int = 5
+    sizes: int = 4
+
+    def starts(self, number: int, level: float, random: np.random.Generator) -> Array:
+        terms = _shares(number, level, random)
+        return np.stack([*terms, _exponents(number, random), _exponents(number, random)], 1)
+
+    def evaluate(self, theta: Array, x: Array, y: Array, slope: bool = True) -> tuple[Array, list[Array]]:
+        e, a, b, alpha, beta = (theta[:, at : at + 1] for at in range(5))
+        value, of_e, of_a, of_b = _sum_of_three(
+            np.broadcast_to(e, (len(theta), x.shape[-1])), a - alpha * x, b - beta * y
+        )
+        return value, [of_e, of_a, of_b, -x * of_a, -y * of_b] if slope else []
+
+    def coefficients(self, theta: Sequence[float], x0: float, y0: float) -> dict[str, float]:
+        e, a, b, alpha, beta = theta
+        return dict(
+            E=math.exp(e), A=math.exp(a + alpha * x0), B=math.exp(b + beta * y0), alpha=float(alpha), beta=float(beta)
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OverTraining:
+    """L = E + (a M^eta + b M^-eta) C^-eta with M = D/N and C = 6 N D (Gadre et al. 2024, eq. 4).
+
+    It is Chinchilla's form with alpha = beta = 2 eta: the best M is then the same at every scale. One coefficient fewer makes it
+    steadier where points are few.
+    """
+
+    name: str = "over-training"
+    sentence: str = "E + A/N^alpha + B/D^alpha, the same exponent twice (Gadre et al. 2024)"
+    size: int = 4
+    sizes: int = 3
+
+    def starts(self, number: int, level: float, random: np.random.Generator) -> Array:
+        return np.stack([*_shares(number, level, random), _exponents(number, random)], 1)
+
+    def evaluate(self, theta: Array, x: Array, y: Array, slope: bool = True) -> tuple[Array, list[Array]]:
+        e, a, b, alpha = (theta[:, at : at + 1] for at in range(4))
+        value, of_e, of_a, of_b = _sum_of_three(
+            np.broadcast_to(e, (len(theta), x.shape[-1])), a - alpha * x, b - alpha * y
+        )
+        return value, [of_e, of_a, of_b, -x * of_a - y * of_b] if slope else []
+
+    def coefficients(self, theta: Sequence[float], x0: float, y0: float) -> dict[str, float]:
+        e, a, b, alpha = theta
+        large, data = math.exp(a + alpha * x0), math.exp(b + alpha * y0)
+        eta = float(alpha) / 2
+        return dict(
+            E=math.exp(e),
+            A=large,
+            B=data,
+            alpha=float(alpha),
+            beta=float(alpha),
+            a=large * 6**eta,
+            b=data * 6**eta,
+            eta=eta,
+        )
+
+
+@dataclass(frozen=True)
+class Kaplan:
+    """L = ((Nc/N)^(alpha_N/alpha_D) + Dc/D)^alpha_D (Kaplan et al. 2020, eq. 1.5): nothing is left at infinite size."""
+
+    name: str = "kaplan"
+    sentence: str = "((Nc/N)^(alpha_N/alpha_D) + Dc/D)^alpha_D (Kaplan et al. 2020)"
+    size: int = 4
+    sizes: int = 3
+
+    def starts(self, number: int, level: float, random: np.random.Generator) -> Array:
+        power = random.uniform(0.03, 0.5, number)
+        terms = _shares(number, 0.0, random, 2)
+        return np.stack(
+            [terms[0] + level / power, terms[1] + level / power, random.uniform(0.2, 2.0, number), np.log(power)], 1
+        )
+
+    def evaluate(self, theta: Array, x: Array, y: Array, slope: bool = True) -> tuple[Array, list[Array]]:
+        n, d, ratio, logged = (theta[:, at : at + 1] for at in range(4))
+        power = np.exp(logged)  # stays positive
+        first, second = n - ratio * x, d - y
+        most = np.maximum(first, second)
+        parts = np.exp(first - most), np.exp(second - most)
+        whole = parts[0] + parts[1]
+        inside = most + np.log(whole)
+        of_n = power * parts[0] / whole
+        return power * inside, [of_n, power * parts[1] / whole, -x * of_n, power * inside] if slope else []
+
+    def coefficients(self, theta: Sequence[float], x0: float, y0: float) -> dict[str, float]:
+        n, d, ratio, logged = theta
+        power = math.exp(logged)
+        # exp(n) = (Nc / exp(x0))^ratio
+        return dict(Nc=_exp(n / ratio + x0), Dc=_exp(d + y0), alpha_N=float(ratio) * power, alpha_D=power)
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf
+
+
+LAWS: dict[str, Law] = {law.name: law for law in (Chinchilla(), OverTraining(), Kaplan())}
+
+
+def log_loss(name: str, theta: Array, params: Array, tokens: Array, x0: float, y0: float) -> Array:
+    """The log of the loss, (rows of theta, points)."""
+    return LAWS[name].evaluate(np.atleast_2d(theta), np.log(params) - x0, np.log(tokens) - y0, slope=False)[0]
