@@ -22,7 +22,7 @@ from shardwise.run.objective_config import ObjectiveConfig
 # Which samples a step sees follows from these and the step's number; which data sets they name, from their fingerprint.
 _FIXED = {
     "data": ("weights", "holdout", "separate_documents"),
-    "train": ("seq_len", "global_batch", "seed", "optimizer"),
+    "train": ("seq_len", "global_batch", "seed", "optimizer", "parametrization", "base_width", "base_layers"),
     "objective": tuple(ObjectiveConfig.__dataclass_fields__),
     "adapter": ("kind", "rank", "alpha", "dropout", "targets", "rank_stabilized", "double_quantization"),
 }

@@ -27,23 +27,24 @@ def draw(
     offset: Sequence[int] | None = None,
     device: torch.device | None = None,
     adapter: AdapterConfig = NO_ADAPTER,
+    factor: float = 1.0,
 ) -> None:
-    """Fill a tensor with the initial value of a parameter, or with the box of it that begins at `offset`; computed on `device`, or
-    where the tensor is.
+    """Fill a tensor with the initial value of a parameter, times `factor`, or with the box of it that begins at `offset`; computed
+    on `device`, or where the tensor is.
 
     Matrices that write to the residual stream start smaller by sqrt(2 layers), so that it does not grow with depth
     (Radford et al. 2019, section 2.3).
     """
     entry = find_parameter(config, name, adapter)
     if entry.init in ("ones", "zeros"):
-        values.fill_(1.0 if entry.init == "ones" else 0.0)
+        values.fill_(factor if entry.init == "ones" else 0.0)
         return
     std = config.init_std / (2 * config.layers) ** 0.5 if entry.init == "residual" else config.init_std
     if entry.init == "adapter":
         std = (3 * entry.shape[-1]) ** -0.5
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     key = int.from_bytes(digest, "little", signed=True)
-    fill_normal(values, std, key, entry.shape, offset or (0,) * len(entry.shape), device)
+    fill_normal(values, std * factor, key, entry.shape, offset or (0,) * len(entry.shape), device)
 
 
 @torch.no_grad()

@@ -44,6 +44,7 @@ from shardwise.run.derive import (
     uses_varlen_attention,
 )
 from shardwise.run.parameters import Cut, Parameter, find_parameter
+from shardwise.run.parametrization import initial_factor
 from shardwise.schedules import make_schedule
 from shardwise.torch_private import cache_custom_autograd_functions, is_persistent, sharded_parameters
 
@@ -167,7 +168,8 @@ def _materialize(model: nn.Module, run: Run, mesh: Mesh, device: torch.device) -
             values.copy_(local_slice(whole, cuts, mesh))
             continue
         # Blocks are drawn on the device, also for values that are offloaded from it.
-        draw(values, run.model, run.train.seed, name, box_of(entry.shape, cuts, mesh).offset, device, run.adapter)
+        factor = initial_factor(entry, run.model, run.train)
+        draw(values, run.model, run.train.seed, name, box_of(entry.shape, cuts, mesh).offset, device, run.adapter, factor)
     for owner in model.modules():
         for leaf, buffer in list(owner.named_buffers(recurse=False)):
             if buffer.is_meta:

@@ -42,6 +42,8 @@ def adapter_rules(run: Run) -> Iterator[Rule]:
         yield from _qlora_rules(run)
     yield (train.optimizer != "adamw", "train.optimizer", ("adapter.kind",),
            lambda: f"{train.optimizer} is for whole matrices; adapters are trained by adamw")
+    yield (train.parametrization != "standard", "train.parametrization", ("adapter.kind",),
+           lambda: f"{train.parametrization} is for training all weights; adapters are trained by the standard one")
     yield (train.fp8 != "none", "train.fp8", ("adapter.kind",),
            lambda: "has no GEMMs for frozen weights with adapters; leave it at none")
     yield (train.invariant, "train.invariant", ("adapter.kind",),

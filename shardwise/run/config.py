@@ -241,6 +241,14 @@ class TrainConfig:
         "forward passes that give a token the same bits whatever the batch, which are those of serve.invariant; slower",
     )
     deterministic: bool = key(False, "GPUs: two runs identical to the bit, at some cost in speed; CPUs always are")
+    parametrization: Literal["standard", "mup"] = key(
+        "standard",
+        "how initial values and learning rates depend on the width; mup: the best learning rate is the same at every width",
+    )
+    base_width: int = key(256, "mup: the hidden size at which it is the standard parametrization", least=1)
+    base_layers: int = key(
+        0, "mup: the depth at which learning rates are the standard ones; 0: they do not depend on it", least=0
+    )
     optimizer: Literal["adamw", "muon"] = key("adamw", "muon: orthogonalised momentum on matrices, AdamW on the rest")
     lr: float = key(3e-4, "peak learning rate of AdamW", above=0)
     muon_lr: float = key(0.02, "peak learning rate of Muon's matrices", above=0)

@@ -19,12 +19,25 @@ from shardwise.scale.minimize import Array
 class Law(Protocol):
     """A form of the loss. Rows of `theta` are what is fitted; `x` and `y` are log N and log D, counted from the middle."""
 
-    name: str
-    sentence: str
-    size: int
-    """How many coefficients are fitted."""
-    sizes: int
-    """How many sizes of model it takes to tell them apart, one to spare."""
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        ...
+
+    @property
+    def sentence(self) -> str:
+        """The formula, and who published it."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many coefficients are fitted."""
+        ...
+
+    @property
+    def sizes(self) -> int:
+        """How many sizes of model it takes to tell them apart, one to spare."""
+        ...
 
     def starts(self, number: int, level: float, random: np.random.Generator) -> Array:
         """Random places to begin at, for points whose mean log loss is `level`."""

@@ -109,6 +109,5 @@ def _points_out(points: Points) -> dict[str, Any]:
 
 
 def _points_in(found: dict[str, Any]) -> Points:
-    return make_points(
-        *(_array(found[key]) for key in ("params", "tokens", "loss")), found["names"], _array(found["unique_tokens"])
-    )
+    params, tokens, loss, unique = (_array(found[key]) for key in ("params", "tokens", "loss", "unique_tokens"))
+    return make_points(params, tokens, loss, found["names"], unique)

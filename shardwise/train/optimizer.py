@@ -19,8 +19,9 @@ from shardwise.parallel.gradients import scale_gradients
 from shardwise.parallel.local_parameter import LocalParameter, gather_matrix, local, scatter_matrix
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.observer import Observers
-from shardwise.run import TrainConfig
+from shardwise.run import ModelConfig, TrainConfig
 from shardwise.run.derive import NEWTON_SCHULZ, NEWTON_SCHULZ_ITERATIONS
+from shardwise.run.parametrization import rate_factor
 from shardwise.train.schedule import learning_rate_factor
 
 
@@ -42,9 +43,15 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum, orthogonalised, with decoupled decay; for matrices, stacks of them, and shards of either."""
 
-    def __init__(self, parameters: Sequence[tuple[Tensor, LocalParameter]], mesh: Mesh, train: TrainConfig) -> None:
+    def __init__(
+        self,
+        groups: list[dict[str, object]],
+        parameters: Sequence[tuple[Tensor, LocalParameter]],
+        mesh: Mesh,
+        train: TrainConfig,
+    ) -> None:
         settings = dict(lr=train.muon_lr, momentum=train.muon_momentum, weight_decay=train.weight_decay)
-        super().__init__([p for p, _ in parameters], settings)
+        super().__init__(groups, settings)
         self.local = dict(parameters)
         self.mesh = mesh
 
@@ -70,7 +77,12 @@ class Optimizer:
     """The optimizers of a run as one: step, learning rate by step, and state by parameter name."""
 
     def __init__(
-        self, parameters: Sequence[LocalParameter], mesh: Mesh, train: TrainConfig, observers: Observers | None = None
+        self,
+        parameters: Sequence[LocalParameter],
+        mesh: Mesh,
+        train: TrainConfig,
+        observers: Observers | None = None,
+        model: ModelConfig | None = None,
     ) -> None:
         self.train = train
         self.observers = observers or Observers()
@@ -80,20 +92,16 @@ class Optimizer:
         pairs = [(p, h) for p, h in zip(self.shards, self.parameters, strict=True) if not h.entry.frozen]
         muon = [(p, h) for p, h in pairs if train.optimizer == "muon" and h.entry.is_layer_matrix]
         rest = [(p, h) for p, h in pairs if train.optimizer != "muon" or not h.entry.is_layer_matrix]
-        groups = [
-            dict(params=[p for p, h in rest if len(h.whole) > 1], weight_decay=train.weight_decay),
-            dict(params=[p for p, h in rest if len(h.whole) == 1], weight_decay=0.0),
-        ]
         self.parts: list[torch.optim.Optimizer] = []
         if rest:
-            groups = [g for g in groups if g["params"]]
+            groups = _groups(rest, train, model)
             betas = (train.beta1, train.beta2)
             if fits_fused_adamw([p for p, _ in rest]):
                 self.parts.append(FusedAdamW(groups, train.lr, betas, train.eps, dict(rest)))
             else:
                 self.parts.append(torch.optim.AdamW(groups, lr=train.lr, betas=betas, eps=train.eps, fused=True))
         if muon:
-            self.parts.append(Muon(muon, mesh, train))
+            self.parts.append(Muon(_groups(muon, train, model), muon, mesh, train))
         self.in_one_pass = {p for part in self.parts if isinstance(part, FusedAdamW) for p in part.local}
         self.peaks = [part.defaults["lr"] for part in self.parts]
 
@@ -110,7 +118,7 @@ class Optimizer:
                 p.grad = None if h.grad is None else h.grad.to(p.dtype)
         for part, peak in zip(self.parts, self.peaks, strict=True):
             for group in part.param_groups:
-                group["lr"] = peak * share
+                group["lr"] = peak * share * group["rate"]
             if isinstance(part, FusedAdamW):
                 part.factor = torch.ones((), device=self.shards[0].device) if factor is None else factor.float()
             elif factor is not None:
@@ -141,6 +149,21 @@ class Optimizer:
                 part.state[p] = {
                     key: value.to("cpu" if host and key == "step" else p.device) for key, value in values.items()
                 }
+
+
+def _groups(
+    pairs: Sequence[tuple[Tensor, LocalParameter]], train: TrainConfig, model: ModelConfig | None
+) -> list[dict[str, object]]:
+    """Parameters with the same decay and the same factor of the learning rate, in the order in which they are first met; matrices
+    before vectors, which are not decayed."""
+    found: dict[tuple[bool, float], list[Tensor]] = {}
+    for p, h in sorted(pairs, key=lambda pair: len(pair[1].whole) == 1):
+        rate = rate_factor(h.entry, model, train) if model is not None else 1.0
+        found.setdefault((len(h.whole) > 1, rate), []).append(p)
+    return [
+        dict(params=shards, weight_decay=train.weight_decay / rate if decays else 0.0, rate=rate)
+        for (decays, rate), shards in found.items()
+    ]
 
 
 def fits_fused_adamw(parameters: list[Tensor]) -> bool:

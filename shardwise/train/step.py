@@ -109,7 +109,7 @@ class TrainState:
         self.loss_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.parallel = apply(run, self.mesh, self.device)
         self.observers = self.parallel.pipeline.observers
-        self.optimizer = Optimizer(self.parallel.parameters, self.mesh, run.train, self.observers)
+        self.optimizer = Optimizer(self.parallel.parameters, self.mesh, run.train, self.observers, run.model)
         self.checks_overflow = self.dtype == torch.float16
         self.loss_scale = LossScale(run.train.loss_scale if self.checks_overflow else 1.0)
         self.routers = [m for model in self.parallel.models for m in model.modules() if isinstance(m, Router)]

@@ -30,6 +30,11 @@ def fit(args: argparse.Namespace) -> int:
     found = to_json(fitted, source)
     if args.out:
         write_file(args.out, json.dumps(found, indent=1).encode() + b"\n")
+    written = [args.out] if args.out else []
+    if args.svg or args.html or args.plot:
+        from shardwise.cli.scale.pictures import plots_of, write_pictures
+
+        written += write_pictures(args, f"Scaling law of {args.data}", plots_of(fitted))
     if args.json:
         kept = (
             "source",
@@ -47,8 +52,8 @@ def fit(args: argparse.Namespace) -> int:
         print(json.dumps({key: found[key] for key in kept}))
     else:
         print_fit(Console(highlight=False), found)
-        if args.out:
-            print(f"wrote {args.out}")
+        for path in written:
+            print(f"wrote {path}")
     return 0
 
 

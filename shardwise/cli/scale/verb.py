@@ -41,7 +41,14 @@ def _fit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resampled", type=at_least(20), default=200, help="sets of resampled points (200)")
     parser.add_argument("--seed", type=at_least(0), default=0, help="of starts and resampling (0)")
     parser.add_argument("--out", type=new_file, metavar="FIT.json", help="write the fit, for predict and budget")
+    _pictures(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _pictures(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--plot", action="store_true", help="draw the pictures on the terminal")
+    parser.add_argument("--svg", type=new_file, metavar="FILE", help="write the pictures")
+    parser.add_argument("--html", type=new_file, metavar="FILE", help="write a page with the pictures")
 
 
 def _predict(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,54 @@
+"""How initial values and learning rates depend on the width and depth of a model: factors for each entry of the parameter table.
+
+With `train.parametrization = "mup"` they follow the maximal update parametrization (Yang et al. 2022, table 3), which keeps what
+every layer computes, and how far a step moves it, the same at every width; so the best learning rate of a narrow model is that of a
+wide one. With m = hidden / base_width: matrices inside of the layers begin smaller by sqrt(m) and learn m times more slowly; what
+maps to something that does not grow, the head and a router, begins smaller by m. A tied head cannot, being the embedding: the gain
+of the norm before it does so instead. Nothing in the forward pass changes, so every layout, kernel and exported checkpoint is as it
+was.
+
+Muon's update is of the same spectral norm at every width (Yang et al. 2023), so only AdamW's learning rates change, and that of a
+router. Learning rate times decay stays, since decay would else vanish with width.
+
+With `base_layers` also depth (Yang et al. 2024, "Tensor Programs VI", table 1): what a block adds is scaled by 1/sqrt(layers), as
+initial values here always are, and learning rates of layers fall with the root of the depth. Because the scale is in the weights,
+the matrices that write to the residual stream learn more slowly by the root once more.
+
+Heads keep their size at every width, and the widths of a model grow together.
+"""
+
+from __future__ import annotations
+
+from shardwise.run.config import ModelConfig, TrainConfig
+from shardwise.run.parameters import Parameter
+
+_FINITE = ("head", "router")
+"""Owners of what maps the width to something that does not grow with it."""
+
+
+def initial_factor(entry: Parameter, model: ModelConfig, train: TrainConfig) -> float:
+    """What the standard initial value is multiplied by."""
+    if train.parametrization != "mup":
+        return 1.0
+    m = model.hidden / train.base_width
+    if entry.owner in _FINITE or _before_tied_head(entry, model):
+        return 1 / m
+    return m**-0.5 if entry.is_layer_matrix else 1.0
+
+
+def rate_factor(entry: Parameter, model: ModelConfig, train: TrainConfig) -> float:
+    """What the learning rate is multiplied by."""
+    if train.parametrization != "mup":
+        return 1.0
+    m, depth = model.hidden / train.base_width, model.layers / (train.base_layers or model.layers)
+    in_layer = entry.is_layer_matrix
+    deep = 1.0
+    if in_layer:
+        deep = depth**-1.0 if entry.init == "residual" else depth**-0.5
+    if in_layer and train.optimizer == "muon":
+        return deep * (m**-0.5 if entry.owner in _FINITE else 1.0)
+    return deep / m if in_layer or entry.owner in _FINITE or _before_tied_head(entry, model) else deep
+
+
+def _before_tied_head(entry: Parameter, model: ModelConfig) -> bool:
+    return model.tied_embeddings and entry.name in ("norm.weight", "norm.bias")
