@@ -169,7 +169,9 @@ def _materialize(model: nn.Module, run: Run, mesh: Mesh, device: torch.device) -
             continue
         # Blocks are drawn on the device, also for values that are offloaded from it.
         factor = initial_factor(entry, run.model, run.train)
-        draw(values, run.model, run.train.seed, name, box_of(entry.shape, cuts, mesh).offset, device, run.adapter, factor)
+        draw(
+            values, run.model, run.train.seed, name, box_of(entry.shape, cuts, mesh).offset, device, run.adapter, factor
+        )
     for owner in model.modules():
         for leaf, buffer in list(owner.named_buffers(recurse=False)):
             if buffer.is_meta:

@@ -107,9 +107,9 @@ def _drawn(plot: Plot) -> str:
             )
         elif not one.joined:
             tips = one.tips or [one.name] * len(places)
-            for at, tip in zip(places, tips, strict=True):
-                if at is not None:
-                    ring = f'cx="{at[0]:.1f}" cy="{at[1]:.1f}" r="3.4" fill="{one.color}" fill-opacity="0.65"'
+            for point, tip in zip(places, tips, strict=True):
+                if point is not None:
+                    ring = f'cx="{point[0]:.1f}" cy="{point[1]:.1f}" r="3.4" fill="{one.color}" fill-opacity="0.65"'
                     drawn.append(f"<circle {ring}><title>{escape(tip)}</title></circle>")
     return "".join(drawn)
 

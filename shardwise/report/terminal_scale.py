@@ -39,6 +39,14 @@ def print_fit(console: Console, found: dict[str, Any]) -> None:
     said = [
         f"{name} misses the largest runs by {words.percent(missed)}" for name, missed in others if missed is not None
     ]
+    for name, each in found["best_size_exponent"].items():
+        interval = f"{each['low']:.3f} to {each['high']:.3f}"
+        said.append(f"the best size grows with compute to the power {each['value']:.3f} ({interval}) by {name}")
+    if found.get("repeats"):
+        passes = found["repeats"]
+        said.append(
+            f"repeated data loses its worth after {passes['data']:.3g} passes, excess parameters after {passes['params']:.3g}"
+        )
     console.print(notes([*said, *found["notes"]]))
 
 

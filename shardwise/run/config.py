@@ -245,7 +245,7 @@ class TrainConfig:
         "standard",
         "how initial values and learning rates depend on the width; mup: the best learning rate is the same at every width",
     )
-    base_width: int = key(256, "mup: the hidden size at which it is the standard parametrization", least=1)
+    base_width: int = key(256, "mup: the hidden size at which learning rates are the standard ones", least=1)
     base_layers: int = key(
         0, "mup: the depth at which learning rates are the standard ones; 0: they do not depend on it", least=0
     )

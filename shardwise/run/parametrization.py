@@ -2,10 +2,10 @@
 
 With `train.parametrization = "mup"` they follow the maximal update parametrization (Yang et al. 2022, table 3), which keeps what
 every layer computes, and how far a step moves it, the same at every width; so the best learning rate of a narrow model is that of a
-wide one. With m = hidden / base_width: matrices inside of the layers begin smaller by sqrt(m) and learn m times more slowly; what
-maps to something that does not grow, the head and a router, begins smaller by m. A tied head cannot, being the embedding: the gain
-of the norm before it does so instead. Nothing in the forward pass changes, so every layout, kernel and exported checkpoint is as it
-was.
+wide one. With m = hidden / base_width: matrices inside of the layers begin smaller by sqrt(m) and learn m times more slowly; a
+router, which maps to something that does not grow, begins smaller by m, and the head at zero (appendix D.2), since what it would
+draw fades with the width anyway. A tied head cannot, being the embedding: the gain of the norm before it begins smaller by m
+instead. Nothing in the forward pass changes, so every layout, kernel and exported checkpoint is as it was.
 
 Muon's update is of the same spectral norm at every width (Yang et al. 2023), so only AdamW's learning rates change, and that of a
 router. Learning rate times decay stays, since decay would else vanish with width.
@@ -31,7 +31,9 @@ def initial_factor(entry: Parameter, model: ModelConfig, train: TrainConfig) -> 
     if train.parametrization != "mup":
         return 1.0
     m = model.hidden / train.base_width
-    if entry.owner in _FINITE or _before_tied_head(entry, model):
+    if entry.owner == "head":
+        return 0.0
+    if entry.owner == "router" or _before_tied_head(entry, model):
         return 1 / m
     return m**-0.5 if entry.is_layer_matrix else 1.0
 

@@ -169,11 +169,34 @@ class Kaplan:
         return dict(Nc=_exp(n / ratio + x0), Dc=_exp(d + y0), alpha_N=float(ratio) * power, alpha_D=power)
 
 
+@dataclass(frozen=True)
+class Power:
+    """L = E + A / N^alpha, for runs that all have the same tokens a parameter: what lack of data adds is then of the same form."""
+
+    name: str = "power"
+    sentence: str = "E + A/N^alpha, at one ratio of tokens to parameters"
+    size: int = 3
+    sizes: int = 4
+
+    def starts(self, number: int, level: float, random: np.random.Generator) -> Array:
+        return np.stack([*_shares(number, level, random, 2), _exponents(number, random)], 1)
+
+    def evaluate(self, theta: Array, x: Array, y: Array, slope: bool = True) -> tuple[Array, list[Array]]:
+        e, a, alpha = (theta[:, at : at + 1] for at in range(3))
+        value = np.logaddexp(e, a - alpha * x)
+        share = np.exp(a - alpha * x - value)
+        return value, [1 - share, share, -x * share] if slope else []
+
+    def coefficients(self, theta: Sequence[float], x0: float, y0: float) -> dict[str, float]:
+        e, a, alpha = theta
+        return dict(E=math.exp(e), A=_exp(a + alpha * x0), alpha=float(alpha))
+
+
 def _exp(value: float) -> float:
     return math.exp(value) if value < 700 else math.inf
 
 
-LAWS: dict[str, Law] = {law.name: law for law in (Chinchilla(), OverTraining(), Kaplan())}
+LAWS: dict[str, Law] = {law.name: law for law in (Chinchilla(), OverTraining(), Kaplan(), Power())}
 
 
 def log_loss(name: str, theta: Array, params: Array, tokens: Array, x0: float, y0: float) -> Array:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shardwise.run.problems import Problem, UserError
+from shardwise.scale.approaches import approaches
 from shardwise.scale.fit import LEVEL, Fit, FittedLaw
 from shardwise.scale.laws import LAWS
 from shardwise.scale.minimize import Array
@@ -40,6 +42,7 @@ def to_json(fitted: Fit, source: dict[str, Any]) -> dict[str, Any]:
         intervals={name: [each["low"], each["high"]] for name, each in best.items()},
         level=LEVEL, count=len(fitted.points), left_out=list(fitted.left_out.names), notes=fitted.notes,
         residual=float(np.median(np.abs(fitted.residuals))), widening=fitted.widening,
+        best_size_exponent={name: asdict(each) for name, each in approaches(fitted).items()},
         forms={law.name: _law_for_people(fitted, law) for law in fitted.laws},
         middle=[fitted.x0, fitted.y0],
         laws=[dict(name=law.name, theta=law.theta.tolist(), draws=law.draws.tolist()) for law in fitted.laws],

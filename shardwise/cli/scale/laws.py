@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
+
+import numpy as np
 
 from shardwise.cli.machinery.options import write_file
 from shardwise.cli.machinery.progress import told
@@ -13,28 +16,34 @@ from shardwise.report import words
 from shardwise.report.terminal import Console
 from shardwise.report.terminal_scale import print_fit
 from shardwise.run.problems import Problem, UserError, counted
-from shardwise.scale.fit import LEVEL, warnings
+from shardwise.scale.fit import LEVEL, Fit, warnings
 from shardwise.scale.fit import fit as fit_points
 from shardwise.scale.fit import predict as predict_loss
-from shardwise.scale.points import read_csv
+from shardwise.scale.points import Points, read_csv
+from shardwise.scale.repeat import Repeats, effective, fit_repeats
+from shardwise.scale.runs import is_run_folder, read_runs
 from shardwise.scale.store import from_json, to_json
 
 
 def fit(args: argparse.Namespace) -> int:
     """Fit, write, print."""
-    points = read_csv(args.data, args.loss, _where(args.where), args.params)
-    forms = ("chinchilla", "over-training") if args.form == "auto" else (args.form,)
+    points = _points(args)
+    repeats = None
+    forms = _forms(points) if args.form == "auto" else (args.form,)
     with told() as tell:
-        fitted = fit_points(points, forms, args.starts, args.resampled, args.seed, tell)
-    source = dict(file=str(args.data), loss=args.loss, where=args.where)
-    found = to_json(fitted, source)
+        if args.form == "data-constrained":
+            fitted, repeats = fit_repeats(points, args.seed)
+        else:
+            fitted = fit_points(points, forms, args.starts, args.resampled, args.seed, tell)
+    source = dict(files=args.data, loss=args.loss, where=args.where)
+    found = to_json(fitted, source) | dict(repeats=asdict(repeats) if repeats else None)
     if args.out:
         write_file(args.out, json.dumps(found, indent=1).encode() + b"\n")
     written = [args.out] if args.out else []
     if args.svg or args.html or args.plot:
         from shardwise.cli.scale.pictures import plots_of, write_pictures
 
-        written += write_pictures(args, f"Scaling law of {args.data}", plots_of(fitted))
+        written += write_pictures(args, f"Scaling law of {', '.join(args.data[:3])}", plots_of(fitted))
     if args.json:
         kept = (
             "source",
@@ -47,6 +56,8 @@ def fit(args: argparse.Namespace) -> int:
             "left_out",
             "notes",
             "residual",
+            "best_size_exponent",
+            "repeats",
             "forms",
         )
         print(json.dumps({key: found[key] for key in kept}))
@@ -59,8 +70,8 @@ def fit(args: argparse.Namespace) -> int:
 
 def predict(args: argparse.Namespace) -> int:
     """Print the loss and its interval."""
-    fitted, _ = from_json(args.fit)
-    found = predict_loss(fitted, args.params, args.tokens)
+    fitted, stored = from_json(args.fit)
+    found = predict_loss(fitted, *_worth(fitted, stored, args))
     beyond = warnings(fitted, args.params, args.tokens)
     if args.json:
         values: dict[str, Any] = dict(
@@ -74,6 +85,36 @@ def predict(args: argparse.Namespace) -> int:
     for each in beyond:
         print(f"beyond the runs: {each}")
     return 0
+
+
+def _worth(fitted: Fit, stored: dict[str, Any], args: argparse.Namespace) -> tuple[float, float]:
+    """Parameters and tokens, or what they are worth where tokens are repeated."""
+    if not args.unique_tokens or args.unique_tokens >= args.tokens:
+        return args.params, args.tokens
+    repeats = Repeats(**stored["repeats"]) if stored.get("repeats") else Repeats()
+    size, seen, unique = (np.array([value]) for value in (args.params, args.tokens, args.unique_tokens))
+    params, tokens = effective(fitted, size, seen, unique, repeats)
+    return float(params[0]), float(tokens[0])
+
+
+def _points(args: argparse.Namespace) -> Points:
+    """Of one CSV file, or of run folders."""
+    if all(is_run_folder(path) for path in args.data):
+        return read_runs(args.data, args.loss or "eval_loss")
+    if len(args.data) > 1:
+        others = [path for path in args.data if not is_run_folder(path)]
+        raise UserError(
+            *(Problem("is no folder of `shardwise train`; a CSV file is given alone", where=path) for path in others)
+        )
+    if not args.loss:
+        raise UserError(Problem("name the column of the loss", "--loss", "command line"))
+    return read_csv(args.data[0], args.loss, _where(args.where), args.params)
+
+
+def _forms(points: Points) -> tuple[str, ...]:
+    """Runs of one ratio of tokens to parameters cannot tell the two apart: one power of both fits them."""
+    ratio = points.tokens / points.params
+    return ("power",) if ratio.max() < 1.1 * ratio.min() else ("chinchilla", "over-training")
 
 
 def _where(given: Sequence[str]) -> dict[str, str]:

@@ -1,0 +1,61 @@
+"""`shardwise scale coordinates`: whether learning rates transfer over widths."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from shardwise.cli.machinery.progress import told
+from shardwise.cli.scale.pictures import write_pictures
+from shardwise.report import colors, words
+from shardwise.report.plot import Plot, Series
+from shardwise.run import Problem, UserError, read_run
+
+FLAT = 0.05
+"""A slope below it counts as none."""
+
+
+def coordinates(args: argparse.Namespace) -> int:
+    """Measure and print; exit code 1 where the stream or the logits depend on the width."""
+    from shardwise.measure.coordinates import coordinates as measure
+
+    try:
+        widths = sorted({int(width) for width in args.widths.split(",")})
+    except ValueError:
+        raise UserError(
+            Problem(f'"{args.widths}" is not a list such as 64,128,256', "--widths", "command line")
+        ) from None
+    if len(widths) < 2 or widths[0] < 1:
+        raise UserError(Problem("two widths at least are compared", "--widths", "command line"))
+    run = read_run(args.run, args.overrides)
+    with told() as tell:
+        found = measure(run, widths, args.steps, args.seeds, tell)
+    slopes = found.slopes
+    worst = max(abs(slope) for name, slope in slopes.items() if not name.endswith((".attention", ".ffn")))
+    if args.json:
+        figures = dict(widths=found.widths, changes=found.changes, slopes=slopes, worst=worst)
+        print(json.dumps(figures | dict(parametrization=run.train.parametrization)))
+        return 0 if worst < FLAT else 1
+    print(f"change of outputs after {args.steps} steps, parametrization {run.train.parametrization}")
+    name_width = max(map(len, slopes))
+    print(f"{'':<{name_width}}  {'slope':>7}  " + "  ".join(f"{width:>8,}" for width in found.widths))
+    for name, values in found.changes.items():
+        print(f"{name:<{name_width}}  {slopes[name]:>+7.3f}  " + "  ".join(f"{value:>8.3g}" for value in values))
+    said = "does not depend" if worst < FLAT else "depends"
+    print(f"what the stream and the logits learn {said} on the width: the largest slope is {worst:.3f}")
+    lines = []
+    for at, (name, values) in enumerate(found.changes.items()):
+        color = colors.ramp(at / max(1, len(found.changes) - 1))
+        places = [(float(width), value) for width, value in zip(found.widths, values, strict=True)]
+        lines += [Series(name, places, color), Series(name, places, color, joined=False)]
+    plot = Plot(
+        f"Coordinate check, {run.train.parametrization}",
+        "width",
+        "change of outputs",
+        lines,
+        log_y=True,
+        words_x=words.count,
+    )
+    for path in write_pictures(args, "Coordinate check", [plot]):
+        print(f"wrote {path}")
+    return 0 if worst < FLAT else 1

@@ -1,0 +1,118 @@
+"""The coordinate check of a parametrization (Yang et al. 2022, appendix D.1): how far some steps move what each part of a model
+computes, at several widths. Where learning rates transfer, that is the same at every width: the slope over log width is zero."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shardwise.data.open import open_data
+from shardwise.run import Problem, Run, UserError
+from shardwise.run.config import ModelConfig
+from shardwise.train.step import TrainState
+
+PROBE = 1_000_000
+"""The sample after which those lie that activations are compared on; training does not come so far."""
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Root mean square of the change of each part's output, by width; the mean over seeds."""
+
+    widths: list[int]
+    changes: dict[str, list[float]]
+
+    @property
+    def slopes(self) -> dict[str, float]:
+        """Of log change over log width."""
+        x = np.log(self.widths)
+        return {name: float(np.polyfit(x, np.log(values), 1)[0]) for name, values in self.changes.items()}
+
+
+def of_width(run: Run, width: int) -> Run:
+    """The run with another hidden size: its other widths grow with it, and heads keep their size."""
+    model = run.model
+    share = width / model.hidden
+    heads, kv = model.heads * share, model.kv_heads * share
+    if model.attention != "latent" and (heads != int(heads) or heads < 1):
+        reason = f"{width} is no multiple of the heads' size, {model.head_dim}: heads keep it at every width"
+        raise UserError(Problem(reason, "--widths", "command line"))
+    heads = max(1, round(heads))
+    kv = max(1, round(kv))
+    wide: ModelConfig = replace(
+        model, hidden=width, heads=heads, kv_heads=kv if heads % kv == 0 else heads, ffn=max(1, round(model.ffn * share)),
+        expert_ffn=round(model.expert_ffn * share), q_rank=round(model.q_rank * share), kv_rank=round(model.kv_rank * share),
+        preset="",
+    )  # fmt: skip
+    return replace(run, model=wide)
+
+
+def coordinates(
+    run: Run, widths: Sequence[int], steps: int, seeds: int = 1, tell: Callable[[str], None] = lambda text: None
+) -> Coordinates:
+    """Train some steps at every width, on the run's data."""
+    if run.layout.world > 1:
+        raise UserError(Problem("a coordinate check runs on one device: leave the layout out", "layout"))
+    changes: dict[str, list[float]] = {}
+    for width in widths:
+        sums: dict[str, float] = {}
+        for seed in range(seeds):
+            tell(f"width {width}, seed {seed}")
+            wide = of_width(run, width)
+            wide = replace(wide, train=replace(wide.train, seed=run.train.seed + seed))
+            for name, value in _changes(wide, steps).items():
+                sums[name] = sums.get(name, 0.0) + math.log(max(value, 1e-30)) / seeds
+        for name, total in sums.items():
+            changes.setdefault(name, []).append(math.exp(total))
+    return Coordinates(list(widths), changes)
+
+
+def _changes(run: Run, steps: int) -> dict[str, float]:
+    state, data = TrainState(run), open_data(run)
+    size = run.train.global_batch
+    probe = torch.as_tensor(data.train.take(np.arange(PROBE, PROBE + min(size, 8))).tokens, device=state.device)
+    before = _outputs(state.model, probe)
+    for step in range(steps):
+        state.train_step(data.train.take(np.arange(step * size, (step + 1) * size)))
+    state.refresh()
+    after = _outputs(state.model, probe)
+    return {name: float((after[name] - before[name]).pow(2).mean().sqrt()) for name in after}
+
+
+@torch.no_grad()
+def _outputs(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
+    """What each part computes: the embedding, attention and feed-forward of each layer, the stream after it, and the logits."""
+    found: dict[str, Tensor] = {}
+    model.eval()
+    with _kept(model, found):
+        found["logits"] = model(tokens).result.double()
+    return found
+
+
+@contextmanager
+def _kept(model: nn.Module, found: dict[str, Tensor]) -> Iterator[None]:
+    def keep(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, given: Any, out: Any) -> None:
+            found[name] = (out[0] if isinstance(out, tuple) else out).double()
+
+        return hook
+
+    named = {name: part for name, part in model.named_modules() if _is_part(name)}
+    handles = [part.register_forward_hook(keep(name)) for name, part in named.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_part(name: str) -> bool:
+    words = name.split(".")
+    return name == "embed" or (words[0] == "layers" and (len(words) == 2 or words[2:] in (["attention"], ["ffn"])))

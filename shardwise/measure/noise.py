@@ -1,0 +1,70 @@
+"""The critical batch from the noise of gradients (McCandlish et al. 2018, appendix A.1).
+
+The squared norm of a gradient over B sequences is |G|^2 + S / B: what all sequences agree on, and the variance of one. Two sizes of
+batch give both. Their ratio S / |G|^2 is the batch beyond which more sequences a step save few steps; it grows while a model
+learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from shardwise.data.open import open_data
+from shardwise.run import Problem, Run, UserError
+from shardwise.train.step import TrainState
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What was measured after so many steps; the batch in tokens."""
+
+    step: int
+    loss: float
+    critical_batch: float
+    signal: float
+    """|G|^2."""
+    variance: float
+    """S, of one sequence."""
+
+
+def measure_noise(
+    run: Run, steps: int, draws: int = 16, small: int = 1, tell: Callable[[str], None] = lambda text: None
+) -> Noise:
+    """Train some steps, then draw gradients of two batch sizes without learning from them."""
+    big = run.train.global_batch
+    problems = (
+        [Problem("the noise is measured on one device: leave the layout out", "layout")] if run.layout.world > 1 else []
+    )
+    if big < 2 * small:
+        problems.append(Problem(f"{big} is too few sequences to compare with {small}", "train.global_batch"))
+    if problems:
+        raise UserError(*problems)
+    data = open_data(run)
+    state = TrainState(run)
+    loss = float("nan")
+    for step in range(steps):
+        tell(f"step {step} of {steps}")
+        loss = float(state.train_step(data.train.take(np.arange(step * big, (step + 1) * big))).loss)
+    other = TrainState(replace(run, train=replace(run.train, global_batch=small, microbatch=small)))
+    with torch.no_grad():
+        for mine, theirs in zip(other.parallel.parameters, state.parallel.parameters, strict=True):
+            mine.parameter.copy_(theirs.parameter)
+    squares: dict[int, list[float]] = {big: [], small: []}
+    start = steps * big
+    for draw in range(draws):
+        tell(f"gradient {draw} of {draws}")
+        for at, size, count in ((state, big, 1), (other, small, max(1, big // small // 2))):
+            for _ in range(count):
+                batch = data.train.take(np.arange(start, start + size))
+                # Refused after the norm is known, so nothing is updated.
+                norm = at.train_step(batch, accept=lambda loss, norm: False).grad_norm
+                squares[size].append(float(norm) ** 2)
+                start += size
+    few, many = np.mean(squares[small]), np.mean(squares[big])
+    signal = float((big * many - small * few) / (big - small))
+    variance = float((few - many) / (1 / small - 1 / big))
+    batch_tokens = variance / signal * run.train.seq_len if signal > 0 else float("inf")
+    return Noise(steps, loss, batch_tokens, signal, variance)

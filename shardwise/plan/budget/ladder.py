@@ -1,0 +1,103 @@
+"""A ladder: small runs of the same kind as a large one, from which its loss is predicted before it is paid for.
+
+Every rung has the target's tokens a parameter, so that one power law goes through all of them, and the target's proportions. Batch
+and learning rate follow the Step law from the target's own (Li et al. 2025); with muP the learning rate is the target's everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from shardwise.plan.cost.flops import parameters
+from shardwise.run import Problem, Run, UserError
+from shardwise.run.config import ModelConfig
+from shardwise.scale.points import FLOPS_PER_TOKEN
+from shardwise.scale.published import step_law
+
+SPACING = 1.6
+"""Between the sizes of two rungs; wider where the target is far."""
+LARGEST = 3.0
+"""The target is at least so many times larger than any rung."""
+FEWEST_STEPS = 50
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One run of the ladder."""
+
+    run: Run
+    params: int
+    tokens: int
+
+    @property
+    def flops(self) -> float:
+        """What it takes, 6 N D."""
+        return FLOPS_PER_TOKEN * self.params * self.tokens
+
+
+def rung_of(run: Run) -> Rung:
+    """A run as a rung."""
+    return Rung(run, parameters(run.model).total, run.train.steps * run.batch_tokens)
+
+
+def make_ladder(target: Run, flops: float, rungs: int = 5) -> list[Rung]:
+    """Runs that together take at most so many FLOPs, the smallest first."""
+    goal = rung_of(target)
+    ratio = goal.tokens / goal.params
+    shares = [SPACING ** (-2 * at) for at in range(rungs)]
+    largest = min(goal.params / LARGEST, math.sqrt(flops / (FLOPS_PER_TOKEN * ratio * sum(shares))))
+    found: list[Rung] = []
+    for at in reversed(range(rungs)):
+        rung = _rung(target, goal, largest / SPACING**at, ratio)
+        if not found or rung.params > found[-1].params:
+            found.append(rung)
+    if len(found) < rungs:
+        reason = f"only {len(found)} sizes of this model are small enough for the budget, and {rungs} are wanted"
+        raise UserError(
+            Problem(f"{reason}: give more, or a model with smaller heads or vocabulary", "--budget", "command line")
+        )
+    return found
+
+
+def _rung(target: Run, goal: Rung, wanted: float, ratio: float) -> Rung:
+    model = _smaller(target.model, wanted)
+    size = parameters(model).total
+    tokens = ratio * size
+    (_, batch), (_, full) = step_law(1.0, tokens), step_law(1.0, float(goal.tokens))
+    data_ranks = max(1, target.layout.data_ranks)
+    sequences = max(1, round(target.train.global_batch * batch / full / data_ranks)) * data_ranks
+    steps = max(FEWEST_STEPS, round(tokens / (sequences * target.train.seq_len)))
+    rate = 1.0
+    if target.train.parametrization != "mup":
+        rate = step_law(float(size), tokens)[0] / step_law(float(goal.params), float(goal.tokens))[0]
+    shrunk = steps / target.train.steps
+    train = replace(
+        target.train, steps=steps, global_batch=sequences, microbatch=0, lr=target.train.lr * rate,
+        warmup=round(target.train.warmup * shrunk),
+        eval_every=steps, checkpoint_every=0,
+    )  # fmt: skip
+    name = f"ladder-{size // 1000}k" if size < 10_000_000 else f"ladder-{size // 1_000_000}m"
+    return rung_of(replace(target, name=name, model=model, train=train))
+
+
+def _smaller(model: ModelConfig, wanted: float) -> ModelConfig:
+    """The model with about so many parameters: hidden, heads and widths of the layers shrink together, and the depth with them, at
+    half the rate; heads keep their size."""
+    best: tuple[float, ModelConfig] | None = None
+    group = model.heads // model.kv_heads
+    for heads in range(1, model.heads + 1):
+        share = heads / model.heads
+        usual = model.layers * math.sqrt(share)
+        for layers in range(1, model.layers + 1):
+            small = replace(
+                model, layers=layers, hidden=model.hidden * heads // model.heads, heads=heads,
+                kv_heads=max(1, heads // group) if heads % max(1, heads // group) == 0 else heads,
+                ffn=max(8, round(model.ffn * share / 8) * 8), expert_ffn=round(model.expert_ffn * share / 8) * 8,
+                dense_layers=min(model.dense_layers, layers), preset="",
+            )  # fmt: skip
+            off = abs(math.log(parameters(small).total / wanted)) + 0.25 * abs(math.log(layers / usual))
+            if best is None or off < best[0]:
+                best = off, small
+    assert best is not None
+    return best[1]
