@@ -5,11 +5,22 @@ BIN    := $(VENV)/bin
 CORES  ?= $(shell getconf _NPROCESSORS_ONLN)
 WORKERS = -n $(CORES) --maxprocesses 8 --dist loadscope --no-loadscope-reorder
 
-.PHONY: demo test test-all lint unit chaos cluster-test bench clean
+.PHONY: demo demo-tune test test-all lint unit chaos cluster-test bench clean
 
 demo: $(VENV)/.train          ## train a small model on the text that ships with Python, then sample from it
 	$(BIN)/shardwise train examples/demo.toml
 	$(BIN)/shardwise generate runs/demo --prompt "def " --max-tokens 300 --temperature 0.7 --top-k 40 --seed 1
+
+demo-tune: $(VENV)/.train     ## teach a tiny model to reverse words: pretrained, shown some, then practising for a reward (GRPO)
+	$(BIN)/python examples/reverse/words.py runs/reverse/data
+	$(BIN)/shardwise data build runs/reverse/data/text.txt --out runs/reverse/text
+	for name in examples words test; do \
+	  $(BIN)/shardwise data build --chat runs/reverse/data/$$name.jsonl --out runs/reverse/$$name --samples 0 || exit; done
+	$(BIN)/shardwise train examples/reverse/pretrain.toml --out runs/reverse/pretrain
+	$(BIN)/shardwise train examples/reverse/sft.toml --out runs/reverse/sft
+	$(BIN)/shardwise eval runs/reverse/sft --tasks runs/reverse/data/test.jsonl --max-tokens 5
+	$(BIN)/shardwise train examples/reverse/grpo.toml --out runs/reverse/grpo
+	$(BIN)/shardwise eval runs/reverse/grpo --tasks runs/reverse/data/test.jsonl --max-tokens 5
 
 test: lint unit               ## everything CI runs: the small tier, under eight minutes on two cores with installation
 

@@ -15,6 +15,7 @@ from shardwise.run import AXES, Problem, UserError, counted, read_planned, to_di
 if TYPE_CHECKING:
     from shardwise.plan.plan import Plan
     from shardwise.plan.search import SearchResult
+    from shardwise.plan.serving.rollouts import RolloutPlan
 
 HELP = """Predict a run: does it fit, how fast is it, where does the time go, what does it cost. With layout = "auto" in the run,
 search for the best layouts. With serve.rate or serve.concurrency, what that load will see of a serving engine."""
@@ -95,7 +96,9 @@ def _execute(args: argparse.Namespace) -> int:
         _write_run(best, args)
     elif args.json:
         fits = {} if best.fits else {"next_change": _makes_it_fit(best)}
-        print(json.dumps((found or best).as_dict() | fits | {"not_set": planned.left_open}))
+        rollouts = _rollouts(best)
+        added = {} if rollouts is None else {"rollouts": rollouts.as_dict()}
+        print(json.dumps((found or best).as_dict() | fits | added | {"not_set": planned.left_open}))
     else:
         _print(best, found, left_open)
     if not args.json:
@@ -265,7 +268,22 @@ def _all_figures(best: Plan, found: SearchResult | None) -> list[tuple[str, str,
     else:
         change = "" if best.fits else _makes_it_fit(best)
     what, _, brings = change.partition(": ")
-    return figures(best) + ([("next change", what, brings)] if change else [])
+    rows = figures(best)
+    rollouts = _rollouts(best)
+    if rollouts is not None:
+        from shardwise.cli.machinery.rollouts import rollout_figures
+
+        rows += rollout_figures(best.run, rollouts)
+    return rows + ([("next change", what, brings)] if change else [])
+
+
+def _rollouts(best: Plan) -> RolloutPlan | None:
+    """What making its own answers adds to a run."""
+    if best.run.objective.kind != "grpo":
+        return None
+    from shardwise.plan.serving.rollouts import plan_rollouts
+
+    return plan_rollouts(best.run, best.account.step_seconds)
 
 
 def _makes_it_fit(best: Plan) -> str:

@@ -37,6 +37,7 @@ def execute(args: argparse.Namespace) -> int:
         start_fork_server()
     from shardwise.train.faults.stop import PREEMPTED, Preempted
     from shardwise.train.loop import check, train
+    from shardwise.tune.source import source_of
 
     out = args.out or Path("runs") / run.name
     if environment is not None and run.train.elastic:
@@ -45,7 +46,7 @@ def execute(args: argparse.Namespace) -> int:
     launch.check_here(run, environment)
     launch.check_gpus(run)
     if starts_ranks:
-        check(run, out)
+        check(run, out, source_of)
         overrides = [f"--{override}" for override in args.overrides]
         return launch.start_ranks(run, out, ["train", args.run, "--out", str(out), *overrides])
     if environment is None and run.layout.offload:  # `fully_shard` needs a process group, even for one rank
@@ -56,7 +57,7 @@ def execute(args: argparse.Namespace) -> int:
         if environment.rank == 0:
             print(launch.describe_placement(environment, placement), flush=True)
     try:
-        train(run, out, has_agent)
+        train(run, out, has_agent, source_of)
     except Preempted as stop:
         if environment is None or environment.rank == 0 or has_agent:  # once, where all ranks write to one place
             print(stop, file=sys.stderr)

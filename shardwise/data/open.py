@@ -7,9 +7,12 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from shardwise.data.batches import Samples, Windows, windows_in
 from shardwise.data.corpus import builtin_corpus
 from shardwise.data.pack import Packs, pack
+from shardwise.data.prompts import Prompts
 from shardwise.data.shards import TokenSet
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run import Problem, Run, UserError
@@ -72,6 +75,67 @@ def open_data(run: Run) -> Data:
         validation=Samples(evaluation, length, shuffled=False, separate_documents=separate),
         tokenizer=train[0].tokenizer(),
         fingerprint=_fingerprint(train, validation),
+    )
+
+
+@dataclass(frozen=True)
+class PromptData:
+    """The prompts of a run whose answers are made as it goes."""
+
+    train: Prompts
+    validation: Prompts
+    tokenizer: Tokenizer
+    fingerprint: str
+    too_long: int
+    """Prompts left out because no answer would fit behind them."""
+
+
+def open_prompts(run: Run) -> PromptData:
+    """The prompts that a run names, without those that leave no room for an answer; everything wrong with them at once."""
+    data, most = run.data, run.train.seq_len - run.objective.completion_tokens
+    problems: list[Problem] = []
+    if not data.sets:
+        message = "is empty, and answers need prompts: `shardwise data build --chat` makes a set of them"
+        raise UserError(Problem(message, "data.sets"))
+    train = _open_all(data.sets, "data.sets", problems)
+    validation = _open_all(data.validation, "data.validation", problems)
+    if problems:
+        raise UserError(*problems)
+    for key, sets in (("data.sets", train), ("data.validation", validation)):
+        message = "holds no prompts with their rows, which are answered; build it of rows with a `prompt` and no answer"
+        problems += [Problem(message, key, str(each.folder)) for each in sets if each.index.kind != "prompts"]
+    problems += _same_tokenizer(train + validation)
+    vocab = max(each.index.tokenizer["vocab"] for each in train + validation)
+    if vocab > run.model.vocab:
+        message = f"{run.model.vocab} is too small for the data's tokenizer; set model.vocab = {vocab}, or more"
+        problems.append(Problem(message, "model.vocab"))
+    if problems:
+        raise UserError(*problems)
+    learned, held_out = [], []
+    too_long = 0
+    for each in train:
+        lengths = np.diff(each.ends.astype(np.int64), prepend=0)
+        fitting = np.flatnonzero(lengths <= most)
+        too_long += len(lengths) - len(fitting)
+        reserved = max(round(len(fitting) * data.holdout), 1) if data.holdout and not validation else 0
+        learned.append(fitting[: len(fitting) - reserved])
+        held_out.append(fitting[len(fitting) - reserved :])
+        if not len(learned[-1]):
+            message = f"has no prompt of at most {most} tokens: train.seq_len less objective.completion_tokens"
+            problems.append(
+                Problem(message + (", and one to hold out" if reserved else ""), "data.sets", str(each.folder))
+            )
+    if problems:
+        raise UserError(*problems)
+    others = validation or train
+    if validation:
+        held_out = [np.flatnonzero(np.diff(each.ends.astype(np.int64), prepend=0) <= most) for each in validation]
+    return PromptData(
+        train=Prompts(train, run.train.seed, documents=learned),
+        validation=Prompts(others, shuffled=False, documents=held_out),
+        tokenizer=train[0].tokenizer(),
+        fingerprint=_fingerprint(train, validation),
+        too_long=too_long,
     )
 
 

@@ -28,12 +28,20 @@ class Prompt:
 class Prompts:
     """The prompts of some sets, numbered 0, 1, 2, … without end."""
 
-    def __init__(self, sets: Sequence[TokenSet], seed: int = 0, shuffled: bool = True) -> None:
+    def __init__(
+        self,
+        sets: Sequence[TokenSet],
+        seed: int = 0,
+        shuffled: bool = True,
+        documents: Sequence[NDArray[np.int64]] | None = None,
+    ) -> None:
+        """`documents`: which of each set; None: all."""
         wrong = [each for each in sets if each.index.kind != "prompts"]
         if wrong:
             raise UserError(*(Problem("holds no prompts with their rows", "data.sets", str(s.folder)) for s in wrong))
         self.sets, self.seed, self.shuffled = tuple(sets), seed, shuffled
-        self._ends = np.cumsum([each.documents for each in sets])
+        self._documents = [np.arange(each.documents) for each in sets] if documents is None else list(documents)
+        self._ends = np.cumsum([len(each) for each in self._documents])
 
     @property
     def count(self) -> int:
@@ -51,7 +59,8 @@ class Prompts:
         found = []
         for place in places.tolist():
             number = int(np.searchsorted(self._ends, place, side="right"))
-            own, document = self.sets[number], place - (int(self._ends[number - 1]) if number else 0)
+            own, nth = self.sets[number], place - (int(self._ends[number - 1]) if number else 0)
+            document = int(self._documents[number][nth])
             start = int(own.ends[document - 1]) if document else 0
             found.append(Prompt(own.read(start, int(own.ends[document])).astype(np.int64), own.row(document)))
         return found

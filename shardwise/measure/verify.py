@@ -31,6 +31,7 @@ from shardwise.run import Problem, Run, UserError
 from shardwise.run.derive import chunks_loss, planned_on_gpu
 from shardwise.run.objective_config import FACTS
 from shardwise.schedules import make_schedule
+from shardwise.train.objectives.grpo import random_answers
 from shardwise.train.step import TrainState
 
 TOLERANCE: dict[str, float] = {"work": 0.0, "traffic": 0.0, "memory": 0.01}
@@ -78,6 +79,8 @@ def random_batch(run: Run, seed: int = 0) -> Batch:
     tokens = np.random.default_rng(seed).integers(0, run.model.vocab, (rows, run.train.seq_len + 1))
     halves = np.tile(np.arange(run.train.seq_len) * 2 // run.train.seq_len, (rows, 1))
     sums = halves if FACTS[run.objective.kind].sums else None
+    if run.objective.kind == "grpo":
+        return random_answers(run, tokens)
     return Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), sums=sums)
 
 

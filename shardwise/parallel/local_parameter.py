@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.model.compute_copy import ComputeCopy
 from shardwise.parallel.mesh import Mesh
+from shardwise.run.coordinates import RankCoordinates
 from shardwise.run.parameters import Cut, Parameter, shard_bounds
 
 
@@ -73,8 +74,8 @@ class Box:
     size: tuple[int, ...]
 
 
-def box_of(shape: Sequence[int], cuts: Sequence[Cut], mesh: Mesh) -> Box:
-    """What some cuts leave on this rank of a tensor of this shape."""
+def box_of(shape: Sequence[int], cuts: Sequence[Cut], mesh: Mesh | RankCoordinates) -> Box:
+    """What some cuts leave on this rank, or on that of some coordinates, of a tensor of this shape."""
     offset, size = [0] * len(shape), list(shape)
     for axis, dim in cuts:
         start, stop = shard_bounds(size[dim], mesh.size(axis), mesh.index(axis))

@@ -17,6 +17,7 @@ from shardwise.run.axes import RANK_AXES
 from shardwise.run.config import LayoutConfig, Run
 from shardwise.run.derive import REPEATS_PARTS, must_launch, splits_backward, tunes_gemms
 from shardwise.run.draft import speculation_rules
+from shardwise.run.grpo_rules import grpo_rules
 from shardwise.run.objective_config import FACTS
 from shardwise.run.problems import counted, nearest
 from shardwise.run.rule import Broken, Rule
@@ -35,6 +36,7 @@ def broken_rules(run: Run, serves: bool = False) -> Iterator[Broken]:
         _size_rules(run),
         _train_rules(run),
         _objective_rules(run),
+        grpo_rules(run),
         fp8_rules(run),
         _data_rules(run),
         _cluster_rules(run),

@@ -19,6 +19,48 @@ class ObjectiveConfig:
     gamma: float = key(0.5, "simpo: margin between two answers that is aimed at, on the scale of beta", least=0)
     label_smoothing: float = key(0.0, "simpo: share of pairs taken to be the wrong way round", least=0, most=0.5)
 
+    rewards: tuple[str, ...] = key(
+        (), "grpo: functions that judge an answer, file.py:name, of (prompt, completion, row), which return a number"
+    )
+    reward_weights: tuple[float, ...] = key((), "grpo: what each reward weighs in the sum; empty: 1 each")
+    reward_seconds: float = key(10.0, "grpo: what one call of a reward may take", above=0)
+    group: int = key(8, "grpo: answers to each prompt, which are compared with each other", least=2)
+    completion_tokens: int = key(
+        256, "grpo: tokens of an answer at most; with its prompt it fits train.seq_len", least=1
+    )
+    temperature: float = key(1.0, "grpo: of the draws", above=0)
+    top_p: float = key(1.0, "grpo: draw from the likeliest tokens that have this probability together", above=0, most=1)
+    top_k: int = key(0, "grpo: draw from so many of the likeliest tokens; 0: from all", least=0)
+    variant: Literal["grpo", "dr_grpo", "dapo"] = key(
+        "grpo",
+        "grpo: advantages by the group's deviation and the mean over each answer; dr_grpo: neither; dapo: the mean over all "
+        "tokens, a higher upper clip, and groups without a difference left out",
+    )
+    epsilon: float = key(0.2, "grpo: how far the ratio of probabilities may leave 1 before it is clipped", above=0)
+    epsilon_high: float = key(0.0, "grpo: the same upwards; 0: 0.28 for dapo, else epsilon", least=0)
+    kl_beta: float = key(
+        0.0, "grpo: weight of the KL divergence from the weights that training begins with; 0: no reference", least=0
+    )
+    filter: Literal["auto", True, False] = key(
+        "auto", "grpo: leave out groups whose answers are worth the same, and draw further prompts; auto: so for dapo"
+    )
+    filter_rounds: int = key(
+        4, "grpo: how often, at most, prompts are drawn for one batch when groups are left out", least=1
+    )
+    overlong_tokens: int = key(
+        0, "grpo: answers within so many tokens of the longest lose up to 1 of their reward (DAPO); 0: none do", least=0
+    )
+    minibatches: int = key(1, "grpo: optimizer steps that the answers of one round are divided over", least=1)
+    iterations: int = key(1, "grpo: how often each answer is learned from", least=1)
+    asynchronous: bool = key(
+        False, "grpo: make the next answers while these are learned from, with weights that are one round older"
+    )
+    importance_cap: float = key(
+        2.0,
+        "grpo: terms are weighed by the trainer's probability over that of the engine that drew the token, up to this; 0: not",
+        least=0,
+    )
+
 
 @dataclass(frozen=True)
 class ObjectiveFacts:
@@ -39,6 +81,7 @@ FACTS: dict[str, ObjectiveFacts] = {
     "pretrain": ObjectiveFacts(),
     "sft": ObjectiveFacts(),
     "orpo": ObjectiveFacts(logprobs=True, sums=2, pairs=True, metrics=(*PAIRS, "nll")),
+    "grpo": ObjectiveFacts(logprobs=True, metrics=("kl", "clip_fraction", "mismatch", "mismatch_kl")),
     "simpo": ObjectiveFacts(logprobs=True, sums=2, pairs=True, metrics=PAIRS),
 }
 """The objectives there are."""

@@ -143,10 +143,10 @@ def start(folder: Path, layout: dict[str, int], steps: int) -> subprocess.Popen[
     )
 
 
-def prepare(folder: Path, faults: list[dict[str, Any]], count: bool = False) -> None:
+def prepare(folder: Path, run: str, faults: list[dict[str, Any]], count: bool = False) -> None:
     """A folder for a run and its faults."""
     (folder / "done").mkdir(parents=True)
-    (folder / "run.toml").write_text(RUN)
+    (folder / "run.toml").write_text(run)
     plan = dict(faults=faults, count=count, every=EVERY, checkpoints=str(folder / "out" / "checkpoints"))
     (folder / "faults.json").write_text(json.dumps(plan))
 
@@ -167,9 +167,9 @@ def checksums(folder: Path) -> dict[str, Any]:
     return checksums
 
 
-def undisturbed(folder: Path, layout: dict[str, int], steps: int) -> dict[int, int]:
+def undisturbed(folder: Path, run: str, layout: dict[str, int], steps: int) -> dict[int, int]:
     """Run without faults; gives the file operations of a save by rank, those of the save with the most."""
-    prepare(folder, [], count=True)
+    prepare(folder, run, [], count=True)
     process = start(folder, layout, steps)
     if process.wait() != 0:
         raise SystemExit(f"the undisturbed run failed:\n{(folder / 'said').read_text()}")
@@ -185,10 +185,10 @@ def undisturbed(folder: Path, layout: dict[str, int], steps: int) -> dict[int, i
 
 
 def disturbed(
-    folder: Path, layout: dict[str, int], steps: int, faults: list[dict[str, Any]], quiet: bool
+    folder: Path, run: str, layout: dict[str, int], steps: int, faults: list[dict[str, Any]], quiet: bool
 ) -> tuple[int, float]:
     """Run with faults, starting the command again whenever a fault has ended it; gives how often it was started."""
-    prepare(folder, faults)
+    prepare(folder, run, faults)
     began, starts, told = time.monotonic(), 0, 0.0
     while True:
         process = start(folder, layout, steps)
@@ -211,7 +211,9 @@ def disturbed(
             time.sleep(0.2)
 
 
-def campaign_run(folder: Path, name: str, count: int, seed: int, kinds: dict[str, int], quiet: bool = False) -> Outcome:
+def campaign_run(
+    folder: Path, name: str, count: int, seed: int, kinds: dict[str, int], quiet: bool = False, run: str = RUN
+) -> Outcome:
     """One run undisturbed, and again with `count` faults."""
     layout = LAYOUTS[name]
     ranks = 1
@@ -219,14 +221,14 @@ def campaign_run(folder: Path, name: str, count: int, seed: int, kinds: dict[str
         ranks *= size
     draft = plan_faults(kinds, count, ranks, seed, dict.fromkeys(range(ranks), 1))
     steps = max(fault["step"] for fault in draft) + 16  # faults that must wait for each other come late
-    operations = undisturbed(folder / "undisturbed", layout, steps)
+    operations = undisturbed(folder / "undisturbed", run, layout, steps)
     faults = plan_faults(kinds, count, ranks, seed, operations)
     if not quiet:
         print(
             f"{name}: {len(faults)} faults over {steps} steps; file operations of a save by rank: {operations}",
             flush=True,
         )
-    starts, seconds = disturbed(folder / "disturbed", layout, steps, faults, quiet)
+    starts, seconds = disturbed(folder / "disturbed", run, layout, steps, faults, quiet)
     a, b = folder / "undisturbed", folder / "disturbed"
     done = {int(path.name) for path in (b / "done").iterdir()}
     said = (b / "said").read_text()

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from campaign import checksums, losses, prepare, start
+from campaign import RUN, checksums, losses, prepare, start
 
 from shardwise.train.faults.goodput import read_events
 
@@ -21,7 +21,7 @@ def test_a_slow_save_survives_and_a_stuck_one_is_killed(tmp_path: Path) -> None:
     slow = dict(id=0, kind="slow disk", rank=1, step=2, delay=0.0, bytes=4096, seconds=0.5)
     stuck = dict(id=1, kind="stuck disk", rank=1, step=5, delay=0.0)
     for folder, faults in ((tmp_path / "quiet", []), (tmp_path / "slow", [slow]), (tmp_path / "stuck", [stuck])):
-        prepare(folder, faults)
+        prepare(folder, RUN, faults)
         process = start(folder, layout, steps)
         assert process.wait(120) == 0, (folder / "said").read_text()
         assert losses(folder) == losses(tmp_path / "quiet")

@@ -81,8 +81,10 @@ def requests_of(serve: ServeConfig, seed: int = 0) -> list[Asked]:
 def play(
     serve: ServeConfig, asked: Items[Asked], times: StepTime, place: Place, concurrency: int = 0, arrive: float = 0.0,
     guesses: Speculation | None = None,
+    group: int = 1,
 ) -> Played:  # fmt: skip
-    """One engine. With a `concurrency`, so many requests are under way at a time. Each takes `arrive` seconds to and from it."""
+    """One engine. With a `concurrency`, so many requests are under way at a time. Each takes `arrive` seconds to and from it. So
+    many as a `group` has, one after the other, have the same prompt."""
     pool = PagePool(place.pages, serve.page_tokens, place.host_pages, serve.prefix_cache)
     sequences = min(serve.max_sequences, serve.max_step_tokens)
     stages = Stages(times.serving.pipeline)
@@ -112,8 +114,9 @@ def play(
             if scheduler.reasons(one.input, one.output):
                 failed += 1
                 continue
-            # Prompts are random, so no two have a page in common: a salt says the same.
-            sequence = Sequence(number, [0] * one.input, one.output, salt=str(number).encode(), lookahead=ahead)
+            # Prompts are random, so no two groups have a page in common: a salt says the same.
+            salt = str(number // group).encode()
+            sequence = Sequence(number, [0] * one.input, one.output, salt=salt, lookahead=ahead)
             running[sequence] = UnderWay(clients.popleft() - arrive if concurrency else one.due, one)
             scheduler.add(sequence)
 

@@ -28,6 +28,8 @@ class History:
     """Batches left out, by their number in the order of the data; the first is 1."""
     bad: int = 0
     """Bad steps since the last good one."""
+    prompts: int = 0
+    """Prompts that were answered, where a run learns from its own answers."""
 
     def batch_of(self, step: int) -> int:
         """The number of the batch that a step trains on: its own, moved on past those left out."""

@@ -1,0 +1,30 @@
+"""Writes the data of the example: a made-up text to pretrain on, examples of reversed words for supervised tuning, and words to
+reverse for GRPO and for the test. No word is in two of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import sys
+from pathlib import Path
+
+LETTERS, LENGTH = "abcdefgh", 4
+
+
+def main(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    words = ["".join(letters) for letters in itertools.product(LETTERS, repeat=LENGTH)]
+    random.Random(0).shuffle(words)
+    text, shown, asked, test = words[:1500], words[1500:2500], words[2500:3996], words[3996:]
+    lines = [f"{word}={word}\n" for word in random.Random(1).choices(text, k=12_000)]
+    (folder / "text.txt").write_text("".join(lines))
+    examples = [dict(prompt=f"{word}>", completion=word[::-1]) for word in shown]
+    (folder / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in examples))
+    for name, some in (("words", asked), ("test", test)):
+        rows = [dict(prompt=f"{word}>", answer=word[::-1]) for word in some]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

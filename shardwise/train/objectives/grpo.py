@@ -1,0 +1,168 @@
+"""Group relative policy optimization: answers that were judged better than others to the same prompt become likelier.
+
+The term of a token is the clipped surrogate of PPO with the advantage of its answer (Shao et al. 2024, equation 3), with an upper
+clip of its own (DAPO, Yu et al. 2025, equation 10), and `kl_beta` times an estimate of the KL divergence from a reference that is
+never negative (Schulman 2020, "k3": r - 1 - log r with r = reference / policy). What a token weighs and by what the sum is divided
+is what the variants differ in:
+
+    grpo      1 / tokens of its answer; answers                  (equation 3)
+    dr_grpo   1 / most tokens of an answer; answers               (Liu et al. 2025, section 3.2)
+    dapo      1; tokens of all answers                            (Yu et al. 2025, equation 12)
+
+The engine that drew the answers may give a token another probability than the trainer, by rounding or because its weights are
+older. So the term is weighed by their ratio, cut at `importance_cap` (truncated importance sampling, Ionides 2008; for this
+mismatch Yao et al. 2025). Where answers are learned from once, the probabilities before the update are those of this very pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from shardwise.data.batches import Batch
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.objective import Microbatch
+from shardwise.run import Run
+from shardwise.train.objectives.objective import TrainObjective
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class AnswerBatch(Batch):
+    """Rows of a prompt and an answer each. Targets are the answer's tokens; the arrays [rows, length] hold values at those."""
+
+    advantages: Floats | None = None
+    weights: Floats | None = None
+    """What each token weighs."""
+    drawn: Floats | None = None
+    """Log-probabilities that the engine gave to the tokens it drew."""
+    old: Floats | None = None
+    """Those of the trainer before the first update; None: of this pass."""
+    reference: Floats | None = None
+    """Those of the reference, where there is one."""
+    per_token: float = 1.0
+    """What the objective counts over the global batch, by token: a sum over tokens becomes a mean over them with it."""
+
+
+ARRAYS = ("advantages", "weights", "drawn", "old", "reference")
+
+
+class Terms(NamedTuple):
+    """Of each token: the loss, what was clipped, the KL estimate, and the trainer's logprob minus the engine's."""
+
+    loss: Tensor
+    clipped: Tensor
+    divergence: Tensor
+    mismatch: Tensor
+
+
+@dataclass(frozen=True)
+class Clip:
+    """The constants of a term."""
+
+    low: float
+    high: float
+    beta: float
+    cap: float
+
+    @classmethod
+    def of(cls, run: Run) -> Clip:
+        """Those that a run asks for."""
+        asked = run.objective
+        high = asked.epsilon_high or (0.28 if asked.variant == "dapo" else asked.epsilon)
+        return cls(asked.epsilon, high, asked.kl_beta, asked.importance_cap)
+
+
+def terms(
+    logprobs: Tensor, advantages: Tensor, drawn: Tensor, old: Tensor | None, reference: Tensor | None, clip: Clip
+) -> Terms:
+    """The terms of tokens, not yet weighed."""
+    before = logprobs.detach() if old is None else old
+    ratio = (logprobs - before).exp()
+    bounded = ratio.clamp(1 - clip.low, 1 + clip.high)
+    loss = -torch.minimum(ratio * advantages, bounded * advantages)
+    clipped = ((ratio < 1 - clip.low) & (advantages < 0)) | ((ratio > 1 + clip.high) & (advantages > 0))
+    mismatch = before - drawn
+    if clip.cap:
+        loss = loss * mismatch.exp().clamp(max=clip.cap)
+    divergence = torch.zeros_like(loss)
+    if reference is not None:
+        log_ratio = reference - logprobs
+        divergence = log_ratio.exp() - log_ratio - 1
+        loss = loss + clip.beta * divergence
+    return Terms(loss, clipped, divergence, mismatch)
+
+
+class Grpo(TrainObjective):
+    """Learns from answers that were judged. What it measures are means over the tokens of all answers."""
+
+    def __init__(self, run: Run, device: torch.device, mesh: Mesh) -> None:
+        super().__init__(run, device, mesh)
+        self.by_tokens = run.objective.variant == "dapo"
+        self.full_count = run.batch_tokens if self.by_tokens else run.train.global_batch
+        self.clip = Clip.of(run)
+        self.array_type = np.float64 if run.train.dtype == "float64" else np.float32
+        self.scale = torch.ones((), dtype=self.measured.dtype, device=device)
+
+    def token_arrays(self, batch: Batch) -> dict[str, np.ndarray]:
+        assert isinstance(batch, AnswerBatch)
+        self.scale.fill_(batch.per_token)
+        found = {name: getattr(batch, name) for name in ARRAYS}
+        arrays = {name: array.astype(self.array_type) for name, array in found.items() if array is not None}
+        return {"targets": batch.targets} | arrays
+
+    def count(self, batch: Batch) -> float:
+        return batch.loss_tokens if self.by_tokens else int((batch.targets >= 0).any(axis=1).sum())
+
+    def loss(self, microbatch: Microbatch, head: nn.Module, hidden: Tensor, unembedding: Tensor) -> Tensor:
+        if self.config.temperature != 1:
+            hidden = hidden / self.config.temperature
+        return head(hidden, unembedding, microbatch["targets"], make=partial(self._make, microbatch))
+
+    def _make(self, microbatch: Microbatch, logprobs: Tensor) -> Tensor:
+        targets, advantages, drawn = microbatch["targets"], microbatch["advantages"], microbatch["drawn"]
+        weights = microbatch["weights"]
+        assert targets is not None
+        assert advantages is not None
+        assert drawn is not None
+        assert weights is not None
+        made = terms(logprobs, advantages, drawn, microbatch.get("old"), microbatch.get("reference"), self.clip)
+        counted = targets >= 0
+        with torch.no_grad():
+            off = made.mismatch
+            kinds = (made.divergence, made.clipped, off.abs(), off.exp() - off - 1)
+            sums = [torch.where(counted, each, 0).sum(dtype=self.measured.dtype) for each in kinds]
+            self.measured += torch.stack(sums) * self.scale
+        return torch.where(counted, made.loss * weights, 0).sum()
+
+
+def random_answers(run: Run, tokens: NDArray[np.int64]) -> AnswerBatch:
+    """A batch with everything that a step of a run learns from, of rows one token longer than its sequences, all of it answers."""
+    values = np.full((len(tokens), tokens.shape[1] - 1), -1.0)
+    return AnswerBatch(
+        tokens[:, :-1].copy(),
+        tokens[:, 1:].copy(),
+        advantages=values,
+        weights=-values,
+        drawn=values,
+        old=values if run.objective.minibatches * run.objective.iterations > 1 else None,
+        reference=values if run.objective.kl_beta else None,
+    )
+
+
+def weights_of(run: Run, lengths: NDArray[np.int64]) -> Floats:
+    """What the tokens of answers of these lengths weigh."""
+    match run.objective.variant:
+        case "grpo":
+            return 1.0 / np.maximum(lengths, 1)
+        case "dr_grpo":
+            return np.full(len(lengths), 1.0 / run.objective.completion_tokens)
+        case _:
+            return np.ones(len(lengths))

@@ -1,0 +1,144 @@
+"""The answers of a round as arrays, the same on every rank: prompts with what was drawn after them, what that is worth, and the
+batches that are made of it. Ranks draw and judge a share each and exchange them in one all-gather; a checkpoint holds them where a
+resumed run could not draw them again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shardwise.data.batches import IGNORE_INDEX
+from shardwise.run import Run
+from shardwise.train.objectives.grpo import AnswerBatch, weights_of
+from shardwise.tune.advantages import group_advantages
+from shardwise.tune.rollouts import Drawn
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass
+class Answers:
+    """Answers, group by group."""
+
+    tokens: Ints
+    """[answers, length]: a prompt and its answer, and then nothing: -1."""
+    prompts: Ints
+    """[answers]: tokens of each prompt."""
+    lengths: Ints
+    """[answers]: tokens of each answer."""
+    logprobs: Floats
+    """[answers, length]: of the tokens drawn, by the engine."""
+    judged: Floats
+    """[answers, functions]: what each reward says."""
+    rewards: Floats
+    """[answers]: what counts."""
+    ended: Ints
+    """[answers]: 1 where an answer came to its end."""
+    used: Ints
+    """[answers]: 1 where there is something to learn; 0 of groups that were left out and not replaced."""
+    old: Floats
+    """[answers, length]: log-probabilities of targets by the trainer before the first update, where several steps learn from these;
+    else [answers, 0]."""
+    reference: Floats
+    """The same by the reference, where there is one."""
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def take(self, rows: Ints | slice) -> Answers:
+        """Some of them."""
+        return Answers(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+    @classmethod
+    def joined(cls, parts: Sequence[Answers]) -> Answers:
+        """Several sets of answers, one after the other."""
+        return cls(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """For a checkpoint."""
+        return {f.name: torch.from_numpy(np.ascontiguousarray(getattr(self, f.name))) for f in fields(self)}
+
+    @classmethod
+    def of_tensors(cls, tensors: dict[str, Tensor]) -> Answers:
+        """From a checkpoint."""
+        nothing = torch.zeros(
+            len(tensors["prompts"]), 0, dtype=torch.float64
+        )  # a checkpoint holds nothing that is empty
+        return cls(**{f.name: tensors.get(f.name, nothing).cpu().numpy() for f in fields(cls)})
+
+
+def as_answers(
+    prompts: Sequence[Ints], drawn: Drawn, judged: Floats, rewards: Floats, length: int, group: int
+) -> Answers:
+    """What was drawn for some prompts, in arrays of rows of that length."""
+    count = len(drawn.tokens)
+    tokens = np.full((count, length), -1, dtype=np.int64)
+    logprobs = np.zeros((count, length))
+    starts = np.array([len(prompts[n // group]) for n in range(count)], dtype=np.int64)
+    lengths = np.array([len(each) for each in drawn.tokens], dtype=np.int64)
+    for n, (start, end) in enumerate(zip(starts.tolist(), (starts + lengths).tolist(), strict=True)):
+        tokens[n, :start] = prompts[n // group]
+        tokens[n, start:end] = drawn.tokens[n]
+        logprobs[n, start:end] = drawn.logprobs[n]
+    ended = np.array(drawn.ended, dtype=np.int64)
+    nothing = np.zeros((count, 0))
+    return Answers(
+        tokens, starts, lengths, logprobs, judged, rewards, ended, np.ones(count, dtype=np.int64), nothing, nothing
+    )
+
+
+def exchange(own: Answers, prompts: int, group: int, device: torch.device) -> Answers:
+    """All answers to `prompts` prompts, on every rank. The rank at index r of n answered prompts r, r + n, …"""
+    world = dist.get_world_size()
+    share = -(-prompts // world) * group
+    # One message of numbers: tokens are exact in float64.
+    columns = [getattr(own, f.name) for f in fields(Answers)]
+    widths = [column.shape[1] if column.ndim > 1 else 1 for column in columns]
+    parts = zip(columns, widths, strict=True)
+    table = np.concatenate([column.reshape(len(own), width).astype(np.float64) for column, width in parts], axis=1)
+    sent = torch.zeros(share, table.shape[1], dtype=torch.float64, device=device)
+    sent[: len(table)] = torch.from_numpy(table).to(device)
+    found = torch.empty(world * share, table.shape[1], dtype=torch.float64, device=device)
+    dist.all_gather_into_tensor(found, sent)
+    every = found.cpu().numpy()
+    place = np.arange(prompts)
+    rows = (place % world) * share + place // world * group
+    every = every[(rows[:, None] + np.arange(group)).ravel()]
+    made, first = {}, 0
+    for f, column, width in zip(fields(Answers), columns, widths, strict=True):
+        part = every[:, first : first + width].astype(column.dtype)
+        made[f.name] = part if column.ndim > 1 else part[:, 0]
+        first += width
+    return Answers(**made)
+
+
+def batch_of(answers: Answers, rows: Ints, run: Run, pad: int) -> AnswerBatch:
+    """The batch of a step that learns from all `answers`, of which this rank has these rows."""
+    group = run.objective.group
+    advantages = group_advantages(answers.rewards.reshape(-1, group), run.objective.variant != "dr_grpo").ravel()
+    weights = weights_of(run, answers.lengths)
+    place = np.arange(answers.tokens.shape[1])
+    inside = (place >= answers.prompts[:, None] - 1) & (place < (answers.prompts + answers.lengths - 1)[:, None])
+    inside &= answers.used[:, None] > 0
+    following = np.concatenate((answers.tokens[:, 1:], np.full((len(answers), 1), -1)), axis=1)
+    drawn = np.concatenate((answers.logprobs[:, 1:], np.zeros((len(answers), 1))), axis=1)
+    tokens_in_all = max(1, int(inside.sum()))
+    counted = tokens_in_all if run.objective.variant == "dapo" else max(1, int(answers.used.sum()))
+    own = inside[rows]
+    return AnswerBatch(
+        tokens=np.where(answers.tokens < 0, pad, answers.tokens)[rows],
+        targets=np.where(inside, following, IGNORE_INDEX)[rows],
+        advantages=np.where(own, advantages[rows, None], 0.0),
+        weights=np.where(own, weights[rows, None], 0.0),
+        drawn=np.where(own, drawn[rows], 0.0),
+        old=answers.old[rows] if answers.old.size else None,
+        reference=answers.reference[rows] if answers.reference.size else None,
+        per_token=counted / tokens_in_all,
+    )

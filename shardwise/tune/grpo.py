@@ -1,0 +1,159 @@
+"""The source of batches of a GRPO run: a round of answers, drawn with the weights of the moment and judged, becomes the batches of
+one or several steps.
+
+A round is a function of the seed, the weights and how many prompts were used before. The last is saved with the history of a run,
+so a run that was killed draws the same again from its checkpoint. Where a checkpoint falls between the steps of one round, or the
+next one is made ahead with older weights, it holds the answers themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shardwise.data.batches import Batch
+from shardwise.data.open import open_prompts
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.run import Run
+from shardwise.serve.request import Sampling
+from shardwise.train.objectives.grpo import AnswerBatch
+from shardwise.train.source import Note
+from shardwise.train.step import TrainState
+from shardwise.tune.answers import Answers, batch_of
+from shardwise.tune.logprobs import answer_logprobs
+from shardwise.tune.reference import Reference
+from shardwise.tune.rewards import Rewards
+from shardwise.tune.rounds import Begun, Rounds, prompts_of_round
+
+GREEDY = Sampling(0.0, logprobs=0)
+NOW, NEXT, FIGURES = "now/", "next/", "figures"
+"""Where a checkpoint keeps the answers that are learned from, those made ahead, and figures of these."""
+
+
+class GrpoSource:
+    """Batches of answers."""
+
+    def __init__(self, run: Run) -> None:
+        asked = run.objective
+        self.run = run
+        self.rewards = Rewards(asked.rewards, asked.reward_weights, asked.reward_seconds)
+        data = open_prompts(run)
+        self.prompts, self.held_out = data.train, data.validation
+        self.tokenizer: Tokenizer = data.tokenizer
+        self.fingerprint, self.too_long = data.fingerprint, data.too_long
+        self.steps_of_round = asked.minibatches * asked.iterations
+
+    def describe(self) -> str:
+        return (
+            f"data: {self.prompts.count:,} prompts an epoch, {self.held_out.count:,} for validation; a round is "
+            f"{self.run.objective.group} answers to each of {prompts_of_round(self.run)}, judged by {', '.join(self.rewards.names)}"
+            + (f"; {self.too_long:,} prompts are left out, which leave no room for an answer" if self.too_long else "")
+        )
+
+    def attach(self, state: TrainState, log: Callable[[str], None], note: Note) -> None:
+        self.state = state
+        self.rounds = Rounds(state, self.prompts, self.tokenizer, self.rewards, note)
+        self.reference = Reference(state, self.tokenizer, log) if self.run.objective.kl_beta else None
+        self.answers = _kept(state.kept, NOW)
+        self.ahead: Begun | tuple[Answers, dict[str, Any]] | None = None
+        following = _kept(state.kept, NEXT)
+        if following is not None:
+            figures = state.kept[FIGURES].tolist()
+            self.ahead = following, {"drawn_reward": figures[0], "filtered_groups": int(figures[1])}
+        self._figures: dict[str, Any] = {}
+        self._of_round: dict[str, Any] = {}
+
+    def batches(self, last: int) -> Iterator[Batch]:
+        run, state = self.run, self.state
+        size = run.train.global_batch
+        for step in range(state.step + 1, last + 1):
+            part = (step - 1) % self.steps_of_round
+            if part == 0 or self.answers is None:
+                self.answers, self._of_round = self.next_round(state.history.batch_of(step))
+                following = step + self.steps_of_round
+                if run.objective.asynchronous:
+                    self.ahead = self.rounds.begin(state.history.batch_of(following))
+                self.look_back(self.answers)
+            first = part % run.objective.minibatches * size
+            own = self.answers.take(slice(first, first + size))
+            self._figures, self._of_round = self.worth(own) | self._of_round, {}
+            yield self.batch(own)
+
+    def next_round(self, number: int) -> tuple[Answers, dict[str, Any]]:
+        """The answers to learn from now: made ahead, or made now."""
+        self.finish_ahead()
+        if isinstance(self.ahead, tuple):
+            found, self.ahead = self.ahead, None
+            return found
+        return self.rounds.make(number)
+
+    def finish_ahead(self) -> None:
+        """Finish the round that was begun: the engine is then free for other weights."""
+        if isinstance(self.ahead, Begun):
+            self.ahead = self.rounds.make(self.ahead.number, self.ahead)
+
+    def batch(self, answers: Answers) -> AnswerBatch:
+        """This rank's share of a step that learns from these."""
+        rows = self.state.samples(np.arange(len(answers)))
+        return batch_of(answers, rows, self.run, self.tokenizer.end)
+
+    def look_back(self, answers: Answers) -> None:
+        """Note log-probabilities of answers before they are learned from: the reference's, and the trainer's own, where several
+        steps learn from a round."""
+        if self.reference is not None:
+            with self.reference.in_place():
+                answers.reference = self.logprobs(answers)
+        if self.steps_of_round > 1:
+            answers.old = self.logprobs(answers)
+
+    def logprobs(self, answers: Answers) -> NDArray[np.float64]:
+        """By the trainer's network as it is now, [answers, length]."""
+        size = self.run.train.global_batch
+        parts = [answers.take(slice(n, n + size)) for n in range(0, len(answers), size)]
+        return np.concatenate([answer_logprobs(self.state, self.batch(part)) for part in parts])
+
+    def worth(self, answers: Answers) -> dict[str, Any]:
+        """Figures of answers: what they are worth, how long they are."""
+        groups = answers.rewards.reshape(-1, self.run.objective.group)
+        found = {"reward": float(answers.rewards.mean()), "reward_std": float(groups.std(axis=1, ddof=1).mean())}
+        for name, column in zip(self.rewards.names, answers.judged.T, strict=True):
+            found[f"reward/{name}"] = float(column.mean())
+        found["completion_tokens"] = float(answers.lengths.mean())
+        found["completion_cut"] = float(1 - answers.ended.mean())
+        return found
+
+    def figures(self) -> dict[str, Any]:
+        return self._figures
+
+    def evaluate(self) -> tuple[dict[str, float], str]:
+        """What the likeliest answers to some held-out prompts are worth."""
+        self.finish_ahead()
+        count = min(self.held_out.count, self.run.train.eval_sequences)
+        self.rounds.rollouts.update()
+        answers, _ = self.rounds.answer(self.held_out.take(np.arange(count)), range(count), 0, GREEDY, 1)
+        found = {"eval_reward": float(answers.rewards.mean())}
+        for name, column in zip(self.rewards.names, answers.judged.T, strict=True):
+            found[f"eval_reward/{name}"] = float(column.mean())
+        several = ", ".join(f"{name} {value:.3f}" for name, value in found.items() if "/" in name)
+        return found, f"validation reward {found['eval_reward']:.4f}" + (f" ({several})" if len(found) > 2 else "")
+
+    def before_saving(self) -> None:
+        self.finish_ahead()
+        self.state.kept = {}
+        if self.state.step % self.steps_of_round and self.answers is not None:
+            self.state.kept |= {NOW + name: tensor for name, tensor in self.answers.tensors().items()}
+        if isinstance(self.ahead, tuple):
+            answers, figures = self.ahead
+            self.state.kept |= {NEXT + name: tensor for name, tensor in answers.tensors().items()}
+            known = [figures["drawn_reward"], figures["filtered_groups"]]
+            self.state.kept[FIGURES] = torch.tensor(known, dtype=torch.float64)
+
+
+def _kept(tensors: dict[str, Tensor], prefix: str) -> Answers | None:
+    found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    return Answers.of_tensors(found) if found else None

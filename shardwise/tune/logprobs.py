@@ -1,0 +1,57 @@
+"""Log-probabilities of answers by the trainer, on any layout: forward passes through its pipeline, as an evaluation runs them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from shardwise.parallel.context import zigzag_positions
+from shardwise.parallel.objective import Microbatch, Objective
+from shardwise.train.objectives.grpo import AnswerBatch
+from shardwise.train.step import TrainState
+
+Floats = NDArray[np.float64]
+
+
+class Collector(Objective):
+    """Keeps the log-probabilities of targets, in the place of a loss."""
+
+    def __init__(self, temperature: float, device: torch.device) -> None:
+        self.auxiliary_weights = torch.zeros(2, device=device)
+        self.temperature = temperature
+        self.found: list[Tensor] = []
+
+    def loss(self, microbatch: Microbatch, head: nn.Module, hidden: Tensor, unembedding: Tensor) -> Tensor:
+        if self.temperature != 1:
+            hidden = hidden / self.temperature
+        return head(hidden, unembedding, microbatch["targets"], make=self._keep)
+
+    def _keep(self, logprobs: Tensor) -> Tensor:
+        self.found.append(logprobs.detach().clone())
+        return logprobs.sum() * 0
+
+
+@torch.no_grad()
+def answer_logprobs(state: TrainState, batch: AnswerBatch) -> Floats:
+    """The log-probabilities of the targets of a step's batch, [rows of the global batch, length], on every rank."""
+    run, mesh = state.run, state.mesh
+    state.refresh()
+    for model in state.parallel.models:
+        model.eval()
+    collector = Collector(run.objective.temperature, state.device)
+    state.parallel.pipeline.run(state.microbatches(batch), state._stream(), collector, None)
+    length = batch.tokens.shape[1]
+    whole = np.zeros((run.train.global_batch, length))
+    # Of tensor ranks, which all have the same, one tells; a rank without the last stage has nothing to tell.
+    if collector.found and mesh.index("tensor") == 0:
+        rows = state.samples(np.arange(run.train.global_batch))
+        places = zigzag_positions(length, run.layout.context, mesh.index("context"))
+        whole[np.ix_(rows, places)] = torch.cat(collector.found).double().cpu().numpy()
+    if run.layout.world == 1:
+        return whole
+    total = torch.from_numpy(whole).to(state.device)
+    dist.all_reduce(total)
+    return total.cpu().numpy()

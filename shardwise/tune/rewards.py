@@ -1,0 +1,173 @@
+"""Rewards: plain Python functions in files that the user names, `file.py:function`, of (prompt, completion, row).
+
+A function gets the prompt and the answer as text and the row of data that the prompt came from, and returns a number. Whatever goes
+wrong inside of it becomes a sentence that names the file, the function and the row. One that runs for too long is interrupted by an
+alarm of the operating system, which reaches whatever Python is doing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import numbers
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.run import Problem, UserError
+from shardwise.run.problems import nearest
+
+RewardFunction = Callable[[str, str, dict[str, Any]], Any]
+KEY = "objective.rewards"
+ROW_LETTERS = 200
+"""Of a row that a message shows."""
+
+
+class TooLong(BaseException):
+    """Raised inside of a reward that takes too long. Not an `Exception`, which the function may catch."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What is judged: a prompt, an answer to it, and the row that the prompt is from."""
+
+    prompt: str
+    completion: str
+    row: dict[str, Any]
+
+
+class Rewards:
+    """The reward functions of a run, called in their order and added up by weight."""
+
+    def __init__(self, names: Sequence[str], weights: Sequence[float] = (), seconds: float = 10.0) -> None:
+        """`seconds`: what one call may take."""
+        self.names = tuple(name.rpartition(":")[2] for name in names)
+        self.sources, self.seconds = tuple(names), seconds
+        self.weights = np.array(weights or [1.0] * len(names), dtype=np.float64)
+        self.functions = load_functions(names)
+
+    def judge(self, answers: Sequence[Answered]) -> NDArray[np.float64]:
+        """What each function says of each answer [answers, functions]."""
+        found = np.zeros((len(answers), len(self.functions)))
+        for column, (source, function) in enumerate(zip(self.sources, self.functions, strict=True)):
+            for row, answer in enumerate(answers):
+                found[row, column] = self._call(source, function, answer)
+        return found
+
+    def total(self, judged: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The sum of all functions by weight [answers]."""
+        return judged @ self.weights
+
+    def _call(self, source: str, function: RewardFunction, answer: Answered) -> float:
+        try:
+            with limited(self.seconds):
+                value = function(answer.prompt, answer.completion, dict(answer.row))
+        except TooLong:
+            reason = f"took longer than objective.reward_seconds = {self.seconds:g}"
+            raise _mistake(source, reason, answer) from None
+        except Exception as e:
+            raise _mistake(source, f"raised {type(e).__name__}: {e}{_line_of(e, source)}", answer) from None
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+            raise _mistake(source, f"returned {value!r:.80}, and a reward is a finite number", answer)
+        return float(value)
+
+
+def _mistake(source: str, what: str, answer: Answered) -> UserError:
+    row = json.dumps(answer.row, ensure_ascii=False, default=str)
+    return UserError(
+        Problem(f"{what}, on the row {_short(row)} and the answer {_short(answer.completion)!r}", KEY, source)
+    )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= ROW_LETTERS else f"{text[:ROW_LETTERS]}…"
+
+
+def _line_of(error: BaseException, source: str) -> str:
+    """Where in the user's file it happened."""
+    file = Path(source.rpartition(":")[0]).name
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == file]
+    return f" (line {lines[-1]})" if lines else ""
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Interrupt what runs inside after so many seconds. Only the main thread can be interrupted; elsewhere it is judged after."""
+    if threading.current_thread() is not threading.main_thread():
+        began = time.monotonic()
+        yield
+        if time.monotonic() - began > seconds:
+            raise TooLong
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise TooLong
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def load_functions(names: Sequence[str]) -> list[RewardFunction]:
+    """The functions of `file.py:name`, each file read once; everything that is wrong is reported at once."""
+    problems: list[Problem] = []
+    modules: dict[str, ModuleType | None] = {}
+    found: list[RewardFunction] = []
+    for name in names:
+        file, _, function = name.rpartition(":")
+        if not file or not function:
+            problems.append(Problem(f'"{name}" is not of the form file.py:function', KEY))
+            continue
+        if file not in modules:
+            modules[file] = None
+            try:
+                modules[file] = _load(Path(file))
+            except UserError as e:
+                problems += e.problems
+        module = modules[file]
+        if module is None:
+            continue
+        made = getattr(module, function, None)
+        if not callable(made):
+            known = [word for word, value in vars(module).items() if callable(value) and not word.startswith("_")]
+            problems.append(Problem(f"has no function {function}{nearest(function, known)}", KEY, file))
+            continue
+        found.append(made)
+    if problems:
+        raise UserError(*problems)
+    return found
+
+
+def _load(path: Path) -> ModuleType:
+    """A file as a module, which may import what stands beside it."""
+    if not path.is_file():
+        raise UserError(Problem("there is no such file", KEY, str(path)))
+    spec = importlib.util.spec_from_file_location(f"shardwise_rewards_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise UserError(Problem("is no Python file", KEY, str(path)))
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as e:
+        where = f" (line {e.lineno})" if isinstance(e, SyntaxError) else _line_of(e, f"{path}:")
+        raise UserError(Problem(f"cannot be imported: {type(e).__name__}: {e}{where}", KEY, str(path))) from None
+    finally:
+        sys.path.pop(0)
+    return module

@@ -1,0 +1,82 @@
+"""The plan of a run that makes its own answers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from shardwise.cli.main import main
+from shardwise.plan.plan import plan
+from shardwise.plan.serving.rollouts import own_weight_bytes, plan_rollouts
+from shardwise.run import Run, run_from_dict
+
+
+def planned(objective: dict[str, Any] | None = None, **more: Any) -> Run:
+    sections: dict[str, dict[str, Any]] = dict(
+        model=dict(preset="llama3-1b"),
+        train=dict(global_batch=64, microbatch=8, seq_len=1024, dtype="bfloat16", device="cuda", weights="somewhere"),
+        objective=dict(kind="grpo", rewards=["r.py:f"], group=8, completion_tokens=512) | (objective or {}),
+        serve=dict(max_sequences=64),
+        cluster=dict(chip="h200"),
+    )
+    for section, values in more.items():
+        sections[section] = sections.get(section, {}) | values
+    return run_from_dict(sections)
+
+
+def test_a_step_is_training_a_share_of_a_round_and_what_looks_back() -> None:
+    found = plan_rollouts(planned(), 3.0)
+    assert found.fits
+    assert (found.answers, found.tokens, found.prompt_tokens) == (64, 64 * 512, 512)
+    assert found.step_seconds == pytest.approx(3.0 + found.rollout_seconds)
+    several = plan_rollouts(planned(dict(kl_beta=0.1, iterations=2, minibatches=2)), 3.0)
+    assert (several.answers, several.passes, several.look_back_seconds) == (128, 2, pytest.approx(4.0))
+    assert several.step_seconds == pytest.approx(3.0 + (several.rollout_seconds + 4.0) / 4)
+    ahead = plan_rollouts(planned(dict(asynchronous=True)), 1e6)
+    assert ahead.step_seconds == 1e6  # what is drawn meanwhile takes no time
+
+
+def test_answers_of_a_group_share_their_prompt() -> None:
+    """Fewer prompts to compute for as many answers."""
+    alike, apart = (plan_rollouts(planned(dict(group=group)), 1.0).rollout_seconds for group in (32, 2))
+    assert alike < apart
+
+
+def test_only_weights_that_the_trainer_lacks_are_the_engines_own() -> None:
+    layers = dict(hidden=64, layers=2, heads=4, vocab=300, ffn=128, preset="")
+    once, several = (planned(train=dict(microbatch=size), model=layers) for size in (64, 8))
+    matrices = 2 * (4 * 64 * 64 + 3 * 64 * 128)
+    outer = 2 * 300 * 64 + 5 * 64
+    assert own_weight_bytes(once, gpu=True) == 2 * outer
+    assert own_weight_bytes(several, gpu=True) == 2 * (outer + matrices)
+    full = planned(train=dict(dtype="float32", device="cpu"), model=layers, cluster=dict(chip="cpu"))
+    assert own_weight_bytes(full, gpu=False) == 0
+    shards = planned(
+        train=dict(dtype="float32", device="cpu"), model=layers, layout=dict(shard=2), cluster=dict(chip="cpu")
+    )
+    assert own_weight_bytes(shards, gpu=False) == 4 * (outer + matrices)
+
+
+def test_plan_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = [
+        "--model.preset=llama3-1b",
+        "--cluster.chip=h200",
+        "--train.global_batch=64",
+        "--train.microbatch=8",
+        "--train.seq_len=1024",
+    ]
+    keys += [
+        "--train.dtype=bfloat16",
+        "--objective.kind=grpo",
+        "--objective.rewards=r.py:f",
+        "--objective.completion_tokens=512",
+    ]
+    assert main(["plan", *keys]) == 0
+    said = capsys.readouterr().out
+    assert all(word in said for word in ("answers", "rollouts", "whole step", "keys and values"))
+    assert main(["plan", *keys, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["rollouts"]["step_seconds"] > found["step_seconds"]
+    assert plan(planned()).fits
