@@ -97,6 +97,13 @@ class ModelConfig:
         least=0,
     )
 
+    scores: bool = key(False, "the head gives a score of each token instead of logits; objective.kind = reward sets it")
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of the head's matrix."""
+        return 1 if self.scores else self.vocab
+
     @property
     def gated(self) -> bool:
         """Whether a feed-forward layer has a gate beside its first matrix."""
