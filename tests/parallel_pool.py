@@ -13,6 +13,7 @@ import atexit
 import gc
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -43,7 +44,7 @@ def _serve(rank: int, pipe: Connection, store: str, forks: bool) -> None:
         elif child := os.fork():
             _, status = os.waitpid(child, 0)
             if status:
-                pipe.send((task[0], False, f"rank {rank} ended with {os.waitstatus_to_exitcode(status)}"))
+                _send(pipe, task[0], False, f"rank {rank} ended with {os.waitstatus_to_exitcode(status)}")
         else:
             _execute(rank, pipe, store, *task)
             sys.stdout.flush()
@@ -60,12 +61,17 @@ def _execute(
     try:
         if world > 1:
             dist.init_process_group("gloo", init_method=f"file://{store}{number}", rank=rank, world_size=world)
-        pipe.send((number, True, function(rank, *arguments)))
+        _send(pipe, number, True, function(rank, *arguments))
     except BaseException:
-        pipe.send((number, False, traceback.format_exc()))
+        _send(pipe, number, False, traceback.format_exc())
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _send(pipe: Connection, *answer: Any) -> None:
+    """By value: tensors that were sent as shared memory would end with the process that sent them."""
+    pipe.send_bytes(pickle.dumps(answer))
 
 
 class RankPool:
@@ -111,9 +117,9 @@ class RankPool:
             if not pipe.poll(PATIENCE if not failures else 1.0):
                 failures.append(f"rank {rank} did not answer")
                 continue
-            number, good, value = pipe.recv()
+            number, good, value = pickle.loads(pipe.recv_bytes())
             while number != self.number:  # of a case that was over when its rank ended badly
-                number, good, value = pipe.recv()
+                number, good, value = pickle.loads(pipe.recv_bytes())
             (results if good else failures).append(value)
         if failures:
             self.close()  # some of them may hang
