@@ -20,7 +20,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 PATIENCE = 180.0  # seconds; a healthy case takes a few, but a loaded machine may import slowly
@@ -42,6 +42,10 @@ def _serve(rank: int, pipe: Connection, store: str, forks: bool) -> None:
         if not forks:
             _execute(rank, pipe, store, *task)
         elif child := os.fork():
+            ended = os.pidfd_open(child)
+            if pipe in wait([pipe, ended]):  # the pool is gone, or has all answers and goes on
+                os.kill(child, signal.SIGKILL)
+            os.close(ended)
             _, status = os.waitpid(child, 0)
             if status:
                 _send(pipe, task[0], False, f"rank {rank} ended with {os.waitstatus_to_exitcode(status)}")
