@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --disable-pip-version-check -q --no-compile
 CORES  ?= $(shell getconf _NPROCESSORS_ONLN)
 WORKERS = -n $(CORES) --maxprocesses 8 --dist loadscope --no-loadscope-reorder
 
@@ -22,10 +23,11 @@ demo-tune: $(VENV)/.train     ## teach a tiny model to reverse words: pretrained
 	$(BIN)/shardwise train examples/reverse/grpo.toml --out runs/reverse/grpo
 	$(BIN)/shardwise eval runs/reverse/grpo --tasks runs/reverse/data/test.jsonl --max-tokens 5
 
-test: lint unit               ## everything CI runs: the small tier, under eight minutes on two cores with installation
+test: $(VENV)/.dev            ## everything CI runs: the small tier, under eight minutes on two cores with installation
+	$(MAKE) --no-print-directory -j2 lint unit
 
-test-all: lint $(VENV)/.dev   ## both tiers, under forty minutes on two cores
-	$(BIN)/pytest $(WORKERS) --large
+test-all: $(VENV)/.dev        ## both tiers, under forty minutes on two cores
+	$(MAKE) --no-print-directory -j2 lint unit TIERS=--large
 
 lint: $(VENV)/.dev            ## style and types
 	$(BIN)/ruff check .
@@ -35,7 +37,7 @@ lint: $(VENV)/.dev            ## style and types
 	$(BIN)/python tests/report/lint_css.py shardwise/report/page.css
 
 unit: $(VENV)/.dev            ## the small tier; tests that share what they make stay with one worker
-	$(BIN)/pytest $(WORKERS)
+	$(BIN)/pytest $(WORKERS) $(TIERS)
 
 chaos: $(VENV)/.dev           ## 210 faults injected into runs of 2 and 4 ranks, which must end as if nothing had been
 	$(BIN)/python tests/chaos/campaign.py
@@ -55,13 +57,15 @@ bench: $(VENV)/.dev           ## the measured claims, each beside its peer
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
+# The pip of the interpreter may be years old, and slow. Modules are compiled when they are first imported: few of them are.
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
 
 $(VENV)/.train: pyproject.toml requirements-dev.txt | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check -q -r requirements-dev.txt -e '.[train]'
+	$(PIP) -r requirements-dev.txt -e '.[train]'
 	touch $@
 
 $(VENV)/.dev: pyproject.toml requirements-dev.txt | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check -q -r requirements-dev.txt -e '.[dev]'
+	$(PIP) -r requirements-dev.txt -e '.[dev]'
 	touch $@ $(VENV)/.train

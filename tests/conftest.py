@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from interpreted_kernels import Interpreter
 from parallel_pool import RankPool
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -127,6 +128,15 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[Interpreter]:
+    """Kernels without a GPU, by Triton's interpreter."""
+    pytest.importorskip("triton")
+    found = Interpreter()
+    yield found
+    found.close()
 
 
 @pytest.fixture(autouse=True, scope="session")

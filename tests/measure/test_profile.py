@@ -24,7 +24,7 @@ from shardwise.plan.trainer.traffic import traffic
 from shardwise.run import Run, UserError, read_run, run_from_dict
 from shardwise.schedules import make_schedule
 
-LAYOUT = dict(tensor=2, pipeline=2, shard=2)
+LAYOUT = dict(tensor=2, pipeline=2)
 STEPS = 2
 
 
@@ -58,32 +58,35 @@ def spans(folder: Path, rank: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def profile(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight ranks of every axis that a dense model has, two steps."""
+    """Four ranks, two steps."""
     folder = tmp_path_factory.mktemp("profiles") / "profile"
-    run = make_run(LAYOUT, global_batch=8)
+    run = make_run(LAYOUT, global_batch=4)
     open_data(run)
     prepare_folder(folder)
-    assert all(ranks.run(8, recorded, run, folder))
+    assert all(ranks.run(4, recorded, run, folder))
     return folder
 
 
-def test_every_byte_is_on_its_axis_as_planned(profile: Path) -> None:
+def axes_as_planned(profile: Path, rank: int) -> set[str]:
+    """The axes that a rank sent over, each byte as planned."""
     run = read_run(profile / "run.toml", [])
     manifest = json.loads((profile / "profile.json").read_text())
-    for rank in range(8):
-        sent: Counter[tuple[str, ...]] = Counter()
-        for event in spans(profile, rank):
-            label = read_label(event["name"])
-            if label is not None and label.kind == "message":
-                sent[label.words[:2]] += Fraction(label.words[2])  # type: ignore[assignment]
-        planned = traffic(run, rank).bytes
-        expected = {
-            (axis, kind): STEPS * size for axis, kinds in planned.items() for kind, size in kinds.items() if size
-        }
-        assert sent == expected
-        assert {axis for axis, _ in sent} == {"tensor", "pipeline", "shard", "world"}
-        counted = {(each["axis"], each["collective"]): Fraction(each["bytes"]) for each in manifest["traffic"][rank]}
-        assert counted == expected
+    sent: Counter[tuple[str, ...]] = Counter()
+    for event in spans(profile, rank):
+        label = read_label(event["name"])
+        if label is not None and label.kind == "message":
+            sent[label.words[:2]] += Fraction(label.words[2])  # type: ignore[assignment]
+    planned = traffic(run, rank).bytes
+    expected = {(axis, kind): STEPS * size for axis, kinds in planned.items() for kind, size in kinds.items() if size}
+    assert sent == expected
+    counted = {(each["axis"], each["collective"]): Fraction(each["bytes"]) for each in manifest["traffic"][rank]}
+    assert counted == expected
+    return {axis for axis, _ in sent}
+
+
+def test_every_byte_is_on_its_axis_as_planned(profile: Path) -> None:
+    for rank in range(4):
+        assert axes_as_planned(profile, rank) == {"tensor", "pipeline", "world"}
 
 
 def test_the_executed_actions_are_the_schedule(profile: Path) -> None:
@@ -91,11 +94,11 @@ def test_the_executed_actions_are_the_schedule(profile: Path) -> None:
     manifest = json.loads((profile / "profile.json").read_text())
     listed = make_schedule("1f1b", 2, run.accumulation, 1).ranks
     assert manifest["schedule"]["actions"] == [[str(action) for action in actions] for actions in listed]
-    for rank in range(8):
+    for rank in range(4):
         labels = [read_label(event["name"]) for event in spans(profile, rank)]
         done = [label.words[0] for label in labels if label is not None and label.kind == "action"]
-        assert done == [str(action) for action in listed[rank // 4]] * STEPS
-        assert manifest["pipeline_ranks"][rank] == rank // 4
+        assert done == [str(action) for action in listed[rank // 2]] * STEPS
+        assert manifest["pipeline_ranks"][rank] == rank // 2
 
 
 def test_the_trace_reader_reads_what_was_planned(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +106,7 @@ def test_the_trace_reader_reads_what_was_planned(profile: Path, capsys: pytest.C
     assert main(["trace", str(profile), "--json", "--no-cache"]) == 0
     said = json.loads(capsys.readouterr().out)
     run = read_run(profile / "run.toml", [])
-    for rank in range(8):
+    for rank in range(4):
         read = {
             (axis, kind): row["ranks"][str(rank)]["bytes"]
             for axis, kinds in said["axes"].items()
@@ -116,19 +119,19 @@ def test_the_trace_reader_reads_what_was_planned(profile: Path, capsys: pytest.C
         }
         times = said["ranks"][str(rank)]
         assert sum(said["categories"]["ranks"][str(rank)].values()) == times["span"]
-    assert len(said["pipelines"]) == 4 * STEPS
+    assert len(said["pipelines"]) == 2 * STEPS
     listed = make_schedule("1f1b", 2, run.accumulation, 1).ranks
     for step in said["pipelines"]:
         assert (step["schedule"], step["microbatches"]) == ("1f1b", run.accumulation)
         for rank, row in step["ranks"].items():
-            assert row["actions"] == [str(action) for action in listed[int(rank) // 4]]
+            assert row["actions"] == [str(action) for action in listed[int(rank) // 2]]
             assert row["bubble"] == row["scheduled"]
             assert row["work"] + row["bubble"] == step["window"]
     assert min(said["modules"]["attributed"].values()) > 0.8
 
 
 def test_steps_modules_and_phases_are_labelled(profile: Path) -> None:
-    names = [event["name"] for event in spans(profile, 7)]
+    names = [event["name"] for event in spans(profile, 3)]
     assert sum(name.startswith("ProfilerStep#") for name in names) == STEPS
     labels = {label for label in map(read_label, names) if label is not None}
     modules = {label.words[0] for label in labels if label.kind == "module"}
@@ -141,11 +144,11 @@ def test_steps_modules_and_phases_are_labelled(profile: Path) -> None:
 def test_what_lies_beside_the_traces(profile: Path) -> None:
     manifest = json.loads((profile / "profile.json").read_text())
     assert manifest["complete"]
-    assert manifest["groups"][5].keys()
-    assert sorted(g["ranks"] for g in manifest["groups"][5].values() if g["axis"] == "tensor") == [[4, 5]]
-    assert sorted({tuple(g["ranks"]) for g in manifest["groups"][5].values() if g["axis"] == "pipeline"}) == [(1, 5)]
-    assert [len(times) for times in manifest["clocks"]] == [10] * 8
-    assert [len(times) for times in manifest["step_nanoseconds"]] == [STEPS] * 8
+    assert manifest["groups"][3].keys()
+    assert sorted(g["ranks"] for g in manifest["groups"][3].values() if g["axis"] == "tensor") == [[2, 3]]
+    assert sorted({tuple(g["ranks"]) for g in manifest["groups"][3].values() if g["axis"] == "pipeline"}) == [(1, 3)]
+    assert [len(times) for times in manifest["clocks"]] == [10] * 4
+    assert [len(times) for times in manifest["step_nanoseconds"]] == [STEPS] * 4
     assert json.loads((profile / "plan.json").read_text())["traffic"]
     with gzip.open(rank_file(profile, "memory", 0)) as file:
         assert json.load(file)["owners"]["parameters"] > 0
@@ -157,6 +160,7 @@ def test_only_some_ranks(ranks: RankPool, tmp_path: Path) -> None:
     assert all(ranks.run(2, recorded, run, tmp_path / "new", (1,), True))
     assert [path.name for path in (tmp_path / "new" / "ranks").iterdir()] == ["rank-00001.json.gz"]
     assert json.loads((tmp_path / "new" / "profile.json").read_text())["ranks"] == [1]
+    assert axes_as_planned(tmp_path / "new", 1) == {"shard", "world"}
     rows = {row["module"]: row for row in json.loads((tmp_path / "new" / "modules.json").read_text())["ranks"][1]}
     assert rows["model"]["parameters"] == parameters(run.model).total
     seconds = {name: sum(row["seconds"].values()) for name, row in rows.items()}

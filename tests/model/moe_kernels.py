@@ -16,7 +16,7 @@ from shardwise.model.moe import MoE
 from shardwise.model.moe_ops import combine, combine_weighted, dispatch, sort_by_expert, topk_experts
 from shardwise.run import run_from_dict
 
-SLOW = settings(max_examples=8, deadline=None, database=None, derandomize=True)
+SLOW = settings(max_examples=5, deadline=None, database=None, derandomize=True)
 
 
 @st.composite

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+from itertools import product
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -32,17 +33,17 @@ def drawn(n: int, k: int, form: WeightFormat) -> tuple[QuantizedMatrix, tuple[Te
 
 
 def skinny() -> None:
-    for name, form in FORMS.items():
-        for rows, (n, k), unrolled in ((1, (6, 1280), 4), (2, (4, 1536), 0)):
-            x, norm = torch.randn(rows, k), torch.rand(k)
-            matrix, parts = drawn(n, k, form)
-            shape = Shape(1, unrolled)
-            for gated in ("", "silu"):
-                residual = torch.randn(rows, n // 2 if gated else n)
-                for before, after in ((None, residual), ((norm, 1e-5), None)):
-                    found = weight_only_gemm(x, *parts, before, after, gated, shape)
-                    wanted = skinny_gemm_reference(x, matrix.dequantized(), before, after, gated)
-                    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=4e-4, msg=f"{name} {rows} {gated}")
+    for (number, (name, form)), (rows, (n, k), unrolled), gated in product(
+        enumerate(FORMS.items()), ((1, (6, 1280), 4), (2, (4, 1536), 0)), ("", "silu")
+    ):
+        x, residual = torch.randn(rows, k), torch.randn(rows, n // 2 if gated else n)
+        matrix, parts = drawn(n, k, form)
+        # Every two of form, shape, gate and what lies around the product meet.
+        normed = (number + rows + bool(gated)) % 2
+        before, after = ((torch.rand(k), 1e-5), None) if normed else (None, residual)
+        found = weight_only_gemm(x, *parts, before, after, gated, Shape(1, unrolled))
+        wanted = skinny_gemm_reference(x, matrix.dequantized(), before, after, gated)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=4e-4, msg=f"{name} {rows} {gated}")
     x = torch.randn(1, 1024).bfloat16()  # in the shape that a GPU gets, and its dtype
     for kind in FORMATS:
         matrix, parts = drawn(16, 1024, FORMATS[kind])
@@ -52,17 +53,15 @@ def skinny() -> None:
 
 def tiles() -> None:
     scratch = TileScratch(torch.device("cpu"))
-    for name in ("fp8", "int8", "int4", "symmetric"):
-        form = FORMS[name]
-        for rows, (n, k), programs in ((3, (40, 512), 1), (20, (70, 640), 8)):
-            x = torch.randn(rows, k)
-            matrix, parts = drawn(n, k, form)
-            for gated in ("", "silu"):
-                residual = torch.randn(rows, n // 2 if gated else n)
-                for after in (None, residual):
-                    found = tiled_gemm(x, *parts, scratch, after, gated, Tile(32, 128, 4, 2, programs))
-                    wanted = skinny_gemm_reference(x, matrix.dequantized(), None, after, gated)
-                    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=4e-4, msg=f"{name} {rows} {gated}")
+    for (number, name), (rows, (n, k), programs), gated in product(
+        enumerate(("fp8", "int8", "int4", "symmetric")), ((3, (40, 512), 1), (20, (70, 640), 8)), ("", "silu")
+    ):
+        x, residual = torch.randn(rows, k), torch.randn(rows, n // 2 if gated else n)
+        matrix, parts = drawn(n, k, FORMS[name])
+        after = residual if (number + rows + bool(gated)) % 2 else None  # every two of them meet
+        found = tiled_gemm(x, *parts, scratch, after, gated, Tile(32, 128, 4, 2, programs))
+        wanted = skinny_gemm_reference(x, matrix.dequantized(), None, after, gated)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=4e-4, msg=f"{name} {rows} {gated}")
     for gated in ("", "silu"):  # fp8 on both sides
         matrix, parts = drawn(40, 384, FORMS["fp8"])
         values, scale = cast_rows_reference(torch.randn(5, 384), torch.float8_e4m3fn)

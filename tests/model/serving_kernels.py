@@ -99,12 +99,12 @@ def attentions() -> None:
     attention(4, 4, 32, 16, 0, True, [37, 290], [1] * 2)
     attention(8, 1, 64, 16, 50, True, [0, 5, 100, 300], [1] * 4)
     attention(8, 2, 32, 16, 0, True, [5, 0, 30], [1, 70, 65])
-    attention(8, 2, 32, 16, 20, False, [5, 0, 30, 64], [1, 70, 65, 3])
-    attention(4, 2, 32, 64, 0, False, [5, 0, 30, 200], [1, 150, 65, 3])
-    attention(4, 1, 32, 128, 90, True, [0, 200], [150, 140])
+    attention(8, 2, 32, 16, 20, False, [5, 0, 64], [1, 70, 3])
+    attention(4, 2, 32, 64, 0, False, [5, 0, 200], [1, 65, 3])
+    attention(4, 1, 32, 128, 90, True, [0, 200], [70, 140])
     attention(8, 2, 32, 16, 0, True, [5, 0, 300, 126], [1, 4, 3, 5], guesses=True)
     attention(4, 1, 32, 8, 20, False, [230, 37, 14], [1, 3, 5], guesses=True)
-    for _ in range(6):
+    for _ in range(2):
         counts = sorted(draw.choices([1, 1, 2, 9, 40], k=3))
         starts = [draw.choice([0, 3, 16, 33, 90]) for _ in counts]
         attention(
@@ -125,10 +125,10 @@ def gemms() -> None:
             x, weight, norm = torch.randn(rows, k), torch.randn(n, k) * 0.05, torch.rand(k)
             residual = torch.randn(rows, n // 2 if gated else n)
             for before in (None, (norm, 1e-5)):
-                for after in (None, residual):
-                    found = skinny_gemm(x, weight, before, after, gated)
-                    wanted = skinny_gemm_reference(x, weight, before, after, gated)
-                    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+                after = residual if bool(before) == (n % 4 == 0) else None
+                found = skinny_gemm(x, weight, before, after, gated)
+                wanted = skinny_gemm_reference(x, weight, before, after, gated)
+                torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     x, weight = torch.randn(5, 700)[:, :600], torch.rand(600)
     torch.testing.assert_close(rms_norm(x, weight, 1e-5), F.rms_norm(x, (600,), weight, 1e-5), rtol=1e-5, atol=1e-6)
     x = torch.randn(3, 2 * 2500)

@@ -4,10 +4,8 @@ wide product to that error, one input is quantised once, and a model learns what
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreted_kernels import Interpreter
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -166,50 +165,8 @@ def test_sides_that_are_no_multiples_of_16_stay_in_16_bits(scaling: str, rows: i
     assert torch.equal(GEMMS[scaling]()(x, weight, bias), wide)
 
 
-KERNELS = """
-from unittest import mock
-import torch
-from shardwise.model.kernels import quantize
-from shardwise.model.kernels.quantize import cast_fused, cast_rows_fused, amax_fused, transpose_fused
-from shardwise.model.quantize import E4M3, E5M2, cast_reference, cast_rows_reference, amax_reference, transpose_reference
-
-def same(got, want):
-    assert got.dtype == want.dtype and got.shape == want.shape
-    got, want = (t.view(torch.uint8) if t.element_size() == 1 else t for t in (got, want))
-    assert torch.equal(got, want)
-
-# Numbers that the formats hold exactly, since the interpreter does not round as the hardware does.
-torch.manual_seed(1)
-for rows, columns, power, dtype in ((16, 16, 0, torch.float32), (18, 200, -80, torch.bfloat16), (2, 9000, 60, torch.bfloat16)):
-    x = torch.randint(-7, 8, (rows, columns)) * 2.0 ** torch.randint(-2, 4, (rows, columns)) * 2.0**power
-    x = x.to(dtype)
-    top = amax_fused(x)
-    same(top, amax_reference(x))
-    for kind in (E4M3, E5M2):
-        want, scale = cast_reference(x, top, kind)
-        plain, turned, got = cast_fused(x, top, kind, True, True)
-        same(got, scale), same(plain, want), same(turned, want.mT.contiguous())
-        with mock.patch.object(quantize, "one_pass_is_right", lambda *_: False):  # as where the compiler is at fault
-            plain, turned, got = cast_fused(x, top, kind, True, True)
-        same(got, scale), same(plain, want), same(turned, want.mT.contiguous())
-        assert cast_fused(x, top, kind, False, True)[0].numel() == cast_fused(x, top, kind, True, False)[1].numel() == 0
-        by_row = cast_rows_reference(x, kind)
-        for got, want in zip(cast_rows_fused(x, kind), by_row): same(got, want)
-        if columns < 9000:
-            for got, want in zip(transpose_fused(*by_row), transpose_reference(*by_row)): same(got, want)
-for bad in (float("inf"), float("nan")):
-    x[1, 3] = bad
-    assert not amax_fused(x).isfinite() and not cast_rows_fused(x, E4M3)[1][1].isfinite()
-    assert not cast_fused(x, amax_fused(x), E4M3, True, False)[2].isfinite()
-"""
-
-
-def test_the_kernels_do_what_plain_operations_do() -> None:
-    """By Triton's interpreter, in a process of its own, since it is chosen as Triton is imported."""
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", KERNELS], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_the_kernels_do_what_plain_operations_do(interpreter: Interpreter) -> None:
+    interpreter.run(Path(__file__).with_name("fp8_kernels.py"))
 
 
 def make_run(**train: Any) -> Run:

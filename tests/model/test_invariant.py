@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from engines import FAMILIES, LONGEST, VOCAB, model_of
+from interpreted_kernels import Interpreter
 
 from shardwise.measure.verify import random_batch
 from shardwise.model import Transformer, initialize
@@ -21,12 +20,8 @@ from shardwise.run.derive import derive_model
 from shardwise.train.step import TrainState
 
 
-def test_the_kernels() -> None:
-    """In a process of its own, since the interpreter is chosen as Triton is imported."""
-    pytest.importorskip("triton")
-    script = Path(__file__).parent / "invariant_kernels.py"
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+def test_the_kernels(interpreter: Interpreter) -> None:
+    interpreter.run(Path(__file__).with_name("invariant_kernels.py"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

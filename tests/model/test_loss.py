@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreted_kernels import Interpreter
 
 from shardwise.model.loss import IGNORE_INDEX, ChunkedCrossEntropy, LinearCrossEntropy, cross_entropy_and_grad_reference
 
@@ -108,30 +107,8 @@ def test_without_gradients_nothing_is_made_but_the_loss() -> None:
     assert value.item() == pytest.approx(LinearCrossEntropy()(x, weight, targets).item())
 
 
-KERNEL = """
-import torch
-from shardwise.model.kernels.cross_entropy import cross_entropy_and_grad_fused
-from shardwise.model.loss import IGNORE_INDEX, cross_entropy_and_grad_reference
-torch.manual_seed(1)
-for rows, vocab in ((3, 5), (4, 2048), (2, 5000)):
-    scores = 3 * torch.randn(rows, vocab)
-    targets = torch.randint(0, vocab, (rows,))
-    targets[1] = IGNORE_INDEX
-    plain, fused = scores.clone(), scores.clone()
-    losses = cross_entropy_and_grad_reference(plain, targets), cross_entropy_and_grad_fused(fused, targets, IGNORE_INDEX)
-    torch.testing.assert_close(*losses)
-    torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-7)
-    assert losses[1][1] == 0 and not fused[1].any()
-"""
-
-
-def test_the_kernel_does_what_plain_operations_do() -> None:
-    """By Triton's interpreter, in a process of its own, since it is chosen as Triton is imported."""
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-c", KERNEL], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+def test_the_kernel_does_what_plain_operations_do(interpreter: Interpreter) -> None:
+    interpreter.run(Path(__file__).with_name("loss_kernels.py"))
 
 
 def test_gradients_of_scores_add_up_to_nothing() -> None:

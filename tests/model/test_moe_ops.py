@@ -3,29 +3,19 @@ so that a compiler may take them whole."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreted_kernels import Interpreter
 
 from shardwise.model.moe_ops import has_fused_kernels
 from shardwise.model.router_gemm import in_parts, router_gemm
 
-KERNELS = Path(__file__).with_name("moe_kernels.py")
 
-
-def test_kernels_do_what_plain_operations_do() -> None:
-    """By Triton's interpreter, in a process of its own, since it is chosen as Triton is imported."""
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, str(KERNELS)], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+def test_kernels_do_what_plain_operations_do(interpreter: Interpreter) -> None:
+    interpreter.run(Path(__file__).with_name("moe_kernels.py"))
 
 
 def test_a_cpu_has_the_plain_ones() -> None:

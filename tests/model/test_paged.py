@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from interpreted_kernels import Interpreter
 
 from shardwise.model.paged import PagedBatch, PagedCache
 from shardwise.run import ModelConfig
@@ -15,12 +14,8 @@ from shardwise.run.derive import derive_model
 
 
 @pytest.mark.parametrize("what", ["attention", "gemm", "cut"])
-def test_the_kernels(what: str) -> None:
-    """In a process of its own, since the interpreter is chosen as Triton is imported."""
-    pytest.importorskip("triton")
-    script = Path(__file__).parent / "serving_kernels.py"
-    done = subprocess.run([sys.executable, str(script), what], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+def test_the_kernels(what: str, interpreter: Interpreter) -> None:
+    interpreter.run(Path(__file__).with_name("serving_kernels.py"), what)
 
 
 def test_pages_are_copied_whole() -> None:

@@ -3,12 +3,11 @@ stand for, and the kernels do as well."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from interpreted_kernels import Interpreter
 
 from shardwise.model import Transformer, initialize
 from shardwise.model.quantized.linear import QuantizedGemm, rounded_rows
@@ -24,12 +23,8 @@ FORMS = {**FORMATS, "symmetric": WeightFormat("int4", 32), "smoothed": SMOOTHED}
 
 
 @pytest.mark.parametrize("what", ["skinny", "tiles", "dequantize", "fp8"])
-def test_the_kernels(what: str) -> None:
-    """In a process of its own, since the interpreter is chosen as Triton is imported."""
-    pytest.importorskip("triton")
-    script = Path(__file__).parent / "quantized_kernels.py"
-    done = subprocess.run([sys.executable, str(script), what], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+def test_the_kernels(what: str, interpreter: Interpreter) -> None:
+    interpreter.run(Path(__file__).with_name("quantized_kernels.py"), what)
 
 
 def test_four_bits_are_packed_by_eighths_of_a_group() -> None:

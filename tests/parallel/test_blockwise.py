@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreted_kernels import Interpreter
 from torch import Tensor
 
 from shardwise.parallel.blockwise import KERNELS, Blockwise, attend_block, merge, row_bounds
@@ -121,9 +119,6 @@ def test_in_bfloat16_they_err_as_one_device_does(attend: object) -> None:
     assert (mine - exact[:, order]).square().mean().sqrt() <= 1.1 * usual
 
 
-def test_the_kernel_does_what_plain_arithmetic_does() -> None:
-    """In Triton's interpreter; tests/cuda has it on a GPU."""
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, str(KERNEL)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_the_kernel_does_what_plain_arithmetic_does(interpreter: Interpreter) -> None:
+    """tests/cuda has it on a GPU."""
+    interpreter.run(KERNEL)

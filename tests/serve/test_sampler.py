@@ -3,13 +3,12 @@ same, in Triton's interpreter."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from interpreted_kernels import Interpreter
 from torch import Tensor
 
 from shardwise.serve.request import Sampling
@@ -119,9 +118,5 @@ def test_thresholds_of_random_rows_are_brute_forces() -> None:
         assert (row >= found[0] - 1e-6).tolist() == kept.tolist()
 
 
-def test_the_kernels_draw_the_same() -> None:
-    """In Triton's interpreter, in a process of its own, since it is chosen as Triton is imported."""
-    pytest.importorskip("triton")
-    script = Path(__file__).parent.parent / "model" / "serving_kernels.py"
-    done = subprocess.run([sys.executable, str(script), "sample"], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+def test_the_kernels_draw_the_same(interpreter: Interpreter) -> None:
+    interpreter.run(Path(__file__).parents[1] / "model" / "serving_kernels.py", "sample")

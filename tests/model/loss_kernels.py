@@ -1,0 +1,24 @@
+"""What `test_loss.py` runs in a process of its own, in which Triton's interpreter stands for the GPU: a loss with its
+gradient, against plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.model.kernels.cross_entropy import cross_entropy_and_grad_fused
+from shardwise.model.loss import IGNORE_INDEX, cross_entropy_and_grad_reference
+
+torch.manual_seed(1)
+for rows, vocab in ((3, 5), (4, 2048), (2, 5000)):
+    scores = 3 * torch.randn(rows, vocab)
+    targets = torch.randint(0, vocab, (rows,))
+    targets[1] = IGNORE_INDEX
+    plain, fused = scores.clone(), scores.clone()
+    losses = (
+        cross_entropy_and_grad_reference(plain, targets),
+        cross_entropy_and_grad_fused(fused, targets, IGNORE_INDEX),
+    )
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-7)
+    assert losses[1][1] == 0
+    assert not fused[1].any()
