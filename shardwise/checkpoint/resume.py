@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,10 +30,11 @@ from shardwise.checkpoint.format import RUN_FILE, OtherFormat, Progress, damage,
 from shardwise.checkpoint.job import check_same_data, check_same_job, gather, model_differences
 from shardwise.checkpoint.reader import Reader, open_checkpoint
 from shardwise.checkpoint.state import State, buffers, random_states
-from shardwise.checkpoint.weights import open_weights
+from shardwise.checkpoint.weights import begins_anew, open_weights
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
 from shardwise.model.adapters import matrix_of, row_lengths
 from shardwise.model.nf4 import Quantizer
+from shardwise.parallel.apply import Parallel
 from shardwise.parallel.local_parameter import local, local_box, local_slice
 from shardwise.parallel.mesh import Mesh
 from shardwise.run import Problem, Run, UserError, read_run
@@ -139,21 +140,32 @@ def _load_base(state: State, progress: Progress) -> Reader | None:
     if not state.run.train.weights:
         return None
     reader = open_weights(checkpoint_folder(state.run.train.weights), state.run.model, progress)
-    _load_model(state, reader)
+    read_model(state, reader)
     return reader
 
 
-def _rounded(state: State, matrix: Tensor) -> Tensor:
+class Network(Protocol):
+    """A rank's part of a network, on its mesh."""
+
+    run: Run
+    mesh: Mesh
+    device: torch.device
+    parallel: Parallel
+
+
+def _rounded(state: Network, matrix: Tensor) -> Tensor:
     """A matrix on the device, in the dtype of the arithmetic: what a run that does not keep it in 4 bits would multiply with."""
     return matrix.to(state.device, getattr(torch, state.run.train.dtype))
 
 
 @torch.no_grad()
-def _load_model(state: State, reader: Reader, prefix: str = "") -> None:
+def read_model(state: Network, reader: Reader, prefix: str = "") -> None:
     """Parameters and buffers from a folder of a whole network, or adapters from a checkpoint of theirs."""
     adapters = state.run.adapter.used and bool(prefix)
     in_4_bits = Quantizer(lambda name: _rounded(state, reader.get(name)), state.run.adapter.double_quantization)
     for each in state.parallel.parameters:
+        if not prefix and begins_anew(state.run.model, reader, each.name):
+            continue
         if not adapters and each.entry.init == "magnitude":
             lengths = row_lengths(_rounded(state, reader.get(matrix_of(each.name))))
             local(each.parameter.detach()).copy_(local_slice(lengths, each.cuts, state.mesh))
@@ -170,7 +182,7 @@ def _load_model(state: State, reader: Reader, prefix: str = "") -> None:
 @torch.no_grad()
 def _load(state: State, reader: Reader) -> None:
     """Read what this rank holds of a checkpoint."""
-    _load_model(state, reader, "model/")
+    read_model(state, reader, "model/")
     keys: dict[str, list[str]] = {}  # of the optimizer's state, by parameter
     for name in reader.names:
         if name.startswith("optimizer/"):

@@ -43,6 +43,12 @@ class LossScale(Protocol):
     good: int
 
 
+class HasModels(Protocol):
+    """What has a rank's part of a network."""
+
+    parallel: Parallel
+
+
 class State(Protocol):
     """What of a run in progress a checkpoint saves and restores. `train.step.TrainState` is one."""
 
@@ -103,7 +109,7 @@ def _whole(name: str, values: Tensor) -> LocalShard:
     return LocalShard(name, tuple(values.shape), (0,) * values.ndim, values)
 
 
-def buffers(state: State) -> Iterator[tuple[str, Tensor]]:
+def buffers(state: HasModels) -> Iterator[tuple[str, Tensor]]:
     """The state of the network besides its parameters: the routers' selection biases. Every rank of a stage has them all."""
     for model in state.parallel.models:
         for prefix, module in model.named_modules():

@@ -20,6 +20,8 @@ from shardwise.run import ModelConfig, Problem, Run, UserError, read_run
 from shardwise.run.parameters import find_parameter
 from shardwise.run.weights import FORMATS, WeightFormat, form_of, is_reduced
 
+HEAD = "head.weight"
+
 
 def load_model(
     checkpoint: str | Path,
@@ -132,10 +134,19 @@ def open_weights(folder: Path, config: ModelConfig, progress: Progress = unwatch
         if problems:
             raise UserError(*problems)
         return MergedReader(open_weights(base_of(folder, run), config, progress), reader, run)
-    problems = compare_shapes(reader, state_shapes(config), reader.names)
+    expected, names = state_shapes(config), list(reader.names)
+    if begins_anew(config, reader, HEAD):
+        expected.pop(HEAD)
+        names = [name for name in names if name != HEAD]
+    problems = compare_shapes(reader, expected, names)
     if problems:
         raise UserError(*problems)
     return reader
+
+
+def begins_anew(config: ModelConfig, reader: Reader, name: str) -> bool:
+    """Whether a parameter is not taken from a folder: the head of scores, from a language model."""
+    return name == HEAD and config.scores and (HEAD not in reader or reader.shape(HEAD)[0] != 1)
 
 
 def state_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

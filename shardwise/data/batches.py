@@ -172,14 +172,19 @@ def fill(
     for n, (document, kept) in enumerate(zip(packs.documents[span].tolist(), packs.kept[span].tolist(), strict=True)):
         first = int(source.ends[document - 1]) if document else 0
         own = source.read(first, first + kept)
-        place = slice(at, at + kept - 1)
-        tokens[place] = own[:-1]
-        targets[place] = np.where(source.read_mask(first + 1, first + kept) > 0, own[1:].astype(np.int64), IGNORE_INDEX)
-        positions[place] = np.arange(kept - 1)
+        places = kept if packs.whole else kept - 1
+        place = slice(at, at + places)
+        tokens[place] = own[:places]
+        if packs.whole:
+            targets[at + places - 1] = own[-1]
+        else:
+            learned = source.read_mask(first + 1, first + kept) > 0
+            targets[place] = np.where(learned, own[1:].astype(np.int64), IGNORE_INDEX)
+        positions[place] = np.arange(places)
         documents[place] = n
         if labels is not None and source.index.kind == "preference":
             labels[place] = source.labels[document]
-        at += kept - 1
+        at += places
     tokens[at:] = source.index.tokenizer["end"]
     positions[at:] = np.arange(len(tokens) - at)
     documents[at:] = span.stop - span.start

@@ -56,15 +56,18 @@ def open_data(run: Run) -> Data:
     problems += [_only_prompts(each) for each in train + validation if each.index.kind == "prompts"]
     if FACTS[run.objective.kind].pairs:
         problems += [_no_pairs(each, run) for each in train + validation if not each.index.paired]
+    if FACTS[run.objective.kind].labels:
+        problems += [_no_verdicts(each, run) for each in train + validation if each.index.kind != "preference"]
+    whole = FACTS[run.objective.kind].scores
     training, evaluation = [], []
     for each in train:
-        learned, reserved = _split(each, length, data.holdout if held_out else 0.0)
+        learned, reserved = _split(each, length, data.holdout if held_out else 0.0, whole)
         training.append(learned)
         evaluation.append(reserved)
         if learned.count < 1:
             problems.append(_too_short(each, length, "data.sets", " and one to hold out" if reserved.count else ""))
     if not held_out:
-        evaluation = [_split(each, length, 0.0)[0] for each in validation]
+        evaluation = [_split(each, length, 0.0, whole)[0] for each in validation]
         problems += [_too_short(w.tokens, length, "data.validation", "") for w in evaluation if not w.count]
     if problems:
         raise UserError(*problems)
@@ -139,7 +142,7 @@ def open_prompts(run: Run) -> PromptData:
     )
 
 
-def _split(tokens: TokenSet, length: int, holdout: float) -> tuple[Windows | Packs, Windows | Packs]:
+def _split(tokens: TokenSet, length: int, holdout: float, whole: bool) -> tuple[Windows | Packs, Windows | Packs]:
     """A set's rows to learn, and those held out: the end of a text, the last documents of conversations."""
     if tokens.index.kind in ("text", "prompts"):
         count = windows_in(tokens.tokens, length)
@@ -148,13 +151,21 @@ def _split(tokens: TokenSet, length: int, holdout: float) -> tuple[Windows | Pac
     group = 2 if tokens.index.paired else 1
     reserved = max(round(tokens.documents // group * holdout), 1) * group if holdout else 0
     edge = tokens.documents - reserved
-    return pack(tokens, length, 0, edge), pack(tokens, length, edge)
+    return pack(tokens, length, 0, edge, whole), pack(tokens, length, edge, whole=whole)
 
 
 def _no_pairs(tokens: TokenSet, run: Run) -> Problem:
     message = (
         f"holds no pairs, which objective.kind = {run.objective.kind} learns from; "
         "`shardwise data build --chat` makes them of rows with `chosen` and `rejected`"
+    )
+    return Problem(message, "data.sets", str(tokens.folder))
+
+
+def _no_verdicts(tokens: TokenSet, run: Run) -> Problem:
+    message = (
+        f"holds no verdicts, which objective.kind = {run.objective.kind} learns from; "
+        "`shardwise data build --chat` makes them of rows with `prompt`, `completion` and `label`, or of pairs"
     )
     return Problem(message, "data.sets", str(tokens.folder))
 

@@ -79,23 +79,26 @@ class Packs:
     """Documents that lost their end."""
     left_out: int
     """Documents that have nothing to learn in a row."""
+    whole: bool = False
+    """Whether the last token of a document has a place too, and alone a target: itself."""
 
     @property
     def count(self) -> int:
         return len(self.ends)
 
 
-def pack(tokens: TokenSet, length: int, first: int = 0, stop: int | None = None) -> Packs:
-    """The documents `first` to `stop` of a set in rows of `length`, those of a pair in one row."""
+def pack(tokens: TokenSet, length: int, first: int = 0, stop: int | None = None, whole: bool = False) -> Packs:
+    """The documents `first` to `stop` of a set in rows of `length`, those of a pair in one row; `whole` with their last token."""
     stop = tokens.documents if stop is None else stop
     ends = tokens.ends[first:stop].astype(np.int64)
     begins = np.concatenate([[int(tokens.ends[first - 1]) if first else 0], ends[:-1]]) if len(ends) else ends
-    sizes = ends - begins - 1
+    more = 0 if whole else 1  # tokens that have no place
+    sizes = ends - begins - more
     group = 2 if tokens.index.paired else 1
     kept = _fitting(sizes.reshape(-1, group), length)
     if tokens.index.marked:
         prompts = tokens.prompt_lengths[first:stop].astype(np.int64).reshape(-1, group)
-        usable = (kept + 1 > prompts).all(axis=1)
+        usable = (kept + more > prompts).all(axis=1)
     else:
         usable = np.ones(len(kept), dtype=bool)
     usable &= (kept > 0).all(axis=1)
@@ -106,10 +109,11 @@ def pack(tokens: TokenSet, length: int, first: int = 0, stop: int | None = None)
     return Packs(
         tokens,
         documents,
-        kept[chosen].ravel() + 1,
+        kept[chosen].ravel() + more,
         row_ends * group,
         cut=int((kept[which] < sizes.reshape(-1, group)[which]).sum()),
         left_out=int((~usable).sum()) * group,
+        whole=whole,
     )
 
 

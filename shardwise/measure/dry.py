@@ -55,7 +55,7 @@ def dry_rank(run: Run, rank: int, watched: AbstractContextManager[Any] | None = 
             with watched or contextlib.nullcontext():
                 train_state = TrainState(run, mesh)
             train_state.checks_overflow = False
-            for model in train_state.parallel.models:
+            for model in train_state.all_models:
                 for module in model.modules():
                     if isinstance(module, Experts):
                         module.read_counts = partial(_even, run, mesh.index("expert"))
@@ -99,7 +99,8 @@ def _round_robin(length: int, ranks: int) -> Callable[..., tuple[Tensor, Tensor,
 def even_routing(train_state: TrainState) -> Iterator[None]:
     """While it is open, tokens are routed to the experts round-robin."""
     route = _round_robin(train_state.run.train.seq_len, train_state.run.layout.expert)
-    hooks = [router.register_forward_hook(route) for router in train_state.routers]
+    routers = (m for model in train_state.all_models for m in model.modules() if isinstance(m, Router))
+    hooks = [router.register_forward_hook(route) for router in routers]
     try:
         yield
     finally:

@@ -130,11 +130,12 @@ def _other_threads_run() -> bool:
 
 
 def parameters_of(train_state: TrainState) -> list[Tensor]:
-    """This rank's shards of the parameters, and their compute copies."""
+    """This rank's shards of the parameters, and their compute copies; those of a frozen network too."""
     copies = [
         each.compute_copy.tensor.detach() for each in train_state.parallel.parameters if each.compute_copy is not None
     ]
-    return [each.parameter.detach() for each in train_state.parallel.parameters] + copies
+    frozen = train_state.reference.parameters if train_state.reference is not None else ()
+    return [each.parameter.detach() for each in (*train_state.parallel.parameters, *frozen)] + copies
 
 
 def gradients_of(train_state: TrainState) -> list[Tensor | None]:
@@ -182,12 +183,23 @@ class StepMemory(Observer):
     left: dict[tuple[int, int], dict[int, int]] = field(default_factory=dict)
     """Bytes of each storage that the forward pass of a stage and microbatch left alive, by its number."""
 
+    ahead: bool = False
+    """Whether passes run that come before those of the step, and save nothing."""
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        before, self.ahead = self.ahead, self.ahead or name == "reference"
+        try:
+            yield
+        finally:
+            self.ahead = before
+
     @contextlib.contextmanager
     def action(self, action: Action) -> Iterator[None]:
         """Sample what is alive after a pass."""
         before = set(self.storages.alive)
         yield
-        if action.kind == "W":  # see `weight_gradients`
+        if action.kind == "W" or self.ahead:  # see `weight_gradients`
             return
         self.storages.settle()
         if action.kind == "F":

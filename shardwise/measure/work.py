@@ -108,7 +108,7 @@ class WorkCounter(TorchDispatchMode, Observer):
         self.open = contextlib.ExitStack()
 
     def __enter__(self) -> WorkCounter:
-        for model in self.train_state.parallel.models:
+        for model in self.train_state.all_models:
             self._watch(model)
             for module in model.modules():
                 if isinstance(module, DotProductAttention):

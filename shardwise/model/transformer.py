@@ -87,7 +87,7 @@ class Transformer(nn.Module):
         own = range(config.layers) if layers is None else layers
         self.layers = nn.ModuleDict({str(n): Block(config, n) for n in own})
         self.norm = make_norm(config)
-        self.head = None if config.tied_embeddings else Linear(config.hidden, config.vocab, bias=False)
+        self.head = None if config.tied_embeddings else Linear(config.hidden, config.head_rows, bias=False)
         self.mask_builder: nn.Module = MaskBuilder(config.sliding_window)
         self.rope_builder: Callable[[ModelConfig, Tensor, torch.dtype], Rope | None] = rope_cos_sin
         self.loss: nn.Module = LinearCrossEntropy()

@@ -21,6 +21,7 @@ from shardwise.model.invariant import check_invariant, make_invariant
 from shardwise.model.layers import Gemm, Linear
 from shardwise.model.loss import ChunkedCrossEntropy
 from shardwise.model.nf4 import Quantizer, keep_in_4_bits
+from shardwise.model.score import ScoreHead
 from shardwise.model.transformer import Block, Transformer, make_stage
 from shardwise.model.varlen import has_flash
 from shardwise.parallel.context import apply_context
@@ -59,15 +60,16 @@ class Parallel:
     parameters: list[LocalParameter]
 
 
-def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
-    """Build this rank's part of the run's model, with initial weights that depend on seed and name alone."""
+def apply(run: Run, mesh: Mesh, device: torch.device, frozen: bool = False) -> Parallel:
+    """Build this rank's part of the run's model, with initial weights that depend on seed and name alone. One that is `frozen` has
+    forward passes alone, and holds its parameters in the dtype of the arithmetic."""
     check_fp8(run.train.fp8, device)
     if run.train.invariant:
         check_invariant("train.invariant", run.model, getattr(torch, run.train.dtype), device)
     layout = run.layout
     schedule = make_schedule(layout.schedule, layout.pipeline, run.accumulation, layout.stages_per_rank)
     ranges = layers_of_stages(run)
-    sharder = Sharder(run, mesh)
+    sharder = Sharder(run, mesh, frozen)
     observers = Observers()
     stages: dict[int, Stage] = {}
     parameters: list[LocalParameter] = []
@@ -77,7 +79,9 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
         put_on_adapters(model, run.adapter)
         gpu = device.type == "cuda"
         gemm = use_tuned_gemms(model.layers) if tunes_gemms(run, gpu=gpu) else Gemm()
-        if chunks_loss(run, gpu=gpu):
+        if run.model.scores:
+            model.loss = ScoreHead(gemm)
+        elif chunks_loss(run, gpu=gpu):
             model.loss = ChunkedCrossEntropy(chunk_bytes(run), gemm)
         model.mask_builder = MaskBuilder(run.model.sliding_window, uses_varlen_attention(run, gpu=has_flash(device)))
         apply_tensor(model, mesh)
@@ -92,8 +96,9 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
         if compiles(run, gpu=gpu):
             for block in model.layers.values():
                 block.forward = compiled(block.forward, accumulates=tunes_gemms(run, gpu=gpu))
-        apply_recompute(model, run, mesh.rank, observers)
-        _cut(model, run, mesh)
+        if not frozen:
+            apply_recompute(model, run, mesh.rank, observers)
+        _cut(model, run, mesh, frozen)
         for block in model.layers.values():
             assert isinstance(block, Block)
             sharder.block(block)
@@ -101,11 +106,13 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
         _materialize(model, run, mesh, device)
         _place_adapters(model, run, mesh)
         sharder.fp8(model)
-        module: nn.Module = wrap_ddp(model, mesh, sharder.policy.reduce_dtype) if uses_ddp(mesh) else model
+        replicated = uses_ddp(mesh) and not frozen
+        module: nn.Module = wrap_ddp(model, mesh, sharder.policy.reduce_dtype) if replicated else model
         compute_copy: dict[nn.Parameter, ComputeCopy] = {}
-        if keeps_compute_copies(run, gpu=device.type == "cuda"):
+        if keeps_compute_copies(run, gpu=device.type == "cuda") and not frozen:
             compute_copy = keep_compute_copies(model.layers, getattr(torch, run.train.dtype))
-        split = split_backward(model) if any(a.kind == "I" for a in schedule.ranks[0]) else None
+        splits = not frozen and any(a.kind == "I" for a in schedule.ranks[0])
+        split = split_backward(model) if splits else None
         stages[number] = Stage(module, model, split, token_keys(model))
         copied = run.model.tied_embeddings and not model.first and schedule.stages > 1
         for name, parameter in model.named_parameters():
@@ -115,7 +122,8 @@ def apply(run: Run, mesh: Mesh, device: torch.device) -> Parallel:
                 LocalParameter(name, parameter, entry, entry.cuts(layout), shard, copy, compute_copy.get(parameter))
             )
     pipeline = Pipeline(stages, schedule, mesh, layout.zero, sharder.scales, observers)
-    _add_tied_group(run, mesh, schedule.placement)
+    if not frozen:
+        _add_tied_group(run, mesh, schedule.placement)
     return Parallel(mesh, [stage.model for stage in stages.values()], pipeline, parameters)
 
 
@@ -138,15 +146,15 @@ def _parameters(model: nn.Module) -> list[tuple[str, nn.Module, str, nn.Paramete
     ]
 
 
-def _cut(model: nn.Module, run: Run, mesh: Mesh) -> None:
+def _cut(model: nn.Module, run: Run, mesh: Mesh, frozen: bool) -> None:
     """Leave of each parameter what the tensor and the expert axis leave on this rank, still without memory."""
     high = torch.float64 if run.train.dtype == "float64" else torch.float32
     for name, owner, leaf, _ in _parameters(model):
         entry = find_parameter(run.model, name, run.adapter)
         size = box_of(entry.shape, entry.cuts(run.layout), mesh).size
-        dtype = getattr(torch, entry.dtype or run.train.dtype) if entry.frozen else high
+        dtype = getattr(torch, entry.dtype or run.train.dtype) if frozen or entry.frozen else high
         values = torch.empty(size, dtype=dtype, device="meta")
-        owner.register_parameter(leaf, nn.Parameter(values, requires_grad=not entry.frozen))
+        owner.register_parameter(leaf, nn.Parameter(values, requires_grad=not (frozen or entry.frozen)))
 
 
 @torch.no_grad()
@@ -162,7 +170,7 @@ def _materialize(model: nn.Module, run: Run, mesh: Mesh, device: torch.device) -
             values, cuts = sharded[owner, leaf].allocate(device), (*cuts, shard)
         else:
             values = torch.empty_like(parameter, device=device)
-            owner.register_parameter(leaf, nn.Parameter(values, requires_grad=not entry.frozen))
+            owner.register_parameter(leaf, nn.Parameter(values, requires_grad=parameter.requires_grad))
         if entry.dtype or entry.init == "magnitude":
             whole = drawn.part(name) if entry.dtype else row_lengths(_whole(run, matrix_of(name), device))
             values.copy_(local_slice(whole, cuts, mesh))

@@ -51,9 +51,11 @@ def _needed(mesh: Mesh, axis: str) -> bool:
 class Sharder:
     """Applies `fully_shard` to blocks and what stands around them before they have memory, so that a rank only holds its shards."""
 
-    def __init__(self, run: Run, mesh: Mesh) -> None:
+    def __init__(self, run: Run, mesh: Mesh, frozen: bool = False) -> None:
+        """What is `frozen` has forward passes alone: nothing stays gathered for a backward pass, whatever ZeRO's stage."""
         self.run = run
         self.mesh = mesh
+        self.frozen = frozen
         dtype = getattr(torch, run.train.dtype)
         low_precision = dtype in (torch.bfloat16, torch.float16)
         reduce = torch.float64 if dtype == torch.float64 else getattr(torch, run.train.reduce_dtype)
@@ -83,7 +85,7 @@ class Sharder:
             return
         experts = {p for m in model.modules() if isinstance(m, MoE) for p in m.experts.parameters()}
         # The backward pass begins with the head: without a pipeline, what is let go would be fetched back at once.
-        self._shard(model, "zero", experts, keep=self.run.layout.pipeline == 1)
+        self._shard(model, "zero", experts, keep=self.run.layout.pipeline == 1 and not self.frozen)
         blocks: list[FSDPModule] = [block for block in model.layers.values() if isinstance(block, FSDPModule)]
         ahead = self.run.layout.prefetch
         if ahead > 1:
@@ -103,7 +105,7 @@ class Sharder:
         fully_shard(
             module,
             mesh=self.mesh.sharding(axis),
-            reshard_after_forward=self.run.layout.zero == 3 and not keep,
+            reshard_after_forward=(self.run.layout.zero == 3 or self.frozen) and not keep,
             mp_policy=self.policy,
             offload_policy=self.offload,
             ignored_params=ignored or None,

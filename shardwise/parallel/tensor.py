@@ -26,6 +26,7 @@ from shardwise.model.layers import FeedForward, Linear, at_least_float32
 from shardwise.model.logprobs import IGNORE_INDEX, LogProbHead, Make, local_places
 from shardwise.model.loss import ChunkedCrossEntropy
 from shardwise.model.moe import MoE
+from shardwise.model.score import ScoreHead
 from shardwise.model.transformer import Block, Transformer
 from shardwise.parallel.collectives import Group, all_gather_sequence, reduce_scatter_sequence
 from shardwise.parallel.mesh import Mesh
@@ -198,6 +199,23 @@ class ChunkedVocabParallelCrossEntropy(_VocabParallelHead, ChunkedCrossEntropy):
         return super().forward(all_gather_sequence(x, self.group), matrix, targets, weights, make)
 
 
+class TensorScoreHead(ScoreHead):
+    """The same where each tensor rank has its part of the sequence: microbatch x sequence scores are all-reduced."""
+
+    def __init__(self, head: ScoreHead, mesh: Mesh) -> None:
+        super().__init__(head.gemm)
+        self.mesh = mesh
+
+    def whole(self, scores: Tensor) -> Tensor:
+        length, index = scores.shape[1], self.mesh.index("tensor")
+        whole = F.pad(scores, (index * length, (self.mesh.size("tensor") - 1 - index) * length))
+        dist.all_reduce(whole, group=self.mesh.group("tensor"))
+        return whole
+
+    def part(self, whole: Tensor) -> Tensor:
+        return local_sequence(whole, self.mesh)
+
+
 def local_sequence(x: Tensor, mesh: Mesh) -> Tensor:
     """This tensor rank's shard of a sequence [batch, sequence, …]."""
     return x.chunk(mesh.size("tensor"), dim=1)[mesh.index("tensor")]
@@ -247,10 +265,13 @@ def apply_tensor(model: Transformer, mesh: Mesh) -> None:
         model.embed = VocabParallelEmbedding(model.embed, group, start)
     if model.positions is not None:
         model.positions.register_forward_pre_hook(lambda _, args: (local_sequence(args[0], mesh),))
-    assert isinstance(model.loss, LogProbHead)
-    chunked = isinstance(model.loss, ChunkedCrossEntropy)
-    cut = ChunkedVocabParallelCrossEntropy if chunked else VocabParallelCrossEntropy
-    model.loss = cut(model.loss, mesh, model.config.vocab)
+    if isinstance(model.loss, ScoreHead):
+        model.loss = TensorScoreHead(model.loss, mesh)
+    else:
+        assert isinstance(model.loss, LogProbHead)
+        chunked = isinstance(model.loss, ChunkedCrossEntropy)
+        cut = ChunkedVocabParallelCrossEntropy if chunked else VocabParallelCrossEntropy
+        model.loss = cut(model.loss, mesh, model.config.vocab)
     for block in model.layers.values():
         assert isinstance(block, Block)
         _cut_attention(block.attention, model, mesh)

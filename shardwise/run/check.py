@@ -68,6 +68,13 @@ def _objective_rules(run: Run) -> Iterator[Rule]:
     kind = run.objective.kind
     yield Rule(kind not in FACTS, "objective.kind", (),
                lambda: f"{kind} is not there yet; there are {', '.join(FACTS)}")
+    rewards = kind == "reward"
+    yield Rule(run.model.scores and not rewards, "model.scores", ("objective.kind",),
+               lambda: f"a head of scores is learned by objective.kind = reward, not by {kind}")
+    yield Rule(rewards and run.adapter.used, "objective.kind", ("adapter.kind",),
+               lambda: "reward learns a head of its own, which adapters leave frozen; use adapter.kind = none")
+    yield Rule(rewards and run.train.invariant, "objective.kind", ("train.invariant",),
+               lambda: "reward has no log-probabilities that a server could give too; leave train.invariant off")
 
 
 def fp8_rules(run: Run) -> Iterator[Rule]:

@@ -8,6 +8,7 @@ from math import ceil
 
 from shardwise.run.axes import SPLIT_BACKWARD
 from shardwise.run.config import ModelConfig, Run
+from shardwise.run.objective_config import FACTS
 
 
 def derive_model(model: ModelConfig, seq_len: int) -> ModelConfig:
@@ -48,6 +49,13 @@ def chunk_rows(tokens: int, row_bytes: int, most: int = CHUNK_BYTES) -> int:
 def chunk_bytes(run: Run) -> int:
     """Bytes of logits that a chunked loss of a run holds at a time: less where weights are in 4 bits, which is to save memory."""
     return CHUNK_BYTES // 8 if run.adapter.kind == "qlora" else CHUNK_BYTES
+
+
+def forward_passes(run: Run) -> tuple[int, int]:
+    """Passes of a step besides its own, of which nothing is learned: of a frozen network, and of the trained one. Without its
+    adapters a network is its own reference."""
+    facts, own = FACTS[run.objective.kind], run.adapter.used and not run.objective.reference
+    return (0, facts.reference + facts.forward_only) if own else (facts.reference, facts.forward_only)
 
 
 def planned_on_gpu(run: Run) -> bool:
@@ -163,6 +171,8 @@ def shard_dim(experts: Sequence[int], ranks: int) -> int:
 
 def derive(run: Run) -> Run:
     """The run with every derived key filled in."""
+    if run.objective.kind == "reward":  # a head of its own
+        run = replace(run, model=replace(run.model, scores=True, tied_embeddings=False))
     train, cluster = run.train, run.cluster
     if run.layout.auto:  # batch and devices are the search's to divide
         return replace(run, model=derive_model(run.model, train.seq_len))

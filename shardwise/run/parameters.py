@@ -140,7 +140,8 @@ def last_parameters(model: ModelConfig, adapter: AdapterConfig = NO_ADAPTER) -> 
 
 
 def _last(model: ModelConfig) -> tuple[Parameter, ...]:
-    head = Parameter("head.weight", (model.vocab, model.hidden), "head", multiplied=True, tensor_dim=0)
+    dim = None if model.scores else 0
+    head = Parameter("head.weight", (model.head_rows, model.hidden), "head", multiplied=True, tensor_dim=dim)
     return (*_norm(model, "norm"), *(() if model.tied_embeddings else (head,)))
 
 

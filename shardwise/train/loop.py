@@ -32,6 +32,7 @@ from shardwise.train.faults.guard import History
 from shardwise.train.faults.monitor import FaultMonitor, RollBack
 from shardwise.train.faults.stop import Preempted
 from shardwise.train.metrics import Metrics
+from shardwise.train.reference import check_reference
 from shardwise.train.source import Source, TokenSource
 from shardwise.train.speed import peak_flops, peak_memory
 from shardwise.train.step import StepResult, TrainState
@@ -45,6 +46,7 @@ def check(run: Run, out: Path, open_source: OpenSource = TokenSource) -> None:
     finds the folder in use, by the run that it joins."""
     open_source(run)
     check_weights(run, out)
+    check_reference(run)
     if run.cluster.nodes == 1:
         check_folder(run, out)
 
@@ -82,6 +84,8 @@ def _attempt(
     else:
         train_state.history = History(**resumed.more)
     train_state.history.excluded = sorted({*train_state.history.excluded, *excluded})
+    if train_state.reference is not None:
+        train_state.reference.read(display.log, monitor.note_bytes)
     _introduce(train_state, source, display, resumed is not None)
     if train_state.step >= run.train.steps:
         display.log(f"{out} is trained to step {train_state.step} already; raise train.steps to go on")
@@ -239,7 +243,8 @@ class _StepLog:
         now = time.perf_counter()
         seconds, self.last = now - self.last, now
         memory = peak_memory(self.train_state.device)
-        measured = dict(zip(self.train_state.objective.metrics, result.read_measured(), strict=True))
+        objective = self.train_state.objective
+        measured = objective.shown(dict(zip(objective.metrics, result.read_measured(), strict=True)))
         skipped = self.monitor.judge(loss, grad_norm, result, self.display.log)
         if self.metrics is not None:
             self.metrics.record(

@@ -9,7 +9,7 @@ here waits for the device, unless a guard must see the loss first: the host is f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from shardwise.data.batches import IGNORE_INDEX, Batch
 from shardwise.model.device import choose_device
 from shardwise.model.moe import Router
 from shardwise.model.normal import mix64
+from shardwise.model.transformer import Transformer
 from shardwise.model.varlen import cu_seqlens_of, has_flash
 from shardwise.parallel.apply import apply
 from shardwise.parallel.context import zigzag_positions
@@ -29,13 +30,19 @@ from shardwise.parallel.gradients import reduce_partial_gradients, squared_norm
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.objective import Microbatch
 from shardwise.parallel.shard import uses_ddp
+from shardwise.plan.trainer.rank import reference_run
 from shardwise.run import Run
-from shardwise.run.derive import uses_varlen_attention
+from shardwise.run.derive import forward_passes, uses_varlen_attention
+from shardwise.run.objective_config import FACTS
 from shardwise.train.faults.guard import History
 from shardwise.train.faults.recheck import check_repeatable, passes_twice
 from shardwise.train.objectives import OBJECTIVES
 from shardwise.train.optimizer import Optimizer
+from shardwise.train.reference import AdaptersOff, Reference, collect
 from shardwise.train.schedule import LossScale
+
+BESIDE = "beside_"
+"""Before the names of what a microbatch has of rows that are only passed forward."""
 
 
 class Tuning(Protocol):
@@ -114,6 +121,12 @@ class TrainState:
         self.loss_scale = LossScale(run.train.loss_scale if self.checks_overflow else 1.0)
         self.routers = [m for model in self.parallel.models for m in model.modules() if isinstance(m, Router)]
         self.objective = OBJECTIVES[run.objective.kind](run, self.device, self.mesh)
+        self.reference: Reference | AdaptersOff | None = None
+        if FACTS[run.objective.kind].reference:
+            own = not forward_passes(run)[0]
+            self.reference = (
+                AdaptersOff(self.parallel) if own else Reference(reference_run(run), self.mesh, self.device)
+            )
         self.step = 0
         self.tokens = 0
         self.history = History()
@@ -123,6 +136,11 @@ class TrainState:
             None  # what runs the passes in their place (see `cuda_graph.py`)
         )
         check_repeatable(self)
+
+    @property
+    def all_models(self) -> list[Transformer]:
+        """This rank's stages, and those of a reference."""
+        return [*self.parallel.models, *(self.reference.models if self.reference is not None else ())]
 
     @property
     def model(self) -> torch.nn.Module:
@@ -195,6 +213,7 @@ class TrainState:
         replicas = self.mesh.size("replicate") if uses_ddp(self.mesh) else 1
         factor = self.loss_scale.scale * replicas / self.objective.full_count
         self.objective.begin()
+        microbatches = self._with_reference(microbatches)
         loss = self.parallel.pipeline.run(microbatches, self._stream(), self.objective, factor)
         with self.observers.phase("gradients"):
             reduce_partial_gradients(self.parallel.parameters, self.mesh)
@@ -211,14 +230,48 @@ class TrainState:
         self.objective.begin()
         loss = torch.zeros((), dtype=self.loss_dtype, device=self.device)
         counted = 0.0
-        for start in range(0, -(-len(indices) // ranks), at_once):
-            own = share[start : start + at_once]
-            # All ranks run whole schedules; rows beyond a rank's share are padding without a loss.
-            batch = samples(np.concatenate((own, np.full(at_once - len(own), indices[0]))))
-            batch.targets[len(own) :] = IGNORE_INDEX
-            loss += self.parallel.pipeline.run(self.microbatches(batch), self._stream(), self.objective, None)
+
+        def batches() -> Iterator[Batch]:
+            for start in range(0, -(-len(indices) // ranks), at_once):
+                own = share[start : start + at_once]
+                # All ranks run whole schedules; rows beyond a rank's share are padding without a loss.
+                batch = samples(np.concatenate((own, np.full(at_once - len(own), indices[0]))))
+                batch.targets[len(own) :] = IGNORE_INDEX
+                yield batch
+
+        if FACTS[self.run.objective.kind].forward_only:  # of all samples, before any of them
+            strayed = sum((self._strayed(self.microbatches(batch)) for batch in batches()), start=loss.new_zeros(2))
+            self.objective.set_strayed(self._whole_loss(strayed))
+        for batch in batches():
+            microbatches = self._with_reference(self.microbatches(batch))
+            loss += self.parallel.pipeline.run(microbatches, self._stream(), self.objective, None)
             counted += self.objective.count(batch)
         return (self._whole_loss(loss) / self._over_data(counted)).item()
+
+    def _with_reference(self, microbatches: list[Microbatch]) -> list[Microbatch]:
+        """The microbatches with what the reference says of them, where there is one."""
+        if self.reference is None:
+            return microbatches
+        known = [dict(microbatch) for microbatch in microbatches]
+        with self.observers.phase("reference"):
+            self.reference.add_logprobs(known, self._stream())
+            if FACTS[self.run.objective.kind].forward_only and self.parallel.models[0].training:
+                self.objective.set_strayed(self._whole_loss(self._strayed(known)))
+        return known
+
+    def _strayed(self, microbatches: list[Microbatch]) -> Tensor:
+        """What the objective adds up of rows that are only passed forward, on this rank."""
+        assert self.reference is not None
+        beside = [
+            {key.removeprefix(BESIDE): value for key, value in each.items() if key.startswith(BESIDE)}
+            for each in microbatches
+        ]
+        self.reference.add_logprobs(beside, self._stream())
+        collect(self.parallel, beside, self._stream(), "policy")
+        total = torch.zeros(2, dtype=self.loss_dtype, device=self.device)
+        for each in beside if self.parallel.models[-1].last else ():
+            total += self.objective.strayed(each)
+        return total
 
     def refresh(self) -> None:
         """Bring compute copies of parameters up to date."""
@@ -238,6 +291,13 @@ class TrainState:
             return self._microbatches(batch)
 
     def _microbatches(self, batch: Batch) -> list[Microbatch]:
+        made = self._cut(batch)
+        other = self.objective.beside(batch)
+        for mine, more in zip(made, self._cut(other) if other is not None else (), strict=other is not None):
+            mine.update({BESIDE + key: value for key, value in more.items()})
+        return made
+
+    def _cut(self, batch: Batch) -> list[Microbatch]:
         size, ranks = self.run.train.microbatch, self.run.layout.context
         length = batch.tokens.shape[1]
         places = zigzag_positions(length, ranks, self.mesh.index("context"))

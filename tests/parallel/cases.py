@@ -102,11 +102,11 @@ def batch(step: int, documents: bool, rows: int = BATCH) -> Batch:
         numbers[row] = np.searchsorted(cuts, np.arange(LENGTH), side="right")
         positions[row] = np.arange(LENGTH) - np.concatenate([[0], cuts])[numbers[row]]
         targets[row, cuts - 1] = IGNORE_INDEX
-    return Batch(tokens[:, :-1].copy(), targets, positions, numbers)
+    return Batch(tokens[:, :-1].copy(), targets, positions, numbers, labels=(numbers % 2).astype(np.int8))
 
 
 def take(batch: Batch, rows: np.ndarray) -> Batch:
-    optional = [None if a is None else a[rows] for a in (batch.positions, batch.documents)]
+    optional = [None if a is None else a[rows] for a in (batch.positions, batch.documents, batch.labels)]
     return Batch(batch.tokens[rows], batch.targets[rows], *optional)
 
 

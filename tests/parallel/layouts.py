@@ -150,6 +150,14 @@ SMALL_EDGES: list[Drawn] = [
     # Objectives that are made of log-probabilities, over documents that are cut.
     ("mixture", dict(context=2, tensor=2), dict(objective="orpo")),
     ("tied", dict(pipeline=2, shard=2), dict(objective="simpo")),
+    ("dense", dict(tensor=2, shard=2, zero=1), dict(objective="dpo")),  # and with a second network beside
+    ("latent", dict(pipeline=2, context=2), dict(objective="dpo ipo")),
+    ("tied", dict(replicate=2), LOW_PRECISION | dict(objective="dpo")),
+    ("dense", dict(tensor=2, shard=2), dict(objective="dpo", adapter="lora")),  # which is its own without the adapters
+    ("dense", dict(context=2, shard=2), dict(objective="kto")),
+    ("tied", dict(tensor=2, context=2), dict(objective="reward")),
+    ("mixture", dict(pipeline=2, shard=2, expert=2), dict(objective="reward")),
+    ("dense", dict(pipeline=2, tensor=2), dict(objective="kto")),
 ]
 """What the covering array does not draw, one of each kind."""
 FEWER_EXPERTS_THAN_RANKS: list[Drawn] = [

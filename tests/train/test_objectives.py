@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import cases
@@ -10,11 +12,26 @@ import numpy as np
 import pytest
 import torch
 
+from shardwise.checkpoint.resume import load_weights
+from shardwise.checkpoint.weights import load_model
 from shardwise.data.batches import IGNORE_INDEX, Batch
-from shardwise.run import Run, UserError
+from shardwise.data.build import build
+from shardwise.data.chat.job import ChatOptions
+from shardwise.data.corpus import builtin_corpus
+from shardwise.data.mismatch import mismatched
+from shardwise.data.open import open_data
+from shardwise.data.shards import TokenSet
+from shardwise.run import Run, UserError, run_from_dict
+from shardwise.train import loop
+from shardwise.train.metrics import read_metrics
+from shardwise.train.objectives.dpo import dpo_losses
+from shardwise.train.objectives.kto import kto_losses
 from shardwise.train.objectives.orpo import odds_ratio_losses
 from shardwise.train.objectives.simpo import simpo_losses
 from shardwise.train.step import TrainState
+
+TIMES = ("seconds", "tokens_per_s", "mfu", "memory_gib")
+"""What differs from run to run."""
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
@@ -39,6 +56,113 @@ def test_simpo_is_that_of_the_paper(smoothing: float) -> None:
     margin = 2.5 * chosen - 2.5 * rejected - 1.4
     want = -(1 - smoothing) * torch.log(sigmoid(margin)) - smoothing * torch.log(sigmoid(-margin))
     torch.testing.assert_close(simpo_losses(chosen, rejected, 2.5, 1.4, smoothing), want)
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "hinge", "ipo"])
+def test_dpo_is_that_of_the_papers(kind: str) -> None:
+    good, bad, good_reference, bad_reference = logprobs(2)
+    margin = (good - good_reference) - (bad - bad_reference)
+    want = {
+        "sigmoid": -0.9 * torch.log(sigmoid(0.3 * margin)) - 0.1 * torch.log(sigmoid(-0.3 * margin)),
+        "hinge": (1 - 0.3 * margin).clamp(min=0),
+        "ipo": (margin - 1 / 0.6) ** 2,
+    }[kind]
+    torch.testing.assert_close(dpo_losses(margin, kind, 0.3, 0.1), want)
+
+
+def test_a_reference_is_what_training_began_with() -> None:
+    """So the first margin is 0, and later ones are made of what it said then."""
+    run = cases.make_run("dense", {}, layers=2, objective="dpo", global_batch=4, microbatch=2)
+    batch, state = pair_batch(), TrainState(run)
+    before, counts = document_logprobs(run, batch)
+    first, second = (state.train_step(batch) for _ in range(2))
+    assert first.loss.item() == pytest.approx(np.log(2), rel=1e-12)
+    assert first.read_measured() == pytest.approx([0, 0, 0, 0], abs=1e-12)
+    now = [each.detach().clone() for each in state.model.parameters()]
+    again = TrainState(run)
+    again.train_step(batch)
+    after = network_logprobs(again.model, batch)[0]
+    ratios = (after - before).unflatten(0, (-1, 2))
+    want = -torch.log(sigmoid(run.objective.beta * (ratios[:, 0] - ratios[:, 1]))).mean()
+    assert second.loss.item() == pytest.approx(want.item(), rel=1e-11)
+    assert any(not torch.equal(a, b) for a, b in zip(now, again.model.parameters(), strict=True))
+    assert counts.min() > 0
+
+
+def test_kto_is_that_of_the_paper() -> None:
+    ratios = torch.linspace(-2, 2, 9, dtype=torch.float64)
+    wanted, kl = torch.arange(9) % 2 == 0, torch.tensor(0.3, dtype=torch.float64)
+    want = torch.where(wanted, 2.0 * (1 - sigmoid(0.5 * (ratios - kl))), 0.7 * (1 - sigmoid(0.5 * (kl - ratios))))
+    torch.testing.assert_close(kto_losses(ratios, wanted, kl, 0.5, (2.0, 0.7)), want)
+
+
+def test_answers_move_on_by_one_in_their_row() -> None:
+    ignored = IGNORE_INDEX
+    batch = Batch(
+        np.array([[1, 2, 3, 11, 12, 13, 14, 7], [1, 2, 3, 4, 5, 6, 7, 7]]),
+        np.array([[ignored, 3, 4, ignored, ignored, 14, 15, ignored], [ignored, 3, 4, 5, 6, 7, ignored, ignored]]),
+        documents=np.array([[0, 0, 0, 1, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0, 1, 1]], np.int32),
+        positions=np.array([[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 2, 3, 4, 5, 0, 1]]),
+    )
+    other = mismatched(batch)
+    assert other.documents is not None
+    # 1 2 | 3 4 and 11 12 13 | 14 15 become 1 2 | 14 15 and 11 12 13 | 3 4.
+    assert other.tokens[0, :7].tolist() == [1, 2, 14, 11, 12, 13, 3]
+    assert other.targets[0].tolist() == [ignored, 14, 15, ignored, ignored, 3, 4, ignored]
+    assert other.documents[0].tolist() == [0, 0, 0, 1, 1, 1, 1, 2]
+    assert (other.targets[1] == ignored).all()
+
+
+def test_a_packed_step_of_kto_is_the_mean_over_answers_that_are_run_alone() -> None:
+    run = cases.make_run("dense", {}, layers=2, objective="kto", global_batch=4, microbatch=2)
+    batch, state = pair_batch(), TrainState(run)
+    assert batch.documents is not None
+    batch = replace(batch, labels=(batch.documents % 3 != 1).astype(np.int8))
+    assert batch.labels is not None
+    wanted = torch.tensor([bool(batch.labels[row, place]) for row, place in first_places(batch)])
+    other = mismatched(batch)
+    before = [network_logprobs(TrainState(run).model, each)[0] for each in (batch, other)]
+    state.train_step(batch)
+    after = [network_logprobs(state.model, each)[0] for each in (batch, other)]
+    ratios, strayed = (now - then for now, then in zip(after, before, strict=True))
+    result = state.train_step(batch)
+    kl = strayed.mean().clamp(min=0)
+    want = torch.where(wanted, 1 - sigmoid(0.1 * (ratios - kl)), 1 - sigmoid(0.1 * (kl - ratios))).mean()
+    assert result.loss.item() == pytest.approx(want.item(), rel=1e-10)
+    shown = state.objective.shown(dict(zip(state.objective.metrics, result.read_measured(), strict=True)))
+    assert shown["kl"] == pytest.approx(kl.item(), abs=1e-10)
+    assert shown["rewards_chosen"] == pytest.approx(0.1 * ratios[wanted].mean().item(), rel=1e-9)
+    assert shown["rewards_rejected"] == pytest.approx(0.1 * ratios[~wanted].mean().item(), rel=1e-9)
+
+
+def test_a_reward_is_the_score_at_the_end_of_an_answer() -> None:
+    run = cases.make_run("tied", {}, layers=2, objective="reward", global_batch=4, microbatch=2)
+    batch, state = pair_batch(), TrainState(run)
+    assert batch.documents is not None
+    targets = np.full_like(batch.targets, IGNORE_INDEX)
+    for (row, _), (tokens, _) in zip(first_places(batch), alone(batch), strict=True):
+        assert len(tokens)
+        for n in range(batch.documents[row].max()):
+            targets[row, np.flatnonzero(batch.documents[row] == n)[-1]] = 0
+    scores = torch.stack(
+        [state.model(torch.from_numpy(tokens)[None]).result[0, -1, 0] for tokens, _ in alone(batch)]
+    ).detach()
+    result = state.train_step(replace(batch, targets=targets))
+    chosen, rejected = scores.unflatten(0, (-1, 2)).unbind(1)
+    assert result.loss.item() == pytest.approx(-torch.log(sigmoid(chosen - rejected)).mean().item(), rel=1e-11)
+    assert result.read_measured()[2] == pytest.approx((chosen - rejected).mean().item(), rel=1e-9)
+
+
+def first_places(batch: Batch) -> list[tuple[int, int]]:
+    """Row and place where each learned document begins."""
+    assert batch.documents is not None
+    found = []
+    for row in range(len(batch.tokens)):
+        for n in range(batch.documents[row].max() + 1):
+            own = np.flatnonzero(batch.documents[row] == n)
+            if (batch.targets[row, own] != IGNORE_INDEX).any():
+                found.append((row, int(own[0])))
+    return found
 
 
 def pair_batch(rows: int = 4, length: int = cases.LENGTH, seed: int = 0) -> Batch:
@@ -78,7 +202,11 @@ def alone(batch: Batch) -> list[tuple[np.ndarray, np.ndarray]]:
 
 def document_logprobs(run: Run, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums of log-probabilities and counts of each document, run through the network one by one: none is packed."""
-    network = TrainState(run).model
+    return network_logprobs(TrainState(run).model, batch)
+
+
+def network_logprobs(network: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of any network."""
     sums, counts = [], []
     for tokens, targets in alone(batch):
         logits = network(torch.from_numpy(tokens)[None]).result[0].log_softmax(-1)
@@ -144,6 +272,54 @@ def test_auxiliary_losses_weigh_the_same_however_much_is_masked() -> None:
         )
 
 
+@pytest.mark.parametrize("kind", ["dpo", "kto", "reward"])
+def test_a_run_goes_on_as_if_it_had_never_stopped(kind: str, tmp_path: Path) -> None:
+    pairs = [{"prompt": f"{n}?", "chosen": "yes" * n, "rejected": "no"} for n in range(1, 9)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    build([tmp_path / "pairs.jsonl"], tmp_path / "set", workers=1, chat=ChatOptions())
+    sizes = dict(steps=3, global_batch=2, microbatch=1, seq_len=64, eval_every=2, dtype="float64", device="cpu")
+    run = run_from_dict(
+        dict(
+            model=dict(layers=1, hidden=16, heads=2), objective=dict(kind=kind),
+            data=dict(sets=[str(tmp_path / "set")], holdout=0.25),
+            train=sizes | dict(schedule="constant", checkpoint_every=2),
+        )
+    )  # fmt: skip
+    loop.train(run, tmp_path / "whole")
+    for steps in (2, 3):
+        loop.train(replace(run, train=replace(run.train, steps=steps)), tmp_path / "again")
+    whole, again = (
+        [{k: r[k] for k in r if k not in TIMES} for r in read_metrics(tmp_path / name) if "loss" in r]
+        for name in ("whole", "again")
+    )
+    assert whole == again
+    assert len(whole) == 3
+    assert {"rewards_chosen", "rewards_rejected", "reward_margin"} <= set(whole[0])
+
+
+def test_a_reward_model_begins_with_the_weights_of_a_language_model(tmp_path: Path) -> None:
+    train = dict(steps=1, global_batch=2, seq_len=64, eval_every=0, device="cpu")
+    model = dict(layers=1, hidden=16, heads=2, tied_embeddings=True)
+    loop.train(run_from_dict(dict(model=model, train=train)), tmp_path / "language")
+    run = run_from_dict(
+        dict(model=model, train=train | dict(weights=str(tmp_path / "language")), objective=dict(kind="reward"))
+    )
+    state, fresh = TrainState(run), TrainState(run)
+    load_weights(state, TokenSet.open(builtin_corpus() / "train").tokenizer(), lambda _: None)
+    before = load_model(tmp_path / "language")[0].state_dict()
+    for name, value in state.model.state_dict().items():
+        same = fresh.model.state_dict()[name] if name == "head.weight" else before[name]
+        assert torch.equal(value, same), name
+    assert state.model.state_dict()["head.weight"].shape == (1, 16)
+
+
+def test_sets_without_pairs_or_verdicts_are_refused() -> None:
+    for kind, phrase in (("dpo", "no pairs"), ("kto", "no verdicts"), ("reward", "no pairs")):
+        run = cases.make_run("dense", {}, objective=kind)
+        with pytest.raises(UserError, match=phrase):
+            open_data(replace(run, model=replace(run.model, vocab=300)))
+
+
 def test_an_objective_that_is_not_there_yet_is_refused() -> None:
-    with pytest.raises(UserError, match="grpo is not there yet"):
-        cases.make_run("dense", {}, objective="grpo")
+    with pytest.raises(UserError, match="distill is not there yet"):
+        cases.make_run("dense", {}, objective="distill")

@@ -116,7 +116,7 @@ def layer_multiply_adds(model: ModelConfig, moe: bool, seq_len: int) -> float:
 
 def forward_flops(model: ModelConfig, seq_len: int) -> float:
     """FLOPs of one token's forward pass, a multiply-add as two."""
-    total = float(model.vocab * model.hidden)
+    total = float(model.head_rows * model.hidden)
     for moe, count in ((False, model.layers - model.moe_layers), (True, model.moe_layers)):
         if count:
             total += count * layer_multiply_adds(model, moe, seq_len)
@@ -153,6 +153,6 @@ def stage_counts(model: ModelConfig, layout: LayoutConfig, seq_len: int) -> tupl
 def _balanced(model: ModelConfig, stages: int, seq_len: int) -> tuple[int, ...]:
     each = {moe: layer_multiply_adds(model, moe, seq_len) for moe in set(map(model.is_moe, range(model.layers)))}
     costs = [each[model.is_moe(layer)] for layer in range(model.layers)]
-    head = float(model.vocab * model.hidden)
+    head = float(model.head_rows * model.hidden)
     # An embedding looks rows up: next to nothing forward, a scattered addition backward.
     return split_layers(costs, stages, first=float(model.hidden), last=head)

@@ -20,10 +20,12 @@ from shardwise.run.derive import (
     chunk_bytes,
     chunks_loss,
     compiles,
+    forward_passes,
     keeps_compute_copies,
     planned_on_gpu,
     replays,
 )
+from shardwise.run.objective_config import FACTS
 
 Number = Any
 """A number, or an array with one entry a layout."""
@@ -50,6 +52,10 @@ class Job:
     headroom: float = 0.05
     muon: bool = False
     """Whether the layers' matrices are orthogonalised in every step."""
+    logprobs: bool = False
+    """Whether the loss is made of log-probabilities, whose logits are made again in the backward pass."""
+    forward_passes: float = 0.0
+    """Forward passes of networks of this size in a step, beside its own: of a frozen reference."""
     imbalance: float = 1.0
     """Load of the busiest expert rank over the mean."""
     adapter: AdapterConfig = NO_ADAPTER
@@ -162,6 +168,8 @@ def job_of(run: Run) -> Job:
         fp8_gradients=train.fp8 == "tensorwise",
         headroom=run.cluster.headroom,
         muon=train.optimizer == "muon",
+        logprobs=FACTS[run.objective.kind].logprobs,
+        forward_passes=float(sum(forward_passes(run))),
         # An expert takes no more than its capacity.
         adapter=run.adapter,
         chunk_bytes=chunk_bytes(run),

@@ -62,7 +62,7 @@ def buffers(job: Job) -> Number:
 def loss_bytes(job: Job) -> Number:
     """What the loss holds at its peak: the logits and what is made of them; of a chunked loss one chunk of them, and the
     gradients of the head and of its input."""
-    columns = job.model.vocab / job.layout.tensor
+    columns = job.model.head_rows / job.layout.tensor
     whole = job.rows * columns * job.framework.logit_bytes
     matrix = 0.0 if job.adapter.used else columns * job.model.hidden * 4.0
     gradients = matrix + job.rows * job.model.hidden * job.width

@@ -264,7 +264,7 @@ def embedding(job: Job) -> OpList:
 
 def head(job: Job) -> OpList:
     """Last norm, logits and loss."""
-    ops, columns = OpList(job), job.model.vocab / job.layout.tensor
+    ops, columns = OpList(job), job.model.head_rows / job.layout.tensor
     _norm(ops, residual_tokens(job))
     _gather_sequence(ops, "head")
     chunked, start = chunked_loss(job), len(ops)
@@ -273,8 +273,17 @@ def head(job: Job) -> OpList:
     ops.elementwise("loss", "loss", 0.45 * moved, 0.55 * moved, launches=(6.0, 4.0))
     if np.any(chunked):
         ops[start:] = [_all_in_forward(op, chunked) for op in ops[start:]]
+    if job.logprobs:  # the logits once more, in the backward pass
+        again = ops[start]
+        ops[start] = replace(again, seconds=_once_more(again.seconds), flops=_once_more(again.flops))
     ops.collective("loss", "tensor", "all_reduce", job.rows * 4.0, (3.0, 0.0, 0.0))
     return ops
+
+
+def _once_more(passes: ByPass) -> ByPass:
+    """The passes of a GEMM whose forward is made again: of three GEMMs, four."""
+    forward, to_input, to_weight = passes
+    return forward, to_input + sum(passes) / 3.0, to_weight
 
 
 def chunked_loss(job: Job) -> Number:

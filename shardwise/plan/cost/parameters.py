@@ -61,7 +61,7 @@ def layer_parameters(job: Job, *, routed: bool) -> LocalNumel:
 def ends_parameters(job: Job) -> tuple[Number, Number]:
     """Embedding (with a learned table of positions) and head (with the last norm), also where they are tied."""
     first, last = _sums(first_parameters(job.model)), _sums(last_parameters(job.model))
-    head = job.model.vocab * job.model.hidden
+    head = job.model.head_rows * job.model.hidden
     return first.cut / job.layout.tensor + first.whole, head / job.layout.tensor + last.whole
 
 

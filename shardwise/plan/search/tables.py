@@ -284,7 +284,7 @@ def rows_of(job: Job, sizes: Sizes) -> Rows:
     and of the head's matrix."""
     every = replace(job, layout=sizes.into(job.layout), microbatch=sizes.microbatch.astype(float))
     m, high = job.model, max(4.0, job.width)
-    rows, columns = every.rows, m.vocab / sizes.tensor
+    rows, columns = every.rows, m.head_rows / sizes.tensor
     entering = rows * m.hidden * job.width  # of which a whole loss saves this rank's shard
     chunked = chunked_loss(every) > 0
     logits = rows * columns * job.width

@@ -281,11 +281,15 @@ def _combined(one: _Costed, makespan: float) -> Step:
         updates.append(float(update_seconds(job, data, constants)))
     tail, optimizer = max(tails), max(updates)
     tensor_tail = parts[int(np.argmax(tails))]
-    whole = makespan + tail + optimizer + constants["overhead"]
+    ahead = job.forward_passes * _forward_seconds(cost, placement, microbatches, lay.pipeline)
+    whole = makespan + ahead + tail + optimizer + constants["overhead"]
     seconds = whole * float(slowdown(job, constants))
 
     slowest = int(np.argmax(busy))
     breakdown = _parts(one, stages[slowest])
+    # A frozen network's forward passes are made of the same operations as the others.
+    share = ahead / (sum(breakdown.values()) or 1.0)
+    breakdown = {name: value * (1.0 + share) for name, value in breakdown.items()}
     breakdown["pipeline"] = 2.0 * blocks * microbatches * len(stages[slowest])
     breakdown["bubble"] = makespan - busy[slowest]
     breakdown["shard" if float(job.zero_ranks) > 1 else "replicate"] += tail - tensor_tail
@@ -293,6 +297,12 @@ def _combined(one: _Costed, makespan: float) -> Step:
     breakdown["optimizer"] = optimizer
     breakdown["other"] = constants["overhead"] + seconds - whole
     return Step(seconds, breakdown, cost, placement, hop, slowest, tail, optimizer)
+
+
+def _forward_seconds(cost: Cost, placement: tuple[int, ...], microbatches: int, ranks: int) -> float:
+    """Forward passes alone, microbatch behind microbatch: the pipeline fills, then its busiest rank sets the pace."""
+    busiest = max(sum(f for f, home in zip(cost.forward, placement, strict=True) if home == r) for r in range(ranks))
+    return sum(cost.forward) + (microbatches - 1) * busiest
 
 
 def _placement(job: Job, stages: int) -> tuple[int, ...]:

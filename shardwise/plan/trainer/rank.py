@@ -13,6 +13,7 @@ from shardwise.plan.cost.flops import layers_of_stages
 from shardwise.plan.cost.job import job_of
 from shardwise.plan.cost.memory import layer_saved
 from shardwise.run import Run
+from shardwise.run.adapter_config import AdapterConfig
 from shardwise.run.axes import SPLIT_BACKWARD, V_SHAPED
 from shardwise.run.coordinates import RankCoordinates
 from shardwise.run.derive import chunks_loss, keeps_compute_copies, planned_on_gpu, shard_dim, uses_fp8_all_gather
@@ -24,6 +25,12 @@ WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "
 """Bytes of an element."""
 SCALE = 4
 """Bytes of a scale of fp8 values."""
+
+
+def reference_run(run: Run) -> Run:
+    """The run of a frozen network beside the trained one: sharded as ZeRO-3, since nothing is kept for a backward pass."""
+    layout = replace(run.layout, zero=3, recompute="none", recompute_budget=0.0)
+    return replace(run, layout=layout, adapter=AdapterConfig())
 
 
 @dataclass(frozen=True)
@@ -143,7 +150,7 @@ class PlannedRank:
     @cached_property
     def chunked(self) -> bool:
         """Whether the loss is made of some tokens at a time, with its gradients on the way."""
-        return chunks_loss(self.run, gpu=self.fused) and not self.objective.logprobs
+        return chunks_loss(self.run, gpu=self.fused) and not self.objective.logprobs and not self.objective.scores
 
     @cached_property
     def keeps_compute_copies(self) -> bool:

@@ -172,6 +172,11 @@ def loss(tape: Tape, x: str) -> None:
             tape.save_new("gradient of the head", head.numel, high)
         tape.save_new("loss", 1, high)
         return
+    if planned.objective.scores:
+        tape.save(normed)
+        tape.save_new("gradient of scores", planned.local_tokens, high)
+        tape.save_new("loss", 1, high)
+        return
     if planned.objective.logprobs:  # the logits are made again of the head's input
         tape.save(gathered(tape, normed, "head input"))
         tape.save_new("log-sum-exp and the gradient of log-probabilities", 2 * planned.tokens, high)

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from shardwise.plan.trainer.rank import PlannedRank, planned_rank
+from shardwise.plan.trainer.rank import PlannedRank, planned_rank, reference_run
 from shardwise.plan.trainer.saved import Rows, Saved, recomputed_parts, saved
 from shardwise.run import Run
-from shardwise.run.derive import chunk_bytes, chunk_rows, compiles, planned_on_gpu
+from shardwise.run.derive import chunk_bytes, chunk_rows, compiles, forward_passes, planned_on_gpu
 from shardwise.schedules import Schedule, cached_schedule, fewer_rounds, peak_activations
 
 STEP_COUNT = 4
@@ -23,7 +23,8 @@ def state_bytes(run: Run, rank: int) -> dict[str, int]:
     optimizer state. A matrix with a compute copy counts with it, and its
     gradient has the dtype of the copy. `fully_shard` deals rows out in equal shares and pads the last ones, of parameters and of
     gradients; optimizer state has no padding. Experts are sharded along a dimension that needs none, where they have one.
-    DistributedDataParallel's gradients are views of its buckets, which hold nothing else.
+    DistributedDataParallel's gradients are views of its buckets, which hold nothing else. A frozen network beside the trained one
+    counts among the parameters, in the dtype of the arithmetic.
     """
     planned = planned_rank(run, rank)
     low = planned.width
@@ -39,6 +40,9 @@ def state_bytes(run: Run, rank: int) -> dict[str, int]:
         own = parameter.own_numel(ranks, index) * high
         muon = run.train.optimizer == "muon" and parameter.entry.is_layer_matrix
         optimizer += count * (own if muon else 2 * own + STEP_COUNT)
+    if forward_passes(run)[0]:
+        frozen = planned_rank(reference_run(run), rank)
+        parameters += sum(n * p.shard_numel(frozen.sharding(p)[0]) * low for n, p in frozen.parameters())
     return dict(parameters=parameters, gradients=gradients, optimizer=optimizer)
 
 
@@ -77,6 +81,8 @@ def made_for_gemms(planned: PlannedRank) -> int:
 def _logits(planned: PlannedRank) -> int:
     """Bytes of the loss's own tensors beside those that it saves."""
     rows = planned.vocabulary(planned.stages[-1]).shape[0]
+    if planned.objective.scores:  # a number of each token
+        return 2 * planned.tokens * planned.high_width
     if planned.objective.logprobs:  # some logits, as they are and in high precision, and the gradient of the head
         some = chunk_rows(planned.tokens, max(1, rows) * planned.high_width, chunk_bytes(planned.run))
         cast = planned.width + planned.high_width * (planned.width < planned.high_width)

@@ -17,14 +17,16 @@ which gradients come.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 from shardwise.ledger import AXIS_OF as AXIS_OF
 from shardwise.ledger import Traffic
-from shardwise.plan.trainer.rank import SCALE, PlannedParameter, PlannedRank, Stage
+from shardwise.plan.trainer.ends import ends, own_numel, pipeline
+from shardwise.plan.trainer.rank import SCALE, PlannedParameter, PlannedRank, Stage, reference_run
 from shardwise.plan.trainer.wire import Groups, Times, Wire
 from shardwise.run import Run
-from shardwise.run.derive import accepted_choices, chunk_bytes, chunk_rows, uses_fp8_gemm
+from shardwise.run.derive import accepted_choices, forward_passes, uses_fp8_gemm
 
 INTEGER = 8
 """Bytes of an index: of a token, or of an expert."""
@@ -72,10 +74,15 @@ def ledger(groups: Groups) -> Traffic:
 def by_group(run: Run, rank: int, moved: Mapping[int, int] | None = None) -> Groups:
     """The same by process group, to the byte."""
     wire = Wire(PlannedRank(run, rank), {})
-    data(wire)
-    layers(wire, moved)
-    ends(wire)
-    pipeline(wire)
+    _passes(wire, moved)
+    frozen, own = forward_passes(run)
+    for _ in range(frozen):
+        _passes(Wire(PlannedRank(reference_run(run), rank), wire.sent, forward_only=True, frozen=True), None)
+    for _ in range(own):
+        plain = replace(run, layout=replace(run.layout, recompute="none", recompute_budget=0.0))
+        _passes(Wire(PlannedRank(plain, rank), wire.sent, forward_only=True), None)
+    for group in ("replicate", "shard", "context", "pipeline") if wire.planned.objective.forward_only else ():
+        wire.all_reduce(group, 2 * wire.planned.high_width)  # a sum and a count, of what these passes found
     uncut_gradients(wire)
     loads(wire)
     if run.train.optimizer == "muon":
@@ -85,10 +92,17 @@ def by_group(run: Run, rank: int, moved: Mapping[int, int] | None = None) -> Gro
     return wire.sent
 
 
+def _passes(wire: Wire, moved: Mapping[int, int] | None) -> None:
+    data(wire)
+    layers(wire, moved)
+    ends(wire)
+    pipeline(wire)
+
+
 def data(wire: Wire) -> None:
     """`shard.py`: parameters gathered, gradients scattered, and all-reduced over replicas."""
     planned, is_moe = wire.planned, wire.planned.run.model.is_moe
-    if planned.uses_ddp:
+    if planned.uses_ddp and not wire.forward_only:
         for stage in planned.stages:
             numels = [parameter.numel for parameter in _in_order(planned, stage) if parameter.learns]
             messages = buckets(n * planned.high_width for n in reversed(numels))
@@ -96,15 +110,21 @@ def data(wire: Wire) -> None:
     if not planned.is_sharded:
         return
     lay, n = planned.run.layout, planned.run.accumulation
-    once = lay.zero < 3
+    once, both = lay.zero < 3, n if wire.forward_only else 2 * n
+    # Without a pipeline the backward pass follows at once, and what is outside of the layers stays gathered.
+    outer = n if lay.pipeline == 1 else both
+    if wire.forward_only and not wire.frozen:  # what stays gathered is there for the step
+        if once:
+            return
+        outer = 0 if lay.pipeline == 1 else n
     layers = [is_moe(layer) for stage in planned.stages for layer in stage.layers]
     for moe in (False, True):
         if count := layers.count(moe):
-            _sharded(wire, planned.layer_parameters(moe), count, 1 if once else 2 * n)
+            _sharded(wire, planned.layer_parameters(moe), count, 1 if once else both)
     for stage in planned.stages:
-        # Without a pipeline the backward pass follows at once, and what is outside of the layers stays gathered.
-        _sharded(wire, planned.outer_parameters(stage), 1, 1 if once else n if lay.pipeline == 1 else 2 * n)
-        _unused_prefetch(wire, stage)
+        _sharded(wire, planned.outer_parameters(stage), 1, 1 if once else outer)
+        if not wire.forward_only:
+            _unused_prefetch(wire, stage)
     if planned.run.train.fp8 == "tensorwise":
         # `fp8_all_gather.py`: the amax of every matrix.
         ranks = planned.size("zero")
@@ -122,7 +142,7 @@ def _sharded(wire: Wire, parameters: Sequence[PlannedParameter], units: int, gat
         if unit:
             gradients = sum(p.shard_numel(ranks) for p in unit if p.learns) * planned.reduce_width
             wire.all_gather(group, sum(planned.gathered_shard(p, ranks) for p in unit), units * gathers)
-            if gradients:
+            if gradients and not wire.forward_only:
                 wire.reduce_scatter(group, gradients, units * (1 if once else run.accumulation))
                 wire.all_reduce("replicate", gradients, units)
 
@@ -168,7 +188,8 @@ def layers(wire: Wire, moved: Mapping[int, int] | None) -> None:
         counts.setdefault((m.is_moe(layer), recomputed), []).append(layer)
     for (moe, recomputed), alike in counts.items():
         calls = planned.run.accumulation * len(alike)
-        once, twice = Times(calls, calls), Times(2 * calls, calls)
+        backward = 0 if wire.forward_only else calls
+        once, twice = Times(calls, backward), Times(2 * calls, backward)
         block = twice if "block" in recomputed else once
         core = twice if recomputed & {"block", "attention"} else once
         tensor(wire, block, block, overlapped=m.attention == "grouped")
@@ -222,6 +243,8 @@ def row_lengths(wire: Wire, moe: bool, name: str, times: Times) -> None:
 def gathered_again(wire: Wire, calls: int, moe: bool, part: str, *, recomputed: bool = False) -> None:
     """`regather.py`: the input of a part's matrices gathered once more in the backward pass, if any of them needs it as it is."""
     planned = wire.planned
+    if wire.forward_only:
+        return
     table = planned.layer_table(moe)
     names = [name for name in FIRST_MATRICES if f"{part}{name}.weight" in table]
     if "q_down" in names:
@@ -308,61 +331,12 @@ def dispatch(wire: Wire, ffn: Times, rows: int, calls: int) -> None:
     wire.moved("expert", size, 2 * (ffn.forward + ffn.backward))
 
 
-def ends(wire: Wire) -> None:
-    """`tensor.py`: the embedding is scattered forward and gathered backward, the head the other way round; and the loss."""
-    planned, n = wire.planned, wire.planned.run.accumulation
-    numel = planned.local_tokens * planned.run.model.hidden
-    # Rows are looked up in the dtype of the embedding: that of the arithmetic only where gathering has cast it.
-    learns = not planned.run.adapter.used
-    looked_up = planned.high_width if learns and not planned.is_sharded else planned.width
-    for stage in planned.stages:
-        if stage.first:
-            wire.reduce_scatter("tensor", numel * looked_up, n)
-            wire.all_gather("tensor", numel * looked_up, n if learns else 0)
-        if stage.last:
-            wire.all_gather("tensor", numel * planned.width, n)
-            wire.reduce_scatter("tensor", numel * planned.width, n)
-            if (learns or planned.objective.logprobs) and not planned.chunked:
-                wire.all_gather("tensor", numel * planned.width, n)  # once more in the backward pass
-            most = -(-planned.run.model.vocab // planned.size("tensor"))
-            chunks = (
-                -(-planned.tokens // chunk_rows(planned.tokens, most * planned.width, chunk_bytes(planned.run)))
-                if planned.chunked
-                else 1
-            )
-            wire.all_reduce("tensor", 3 * planned.tokens * planned.high_width, n, messages=2 * chunks)
-            slots = planned.run.train.microbatch * planned.run.train.seq_len
-            wire.all_reduce(
-                "context", planned.objective.sums * slots * planned.high_width, n if planned.objective.sums else 0
-            )
-
-
-def pipeline(wire: Wire) -> None:
-    """`pipeline.py`: the residual stream to the next stage and its gradient to the one before, where they are on other ranks; and
-    the sum of a tied embedding's gradients in `gradients.py`."""
-    planned, m, home = wire.planned, wire.planned.run.model, wire.planned.placement
-    residual = planned.local_tokens * m.hidden * planned.width
-    for stage in planned.stages:
-        near = (n for n in (stage.number - 1, stage.number + 1) if 0 <= n < len(home))
-        away = sum(home[n] != home[stage.number] for n in near)
-        wire.send("pipeline", residual, planned.run.accumulation * away)
-    learns = not planned.run.adapter.used
-    if learns and m.tied_embeddings and home[0] != home[-1] and planned.index("pipeline") in (home[0], home[-1]):
-        end = planned.stages[0] if planned.stages[0].first else planned.stages[-1]
-        wire.all_reduce("pipeline", _own_numel(planned, planned.vocabulary(end)) * planned.high_width, ranks=2)
-
-
-def _own_numel(planned: PlannedRank, parameter: PlannedParameter) -> int:
-    """Elements of a parameter that this rank holds between steps."""
-    return parameter.own_numel(planned.size(parameter.group), planned.index(parameter.group))
-
-
 def uncut_gradients(wire: Wire) -> None:
     """`gradients.py`: a parameter that is not cut over the tensor ranks saw only some of the tokens or heads on each."""
     planned = wire.planned
     if planned.size("tensor") > 1:
         some = [(count, p) for count, p in planned.parameters() if p.tensor_dim is None and p.learns]
-        uncut = [count * _own_numel(planned, p) for count, p in some]
+        uncut = [count * own_numel(planned, p) for count, p in some]
         wire.all_reduce("tensor", sum(uncut) * planned.high_width, messages=1 if uncut else 0)
 
 

@@ -27,6 +27,9 @@ class Wire:
 
     planned: PlannedRank
     sent: Groups
+    forward_only: bool = False
+    """Of passes without a backward pass: those of a frozen network, or of the trained one before its step."""
+    frozen: bool = False
 
     def _add(self, group: str, operation: str, size: Amount, messages: int) -> None:
         if messages and self.planned.size(group) > 1:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from shardwise.ledger import Work
 from shardwise.plan.trainer import muon
-from shardwise.plan.trainer.rank import PlannedParameter, PlannedRank
+from shardwise.plan.trainer.rank import PlannedParameter, PlannedRank, reference_run
 from shardwise.plan.trainer.traffic import first_ranks, rows_to_experts
 from shardwise.run import Run
 from shardwise.run.derive import uses_fp8_gemm
@@ -61,6 +61,7 @@ def work(run: Run, rank: int | None = None) -> Work:
             gemm.part, dict.fromkeys(("forward", "recompute", "backward_input", "backward_weight"), 0.0)
         )
         total = times * run.accumulation * gemm.flops
+        passes["forward"] += planned.objective.forward_only * total
         if gemm.part == "head" and planned.objective.logprobs:  # made again in the backward pass
             passes["recompute"] += total
         elif gemm.part == "head" and planned.chunked:  # its gradients are made in the forward pass
@@ -72,6 +73,9 @@ def work(run: Run, rank: int | None = None) -> Work:
             continue
         passes["backward_input"] += total if gemm.weight else 2 * total
         passes["backward_weight"] += total if gemm.weight and gemm.learns else 0.0
+    if planned.objective.reference:  # the same network without adapters
+        for times, gemm, _ in _gemms(PlannedRank(reference_run(run), rank)):
+            flops[gemm.part]["forward"] += planned.objective.reference * times * run.accumulation * gemm.flops
     flops["parameters"] = {"optimizer": muon.flops(planned) if run.train.optimizer == "muon" else 0.0}
     return Work(flops, convention=CONVENTION)
 
@@ -87,7 +91,8 @@ def _gemms(planned: PlannedRank) -> Iterator[tuple[int, GemmFlops, frozenset[str
             yield times, gemm, recomputed
     if planned.stages[-1].last:
         head = planned.vocabulary(planned.stages[-1])
-        yield 1, GemmFlops("head", 2.0 * planned.tokens * head.numel, learns=head.learns), NEVER
+        tokens = planned.local_tokens if planned.objective.scores else planned.tokens
+        yield 1, GemmFlops("head", 2.0 * tokens * head.numel, learns=head.learns), NEVER
 
 
 def layer_gemms(planned: PlannedRank, moe: bool) -> Iterator[GemmFlops]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.data.batches import Batch
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.objective import Objective
+from shardwise.parallel.objective import Microbatch, Objective
 from shardwise.run import Run
 from shardwise.run.objective_config import FACTS
 
@@ -41,6 +41,22 @@ class TrainObjective(Objective):
     @abstractmethod
     def count(self, batch: Batch) -> float:
         """This batch's share of the normaliser, by which the loss of the global batch is divided."""
+
+    def beside(self, batch: Batch) -> Batch | None:
+        """Rows that the network only passes forward, before the step's own."""
+        return None
+
+    def strayed(self, microbatch: Microbatch) -> Tensor:
+        """What is added up of such rows, over all of a step, before the others."""
+        raise NotImplementedError
+
+    def set_strayed(self, total: Tensor) -> None:
+        """What that sum over all ranks is."""
+        raise NotImplementedError
+
+    def shown(self, measured: dict[str, float]) -> dict[str, float]:
+        """What people see of the metrics, each divided by the count."""
+        return measured
 
     def begin(self) -> None:
         """Called before the passes of a step or of an evaluation."""

@@ -3,6 +3,8 @@ no reference."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,8 +14,16 @@ from shardwise.train.objectives.pairs import Answers, PairObjective, margins
 
 def odds_ratio_losses(chosen: Tensor, rejected: Tensor) -> Tensor:
     """-log sigmoid of the log odds ratio (eq. 7), of log-probabilities that are means over tokens (eq. 3)."""
-    log_odds = (chosen - rejected) - (torch.log1p(-torch.exp(chosen)) - torch.log1p(-torch.exp(rejected)))
-    return -F.logsigmoid(log_odds)
+    return -F.logsigmoid((chosen - rejected) - (log1mexp(chosen) - log1mexp(rejected)))
+
+
+def log1mexp(x: Tensor) -> Tensor:
+    """log(1 - exp(x)) of what is below 0, the more exact of two ways (Maechler 2012, eq. 7)."""
+    near = x > -math.log(2)
+    # Each way sees only what it is for, so that neither spoils the other's gradient.
+    return torch.where(
+        near, torch.log(-torch.expm1(torch.where(near, x, -1.0))), torch.log1p(-torch.exp(torch.where(near, -1.0, x)))
+    )
 
 
 class ORPO(PairObjective):

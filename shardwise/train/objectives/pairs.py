@@ -21,9 +21,11 @@ class Answers(NamedTuple):
     """One answer of each pair [rows, pairs]."""
 
     logprob: Tensor
-    """The sum over its learned tokens, as the trained network sees them."""
+    """The sum over its learned tokens, as the trained network sees them; of a reward model the score."""
     tokens: Tensor
     """Their number; 0 where there is no such answer, and so no pair."""
+    reference: Tensor
+    """The log-probability of the reference; 0 where there is none."""
 
     @property
     def mean(self) -> Tensor:
@@ -54,12 +56,16 @@ class PairObjective(TrainObjective):
         targets, slots = microbatch["targets"], microbatch["slots"]
         assert targets is not None
         assert slots is not None
+        reference = microbatch.get("reference")
 
         def make(logprobs: Tensor) -> Tensor:
             counted = (targets != IGNORE_INDEX).to(logprobs.dtype)
-            sums = document_sums(torch.stack((logprobs, counted)), slots, self.mesh.group("context"))
+            logprobs = logprobs * counted  # of scores, those at the ends of documents
+            values = (logprobs, counted) if reference is None else (logprobs, counted, reference)
+            sums = document_sums(torch.stack(values), slots, self.mesh.group("context"))
             sums = sums[..., : sums.shape[-1] // 2 * 2].unflatten(-1, (-1, 2))
-            chosen, rejected = (Answers(*sums[..., side]) for side in range(2))
+            base = sums[2] if reference is not None else torch.zeros_like(sums[0])
+            chosen, rejected = (Answers(sums[0][..., n], sums[1][..., n], base[..., n]) for n in range(2))
             losses, measured = self.terms(chosen, rejected)
             there = (chosen.tokens > 0) & (rejected.tokens > 0)
             self.measure([torch.where(there, each, 0).sum() for each in measured])

@@ -1,0 +1,75 @@
+"""What the two ends of the network and the way between its stages send: the embedding, the head, the loss, the residual stream. A
+part of `traffic.py`."""
+
+from __future__ import annotations
+
+from shardwise.plan.trainer.rank import PlannedParameter, PlannedRank
+from shardwise.plan.trainer.wire import Wire
+from shardwise.run.derive import chunk_bytes, chunk_rows
+
+
+def ends(wire: Wire) -> None:
+    """`tensor.py`: the embedding is scattered forward and gathered backward, the head the other way round; and the loss."""
+    planned, n = wire.planned, wire.planned.run.accumulation
+    numel = planned.local_tokens * planned.run.model.hidden
+    # Rows are looked up in the dtype of the embedding: that of the arithmetic only where gathering has cast it, or it is frozen.
+    learns, backward = not planned.run.adapter.used, 0 if wire.forward_only else n
+    looked_up = planned.width if planned.is_sharded or wire.frozen or not learns else planned.high_width
+    for stage in planned.stages:
+        if stage.first:
+            wire.reduce_scatter("tensor", numel * looked_up, n)
+            wire.all_gather("tensor", numel * looked_up, backward if learns else 0)
+        if stage.last:
+            if planned.objective.scores:  # every rank scores its part of the sequence
+                wire.all_reduce("tensor", planned.tokens * planned.high_width, n)
+            else:
+                _vocabulary(wire, numel * planned.width)
+            _document_sums(wire)
+
+
+def _vocabulary(wire: Wire, shard: int) -> None:
+    """The head's input gathered, its gradient scattered, and what the ranks say of their parts of the vocabulary."""
+    planned, n = wire.planned, wire.planned.run.accumulation
+    backward = 0 if wire.forward_only else n
+    wire.all_gather("tensor", shard, n)
+    wire.reduce_scatter("tensor", shard, backward)
+    if (not planned.run.adapter.used or planned.objective.logprobs) and not planned.chunked:
+        wire.all_gather("tensor", shard, backward)  # once more in the backward pass
+    most = -(-planned.run.model.vocab // planned.size("tensor"))
+    chunks = (
+        1
+        if not planned.chunked
+        else -(-planned.tokens // chunk_rows(planned.tokens, most * planned.width, chunk_bytes(planned.run)))
+    )
+    wire.all_reduce("tensor", 3 * planned.tokens * planned.high_width, n, messages=2 * chunks)
+
+
+def _document_sums(wire: Wire) -> None:
+    """`objective.py`: sums over documents that are cut over the context ranks."""
+    planned = wire.planned
+    sums = planned.objective.sums
+    if wire.forward_only:
+        sums = 0 if wire.frozen else planned.objective.forward_only
+    slots = planned.run.train.microbatch * planned.run.train.seq_len
+    wire.all_reduce("context", sums * slots * planned.high_width, planned.run.accumulation if sums else 0)
+
+
+def pipeline(wire: Wire) -> None:
+    """`pipeline.py`: the residual stream to the next stage and its gradient to the one before, where they are on other ranks; and
+    the sum of a tied embedding's gradients in `gradients.py`."""
+    planned, m, home = wire.planned, wire.planned.run.model, wire.planned.placement
+    residual = planned.local_tokens * m.hidden * planned.width
+    for stage in planned.stages:
+        sides = (stage.number + 1,) if wire.forward_only else (stage.number - 1, stage.number + 1)
+        near = (n for n in sides if 0 <= n < len(home))
+        away = sum(home[n] != home[stage.number] for n in near)
+        wire.send("pipeline", residual, planned.run.accumulation * away)
+    learns = not planned.run.adapter.used and not wire.forward_only
+    if learns and m.tied_embeddings and home[0] != home[-1] and planned.index("pipeline") in (home[0], home[-1]):
+        end = planned.stages[0] if planned.stages[0].first else planned.stages[-1]
+        wire.all_reduce("pipeline", own_numel(planned, planned.vocabulary(end)) * planned.high_width, ranks=2)
+
+
+def own_numel(planned: PlannedRank, parameter: PlannedParameter) -> int:
+    """Elements of a parameter that this rank holds between steps."""
+    return parameter.own_numel(planned.size(parameter.group), planned.index(parameter.group))

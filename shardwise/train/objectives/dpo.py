@@ -1,0 +1,35 @@
+"""DPO (Rafailov et al. 2023): the wanted answer is to gain more over the reference than the unwanted one. With the hinge of SLiC
+(Zhao et al. 2023) or the square of IPO (Azar et al. 2024) in the place of the logistic loss."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.train.objectives.pairs import Answers, PairObjective, margins
+
+
+def dpo_losses(margin: Tensor, kind: str, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """Of the margin between the log-ratios of both answers to the reference: DPO's eq. 7, with smoothing that of Mitchell (2023,
+    eq. 3); the hinge at 1 / beta; IPO's eq. 17, whose log-ratios are means over an answer's tokens."""
+    match kind:
+        case "hinge":
+            return torch.relu(1 - beta * margin)
+        case "ipo":
+            return (margin - 1 / (2 * beta)) ** 2
+        case _:
+            return -F.logsigmoid(beta * margin) * (1 - label_smoothing) - F.logsigmoid(-beta * margin) * label_smoothing
+
+
+class DPO(PairObjective):
+    """Rewards are beta times the log-ratio to the reference."""
+
+    def terms(self, chosen: Answers, rejected: Answers) -> tuple[Tensor, list[Tensor]]:
+        c = self.config
+        ratios = [each.logprob - each.reference for each in (chosen, rejected)]
+        if c.loss == "ipo":
+            ratios = [r / each.tokens.clamp(min=1) for r, each in zip(ratios, (chosen, rejected), strict=True)]
+        good, bad = ratios
+        losses = dpo_losses(good - bad, c.loss, c.beta, c.label_smoothing)
+        return losses, margins(c.beta * good, c.beta * bad)
