@@ -92,10 +92,14 @@ class ModelConfig:
     router_normalize: bool = key(True, "make the weights of a token's chosen experts add up to one")
     router_scale: float = key(1.0, "factor on the routed experts' output", above=0)
     expert_capacity: float = key(
-        0.0,
-        "an expert takes at most this many times its even share of a sequence, the rest is dropped; 0: no limit",
-        least=0,
+        0.0, "an expert takes at most this many times its even share of a sequence, and drops the rest; 0: all", least=0
     )
+    scores: bool = key(False, "the head gives a score of each token instead of logits; objective.kind = reward sets it")
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of the head's matrix."""
+        return 1 if self.scores else self.vocab
 
     scores: bool = key(False, "the head gives a score of each token instead of logits; objective.kind = reward sets it")
 

@@ -107,6 +107,7 @@ FACTS: dict[str, ObjectiveFacts] = {
     "dpo": ObjectiveFacts(logprobs=True, sums=3, reference=1, pairs=True, metrics=PAIRS),
     "kto": ObjectiveFacts(logprobs=True, sums=4, reference=2, forward_only=1, labels=True, metrics=VERDICTS),
     "orpo": ObjectiveFacts(logprobs=True, sums=2, pairs=True, metrics=(*PAIRS, "nll")),
+    "reward": ObjectiveFacts(scores=True, sums=2, pairs=True, metrics=PAIRS),
     "grpo": ObjectiveFacts(logprobs=True, metrics=("kl", "clip_fraction", "mismatch", "mismatch_kl")),
     "reward": ObjectiveFacts(scores=True, sums=2, pairs=True, metrics=PAIRS),
     "simpo": ObjectiveFacts(logprobs=True, sums=2, pairs=True, metrics=PAIRS),

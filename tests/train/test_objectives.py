@@ -321,5 +321,5 @@ def test_sets_without_pairs_or_verdicts_are_refused() -> None:
 
 
 def test_an_objective_that_is_not_there_yet_is_refused() -> None:
-    with pytest.raises(UserError, match="grpo is not there yet"):
-        cases.make_run("dense", {}, objective="grpo")
+    with pytest.raises(UserError, match="distill is not there yet"):
+        cases.make_run("dense", {}, objective="distill")
