@@ -101,13 +101,6 @@ class ModelConfig:
         """Rows of the head's matrix."""
         return 1 if self.scores else self.vocab
 
-    scores: bool = key(False, "the head gives a score of each token instead of logits; objective.kind = reward sets it")
-
-    @property
-    def head_rows(self) -> int:
-        """Rows of the head's matrix."""
-        return 1 if self.scores else self.vocab
-
     @property
     def gated(self) -> bool:
         """Whether a feed-forward layer has a gate beside its first matrix."""

@@ -109,7 +109,6 @@ FACTS: dict[str, ObjectiveFacts] = {
     "orpo": ObjectiveFacts(logprobs=True, sums=2, pairs=True, metrics=(*PAIRS, "nll")),
     "reward": ObjectiveFacts(scores=True, sums=2, pairs=True, metrics=PAIRS),
     "grpo": ObjectiveFacts(logprobs=True, metrics=("kl", "clip_fraction", "mismatch", "mismatch_kl")),
-    "reward": ObjectiveFacts(scores=True, sums=2, pairs=True, metrics=PAIRS),
     "simpo": ObjectiveFacts(logprobs=True, sums=2, pairs=True, metrics=PAIRS),
 }
 """The objectives there are."""
