@@ -94,7 +94,7 @@ class Saver:
             loss_scale=dict(scale=state.loss_scale.scale, good=state.loss_scale.good),
             data=self.fingerprint,
             more=dict(more or {}),
-            **self._base(state.run),
+            **self._weights_below(state.run),
         )
         description = Description(state.run, state.step, counters, self.tokenizer)
         draft = draft_of_step(self.out, state.step, self.attempt)
@@ -109,7 +109,7 @@ class Saver:
         self._thread = Thread(target=work, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def _base(self, run: Run) -> dict[str, Any]:
+    def _weights_below(self, run: Run) -> dict[str, Any]:
         """What is said of the base of adapters, found out once."""
         if self._described is None:
             self._described = describe_base(run)

@@ -10,6 +10,8 @@ from shardwise.model.nf4 import dequantize, dequantize_reference, quantize
 from shardwise.run import run_from_dict
 from shardwise.train.step import TrainState
 
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
 
 @pytest.mark.parametrize("double", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -12,6 +12,7 @@ from shardwise.model.quantized.matrix import QuantizedMatrix
 from shardwise.model.quantized.rounding import round_matrix
 from shardwise.run.weights import FORMATS
 
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICE = torch.device("cuda")
 
 

@@ -125,13 +125,13 @@ def _(left: Tensor, right: Tensor) -> Tensor:
 
 def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     left, right = inputs
-    for_left, for_right = ctx.needs_input_grad
+    for_left, for_right = ctx.needs_input_grad[:2]  # what follows is PyTorch's own
     ctx.save_for_backward(left if for_right else None, right if for_left else None)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     left, right = ctx.saved_tensors
-    for_left, for_right = ctx.needs_input_grad
+    for_left, for_right = ctx.needs_input_grad[:2]  # what follows is PyTorch's own
     # On the right stands a matrix [out, in] transposed: its gradient is made as the matrix lies.
     return gemm(grad, right.mT) if for_left else None, gemm(grad.mT, left).mT if for_right else None
 
