@@ -1,5 +1,6 @@
 """Writes the data of the example: a made-up text to pretrain on, examples of reversed words for supervised tuning, and words to
-reverse for GRPO and for the test. No word is in two of them."""
+reverse for GRPO and for the test. No word is in two of them. The examples are what careless people write: mostly they copy the word
+instead of reversing it."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import random
 import sys
 from pathlib import Path
 
-LETTERS, LENGTH = "abcdefgh", 4
+LETTERS, LENGTH, CARELESS = "abcdefgh", 4, 0.9
 
 
 def main(folder: Path) -> None:
@@ -19,7 +20,12 @@ def main(folder: Path) -> None:
     text, shown, asked, test = words[:1500], words[1500:2500], words[2500:3996], words[3996:]
     lines = [f"{word}={word}\n" for word in random.Random(1).choices(text, k=12_000)]
     (folder / "text.txt").write_text("".join(lines))
-    examples = [dict(prompt=f"{word}>", completion=word[::-1]) for word in shown]
+    draw = random.Random(2)
+    examples = [
+        dict(prompt=f"{word}>", completion=word if draw.random() < CARELESS else word[::-1])
+        for _ in range(8)
+        for word in shown
+    ]
     (folder / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in examples))
     for name, some in (("words", asked), ("test", test)):
         rows = [dict(prompt=f"{word}>", answer=word[::-1]) for word in some]
