@@ -104,7 +104,8 @@ def dequantize(codes: Tensor, absmax: Tensor, scales: Tensor, first: int, stride
     if codes.is_cuda:
         from shardwise.model.kernels.dequantize_nf4 import dequantize_nf4
 
-        return dequantize_nf4(codes, absmax, scales, first, stride, dtype)
+        tables = nf4_values(codes.device), tree_values(codes.device)
+        return dequantize_nf4(codes, absmax, scales, first, stride, dtype, *tables)
     return dequantize_reference(codes, absmax, scales, first, stride, dtype)
 
 

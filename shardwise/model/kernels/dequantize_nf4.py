@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shardwise.model.nf4 import nf4_values, tree_values
 from shardwise.run.adapter_config import NF4_BLOCK, NF4_SCALES
 
 
@@ -36,13 +35,13 @@ def _dequantize(  # type: ignore[no-untyped-def]
 
 
 def dequantize_nf4(
-    codes: Tensor, absmax: Tensor, scales: Tensor, first: int, stride: int, dtype: torch.dtype
-) -> Tensor:
-    """The matrix that a slice of codes stands for."""
+    codes: Tensor, absmax: Tensor, scales: Tensor, first: int, stride: int, dtype: torch.dtype, values: Tensor, tree: Tensor
+) -> Tensor:  # fmt: skip
+    """The matrix that a slice of codes stands for; `values` are those of the codes, `tree` those of the second level."""
     out = torch.empty(codes.shape[0], 2 * codes.shape[1], dtype=dtype, device=codes.device)
     n, double = absmax.numel(), scales.numel() > 0
     _dequantize[(triton.cdiv(n, 64),)](
-        codes, absmax, scales if double else absmax, nf4_values(codes.device), tree_values(codes.device), out, n,
+        codes, absmax, scales if double else absmax, values, tree, out, n,
         absmax.shape[1], first, stride, scales.numel() - 1, DOUBLE=double, SCALES=NF4_SCALES, HALF=NF4_BLOCK // 2, N=64,
         num_warps=4,
     )  # fmt: skip
