@@ -20,13 +20,13 @@ from shardwise.plan.serving.drafting import acceptance_of
 from shardwise.plan.serving.plan import plan_serving
 from shardwise.plan.serving.play import requests_of
 from shardwise.plan.serving.pool import draft_run
+from shardwise.plan.serving.served import ServedLoad
 from shardwise.plan.serving.verdict import LoadVerdict
 from shardwise.run import Run, UserError
 from shardwise.run.load import Asked, prompt_tokens
 from shardwise.run.serve_config import ServeConfig
 from shardwise.schedules.serving.figures import TOO_LONG, Limits, LoadFigures, Made
 from shardwise.schedules.serving.scheduler import Did
-from shardwise.schedules.serving.served import ServedLoad
 from shardwise.serve.engine import Engine, engine_of
 from shardwise.serve.request import Request, Sampling
 from shardwise.serve.runner import Runner

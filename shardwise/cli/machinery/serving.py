@@ -13,8 +13,8 @@ from shardwise.run import AXES, Problem, Run, UserError
 
 if TYPE_CHECKING:
     from shardwise.plan.serving.plan import ServingPlan
+    from shardwise.plan.serving.served import ServedLoad
     from shardwise.plan.serving.verdict import LoadVerdict
-    from shardwise.schedules.serving.served import ServedLoad
 
 SIDES = ("plan", "load")
 

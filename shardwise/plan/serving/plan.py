@@ -20,6 +20,7 @@ from shardwise.plan.serving.drafting import Speculation, tokens_a_step
 from shardwise.plan.serving.engines import FORMATS, OURS
 from shardwise.plan.serving.play import Place, Played, play, requests_of
 from shardwise.plan.serving.pool import ServingMemory, draft_run, host_pages, kv_dtype, serving_memory
+from shardwise.plan.serving.served import ServedLoad
 from shardwise.plan.serving.step_time import StepTime
 from shardwise.run import AXES, Problem, Run, UserError
 from shardwise.run.check import serving_rules
@@ -27,7 +28,6 @@ from shardwise.run.draft import drafts
 from shardwise.run.weights import BYTES, bytes_a_weight
 from shardwise.run.weights import FORMATS as REDUCED
 from shardwise.schedules.serving.figures import LoadFigures
-from shardwise.schedules.serving.served import ServedLoad
 
 STORED = {
     "float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "fp8": "fp8", "int8": "int8", "int4": "int4g32",

@@ -14,9 +14,9 @@ from typing import Any
 
 from shardwise.ledger import Difference
 from shardwise.plan.serving.plan import ServingPlan
+from shardwise.plan.serving.served import TIMES, ServedLoad, compare_loads
 from shardwise.run import UserError
 from shardwise.schedules.serving.figures import SHARES
-from shardwise.schedules.serving.served import TIMES, ServedLoad, compare_loads
 
 TIMED = ("speed", "time")
 
