@@ -113,26 +113,12 @@ class OverTraining:
         return np.stack([*_shares(number, level, random), _exponents(number, random)], 1)
 
     def evaluate(self, theta: Array, x: Array, y: Array, slope: bool = True) -> tuple[Array, list[Array]]:
-        e, a, b, alpha = (theta[:, at : at + 1] for at in range(4))
-        value, of_e, of_a, of_b = _sum_of_three(
-            np.broadcast_to(e, (len(theta), x.shape[-1])), a - alpha * x, b - alpha * y
-        )
-        return value, [of_e, of_a, of_b, -x * of_a - y * of_b] if slope else []
+        value, slopes = Chinchilla().evaluate(np.concatenate([theta, theta[:, 3:]], 1), x, y, slope)
+        return value, [*slopes[:3], slopes[3] + slopes[4]] if slope else []
 
     def coefficients(self, theta: Sequence[float], x0: float, y0: float) -> dict[str, float]:
-        e, a, b, alpha = theta
-        large, data = math.exp(a + alpha * x0), math.exp(b + alpha * y0)
-        eta = float(alpha) / 2
-        return dict(
-            E=math.exp(e),
-            A=large,
-            B=data,
-            alpha=float(alpha),
-            beta=float(alpha),
-            a=large * 6**eta,
-            b=data * 6**eta,
-            eta=eta,
-        )
+        found, eta = Chinchilla().coefficients([*theta, theta[3]], x0, y0), float(theta[3]) / 2
+        return found | dict(a=found["A"] * 6**eta, b=found["B"] * 6**eta, eta=eta)
 
 
 @dataclass(frozen=True)
