@@ -23,10 +23,10 @@ demo-tune: $(VENV)/.train     ## teach a tiny model to reverse words: pretrained
 	$(BIN)/shardwise train examples/reverse/grpo.toml --out runs/reverse/grpo
 	$(BIN)/shardwise eval runs/reverse/grpo --tasks runs/reverse/data/test.jsonl --max-tokens 5
 
-test: $(VENV)/.dev            ## everything CI runs: the small tier, under eight minutes on two cores with installation
+test: $(VENV)/.dev            ## everything CI runs: the small tier, with installation
 	$(MAKE) --no-print-directory -j2 lint unit
 
-test-all: $(VENV)/.dev        ## both tiers, under forty minutes on two cores
+test-all: $(VENV)/.dev        ## both tiers
 	$(MAKE) --no-print-directory -j2 lint unit TIERS=--large
 
 lint: $(VENV)/.dev            ## style and types
