@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 def check_served(run: Run) -> None:
     """Raise what a run asks for that no engine does."""
     problems = []
+    if run.model.scores:
+        problems.append(Problem("is a reward model, which gives a score and no tokens", "model.scores"))
     if run.serve.invariant and run.serve.weights not in ("auto", run.train.dtype):
         reason = "goes with weights as they were trained: their bits would not be those of training; use auto"
         problems.append(Problem(reason, "serve.weights"))

@@ -143,6 +143,9 @@ def to_hf(
     source, out = checkpoint_folder(checkpoint), Path(out_dir)
     check_free(out)
     config = read_run(source / RUN_FILE).model
+    if config.scores:
+        reason = "is a reward model, and only language models are written as Hugging Face folders"
+        raise UserError(Problem(reason, where=str(source)))
     architecture, values = config_from_model(config, str(source / RUN_FILE))
     shapes = state_shapes(config)
     if is_adapter(source) != merge:
