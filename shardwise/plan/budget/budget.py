@@ -86,7 +86,7 @@ def find_budget(wanted: Wanted, loss: Loss, tell: Callable[[str], None] = lambda
     problems: list[str] = []
     for factor in SPREAD:
         shape = shape_of(by_law.params * factor, wanted.vocab)
-        tell(f"planning {by_law.params * factor:.3g} parameters on {devices} {wanted.chip}")
+        tell(f"planning {by_law.params * factor / 1e9:.3g} billion parameters on {devices} {wanted.chip}")
         try:
             choice = _choice(wanted, shape, by_law.tokens / factor, devices, chip.devices_per_node, loss, hours)
         except UserError as e:
