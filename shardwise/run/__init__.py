@@ -2,7 +2,8 @@
 
 from shardwise.run.adapter_config import AdapterConfig
 from shardwise.run.axes import AXES, RANK_AXES
-from shardwise.run.config import ClusterConfig, DataConfig, LayoutConfig, ModelConfig, Run, TrainConfig
+from shardwise.run.config import ClusterConfig, DataConfig, ModelConfig, Run, TrainConfig
+from shardwise.run.layout_config import LayoutConfig
 from shardwise.run.presets import PRESETS
 from shardwise.run.problems import Problem, UserError, counted
 from shardwise.run.read import PlannedRun, read_planned, read_run, read_served, run_from_dict

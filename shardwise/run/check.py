@@ -14,10 +14,11 @@ from itertools import chain
 
 from shardwise.run.adapter_rules import adapter_layout_rules, adapter_rules
 from shardwise.run.axes import RANK_AXES
-from shardwise.run.config import LayoutConfig, Run
+from shardwise.run.config import Run
 from shardwise.run.derive import REPEATS_PARTS, must_launch, splits_backward, tunes_gemms
 from shardwise.run.draft import speculation_rules
 from shardwise.run.grpo_rules import grpo_rules
+from shardwise.run.layout_config import LayoutConfig
 from shardwise.run.objective_config import FACTS
 from shardwise.run.problems import counted, nearest
 from shardwise.run.rule import Broken, Rule

@@ -1,6 +1,6 @@
-"""What a job is: typed sections and a name. Every key is declared once, here, in `serve_config.py` or in `adapter_config.py`, with
-its type, default, limits and meaning; `shardwise config --schema` prints these declarations, and the reader checks a user's file
-against them.
+"""What a job is: typed sections and a name. Every key is declared once, here or in a file of its section (`layout_config.py`,
+`adapter_config.py`, `serve_config.py`), with its type, default, limits and meaning; `shardwise config --schema` prints these
+declarations, and the reader checks a user's file against them.
 
 A 0 that means "derived" is filled in by `shardwise.run.derive`, so a resolved run holds no such 0.
 """
@@ -8,12 +8,11 @@ A 0 that means "derived" is filled in by `shardwise.run.derive`, so a resolved r
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import prod
 from typing import Literal
 
 from shardwise.run.adapter_config import AdapterConfig
-from shardwise.run.axes import LOOPED, RANK_AXES, V_SHAPED
 from shardwise.run.declare import Key, declared, key
+from shardwise.run.layout_config import LayoutConfig
 from shardwise.run.objective_config import ObjectiveConfig
 from shardwise.run.serve_config import ServeConfig
 
@@ -119,70 +118,6 @@ class ModelConfig:
     def is_moe(self, layer: int) -> bool:
         """Whether a layer is an MoE layer."""
         return bool(self.experts) and layer >= self.dense_layers
-
-
-@dataclass(frozen=True)
-class LayoutConfig:
-    """How the run is spread over ranks. World size = replicate x shard x context x tensor x pipeline."""
-
-    replicate: int = key(1, "data-parallel replicas that hold everything (DDP)", least=1)
-    shard: int = key(1, "data-parallel ranks that parameters, gradients and optimizer are sharded over (ZeRO)", least=1)
-    context: int = key(1, "ranks a sequence is cut over", least=1)
-    tensor: int = key(1, "ranks each matrix is cut over", least=1)
-    pipeline: int = key(1, "stages the layers are cut into", least=1)
-    expert: int = key(
-        1,
-        "ranks the experts are spread over; regroups shard x context (of a server tensor too), adds no ranks",
-        least=1,
-    )
-    zero: Literal[1, 2, 3] = key(
-        3, "what is sharded over shard x context ranks: 1 optimizer, 2 and gradients, 3 and parameters"
-    )
-    prefetch: int = key(1, "ZeRO: layers whose parameters are gathered ahead of their use", least=1)
-    offload: bool = key(False, "ZeRO: keep parameters, gradients and optimizer in the CPU's memory; GPUs only")
-    context_method: Literal["ring", "ulysses", "gather"] = key(
-        "ring", "how attention sees the other ranks' part of a sequence"
-    )
-    async_tensor: bool = key(False, "overlap tensor collectives with the GEMMs beside them, in chunks")
-    expert_tensor: bool = key(False, "cut each expert's width over the tensor ranks too")
-    schedule: Literal["gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v", "dualpipe-v"] = key(
-        "1f1b", "order of the pipeline's microbatches"
-    )
-    chunks: int = key(2, "interleaved, breadth-first: stages on each pipeline rank (the V-shaped ones have 2)", least=1)
-    stages: tuple[int, ...] = key(
-        (), "layers of each pipeline stage; the first and last may have 0. Empty: balanced by their work"
-    )
-    recompute: Literal["none", "attention", "full", "operations", "budget"] = key(
-        "none", "what is recomputed in the backward pass instead of saved (activation checkpointing)"
-    )
-    recompute_every: int = key(1, "attention, full, operations: every how many layers", least=1)
-    recompute_operations: tuple[str, ...] = key(
-        (), 'operations: parts of a layer to recompute, of "attention", "norm", "ffn"'
-    )
-    recompute_budget: float = key(0.0, "budget: GiB of saved activations a microbatch may keep on a rank", least=0)
-
-    auto: bool = key(
-        False,
-        'search for the best layout on the cluster\'s devices; `layout = "auto"` says the same, nothing else fixed',
-    )
-    fixed: tuple[str, ...] = key((), "auto: keys of this section that the search leaves alone; empty: those given")
-
-    @property
-    def world(self) -> int:
-        """Ranks in all."""
-        return prod(getattr(self, axis) for axis in RANK_AXES)
-
-    @property
-    def stages_per_rank(self) -> int:
-        """Pipeline stages each rank holds."""
-        if self.schedule in LOOPED:
-            return self.chunks
-        return 1 + (self.pipeline > 1) if self.schedule in V_SHAPED else 1
-
-    @property
-    def data_ranks(self) -> int:
-        """Ranks that see different samples."""
-        return self.replicate * self.shard
 
 
 @dataclass(frozen=True)

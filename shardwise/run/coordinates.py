@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.run.config import LayoutConfig
+from shardwise.run.layout_config import LayoutConfig
 
 GROUPS = ("pipeline", "replicate", "shard", "context", "tensor", "zero", "expert_shard", "expert", "sequence", "world")
 

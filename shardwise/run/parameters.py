@@ -13,7 +13,8 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from shardwise.run.adapter_config import NF4_BLOCK, NF4_SCALES, NO_ADAPTER, AdapterConfig
-from shardwise.run.config import LayoutConfig, ModelConfig
+from shardwise.run.config import ModelConfig
+from shardwise.run.layout_config import LayoutConfig
 
 Owner = Literal["embedding", "attention", "ffn", "router", "experts", "shared_experts", "norm", "head"]
 Init = Literal["normal", "residual", "ones", "zeros", "adapter", "magnitude"]

@@ -14,9 +14,10 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from shardwise.run.axes import AXES
 from shardwise.run.check import broken_rules
-from shardwise.run.config import SECTIONS, LayoutConfig, Run, all_keys
+from shardwise.run.config import SECTIONS, Run, all_keys
 from shardwise.run.declare import Key
 from shardwise.run.derive import derive
+from shardwise.run.layout_config import LayoutConfig
 from shardwise.run.presets import PRESETS, pretraining
 from shardwise.run.problems import Problem, UserError, nearest
 from shardwise.run.rule import Broken

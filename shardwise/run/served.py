@@ -12,8 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardwise.run.config import LayoutConfig, ModelConfig
+from shardwise.run.config import ModelConfig
 from shardwise.run.coordinates import RankCoordinates
+from shardwise.run.layout_config import LayoutConfig
 from shardwise.run.parameters import Parameter, shard_bounds, shard_length
 
 
