@@ -248,7 +248,7 @@ class Engine:
         tokens = launched.read()
         if launched.logits is not None:
             self._read_prompts(under_way)
-        asked = [self.runner.sampler.sampling[slot].logprobs for slot in launched.slots]
+        asked = [most for n in under_way.order for most in self._asked(step.chunks[n])]
         logprobs: list[Logprob | None] = [None] * len(tokens)
         picked = launched.picked
         if picked is not None and picked.logprobs is not None and picked.top is not None:
@@ -266,6 +266,12 @@ class Engine:
         for n in sampling:
             if alive[n]:
                 self._tell(step.chunks[n].sequence, accepted[n], logprobs[found[n]][: len(accepted[n])])
+
+    def _asked(self, chunk: Chunk) -> list[int | None]:
+        """How many logprobs the client wants of each token picked. Not to be read from the slot: its sequence may have been
+        preempted since, and another be there."""
+        answer = self.by_sequence.get(chunk.sequence)
+        return [None if answer is None else answer.request.sampling.logprobs] * chunk.samples
 
     def _accepted(self, chunk: Chunk, picked: list[int]) -> list[int]:
         """Of tokens picked after drafts: as many as follow from drafts that were right, and one more."""

@@ -143,6 +143,8 @@ class Runner:
         self.pool: Any = None
         self.graphs: dict[tuple[int, bool], Recorded] = {}
         """By rows, and by whether some are of one sequence."""
+        self.tiles: dict[int, dict[int, Tensor]] = {}
+        """By rows: what recorded kernels run over, which has to live as long as they do."""
 
     def set_pages(self, changes: Sequence[tuple[int, int, int]]) -> None:
         """(slot, index, page): pages that sequences use from now on."""
@@ -352,7 +354,16 @@ class Runner:
             if self.model.first:
                 x = torch.where(known == PICKED, self.sampler.last[slots.long()], known)
             batch = PagedBatch(
-                self.table, slots, starts, bounds, size, (), self.longest, starts, tiles=tiles, shared=shared
+                self.table,
+                slots,
+                starts,
+                bounds,
+                size,
+                (),
+                self.longest,
+                starts,
+                tiles=self.tiles.setdefault(size, {}),
+                shared=shared,
             )
             self.cache.begin(batch)
             made = self.model(x[None], starts[None], cache=self.cache, finish=lambda x, w: self._logits(x[0], w)).result
@@ -360,7 +371,6 @@ class Runner:
                 return made[0], slots
             return made, self.sampler.pick_plain(made, slots, starts, ahead=1)
 
-        tiles: dict[int, Tensor] = {}
         self.graphs[size, shared] = self.capture(compute, inputs, hidden)
 
     def capture(self, compute: Callable[[], tuple[Tensor, Tensor]], inputs: Tensor, hidden: Tensor) -> Recorded:

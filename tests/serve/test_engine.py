@@ -26,6 +26,12 @@ def test_drawn_schedules_answer_as_the_uncached_model(part: int, request: pytest
     assert sum(check_schedule(f"{seed} {part} {number}").stats.prefix_hits for number in range(SCHEDULES // 5))
 
 
+@pytest.mark.parametrize("number", [686, 3456, 5446])
+def test_logprobs_of_a_step_are_those_its_own_requests_asked_for(number: int) -> None:
+    """In these a sequence is preempted while its token is under way, and its slot is given to a request without logprobs."""
+    assert check_schedule(f"schedules 1 {number}").stats.preemptions
+
+
 @pytest.mark.large("ten thousand drawn schedules")
 @pytest.mark.parametrize("part", range(100))
 def test_ten_thousand_drawn_schedules(part: int, request: pytest.FixtureRequest) -> None:
