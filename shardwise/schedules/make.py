@@ -13,6 +13,7 @@ from shardwise.schedules.actions import Schedule
 from shardwise.schedules.all_forward_all_backward import breadth_first, gpipe
 from shardwise.schedules.one_forward_one_backward import interleaved, one_forward_one_backward
 from shardwise.schedules.split_backward import dualpipe_v, zb_h1, zb_v
+from shardwise.schedules.zero_bubble_2p import zb_2p
 
 
 class _Family(NamedTuple):
@@ -28,6 +29,7 @@ _FAMILIES: dict[str, _Family] = {
     "interleaved": _Family(interleaved, 2, any_chunks=True),
     "breadth-first": _Family(breadth_first, 2, any_chunks=True),
     "zb-h1": _Family(lambda ranks, microbatches, _: zb_h1(ranks, microbatches), 1),
+    "zb-2p": _Family(lambda ranks, microbatches, _: zb_2p(ranks, microbatches), 1),
     "zb-v": _Family(lambda ranks, microbatches, _: zb_v(ranks, microbatches), 2),
     "dualpipe-v": _Family(lambda ranks, microbatches, _: dualpipe_v(ranks, microbatches), 2),
 }

@@ -21,9 +21,9 @@ from shardwise.run.check import broken_rules
 from shardwise.run.derive import compiles, planned_on_gpu
 
 AXES = ("replicate", "shard", "context", "tensor", "pipeline")
-SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "gpipe", "breadth-first")
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v", "dualpipe-v", "gpipe", "breadth-first")
 LOOPED = ("interleaved", "breadth-first")
-DEFERRING = ("zb-h1", "zb-v", "dualpipe-v")
+DEFERRING = ("zb-h1", "zb-2p", "zb-v", "dualpipe-v")
 FEW, MANY = 40, 400
 """The layouts that a drawn job has, at least and, if not said otherwise, at most."""
 
@@ -150,7 +150,7 @@ def _drawn(rng: random.Random) -> Run:
     usual: dict[str, list[Any]] = dict(
         replicate=[1, 2], shard=[1, 2, 4], context=[1, 1, 2], tensor=[1, 1, 2], pipeline=[1, 2, 4], zero=[1, 2, 3],
         recompute=["none", "full", "attention"], context_method=["ring", "ulysses", "gather"], async_tensor=[False, True],
-        schedule=["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "gpipe", "breadth-first"],
+        schedule=["1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v", "dualpipe-v", "gpipe", "breadth-first"],
     )  # fmt: skip
     names = rng.sample(sorted(usual), rng.choice((0, 1, 2, 3, 4)))
     layout = dict(auto=True) | {name: rng.choice(usual[name]) for name in names}

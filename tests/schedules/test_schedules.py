@@ -132,6 +132,25 @@ def test_zb_h1_keeps_the_memory_of_1f1b_and_fills_its_bubble_with_weights(
     assert report.high_water_input == tuple(ranks - rank for rank in range(ranks))
 
 
+@pytest.mark.parametrize(
+    ("forward", "grad_input", "grad_weight"), [(1, 1, 1), (3, 4, 2), (4, 3, 3), (4, 5, 3), (2, 3, 2)]
+)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("more", [-1, 0, 1, 7])
+def test_zb_2p_never_waits_with_twice_the_memory_of_1f1b(
+    ranks: int, more: int, forward: int, grad_input: int, grad_weight: int
+) -> None:
+    schedule = make_schedule("zb-2p", ranks, 2 * ranks + more)
+    timing = time(schedule, Cost.even(ranks, forward, grad_input, grad_weight))
+    # The paper's table 2: waiting, and what stage i = r + 1 holds, (2p - 2i + 1) M_B + (2i - 2) M_W.
+    waits = (ranks - 1) * (forward + grad_input - 2 * grad_weight)
+    assert max(timing.idle) == waits
+    assert set(timing.bubble) == {max(waits, (ranks - 1) * forward)}
+    report = check(schedule)
+    assert report.high_water == (2 * ranks - 1,) * ranks
+    assert report.high_water_input == tuple(2 * (ranks - rank) - 1 for rank in range(ranks))
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("more", [-1, 0, 1, 7])
 def test_zb_v_never_waits_within_the_memory_of_1f1b(ranks: int, more: int) -> None:
@@ -227,7 +246,7 @@ def test_names_and_stages_agree_with_what_is_made() -> None:
         schedule = make_schedule(name, 3, 4)
         assert legal(name, 3, 4) == legal(name, 3, 4, schedule.stages // 3) == []
         assert schedule.name == name
-        assert schedule.stages == 3 * (1 if name in ("gpipe", "1f1b", "zb-h1") else 2)
+        assert schedule.stages == 3 * (1 if name in ("gpipe", "1f1b", "zb-h1", "zb-2p") else 2)
         assert schedule.stages_of(0)[0] == 0
         kinds = {action.kind for rank in schedule.ranks for action in rank}
         assert ("I" in kinds) == (name in SPLIT_BACKWARD)

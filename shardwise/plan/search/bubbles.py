@@ -83,6 +83,15 @@ def _zb_h1(pace: Pace, m: Number) -> tuple[Number, Number]:
     return bubble, way * pace.hop + np.maximum(m - p, 0) * late
 
 
+def _zb_2p(pace: Pace, m: Number) -> tuple[Number, Number]:
+    """(P - 1)(F + I - 2W) that a rank waits, or (P - 1) F by which the last one begins and ends later; few fill less of it."""
+    p, f, i, w = pace.ranks, pace.forward, pace.backward_input, pace.backward_weight
+    filled = np.minimum(m - 1, 2 * (p - 1))
+    bubble = np.maximum((p - 1) * (f + i) - filled * w, (p - 1) * f)
+    way = 2 * (p - 1) + 2 * np.clip(m - 2, 0, p - 1)
+    return bubble, way * pace.hop
+
+
 def _zb_v(pace: Pace, m: Number) -> tuple[Number, Number]:
     """(P - 1) F where the passes are alike. Otherwise the longer of F and I, or what I has over W, twice."""
     p, f, i, w = pace.ranks, pace.forward, pace.backward_input, pace.backward_weight
@@ -105,6 +114,7 @@ _BUBBLES = {
     "interleaved": _looped,
     "breadth-first": _breadth_first,
     "zb-h1": _zb_h1,
+    "zb-2p": _zb_2p,
     "zb-v": _zb_v,
     "dualpipe-v": _dualpipe_v,
 }
@@ -125,5 +135,12 @@ def in_flight(schedule: str, ranks: int, chunks: int, rank: int, microbatches: N
         return np.minimum((2 * (p - rank - 1) + (v - 1) * group + 1) / v, m)
     if schedule == "zb-h1":
         return np.minimum(m, p)
+    if schedule == "zb-2p":
+        return np.minimum(m, 2 * p - 1)
     most = 2 * p + (schedule == "dualpipe-v")
     return np.minimum(np.minimum(2 * m, most), m + rank + 1) / 2
+
+
+def before_input(schedule: str, ranks: int, rank: int, microbatches: Number) -> Number:
+    """Of those, with one stage a rank, how many have their backward for the input still to come."""
+    return np.minimum(microbatches, 2 * (ranks - rank) - 1 if schedule == "zb-2p" else ranks - rank)

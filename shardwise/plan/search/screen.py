@@ -19,7 +19,7 @@ from shardwise.plan.cost.constants import constants_of
 from shardwise.plan.cost.job import GIB, Job, job_of
 from shardwise.plan.cost.memory import standing_casts
 from shardwise.plan.cost.passes import Passes
-from shardwise.plan.search.bubbles import Pace, in_flight, makespan
+from shardwise.plan.search.bubbles import Pace, before_input, in_flight, makespan
 from shardwise.plan.search.space import Sizes, choices, legal, plain, schedules, sizes, with_choices
 from shardwise.plan.search.tables import LayerTable, ParameterTable, Rows, StageSplit, rows_of, split_key, stage_split
 from shardwise.plan.time.step import DataSeconds, slowdown, tail_seconds, update_seconds, with_zero
@@ -348,8 +348,8 @@ class Group:
         chunks = len(split.stages) // self.pipeline
         ranks = split.latest if schedule in V_SHAPED else split.earliest
         flying = np.array([in_flight(schedule, self.pipeline, chunks, rank, at.microbatches) for rank in ranks])
-        if schedule == "zb-h1":  # of microbatches that wait for the gradients of the weights alone, only a part is held
-            whole = np.array([np.minimum(at.microbatches, self.pipeline - rank) for rank in ranks])
+        if schedule in ("zb-h1", "zb-2p"):  # of microbatches that wait for weight gradients alone, only a part is held
+            whole = np.array([before_input(schedule, self.pipeline, rank, at.microbatches) for rank in ranks])
             flying = whole + DEFERRED * (flying - whole)
         deferred = (schedule in SPLIT_BACKWARD) & (
             (self.pipeline > 1) | (schedule != "dualpipe-v") | (at.microbatches > 1)

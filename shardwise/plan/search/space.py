@@ -22,7 +22,7 @@ from shardwise.run.rule import Rule
 
 Array = Any  # of whole numbers, one entry a layout
 
-SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v", "gpipe", "breadth-first")
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v", "dualpipe-v", "gpipe", "breadth-first")
 RECOMPUTE = ("none", "attention", "full")
 METHODS = ("ring", "ulysses", "gather")
 SOME_CHUNKS = 8
