@@ -9,6 +9,7 @@ About a minute on an H200, most of it the kernels' compilation.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import tempfile
@@ -54,6 +55,12 @@ def write_task(folder: Path) -> None:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "rewards.py").write_text("def parity(prompt, completion, row):\n    return len(completion) % 2\n")
     shardwise(["data", "build", "--chat", str(folder / "rows.jsonl"), "--out", str(folder / "set"), "--json"])
+
+
+def free_memory() -> None:
+    """Give back what is no longer used: the next engine takes all that is left."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def engine_alone(run: Run, source: GrpoSource, logprobs: int | None) -> float:
@@ -113,11 +120,12 @@ def main() -> None:
         write_task(folder)
         run = make_run(folder, args.preset, args.answers, args.tokens, False)
         found: dict[str, Any] = {"engine_alone": engine_alone(run, GrpoSource(run), None)}
+        free_memory()
         found["engine_alone_with_logprobs"] = engine_alone(run, GrpoSource(run), 0)
-        torch.cuda.empty_cache()
+        free_memory()
         found |= rollouts(run, 3)
         found["share"] = found["rollout_tokens_per_s"] / found["engine_alone"]
-        torch.cuda.empty_cache()
+        free_memory()
         exact = rollouts(make_run(folder, args.preset, min(args.answers, 32), min(args.tokens, 64), True), 2)
         found["invariant_mismatch"] = exact["mismatch"]
     print(json.dumps(found, indent=1))

@@ -143,8 +143,8 @@ class Runner:
         self.pool: Any = None
         self.graphs: dict[tuple[int, bool], Recorded] = {}
         """By rows, and by whether some are of one sequence."""
-        self.tiles: dict[int, dict[int, Tensor]] = {}
-        """By rows: what recorded kernels run over, which has to live as long as they do."""
+        self.read_by_graphs: list[Tensor] = []
+        """What recorded kernels read beside their inputs: has to live as long as they do."""
 
     def set_pages(self, changes: Sequence[tuple[int, int, int]]) -> None:
         """(slot, index, page): pages that sequences use from now on."""
@@ -354,16 +354,7 @@ class Runner:
             if self.model.first:
                 x = torch.where(known == PICKED, self.sampler.last[slots.long()], known)
             batch = PagedBatch(
-                self.table,
-                slots,
-                starts,
-                bounds,
-                size,
-                (),
-                self.longest,
-                starts,
-                tiles=self.tiles.setdefault(size, {}),
-                shared=shared,
+                self.table, slots, starts, bounds, size, (), self.longest, starts, tiles=tiles, shared=shared
             )
             self.cache.begin(batch)
             made = self.model(x[None], starts[None], cache=self.cache, finish=lambda x, w: self._logits(x[0], w)).result
@@ -371,7 +362,9 @@ class Runner:
                 return made[0], slots
             return made, self.sampler.pick_plain(made, slots, starts, ahead=1)
 
+        tiles: dict[int, Tensor] = {}
         self.graphs[size, shared] = self.capture(compute, inputs, hidden)
+        self.read_by_graphs += [bounds, *tiles.values()]
 
     def capture(self, compute: Callable[[], tuple[Tensor, Tensor]], inputs: Tensor, hidden: Tensor) -> Recorded:
         """Record what is computed of these inputs."""
