@@ -22,6 +22,7 @@ FLOORS: list[list[str]] = [
     ["tune", "launch", "evaluate"],
     ["measure"],
     ["cli"],
+    ["api"],
     ["__main__"],
 ]
 """From the ground up, as the map in CONTRIBUTING; folders that do not exist yet may stand here."""

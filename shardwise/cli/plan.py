@@ -91,20 +91,25 @@ def _execute(args: argparse.Namespace) -> int:
 
         write_chrome_trace({"plan: pipeline rank": timeline(best.job)}, args.trace)
     if args.html:
-        write_file(args.html, _page(best, found, left_open).encode())
+        write_file(args.html, plan_page(best, found, left_open).encode())
     if args.pick:
         _write_run(best, args)
     elif args.json:
-        fits = {} if best.fits else {"next_change": _makes_it_fit(best)}
-        rollouts = _rollouts(best)
-        added = {} if rollouts is None else {"rollouts": rollouts.as_dict()}
-        print(json.dumps((found or best).as_dict() | fits | added | {"not_set": planned.left_open}))
+        print(json.dumps(plan_json(best, found, planned.left_open)))
     else:
         _print(best, found, left_open)
     if not args.json:
         for path in filter(None, (args.html, args.trace, args.out)):
             print(f"wrote {path}", file=sys.stderr)
     return 0 if best.fits else 1
+
+
+def plan_json(best: Plan, found: SearchResult | None, not_set: dict[str, Any]) -> dict[str, Any]:
+    """What `--json` prints; names are stable."""
+    fits = {} if best.fits else {"next_change": _makes_it_fit(best)}
+    rollouts = _rollouts(best)
+    added = {} if rollouts is None else {"rollouts": rollouts.as_dict()}
+    return (found or best).as_dict() | fits | added | {"not_set": not_set}
 
 
 def _row(found: SearchResult, number: int) -> Plan:
@@ -215,7 +220,7 @@ def _columns(*, several: bool) -> list[Any]:
     return columns
 
 
-def _rows(plans: list[Plan], changes: list[str] | None = None) -> list[dict[str, Any]]:
+def ranking_rows(plans: list[Plan], changes: list[str] | None = None) -> list[dict[str, Any]]:
     return [
         dict(
             devices=plan.run.layout.world,
@@ -257,11 +262,12 @@ LETTERS = (
 )
 
 
-def _several(found: SearchResult) -> bool:
-    return len({plan.run.layout.world for plan in found.ranking}) + len(found.without) > 1
+def ranking_columns(found: SearchResult) -> list[Any]:
+    """The columns of a ranking; the number of devices is one where several were compared."""
+    return _columns(several=len({plan.run.layout.world for plan in found.ranking}) + len(found.without) > 1)
 
 
-def _all_figures(best: Plan, found: SearchResult | None) -> list[tuple[str, str, str]]:
+def all_figures(best: Plan, found: SearchResult | None) -> list[tuple[str, str, str]]:
     """The figures of a plan, and its next change: what would bring the best of a search most, or make a given layout fit."""
     if found is not None:
         change = found.next_changes[next((n for n, plan in enumerate(found.ranking) if plan is best), 0)]
@@ -304,12 +310,12 @@ def _print(best: Plan, found: SearchResult | None, left_open: str) -> None:
         console.print(terminal.safe(left_open, "yellow"), end="\n\n")
     if found is not None:
         console.print(f"{counted(found.searched, 'layout')} considered, {found.simulated:,} simulated\n", style="dim")
-        columns = _columns(several=_several(found))
-        console.print(terminal.ranking_table(_rows(found.ranking, found.next_changes), columns))
+        columns = ranking_columns(found)
+        console.print(terminal.ranking_table(ranking_rows(found.ranking, found.next_changes), columns))
         for reason in found.without.values():
             console.print(f"\n{reason}", style="yellow")
         console.print(f"\n{LETTERS}; the best one in detail:\n", style="dim")
-    console.print(terminal.key_figures(_all_figures(best, found)))
+    console.print(terminal.key_figures(all_figures(best, found)))
     for part in (
         terminal.memory_bars(best.account.memory),
         terminal.breakdown_bar(best.account),
@@ -323,18 +329,18 @@ def _print(best: Plan, found: SearchResult | None, left_open: str) -> None:
         console.print(terminal.notes(best.notes))
 
 
-def _page(best: Plan, found: SearchResult | None, left_open: str) -> str:
+def plan_page(best: Plan, found: SearchResult | None, left_open: str) -> str:
     from shardwise.plan.time.timeline import timeline
     from shardwise.report import html
 
-    sections = [html.key_figures(_all_figures(best, found))]
+    sections = [html.key_figures(all_figures(best, found))]
     if found is not None:
-        rows = _rows(found.ranking, found.next_changes)
-        columns = _columns(several=_several(found))
+        rows = ranking_rows(found.ranking, found.next_changes)
+        columns = ranking_columns(found)
         sections.append(html.ranking_table(rows, columns, "Layouts"))
         if found.without:
             sections.append(html.notes(list(found.without.values())))
-        points = _rows(found.pareto)
+        points = ranking_rows(found.pareto)
         by = {column.key: column for column in _columns(several=True)}
         sections.append(html.scatter(points, by["memory"], by["step_seconds"], by["devices"], by["layout"]))
     sections += [

@@ -4,3 +4,9 @@ Rooms from the ground up, each importing only those below it: `cost` (operations
 does, to the byte), `time` (the step and the job), `plan.py` (one run's plan), and on it `search` (the best layouts), `serving` and
 `published` (measured rows, predicted).
 """
+
+import sys
+
+from shardwise import VerbFolder
+
+sys.modules[__name__] = VerbFolder(globals())

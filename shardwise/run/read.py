@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -34,9 +34,11 @@ class _Given(dict[str, tuple[Any, str]]):
 
 
 Rule = Callable[[Run], Iterable[Broken]]
+Override = str | Mapping[str, Any]
+"""What is laid over a file: `section.key=value` of a command line, or nested sections as a program has them."""
 
 
-def read_run(path: str | Path | None = None, overrides: Iterable[str] = (), rules: Iterable[Rule] = ()) -> Run:
+def read_run(path: str | Path | None = None, overrides: Iterable[Override] = (), rules: Iterable[Rule] = ()) -> Run:
     """The run of a TOML file (or of the defaults alone), with `section.key=value` overrides laid over it. `layout=auto`
     there leaves nothing of the file's layout. `rules` are the caller's own, reported with all the others."""
     problems: list[Problem] = []
@@ -47,7 +49,7 @@ SERVED_ELSEWHERE = ("layout.", "cluster.nodes", "cluster.devices_per_node", "clu
 """Keys of a trained run that say nothing of where it is served."""
 
 
-def read_served(path: str | Path | None, overrides: Iterable[str] = ()) -> Run:
+def read_served(path: str | Path | None, overrides: Iterable[Override] = ()) -> Run:
     """The run of a checkpoint that is served. It stands on one device unless the overrides say otherwise, whatever it was trained
     on; of the layout, axes and `stages` count, since a forward pass has nothing else to lay out."""
     problems: list[Problem] = []
@@ -80,7 +82,7 @@ class PlannedRun(NamedTuple):
 
 
 def read_planned(
-    path: str | Path | None = None, overrides: Iterable[str] = (), rules: Iterable[Rule] = ()
+    path: str | Path | None = None, overrides: Iterable[Override] = (), rules: Iterable[Rule] = ()
 ) -> PlannedRun:
     """The run for a plan, which is asked about the published model where a run names one and says nothing of precision and batch:
     these are then what it was pretrained with. Training has small defaults instead, which suit any machine."""
@@ -99,18 +101,26 @@ def read_planned(
     return PlannedRun(run, {name: getattr(run.train, name.partition(".")[2]) for name in left}, source)
 
 
-def _all_given(path: str | Path | None, overrides: Iterable[str], problems: list[Problem]) -> _Given:
+def _all_given(path: str | Path | None, overrides: Iterable[Override], problems: list[Problem]) -> _Given:
     given = _Given()
     overrides = list(overrides)
     if path is not None:
         given.update(_from_file(Path(path), problems))
         given.setdefault("name", (Path(path).stem, str(path)))
-        if any(item.removeprefix("--") == FREE for item in overrides):
+        if any(_frees(item) for item in overrides):
             given = _Given({name: value for name, value in given.items() if not name.startswith("layout.")})
         _find_chip_file(given, Path(path).parent)
     given.update(_from_overrides(overrides, problems))
     _find_chip_file(given, Path.cwd())
     return given
+
+
+def _frees(override: Override) -> bool:
+    """Whether an override leaves the whole layout open."""
+    if isinstance(override, str):
+        return override.removeprefix("--") == FREE
+    layout = override.get("layout")
+    return layout == "auto" or (isinstance(layout, Mapping) and layout.get("auto") is True)
 
 
 def _find_chip_file(given: _Given, folder: Path) -> None:
@@ -208,10 +218,10 @@ def _from_file(path: Path, problems: list[Problem]) -> _Given:
         raise UserError(Problem(f"cannot be read: {e.strerror}", where=str(path))) from None
 
 
-def _flatten(values: dict[str, Any], where: str, problems: list[Problem]) -> _Given:
+def _flatten(values: Mapping[str, Any], where: str, problems: list[Problem]) -> _Given:
     given = _Given()
     for section, content in values.items():
-        if isinstance(content, dict):
+        if isinstance(content, Mapping):
             given.update({f"{section}.{k}": (v, where) for k, v in content.items()})
         elif section == "layout" and content == "auto":
             given["layout.auto"] = (True, where)
@@ -222,9 +232,12 @@ def _flatten(values: dict[str, Any], where: str, problems: list[Problem]) -> _Gi
     return given
 
 
-def _from_overrides(overrides: Iterable[str], problems: list[Problem]) -> _Given:
+def _from_overrides(overrides: Iterable[Override], problems: list[Problem]) -> _Given:
     given = _Given()
     for item in overrides:
+        if not isinstance(item, str):
+            given.update(_flatten(item, "", problems))
+            continue
         name, equals, text = item.removeprefix("--").partition("=")
         if not equals:
             problems.append(Problem("has no value; write --section.key=value", name, COMMAND_LINE))

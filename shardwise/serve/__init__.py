@@ -4,3 +4,9 @@
 step computes, `runner.py` computes it with the model of `shardwise/model` over a cache of pages, `sampler.py` picks tokens.
 `server/` speaks OpenAI's HTTP API, `load/` measures any server that does.
 """
+
+import sys
+
+from shardwise import VerbFolder
+
+sys.modules[__name__] = VerbFolder(globals())

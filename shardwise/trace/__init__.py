@@ -4,3 +4,9 @@
 collectives. `attribution.py` and `rank.py` collect what is known of one rank. Each other file answers one question; `explain.py`
 asks them all, `advice.py` says what to change.
 """
+
+import sys
+
+from shardwise import VerbFolder
+
+sys.modules[__name__] = VerbFolder(globals())

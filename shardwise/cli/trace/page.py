@@ -21,6 +21,11 @@ CLOSE_UP = 60_000
 
 def write_page(explained: Explained, comparison: Comparison | None, path: str, within: float) -> None:
     """Write one file that works offline."""
+    write_file(path, trace_page(explained, comparison, within).encode())
+
+
+def trace_page(explained: Explained, comparison: Comparison | None, within: float) -> str:
+    """The page; what differs from the comparison by more than `within` percent is marked."""
     from shardwise.report import html, html_trace
     from shardwise.trace.timeline import timeline
 
@@ -34,7 +39,7 @@ def write_page(explained: Explained, comparison: Comparison | None, path: str, w
     name = first.parent.parent.name if first.parent.name == "ranks" else first.parent.name or first.stem
     devices = sorted({device for device in answers.devices.values() if device})
     remark = f"{len(answers.seen)} of {answers.world} ranks" + (f" on {', '.join(devices)}" if devices else "")
-    write_file(path, html.page(f"Profile of {name}", sections, remark).encode())
+    return html.page(f"Profile of {name}", sections, remark)
 
 
 def close_up(explained: Explained) -> Timeline | None:

@@ -87,7 +87,7 @@ def execute(args: argparse.Namespace) -> int:
         print(f"wrote {args.html}", file=sys.stderr)
     if args.json:
         compared = {"against": comparison.as_dict() | {"passed": passed}} if comparison else {}
-        print(json.dumps(_as_json(explained) | compared))
+        print(json.dumps(as_json(explained) | compared))
     else:
         _print(explained.answers, explained.problems)
         if comparison is not None:
@@ -112,16 +112,16 @@ def _export(explained: Explained, comparison: Comparison | None, args: argparse.
     print(f"wrote {args.export}", file=sys.stderr)
 
 
-def _as_json(explained: Explained) -> dict[str, Any]:
+def as_json(explained: Explained) -> dict[str, Any]:
     """What `--json` prints: every answer under its name, the windows looked at, and what could not be read."""
-    from shardwise.trace.export import as_json
+    from shardwise.trace import export
 
     windows: dict[str, list[list[int | None]]] = {}
     for r in explained.ranks:
         by_step: list[list[int | None]] = [[step.number, step.start, step.end] for step in r.selection.steps]
         whole = zip(*r.windows, strict=True)
         windows[str(r.profile.rank)] = by_step or [[None, int(start), int(end)] for start, end in whole]
-    return {**as_json(explained.answers), "windows": windows, "problems": list(explained.problems)}
+    return {**export.as_json(explained.answers), "windows": windows, "problems": list(explained.problems)}
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -1,0 +1,88 @@
+"""The verbs as functions. Each does what the command of its name does."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.api.run import Run, Source, as_run
+from shardwise.run.problems import UserError
+
+if TYPE_CHECKING:
+    from shardwise.api.processes import Server, TrainResult
+    from shardwise.api.results import LoadResult, PlanResult, SearchOutcome, TraceResult
+
+
+def plan(run: Source | Run) -> PlanResult | LoadResult:
+    """Does it fit, how fast is it, where does the time go, what does it cost. With `layout="auto"`, the plan of the best layout;
+    with `serve.rate` or `serve.concurrency`, what that load will see."""
+    from shardwise.api.results import LoadResult, PlanResult
+
+    planned = as_run(run).planned()
+    resolved = planned.run
+    if resolved.serve.rate or resolved.serve.concurrency:
+        from shardwise.plan.serving.plan import plan_serving, search_serving
+
+        return LoadResult(search_serving(resolved)[0] if resolved.layout.auto else plan_serving(resolved))
+    if resolved.layout.auto:
+        return search(run).best
+    from shardwise.plan.plan import plan as plan_run
+
+    return PlanResult(plan_run(resolved), planned)
+
+
+def search(
+    run: Source | Run, *, devices: Sequence[int] | None = None, keep: int = 12, max_microbatch: int = 0
+) -> SearchOutcome:
+    """The best layouts of a run, best first, on its cluster or on each of several numbers of devices. A run whose
+    layout is given is freed from it; with `layout="auto"` the keys given beside it are kept."""
+    from shardwise.api.results import SearchOutcome
+    from shardwise.plan.search import search as search_layouts
+
+    given = as_run(run)
+    if given.serve.rate or given.serve.concurrency:
+        raise UserError("this run serves a load: shardwise.plan gives the cheapest layout that holds it")
+    planned = (given if given.layout.auto else given.free()).planned()
+    found = search_layouts(planned.run, devices=devices, keep=keep, max_microbatch=max_microbatch)
+    return SearchOutcome(found, planned)
+
+
+def train(run: Source | Run, out: str | Path | None = None, *, quiet: bool = False) -> TrainResult:
+    """Train a run into its folder (runs/NAME, or `out`), on as many ranks as its layout needs; again, to resume it. An interrupt
+    saves a checkpoint and comes back."""
+    from shardwise.api.processes import train_run
+
+    return train_run(as_run(run).trained(), None if out is None else Path(out), quiet)
+
+
+def trace(
+    *paths: str | Path,
+    steps: tuple[int, int] | None = None,
+    all_events: bool = False,
+    chip: str | None = None,
+    dtype: str = "bfloat16",
+    cache: bool = True,
+) -> TraceResult:
+    """Explain profiles: where each rank's time went, what it waited for, and what to change first. Files and folders, of any
+    subset of a job's ranks; `steps` are the first and the last profiler step to look at."""
+    from shardwise.api.results import TraceResult
+    from shardwise.cli.trace.read import read_and_explain
+
+    if not paths:
+        raise UserError("name profiles, or folders that hold them")
+    first, last = steps or (None, None)
+    asked = Namespace(
+        from_step=first, to_step=last, all_events=all_events, cache=None, no_cache=not cache, chip=chip, dtype=dtype
+    )
+    return TraceResult(read_and_explain([Path(path) for path in paths], asked))
+
+
+def serve(checkpoint: str | Path, **options: str | int | float | bool) -> Server:
+    """A checkpoint or a run folder behind OpenAI's HTTP API, until it is stopped: `with shardwise.serve("runs/demo") as server:`
+    has its address in `server.url`. Options are those of the command (`port=8000`, `api_key="…"`) and keys of the run
+    (`**{"serve.weights": "int8"}`)."""
+    from shardwise.api.processes import start_server
+
+    return start_server(Path(checkpoint), options)

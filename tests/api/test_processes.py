@@ -1,0 +1,69 @@
+"""Training, serving and tracing from Python, for real on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import shardwise
+from shardwise.data.build import build
+
+H200 = Path(__file__).parents[1] / "trace/data/h200"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[shardwise.Run, Path]:
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "source.txt").write_text("def one(): return 1\n" * 40)
+    build([folder / "source.txt"], folder / "set", workers=1)
+    run = shardwise.Run(
+        name="tiny", layers=1, hidden=16, heads=2, vocab=257, sets=[str(folder / "set")],
+        train=dict(steps=2, seq_len=32, global_batch=2, eval_every=0, device="cpu"),
+    )  # fmt: skip
+    return run, folder / "run"
+
+
+def test_a_run_is_trained_and_served(tiny: tuple[shardwise.Run, Path], capfd: pytest.CaptureFixture[str]) -> None:
+    run, out = tiny
+    trained = shardwise.train(run, out)
+    assert [step for step, _ in trained.losses] == [1, 2]
+    assert not trained.stopped
+    assert "loss" in capfd.readouterr().out
+    assert list(trained.to_frame().dropna(subset="loss")["step"]) == [1, 2]
+    assert f"{trained.loss:.4f}" in repr(trained)
+    assert "<polyline" in trained.page()
+    with shardwise.serve(out) as server:
+        first = server.complete("def ", max_tokens=4, temperature=0)
+        assert first == server.complete("def ", max_tokens=4, temperature=0)
+    assert server.child.returncode == 0
+
+
+@pytest.mark.large("that a run trained from Python is resumed, and refused where it became another job")
+def test_a_run_is_resumed(tiny: tuple[shardwise.Run, Path], capfd: pytest.CaptureFixture[str]) -> None:
+    run, out = tiny
+    trained = shardwise.train(run, out, quiet=True)
+    more = shardwise.train(run.replace(steps=3), out, quiet=True)
+    assert [step for step, _ in more.losses] == [1, 2, 3]
+    assert more.losses[:2] == trained.losses[:2]
+    assert not capfd.readouterr().out
+    with pytest.raises(shardwise.UserError, match="hidden"):
+        shardwise.train(run.replace(hidden=32), out, quiet=True)
+
+
+def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(shardwise.UserError, match="nothing"):
+        shardwise.serve(tmp_path / "nothing")
+
+
+def test_a_profile_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = shardwise.trace(H200)
+    assert found.step_seconds > 0
+    frame = found.to_frame()
+    assert frame["share"].sum() == pytest.approx(1, abs=0.01)
+    assert found.to_dict()["step_time"] == found.answers.step_time
+    assert found.findings[0].title in found.page()
+    assert repr(found)
+    with pytest.raises(shardwise.UserError):
+        shardwise.trace()
