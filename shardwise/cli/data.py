@@ -96,8 +96,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("--samples", type=int, default=3, metavar="N", help="of conversations: documents to show (3)")
     show.add_argument("--json", action="store_true", help="print as JSON")
 
+    score = verbs.add_parser(
+        "score",
+        help="write beside the sets of a run what its reference or teacher says of their tokens",
+        description="Pass the sets of a run through its reference (dpo: the log-probability of every learned token) or its teacher "
+        "(distill: the likeliest tokens) and write what is said beside them, in scores-reference or scores-teacher. With "
+        "objective.stored = true the run reads that, and holds no second network. Several ranks are started as by `train`.",
+    )
+    score.add_argument("run", help="the run, a TOML file; override it with --section.key=value")
+
 
 def execute(args: argparse.Namespace) -> int:
+    if args.data_verb == "score":
+        from shardwise.cli.machinery.scores import execute as score
+
+        return score(args)
     return _build(args) if args.data_verb == "build" else _show(args)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -32,6 +33,10 @@ class Batch:
     labels: NDArray[np.int8] | None = None  # [rows, length], of each token's document: 1 desirable, 0 not
     sums: NDArray[np.int64] | None = None  # [rows, length], documents that are not kept apart otherwise
 
+    reference: NDArray[np.floating[Any]] | None = None  # [rows, length], what a reference said of the targets
+    teacher_tokens: NDArray[np.int64] | None = None  # [rows, length, k], the likeliest that a teacher would say
+    teacher_logprobs: NDArray[np.floating[Any]] | None = None
+
     @property
     def slots(self) -> NDArray[np.int64]:
         """Of each token the document of its row, to which what an objective adds up belongs."""
@@ -53,6 +58,13 @@ class Windows:
     count: int
 
 
+class Stored(Protocol):
+    """What was said of the tokens of a set beforehand (`scores.py`)."""
+
+    def fill(self, places: NDArray[np.int64], logprobs: NDArray[Any], tokens: NDArray[Any] | None) -> None:
+        """Write what was said at these tokens of the set into arrays [places, k]; -1: at none."""
+
+
 def windows_in(tokens: int, length: int) -> int:
     """The number of windows of a set; each needs one token more than its length, the last target."""
     return max((tokens - 1) // length, 0)
@@ -63,7 +75,8 @@ class Samples:
 
     Shuffled, an epoch without weights visits every window of every set once, in an order of its own. With weights, sets are
     drawn by their share and each set has its own epochs. Not shuffled, windows come in order, round-robin over the sets, so
-    that the first few samples represent all of them.
+    that the first few samples represent all of them. With what is `stored` of each part, batches have it: `asked` tokens of a
+    teacher, or the log-probabilities of a reference.
     """
 
     def __init__(
@@ -75,6 +88,8 @@ class Samples:
         weights: Sequence[float] = (),
         shuffled: bool = True,
         separate_documents: bool = False,
+        stored: Sequence[Stored] = (),
+        asked: int = 0,
     ) -> None:
         self.parts = tuple(parts)
         self.length = length
@@ -82,6 +97,7 @@ class Samples:
         self.weights = tuple(weights)
         self.shuffled = shuffled
         self.separate_documents = separate_documents
+        self.stored, self.asked = tuple(stored), asked
         self._counts = np.array([part.count for part in parts], dtype=np.int64)
         self._ends = np.cumsum(self._counts)
         self._packed = any(isinstance(part, Packs) for part in parts)
@@ -120,9 +136,21 @@ class Samples:
                 positions[row], documents[row] = _inside_documents(ends, self.length)
                 # The last token of a document cannot predict the next document.
                 targets[row, ends - 1] = IGNORE_INDEX
-        return Batch(np.ascontiguousarray(rows[:, :-1]), targets, positions, documents, labels)
+        told = self._told(chosen, window) if self.stored else {}
+        return Batch(np.ascontiguousarray(rows[:, :-1]), targets, positions, documents, labels, **told)
 
     __call__ = take
+
+    def _told(self, chosen: NDArray[np.int64], window: NDArray[np.int64]) -> dict[str, Any]:
+        """What is stored of the targets of some rows."""
+        shape = (len(chosen), self.length, self.asked or 1)
+        logprobs, tokens = np.zeros(shape), np.zeros(shape, np.int64) if self.asked else None
+        for row, (part, number) in enumerate(zip(chosen.tolist(), window.tolist(), strict=True)):
+            places = target_places(self.parts[part], number, self.length)
+            self.stored[part].fill(places, logprobs[row], None if tokens is None else tokens[row])
+        if tokens is None:
+            return dict(reference=logprobs[..., 0])
+        return dict(teacher_tokens=tokens, teacher_logprobs=logprobs)
 
     def _find(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The part each sample is in, and its window there."""
@@ -153,6 +181,20 @@ class Samples:
             chosen[mine], window[mine] = parts[column], below + row
             taken, below = stop, size
         return chosen, window
+
+
+def target_places(part: Windows | Packs, number: int, length: int) -> NDArray[np.int64]:
+    """Which token of its set is the target of each place of a row, learned or not; -1 where none is."""
+    if isinstance(part, Windows):
+        start = (part.first + number) * length
+        return np.arange(start + 1, start + length + 1)
+    places = np.full(length, -1, dtype=np.int64)
+    at, span = 0, slice(int(part.ends[number - 1]) if number else 0, int(part.ends[number]))
+    for document, kept in zip(part.documents[span].tolist(), part.kept[span].tolist(), strict=True):
+        first = int(part.tokens.ends[document - 1]) if document else 0
+        places[at : at + kept - 1] = np.arange(first + 1, first + kept)
+        at += kept if part.whole else kept - 1
+    return places
 
 
 def fill(

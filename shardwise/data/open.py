@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -13,10 +14,11 @@ from shardwise.data.batches import Samples, Windows, windows_in
 from shardwise.data.corpus import builtin_corpus
 from shardwise.data.pack import Packs, pack
 from shardwise.data.prompts import Prompts
+from shardwise.data.scores import Scores, opened
 from shardwise.data.shards import TokenSet
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run import Problem, Run, UserError
-from shardwise.run.objective_config import FACTS
+from shardwise.run.objective_config import FACTS, targets_of
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ def open_data(run: Run) -> Data:
         problems += [_no_pairs(each, run) for each in train + validation if not each.index.paired]
     if FACTS[run.objective.kind].labels:
         problems += [_no_verdicts(each, run) for each in train + validation if each.index.kind != "preference"]
+    told = [opened(run, each, key, problems) for each, key in ((train, "data.sets"), (validation, "data.validation"))]
     whole = FACTS[run.objective.kind].scores
     training, evaluation = [], []
     for each in train:
@@ -72,13 +75,33 @@ def open_data(run: Run) -> Data:
     if problems:
         raise UserError(*problems)
 
-    separate = data.separate_documents
+    separate, asked = data.separate_documents, targets_of(run.objective, run.model.vocab) - 1
+    more: dict[str, Any] = dict(separate_documents=separate, asked=asked)
     return Data(
-        train=Samples(training, length, seed=run.train.seed, weights=data.weights, separate_documents=separate),
-        validation=Samples(evaluation, length, shuffled=False, separate_documents=separate),
+        train=Samples(training, length, seed=run.train.seed, weights=data.weights, stored=told[0], **more),
+        validation=Samples(evaluation, length, shuffled=False, stored=told[0] if held_out else told[1], **more),
         tokenizer=train[0].tokenizer(),
-        fingerprint=_fingerprint(train, validation),
+        fingerprint=_fingerprint(train, validation, [each for several in told for each in several]),
     )
+
+
+def rows_to_score(run: Run) -> list[tuple[TokenSet, Samples]]:
+    """Every set of a run with all its rows in order, for what a frozen network says of them."""
+    data, problems = run.data, list[Problem]()
+    sets = [
+        _open_all(named, key, problems)
+        for named, key in ((data.sets, "data.sets"), (data.validation, "data.validation"))
+    ]
+    if not data.sets:
+        message = "is empty, and what is said of the tokens of a set is written beside it; name sets of your own"
+        problems.append(Problem(message, "data.sets"))
+    if problems:
+        raise UserError(*problems)
+    parts = [(each, _split(each, run.train.seq_len, 0.0, False)[0]) for several in sets for each in several]
+    separate = data.separate_documents
+    return [
+        (each, Samples([part], run.train.seq_len, shuffled=False, separate_documents=separate)) for each, part in parts
+    ]
 
 
 @dataclass(frozen=True)
@@ -214,7 +237,8 @@ def _too_short(tokens: TokenSet, length: int, key: str, more: str) -> Problem:
     return Problem(message, key, str(tokens.folder))
 
 
-def _fingerprint(train: Sequence[TokenSet], validation: Sequence[TokenSet]) -> str:
+def _fingerprint(train: Sequence[TokenSet], validation: Sequence[TokenSet], stored: Sequence[Scores] = ()) -> str:
     lines = [f"train {each.fingerprint}" for each in train]
     lines += [f"validation {each.fingerprint}" for each in validation]
+    lines += [f"stored {each.index.digest}" for each in stored]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -17,7 +17,7 @@ from shardwise.measure.work import WorkCounter
 from shardwise.parallel.observer import Observer
 from shardwise.plan.trainer.state import activations
 from shardwise.run import Run
-from shardwise.run.objective_config import FACTS
+from shardwise.run.objective_config import facts_of
 from shardwise.schedules import Action, fewer_rounds
 
 FEWEST = 4
@@ -36,7 +36,7 @@ def with_microbatches(run: Run, count: int) -> Run:
 def microbatches_to_run(run: Run, rank: int) -> tuple[int, range]:
     """How many microbatches of a step to run on a rank, and which of them are those that all others repeat."""
     lay, whole = run.layout, run.accumulation
-    if FACTS[run.objective.kind].reference:  # whose passes come before all others
+    if facts_of(run.objective).reference:  # whose passes come before all others
         return whole, range(0)
     unit = lay.pipeline if lay.zero == 3 else 1
     uneven = lay.schedule == "interleaved" and whole % lay.pipeline  # then the last round moves every round before it

@@ -29,7 +29,7 @@ from shardwise.plan.trainer.traffic import AXIS_OF, traffic
 from shardwise.plan.trainer.work import work
 from shardwise.run import Problem, Run, UserError
 from shardwise.run.derive import chunks_loss, planned_on_gpu
-from shardwise.run.objective_config import FACTS
+from shardwise.run.objective_config import FACTS, targets_of
 from shardwise.schedules import make_schedule
 from shardwise.train.objectives.grpo import random_answers
 from shardwise.train.step import TrainState
@@ -81,7 +81,17 @@ def random_batch(run: Run, seed: int = 0) -> Batch:
     sums = halves if FACTS[run.objective.kind].sums else None
     if run.objective.kind == "grpo":
         return random_answers(run, tokens)
-    return Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), sums=sums)
+    batch = Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), sums=sums)
+    return _with_stored(batch, run) if run.objective.stored else batch
+
+
+def _with_stored(batch: Batch, run: Run) -> Batch:
+    """With what would be beside the data: as if each token, or some from the first, had been told."""
+    if not FACTS[run.objective.kind].teacher:
+        return replace(batch, reference=np.full(batch.tokens.shape, -1.0))
+    count = targets_of(run.objective, run.model.vocab) - 1
+    tokens = np.tile(np.arange(count), (*batch.tokens.shape, 1))
+    return replace(batch, teacher_tokens=tokens, teacher_logprobs=np.full(tokens.shape, -1.0 - np.log(count)))
 
 
 def counted(

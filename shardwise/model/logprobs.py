@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.model.layers import Gemm, at_least_float32
@@ -58,6 +59,36 @@ class LogProbHead(nn.Module):
     def over_vocabulary(self, total: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
         """The log-sum-exp of each row's logits, and the logits of its targets, over the whole vocabulary."""
         return total, picked
+
+    def likeliest(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the largest logits of each row [rows, k] and their tokens, those that are so over the whole vocabulary."""
+        return logits, tokens
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """The hidden states of all tokens, of which a rank may have its part."""
+        return x
+
+    @torch.no_grad()
+    def top(self, x: Tensor, matrix: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The `k` likeliest tokens of hidden states [batch, sequence, width], the likeliest first, and their log-probabilities
+        [batch, sequence, k]."""
+        x = self.gathered(x)
+        hidden, matrix = x.flatten(0, 1), matrix.to(x.dtype)
+        width = at_least_float32(x[:0]).element_size()
+        rows = chunk_rows(len(hidden), self.most_rows(matrix) * width, self.chunk_bytes)
+        made = []
+        for start in range(0, len(hidden), rows):
+            logits = at_least_float32(self.logits(hidden[start : start + rows], matrix))
+            largest, place = logits.topk(min(k, len(matrix)), dim=-1)
+            total = logits.logsumexp(dim=-1)
+            del logits
+            made.append((total, F.pad(largest, (0, k - largest.shape[1]), value=-torch.inf), place))
+        total, largest, place = (torch.cat(each) for each in zip(*made, strict=True))
+        tokens = F.pad(place + self.start, (0, k - place.shape[1]))
+        total, _ = self.over_vocabulary(total, largest[:, :0])
+        largest, tokens = self.likeliest(largest, tokens)
+        shape = (*x.shape[:-1], k)
+        return tokens.view(shape), (largest - total[:, None]).view(shape)
 
     def of_logprobs(self, x: Tensor, matrix: Tensor, targets: Tensor, make: Make) -> Tensor:
         """What `make` makes of the log-probabilities of targets [batch, sequence], or of several a token [batch, sequence, k]."""

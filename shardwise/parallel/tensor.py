@@ -28,7 +28,7 @@ from shardwise.model.loss import ChunkedCrossEntropy
 from shardwise.model.moe import MoE
 from shardwise.model.score import ScoreHead
 from shardwise.model.transformer import Block, Transformer
-from shardwise.parallel.collectives import Group, all_gather_sequence, reduce_scatter_sequence
+from shardwise.parallel.collectives import Group, all_gather, all_gather_sequence, reduce_scatter_sequence
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.overlap import GatheredLinear, all_gather_into_gemm, first_matrix, gemm_reduce_scatter
 from shardwise.run.parameters import shard_bounds
@@ -163,6 +163,14 @@ class _VocabParallelHead(LogProbHead):
         both = torch.cat(((total - highest).exp()[:, None], picked), dim=1)
         dist.all_reduce(both, group=self.group)
         return highest + both[:, 0].log(), both[:, 1:]
+
+    def gathered(self, x: Tensor) -> Tensor:
+        return all_gather_sequence(x, self.group)
+
+    def likeliest(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        # Each rank's largest are gathered: none of the others can be among the largest of all.
+        found, place = all_gather(logits, self.group, 1).topk(logits.shape[1], dim=-1)
+        return found, all_gather(tokens, self.group, 1).gather(-1, place)
 
 
 class VocabParallelCrossEntropy(_VocabParallelHead):

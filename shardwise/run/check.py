@@ -19,9 +19,9 @@ from shardwise.run.derive import REPEATS_PARTS, must_launch, splits_backward, tu
 from shardwise.run.draft import speculation_rules
 from shardwise.run.grpo_rules import grpo_rules
 from shardwise.run.layout_config import LayoutConfig
-from shardwise.run.objective_config import FACTS
 from shardwise.run.problems import counted, nearest
 from shardwise.run.rule import Broken, Rule
+from shardwise.run.teacher import teacher_layout_rules, teacher_rules
 
 MOST_ELEMENTS, MOST_TOKENS = 2**58, 2**48
 """What a tensor may hold, so that its bytes can be counted in 64 bits; and a step."""
@@ -38,6 +38,7 @@ def broken_rules(run: Run, serves: bool = False) -> Iterator[Broken]:
         _train_rules(run),
         _objective_rules(run),
         grpo_rules(run),
+        teacher_rules(run),
         fp8_rules(run),
         _data_rules(run),
         _cluster_rules(run),
@@ -67,8 +68,6 @@ def _train_rules(run: Run) -> Iterator[Rule]:
 
 def _objective_rules(run: Run) -> Iterator[Rule]:
     kind = run.objective.kind
-    yield Rule(kind not in FACTS, "objective.kind", (),
-               lambda: f"{kind} is not there yet; there are {', '.join(FACTS)}")
     rewards = kind == "reward"
     yield Rule(run.model.scores and not rewards, "model.scores", ("objective.kind",),
                lambda: f"a head of scores is learned by objective.kind = reward, not by {kind}")
@@ -197,6 +196,7 @@ def layout_rules(run: Run) -> Iterator[Rule]:
     yield from _recompute_rules(run)
     yield from invariant_rules(run)
     yield from (Rule(*each) for each in adapter_layout_rules(run))
+    yield from teacher_layout_rules(run, layout_rules)
     m, lay, train = run.model, run.layout, run.train
     gpu, alone = train.device != "cpu", replace(run, layout=LayoutConfig(offload=lay.offload))
     if train.cuda_graph is True:

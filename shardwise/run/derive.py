@@ -8,7 +8,7 @@ from math import ceil
 
 from shardwise.run.axes import SPLIT_BACKWARD
 from shardwise.run.config import ModelConfig, Run
-from shardwise.run.objective_config import FACTS
+from shardwise.run.objective_config import facts_of
 
 
 def derive_model(model: ModelConfig, seq_len: int) -> ModelConfig:
@@ -54,7 +54,8 @@ def chunk_bytes(run: Run) -> int:
 def forward_passes(run: Run) -> tuple[int, int]:
     """Passes of a step besides its own, of which nothing is learned: of a frozen network, and of the trained one. Without its
     adapters a network is its own reference."""
-    facts, own = FACTS[run.objective.kind], run.adapter.used and not run.objective.reference
+    facts = facts_of(run.objective)
+    own = run.adapter.used and not run.objective.reference and not facts.teacher
     return (0, facts.reference + facts.forward_only) if own else (facts.reference, facts.forward_only)
 
 

@@ -3,19 +3,13 @@ them, and what it has to fit."""
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator
-from dataclasses import fields
 from functools import partial
-from pathlib import Path
 
 from shardwise.run.config import ModelConfig, Run
-from shardwise.run.derive import derive_model
-from shardwise.run.presets import PRESETS
-from shardwise.run.problems import Problem, UserError, nearest
+from shardwise.run.named_model import named_model
+from shardwise.run.problems import UserError
 from shardwise.run.rule import Rule
-
-RUN_FILE = "run.toml"
 
 
 def drafts(run: Run) -> int:
@@ -28,28 +22,7 @@ def draft_model(run: Run) -> ModelConfig | None:
     name = run.serve.draft
     if run.serve.speculate != "draft" or not name:
         return None
-    if name in PRESETS:
-        return derive_model(ModelConfig(**PRESETS[name]), run.train.seq_len)
-    file = _run_file(Path(name))
-    if file is None:
-        known = nearest(name, PRESETS) if "/" not in name else ""
-        converts = (
-            "; `shardwise convert from-hf` makes a checkpoint of it" if (Path(name) / "config.json").is_file() else ""
-        )
-        reason = f'"{name}" is no checkpoint, run folder or preset{converts or known}'
-        raise UserError(Problem(reason, "serve.draft"))
-    try:
-        section = tomllib.loads(file.read_text(encoding="utf-8")).get("model", {})
-        given = {each.name for each in fields(ModelConfig)} & set(section)
-        return derive_model(ModelConfig(**{key: section[key] for key in given}), run.train.seq_len)
-    except (OSError, ValueError, TypeError, AttributeError) as e:
-        raise UserError(Problem(f"{file} cannot be read: {e}", "serve.draft")) from None
-
-
-def _run_file(path: Path) -> Path | None:
-    """The description of a checkpoint, or of the newest one of a run folder."""
-    found = sorted((path / "checkpoints").glob(f"step-*/{RUN_FILE}"))
-    return next((file for file in (path / RUN_FILE, *reversed(found)) if file.is_file()), None)
+    return named_model(name, "serve.draft", run.train.seq_len)
 
 
 # fmt: off

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardwise.run.declare import key
@@ -15,7 +15,8 @@ class ObjectiveConfig:
     kind: Literal["pretrain", "sft", "dpo", "kto", "orpo", "simpo", "reward", "grpo", "distill"] = key(
         "pretrain",
         "pretrain: every next token; sft: answers; dpo, orpo, simpo: which of two answers is better; "
-        "kto: whether an answer is wanted; reward: a score of answers, from pairs",
+        "kto: whether an answer is wanted; reward: a score of answers, from pairs; grpo: from rewards of its own answers; "
+        "distill: what another model would say",
     )
     loss: Literal["sigmoid", "ipo", "hinge"] = key("sigmoid", "dpo: what is made of the margin of a pair")
     beta: float = key(
@@ -33,6 +34,28 @@ class ObjectiveConfig:
     center: float = key(0.0, "reward: weight of the squared sum of both scores, which keeps them around 0", least=0)
     desirable_weight: float = key(1.0, "kto: weight of wanted answers", least=0)
     undesirable_weight: float = key(1.0, "kto: weight of unwanted answers", least=0)
+    stored: bool = key(
+        False,
+        "dpo, distill: what the reference or the teacher says is beside the data, written by `shardwise data score`; no second "
+        "network is held",
+    )
+
+    teacher: str = key(
+        "", "distill: checkpoint or run folder of the model that is learned from; for a plan also the name of a preset"
+    )
+    divergence: Literal["forward", "reverse"] = key(
+        "forward",
+        "distill: KL divergence of the student from the teacher, which covers all that the teacher would say; or the reverse, "
+        "which keeps to what the teacher finds likely",
+    )
+    teacher_tokens: int = key(
+        64,
+        "distill: the teacher's likeliest tokens that are compared one by one, all others as one; 0: every token",
+        least=0,
+    )
+    cross_entropy: float = key(
+        0.0, "distill: weight of the cross-entropy of the data's own tokens beside the divergence", least=0
+    )
 
     rewards: tuple[str, ...] = key(
         (), "grpo: functions that judge an answer, file.py:name, of (prompt, completion, row), which return a number"
@@ -43,7 +66,9 @@ class ObjectiveConfig:
     completion_tokens: int = key(
         256, "grpo: tokens of an answer at most; with its prompt it fits train.seq_len", least=1
     )
-    temperature: float = key(1.0, "grpo: of the draws", above=0)
+    temperature: float = key(
+        1.0, "grpo: of the draws; distill: by which the logits of both models are divided", above=0
+    )
     top_p: float = key(1.0, "grpo: draw from the likeliest tokens that have this probability together", above=0, most=1)
     top_k: int = key(0, "grpo: draw from so many of the likeliest tokens; 0: from all", least=0)
     variant: Literal["grpo", "dr_grpo", "dapo"] = key(
@@ -89,6 +114,8 @@ class ObjectiveFacts:
     """Its loss is made of scores (`model/score.py`), at the last token of each document."""
     reference: int = 0
     """Forward passes in a step of a frozen second network, before the step's own."""
+    teacher: bool = False
+    """That network is one of its own sizes, of which the likeliest tokens are asked."""
     forward_only: int = 0
     """Passes of the trained network besides, of which nothing is learned."""
     labels: bool = False
@@ -110,5 +137,17 @@ FACTS: dict[str, ObjectiveFacts] = {
     "reward": ObjectiveFacts(scores=True, sums=2, pairs=True, metrics=PAIRS),
     "grpo": ObjectiveFacts(logprobs=True, metrics=("kl", "clip_fraction", "mismatch", "mismatch_kl")),
     "simpo": ObjectiveFacts(logprobs=True, sums=2, pairs=True, metrics=PAIRS),
+    "distill": ObjectiveFacts(logprobs=True, reference=1, teacher=True, metrics=("kl", "nll")),
 }
 """The objectives there are."""
+
+
+def facts_of(objective: ObjectiveConfig) -> ObjectiveFacts:
+    """Those of an objective as it is set: what is stored needs no second network."""
+    facts = FACTS[objective.kind]
+    return replace(facts, reference=0) if objective.stored else facts
+
+
+def targets_of(objective: ObjectiveConfig, vocab: int) -> int:
+    """Tokens whose log-probabilities a loss is made of, at each place: the data's own, and those of a teacher."""
+    return 1 + (min(objective.teacher_tokens or vocab, vocab) if objective.kind == "distill" else 0)

@@ -1,5 +1,5 @@
 """A reference, whose log-probabilities an objective compares with those of the trained network: what a network with adapters is
-without them, or a frozen second network on the same ranks.
+without them, or a frozen second network on the same ranks. A teacher is such a network of its own sizes.
 
 That one is laid out as the trained one, sharded as ZeRO-3 shards, in the dtype of the arithmetic: its memory is that of the
 parameters in that dtype over the ranks that shard. Either way a step has one more forward pass, before its own.
@@ -19,12 +19,15 @@ from shardwise.checkpoint.format import Progress, unwatched
 from shardwise.checkpoint.resume import read_model
 from shardwise.checkpoint.weights import open_weights
 from shardwise.model.adapters import adapters_off
+from shardwise.model.logprobs import LogProbHead
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.apply import Parallel, apply
 from shardwise.parallel.local_parameter import LocalParameter
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.objective import Microbatch, Objective
 from shardwise.run import Run
+from shardwise.run.objective_config import FACTS, targets_of
+from shardwise.run.teacher import teacher_model
 
 
 class CollectLogProbs(Objective):
@@ -39,6 +42,21 @@ class CollectLogProbs(Objective):
             return logprobs.new_zeros(())
 
         return head(hidden, unembedding, microbatch["targets"], make=keep)
+
+
+class CollectLikeliest(Objective):
+    """Puts the tokens that a teacher finds likeliest into each microbatch, with their log-probabilities."""
+
+    def __init__(self, run: Run) -> None:
+        self.count = targets_of(run.objective, run.model.vocab) - 1
+        self.temperature = run.objective.temperature
+
+    def loss(self, microbatch: Microbatch, head: nn.Module, hidden: Tensor, unembedding: Tensor) -> Tensor:
+        assert isinstance(head, LogProbHead)
+        hidden = hidden / self.temperature if self.temperature != 1 else hidden
+        microbatch["teacher_tokens"], said = head.top(hidden, unembedding, self.count)
+        microbatch["teacher_logprobs"] = said
+        return said.new_zeros(())
 
 
 class AdaptersOff:
@@ -78,27 +96,43 @@ class Reference:
         self.run, self.mesh, self.device = run, mesh, device
         self.parallel = apply(run, mesh, device, frozen=True)
         self.models, self.parameters = tuple(self.parallel.models), tuple(self.parallel.parameters)
+        teaches = FACTS[run.objective.kind].teacher
+        self.called = "teacher" if teaches else "reference"
+        self.collects = CollectLikeliest(run) if teaches else CollectLogProbs("reference")
         for model in self.models:
             model.eval()
 
     @property
     def source(self) -> Path | None:
         """The folder that its weights are from."""
-        named = self.run.objective.reference or self.run.train.weights
+        named = _named(self.run)
         return checkpoint_folder(named) if named else None
 
     def read(self, log: Callable[[str], None], progress: Progress = unwatched) -> None:
         """Read its weights. A resumed run does so too: they are not in its checkpoints."""
         if self.source is not None:
             read_model(self, open_weights(self.source, self.run.model, progress))
-            log(f"the reference has the weights of {self.source}")
+            log(f"the {self.called} has the weights of {self.source}")
 
     def add_logprobs(self, microbatches: list[Microbatch], stream: Tensor) -> None:
-        """Put the log-probabilities of the targets into each microbatch, on the ranks of the last stage."""
-        self.parallel.pipeline.run(microbatches, stream, CollectLogProbs("reference"), None)
+        """Put the log-probabilities of the targets into each microbatch, or a teacher's likeliest tokens, on the ranks of the last
+        stage."""
+        stream = (
+            stream if stream.shape[-1] == self.run.model.hidden else stream[..., :1].repeat(1, 1, self.run.model.hidden)
+        )
+        self.parallel.pipeline.run(microbatches, stream, self.collects, None)
+
+
+def _named(run: Run) -> str:
+    """The folder of a frozen network, as the run names it; of a reference, what training begins with where it names none."""
+    if FACTS[run.objective.kind].teacher:
+        return run.objective.teacher
+    return run.objective.reference or run.train.weights
 
 
 def check_reference(run: Run) -> None:
-    """Raise what is wrong with the folder of a reference."""
-    if run.objective.reference:
-        open_weights(checkpoint_folder(run.objective.reference), run.model)
+    """Raise what is wrong with the folder of a reference or a teacher."""
+    teaches = FACTS[run.objective.kind].teacher
+    named = _named(run) if teaches else run.objective.reference
+    if named and not run.objective.stored:
+        open_weights(checkpoint_folder(named), teacher_model(run) if teaches else run.model)

@@ -23,19 +23,18 @@ from shardwise.model.device import choose_device
 from shardwise.model.moe import Router
 from shardwise.model.normal import mix64
 from shardwise.model.transformer import Transformer
-from shardwise.model.varlen import cu_seqlens_of, has_flash
 from shardwise.parallel.apply import apply
-from shardwise.parallel.context import zigzag_positions
 from shardwise.parallel.gradients import reduce_partial_gradients, squared_norm
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.objective import Microbatch
 from shardwise.parallel.shard import uses_ddp
 from shardwise.plan.trainer.rank import reference_run
 from shardwise.run import Run
-from shardwise.run.derive import forward_passes, uses_varlen_attention
-from shardwise.run.objective_config import FACTS
+from shardwise.run.derive import forward_passes
+from shardwise.run.objective_config import FACTS, facts_of
 from shardwise.train.faults.guard import History
 from shardwise.train.faults.recheck import check_repeatable, passes_twice
+from shardwise.train.microbatches import cut, on_device, stream_of
 from shardwise.train.objectives import OBJECTIVES
 from shardwise.train.optimizer import Optimizer
 from shardwise.train.reference import AdaptersOff, Reference, collect
@@ -122,7 +121,7 @@ class TrainState:
         self.routers = [m for model in self.parallel.models for m in model.modules() if isinstance(m, Router)]
         self.objective = OBJECTIVES[run.objective.kind](run, self.device, self.mesh)
         self.reference: Reference | AdaptersOff | None = None
-        if FACTS[run.objective.kind].reference:
+        if facts_of(run.objective).reference:
             own = not forward_passes(run)[0]
             self.reference = (
                 AdaptersOff(self.parallel) if own else Reference(reference_run(run), self.mesh, self.device)
@@ -172,7 +171,9 @@ class TrainState:
             self.tuner()
         # Ranks that share samples divide their count, so that a sum over all ranks counts it once.
         share = self.objective.count(batch) * layout.data_ranks / layout.world
-        counted = self._start_all_reduce(self._on_device(torch.tensor([share, float(stop)], dtype=torch.float64)))
+        counted = self._start_all_reduce(
+            on_device(torch.tensor([share, float(stop)], dtype=torch.float64), self.device)
+        )
         if self.objective.has_auxiliary:
             self.objective.weigh_auxiliary(counted()[0])
         loss = passes_twice(self, batch) if recheck else (self.replay or self.passes)(batch)
@@ -280,10 +281,7 @@ class TrainState:
                 each.compute_copy.refresh()
 
     def _stream(self) -> Tensor:
-        """A tensor with the shape and dtype of what one microbatch sends between stages."""
-        train, layout = self.run.train, self.run.layout
-        length = train.seq_len // (layout.context * layout.tensor)
-        return torch.empty(train.microbatch, length, self.run.model.hidden, dtype=self.dtype, device=self.device)
+        return stream_of(self.run, self.device)
 
     def microbatches(self, batch: Batch) -> list[Microbatch]:
         """The batch in microbatches on the device, with this context rank's part of every sequence."""
@@ -298,30 +296,10 @@ class TrainState:
         return made
 
     def _cut(self, batch: Batch) -> list[Microbatch]:
-        size, ranks = self.run.train.microbatch, self.run.layout.context
-        length = batch.tokens.shape[1]
-        places = zigzag_positions(length, ranks, self.mesh.index("context"))
-        positions = batch.positions if batch.positions is not None else np.arange(length)[None]
-
-        as_mask = cu_seqlens_of if uses_varlen_attention(self.run, gpu=has_flash(self.device)) else np.asarray
-        of_tokens = {"tokens": batch.tokens} | self.objective.token_arrays(batch)
+        of_tokens = self.objective.token_arrays(batch)
         if self.run.adapter.dropout:
             of_tokens["dropout"] = self._dropout_keys(*batch.tokens.shape)
-
-        def on_device(array: np.ndarray) -> Tensor:
-            return self._on_device(torch.from_numpy(np.ascontiguousarray(array)))
-
-        made: list[Microbatch] = []
-        for start in range(0, len(batch.tokens), size):
-            rows = slice(start, start + size)
-            own = positions[rows] if len(positions) > 1 else positions
-            microbatch: Microbatch = {name: on_device(array[rows][:, places]) for name, array in of_tokens.items()}
-            microbatch["positions"] = on_device(own[:, places])
-            # Attention needs to know the documents of the whole row.
-            documents = None if batch.documents is None else as_mask(batch.documents[rows])
-            microbatch["documents"] = None if documents is None else on_device(documents)
-            made.append(microbatch)
-        return made
+        return cut(batch, of_tokens, self.run, self.mesh, self.device)
 
     def _dropout_keys(self, rows: int, length: int) -> np.ndarray:
         """A random number of each token, by the seed, the step, the sample in the global batch and the place in it."""
@@ -329,10 +307,6 @@ class TrainState:
         places = np.arange(first * length, (first + rows) * length).reshape(rows, length)
         step = np.random.default_rng((self.run.train.seed, self.step)).integers(-(2**62), 2**62)
         return mix64(mix64(torch.from_numpy(places)) ^ int(step)).numpy()
-
-    def _on_device(self, value: Tensor) -> Tensor:
-        """A host tensor on the device. From pinned memory, or the host would wait for all work queued on the GPU."""
-        return value.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else value
 
     def _over_data(self, count: float) -> float:
         """A count of this rank's samples, added over all data ranks."""

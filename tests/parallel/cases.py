@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
@@ -56,6 +57,14 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "lora last": dict(kind="lora", rank=4, targets=["v", "kv", "out", "down"]),
 }
 """Adapters by name."""
+TEACHER = dict(kind="distill", teacher=str(Path(__file__).with_name("teacher")))
+"""A network of other sizes and another family, whose weights are drawn."""
+DISTILLS: dict[str, dict[str, Any]] = {
+    "distill": TEACHER | dict(teacher_tokens=7, cross_entropy=0.5),
+    "distill reverse": TEACHER | dict(teacher_tokens=20, divergence="reverse", temperature=1.5),
+    "distill whole": TEACHER | dict(teacher_tokens=0),
+}
+"""Ways to distill, by name."""
 SCHEDULES: tuple[str, ...] = get_args(get_type_hints(LayoutConfig)["schedule"])
 METHODS: tuple[str, ...] = get_args(get_type_hints(LayoutConfig)["context_method"])
 LENGTH, BATCH = 32, 8
@@ -69,7 +78,7 @@ def make_run(
         steps=3, seq_len=LENGTH, global_batch=BATCH, microbatch=max(1, share // 2), dtype="float64", device="cpu", lr=1e-2,
         clip=0.5, balance_loss=0.01, router_z_loss=0.001, balance_rate=0.01,
     )  # fmt: skip
-    learned = dict(zip(("kind", "loss"), objective.split(), strict=False))
+    learned = DISTILLS.get(objective) or dict(zip(("kind", "loss"), objective.split(), strict=False))
     sections = dict(model=model_of(model) | dict(layers=layers), layout=layout, train=base | train, objective=learned)
     return run_from_dict(sections | dict(adapter=ADAPTERS[adapter]))
 

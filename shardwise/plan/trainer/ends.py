@@ -7,6 +7,9 @@ from shardwise.plan.trainer.rank import PlannedParameter, PlannedRank
 from shardwise.plan.trainer.wire import Wire
 from shardwise.run.derive import chunk_bytes, chunk_rows
 
+TOKEN = 8
+"""Bytes of a token's number."""
+
 
 def ends(wire: Wire) -> None:
     """`tensor.py`: the embedding is scattered forward and gathered backward, the head the other way round; and the loss."""
@@ -41,7 +44,11 @@ def _vocabulary(wire: Wire, shard: int) -> None:
         if not planned.chunked
         else -(-planned.tokens // chunk_rows(planned.tokens, most * planned.width, chunk_bytes(planned.run)))
     )
-    wire.all_reduce("tensor", 3 * planned.tokens * planned.high_width, n, messages=2 * chunks)
+    teaches = wire.frozen and planned.objective.teacher
+    numbers = 2 if teaches else 2 + planned.targets  # the largest, the sum, and the logits of targets
+    wire.all_reduce("tensor", numbers * planned.tokens * planned.high_width, n, messages=2 * chunks)
+    if teaches:  # each rank's largest logits, and their tokens
+        wire.all_gather("tensor", (planned.targets - 1) * planned.tokens * (planned.high_width + TOKEN), n, messages=2)
 
 
 def _document_sums(wire: Wire) -> None:

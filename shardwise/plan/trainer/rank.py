@@ -17,8 +17,9 @@ from shardwise.run.adapter_config import AdapterConfig
 from shardwise.run.axes import SPLIT_BACKWARD, V_SHAPED
 from shardwise.run.coordinates import RankCoordinates
 from shardwise.run.derive import chunks_loss, keeps_compute_copies, planned_on_gpu, shard_dim, uses_fp8_all_gather
-from shardwise.run.objective_config import FACTS, ObjectiveFacts
+from shardwise.run.objective_config import FACTS, ObjectiveFacts, facts_of, targets_of
 from shardwise.run.parameters import Parameter, first_parameters, last_parameters, layer_parameters, shard_length
+from shardwise.run.teacher import teacher_run
 from shardwise.schedules import Schedule, cached_schedule, fewer_rounds
 
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "uint8": 1}
@@ -28,7 +29,10 @@ SCALE = 4
 
 
 def reference_run(run: Run) -> Run:
-    """The run of a frozen network beside the trained one: sharded as ZeRO-3, since nothing is kept for a backward pass."""
+    """The run of a frozen network beside the trained one, which may be a teacher with sizes of its own: sharded as ZeRO-3, since
+    nothing is kept for a backward pass."""
+    if FACTS[run.objective.kind].teacher:
+        run = teacher_run(run)
     layout = replace(run.layout, zero=3, recompute="none", recompute_budget=0.0)
     return replace(run, layout=layout, adapter=AdapterConfig())
 
@@ -145,7 +149,12 @@ class PlannedRank:
     @property
     def objective(self) -> ObjectiveFacts:
         """What is known of the run's objective."""
-        return FACTS[self.run.objective.kind]
+        return facts_of(self.run.objective)
+
+    @property
+    def targets(self) -> int:
+        """Tokens of each place whose log-probabilities the loss is made of."""
+        return targets_of(self.run.objective, self.run.model.vocab)
 
     @cached_property
     def chunked(self) -> bool:

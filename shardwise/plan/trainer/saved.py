@@ -24,7 +24,7 @@ width of the arithmetic, W that of high precision (w, or 4 bytes):
                  the order and its inverse, or the index of each choice alone where kernels dispatch the rows (CUDA)
     loss         probabilities of the vocabulary in high precision; over tensor ranks also which targets are local. In chunks: the
                  gradients of its input and, in high precision, of the head's matrix. Of log-probabilities: its input, and of
-                 each token the log-sum-exp and a gradient
+                 each token the log-sum-exp and a gradient, or one of each target; with a teacher also these targets
 
 Between stages: what came from the stage before, and what went to the one after.
 Of frozen parameters nothing is cast, and a frozen matrix does not save its input. Its adapter does, and what A makes of it, scaled.
@@ -179,7 +179,9 @@ def loss(tape: Tape, x: str) -> None:
         return
     if planned.objective.logprobs:  # the logits are made again of the head's input
         tape.save(gathered(tape, normed, "head input"))
-        tape.save_new("log-sum-exp and the gradient of log-probabilities", 2 * planned.tokens, high)
+        tape.save_new("log-sum-exp and the gradient of log-probabilities", (1 + planned.targets) * planned.tokens, high)
+        if planned.objective.teacher:
+            tape.save_new("the tokens of both", planned.targets * planned.tokens, INTEGER)
         tape.save_new("loss", 1, high)
         return
     linear(tape, gathered(tape, normed, "head input"), head.entry.name.removesuffix(".weight"))

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from shardwise.plan.trainer.rank import PlannedRank, planned_rank, reference_run
 from shardwise.plan.trainer.saved import Rows, Saved, recomputed_parts, saved
+from shardwise.plan.trainer.traffic import INTEGER
 from shardwise.run import Run
 from shardwise.run.derive import chunk_bytes, chunk_rows, compiles, forward_passes, planned_on_gpu
 from shardwise.schedules import Schedule, cached_schedule, fewer_rounds, peak_activations
@@ -87,13 +88,20 @@ def _logits(planned: PlannedRank) -> int:
         some = chunk_rows(planned.tokens, max(1, rows) * planned.high_width, chunk_bytes(planned.run))
         cast = planned.width + planned.high_width * (planned.width < planned.high_width)
         learns = planned.vocabulary(planned.stages[-1]).learns
-        return (some * cast + planned.run.model.hidden * planned.high_width * learns) * rows
+        head = (some * cast + planned.run.model.hidden * planned.high_width * learns) * rows
+        return head + _said_by_teacher(planned)
     if planned.chunked:  # some logits, which become their gradient, and the head's matrix where it was cast
         some = chunk_rows(planned.tokens, rows * planned.width, chunk_bytes(planned.run))
         cast = planned.casts(planned.vocabulary(planned.stages[-1]))
         return (some + (planned.run.model.hidden if cast else 0)) * rows * planned.width
     # The probabilities are saved; beside them are twice as many elements, their gradient and that of the logits.
     return 2 * planned.tokens * rows * planned.high_width
+
+
+def _said_by_teacher(planned: PlannedRank) -> int:
+    """Bytes of what a teacher said of all microbatches of a step, which is known before the first is learned from."""
+    each = (planned.targets - 1) * (INTEGER + planned.high_width)
+    return planned.run.accumulation * planned.tokens * each
 
 
 def saved_activations(run: Run, rank: int, rows: Rows | None = None) -> dict[int, int]:

@@ -32,6 +32,7 @@ CONVENTION = (
 )
 BLOCK, ATTENTION, FFN = frozenset({"block"}), frozenset({"block", "attention"}), frozenset({"block", "ffn"})
 NEVER: frozenset[str] = frozenset()
+PASSES = ("forward", "recompute", "backward_input", "backward_weight")
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,7 @@ def work(run: Run, rank: int | None = None) -> Work:
     planned = PlannedRank(run, rank)
     flops: dict[str, dict[str, float]] = {}
     for times, gemm, recomputed in _gemms(planned):
-        passes = flops.setdefault(
-            gemm.part, dict.fromkeys(("forward", "recompute", "backward_input", "backward_weight"), 0.0)
-        )
+        passes = flops.setdefault(gemm.part, dict.fromkeys(PASSES, 0.0))
         total = times * run.accumulation * gemm.flops
         passes["forward"] += planned.objective.forward_only * total
         if gemm.part == "head" and planned.objective.logprobs:  # made again in the backward pass
@@ -73,9 +72,11 @@ def work(run: Run, rank: int | None = None) -> Work:
             continue
         passes["backward_input"] += total if gemm.weight else 2 * total
         passes["backward_weight"] += total if gemm.weight and gemm.learns else 0.0
-    if planned.objective.reference:  # the same network without adapters
+    if planned.objective.reference:  # the same network without adapters, or a teacher
         for times, gemm, _ in _gemms(PlannedRank(reference_run(run), rank)):
-            flops[gemm.part]["forward"] += planned.objective.reference * times * run.accumulation * gemm.flops
+            flops.setdefault(gemm.part, dict.fromkeys(PASSES, 0.0))["forward"] += (
+                planned.objective.reference * times * run.accumulation * gemm.flops
+            )
     flops["parameters"] = {"optimizer": muon.flops(planned) if run.train.optimizer == "muon" else 0.0}
     return Work(flops, convention=CONVENTION)
 

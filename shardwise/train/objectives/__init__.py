@@ -3,6 +3,7 @@ the sum over the global batch is divided."""
 
 from __future__ import annotations
 
+from shardwise.train.objectives.distill import Distill
 from shardwise.train.objectives.dpo import DPO
 from shardwise.train.objectives.grpo import Grpo
 from shardwise.train.objectives.kto import KTO
@@ -22,6 +23,7 @@ OBJECTIVES: dict[str, type[TrainObjective]] = {
     "reward": Reward,
     "simpo": SimPO,
     "grpo": Grpo,
+    "distill": Distill,
 }
 
 __all__ = ["OBJECTIVES", "TrainObjective"]

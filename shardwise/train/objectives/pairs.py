@@ -39,9 +39,14 @@ class PairObjective(TrainObjective):
     def __init__(self, run: Run, device: torch.device, mesh: Mesh) -> None:
         super().__init__(run, device, mesh)
         self.full_count = run.train.global_batch
+        self.array_type = np.float64 if run.train.dtype == "float64" else np.float32
 
     def token_arrays(self, batch: Batch) -> dict[str, np.ndarray]:
-        return {"targets": batch.targets, "slots": batch.slots}
+        arrays: dict[str, np.ndarray] = {"targets": batch.targets, "slots": batch.slots}
+        if self.config.stored:
+            assert batch.reference is not None
+            arrays["reference"] = batch.reference.astype(self.array_type)
+        return arrays
 
     def count(self, batch: Batch) -> float:
         rows, places = np.nonzero(batch.targets != IGNORE_INDEX)

@@ -1,0 +1,192 @@
+"""What a frozen network says of every token of a set, kept beside it: the log-probability that a reference gives to the token, or
+the tokens that a teacher finds likeliest in its place, with theirs. A run that reads them holds no second network.
+
+The numbers lie in the order of the set's tokens, one row of k for each, in files as long as the set; the index is written last. A
+document of conversations is seen alone, whatever row it is packed into, so its numbers serve every `train.seq_len` up to that which
+they were made with. A text is read in windows, whose length decides what a token sees: there it has to be the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.data.shards import DTYPES, TokenSet, dtype_for
+from shardwise.files import sync, write_atomically
+from shardwise.run import Run
+from shardwise.run.objective_config import FACTS, targets_of
+from shardwise.run.problems import Problem
+
+INDEX, LOGPROBS, TOKENS = "index.json", "logprobs.bin", "tokens.bin"
+FORMAT, VERSION = "shardwise-scores", 1
+
+
+@dataclass(frozen=True)
+class ScoreIndex:
+    """The content of `index.json`."""
+
+    kind: str
+    """`reference` or `teacher`."""
+    source: str
+    """The folder of the network's weights."""
+    fingerprint: str
+    """Of the set."""
+    tokens: int
+    count: int
+    """Log-probabilities of each token."""
+    vocab: int
+    temperature: float
+    seq_len: int
+    separate_documents: bool
+    dtype: str
+
+    @property
+    def digest(self) -> str:
+        """Of all that decides the numbers."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+
+def score_index(run: Run, tokens: TokenSet, source: str) -> ScoreIndex:
+    """What a run would write beside a set."""
+    teaches = FACTS[run.objective.kind].teacher
+    return ScoreIndex(
+        kind=kind_of(run),
+        source=source,
+        fingerprint=tokens.fingerprint,
+        tokens=tokens.tokens,
+        count=targets_of(run.objective, run.model.vocab) - 1 if teaches else 1,
+        vocab=run.model.vocab,
+        temperature=run.objective.temperature if teaches else 1.0,
+        seq_len=run.train.seq_len,
+        separate_documents=run.data.separate_documents,
+        dtype="float64" if run.train.dtype == "float64" else "float32",
+    )
+
+
+def kind_of(run: Run) -> str:
+    """Whose words a run reads."""
+    return "teacher" if FACTS[run.objective.kind].teacher else "reference"
+
+
+def folder_of(tokens: TokenSet, kind: str) -> Path:
+    """Where they are."""
+    return tokens.folder / f"scores-{kind}"
+
+
+def _files(index: ScoreIndex) -> dict[str, np.dtype[Any]]:
+    token = DTYPES[dtype_for(index.vocab)]
+    return {LOGPROBS: np.dtype(index.dtype)} | ({TOKENS: token} if index.kind == "teacher" else {})
+
+
+class ScoreWriter:
+    """Writes them, on many ranks at once: the first makes room, then each puts what it knows where it belongs."""
+
+    def __init__(self, folder: Path, index: ScoreIndex) -> None:
+        self.folder, self.index = folder, index
+        self.maps: dict[str, NDArray[Any]] = {}
+
+    def _draft(self, name: str) -> Path:
+        return self.folder / f"{name}.part"
+
+    def begin(self) -> None:
+        """Make room; what an interrupted scoring left is written over."""
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / INDEX).unlink(missing_ok=True)
+        for name, dtype in _files(self.index).items():
+            with open(self._draft(name), "wb") as file:
+                os.truncate(file.fileno(), self.index.tokens * self.index.count * dtype.itemsize)
+
+    def open(self) -> None:
+        """Before the first `put`."""
+        shape = (self.index.tokens, self.index.count)
+        for name, dtype in _files(self.index).items():
+            self.maps[name] = np.memmap(self._draft(name), dtype=dtype, mode="r+", shape=shape)
+
+    def put(self, places: NDArray[np.int64], logprobs: NDArray[Any], tokens: NDArray[Any] | None) -> None:
+        """What is said at these tokens of the set; -1: at none."""
+        known = places >= 0
+        self.maps[LOGPROBS][places[known]] = logprobs[known]
+        if tokens is not None:
+            self.maps[TOKENS][places[known]] = tokens[known]
+
+    def close(self) -> None:
+        """All that this rank knows is on the disk."""
+        for values in self.maps.values():
+            assert isinstance(values, np.memmap)
+            values.flush()
+        self.maps = {}
+
+    def finish(self) -> None:
+        """When all ranks have closed, once."""
+        for name in _files(self.index):
+            sync(self._draft(name))
+            os.replace(self._draft(name), self.folder / name)
+        content = {"format": FORMAT, "version": VERSION, **asdict(self.index)}
+        write_atomically(self.folder / INDEX, json.dumps(content, indent=1).encode("utf-8"))
+
+
+class Scores:
+    """What is beside a set, opened for reading."""
+
+    def __init__(self, folder: Path, index: ScoreIndex) -> None:
+        self.index = index
+        shape = (index.tokens, index.count)
+        self.maps = {name: np.memmap(folder / name, dtype, "r", shape=shape) for name, dtype in _files(index).items()}
+
+    def fill(self, places: NDArray[np.int64], logprobs: NDArray[Any], tokens: NDArray[Any] | None) -> None:
+        """Write what is said at these tokens of the set into arrays [places, k], which may ask for fewer of the likeliest."""
+        known, asked = places >= 0, logprobs.shape[1]
+        logprobs[known] = self.maps[LOGPROBS][places[known], :asked]
+        if tokens is not None:
+            tokens[known] = self.maps[TOKENS][places[known], :asked]
+
+
+def open_scores(run: Run, tokens: TokenSet, key: str) -> Scores | Problem:
+    """What a run reads beside one of its sets, or what is wrong with it."""
+    wanted, folder = score_index(run, tokens, ""), folder_of(tokens, kind_of(run))
+
+    def wrong(reason: str) -> Problem:
+        return Problem(f"{reason}; `shardwise data score` of this run writes it", key, str(folder))
+
+    try:
+        content = json.loads((folder / INDEX).read_bytes())
+        if content.get("format") != FORMAT or content.get("version") != VERSION:
+            return wrong("is of another format or version")
+        found = ScoreIndex(**{each.name: content[each.name] for each in fields(ScoreIndex)})
+        sizes = {name: found.tokens * found.count * dtype.itemsize for name, dtype in _files(found).items()}
+    except (FileNotFoundError, NotADirectoryError):
+        return wrong(f"there is nothing that a {wanted.kind} said of this set")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
+        return wrong(f"its index cannot be read: {e}")
+    if any(not (folder / name).is_file() or (folder / name).stat().st_size != size for name, size in sizes.items()):
+        return wrong("is not whole")
+    if found.fingerprint != wanted.fingerprint:
+        return wrong("was made of other tokens than the set has now")
+    for name, least in (("vocab", wanted.vocab), ("temperature", wanted.temperature)):
+        if getattr(found, name) != least:
+            return wrong(f"was made with {name} = {getattr(found, name)}, and the run has {least}")
+    if found.count < wanted.count:
+        return wrong(f"has the {found.count} likeliest tokens, and objective.teacher_tokens = {wanted.count}")
+    text = not tokens.index.marked
+    if text and (found.seq_len, found.separate_documents) != (wanted.seq_len, wanted.separate_documents):
+        return wrong(
+            f"was made in windows of {found.seq_len} tokens, and train.seq_len = {wanted.seq_len}, or of documents apart"
+        )
+    if found.seq_len < wanted.seq_len:
+        return wrong(f"was made with train.seq_len = {found.seq_len}, and the run has {wanted.seq_len}")
+    return Scores(folder, found)
+
+
+def opened(run: Run, sets: Sequence[TokenSet], key: str, problems: list[Problem]) -> list[Scores]:
+    """Those of several sets; what is wrong is added to the problems."""
+    found = [open_scores(run, each, key) for each in sets] if run.objective.stored else []
+    problems += [each for each in found if isinstance(each, Problem)]
+    return [each for each in found if isinstance(each, Scores)]

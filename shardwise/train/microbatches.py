@@ -1,0 +1,52 @@
+"""A batch in microbatches on the device, each with this context rank's part of every sequence."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.data.batches import Batch
+from shardwise.model.varlen import cu_seqlens_of, has_flash
+from shardwise.parallel.context import zigzag_positions
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.objective import Microbatch
+from shardwise.run import Run
+from shardwise.run.derive import uses_varlen_attention
+
+
+def on_device(value: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on the device. From pinned memory, or the host would wait for all work queued on the GPU."""
+    return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value
+
+
+def stream_of(run: Run, device: torch.device) -> Tensor:
+    """A tensor with the shape and dtype of what one microbatch sends between stages."""
+    length = run.train.seq_len // (run.layout.context * run.layout.tensor)
+    dtype: torch.dtype = getattr(torch, run.train.dtype)
+    return torch.empty(run.train.microbatch, length, run.model.hidden, dtype=dtype, device=device)
+
+
+def cut(batch: Batch, of_tokens: dict[str, np.ndarray], run: Run, mesh: Mesh, device: torch.device) -> list[Microbatch]:
+    """The tokens of a batch, their positions and documents, and whatever else there is of each token: arrays `of_tokens` [rows,
+    length, ...]."""
+    size, length = run.train.microbatch, batch.tokens.shape[1]
+    places = zigzag_positions(length, run.layout.context, mesh.index("context"))
+    positions = batch.positions if batch.positions is not None else np.arange(length)[None]
+    as_mask = cu_seqlens_of if uses_varlen_attention(run, gpu=has_flash(device)) else np.asarray
+
+    def moved(array: np.ndarray) -> Tensor:
+        return on_device(torch.from_numpy(np.ascontiguousarray(array)), device)
+
+    made: list[Microbatch] = []
+    for start in range(0, len(batch.tokens), size):
+        rows = slice(start, start + size)
+        own = positions[rows] if len(positions) > 1 else positions
+        every = {"tokens": batch.tokens} | of_tokens
+        microbatch: Microbatch = {name: moved(array[rows][:, places]) for name, array in every.items()}
+        microbatch["positions"] = moved(own[:, places])
+        # Attention needs to know the documents of the whole row.
+        documents = None if batch.documents is None else as_mask(batch.documents[rows])
+        microbatch["documents"] = None if documents is None else moved(documents)
+        made.append(microbatch)
+    return made

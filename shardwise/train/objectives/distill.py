@@ -1,0 +1,75 @@
+"""Distillation (Hinton et al. 2015): the student learns the probabilities that a teacher gives to the next token.
+
+The teacher says its k likeliest tokens and their log-probabilities. What both models give to these is compared one by one, and all
+others as one: the divergence is that of distributions over k + 1 outcomes, never more than that over the whole vocabulary (the data
+processing inequality), and the same where k is all of it. Forward KL is what soft targets teach; reverse KL is what
+MiniLLM (Gu et al. 2024) argues for where a small student cannot cover all that the teacher would say. With a temperature both
+distributions are softened, and the divergence is multiplied by its square, which keeps gradients of one size (Hinton et al. 2015,
+section 2).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shardwise.data.batches import Batch
+from shardwise.model.logprobs import IGNORE_INDEX
+from shardwise.parallel.mesh import Mesh
+from shardwise.parallel.objective import Microbatch
+from shardwise.run import Run
+from shardwise.run.objective_config import targets_of
+from shardwise.train.objectives.orpo import log1mexp
+from shardwise.train.objectives.sft import SFT
+
+
+def divergences(student: Tensor, teacher: Tensor, whole: bool, reverse: bool) -> Tensor:
+    """KL of log-probabilities [..., k] of the same tokens; unless these are the `whole` vocabulary, the rest of it is one more."""
+    if not whole:
+        student, teacher = (torch.cat((each, _rest(each)), dim=-1) for each in (student, teacher))
+    first, second = (student, teacher) if reverse else (teacher, student)
+    return (first.exp() * (first - second)).sum(-1)
+
+
+def _rest(logprobs: Tensor) -> Tensor:
+    """The log-probability of all other tokens together: rounding must not leave them less than nothing."""
+    within = logprobs.logsumexp(-1, keepdim=True)
+    return log1mexp(within.clamp(max=-torch.finfo(within.dtype).eps))
+
+
+class Distill(SFT):
+    """Targets at each place are the data's own token, for `nll`, and those of the teacher."""
+
+    def __init__(self, run: Run, device: torch.device, mesh: Mesh) -> None:
+        super().__init__(run, device, mesh)
+        self.stored = run.objective.stored
+        self.asked = targets_of(run.objective, run.model.vocab) - 1
+        self.whole = self.asked == run.model.vocab
+        self.array_type = np.float64 if run.train.dtype == "float64" else np.float32
+
+    def token_arrays(self, batch: Batch) -> dict[str, np.ndarray]:
+        arrays = super().token_arrays(batch)
+        if not self.stored:
+            return arrays
+        assert batch.teacher_tokens is not None
+        assert batch.teacher_logprobs is not None
+        tokens, said = (each[..., : self.asked] for each in (batch.teacher_tokens, batch.teacher_logprobs))
+        return arrays | {"teacher_tokens": tokens, "teacher_logprobs": said.astype(self.array_type)}
+
+    def loss(self, microbatch: Microbatch, head: nn.Module, hidden: Tensor, unembedding: Tensor) -> Tensor:
+        targets, tokens, said = (microbatch[name] for name in ("targets", "teacher_tokens", "teacher_logprobs"))
+        assert targets is not None
+        assert tokens is not None
+        assert said is not None
+        c = self.config
+        counted = targets != IGNORE_INDEX
+        every = torch.where(counted[..., None], torch.cat((targets[..., None], tokens), dim=-1), IGNORE_INDEX)
+
+        def make(logprobs: Tensor) -> Tensor:
+            found = divergences(logprobs[..., 1:], said, self.whole, c.divergence == "reverse")
+            divergence, own = torch.where(counted, found, 0).sum(), logprobs[..., 0].sum()
+            self.measured += torch.stack([divergence.detach(), -own.detach()])
+            return c.temperature**2 * divergence - c.cross_entropy * own
+
+        return head(hidden / c.temperature if c.temperature != 1 else hidden, unembedding, every, make=make)
