@@ -323,11 +323,6 @@ def test_sets_without_pairs_or_verdicts_are_refused() -> None:
             open_data(replace(run, model=replace(run.model, vocab=300)))
 
 
-def test_an_objective_that_is_not_there_yet_is_refused() -> None:
-    with pytest.raises(UserError, match="distill is not there yet"):
-        cases.make_run("dense", {}, objective="distill")
-
-
 def test_a_reward_model_is_neither_served_nor_written_as_a_language_model(tmp_path: Path) -> None:
     run = run_from_dict(dict(model=dict(layers=1, hidden=16, heads=2, vocab=32), objective=dict(kind="reward")))
     with pytest.raises(UserError, match=r"model\.scores.*is a reward model"):

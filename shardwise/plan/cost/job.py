@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.hardware import Cluster, find_chip, load_profile, make_cluster
-from shardwise.plan.cost.flops import frozen_width, learned_share, stage_counts
+from shardwise.plan.cost.flops import forward_flops, frozen_width, learned_share, stage_counts
 from shardwise.plan.cost.frameworks import FRAMEWORKS, Framework
 from shardwise.run import AdapterConfig, LayoutConfig, ModelConfig, Problem, Run, UserError
 from shardwise.run.adapter_config import NO_ADAPTER
@@ -25,7 +25,8 @@ from shardwise.run.derive import (
     planned_on_gpu,
     replays,
 )
-from shardwise.run.objective_config import FACTS
+from shardwise.run.objective_config import FACTS, facts_of
+from shardwise.run.teacher import teacher_model
 
 Number = Any
 """A number, or an array with one entry a layout."""
@@ -138,6 +139,14 @@ def overlapped(job: Job, overlap: bool) -> Job:
     return replace(job, framework=replace(job.framework, tensor_overlap=0.5)) if overlap else job
 
 
+def _forward_passes(run: Run) -> float:
+    """Of networks of this size beside a step's own: a teacher counts by its FLOPs."""
+    passes = float(sum(forward_passes(run)))
+    if not passes or not facts_of(run.objective).teacher:
+        return passes
+    return passes * forward_flops(teacher_model(run), run.train.seq_len) / forward_flops(run.model, run.train.seq_len)
+
+
 def job_of(run: Run) -> Job:
     """The job of a run, as this project's trainer executes it."""
     train, gpu = run.train, planned_on_gpu(run)
@@ -169,7 +178,7 @@ def job_of(run: Run) -> Job:
         headroom=run.cluster.headroom,
         muon=train.optimizer == "muon",
         logprobs=FACTS[run.objective.kind].logprobs,
-        forward_passes=float(sum(forward_passes(run))),
+        forward_passes=_forward_passes(run),
         # An expert takes no more than its capacity.
         adapter=run.adapter,
         chunk_bytes=chunk_bytes(run),
