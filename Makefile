@@ -34,7 +34,7 @@ lint: $(VENV)/.dev            ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/oxlint shardwise
-	$(BIN)/python tests/report/lint_css.py shardwise/report/page.css
+	$(BIN)/python tests/report/lint_css.py shardwise/report/page.css shardwise/workbench/workbench.css
 
 unit: $(VENV)/.dev            ## the small tier; tests that share what they make stay with one worker
 	$(BIN)/pytest $(WORKERS) $(TIERS)

@@ -25,7 +25,8 @@ from shardwise.serve.load.client import Address
 from shardwise.serve.load.run import Load, run_load
 from shardwise.serve.load.summary import summary
 from shardwise.serve.request import Output, Request
-from shardwise.serve.server.listen import Stop, address_of, open_socket, serve
+from shardwise.serve.server.address import address_of, open_socket
+from shardwise.serve.server.listen import Stop, serve
 from shardwise.serve.server.model import Model
 from shardwise.serve.stats import Stats
 

@@ -19,15 +19,23 @@ FLOORS: list[list[str]] = [
     ["parallel"],
     ["checkpoint"],
     ["train", "serve", "quantize"],
-    ["tune", "launch", "evaluate"],
+    ["tune", "launch", "evaluate", "workbench"],
     ["measure"],
     ["cli"],
     ["api"],
     ["__main__"],
 ]
 """From the ground up, as the map in CONTRIBUTING; folders that do not exist yet may stand here."""
-ROOMS: list[list[str]] = [["cost"], ["trainer"], ["time"], ["plan"], ["search", "serving"], ["published", "budget"]]
-"""The rooms of `plan/`, from the ground up; `plan` is the file `plan.py`."""
+ROOMS: list[list[str]] = [
+    ["cost"],
+    ["trainer"],
+    ["time"],
+    ["plan"],
+    ["search", "serving"],
+    ["figures"],
+    ["published", "budget"],
+]
+"""The rooms of `plan/`, from the ground up; `plan` and `figures` are files."""
 WITHOUT_TORCH = (
     "files",
     "labels",
@@ -41,6 +49,7 @@ WITHOUT_TORCH = (
     "report",
     "scale",
     "launch",
+    "workbench",
 )
 LONGEST = 400
 

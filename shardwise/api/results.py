@@ -233,7 +233,7 @@ class SearchOutcome(Result):
         return plan_page(self.record.best, self.record, self.planned.sentence())
 
     def _shown(self) -> Sequence[RenderableType]:
-        from shardwise.cli.plan import LETTERS, ranking_columns, ranking_rows
+        from shardwise.plan.figures import LETTERS, ranking_columns, ranking_rows
         from shardwise.report import terminal
 
         record = self.record

@@ -20,6 +20,7 @@ from shardwise.run.problems import UserError, install, nearest
 # Verb to (module, what it does). The texts are here so that `--help` imports nothing.
 VERBS: dict[str, tuple[str, str]] = {
     "plan": ("shardwise.cli.plan", "what a run needs and how fast it goes; the best layout for it"),
+    "workbench": ("shardwise.cli.workbench", "a page where a run's keys are controls, and the plan follows"),
     "train": ("shardwise.cli.train", "train a run, or resume one"),
     "launch": ("shardwise.cli.launch", "write, submit and follow the job of a run on Slurm, Kubernetes or hosts"),
     "checkpoints": ("shardwise.cli.checkpoints", "list the checkpoints of a run, and verify them"),
@@ -116,7 +117,10 @@ def run_command(arguments: Sequence[str]) -> int:
 def missing_part(error: ModuleNotFoundError) -> str | None:
     """How to install the extra that a module belongs to, or None."""
     extras = {"torch": "train", "safetensors": "train", "tokenizers": "train", "pyarrow": "parquet", "msgspec": "trace"}
-    extras |= dict.fromkeys(("starlette", "uvicorn", "httptools", "llguidance"), "serve") | {"jinja2": "chat"}
+    extras |= dict.fromkeys(("starlette", "uvicorn", "httptools"), "workbench") | {
+        "llguidance": "serve",
+        "jinja2": "chat",
+    }
     name = (error.name or "").partition(".")[0]
     if name not in extras:
         return None

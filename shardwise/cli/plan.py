@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.cli.machinery.options import at_least, new_file, write_file
 from shardwise.hardware.chips import unknown_chip
-from shardwise.run import AXES, Problem, UserError, counted, read_planned, to_dict, to_toml
+from shardwise.run import Problem, UserError, counted, read_planned, to_dict, to_toml
 
 if TYPE_CHECKING:
     from shardwise.plan.plan import Plan
@@ -144,135 +144,14 @@ def _devices(text: str | None) -> list[int] | None:
     return numbers
 
 
-def figures(best: Plan) -> list[tuple[str, str, str]]:
-    """The few numbers that matter."""
-    from shardwise.plan.cost.flops import CONVENTION, parameters
-    from shardwise.plan.cost.job import GIB
-    from shardwise.plan.plan import mfu_peak
-    from shardwise.report import words
-
-    account, run, cost = best.account, best.run, best.cost
-    network = parameters(run.model)
-    size = f"{words.count(network.total)} parameters"
-    if network.active != network.total:
-        size += f", {words.count(network.active)} active"
-    lay = run.layout
-    sizes = " × ".join(f"{axis} {getattr(lay, axis)}" for axis in AXES if getattr(lay, axis) > 1) or "one device"
-    extra = [f"ZeRO-{lay.zero}"] if lay.shard * lay.context > 1 else []
-    if lay.pipeline > 1:
-        extra.append(lay.schedule + (f" × {lay.stages_per_rank}" if lay.stages_per_rank > 1 else ""))
-    extra.append(f"recompute {lay.recompute}" + (f" of {lay.recompute_budget:g} GiB" if lay.recompute_budget else ""))
-    extra.append(f"microbatch {run.train.microbatch} × {run.accumulation}")
-    if best.over_network:
-        extra.append(f"over the network between machines: {', '.join(best.over_network)}")
-    memory = account.memory
-    fits = "fits" if best.fits else "DOES NOT FIT"
-    chip, peak = best.job.cluster.chip.name, mfu_peak(best.job)
-    hourly = f"{words.money(cost.usd_per_hour)} an hour" if cost.usd_per_hour else "no price known: set cluster.price"
-    saved = f"a checkpoint every {words.seconds(cost.checkpoint_every_s)}"
-    if not run.train.checkpoint_every:
-        steps = max(1, round(cost.checkpoint_every_s / account.step_seconds))
-        saved = f"with {saved} (train.checkpoint_every = {steps})"
-    return [
-        ("model", run.model.preset or "custom", size),
-        ("devices", f"{lay.world} {chip}", f"{memory.capacity / GIB:.1f} GiB usable on each{_unfilled(best)}"),
-        ("layout", sizes, ", ".join(extra)),
-        ("memory", f"{memory.peak / GIB:.1f} GiB", f"on the fullest rank: {fits}"),
-        ("step", words.seconds(account.step_seconds), f"80% interval: {words.seconds(best.low)} to {words.seconds(best.high)}"),
-        ("speed", words.rate(account.tokens_per_second, "tokens"), f"{words.count(account.tokens)} tokens a step"),
-        ("MFU", words.percent(best.mfu), f"{CONVENTION}; of {peak[0]} of {words.flops(peak[1], 'FLOP/s')}"),
-        ("limit", best.binds.partition(":")[0], best.binds.partition(": ")[2]),
-        ("job", words.seconds(cost.days * 86400),
-         f"{counted(run.train.steps, 'step')}, {words.count(cost.device_hours)} device-hours, "
-         f"goodput {words.percent(cost.goodput)}, {cost.failures:.1f} failures expected"),
-        ("cost", words.price(cost.usd), f"{hourly}; {words.count(cost.kwh)} kWh; {saved}"),
-    ]  # fmt: skip
-
-
-def _unfilled(best: Plan) -> str:
-    """A clause for a layout that leaves devices of its machines idle."""
-    cluster = best.job.cluster
-    usual = cluster.chip.devices_per_node
-    if cluster.chip.name == "cpu" or cluster.per_node >= usual:
-        return ""
-    return f"; {cluster.per_node} of the {usual} in a machine: --layout=auto finds the best layout for all of them"
-
-
-def _columns(*, several: bool) -> list[Any]:
-    """The columns of the ranking, with the number of devices where they differ."""
-    from shardwise.report import words
-    from shardwise.report.pick import Column
-
-    # A narrow terminal leaves out the last ones that are not essential.
-    columns = [
-        Column("layout", "layout", essential=True),
-        Column("step_seconds", "step", words.seconds, "low", essential=True),
-        Column("mfu", "MFU", words.percent, "high"),
-        Column("memory", "memory", words.size, "low", 2.0**30, essential=True),
-        Column("usd", "cost", words.price, "low", essential=True),
-        Column("binds", "limited by"),
-        Column("tokens_per_s", "tokens/s", words.count, "high"),
-        Column("next", "next change", below=True),
-    ]
-    if several:
-        columns.insert(5, Column("usd_per_hour", "an hour", words.price, "low"))
-        columns.insert(0, Column("devices", "devices", essential=True))
-    return columns
-
-
-def ranking_rows(plans: list[Plan], changes: list[str] | None = None) -> list[dict[str, Any]]:
-    return [
-        dict(
-            devices=plan.run.layout.world,
-            layout=short_layout(plan),
-            step_seconds=plan.account.step_seconds,
-            tokens_per_s=plan.account.tokens_per_second,
-            mfu=plan.mfu,
-            memory=plan.account.memory.peak,
-            usd=plan.cost.usd,
-            usd_per_hour=plan.cost.usd_per_hour,
-            binds=plan.binds.partition(":")[0].removeprefix("traffic of the ").removesuffix(" axis"),
-            next=change,
-        )
-        for plan, change in zip(plans, changes or [""] * len(plans), strict=True)
-    ]
-
-
-def short_layout(plan: Plan) -> str:
-    """A layout on one line: sizes above 1, and its options."""
-    lay = plan.run.layout
-    far = plan.over_network
-    words = [f"{axis[0]}{getattr(lay, axis)}{'*' * (axis in far)}" for axis in AXES if getattr(lay, axis) > 1]
-    if lay.shard * lay.context > 1:
-        words.append(f"zero{lay.zero}")
-    if lay.pipeline > 1:
-        words.append(lay.schedule + (f"×{lay.stages_per_rank}" if lay.stages_per_rank > 1 else ""))
-    if lay.recompute != "none":
-        words.append(f"re-{lay.recompute}")
-    if lay.context > 1:
-        words.append(lay.context_method)
-    if lay.tensor > 1 and lay.async_tensor:
-        words.append("async")
-    return " ".join([*words, f"mb{plan.run.train.microbatch}"])
-
-
-LETTERS = (
-    "r replicate, s shard, c context, t tensor, p pipeline, e expert, * over the network between machines, "
-    "re- recomputed, mb microbatch"
-)
-
-
-def ranking_columns(found: SearchResult) -> list[Any]:
-    """The columns of a ranking; the number of devices is one where several were compared."""
-    return _columns(several=len({plan.run.layout.world for plan in found.ranking}) + len(found.without) > 1)
-
-
 def all_figures(best: Plan, found: SearchResult | None) -> list[tuple[str, str, str]]:
     """The figures of a plan, and its next change: what would bring the best of a search most, or make a given layout fit."""
     if found is not None:
         change = found.next_changes[next((n for n, plan in enumerate(found.ranking) if plan is best), 0)]
     else:
         change = "" if best.fits else _makes_it_fit(best)
+    from shardwise.plan.figures import figures
+
     what, _, brings = change.partition(": ")
     rows = figures(best)
     rollouts = _rollouts(best)
@@ -301,6 +180,7 @@ def _makes_it_fit(best: Plan) -> str:
 
 
 def _print(best: Plan, found: SearchResult | None, left_open: str) -> None:
+    from shardwise.plan.figures import LETTERS, ranking_columns, ranking_rows
     from shardwise.plan.time.timeline import timeline
     from shardwise.report import terminal
     from shardwise.report.terminal import Console
@@ -330,6 +210,7 @@ def _print(best: Plan, found: SearchResult | None, left_open: str) -> None:
 
 
 def plan_page(best: Plan, found: SearchResult | None, left_open: str) -> str:
+    from shardwise.plan.figures import columns_of, ranking_columns, ranking_rows
     from shardwise.plan.time.timeline import timeline
     from shardwise.report import html
 
@@ -341,7 +222,7 @@ def plan_page(best: Plan, found: SearchResult | None, left_open: str) -> str:
         if found.without:
             sections.append(html.notes(list(found.without.values())))
         points = ranking_rows(found.pareto)
-        by = {column.key: column for column in _columns(several=True)}
+        by = {column.key: column for column in columns_of(several=True)}
         sections.append(html.scatter(points, by["memory"], by["step_seconds"], by["devices"], by["layout"]))
     sections += [
         html.memory_bars(best.account.memory),

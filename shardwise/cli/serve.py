@@ -61,8 +61,9 @@ def execute(args: argparse.Namespace) -> int:
     from shardwise.cli.machinery.ranks import engine_here, rank_here, start_ranks
     from shardwise.run import read_served
     from shardwise.serve.event_loop import run_in_loop
+    from shardwise.serve.server.address import address_of, open_socket
     from shardwise.serve.server.limits import Limits
-    from shardwise.serve.server.listen import Stop, address_of, open_socket, serve, within_files
+    from shardwise.serve.server.listen import Stop, serve, within_files
     from shardwise.serve.server.model import load_model_files
 
     folder = checkpoint_folder(args.run)

@@ -39,7 +39,8 @@ class Numbers(ByteTokenizer):
 
 async def serve_engine(engine: Engine, port: int, ready: Callable[[str, Any], None]) -> bool:
     """Serve at a port of this machine until told to; `ready` gets the address, and what is to be asked to end it."""
-    from shardwise.serve.server.listen import Stop, address_of, open_socket, serve
+    from shardwise.serve.server.address import address_of, open_socket
+    from shardwise.serve.server.listen import Stop, serve
     from shardwise.serve.server.model import Model
 
     listener, stop = open_socket("127.0.0.1", port), Stop()

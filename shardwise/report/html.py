@@ -6,6 +6,7 @@ Every text is escaped where it enters the page.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -38,10 +39,25 @@ def page(title: str, sections: Iterable[Section], remark: str = "") -> str:
     )
 
 
-def key_figures(figures: Iterable[tuple[str, str, str]]) -> Section:
-    """The key numbers: label, value and remark."""
+@dataclass(frozen=True)
+class Quantity:
+    """A shown number as `plan --json` has it: its path there and its value, for programs that read a page."""
+
+    path: str
+    value: Any
+
+    @property
+    def attributes(self) -> str:
+        """What marks an element that shows it."""
+        return f' data-quantity="{escape(self.path)}" data-value="{escape(json.dumps(self.value))}"'
+
+
+def key_figures(figures: Iterable[tuple[str, str, str]], quantities: Mapping[str, Quantity] | None = None) -> Section:
+    """The key numbers: label, value and remark. `quantities` says of a label which number it is."""
+    known = quantities or {}
     cells = "".join(
-        f'<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd><dd class="note">{escape(note)}</dd></div>'
+        f"<div><dt>{escape(label)}</dt><dd{known[label].attributes if label in known else ''}>{escape(value)}</dd>"
+        f'<dd class="note">{escape(note)}</dd></div>'
         for label, value, note in figures
     )
     return Section("", "", f'<dl class="figures">{cells}</dl>')
@@ -52,10 +68,7 @@ def memory_bars(memory: Memory) -> Section:
     if not memory.ranks:
         return Section("Memory", "Not known.", "")
     bars, owners = pick.memory_bars(memory), pick.owners_of(memory)
-    rows = [
-        [cell(owner, color=colors.of_owner(owner)), *(cell(words.gib(b.owners.get(owner, 0.0)), "n") for b in bars)]
-        for owner in owners
-    ]
+    rows = [[cell(owner, color=colors.of_owner(owner)), *(_held(bar, owner) for bar in bars)] for owner in owners]
     total = [cell("all"), *(cell(words.gib(bar.total), "n") for bar in bars)]
     heads = ["GiB", *(f"{b.label} ({b.note})" if b.note else f"rank {b.label}" for b in bars)]
     table = table_of(heads, rows, total, numbers_from=1)
@@ -76,7 +89,8 @@ def breakdown_bar(account: Account) -> Section:
     rows = []
     for name, taken in parts:
         color = colors.of_category(name)
-        numbers = [cell(words.seconds(taken), "n"), cell(words.percent(taken / total), "n quiet")]
+        known = Quantity(f"breakdown.{name}", taken) if name in account.breakdown else None
+        numbers = [cell(words.seconds(taken), "n", quantity=known), cell(words.percent(taken / total), "n quiet")]
         bar = f'<td class="bar">{html_charts.small_bar(taken / longest, color)}</td>'
         rows.append([cell(name, color=color), *numbers, bar])
     bar = html_charts.stacked_bar([(name, taken, colors.of_category(name)) for name, taken in parts])
@@ -97,7 +111,7 @@ def traffic_table(traffic: Traffic) -> Section:
         rows.append([
             cell(row.axis, color=color) if row.axis != last else cell(""),
             cell(row.collective.replace("_", " ")),
-            cell(words.size(row.bytes), "n"),
+            cell(words.size(row.bytes), "n", quantity=Quantity(f"traffic.{row.axis}.{row.collective}", row.bytes)),
             cell(words.percent(row.bytes / total if total else 0.0), "n quiet"),
             cell(words.count(row.messages) if row.messages else words.DASH, "n"),
             cell(words.size(row.bytes / row.messages) if row.messages else words.DASH, "n quiet"),
@@ -232,11 +246,18 @@ def _class(name: str) -> str:
     return f' class="{name}"' if name else ""
 
 
-def cell(text: str, kind: str = "", color: str = "") -> str:
+def cell(text: str, kind: str = "", color: str = "", quantity: Quantity | None = None) -> str:
     """A cell of a table; with a colour, a swatch before the text."""
     if color:
         return f'<td class="name">{html_charts.swatch(color)}{escape(text)}</td>'
-    return f"<td{_class(kind)}>{escape(text)}</td>"
+    return f"<td{_class(kind)}{quantity.attributes if quantity else ''}>{escape(text)}</td>"
+
+
+def _held(bar: pick.MemoryBar, owner: str) -> str:
+    """What an owner holds on a rank; a mean of ranks is in no plan."""
+    held = bar.owners.get(owner, 0.0)
+    known = bar.label.isdigit() and owner in bar.owners
+    return cell(words.gib(held), "n", quantity=Quantity(f"memory.stages[{bar.label}].{owner}", held) if known else None)
 
 
 def table_of(

@@ -1,4 +1,5 @@
-// The interactive parts of the page: tooltips, sortable tables and the timeline.
+// The interactive parts of the page: tooltips, sortable tables and the timeline. `shardwise.attach(root, signal)` brings a part that
+// was put into the page later to life, until the signal says that it is gone.
 //
 // The timeline is drawn on a canvas from flat arrays, because a browser is slow with tens of thousands of elements. The spans
 // of a row are sorted and do not overlap: visible ones are found by binary search, and those that share a pixel are drawn once.
@@ -19,7 +20,7 @@
     tooltip(marked ? marked.getAttribute("data-tip") : "", e.clientX, e.clientY);
   });
 
-  document.querySelectorAll("table.sortable").forEach((table) => {
+  function sortable(table) {
     const heads = Array.from(table.querySelectorAll("th")), body = table.tBodies[0];
     heads.forEach((head, column) => {
       head.addEventListener("click", () => {
@@ -39,7 +40,7 @@
         rows.forEach((pair) => body.append(pair[1]));
       });
     });
-  });
+  }
 
   function duration(ns) {
     const units = [[1e9, "s"], [1e6, "ms"], [1e3, "\u00b5s"], [1, "ns"]];
@@ -58,7 +59,7 @@
     return low;
   }
 
-  document.querySelectorAll(".timeline").forEach((place) => {
+  function timeline(place, signal) {
     const data = JSON.parse(place.querySelector("script").textContent);
     const canvas = place.querySelector("canvas"), pen = canvas.getContext("2d");
     const gutter = 62, axis = 24, dark = matchMedia("(prefers-color-scheme: dark)");
@@ -203,10 +204,17 @@
         if (button.value === "all") show(0, data.end); else zoom(Number(button.value), 0.5);
       });
     });
-    addEventListener("resize", redraw);
-    dark.addEventListener("change", redraw);
-    addEventListener("beforeprint", () => { printing = true; draw(); });
-    addEventListener("afterprint", () => { printing = false; draw(); });
+    addEventListener("resize", redraw, { signal });
+    dark.addEventListener("change", redraw, { signal });
+    addEventListener("beforeprint", () => { printing = true; draw(); }, { signal });
+    addEventListener("afterprint", () => { printing = false; draw(); }, { signal });
     draw();
-  });
+  }
+
+  function attach(root, signal) {
+    root.querySelectorAll("table.sortable").forEach(sortable);
+    root.querySelectorAll(".timeline").forEach((place) => timeline(place, signal));
+  }
+  attach(document);
+  globalThis.shardwise = { attach, tooltip };
 })();

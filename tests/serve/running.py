@@ -15,9 +15,10 @@ from typing import Any
 from fake_engine import FakeEngine
 
 from shardwise.data.tokenizer import ByteTokenizer
+from shardwise.serve.server.address import address_of, open_socket
 from shardwise.serve.server.context import Context
 from shardwise.serve.server.limits import Limits
-from shardwise.serve.server.listen import Stop, address_of, open_socket, serve
+from shardwise.serve.server.listen import Stop, serve
 from shardwise.serve.server.model import Model
 
 SECONDS = 30.0

@@ -19,10 +19,10 @@ NAMES = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_
 TRAFFIC = ("tensor", "context", "expert", "shard")
 
 
-def timeline(job: Job, most_microbatches: int = 0) -> Timeline:
-    """One step; at most so many microbatches of it (0: all)."""
-    prepared = prepare(job)
-    step = step_time(prepared)
+def timeline(job: Job, most_microbatches: int = 0, known: tuple[Prepared, Step] | None = None) -> Timeline:
+    """One step; at most so many microbatches of it (0: all). Who has prepared and timed the job already gives that."""
+    prepared = known[0] if known else prepare(job)
+    step = known[1] if known else step_time(prepared)
     count = min(job.microbatches, most_microbatches or job.microbatches)
     spans = list(_actions(prepared, step, count))
     end = max(span.start + span.seconds for span in spans)
@@ -46,7 +46,8 @@ def _actions(prepared: Prepared, step: Step, count: int) -> Iterator[Span]:
     lay = job.layout
     if lay.pipeline == 1:  # all stages of the rank as one
         cost = Cost([sum(cost.forward)], [sum(cost.backward_input)], [sum(cost.backward_weight)])
-    schedule = cached_schedule(lay.schedule if lay.pipeline > 1 else "1f1b", lay.pipeline, count, lay.stages_per_rank)
+    name, chunks = (lay.schedule, lay.stages_per_rank) if lay.pipeline > 1 else ("1f1b", 1)
+    schedule = cached_schedule(name, lay.pipeline, count, chunks)
     timing = time(schedule, cost, 0.0 if job.framework.pipeline_blocks else step.hop)
     shares = _traffic_shares(prepared)
     for rank, actions in enumerate(schedule.ranks):

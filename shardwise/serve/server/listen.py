@@ -5,16 +5,15 @@ any more."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import uvicorn
 
-from shardwise.run import Problem, UserError
+from shardwise.serve.server.address import QuietServer
 from shardwise.serve.server.app import make_app
 from shardwise.serve.server.context import Context
 from shardwise.serve.server.guard import guarded
@@ -36,43 +35,6 @@ class Stop:
     def ask(self) -> None:
         """End."""
         (self.at_once if self.wanted.is_set() else self.wanted).set()
-
-
-class _Server(uvicorn.Server):
-    """Says when it listens, and leaves signals to others: uvicorn would raise them again at its end, and so not end well."""
-
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._ready = ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._ready()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def open_socket(host: str, port: int) -> socket.socket:
-    """The address to listen at; port 0 is any that is free. Nobody can connect before the server listens."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sends small packets at once only for sockets that say they are TCP's.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        return listener
-    except (OSError, OverflowError) as e:
-        listener.close()
-        reason = e.strerror if isinstance(e, OSError) and e.strerror else str(e)
-        raise UserError(Problem(f"cannot listen there: {reason}", where=f"{host}:{port}")) from None
-
-
-def address_of(listener: socket.socket) -> str:
-    """The address to give to clients."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 async def serve(
@@ -102,7 +64,7 @@ async def serve(
         timeout_keep_alive=int(limits.idle_seconds),
         timeout_graceful_shutdown=int(LAST_SECONDS),
     )
-    server = _Server(config, lambda: ready(context))
+    server = QuietServer(config, lambda: ready(context))
     serving = asyncio.create_task(server.serve([listener]))
     try:
         await _until(serving, stop.wanted)

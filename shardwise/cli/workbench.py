@@ -1,0 +1,35 @@
+"""`shardwise workbench`: a page where a run's keys are controls, and the plan follows."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+
+from shardwise.cli.machinery.options import at_least
+
+HELP = """Open a page on this machine where model, cluster, layout, batch and objective are controls, and memory, timeline, traffic
+and cost follow at once. Without a run it begins with a 70B model. One line says its address, which lets in whoever has it, when it
+is ready. Ctrl-C ends it."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the verb."""
+    parser.add_argument("run", nargs="?", help="the run to begin with, a TOML file")
+    parser.add_argument(
+        "--port", type=at_least(0), default=0, help="port of this machine (default 0: any that is free)"
+    )
+    parser.add_argument("--no-open", action="store_true", help="only print the address, open no browser")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Serve the page until told to end."""
+    from shardwise.workbench.app import Workbench, make_app
+    from shardwise.workbench.question import base_of
+    from shardwise.workbench.server import serve_page
+
+    bench = Workbench(base_of(args.run, args.overrides))
+    bench.answer({})  # the first takes longest: it reads curves and presets
+    gc.collect()
+    gc.freeze()  # what is here stays; looking through it again and again would hold up answers
+    serve_page(make_app(bench), "workbench", args.port, not args.no_open)
+    return 0

@@ -1,0 +1,119 @@
+"""The answer to a question of the page: the plan as `shardwise plan --json` gives it, and its charts as `--html` draws them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.plan.cost.constants import interval, known_chip
+from shardwise.plan.cost.job import job_of
+from shardwise.plan.figures import figures, short_layout
+from shardwise.plan.plan import Plan, plan_job
+from shardwise.plan.serving.rollouts import plan_rollouts
+from shardwise.plan.time.step import prepare, step_time
+from shardwise.plan.time.timeline import timeline
+from shardwise.report import html, words
+from shardwise.report.html import Quantity, Section
+from shardwise.run import PlannedRun, Run, UserError
+from shardwise.workbench.question import Base
+
+SHOWN_MICROBATCHES = 24
+"""Microbatches that the timeline shows of a step."""
+PATHS = {
+    "model": "run.model.preset",
+    "devices": "devices",
+    "memory": "memory.peak",
+    "step": "step_seconds",
+    "speed": "tokens_per_s",
+    "MFU": "mfu",
+    "limit": "binds",
+    "job": "cost.days",
+    "cost": "cost.usd",
+}
+"""Where `plan --json` has the number of a key figure."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan and its drawings."""
+
+    best: Plan
+    content: dict[str, Any]
+    sections: dict[str, Section]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the page."""
+        parts = {name: {"remark": each.remark, "body": each.body} for name, each in self.sections.items()}
+        return {"plan": self.content, "parts": parts, "layout": short_layout(self.best)}
+
+
+def answer(base: Base, changes: Mapping[str, str]) -> Planned:
+    """The plan of the run with these changes; raises every mistake in it."""
+    planned = base.planned(changes)
+    run = planned.run
+    if run.serve.rate or run.serve.concurrency:
+        raise UserError("the workbench plans training; `shardwise plan` says what a load sees of a server")
+    if run.layout.auto:
+        raise UserError('layout is "auto": the layouts that a search finds are below; choose one')
+    job = job_of(run)
+    known = prepare(job)
+    step = step_time(known)
+    best = plan_job(run, job, step)
+    content = contents(best, planned)
+    errors = validated(best)
+    sections = {
+        "figures": html.key_figures(_with_errors(best, errors), _quantities(content)),
+        "memory": html.memory_bars(best.account.memory),
+        "time": html.breakdown_bar(best.account),
+        "traffic": html.traffic_table(best.account.traffic),
+        "timeline": html.timeline(timeline(job, SHOWN_MICROBATCHES, (known, step))),
+        "notes": html.notes([*filter(None, [planned.sentence()]), *best.notes]),
+    }
+    return Planned(best, content, sections)
+
+
+def contents(best: Plan, planned: PlannedRun) -> dict[str, Any]:
+    """What `plan --json` prints of it."""
+    return best.as_dict() | _rollouts(best.run, best) | {"not_set": planned.left_open}
+
+
+def _rollouts(run: Run, best: Plan) -> dict[str, Any]:
+    if run.objective.kind != "grpo":
+        return {}
+    return {"rollouts": plan_rollouts(run, best.account.step_seconds).as_dict()}
+
+
+def validated(best: Plan) -> tuple[float, float]:
+    """Between which factors of a predicted time the measured ones lie in 8 of 10 cases."""
+    width = interval("training" if known_chip(best.job) else "unseen_chip")
+    return math.exp(-width), math.exp(width)
+
+
+def _with_errors(best: Plan, errors: tuple[float, float]) -> list[tuple[str, str, str]]:
+    """The key figures, each that rests on a predicted time with its interval."""
+    low, high = errors
+    account, cost = best.account, best.cost
+    rate, days = account.tokens_per_second, cost.days * 86400
+    between = {
+        "speed": f"{words.count(rate / high)} to {words.rate(rate / low, 'tokens')}",
+        "MFU": f"{words.percent(best.mfu / high)} to {words.percent(best.mfu / low)}",
+        "job": f"{words.seconds(days * low)} to {words.seconds(days * high)}",
+        "cost": f"{words.price(cost.usd * low)} to {words.price(cost.usd * high)}" if cost.usd else "",
+    }
+    found = []
+    for label, value, note in figures(best):
+        inside = f"80% interval: {between[label]}; {note}" if between.get(label) else note
+        found.append((label, value, inside))
+    return found
+
+
+def _quantities(content: Mapping[str, Any]) -> dict[str, Quantity]:
+    found = {}
+    for label, path in PATHS.items():
+        value: Any = content
+        for name in path.split("."):
+            value = value[name]
+        found[label] = Quantity(path, value)
+    return found

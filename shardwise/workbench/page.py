@@ -1,0 +1,105 @@
+"""The page as one file: style, scripts, controls and the first answer are inside of it, so that it is there with one request and an
+exported one opens from disk."""
+
+from __future__ import annotations
+
+import json
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from shardwise.report import html
+from shardwise.workbench.answer import Planned
+from shardwise.workbench.controls import panel
+from shardwise.workbench.question import Base
+
+PARTS = (
+    ("memory", "Memory"),
+    ("time", "Time"),
+    ("timeline", "One step"),
+    ("traffic", "Traffic"),
+    ("notes", "Notes"),
+)
+"""Sections that the planner's drawings fill, from top to bottom."""
+
+
+def workbench_page(base: Base, first: bytes, nonce: str) -> str:
+    """The page with the answer to its first question."""
+    answer = json.loads(first)
+    state = {"given": base.given, "first": answer}
+    body = (
+        _header(base.given.get("name", "run"))
+        + f'<main><form id="controls" aria-label="Run" autocomplete="off">{_controls(base, answer)}</form>'
+        + f'<div id="results">{_results()}</div></main>'
+    )
+    return document("Workbench", body, state, ("workbench.js",), nonce)
+
+
+def document(title: str, body: str, state: Any, scripts: tuple[str, ...], nonce: str) -> str:
+    """A whole page of these scripts, beside those that every page has; without a nonce it stands for itself."""
+    marked = f' nonce="{nonce}"' if nonce else ""
+    style = _text("shardwise.report", "page.css") + _text("shardwise.workbench", "workbench.css")
+    code = [_text("shardwise.report", "page.js"), *(_text("shardwise.workbench", name) for name in scripts)]
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
+        f"<title>{escape(title)}</title><style>\n{style}</style></head><body>{body}"
+        f'<script type="application/json" id="state">{in_script(state)}</script><div id="tip"></div>'
+        + "".join(f"<script{marked}>\n{text}</script>" for text in code)
+        + "</body></html>\n"
+    )
+
+
+def in_script(content: Any) -> str:
+    """JSON inside of a script element, which "<" could end."""
+    return json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def offline_page(found: Planned) -> str:
+    """The plan alone, as `shardwise plan --html` writes it."""
+    best = found.best
+    remark = f"{best.run.layout.world} × {best.job.cluster.chip.name}"
+    return html.page(f"Plan of {best.run.name}", found.sections.values(), remark)
+
+
+def _controls(base: Base, answer: dict[str, Any]) -> str:
+    """The controls; where the first run has a mistake, with the values that the others have."""
+    if "plan" in answer:
+        return panel(answer["plan"]["run"])
+    from shardwise.run import read_planned, to_dict
+
+    return panel(to_dict(read_planned(None, []).run))
+
+
+def _header(name: str) -> str:
+    buttons = "".join(
+        f'<button type="button" data-action="{action}" data-tip="{escape(tip)}">{label}</button>'
+        for action, label, tip in (
+            ("pin", "Compare", "Keep this layout beside those that follow"),
+            ("reset", "Reset", "Back to the run that the page began with"),
+            ("link", "Copy link", "The address that holds this view"),
+            ("command", "Copy command", "The command that prints this plan"),
+            ("run", "Run file", "The run as a TOML file, to plan or to train"),
+            ("picture", "Picture", "The charts as one picture"),
+            ("page", "Page", "This plan as a page that opens offline"),
+        )
+    )
+    return (
+        f'<header class="bar"><h1>{escape(name)}</h1><p class="remark" id="headline"></p>'
+        f'<div class="actions">{buttons}</div><p id="said" role="status"></p></header>'
+    )
+
+
+def _results() -> str:
+    parts = "".join(
+        f'<section id="{name}" aria-label="{title}"><h2>{title}</h2><p class="remark"></p><div class="body"></div></section>'
+        for name, title in PARTS
+    )
+    return (
+        '<div id="problems" role="alert"></div><section id="figures" aria-label="Key figures"><div class="body"></div></section>'
+        + parts
+    )
+
+
+def _text(package: str, name: str) -> str:
+    return files(package).joinpath(name).read_text("utf-8")

@@ -1,0 +1,126 @@
+"""What the page asks: a run, given as the keys of its file and the keys that were changed on the page.
+
+The answer is that of `shardwise plan RUN --section.key=value …`, because the keys are read by the same reader.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.hardware.chips import unknown_chip
+from shardwise.run import PlannedRun, Problem, UserError, read_planned
+from shardwise.run.config import SECTIONS, all_keys
+
+MOST_TEXT = 2000
+"""Characters of a value."""
+START = {
+    "name": "workbench",
+    "model.preset": "llama3-70b",
+    "cluster.chip": "h100",
+    "cluster.nodes": "64",
+    "layout.shard": "16",
+    "layout.tensor": "8",
+    "layout.pipeline": "4",
+    "layout.schedule": "interleaved",
+    "layout.chunks": "5",
+    "layout.zero": "1",
+    "train.seq_len": "8192",
+    "train.global_batch": "512",
+    "train.microbatch": "1",
+    "train.dtype": "bfloat16",
+}
+"""The run of a workbench that was given none: that of examples/llama3-70b-h100.toml."""
+
+FILES = ("cluster.profile", "data.sets", "data.validation")
+"""Keys that name files which a plan reads. Whoever opened the page may plan, not look around."""
+
+Keys = dict[str, str]
+"""Full keys to values, as a command line would give them."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """The run that the page began with."""
+
+    given: Keys
+
+    def overrides(self, changes: Mapping[str, str]) -> list[str]:
+        """All keys as overrides. Another preset takes the keys of the network along with it."""
+        kept = {
+            name: value
+            for name, value in self.given.items()
+            if not ("model.preset" in changes and name.startswith("model."))
+        }
+        return [f"{name}={value}" for name, value in {**kept, **changes}.items()]
+
+    def planned(self, changes: Mapping[str, str]) -> PlannedRun:
+        """The run with these changes; raises every mistake in it."""
+        return read_planned(None, self.overrides(changes), (unknown_chip,))
+
+    def free(self, changes: Mapping[str, str]) -> PlannedRun:
+        """The same without a layout, which is to be searched for."""
+        keys = [each for each in self.overrides(changes) if not each.startswith("layout.")]
+        return read_planned(None, [*keys, "layout=auto"], (unknown_chip,))
+
+
+def base_of(path: str | None, overrides: list[str]) -> Base:
+    """The run of a file or of keys; of neither, one to play with."""
+    given: Keys = {} if path or overrides else dict(START)
+    if path:
+        read_planned(path, overrides, (unknown_chip,))  # says what is wrong with the file, by its name
+        given = _keys_of_file(Path(path))
+    for item in overrides:
+        name, _, value = item.partition("=")
+        if name == "layout":
+            given = {key: old for key, old in given.items() if not key.startswith("layout.")}
+        given["layout.auto" if name == "layout" else name] = "true" if name == "layout" else value
+    return Base(given)
+
+
+def _keys_of_file(path: Path) -> Keys:
+    given = {"name": path.stem}
+    for name, content in tomllib.loads(path.read_bytes().decode("utf-8-sig")).items():
+        if isinstance(content, dict):
+            given |= {f"{name}.{key}": text_of(value) for key, value in content.items()}
+        elif name in SECTIONS:  # only `layout = "auto"` is legal here
+            given["layout.auto"] = "true"
+        else:
+            given[name] = text_of(content)
+    chip = given.get("cluster.chip", "")
+    if chip.endswith(".toml") and (path.parent / chip).is_file():
+        given["cluster.chip"] = str((path.parent / chip).resolve())
+    return given
+
+
+def text_of(value: Any) -> str:
+    """A value as a command line would give it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def changes_of(content: Any) -> Keys:
+    """The changed keys of a request's body; raises what is wrong with it."""
+    changes = content.get("changes", {}) if isinstance(content, dict) else None
+    if not isinstance(changes, dict):
+        raise UserError('a question is {"changes": {"section.key": "value", …}}')
+    known, problems, found = all_keys(), [], {}
+    for name, value in changes.items():
+        if name not in known:
+            problems.append(Problem("there is no such key", name[:100]))
+        elif isinstance(value, list | dict) or value is None or len(text_of(value)) > MOST_TEXT:
+            problems.append(Problem(f"is not a text of up to {MOST_TEXT} characters, a number, true or false", name))
+        elif name in FILES or name.startswith("serve.") or _own_chip(name, value):
+            problems.append(Problem("cannot be chosen on the page; give it in the run", name))
+        else:
+            found[name] = text_of(value)
+    if problems:
+        raise UserError(*problems)
+    return found
+
+
+def _own_chip(name: str, value: Any) -> bool:
+    return name == "cluster.chip" and text_of(value).strip().lower().endswith(".toml")

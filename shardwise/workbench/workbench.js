@@ -1,0 +1,189 @@
+// The workbench: a changed control is a question to the planner, and its answer is drawn at once.
+//
+// One question is on its way at a time. A control that is turned meanwhile waits, and only its last value is asked: so the page
+// follows a slider as fast as the planner answers, and never shows an answer to an older question.
+(() => {
+  "use strict";
+  const state = JSON.parse(document.getElementById("state").textContent);
+  const { attach } = globalThis.shardwise;
+  const token = new URLSearchParams(location.search).get("token");
+  const form = document.getElementById("controls"), results = document.getElementById("results");
+  const changes = new Map();
+  let attached = new AbortController(), shown = null, busy = false, waiting = false;
+
+  function said(text) { document.getElementById("said").textContent = text; }
+
+  async function post(path, content) {
+    return fetch(path, {
+      method: "POST", body: JSON.stringify(content),
+      headers: { "Content-Type": "application/json", "X-Shardwise-Token": token },
+    });
+  }
+  function question() { return { changes: Object.fromEntries(changes) }; }
+
+  // Where answers come from: the server, or, in an exported page, the page itself.
+  async function answered(asked) {
+    return (await post("/api/plan", asked)).json();
+  }
+
+  async function ask() {
+    waiting = true;
+    results.dataset.asking = "yes";
+    if (busy) return;
+    busy = true;
+    try {
+      while (waiting) {
+        waiting = false;
+        const began = performance.now();
+        try {
+          draw(await answered(question()));
+        } catch {
+          draw({ problems: [{ message: "the server does not answer; is its command still running?" }] });
+        }
+        // For whoever measures: from the question to the frame that shows the answer.
+        requestAnimationFrame(() => { results.dataset.milliseconds = (performance.now() - began).toFixed(1); });
+      }
+    } finally { busy = false; delete results.dataset.asking; }
+  }
+
+  function control(key) { return document.getElementById(key); }
+  function valueOf(element) {
+    if (element.type === "checkbox") return String(element.checked);
+    if (element.type === "range") return element.dataset.values.split(",")[Number(element.value)];
+    return element.value;
+  }
+
+  function turned(element) {
+    const key = element.dataset.key, value = valueOf(element);
+    if (element.type === "range") control(key).value = value;
+    if (element.type === "number" && value === "") return;
+    change({ [key]: value });
+  }
+
+  function change(keys) {
+    for (const [key, value] of Object.entries(keys)) {
+      if (state.given[key] === value) changes.delete(key); else changes.set(key, value);
+    }
+    remember();
+    ask();
+  }
+
+  // The view is in the address behind "#", which browsers keep to themselves.
+  function remember() {
+    history.replaceState(null, "", location.pathname + location.search + fragment());
+  }
+  function fragment() {
+    const text = new URLSearchParams([...changes]).toString();
+    return text ? "#" + text : "";
+  }
+  function recall() {
+    changes.clear();
+    for (const [key, value] of new URLSearchParams(location.hash.slice(1))) changes.set(key, value);
+  }
+
+  function draw(answer) {
+    const wrong = answer.problems || [];
+    const place = document.getElementById("problems");
+    place.replaceChildren(...wrong.map((problem) => {
+      const line = document.createElement("p");
+      line.textContent = problem.key ? problem.key + ": " + problem.message : problem.message;
+      return line;
+    }));
+    results.classList.toggle("stale", wrong.length > 0);
+    results.dataset.state = wrong.length ? "wrong" : "planned";
+    const keys = new Set(wrong.map((problem) => problem.key));
+    form.querySelectorAll(".row").forEach((row) => {
+      const key = row.querySelector("[data-key]").dataset.key;
+      row.classList.toggle("wrong", keys.has(key));
+      row.classList.toggle("changed", changes.has(key));
+    });
+    if (!answer.plan) return;
+    shown = answer;
+    attached.abort();
+    attached = new AbortController();
+    for (const [name, part] of Object.entries(answer.parts)) {
+      const section = document.getElementById(name);
+      if (!section) continue;
+      const remark = section.querySelector(".remark");
+      if (remark) remark.textContent = part.remark;
+      section.querySelector(".body").innerHTML = part.body;
+    }
+    document.getElementById("headline").textContent = answer.layout;
+    attach(results, attached.signal);
+    show(answer.plan.run);
+  }
+
+  // The controls show the run as it was resolved, but for the one that is being turned.
+  function show(run) {
+    form.querySelectorAll("[data-key]").forEach((element) => {
+      const [section, key] = element.dataset.key.split(".");
+      const raw = run[section][key], value = Array.isArray(raw) ? raw.join(",") : String(raw);
+      if (element.type === "checkbox") { element.checked = raw === true; return; }
+      if (element.type === "range") {
+        const values = element.dataset.values.split(",").map(Number);
+        if (element !== document.activeElement) element.value = Math.max(0, values.findLastIndex((each) => each <= raw));
+        element.setAttribute("aria-valuetext", value);
+        return;
+      }
+      if (element === document.activeElement && element.type !== "select-one") return;
+      if (element.type === "select-one" && !Array.from(element.options).some((option) => option.value === value)) {
+        element.add(new Option(value, value));
+      }
+      element.value = value;
+    });
+  }
+
+  form.addEventListener("submit", (e) => e.preventDefault());
+  form.addEventListener("input", (e) => { if (e.target.dataset.key) turned(e.target); });
+  // The arrows of a number go through the values of its slider.
+  form.addEventListener("keydown", (e) => {
+    const slider = e.target.type === "number" && e.target.parentElement.querySelector("input[type=range]");
+    if (!slider || (e.key !== "ArrowUp" && e.key !== "ArrowDown")) return;
+    e.preventDefault();
+    const values = slider.dataset.values.split(",").map(Number), now = Number(e.target.value);
+    const next = e.key === "ArrowUp" ? values.find((each) => each > now) : values.findLast((each) => each < now);
+    if (next === undefined) return;
+    e.target.value = String(next);
+    turned(e.target);
+  });
+
+  function download(name, blob) {
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(blob);
+    link.download = name;
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+  }
+  async function fetched(path, name) {
+    const response = await post(path, question());
+    if ((response.headers.get("Content-Type") || "").includes("json")) return said("this run has a mistake; mend it first");
+    download(name, await response.blob());
+    said(name + " is downloaded");
+  }
+  async function copied(text, what) {
+    try { await navigator.clipboard.writeText(text); said(what + " is copied"); } catch { said(text); }
+  }
+  function runName() { return shown ? shown.plan.run.name : "run"; }
+
+  const actions = {
+    reset() { changes.clear(); remember(); ask(); },
+    link() { return copied(location.href, "the address"); },
+    command() {
+      const keys = Object.entries({ ...state.given, ...Object.fromEntries(changes) });
+      return copied("shardwise plan " + keys.map(([key, value]) => "--" + key + "=" + quoted(value)).join(" "), "the command");
+    },
+    run() { return fetched("/api/run.toml", runName() + ".toml"); },
+    page() { return fetched("/api/page.html", runName() + ".html"); },
+  };
+  function quoted(text) { return /^[\w.,:/-]+$/.test(text) ? text : "'" + text.replaceAll("'", "'\\''") + "'"; }
+  document.addEventListener("click", (e) => {
+    const button = e.target.closest && e.target.closest("[data-action]");
+    if (button && actions[button.dataset.action]) actions[button.dataset.action]();
+  });
+  addEventListener("hashchange", () => { recall(); ask(); });
+
+  recall();
+  draw(state.first);
+  if (changes.size) ask();
+  document.body.dataset.ready = "yes";
+})();

@@ -1,0 +1,140 @@
+"""The workbench in a real browser: what is shown is what is planned, by mouse and by keyboard, and nothing leaves the machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib.resources import files
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from chromium import CHROMIUM, Browser, browser
+from runs import BASE, CHOICES, drawn
+from served import Served, served
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Served]:
+    with served("workbench", *(f"--{key}" for key in BASE)) as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def page(bench: Served) -> Iterator[Browser]:
+    with browser() as found:
+        found.viewport(1366, 900)
+        found.open(bench.address)
+        yield found
+        assert not found.complaints
+        hosts = {urlsplit(each).netloc for each in found.requests if not each.startswith(("data:", "blob:", "about:"))}
+        assert hosts == {f"127.0.0.1:{bench.port}"}
+
+
+def settled(page: Browser) -> None:
+    """Wait for the answer to the last question."""
+    page.until("!document.getElementById('results').dataset.asking")
+
+
+def change(page: Browser, keys: dict[str, str]) -> None:
+    """Turn controls, back to the first run and on from there."""
+    page.js("document.querySelector('[data-action=reset]').click()")
+    settled(page)
+    for key, value in keys.items():
+        page.js(
+            f"(() => {{ const e = document.getElementById({json.dumps(key)}); "
+            f"if (e.type === 'checkbox') e.checked = {json.dumps(value)} === 'true'; else e.value = {json.dumps(value)}; "
+            "e.dispatchEvent(new Event('input', {bubbles: true})); })()"
+        )
+    settled(page)
+
+
+def shown(page: Browser) -> dict[str, Any]:
+    """What each marked element of the plan says, by path."""
+    return page.js(
+        "Object.fromEntries(Array.from(document.querySelectorAll('#results [data-quantity]'), "
+        "(e) => [e.dataset.quantity, JSON.parse(e.dataset.value)]))"
+    )
+
+
+def at(content: Any, path: str) -> Any:
+    for name in path.replace("[", ".").replace("]", "").split("."):
+        content = content[int(name)] if isinstance(content, list) else content[name]
+    return content
+
+
+def agrees(bench: Served, page: Browser, runs: list[dict[str, str]]) -> int:
+    """Turn the controls of each run, and compare what is shown with what is planned; gives how many runs could be planned."""
+    planned = 0
+    for changes in runs:
+        change(page, changes)
+        answer = bench.ask("/api/plan", {"changes": changes})
+        wrong = [each["message"] for each in answer.get("problems", [])]
+        assert page.js("document.querySelectorAll('#problems p').length") == len(wrong), (changes, wrong)
+        if not wrong:
+            planned += 1
+            found = shown(page)
+            assert len(found) > 12
+            assert found == {path: at(answer["plan"], path) for path in found}, changes
+    return planned
+
+
+def test_what_is_shown_is_what_is_planned(bench: Served, page: Browser, pytestconfig: pytest.Config) -> None:
+    assert agrees(bench, page, drawn(pytestconfig.option.seed, 8)) >= 1
+
+
+@pytest.mark.large("three hundred runs through the browser; the small tier turns the controls of eight")
+def test_three_hundred_runs_are_shown_as_planned(bench: Served, page: Browser) -> None:
+    assert agrees(bench, page, drawn(7, 300)) > 60
+
+
+def test_controls_work_by_keyboard_and_mouse(bench: Served, page: Browser) -> None:
+    change(page, {})
+    page.js("document.getElementById('layout.shard').focus()")
+    page.press("ArrowUp", 38)
+    settled(page)
+    assert page.js("location.hash") == "#layout.shard=16"
+    page.press("Tab", 9)  # to the slider beside it
+    assert page.js("document.activeElement.type + document.activeElement.dataset.key") == "rangelayout.shard"
+    page.press("ArrowRight", 39)
+    settled(page)
+    assert page.js("document.getElementById('layout.shard').value") == "32"
+    page.click("[id='layout.async_tensor']")
+    settled(page)
+    assert "layout.async_tensor=true" in page.js("location.hash")
+    page.click("[data-key='layout.tensor'][type=range]")
+    settled(page)
+    assert page.js("document.getElementById('layout.tensor').value") == "8"  # the middle of 1 to 64
+    # The address holds the view.
+    before = shown(page)
+    page.open("about:blank", "true")
+    page.open(bench.address + "#layout.shard=32&layout.async_tensor=true&layout.tensor=8")
+    settled(page)
+    assert shown(page) == before
+
+
+def test_a_mistake_is_a_sentence_beside_its_control(page: Browser) -> None:
+    change(page, {"layout.tensor": "3"})
+    assert "3" in page.js("document.getElementById('problems').textContent")
+    assert page.js("document.querySelector('.row.wrong [data-key]').dataset.key").startswith(
+        ("layout.", "model.", "train.")
+    )
+
+
+@pytest.mark.parametrize(("width", "dark"), [(360, False), (768, True), (2560, False)])
+def test_it_fits_every_screen_and_everybody(page: Browser, width: int, dark: bool) -> None:
+    change(page, {})
+    page.viewport(width, 900, dark)
+    assert page.js("document.documentElement.scrollWidth") <= width
+    page.js(files("axe_core_python").joinpath("axe.min.js").read_text("utf-8") + "; 0")
+    found = page.js("axe.run(document, {resultTypes: ['violations']}).then((r) => r.violations)")
+    grave = [(v["id"], [n["target"] for n in v["nodes"]][:3]) for v in found if v["impact"] in ("serious", "critical")]
+    assert not grave
+    page.viewport(1366, 900)
+
+
+def test_every_choice_of_the_drawn_runs_is_a_control(page: Browser) -> None:
+    keys = page.js("Array.from(document.querySelectorAll('[data-key]'), (e) => e.dataset.key)")
+    assert set(CHOICES) <= set(keys)
