@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.adapters import check_same_base
+from shardwise.checkpoint.compression import load_unsent
 from shardwise.checkpoint.folder import (
     checkpoint_folder,
     checkpoints_of,
@@ -199,6 +200,7 @@ def _load(state: State, reader: Reader) -> None:
                 values[key] = reader.get(name)
         if values:
             state.optimizer.set_state(n, values)
+    load_unsent(state, reader)
     state.kept = {name.removeprefix("kept/"): reader.get(name) for name in reader.names if name.startswith("kept/")}
     for device, _ in random_states(state):
         name = f"random/{state.mesh.rank}/{device}"

@@ -1,9 +1,9 @@
 """What a checkpoint holds of this rank: shards of whole tensors by name, so that any other layout can find its own shards in them.
 
 `model/NAME` are parameters and buffers, `optimizer/NAME/KEY` the optimizer's state of each parameter, `random/RANK/DEVICE` the
-random generators, `kept/NAME` what else a run could not make again. What several ranks hold is written by one of them, or by all in
-equal shares where it is large. Training waits until the shards are copied aside, and for nothing else; the copy is made in memory
-allocated once.
+random generators, `kept/NAME` what else a run could not make again; what replicas that compress keep is in `compression.py`. What
+several ranks hold is written by one of them, or by all in equal shares where it is large. Training waits until the shards are
+copied aside, and for nothing else; the copy is made in memory allocated once.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise.checkpoint.compression import Exchange, unsent_shards
 from shardwise.checkpoint.format import LocalShard
 from shardwise.parallel.apply import Parallel
 from shardwise.parallel.local_parameter import holds_first_slice, local, local_box, replica_index, stage_replica_index
@@ -62,6 +63,9 @@ class State(Protocol):
     """Tensors of a run besides, the same on every rank."""
 
     @property
+    def exchange(self) -> Exchange | None: ...
+
+    @property
     def optimizer(self) -> OptimizerState: ...
 
     @property
@@ -94,6 +98,7 @@ def _shards(state: State, smallest: int) -> Iterator[LocalShard]:
             if share < shares:
                 start, stop = shard_bounds(values.shape[0], shares, share)
                 yield LocalShard(name, each.whole, (offset[0] + start, *offset[1:]), values[start:stop])
+    yield from unsent_shards(state)
     replicas, replica = stage_replica_index(mesh)
     for index, (name, buffer) in enumerate(() if state.run.adapter.used else buffers(state)):
         if index % replicas == replica:

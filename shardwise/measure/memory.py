@@ -19,6 +19,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -144,8 +145,10 @@ def gradients_of(train_state: TrainState) -> list[Tensor | None]:
 
 
 def optimizer_of(train_state: TrainState) -> list[Tensor]:
-    """The optimizers' state."""
-    states = (state for part in train_state.optimizer.parts for state in part.state.values())
+    """The optimizers' state, and what compressed gradients have not sent yet."""
+    parts = (part.state.values() for part in train_state.optimizer.parts)
+    exchange = train_state.exchange
+    states = chain(*parts, exchange.compressor.states if exchange is not None else ())
     return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
 

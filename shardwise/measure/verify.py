@@ -72,6 +72,11 @@ def _allowed(difference: Difference, tolerance: Mapping[str, float]) -> float:
     return 0.0 if persistent else tolerance[difference.account]
 
 
+def behind_warmup(run: Run) -> Run:
+    """The run with gradients compressed from the first step on: that is the step which a plan is of."""
+    return replace(run, layout=replace(run.layout, compress_warmup=0))
+
+
 def random_batch(run: Run, seed: int = 0) -> Batch:
     """One rank's share of a step: random tokens, all with a loss. Where an objective compares documents, a row's halves are two,
     for the sums alone: attention sees whole rows, as the plan assumes."""
@@ -149,6 +154,7 @@ def planned_seconds(run: Run) -> float:
 
 def verify_rank(run: Run, steps: int = 3) -> Verdict:
     """Run a few steps of this rank after a warm-up, and compare. All ranks call this together."""
+    run = behind_warmup(run)
     train_state = TrainState(run)
     batch = random_batch(run, train_state.mesh.data_index)
     for _ in range(2):  # DistributedDataParallel rebuilds its buckets after the first
@@ -194,13 +200,14 @@ def verify_dry(run: Run, rank: int, say: Callable[[str], None] = lambda text: No
     plan, all are run. `say` is told what is being done."""
     if not 0 <= rank < run.layout.world:
         raise UserError(Problem(f"{rank} is not a rank of a layout of {run.layout.world}", "--rank", "command line"))
-    if run.layout.world > 1 and run.layout.replicate == run.layout.world:
+    if run.layout.replicate == run.layout.world > 1 and not run.layout.replicas_apart:
         raise UserError(
             Problem(
                 "a dry run of replicas alone is that of one rank: DistributedDataParallel needs data; set it to 1",
                 "layout.replicate",
             )
         )
+    run = behind_warmup(run)
     # A run meant for GPUs uses their loss here, but not their kernels, so activations are those of a CPU.
     loss: Literal["chunked", "plain"] = "chunked" if chunks_loss(run, gpu=planned_on_gpu(run)) else "plain"
     run = replace(run, train=replace(run.train, device="cpu", loss=loss))

@@ -31,7 +31,7 @@ def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(found.values())
 
 
-def _all_reduce_together(tensors: list[Tensor], group: Group) -> None:
+def all_reduce_together(tensors: list[Tensor], group: Group) -> None:
     """One message for many small tensors."""
     for same in _by_dtype(tensors):
         flat = torch.cat([t.flatten() for t in same])
@@ -45,13 +45,13 @@ def reduce_partial_gradients(held: Iterable[LocalParameter], mesh: Mesh) -> None
     held = list(held)
     if mesh.group("tensor") is not None:
         whole = [h.grad for h in held if "tensor" not in h.axes]
-        _all_reduce_together([g for g in whole if g is not None], mesh.group("tensor"))
+        all_reduce_together([g for g in whole if g is not None], mesh.group("tensor"))
     tied = [h.grad for h in held if h.name == "embed.weight" and h.grad is not None]
     if len(tied) == 2:  # both ends of a tied embedding are on this rank
         tied[0].add_(tied[1])
         tied[1].copy_(tied[0])
     elif mesh.group("tied") is not None:
-        _all_reduce_together(tied, mesh.group("tied"))
+        all_reduce_together(tied, mesh.group("tied"))
 
 
 @torch.no_grad()

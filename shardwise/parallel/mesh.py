@@ -49,6 +49,11 @@ class Mesh:
         return self.coordinates.index(axis)
 
     @property
+    def sharding_replicas(self) -> int:
+        """Replicas that PyTorch's wrappers add gradients over; 1 where these exchange them by themselves."""
+        return 1 if self.layout.replicas_apart else self.size("replicate")
+
+    @property
     def data_index(self) -> int:
         """Which share of the batch this rank reads."""
         return self.coordinates.joint_index("replicate", "shard")[1]
@@ -59,7 +64,7 @@ class Mesh:
 
     def sharding(self, axis: str) -> DeviceMesh:
         """The device mesh for `fully_shard`: replicate x `axis` (zero or expert_shard), or `axis` alone."""
-        names = ("replicate", axis) if self.size("replicate") > 1 else (axis,)
+        names = ("replicate", axis) if self.sharding_replicas > 1 else (axis,)
         if names not in self._meshes:
             groups = [self._groups[name] or self._alone() for name in names]
             members: list[int] | list[list[int]] = self.coordinates.members(axis)

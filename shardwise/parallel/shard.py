@@ -12,6 +12,7 @@ once a step: 2(r-1)/r of G/z. Routed experts likewise, with z / e ranks (`expert
 where one of their dimensions divides: they are cut along the first that does, since a rank may hold fewer experts than there are
 ranks. Along another than the first they are copied once more as they are gathered, and their gradients before the sum.
 The matrices of fp8 GEMMs are gathered in fp8 (`fp8_all_gather.py`).
+Replicas that compress what they send each other are left to `compress/`: nothing here knows of them then.
 Gradients are added, not averaged: the loss is already divided by the tokens of the whole batch.
 """
 
@@ -40,11 +41,11 @@ from shardwise.torch_private import reduce_sharded_gradients
 
 def uses_ddp(mesh: Mesh) -> bool:
     """True when ranks differ in nothing but their samples: then DistributedDataParallel is used."""
-    return mesh.size("replicate") == mesh.layout.world > 1 and not mesh.layout.offload
+    return mesh.sharding_replicas == mesh.layout.world > 1 and not mesh.layout.offload
 
 
 def _needed(mesh: Mesh, axis: str) -> bool:
-    several = mesh.size(axis) > 1 or mesh.size("replicate") > 1
+    several = mesh.size(axis) > 1 or mesh.sharding_replicas > 1
     return not uses_ddp(mesh) and (several or mesh.layout.offload)
 
 

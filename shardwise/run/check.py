@@ -14,6 +14,7 @@ from itertools import chain
 
 from shardwise.run.adapter_rules import adapter_layout_rules, adapter_rules
 from shardwise.run.axes import RANK_AXES
+from shardwise.run.compress_rules import compress_rules
 from shardwise.run.config import Run
 from shardwise.run.derive import REPEATS_PARTS, must_launch, splits_backward, tunes_gemms
 from shardwise.run.draft import speculation_rules
@@ -197,6 +198,7 @@ def layout_rules(run: Run) -> Iterator[Rule]:
     yield from invariant_rules(run)
     yield from (Rule(*each) for each in adapter_layout_rules(run))
     yield from teacher_layout_rules(run, layout_rules)
+    yield from compress_rules(run)
     m, lay, train = run.model, run.layout, run.train
     gpu, alone = train.device != "cpu", replace(run, layout=LayoutConfig(offload=lay.offload))
     if train.cuda_graph is True:

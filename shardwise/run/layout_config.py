@@ -50,11 +50,33 @@ class LayoutConfig:
     )
     recompute_budget: float = key(0.0, "budget: GiB of saved activations a microbatch may keep on a rank", least=0)
 
+    compress: Literal["none", "int8", "fp8", "int4", "onebit", "powersgd", "topk"] = key(
+        "none",
+        "how gradients travel between replicas: in 8 or 4 bits, as signs of Adam's momentum (1-bit Adam), as two factors of low "
+        "rank (PowerSGD), or the largest alone (top-k, as Deep Gradient Compression); the last three keep what was not sent",
+    )
+    compress_warmup: int = key(
+        0, "compress: first steps in which gradients travel as they are; onebit needs some", least=0
+    )
+    compress_rank: int = key(4, "powersgd: rank of the factors", least=1)
+    compress_density: float = key(0.01, "topk: share of the gradients that is sent", above=0, most=1)
+    compress_momentum: float = key(
+        0.0,
+        "topk: momentum of what is accumulated before it is sent (momentum correction); 0: plain sums",
+        least=0,
+        most=0.99,
+    )
+
     auto: bool = key(
         False,
         'search for the best layout on the cluster\'s devices; `layout = "auto"` says the same, nothing else fixed',
     )
     fixed: tuple[str, ...] = key((), "auto: keys of this section that the search leaves alone; empty: those given")
+
+    @property
+    def replicas_apart(self) -> bool:
+        """Whether replicas exchange gradients by themselves, behind the passes, and not through PyTorch's wrappers."""
+        return self.compress != "none"
 
     @property
     def world(self) -> int:

@@ -33,9 +33,10 @@ from shardwise.train.faults.monitor import FaultMonitor, RollBack
 from shardwise.train.faults.stop import Preempted
 from shardwise.train.metrics import Metrics
 from shardwise.train.reference import check_reference
+from shardwise.train.result import StepResult
 from shardwise.train.source import Source, TokenSource
 from shardwise.train.speed import peak_flops, peak_memory
-from shardwise.train.step import StepResult, TrainState
+from shardwise.train.step import TrainState
 
 OpenSource = Callable[[Run], Source]
 """Opens what the batches of a run come from."""

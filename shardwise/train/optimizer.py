@@ -22,6 +22,7 @@ from shardwise.parallel.observer import Observers
 from shardwise.run import ModelConfig, TrainConfig
 from shardwise.run.derive import NEWTON_SCHULZ, NEWTON_SCHULZ_ITERATIONS
 from shardwise.run.parametrization import rate_factor
+from shardwise.train.onebit_adam import OneBitAdamW
 from shardwise.train.schedule import learning_rate_factor
 
 
@@ -96,7 +97,9 @@ class Optimizer:
         if rest:
             groups = _groups(rest, train, model)
             betas = (train.beta1, train.beta2)
-            if fits_fused_adamw([p for p, _ in rest]):
+            if mesh.layout.compress == "onebit":
+                self.parts.append(OneBitAdamW(groups, train.lr, betas, train.eps, mesh.layout.compress_warmup))
+            elif fits_fused_adamw([p for p, _ in rest]):
                 self.parts.append(FusedAdamW(groups, train.lr, betas, train.eps, dict(rest)))
             else:
                 self.parts.append(torch.optim.AdamW(groups, lr=train.lr, betas=betas, eps=train.eps, fused=True))
@@ -138,6 +141,11 @@ class Optimizer:
         """This rank's shard of the state of `parameters[index]`."""
         p = self.shards[index]
         return next((dict(part.state[p]) for part in self.parts if p in part.state), {})
+
+    def momentum_of(self, index: int) -> Tensor:
+        """AdamW's first moment of `parameters[index]`, which is zero before the first step."""
+        state = self.state_of(index)
+        return state["exp_avg"] if state else torch.zeros_like(self.shards[index])
 
     def set_state(self, index: int, values: dict[str, Tensor]) -> None:
         """Set this rank's shard of the state of `parameters[index]`."""

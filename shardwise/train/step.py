@@ -10,7 +10,6 @@ here waits for the device, unless a guard must see the loss first: the host is f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +23,7 @@ from shardwise.model.moe import Router
 from shardwise.model.normal import mix64
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.apply import apply
+from shardwise.parallel.compress.exchange import Exchange
 from shardwise.parallel.gradients import reduce_partial_gradients, squared_norm
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.objective import Microbatch
@@ -38,6 +38,7 @@ from shardwise.train.microbatches import cut, on_device, stream_of
 from shardwise.train.objectives import OBJECTIVES
 from shardwise.train.optimizer import Optimizer
 from shardwise.train.reference import AdaptersOff, Reference, collect
+from shardwise.train.result import StepResult
 from shardwise.train.schedule import LossScale
 
 BESIDE = "beside_"
@@ -56,51 +57,6 @@ class Tuning(Protocol):
         """End tuning: later steps must not change."""
 
 
-@dataclass
-class StepResult:
-    """The result of a step. On a GPU it is copied to the host asynchronously as soon as it is computed: reading it later does not
-    wait for the steps that were launched meanwhile."""
-
-    step: int
-    loss: Tensor
-    grad_norm: Tensor
-    learning_rate: float
-    stop: Tensor
-    usable: bool = True
-    """False when float16 gradients overflowed: nothing was updated."""
-    rescaled: bool = False
-    """True when they did and the loss scale could be lowered, which may fix the next step."""
-    accepted: bool = True
-    """False when the step was refused, and changed nothing but its own number."""
-    measured: Tensor | None = None
-    """What the objective measured."""
-
-    def __post_init__(self) -> None:
-        self._values = torch.stack((self.loss, self.grad_norm, self.stop))
-        if self.measured is not None:
-            self._values = torch.cat((self._values, self.measured))
-        self._arrived: torch.cuda.Event | None = None
-        if self._values.is_cuda:
-            here = torch.empty(self._values.shape, dtype=self._values.dtype, pin_memory=True)
-            self._values = here.copy_(self._values, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
-
-    def read(self) -> tuple[float, float, bool]:
-        """Loss, gradient norm, and whether any rank was told to stop; the host waits until the step is done."""
-        loss, norm, stop = self._read()[:3]
-        return loss, norm, stop > 0
-
-    def read_measured(self) -> list[float]:
-        """What the objective measured, in the order of its metrics."""
-        return self._read()[3:]
-
-    def _read(self) -> list[float]:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._values.tolist()
-
-
 class TrainState:
     """A model being trained: this rank's part of it, its optimizer, the loss scale, step and tokens, and the history of steps."""
 
@@ -116,6 +72,9 @@ class TrainState:
         self.parallel = apply(run, self.mesh, self.device)
         self.observers = self.parallel.pipeline.observers
         self.optimizer = Optimizer(self.parallel.parameters, self.mesh, run.train, self.observers, run.model)
+        self.exchange: Exchange | None = None  # of replicas that compress their gradients
+        if run.layout.replicas_apart and run.layout.replicate > 1:
+            self.exchange = Exchange(self.parallel.parameters, self.mesh, run.train)
         self.checks_overflow = self.dtype == torch.float16
         self.loss_scale = LossScale(run.train.loss_scale if self.checks_overflow else 1.0)
         self.routers = [m for model in self.parallel.models for m in model.modules() if isinstance(m, Router)]
@@ -179,15 +138,18 @@ class TrainState:
         loss = passes_twice(self, batch) if recheck else (self.replay or self.passes)(batch)
         self.step += 1
         self.tokens += self.run.batch_tokens
+        own_square = self._exchange_gradients(counted)
         with phase("clip"):
-            square = squared_norm(self.parallel.parameters, self.mesh, self.device)
+            square = (
+                squared_norm(self.parallel.parameters, self.mesh, self.device) if own_square is None else own_square
+            )
         own = torch.cat((loss[None], self.objective.measured)).double() / layout.tensor
         sums = self._start_all_reduce(torch.cat((square[None], own)))
         # Replicas of DDP have the same gradients and so the same norm: then the all-reduce overlaps with the optimizer.
         square = square * layout.world if uses_ddp(self.mesh) else sums()[0]
         count = counted()[0].clamp(min=1)
         with phase("clip"):
-            grad_norm, factor = self._norm_and_factor(square, count)
+            grad_norm, factor = self._norm_and_factor(square, count, clips=own_square is None)
         usable, rescaled = self._usable(grad_norm)
         # All ranks must decide on the same loss, so the sum over ranks is waited for.
         accepted = not usable or accept is None or accept(*torch.stack((sums()[1] / count, grad_norm)).tolist())
@@ -348,13 +310,26 @@ class TrainState:
 
         return finish
 
-    def _norm_and_factor(self, square: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    def _exchange_gradients(self, counted: Callable[[], Tensor]) -> Tensor | None:
+        """Add up gradients over replicas that do it by themselves. Where these send momentum instead, what comes out says nothing
+        of the gradients' size: then the squared norm of each replica's own is returned, and nothing is clipped."""
+        if self.exchange is None:
+            return None
+        square = None
+        if self.exchange.sends_momentum(self.step):
+            square = squared_norm(self.parallel.parameters, self.mesh, self.device) * self.run.layout.replicate**2
+        factor = self.objective.full_count / (counted()[0].clamp(min=1) * self.loss_scale.scale)
+        with self.observers.phase("gradients"):
+            self.exchange.add_up(self.step, self.optimizer.momentum_of, factor)
+        return square
+
+    def _norm_and_factor(self, square: Tensor, count: Tensor, clips: bool = True) -> tuple[Tensor, Tensor]:
         """The norm of the gradients, and the factor on them that divides by the objective's count, removes the loss scale and clips
         the norm."""
         # The backward pass divided by the count of a batch in which every token counts.
         factor = self.objective.full_count / (count * self.loss_scale.scale)
         norm = square.sqrt() * factor
-        if self.run.train.clip:
+        if self.run.train.clip and clips:
             factor = factor * (self.run.train.clip / (norm + 1e-6)).clamp(max=1.0)
         return norm, factor
 

@@ -45,6 +45,7 @@ def test_all_mistakes_are_reported_at_once_with_file_and_key(tmp_path: Path) -> 
 
 LATENT = ("model.attention=latent", "model.kv_rank=8", "model.nope_dim=8", "model.v_dim=8")
 MIXTURE = ("model.experts=4", "model.experts_per_token=1")
+ONEBIT = ("layout.compress=onebit", "layout.replicate=2", "layout.compress_warmup=2")
 
 
 @pytest.mark.parametrize(
@@ -104,6 +105,12 @@ MIXTURE = ("model.experts=4", "model.experts_per_token=1")
         (["layout.recompute=budget"], "layout.recompute_budget", "above 0"),
         (["layout.recompute_budget=1"], "layout.recompute_budget", "0 otherwise"),
         (["layout.offload=true", "train.device=cpu"], "layout.offload", "there already"),
+        (["layout.compress=int8"], "layout.compress", "layout.replicate is 1"),
+        (["layout.compress=onebit", "layout.replicate=2"], "layout.compress_warmup", "there is none"),
+        ([*ONEBIT, "train.optimizer=muon"], "layout.compress", "sends Adam's momentum"),
+        ([*ONEBIT, "train.dtype=float16"], "layout.compress", "changes the scale"),
+        ([*ONEBIT, "train.guard=skip"], "layout.compress", "before train.guard"),
+        ([*ONEBIT, "layout.offload=true"], "layout.compress", "on the host"),
         (["layout.zero=4"], "layout.zero", "not one of 1, 2, 3"),
         ([*MIXTURE, "layout.tensor=4", "model.expert_ffn=6", "layout.expert_tensor=true"], "layout.expert_tensor", "not divide"),
         (["layout.expert=2", "layout.shard=2"], "layout.expert", "the model has none"),

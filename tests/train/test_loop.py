@@ -26,8 +26,9 @@ from shardwise.train import loop
 from shardwise.train.display import sparkline
 from shardwise.train.loop import train
 from shardwise.train.metrics import read_metrics
+from shardwise.train.result import StepResult
 from shardwise.train.speed import peak_memory
-from shardwise.train.step import StepResult, TrainState
+from shardwise.train.step import TrainState
 
 LARGE = pytest.mark.large("a loss scale that a resumed run takes up; checkpoints of it are in tests/checkpoint")
 

@@ -15,6 +15,7 @@ from shardwise.plan.cost.job import GIB, Job, Number
 from shardwise.plan.cost.operations import chunked_loss, embedding, layer, residual_bytes
 from shardwise.plan.cost.parameters import LocalNumel, cast_copies, layer_parameters, stage_parameters, zero_groups
 from shardwise.plan.cost.passes import recomputed_layers, recomputed_share
+from shardwise.run.compression import values_kept
 from shardwise.schedules import cached_schedule, peak_activations, rounds_to_play
 
 
@@ -30,12 +31,13 @@ def states(job: Job, held: LocalNumel) -> dict[str, Number]:
     # A framework with master copies keeps whole 16-bit parameters beside them. One that casts when it gathers holds shards; its
     # whole copies are `gathered`, and below ZeRO-3 they stay.
     casts = framework.parameter_bytes > framework.gather_bytes
-    learned = job.learned
+    learned, lay = job.learned, job.layout
+    unsent = values_kept(lay.compress, lay.compress_momentum) * (lay.replicate > 1) * framework.gradient_bytes
     frozen = job.frozen_bytes
     return {
         "parameters": (sharded if casts or stage == 3 else whole) * (framework.parameter_bytes * learned + frozen),
         "gradients": (sharded if stage >= 2 else whole) * framework.gradient_bytes * learned,
-        "optimizer": sharded * framework.optimizer_bytes * learned,
+        "optimizer": sharded * (framework.optimizer_bytes + unsent) * learned,
         "gathered": whole * framework.gather_bytes * (zero > 1) * (stage < 3) if casts else 0.0,
     }
 

@@ -227,7 +227,8 @@ class ParameterTable:
         job = self.under(zero)
         framework, lay = job.framework, job.layout
         owners = states(replace(job, layout=replace(lay, zero=3)), held)
-        sharded = ((job.zero_ranks > 1) | (lay.replicate > 1)) & (lay.replicate < self.devices)
+        replicas = 1 if lay.replicas_apart else lay.replicate
+        sharded = ((job.zero_ranks > 1) | (replicas > 1)) & (replicas < self.devices)
         whole = held.dense + held.experts
         if lay.offload:
             whole_gradients, cast = 0.0 * whole, 0.0 * whole

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwise.hardware import Collective, collective_seconds, memory_seconds
+from shardwise.plan.cost.compression import exchange_seconds
 from shardwise.plan.cost.constants import Constants, constants_of
 from shardwise.plan.cost.job import Job, Number
 from shardwise.plan.cost.ops import span
@@ -49,6 +50,8 @@ class DataSeconds(NamedTuple):
     muon_shards: Number = 0.0
     muon_parts: Number = 0.0
     """Of Muon, as `Orthogonalised` has them."""
+    apart: Number = 0.0
+    """Once a step, behind the passes: gradients that replicas compress."""
 
 
 def data_seconds(job: Job, held: LocalNumel, layers: tuple[Number, Number]) -> DataSeconds:
@@ -67,14 +70,19 @@ def data_seconds(job: Job, held: LocalNumel, layers: tuple[Number, Number]) -> D
 
     own = held.dense / zero + held.experts / expert_zero
     learned, reduced = job.learned, framework.reduce_bytes * job.learned
-    replicas = collective_seconds(cluster, "all_reduce", own * reduced, *span(job, "replicate"))
+    apart = exchange_seconds(job, own * learned)
+    replicas = (
+        0.0 * own
+        if lay.replicas_apart
+        else collective_seconds(cluster, "all_reduce", own * reduced, *span(job, "replicate"))
+    )
     gather, scatter = sharded("all_gather", framework.gather_bytes), sharded("reduce_scatter", reduced)
     update = memory_seconds(cluster.chip, own * learned * OPTIMIZER_BYTES), *muon_seconds(job, *layers)
     every = scatter if framework.reduce_every_microbatch and lay.zero >= 2 else 0.0 * scatter
     once = replicas + scatter - every
     if lay.zero == 3:
-        return DataSeconds(gather, gather + every, once, 0.0 * gather, *update)
-    return DataSeconds(0.0 * gather, every, once, gather, *update)
+        return DataSeconds(gather, gather + every, once, 0.0 * gather, *update, apart)
+    return DataSeconds(0.0 * gather, every, once, gather, *update, apart)
 
 
 @dataclass(frozen=True)
@@ -148,6 +156,7 @@ def tail_seconds(job: Job, own: Passes, data: DataSeconds, constants: Constants)
     if job.framework.gather_overlap:
         gather = exposed(gather, own.forward, constants)
     # Muon's matrices are gathered one by one, and each is waited for.
+    once = once + constants["data"] * data.apart
     return once + gather + constants["data"] * data.muon_shards + constants["tensor"] * data.muon_parts
 
 
@@ -265,7 +274,7 @@ def _combined(one: _Costed, makespan: float) -> Step:
     job, kinds = prepared.job, prepared.kinds
     lay, microbatches = job.layout, job.microbatches
     placement = _placement(job, len(kinds))
-    busy, tails, parts, updates = [], [], [], []
+    busy, tails, parts, aparts, updates = [], [], [], [], []
     stages = [[n for n, home in enumerate(placement) if home == rank] for rank in range(lay.pipeline)]
     for mine in stages:
         busy.append(
@@ -278,9 +287,10 @@ def _combined(one: _Costed, makespan: float) -> Step:
         )
         tails.append(float(tail_seconds(job, work, data, constants)))
         parts.append(constants["tensor"] * float(data.muon_parts))
+        aparts.append(constants["data"] * float(data.apart))
         updates.append(float(update_seconds(job, data, constants)))
     tail, optimizer = max(tails), max(updates)
-    tensor_tail = parts[int(np.argmax(tails))]
+    tensor_tail, replicas_tail = parts[int(np.argmax(tails))], aparts[int(np.argmax(tails))]
     ahead = job.forward_passes * _forward_seconds(cost, placement, microbatches, lay.pipeline)
     whole = makespan + ahead + tail + optimizer + constants["overhead"]
     seconds = whole * float(slowdown(job, constants))
@@ -292,7 +302,8 @@ def _combined(one: _Costed, makespan: float) -> Step:
     breakdown = {name: value * (1.0 + share) for name, value in breakdown.items()}
     breakdown["pipeline"] = 2.0 * blocks * microbatches * len(stages[slowest])
     breakdown["bubble"] = makespan - busy[slowest]
-    breakdown["shard" if float(job.zero_ranks) > 1 else "replicate"] += tail - tensor_tail
+    breakdown["shard" if float(job.zero_ranks) > 1 else "replicate"] += tail - tensor_tail - replicas_tail
+    breakdown["replicate"] += replicas_tail
     breakdown["tensor"] += tensor_tail
     breakdown["optimizer"] = optimizer
     breakdown["other"] = constants["overhead"] + seconds - whole

@@ -86,6 +86,11 @@ class PlannedParameter:
         length, rest = self._sharded(ranks)
         return shard_length(length, ranks, rank) * rest
 
+    def own_shape(self, ranks: int, rank: int) -> tuple[int, ...]:
+        """The shape of a rank's shard without the padding."""
+        dim = self.shard_dim(ranks)
+        return (*self.shape[:dim], shard_length(self.shape[dim], ranks, rank), *self.shape[dim + 1 :])
+
     def shard_dim(self, ranks: int) -> int:
         """The dimension that is sharded."""
         return shard_dim(self.shape, ranks) if self.entry.routed else 0
@@ -189,12 +194,17 @@ class PlannedRank:
     @property
     def uses_ddp(self) -> bool:
         """Whether ranks differ in nothing but their samples: then the replicas are DistributedDataParallel's."""
-        return self.run.layout.replicate == self.run.layout.world > 1 and not self.run.layout.offload
+        return self.sharding_replicas == self.run.layout.world > 1 and not self.run.layout.offload
+
+    @cached_property
+    def sharding_replicas(self) -> int:
+        """Replicas that PyTorch's wrappers add gradients over; 1 where these exchange them by themselves."""
+        return 1 if self.run.layout.replicas_apart else self.size("replicate")
 
     @cached_property
     def is_sharded(self) -> bool:
         """Whether `fully_shard` holds the parameters."""
-        over = self.size("zero") > 1 or self.size("replicate") > 1 or self.run.layout.offload
+        over = self.size("zero") > 1 or self.sharding_replicas > 1 or self.run.layout.offload
         return over and not self.uses_ddp
 
     def sharding(self, parameter: PlannedParameter) -> tuple[int, int]:

@@ -376,7 +376,7 @@ def experts(tape: Tape, dispatched: int | Fraction, arrived: int | Fraction) -> 
     if lay.expert > 1:
         tape.save_new("arrived order", arrived if fused else 2 * arrived, INDEX if fused else INTEGER)
     # Experts that no other rank has a share of are not gathered, so not cast by that either.
-    alone = planned.size("expert_shard") == planned.size("replicate") == 1 and not lay.offload
+    alone = planned.size("expert_shard") == planned.sharding_replicas == 1 and not lay.offload
     if tape.low_precision and (alone or not planned.is_sharded):
         tape.save_new("expert weights", sum(p.numel for p in weights if p.learns))
     if tape.fused_gemms and hidden % 8 == width % 8 == 0:  # one kernel, which reads where each expert's rows end

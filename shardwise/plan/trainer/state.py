@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+from shardwise.plan.trainer import compression
 from shardwise.plan.trainer.rank import PlannedRank, planned_rank, reference_run
 from shardwise.plan.trainer.saved import Rows, Saved, recomputed_parts, saved
 from shardwise.plan.trainer.traffic import INTEGER
@@ -21,9 +22,9 @@ def state_bytes(run: Run, rank: int) -> dict[str, int]:
     """Bytes of a rank's parameters, gradients after the backward passes, and optimizer state.
 
     Parameters and gradients are float32, or float64 where the arithmetic is; frozen parameters have its dtype, no gradient and no
-    optimizer state. A matrix with a compute copy counts with it, and its
-    gradient has the dtype of the copy. `fully_shard` deals rows out in equal shares and pads the last ones, of parameters and of
-    gradients; optimizer state has no padding. Experts are sharded along a dimension that needs none, where they have one.
+    optimizer state. What compressed gradients have not sent yet goes with the latter. A matrix with a compute copy counts with it,
+    and its gradient has the dtype of the copy. `fully_shard` deals rows out in equal shares and pads the last ones, of parameters
+    and of gradients; optimizer state has no padding. Experts are sharded along a dimension that needs none, where they have one.
     DistributedDataParallel's gradients are views of its buckets, which hold nothing else. A frozen network beside the trained one
     counts among the parameters, in the dtype of the arithmetic.
     """
@@ -41,6 +42,7 @@ def state_bytes(run: Run, rank: int) -> dict[str, int]:
         own = parameter.own_numel(ranks, index) * high
         muon = run.train.optimizer == "muon" and parameter.entry.is_layer_matrix
         optimizer += count * (own if muon else 2 * own + STEP_COUNT)
+        optimizer += count * compression.state_bytes(planned, parameter)
     if forward_passes(run)[0]:
         frozen = planned_rank(reference_run(run), rank)
         parameters += sum(n * p.shard_numel(frozen.sharding(p)[0]) * low for n, p in frozen.parameters())
@@ -122,7 +124,7 @@ def _saved(planned: PlannedRank) -> dict[int, Saved]:
         lay.tensor,
         lay.expert,
         lay.shard,
-        lay.replicate,
+        planned.sharding_replicas,
         lay.context_method,
         lay.async_tensor,
         lay.expert_tensor,
@@ -195,7 +197,7 @@ def gathered(run: Run, rank: int) -> int:
     total = 0
     for count, parameter in stays:
         ranks, _ = planned.sharding(parameter)
-        alone = parameter.entry.routed and ranks == planned.size("replicate") == 1 and not run.layout.offload
+        alone = parameter.entry.routed and ranks == planned.sharding_replicas == 1 and not run.layout.offload
         if not alone:  # experts that no other rank has a share of are not gathered
             total += count * planned.gathered_shard(parameter, ranks) * ranks
     return total

@@ -22,6 +22,7 @@ from fractions import Fraction
 
 from shardwise.ledger import AXIS_OF as AXIS_OF
 from shardwise.ledger import Traffic
+from shardwise.plan.trainer.compression import exchange
 from shardwise.plan.trainer.ends import ends, own_numel, pipeline
 from shardwise.plan.trainer.rank import SCALE, PlannedParameter, PlannedRank, Stage, reference_run
 from shardwise.plan.trainer.wire import Groups, Times, Wire
@@ -84,6 +85,7 @@ def by_group(run: Run, rank: int, moved: Mapping[int, int] | None = None) -> Gro
     for group in ("replicate", "shard", "context", "pipeline") if wire.planned.objective.forward_only else ():
         wire.all_reduce(group, 2 * wire.planned.high_width)  # a sum and a count, of what these passes found
     uncut_gradients(wire)
+    exchange(wire)
     loads(wire)
     if run.train.optimizer == "muon":
         muon(wire)
@@ -144,7 +146,8 @@ def _sharded(wire: Wire, parameters: Sequence[PlannedParameter], units: int, gat
             wire.all_gather(group, sum(planned.gathered_shard(p, ranks) for p in unit), units * gathers)
             if gradients and not wire.forward_only:
                 wire.reduce_scatter(group, gradients, units * (1 if once else run.accumulation))
-                wire.all_reduce("replicate", gradients, units)
+                if planned.sharding_replicas > 1:
+                    wire.all_reduce("replicate", gradients, units)
 
 
 def _unused_prefetch(wire: Wire, stage: Stage) -> None:

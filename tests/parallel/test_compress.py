@@ -1,0 +1,117 @@
+"""Compressed gradients: each method against a loop over replicas in one process, and every layout with it against its plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import compress_reference
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from observed import Observed
+from parallel_pool import RankPool
+
+from shardwise.parallel.compress.exchange import make_compressor
+from shardwise.run import LayoutConfig
+
+SHAPES = [(40, 24), (7,), (3, 20, 30), (1,), (300,), (5, 5)]
+METHODS: dict[str, dict[str, Any]] = {
+    "int8": {},
+    "fp8": {},
+    "int4": {},
+    "onebit": {},
+    "powersgd": dict(compress_rank=2),
+    "topk": dict(compress_density=0.03),
+    "topk momentum": dict(compress_density=0.1, compress_momentum=0.7),
+}
+STEPS = 4
+
+
+def gradients(replica: int, step: int) -> list[np.ndarray]:
+    """Like no other replica's or step's; the last tensor is zero at first."""
+    generator = np.random.default_rng((replica, step))
+    drawn = [generator.standard_normal(shape) * 10.0 ** generator.integers(-3, 2) for shape in SHAPES]
+    drawn[-1] *= step > 0
+    return drawn
+
+
+def add_up_on_ranks(rank: int, layout: LayoutConfig) -> tuple[list[Any], list[Any]]:
+    """What this rank gets in a few steps, and what it keeps at the end."""
+    group = dist.group.WORLD
+    assert group is not None
+    compressor = make_compressor(layout, group, [torch.empty(s, dtype=torch.float64) for s in SHAPES], beta=0.0)
+    start = [state["factor"].numpy().copy() if "factor" in state else None for state in compressor.states]
+    results = []
+    for step in range(STEPS):
+        tensors = [torch.from_numpy(g) for g in gradients(rank, step)]
+        if layout.compress == "onebit":  # without momentum it is a quantised sum with error feedback
+            compressor.know([torch.zeros_like(t) for t in tensors], torch.ones(()))  # type: ignore[attr-defined]
+        compressor.add_up(tensors)
+        results.append([t.numpy() for t in tensors])
+    kept = [{name: value.numpy() for name, value in state.items()} for state in compressor.states]
+    return [start, results], kept
+
+
+def unsent(state: dict[str, Any]) -> list[np.ndarray]:
+    """What a rank has not sent of a tensor, where it keeps that."""
+    return [value for name, value in state.items() if name in ("error", "momentum_error")]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_each_method_is_that_of_one_process(ranks: RankPool, method: str, replicas: int) -> None:
+    settings = METHODS[method]
+    layout = LayoutConfig(replicate=replicas, compress=method.partition(" ")[0], **settings)  # type: ignore[arg-type]
+    records = ranks.run(replicas, add_up_on_ranks, layout)
+    factors = {n: f.copy() for n, f in enumerate(records[0][0][0]) if f is not None}
+    named = {name.removeprefix("compress_"): value for name, value in settings.items()}
+    reference = compress_reference.Replicas(layout.compress, replicas, SHAPES, factors=factors, **named)
+    for step in range(STEPS):
+        want = reference.step([gradients(r, step) for r in range(replicas)])
+        for rank, ((_, results), _) in enumerate(records):
+            for got, expected, first in zip(results[step], want, records[0][0][1][step], strict=True):
+                np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12, err_msg=f"{method} {step} {rank}")
+                assert np.array_equal(got, first)  # ranks must stay the same bits
+    for rank, (_, kept) in enumerate(records):
+        for n, state in enumerate(kept):
+            for left in unsent(state):
+                np.testing.assert_allclose(left, reference.error[rank][n], rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("method", ["onebit", "powersgd", "topk"])
+def test_what_is_not_sent_is_kept(ranks: RankPool, method: str) -> None:
+    """Over the steps, what all ranks were given is what they got and what they keep."""
+    layout = LayoutConfig(replicate=2, compress=method, **METHODS[method])  # type: ignore[arg-type]
+    records = ranks.run(2, add_up_on_ranks, layout)
+    for n in range(len(SHAPES)):
+        given = sum(gradients(replica, step)[n] for replica in range(2) for step in range(STEPS))
+        got = sum(results[n] for results in records[0][0][1])
+        left = sum(each for _, kept in records for each in unsent(kept[n]))
+        np.testing.assert_allclose(got + left, given, rtol=1e-12, atol=1e-12)
+
+
+EVERYTHING = dict(compress="topk", compress_density=1.0)
+LAYOUTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("dense", dict(replicate=2) | EVERYTHING, {}),
+    ("mixture", dict(replicate=2, shard=2, expert=2, zero=2) | EVERYTHING, {}),
+    ("tied", dict(replicate=2, pipeline=2) | EVERYTHING, {}),
+    ("dense", dict(replicate=2, tensor=2, compress="int8"), {}),
+    ("tied", dict(replicate=2, pipeline=2, compress="int4"), dict(dtype="bfloat16")),
+    ("dense", dict(replicate=3, compress="fp8"), dict(global_batch=6)),
+    ("mixture", dict(replicate=2, shard=2, compress="powersgd"), {}),
+    ("dense", dict(replicate=2, context=2, compress="onebit", compress_warmup=1), {}),
+    ("latent", dict(replicate=2, shard=2, zero=1, compress="topk", compress_momentum=0.5), {}),
+]
+
+
+@pytest.mark.parametrize("drawn", LAYOUTS, ids=lambda drawn: f"{drawn[0]} {drawn[1]}")
+def test_layouts_send_and_keep_what_the_plan_says(
+    ranks: RankPool, drawn: tuple[str, dict[str, Any], dict[str, Any]]
+) -> None:
+    observed = Observed(ranks, *drawn)
+    observed.assert_messages_are_as_planned()
+    observed.assert_computes_and_sends_as_planned()
+    observed.assert_holds_what_the_plan_says()
+    if observed.run.layout.compress_density == 1.0:  # everything is sent
+        observed.assert_trains_as_one_process()
