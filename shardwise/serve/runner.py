@@ -206,12 +206,11 @@ class Runner:
             else:
                 allowed = None if masks is None else self.send(masks)
                 launched.picked = self.sampler.pick(logits, launched.slots, there[0], there[1], allowed, behind)
-        launched.tokens = launched.picked.tokens
         if self.gpu:
-            launched.tokens = torch.empty(len(launched.slots), dtype=torch.int64, pin_memory=True)
-            launched.tokens.copy_(launched.picked.tokens, non_blocking=True)
+            launched.picked = launched.picked.to_host()
             launched.done = torch.cuda.Event()
             launched.done.record()
+        launched.tokens = launched.picked.tokens
         return launched
 
     def _mixed(self, rows: list[Row], decodes: int, keep_logits: bool) -> Tensor | tuple[Tensor, Tensor]:

@@ -24,13 +24,23 @@ from shardwise.serve.request import Logprob, Sampling
 
 @dataclass
 class Picked:
-    """What a step picked, on the device until it is read."""
+    """What a step picked."""
 
     tokens: Tensor
     logprobs: Tensor | None = None
     """[rows] of the tokens picked, where any row asked."""
     top: tuple[Tensor, Tensor] | None = None
     """The likeliest of each row and their logprobs [rows, most that any row asked for]."""
+
+    def to_host(self) -> Picked:
+        """The same in the host's memory, once the device has come so far. Read from the device itself it would be there only when
+        all steps launched meanwhile are done too."""
+
+        def copied(x: Tensor) -> Tensor:
+            return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+
+        top = None if self.top is None else (copied(self.top[0]), copied(self.top[1]))
+        return Picked(copied(self.tokens), None if self.logprobs is None else copied(self.logprobs), top)
 
 
 def gumbel(words: Tensor, vocab: int) -> Tensor:
