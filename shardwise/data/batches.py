@@ -33,6 +33,7 @@ class Batch:
     labels: NDArray[np.int8] | None = None  # [rows, length], of each token's document: 1 desirable, 0 not
     sums: NDArray[np.int64] | None = None  # [rows, length], documents that are not kept apart otherwise
 
+    margins: NDArray[np.float32] | None = None  # [rows, length], by how much the pair of each token's document differs
     reference: NDArray[np.floating[Any]] | None = None  # [rows, length], what a reference said of the targets
     teacher_tokens: NDArray[np.int64] | None = None  # [rows, length, k], the likeliest that a teacher would say
     teacher_logprobs: NDArray[np.floating[Any]] | None = None
@@ -101,6 +102,7 @@ class Samples:
         self._counts = np.array([part.count for part in parts], dtype=np.int64)
         self._ends = np.cumsum(self._counts)
         self._packed = any(isinstance(part, Packs) for part in parts)
+        self._margins = any(part.tokens.index.margins for part in parts)
         self._labelled = any(part.tokens.index.kind == "preference" for part in parts)
 
     @property
@@ -119,6 +121,7 @@ class Samples:
         positions = np.empty((len(numbers), self.length), dtype=np.int64) if separate else None
         documents = np.empty((len(numbers), self.length), dtype=np.int32) if separate else None
         labels = np.zeros((len(numbers), self.length), dtype=np.int8) if self._labelled else None
+        margins = np.zeros((len(numbers), self.length), dtype=np.float32) if self._margins else None
         targets = np.empty((len(numbers), self.length), dtype=np.int64)
         for row, (part_number, number) in enumerate(zip(chosen.tolist(), window.tolist(), strict=True)):
             part = self.parts[part_number]
@@ -127,6 +130,8 @@ class Samples:
                 assert documents is not None
                 own = None if labels is None else labels[row]
                 fill(part, number, rows[row, :-1], targets[row], positions[row], documents[row], own)
+                if margins is not None and part.tokens.index.margins:
+                    self._fill_margins(part, number, documents[row], margins[row])
                 continue
             start = (part.first + number) * self.length
             rows[row] = part.tokens.read(start, start + self.length + 1)
@@ -136,10 +141,16 @@ class Samples:
                 positions[row], documents[row] = _inside_documents(ends, self.length)
                 # The last token of a document cannot predict the next document.
                 targets[row, ends - 1] = IGNORE_INDEX
-        told = self._told(chosen, window) if self.stored else {}
+        told = (self._told(chosen, window) if self.stored else {}) | dict(margins=margins)
         return Batch(np.ascontiguousarray(rows[:, :-1]), targets, positions, documents, labels, **told)
 
     __call__ = take
+
+    @staticmethod
+    def _fill_margins(part: Packs, number: int, documents: NDArray[np.int32], margins: NDArray[np.float32]) -> None:
+        """Write the margins of a row's documents, of which the last is what is left over."""
+        own = part.documents[int(part.ends[number - 1]) if number else 0 : int(part.ends[number])]
+        margins[:] = np.append(part.tokens.margins[own], np.float32(0))[documents]
 
     def _told(self, chosen: NDArray[np.int64], window: NDArray[np.int64]) -> dict[str, Any]:
         """What is stored of the targets of some rows."""

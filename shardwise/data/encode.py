@@ -51,6 +51,7 @@ class UnitResult:
     reasons: dict[str, int] = field(default_factory=dict)
     lines: list[int] = field(default_factory=list)
     row_bytes: int = 0
+    margins: int = 0
 
 
 class UnitFiles:
@@ -63,6 +64,7 @@ class UnitFiles:
         self.mask = folder / f"{number:06d}.mask"
         self.prompts = folder / f"{number:06d}.prompts"
         self.labels = folder / f"{number:06d}.labels"
+        self.margins = folder / f"{number:06d}.margins"
         self.rows = folder / f"{number:06d}.rows"
         self.row_ends = folder / f"{number:06d}.row_ends"
         self.skipped = folder / f"{number:06d}.skipped"

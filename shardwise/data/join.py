@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from shardwise.data.encode import Job, UnitFiles, UnitResult
 from shardwise.data.inputs import Unit
 from shardwise.data.shard_writer import ShardWriter
-from shardwise.data.shards import DTYPES, ENDS, FILES_OF_KIND, LABELS, PROMPTS, ROW_ENDS, ROWS, SKIPPED, Index
+from shardwise.data.shards import DTYPES, ENDS, FILES_OF_KIND, LABELS, MARGINS, PROMPTS, ROW_ENDS, ROWS, SKIPPED, Index
 from shardwise.run.problems import Problem, UserError
 
 _MOST_NAMED = 10
@@ -103,6 +103,7 @@ class Joiner:
             learned=sum(record.learned for record in records),
             truncated=sum(record.truncated for record in records),
             reasons=dict(reasons.most_common()),
+            margins=self._has_margins(),
         )
 
     def _nothing(self, source: Sequence[str]) -> list[Problem]:
@@ -115,12 +116,17 @@ class Joiner:
 
     def _files(self) -> dict[str, Iterable[bytes]]:
         """What else the documents of conversations have, by file, unit after unit."""
-        of_unit = {PROMPTS: "prompts", LABELS: "labels", ROWS: "rows"}
+        of_unit = {PROMPTS: "prompts", LABELS: "labels", MARGINS: "margins", ROWS: "rows"}
         names = [*FILES_OF_KIND[self.job.kind], *((ROWS,) if self.job.kind == "prompts" else ())]
+        names += [MARGINS] if self._has_margins() else []
         found: dict[str, Iterable[bytes]] = {name: self._joined(of_unit[name]) for name in names if name != ROW_ENDS}
         if ROW_ENDS in names:
             found[ROW_ENDS] = self._row_ends()
         return {**found, SKIPPED: self._skipped()}
+
+    def _has_margins(self) -> bool:
+        """Whether any pair says by how much it is better."""
+        return any(record.margins for record in self.done.values())
 
     def _of_units(self) -> Iterator[tuple[Unit, UnitFiles]]:
         for unit in self.units:

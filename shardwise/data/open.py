@@ -58,6 +58,12 @@ def open_data(run: Run) -> Data:
     problems += [_only_prompts(each) for each in train + validation if each.index.kind == "prompts"]
     if FACTS[run.objective.kind].pairs:
         problems += [_no_pairs(each, run) for each in train + validation if not each.index.paired]
+    if run.objective.margins:
+        message = (
+            'says of no pair by how much it differs; build it of rows with a "margin", or leave objective.margins off'
+        )
+        without = [each for each in train + validation if each.index.paired and not each.index.margins]
+        problems += [Problem(message, "data.sets", str(each.folder)) for each in without]
     if FACTS[run.objective.kind].labels:
         problems += [_no_verdicts(each, run) for each in train + validation if each.index.kind != "preference"]
     told = [opened(run, each, key, problems) for each, key in ((train, "data.sets"), (validation, "data.validation"))]

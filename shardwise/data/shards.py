@@ -6,7 +6,8 @@ an index, or whose files disagree with it, is refused as half-written.
 
 A set of conversations also has beside each shard a byte for each token, 1 where the token is to be learned, and for each document
 the tokens before the first of these. A set of preferences has a byte for each document, 1 where it is wanted; in a paired one a
-wanted and an unwanted document take turns. A set of prompts has the rows that they are from.
+wanted and an unwanted document take turns, and where rows say by how much a pair differs, each document has that number. A set of
+prompts has the rows that they are from.
 """
 
 from __future__ import annotations
@@ -33,9 +34,12 @@ VERSION = 1
 MARKED_VERSION = 2
 """Of sets with a mask, which a reader of version 1 would not see."""
 PROMPTS, LABELS, ROWS, ROW_ENDS = "prompts.bin", "labels.bin", "rows.jsonl", "rows.bin"
+MARGINS = "margins.bin"
 SKIPPED = "skipped.jsonl"
 """Rows that were left out, with file, line and reason."""
-LENGTHS: dict[str, np.dtype[Any]] = {PROMPTS: np.dtype("<u4"), LABELS: np.dtype("u1"), ROW_ENDS: np.dtype("<u8")}
+LENGTHS: dict[str, np.dtype[Any]] = {
+    PROMPTS: np.dtype("<u4"), LABELS: np.dtype("u1"), ROW_ENDS: np.dtype("<u8"), MARGINS: np.dtype("<f4"),
+}  # fmt: skip
 """What each document of a set has, by file."""
 FILES_OF_KIND = {"chat": (PROMPTS,), "preference": (PROMPTS, LABELS), "prompts": (PROMPTS, ROW_ENDS)}
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -52,7 +56,7 @@ def dtype_for(vocab: int) -> str:
     return "uint16" if vocab <= 2**16 else "uint32"
 
 
-_OF_MARKED = ("kind", "paired", "learned", "truncated", "reasons")
+_OF_MARKED = ("kind", "paired", "learned", "truncated", "reasons", "margins")
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ class Index:
     learned: int = 0  # tokens to learn, where there is a mask
     truncated: int = 0  # documents whose end was cut off
     reasons: dict[str, int] = field(default_factory=dict)  # why documents were skipped, and how many
+    margins: bool = False  # pairs have margins
 
     @property
     def marked(self) -> bool:
@@ -132,6 +137,7 @@ def read_index(folder: str | Path) -> Index:
             learned=_count(content.get("learned", 0)),
             truncated=_count(content.get("truncated", 0)),
             reasons={str(name): _count(n) for name, n in dict(content.get("reasons", {})).items()},
+            margins=content.get("margins") is True,
         )
     except (KeyError, TypeError, ValueError) as e:
         raise refuse(f"is damaged: {type(e).__name__} {e}") from None
@@ -178,7 +184,7 @@ class TokenSet:
         expected[DOCUMENTS] = self.index.documents * ENDS.itemsize
         if self.index.marked:
             expected |= {mask_of(name): tokens for name, tokens in self.index.shards}
-            own = FILES_OF_KIND[self.index.kind]
+            own = (*FILES_OF_KIND[self.index.kind], *((MARGINS,) if self.index.margins else ()))
             expected |= {name: self.index.documents * LENGTHS[name].itemsize for name in own}
         problems = []
         for name, size in expected.items():
@@ -246,6 +252,11 @@ class TokenSet:
     def labels(self) -> NDArray[Any]:
         """Of each document of a preference set whether it is wanted."""
         return _map(self.folder / LABELS, LENGTHS[LABELS], self.documents)
+
+    @cached_property
+    def margins(self) -> NDArray[Any]:
+        """Of each document of a paired set by how much the pair differs, where rows say so."""
+        return _map(self.folder / MARGINS, LENGTHS[MARGINS], self.documents)
 
     @cached_property
     def _row_ends(self) -> NDArray[Any]:

@@ -86,7 +86,8 @@ def random_batch(run: Run, seed: int = 0) -> Batch:
     sums = halves if FACTS[run.objective.kind].sums else None
     if run.objective.kind == "grpo":
         return random_answers(run, tokens)
-    batch = Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), sums=sums)
+    margins = np.ones(halves.shape, np.float32) if run.objective.margins else None
+    batch = Batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), sums=sums, margins=margins)
     return _with_stored(batch, run) if run.objective.stored else batch
 
 

@@ -72,6 +72,9 @@ def _objective_rules(run: Run) -> Iterator[Rule]:
     rewards = kind == "reward"
     yield Rule(run.model.scores and not rewards, "model.scores", ("objective.kind",),
                lambda: f"a head of scores is learned by objective.kind = reward, not by {kind}")
+    aims = rewards or (kind == "dpo" and run.objective.loss == "sigmoid")
+    yield Rule(run.objective.margins and not aims, "objective.margins", ("objective.kind", "objective.loss"),
+               lambda: f"{kind} aims at no margin of a pair's own; reward does, and dpo with the sigmoid")
     yield Rule(rewards and run.adapter.used, "objective.kind", ("adapter.kind",),
                lambda: "reward learns a head of its own, which adapters leave frozen; use adapter.kind = none")
     yield Rule(rewards and run.train.invariant, "objective.kind", ("train.invariant",),

@@ -31,6 +31,10 @@ class ObjectiveConfig:
         "dpo, kto: checkpoint or run folder of the model not to stray from; empty: what training begins with",
     )
     margin: float = key(0.0, "reward: by how much the score of the wanted answer is to be higher", least=0)
+    margins: bool = key(
+        False,
+        "reward, dpo (sigmoid): the wanted answer is to be ahead by the `margin` of its row, beside objective.margin",
+    )
     center: float = key(0.0, "reward: weight of the squared sum of both scores, which keeps them around 0", least=0)
     desirable_weight: float = key(1.0, "kto: weight of wanted answers", least=0)
     undesirable_weight: float = key(1.0, "kto: weight of unwanted answers", least=0)
@@ -143,8 +147,9 @@ FACTS: dict[str, ObjectiveFacts] = {
 
 
 def facts_of(objective: ObjectiveConfig) -> ObjectiveFacts:
-    """Those of an objective as it is set: what is stored needs no second network."""
+    """Those of an objective as it is set: margins are added up too, and what is stored needs no second network."""
     facts = FACTS[objective.kind]
+    facts = replace(facts, sums=facts.sums + 1) if objective.margins else facts
     return replace(facts, reference=0) if objective.stored else facts
 
 

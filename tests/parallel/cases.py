@@ -59,12 +59,13 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 """Adapters by name."""
 TEACHER = dict(kind="distill", teacher=str(Path(__file__).with_name("teacher")))
 """A network of other sizes and another family, whose weights are drawn."""
-DISTILLS: dict[str, dict[str, Any]] = {
+OBJECTIVES: dict[str, dict[str, Any]] = {
     "distill": TEACHER | dict(teacher_tokens=7, cross_entropy=0.5),
     "distill reverse": TEACHER | dict(teacher_tokens=20, divergence="reverse", temperature=1.5),
+    "dpo margins": dict(kind="dpo", margins=True),
     "distill whole": TEACHER | dict(teacher_tokens=0),
 }
-"""Ways to distill, by name."""
+"""Objectives with keys of their own, by name."""
 SCHEDULES: tuple[str, ...] = get_args(get_type_hints(LayoutConfig)["schedule"])
 METHODS: tuple[str, ...] = get_args(get_type_hints(LayoutConfig)["context_method"])
 LENGTH, BATCH = 32, 8
@@ -78,7 +79,7 @@ def make_run(
         steps=3, seq_len=LENGTH, global_batch=BATCH, microbatch=max(1, share // 2), dtype="float64", device="cpu", lr=1e-2,
         clip=0.5, balance_loss=0.01, router_z_loss=0.001, balance_rate=0.01,
     )  # fmt: skip
-    learned = DISTILLS.get(objective) or dict(zip(("kind", "loss"), objective.split(), strict=False))
+    learned = OBJECTIVES.get(objective) or dict(zip(("kind", "loss"), objective.split(), strict=False))
     sections = dict(model=model_of(model) | dict(layers=layers), layout=layout, train=base | train, objective=learned)
     return run_from_dict(sections | dict(adapter=ADAPTERS[adapter]))
 
@@ -111,12 +112,16 @@ def batch(step: int, documents: bool, rows: int = BATCH) -> Batch:
         numbers[row] = np.searchsorted(cuts, np.arange(LENGTH), side="right")
         positions[row] = np.arange(LENGTH) - np.concatenate([[0], cuts])[numbers[row]]
         targets[row, cuts - 1] = IGNORE_INDEX
-    return Batch(tokens[:, :-1].copy(), targets, positions, numbers, labels=(numbers % 2).astype(np.int8))
+    margins = (numbers // 2 + 1).astype(np.float32)
+    return Batch(
+        tokens[:, :-1].copy(), targets, positions, numbers, labels=(numbers % 2).astype(np.int8), margins=margins
+    )
 
 
 def take(batch: Batch, rows: np.ndarray) -> Batch:
     optional = [None if a is None else a[rows] for a in (batch.positions, batch.documents, batch.labels)]
-    return Batch(batch.tokens[rows], batch.targets[rows], *optional)
+    margins = None if batch.margins is None else batch.margins[rows]
+    return Batch(batch.tokens[rows], batch.targets[rows], *optional, margins=margins)
 
 
 def train(rank: int, run: Run, documents: bool = True, seed: int = 0) -> dict[str, Any]:

@@ -158,6 +158,7 @@ SMALL_EDGES: list[Drawn] = [
     ("tied", dict(tensor=2, context=2), dict(objective="reward")),
     ("mixture", dict(pipeline=2, shard=2, expert=2), dict(objective="reward")),
     ("dense", dict(pipeline=2, tensor=2), dict(objective="kto")),
+    ("dense", dict(context=2, shard=2), dict(objective="dpo margins")),
     # And with a teacher of other sizes, which has experts.
     ("dense", dict(tensor=2, shard=2), dict(objective="distill")),
     ("tied", dict(pipeline=2, context=2, stages=(1, 3)), dict(objective="distill reverse")),

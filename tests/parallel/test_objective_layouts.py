@@ -13,7 +13,7 @@ import pytest
 from observed import assert_same, one_process
 from parallel_pool import RankPool
 
-KINDS = ("sft", "dpo", "dpo ipo", "dpo hinge", "kto", "orpo", "simpo", "reward", *cases.DISTILLS)
+KINDS = ("sft", "dpo", "dpo ipo", "dpo hinge", "kto", "orpo", "simpo", "reward", *cases.OBJECTIVES)
 LARGE = pytest.mark.large(
     "objectives on eight ranks and three axes at once, on every axis and pair of axes, experts among them"
 )

@@ -316,6 +316,55 @@ def test_a_reward_model_begins_with_the_weights_of_a_language_model(tmp_path: Pa
     assert state.model.state_dict()["head.weight"].shape == (1, 16)
 
 
+@pytest.mark.parametrize("kind", ["reward", "dpo"])
+def test_pairs_are_to_differ_by_the_margins_of_their_rows(kind: str, tmp_path: Path) -> None:
+    """From the rows to the loss: scores and rewards without margins say what it has to be with them."""
+    pairs = [{"prompt": f"{n}?", "chosen": "yes" * n, "rejected": "no"} for n in range(1, 9)]
+    margins = [0.5 * n for n in range(1, 9)]
+    rows = [pair | ({"margin": margin} if margin != 2 else {}) for pair, margin in zip(pairs, margins, strict=True)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    build([tmp_path / "pairs.jsonl"], tmp_path / "set", workers=1, chat=ChatOptions())
+    tokens = TokenSet.open(tmp_path / "set")
+    want = [0.0 if margin == 2 else margin for margin in margins]
+    assert tokens.margins.reshape(-1, 2).tolist() == [[each, each] for each in want]
+    run = run_from_dict(
+        dict(
+            model=dict(layers=1, hidden=16, heads=2), objective=dict(kind=kind, beta=0.3), data=dict(sets=[str(tmp_path / "set")]),
+            train=dict(global_batch=2, microbatch=1, seq_len=64, eval_every=0, dtype="float64", device="cpu", lr=0.05, warmup=0),
+        )
+    )  # fmt: skip
+    aiming = replace(run, objective=replace(run.objective, margins=True, margin=0.25 if kind == "reward" else 0.0))
+    batch = open_data(aiming).train.take([0, 1])
+    assert batch.margins is not None
+    assert batch.documents is not None
+    # After a step each pair has a reward; one row of each, alone, tells it.
+    own = []
+    for row in range(2):
+        one = replace(batch, targets=np.where(np.arange(2)[:, None] == row, batch.targets, IGNORE_INDEX))
+        for n in range(0, int(batch.documents[row].max()), 2):
+            here = np.isin(batch.documents, (n, n + 1))
+            alone = TrainState(run)
+            alone.train_step(batch)
+            measured = alone.train_step(replace(one, targets=np.where(here, one.targets, IGNORE_INDEX))).read_measured()
+            place = np.flatnonzero(batch.documents[row] == n)[0]
+            own.append((measured[2], float(batch.margins[row, place])))
+    assert {margin for _, margin in own} <= set(want)
+    state = TrainState(aiming)
+    state.train_step(replace(batch, margins=np.zeros_like(batch.margins) - np.float32(aiming.objective.margin)))
+    got = state.train_step(batch)
+    wanted = [-np.log(1 / (1 + np.exp(-(reward - margin - aiming.objective.margin)))) for reward, margin in own]
+    assert got.loss.item() == pytest.approx(np.mean(wanted), rel=1e-9)
+    assert got.read_measured()[2] == pytest.approx(np.mean([reward for reward, _ in own]), rel=1e-9)
+    with pytest.raises(UserError, match="says of no pair by how much"):
+        open_data(replace(aiming, data=replace(aiming.data, sets=(str(plain_pairs(tmp_path)),))))
+
+
+def plain_pairs(folder: Path) -> Path:
+    (folder / "plain.jsonl").write_text(json.dumps({"prompt": "1?", "chosen": "yes", "rejected": "no"}) + "\n")
+    build([folder / "plain.jsonl"], folder / "plain", workers=1, chat=ChatOptions())
+    return folder / "plain"
+
+
 def test_sets_without_pairs_or_verdicts_are_refused() -> None:
     for kind, phrase in (("dpo", "no pairs"), ("kto", "no verdicts"), ("reward", "no pairs")):
         run = cases.make_run("dense", {}, objective=kind)

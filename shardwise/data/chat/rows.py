@@ -1,12 +1,14 @@
 """Rows of data sets as people publish them, to what is learned from them: one dialog, or two to choose between.
 
 Understood are `messages` (OpenAI), `conversations` (ShareGPT), `instruction`, `input` and `output` (Alpaca), `prompt` and
-`completion`, `chosen` and `rejected` with or without a `prompt`, `prompt`, `completion` and `label`, and a `prompt` with whatever a
-reward needs. The fields say which; as in TRL, texts that are not messages are continued as they stand, without a template.
+`completion`, `chosen` and `rejected` with or without a `prompt` and a `margin`, `prompt`, `completion` and `label`, and a `prompt`
+with whatever a reward needs. The fields say which; as in TRL, texts that are not messages are continued as they stand, without a
+template.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import takewhile
@@ -39,6 +41,8 @@ class Example:
 
     dialogs: tuple[Dialog, ...]
     labels: tuple[bool, ...] = (True,)
+    margin: float | None = None
+    """Of a pair, by how much the better one is better, where the row says it."""
 
 
 def form_of(row: Mapping[str, Any]) -> Form:
@@ -140,7 +144,7 @@ def _pair(row: Mapping[str, Any]) -> Example:
             raise BadRow(f'"{name}" is neither a text nor messages')
     if both[0] == both[1]:
         raise BadRow('"chosen" and "rejected" are the same')
-    labels = (True, False)
+    labels, margin = (True, False), _margin(row.get("margin"))
     if all(isinstance(answer, str) for answer in both):
         if prompt is None:
             prompt = _shared_text(both[0], both[1])
@@ -148,7 +152,7 @@ def _pair(row: Mapping[str, Any]) -> Example:
         dialogs = (
             _joined(prompt, answer, name, row) for name, answer in zip(("chosen", "rejected"), both, strict=True)
         )
-        return Example(tuple(dialogs), labels)
+        return Example(tuple(dialogs), labels, margin)
     better, worse = (
         [{"role": ASSISTANT, "content": answer}] if isinstance(answer, str) else tidy_messages(answer, name)
         for name, answer in zip(("chosen", "rejected"), both, strict=True)
@@ -160,7 +164,15 @@ def _pair(row: Mapping[str, Any]) -> Example:
     first = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(better, worse, strict=False)))
     if first == min(len(better), len(worse)):
         raise BadRow("of the two dialogs one is the beginning of the other")
-    return Example((_spoken(better, row, first), _spoken(worse, row, first)), labels)
+    return Example((_spoken(better, row, first), _spoken(worse, row, first)), labels, margin)
+
+
+def _margin(value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise BadRow('"margin" is not a finite number')
+    return float(value)
 
 
 def _shared_text(one: str, other: str) -> str:

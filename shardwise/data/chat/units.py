@@ -21,7 +21,7 @@ from shardwise.data.chat.spans import Renderer
 from shardwise.data.chat.template import Span
 from shardwise.data.encode import Job, Report, UnitFiles, UnitResult
 from shardwise.data.inputs import Chunk, Unit
-from shardwise.data.shards import DTYPES, ENDS, LABELS, LENGTHS, PROMPTS, ROW_ENDS, dtype_for
+from shardwise.data.shards import DTYPES, ENDS, LABELS, LENGTHS, MARGINS, PROMPTS, ROW_ENDS, dtype_for
 
 _BATCH = 2**19
 """Characters tokenised in one call."""
@@ -53,6 +53,7 @@ class ChatJob(Job):
             files.ends,
             files.prompts,
             files.labels,
+            files.margins,
             files.rows,
             files.row_ends,
             files.skipped,
@@ -105,6 +106,7 @@ class _Batches:
         self.dtype = DTYPES[dtype_for(job.tokenizer.vocab)]
         self.special = np.array(sorted({*job.tokenizer.added.values(), job.tokenizer.end}))
         self.tokens = self.documents = self.learned = self.truncated = self.text_bytes = self.row_bytes = 0
+        self.margins = 0
         self.reasons: Counter[str] = Counter()
         self.lines: list[int] = []
         self._waiting: list[tuple[Row, Chunk, Example, list[_Text]]] = []
@@ -114,7 +116,7 @@ class _Batches:
         skipped = sum(self.reasons.values())
         return UnitResult(
             self.tokens, self.documents, skipped, self.text_bytes, self.learned, self.truncated, dict(self.reasons),
-            self.lines, self.row_bytes,
+            self.lines, self.row_bytes, self.margins,
         )  # fmt: skip
 
     def add(self, row: Row, chunk: Chunk) -> None:
@@ -204,6 +206,8 @@ class _Batches:
         for (ids, mask), (whole, _), label in zip(cut, found, example.labels, strict=True):
             self.truncated += len(whole) > len(ids)
             self._append(ids, mask, prompt, label)
+            self.out["margins"].write(np.array(example.margin or 0.0, LENGTHS[MARGINS]).tobytes())
+        self.margins += example.margin is not None
 
     def _append(self, ids: NDArray[Any], mask: NDArray[np.uint8], prompt: int, label: bool) -> None:
         self.out["tokens"].write(ids.tobytes())

@@ -23,7 +23,8 @@ def dpo_losses(margin: Tensor, kind: str, beta: float, label_smoothing: float = 
 
 
 class DPO(PairObjective):
-    """Rewards are beta times the log-ratio to the reference."""
+    """Rewards are beta times the log-ratio to the reference; with a margin of a pair's own, they are to differ by it (ODPO, Amini
+    et al. 2024)."""
 
     def terms(self, chosen: Answers, rejected: Answers) -> tuple[Tensor, list[Tensor]]:
         c = self.config
@@ -31,5 +32,5 @@ class DPO(PairObjective):
         if c.loss == "ipo":
             ratios = [r / each.tokens.clamp(min=1) for r, each in zip(ratios, (chosen, rejected), strict=True)]
         good, bad = ratios
-        losses = dpo_losses(good - bad, c.loss, c.beta, c.label_smoothing)
+        losses = dpo_losses(good - bad - chosen.margin / c.beta, c.loss, c.beta, c.label_smoothing)
         return losses, margins(c.beta * good, c.beta * bad)

@@ -26,6 +26,8 @@ class Answers(NamedTuple):
     """Their number; 0 where there is no such answer, and so no pair."""
     reference: Tensor
     """The log-probability of the reference; 0 where there is none."""
+    margin: Tensor
+    """By how much its pair differs, as the row says; 0 where that is not asked for."""
 
     @property
     def mean(self) -> Tensor:
@@ -46,6 +48,9 @@ class PairObjective(TrainObjective):
         if self.config.stored:
             assert batch.reference is not None
             arrays["reference"] = batch.reference.astype(self.array_type)
+        if self.config.margins:
+            assert batch.margins is not None
+            arrays["margins"] = batch.margins.astype(self.array_type)
         return arrays
 
     def count(self, batch: Batch) -> float:
@@ -61,20 +66,26 @@ class PairObjective(TrainObjective):
         targets, slots = microbatch["targets"], microbatch["slots"]
         assert targets is not None
         assert slots is not None
-        reference = microbatch.get("reference")
+        reference, margins = microbatch.get("reference"), microbatch.get("margins")
 
         def make(logprobs: Tensor) -> Tensor:
             counted = (targets != IGNORE_INDEX).to(logprobs.dtype)
             logprobs = logprobs * counted  # of scores, those at the ends of documents
-            values = (logprobs, counted) if reference is None else (logprobs, counted, reference)
+            more = {"reference": reference, "margin": None if margins is None else margins * counted}
+            there = [name for name, each in more.items() if each is not None]
+            values = [logprobs, counted, *(each for each in more.values() if each is not None)]
             sums = document_sums(torch.stack(values), slots, self.mesh.group("context"))
             sums = sums[..., : sums.shape[-1] // 2 * 2].unflatten(-1, (-1, 2))
-            base = sums[2] if reference is not None else torch.zeros_like(sums[0])
-            chosen, rejected = (Answers(sums[0][..., n], sums[1][..., n], base[..., n]) for n in range(2))
+            known = dict.fromkeys(more, torch.zeros_like(sums[0])) | dict(zip(there, sums[2:], strict=True))
+            known["margin"] = known["margin"] / sums[1].clamp(min=1)  # each learned token has it
+            chosen, rejected = (
+                Answers(sums[0][..., n], sums[1][..., n], known["reference"][..., n], known["margin"][..., n])
+                for n in range(2)
+            )
             losses, measured = self.terms(chosen, rejected)
-            there = (chosen.tokens > 0) & (rejected.tokens > 0)
-            self.measure([torch.where(there, each, 0).sum() for each in measured])
-            return torch.where(there, losses, 0).sum() / self.mesh.size("context")
+            paired = (chosen.tokens > 0) & (rejected.tokens > 0)
+            self.measure([torch.where(paired, each, 0).sum() for each in measured])
+            return torch.where(paired, losses, 0).sum() / self.mesh.size("context")
 
         return head(hidden, unembedding, targets, make=make)
 

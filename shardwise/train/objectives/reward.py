@@ -9,7 +9,7 @@ from torch import Tensor
 from shardwise.train.objectives.pairs import Answers, PairObjective, margins
 
 
-def reward_losses(chosen: Tensor, rejected: Tensor, margin: float = 0.0, center: float = 0.0) -> Tensor:
+def reward_losses(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0, center: float = 0.0) -> Tensor:
     """Of the scores of pairs; `center` times the squared sum keeps them around 0 (Eisenstein et al. 2023, eq. 2)."""
     return -F.logsigmoid(chosen - rejected - margin) + center * (chosen + rejected) ** 2
 
@@ -19,5 +19,5 @@ class Reward(PairObjective):
 
     def terms(self, chosen: Answers, rejected: Answers) -> tuple[Tensor, list[Tensor]]:
         c = self.config
-        losses = reward_losses(chosen.logprob, rejected.logprob, c.margin, c.center)
+        losses = reward_losses(chosen.logprob, rejected.logprob, c.margin + chosen.margin, c.center)
         return losses, margins(chosen.logprob, rejected.logprob)
