@@ -5,8 +5,8 @@
     run = shardwise.Run(preset="llama3-70b", layout="auto", chip="h100", nodes=8)
     shardwise.search(run)
 
-`Run`, `plan`, `search`, `train`, `trace` and `serve` are here (docs/python.md); importing this costs nothing until one is
-used.
+`Run`, `plan`, `search`, `train`, `trace`, `serve` and `profile` are here (docs/python.md); importing this costs nothing until
+one is used.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwise.api import Run, UserError, plan, search, serve, trace, train
+    from shardwise.api import Run, UserError, plan, profile, search, serve, trace, train
 
 __version__ = "0.2.0"
-__all__ = ["Run", "UserError", "__version__", "plan", "search", "serve", "trace", "train"]
+__all__ = ["Run", "UserError", "__version__", "plan", "profile", "search", "serve", "trace", "train"]
 _FOLDERS = ("plan", "serve", "trace", "train")
 
 

@@ -92,6 +92,11 @@ def operator_of(custom: Any) -> Any:
     return custom._opoverload
 
 
+def argument_names(operator: Any) -> tuple[str, ...]:
+    """What an operator calls its arguments, in order."""
+    return tuple(argument.name for argument in operator._schema.arguments)
+
+
 def has_mkldnn_bf16() -> bool:
     """Whether oneDNN multiplies bf16 on this CPU: where it does not, it warns at every call before PyTorch falls back."""
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -146,9 +151,14 @@ def observed_resizes(resized: Callable[[UntypedStorage], Any]) -> Iterator[None]
 # Autograd, profiler, dispatcher.
 
 
+def graph_task() -> int:
+    """The number of the backward pass that runs this, larger for those nested in it; -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
 def in_backward() -> bool:
     """Whether autograd's engine runs this: a forward pass is recomputation then."""
-    return torch._C._current_graph_task_id() != -1
+    return graph_task() != -1
 
 
 def autograd_sequence() -> int:

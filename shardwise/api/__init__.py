@@ -6,8 +6,9 @@ what the planner and the tracer answer, `processes.py` training and serving, whi
 
 from __future__ import annotations
 
+from shardwise.api.profiling import profile
 from shardwise.api.run import Run
 from shardwise.api.verbs import plan, search, serve, trace, train
 from shardwise.run.problems import UserError
 
-__all__ = ["Run", "UserError", "plan", "search", "serve", "trace", "train"]
+__all__ = ["Run", "UserError", "plan", "profile", "search", "serve", "trace", "train"]

@@ -1,0 +1,79 @@
+"""FLOPs of attention, by the pairs of a query and a key that attend to each other: two products of a head's width for each pair
+forward, four backward, whatever kernel computes them.
+
+A fused kernel's backward pass makes the first product once more; that is recomputation, and no gradient needs it, so it counts as
+such. A mask that is a tensor is counted where it is, on the device, and read when the profile ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.torch_private import argument_names
+
+
+def causal_pairs(queries: int, keys: int) -> float:
+    """Query i sees keys 0 to i, as `is_causal` of PyTorch has it."""
+    seen = min(queries, keys)
+    return seen * (seen + 1) / 2 + (queries - seen) * keys
+
+
+def pairs_of(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Any:
+    """Pairs of all rows and heads: a number, or a tensor of one."""
+    queries, keys = q.shape[-2], k.shape[-2]
+    each = q.numel() // max(1, queries * q.shape[-1])
+    if mask is None:
+        return each * (causal_pairs(queries, keys) if causal else float(queries * keys))
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return seen.sum(dtype=torch.float64) * (each * queries * keys / max(1, mask.numel()))
+
+
+def sdpa_flops(given: dict[str, Any]) -> Any:
+    """FLOPs of the forward pass of `scaled_dot_product_attention` and of the kernels behind it: rows, heads, sequence, width."""
+    q, k, v = (given[name] for name in NAMES[:3])
+    mask = given.get("attn_mask", given.get("attn_bias"))
+    return pairs_of(q, k, mask, bool(given.get("is_causal"))) * (2.0 * (q.shape[-1] + v.shape[-1]))
+
+
+def varlen_flops(given: dict[str, Any]) -> Any:
+    """The same of rows of different lengths behind each other (`torch.nn.attention.varlen`): tokens, heads, width."""
+    q, k, v = (given[name] for name in NAMES[:3])
+    width, causal = 2.0 * q.shape[-2] * (q.shape[-1] + v.shape[-1]), bool(given.get("is_causal"))
+    ends_q, ends_k = given.get("cum_seq_q"), given.get("cum_seq_k")
+    if ends_q is None or ends_k is None:
+        rows, queries, keys = q.shape[0], q.shape[1], k.shape[1]
+        return width * rows * (causal_pairs(queries, keys) if causal else float(queries * keys))
+    queries, seen = ends_q.diff().double(), ends_k.diff().double()
+    if not causal:
+        return (queries * seen).sum() * width
+    window = given.get("window_size_left")
+    most = seen if window is None or window < 0 else seen.clamp(max=window + 1)
+    return (most * (most + 1) / 2 + most * (queries - most)).sum() * width
+
+
+NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+"""What `scaled_dot_product_attention` calls its arguments."""
+
+
+@cache
+def kernel_of(operator: Any) -> tuple[Callable[[dict[str, Any]], Any], bool] | None:
+    """For a fused kernel: its FLOPs forward from its arguments by name, and whether it is the backward pass's."""
+    name = operator.name().partition(".")[0]
+    if not name.startswith(("aten::_scaled_dot_product_", "aten::_flash_attention_")) or name.endswith("_math"):
+        return None
+    return (varlen_flops if name.startswith("aten::_flash") else sdpa_flops), name.endswith("_backward")
+
+
+def bound(operator: Any, args: tuple[Any, ...], keys: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by the names that the operator gives them."""
+    return dict(zip(argument_names(operator), args, strict=False)) | keys
+
+
+def made_again(flops: Any, q: Tensor, v: Tensor) -> Any:
+    """Of the forward pass, what a fused kernel's backward pass makes once more: the product of queries and keys."""
+    return flops * (q.shape[-1] / (q.shape[-1] + v.shape[-1]))

@@ -1,0 +1,94 @@
+"""What was found of a module as a tree: each submodule alone, and with its own submodules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from shardwise.measure.profiler.watch import OUTSIDE, PASSES, RECOMPUTE, Watch
+
+CONVENTION = (
+    "model FLOPs: matrix products, convolutions, attention by the pairs its mask allows; a multiply-add is two; "
+    "recomputation out"
+)
+IN_KERNELS = "recompute_in_kernels"
+
+
+@dataclass
+class Cost:
+    """What a module costs, over everything that ran."""
+
+    parameters: int = 0
+    flops: dict[str, float] = field(default_factory=dict)
+    """By pass; `recompute_in_kernels` is what fused attention makes again inside of its backward kernels."""
+    activations: float = 0.0
+    """Bytes that autograd saves of one forward pass of the whole module."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By pass."""
+
+    @property
+    def model_flops(self) -> float:
+        """Without recomputation."""
+        return sum(amount for name, amount in self.flops.items() if not name.startswith(RECOMPUTE))
+
+    def add(self, other: Cost) -> None:
+        """Add another cost to this one."""
+        self.parameters += other.parameters
+        self.activations += other.activations
+        for mine, others in ((self.flops, other.flops), (self.seconds, other.seconds)):
+            for key, value in others.items():
+                mine[key] = mine.get(key, 0.0) + value
+
+
+@dataclass
+class Node:
+    """A module of the tree."""
+
+    name: str
+    """Dotted; the whole module's is empty."""
+    kind: str
+    """Its class."""
+    calls: int
+    own: Cost
+    whole: Cost
+    """With its submodules."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs."""
+        return {"module": self.name, "type": self.kind, "calls": self.calls, **vars(self.whole), "own": vars(self.own)}
+
+
+def tree_of(module: nn.Module, watch: Watch) -> list[Node]:
+    """The modules in the order of `named_modules`, then what ran outside of them."""
+    nodes: dict[str, Node] = {}
+    counted: set[int] = set()
+    passes = max(1, watch.calls[""])
+    for name, each in (*module.named_modules(), (OUTSIDE, None)):
+        own = Cost(
+            0 if each is None else _parameters(each, counted),
+            {which: float(watch.flops[name, which]) for which in PASSES if watch.flops[name, which]},
+            watch.saved[name] / passes,
+            {which: watch.clock.seconds[name, which] for which in PASSES if (name, which) in watch.clock.seconds},
+        )
+        if watch.fused[name]:
+            own.flops[IN_KERNELS] = float(watch.fused[name])
+        kind = "" if each is None else type(each).__name__
+        nodes[name] = Node(name, kind, watch.calls[name], own, Cost())
+    for name, node in nodes.items():
+        above = name.split(".") if name not in ("", OUTSIDE) else []
+        homes = [name] if name == OUTSIDE else ["", *(".".join(above[:n]) for n in range(1, len(above) + 1))]
+        for home in homes:
+            nodes[home].whole.add(node.own)
+    return list(nodes.values())
+
+
+def _parameters(module: nn.Module, counted: set[int]) -> int:
+    """Elements of a module's own parameters; a shared one counts where it stands first."""
+    found = 0
+    for parameter in module.parameters(recurse=False):
+        if id(parameter) not in counted:
+            counted.add(id(parameter))
+            found += parameter.numel()
+    return found

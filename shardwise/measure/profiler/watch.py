@@ -1,0 +1,246 @@
+"""Follows a module while it runs: which submodule an operator belongs to, and in which pass.
+
+Hooks say which submodule's forward pass runs. Autograd numbers its nodes as a forward pass makes them, so the submodule whose
+numbers a node lies among is the one that its backward pass belongs to: exact for custom functions too. A forward pass inside of a
+backward pass is recomputation. Operators are seen by a dispatch mode, below autograd; attention by a function mode, above it, so
+that it counts the same whichever kernel is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from shardwise.measure.profiler.attention import NAMES, bound, kernel_of, made_again, sdpa_flops
+from shardwise.measure.profiler.clock import Clock
+from shardwise.measure.profiler.formulas import formula_of, is_unknown
+from shardwise.torch_private import (
+    TorchDispatchMode,
+    autograd_node,
+    autograd_sequence,
+    graph_task,
+    storage_key,
+)
+
+OUTSIDE = "(outside)"
+"""Owner of what runs outside of the module: the loss, the optimizer, the data."""
+FORWARD, BACKWARD, RECOMPUTE = PASSES = "forward", "backward", "recompute"
+ATTENTION = "\0"
+"""Marks nodes of an attention whose backward pass is counted as a whole."""
+NOT_IN_BACKWARD = -1
+MOST_MARKS = 1_000_000
+
+Label = tuple[str, str]
+
+
+class Watch:
+    """What is found while it is open, by submodule and pass."""
+
+    def __init__(self, module: nn.Module, *, memory: bool, time: bool) -> None:
+        self.module, self.memory, self.time = module, memory, time
+        self.flops: dict[Label, float] = defaultdict(float)
+        self.by_dtype: dict[torch.dtype, float] = defaultdict(float)
+        self.fused: dict[str, float] = defaultdict(float)
+        """Of the recomputation, what fused attention does inside of its backward kernels."""
+        self.saved: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self.unknown: Counter[str] = Counter()
+        """Custom operators that no formula is known of, and their calls."""
+        self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        self.clock: Clock[Label] = Clock(self.device, (OUTSIDE, FORWARD))
+        self._waiting: list[tuple[dict[Any, float], Any, Tensor]] = []
+        self._inside: list[tuple[str, bool]] = []
+        self._functions: list[_Functions] = []
+        self._marks: dict[int, list[tuple[int, str]]] = {NOT_IN_BACKWARD: []}
+        self.attending = self._fused = False
+        self._storages: set[int] = set()
+        self._kept: dict[int, Any] = {}
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> Watch:
+        for name, module in self.module.named_modules():
+            before = module.register_forward_pre_hook(_enter(self, name), prepend=True)
+            after = module.register_forward_hook(_leave(self), always_call=True)
+            self._open.callback(before.remove)
+            self._open.callback(after.remove)
+        for x in (*self.module.parameters(), *self.module.buffers()):
+            if not hasattr(x, "to_local"):
+                self._storages.add(storage_key(x.untyped_storage()))
+        # Operators inside of a compiled region, or of a fused layer of inference, cannot be seen.
+        self._open.enter_context(torch.compiler.set_stance("force_eager"))
+        fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        self._open.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
+        if self.memory:
+            self._open.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, lambda x: x))
+        self._open.enter_context(_Functions(self))
+        self._open.enter_context(_Operators(self))
+        if self.time:
+            self.clock.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.time:
+            self.clock.stop()
+        self._open.close()
+        self._marks, self._kept = {NOT_IN_BACKWARD: []}, {}
+        for counter, key, amount in self._waiting:
+            counter[key] += float(amount)
+        self._waiting = []
+
+    def add(self, counter: dict[Any, float], key: Any, amount: Any) -> None:
+        """Count; what only the device knows, when the profile ends."""
+        if isinstance(amount, Tensor):
+            self._waiting.append((counter, key, amount))
+        else:
+            counter[key] += amount
+
+    def label(self) -> Label:
+        """Submodule and pass of what runs now."""
+        task = graph_task()
+        if task == NOT_IN_BACKWARD:
+            return (self._inside[-1][0] if self._inside else OUTSIDE), FORWARD
+        if self._inside and self._inside[-1][1]:
+            return self._inside[-1][0], RECOMPUTE
+        return self._owner_of_node(task), RECOMPUTE if torch.is_grad_enabled() else BACKWARD
+
+    def _owner_of_node(self, task: int) -> str:
+        """The submodule whose forward pass made the node that runs. Nodes of a forward pass inside of a backward pass run in one
+        that is nested in it, and were numbered by its thread."""
+        node = autograd_node()
+        made = max((each for each in self._marks if each < task), default=NOT_IN_BACKWARD)
+        marks = self._marks[made]
+        at = bisect_right(marks, node[1], key=lambda mark: mark[0]) if node is not None else 0
+        return marks[at - 1][1] if at else OUTSIDE
+
+    def mark(self, owner: str) -> None:
+        """Nodes from here on belong to this submodule."""
+        task = graph_task()
+        if task == NOT_IN_BACKWARD and len(self._marks) > 1:
+            self._marks = {NOT_IN_BACKWARD: self._marks[NOT_IN_BACKWARD]}
+        marks = self._marks.setdefault(task, [])
+        marks.append((autograd_sequence(), owner))
+        if len(marks) > MOST_MARKS:
+            del marks[: MOST_MARKS // 2]
+
+    def enter(self, name: str) -> None:
+        """A submodule's forward pass begins."""
+        recomputes = graph_task() != NOT_IN_BACKWARD
+        if recomputes and not (self._inside and self._inside[-1][1]):
+            # `backward` is a function too, and inside of functions the mode is off.
+            self._functions.append(_Functions(self))
+            self._functions[-1].__enter__()
+        self._inside.append((name, recomputes))
+        self.mark(name)
+        if not recomputes:
+            self.calls[name] += 1
+        self._switch((name, RECOMPUTE if recomputes else FORWARD))
+
+    def leave(self) -> None:
+        """It ends."""
+        _, recomputes = self._inside.pop()
+        if recomputes and not (self._inside and self._inside[-1][1]):
+            self._functions.pop().__exit__(None, None, None)
+        self.mark(self._inside[-1][0] if self._inside else OUTSIDE)
+        self._switch(self.label())
+
+    def _switch(self, label: Label) -> None:
+        if self.time and label != self.clock.label:
+            self.clock.switch(label)
+
+    def _save(self, x: Tensor) -> Tensor:
+        """Count what autograd saves: each storage once, and what the module holds anyway not at all."""
+        storage = (x.to_local() if hasattr(x, "to_local") else x).untyped_storage()
+        key = storage_key(storage)
+        if key not in self._storages and key not in self._kept and graph_task() == NOT_IN_BACKWARD:
+            # While it is referred to, no other storage has its key.
+            self._kept[key] = StorageWeakRef(storage)
+            self.saved[self._inside[-1][0] if self._inside else OUTSIDE] += storage.nbytes()
+        return x
+
+    def operator(self, operator: Any, args: Any, keys: Any, out: Any, label: Label) -> None:
+        """One ran."""
+        kernel = kernel_of(operator)
+        if self.attending:
+            self._fused = self._fused or kernel is not None
+            return
+        if kernel is not None:
+            flops_of, backward = kernel
+            given = bound(operator, args, keys)
+            flops = flops_of(given)
+            self.add(self.flops, label, 2.0 * flops if backward else flops)
+            if backward:
+                self.add(self.fused, label[0], made_again(flops, given["query"], given["value"]))
+        elif (formula := formula_of(operator)) is not None:
+            flops = formula(args, keys, out)
+            self.add(self.flops, label, flops)
+            dtype = next((x.dtype for x in args if isinstance(x, Tensor)), None)
+            if dtype is not None:
+                self.add(self.by_dtype, dtype, flops)
+        elif is_unknown(operator):
+            self.unknown[operator.name()] += 1
+
+    def attend(self, args: Any, keys: Any) -> Tensor:
+        """Run attention, count it by pairs, and leave out the products that a kernel's parts would count."""
+        owner, which = self.label()
+        given = dict(zip(NAMES, args, strict=False)) | keys
+        flops = sdpa_flops(given)
+        self.add(self.flops, (owner, which), flops)
+        self.mark(ATTENTION + owner)
+        self.attending, self._fused = True, False
+        try:
+            out = nn.functional.scaled_dot_product_attention(*args, **keys)
+        finally:
+            self.attending = False
+            self.mark(owner)
+        if out.requires_grad:
+            again = made_again(flops, given["query"], given["value"]) if self._fused else 0.0
+
+            def backward(_: Tensor) -> None:
+                self.add(self.flops, (owner, BACKWARD), 2.0 * flops)
+                self.add(self.fused, owner, again)
+
+            out.register_hook(backward)
+        return out
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        watch, keys = self.watch, kwargs or {}
+        owner, which = watch.label()
+        attends = owner.startswith(ATTENTION)
+        watch._switch((owner[1:] if attends else owner, which))
+        out = operator(*args, **keys)
+        if not attends:
+            watch.operator(operator, args, keys, out, (owner, which))
+        return out
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is nn.functional.scaled_dot_product_attention and not self.watch.attending:
+            return self.watch.attend(args, kwargs or {})
+        return function(*args, **(kwargs or {}))
+
+
+def _enter(watch: Watch, name: str) -> Any:
+    return lambda *_: watch.enter(name)
+
+
+def _leave(watch: Watch) -> Any:
+    return lambda *_: watch.leave()
