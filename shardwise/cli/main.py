@@ -22,6 +22,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "plan": ("shardwise.cli.plan", "what a run needs and how fast it goes; the best layout for it"),
     "workbench": ("shardwise.cli.workbench", "a page where a run's keys are controls, and the plan follows"),
     "train": ("shardwise.cli.train", "train a run, or resume one"),
+    "watch": ("shardwise.cli.watch", "runs on a page while they train, or afterwards, beside their plan"),
     "launch": ("shardwise.cli.launch", "write, submit and follow the job of a run on Slurm, Kubernetes or hosts"),
     "checkpoints": ("shardwise.cli.checkpoints", "list the checkpoints of a run, and verify them"),
     "profile": ("shardwise.cli.profile", "record a few steps of a run, for `shardwise trace`; cost by module"),

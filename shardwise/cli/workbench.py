@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+from pathlib import Path
 
 from shardwise.cli.machinery.options import at_least
 
@@ -14,7 +15,9 @@ is ready. Ctrl-C ends it."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
-    parser.add_argument("run", nargs="?", help="the run to begin with, a TOML file")
+    parser.add_argument(
+        "run", nargs="?", help="the run to begin with, a TOML file; or a folder of runs, to watch and plan them"
+    )
     parser.add_argument(
         "--port", type=at_least(0), default=0, help="port of this machine (default 0: any that is free)"
     )
@@ -27,6 +30,11 @@ def execute(args: argparse.Namespace) -> int:
     from shardwise.workbench.question import base_of
     from shardwise.workbench.server import serve_page
 
+    if args.run and Path(args.run).is_dir():
+        from shardwise.workbench.watch import Watch
+
+        serve_page(make_app(None, Watch(Path(args.run))), "workbench", args.port, not args.no_open)
+        return 0
     bench = Workbench(base_of(args.run, args.overrides))
     bench.answer({})  # the first takes longest: it reads curves and presets
     gc.collect()

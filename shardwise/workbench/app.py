@@ -19,8 +19,9 @@ from starlette.routing import Route
 from shardwise.run import UserError, to_toml
 from shardwise.workbench.admission import MOST_BODY
 from shardwise.workbench.answer import Planned, answer
-from shardwise.workbench.page import offline_page, workbench_page
-from shardwise.workbench.question import Base, Keys, changes_of
+from shardwise.workbench.page import offline_page, watch_page, workbench_page
+from shardwise.workbench.question import Base, Keys, base_of, changes_of
+from shardwise.workbench.watch import Watch
 
 REMEMBERED = 256
 """Answers that are kept: a slider goes back as often as forth."""
@@ -72,21 +73,54 @@ def encoded(content: Any) -> bytes:
         return encoded({"problems": [{"key": "", "message": "a number of this plan is not finite"}]})
 
 
-def make_app(bench: Workbench) -> Starlette:
-    """The application of a workbench."""
+def make_app(bench: Workbench | None, watch: Watch | None = None) -> Starlette:
+    """The application: a workbench, runs that are watched, or both. A question may name the watched run that it is about."""
+    benches: dict[str, Workbench] = {}
+
+    def bench_of(content: Any) -> Workbench:
+        name = content.get("run") if isinstance(content, dict) else None
+        if watch is None or not isinstance(name, str):
+            if bench is None:
+                raise UserError("name the run to plan")
+            return bench
+        file = watch.run_file(name)
+        if name not in benches:
+            benches[name] = Workbench(base_of(str(file), []))
+        return benches[name]
 
     async def page(request: Request) -> Response:
-        return await asyncio.to_thread(html_response, lambda nonce: workbench_page(bench.base, bench.answer({}), nonce))
+        name = request.query_params.get("run")
 
-    async def plan(changes: Keys) -> Response:
-        return Response(await asyncio.to_thread(bench.answer, changes), media_type="application/json")
+        def made(nonce: str) -> str:
+            if watch is not None and (bench is None and name is None):
+                return watch_page(watch.folder.name, nonce)
+            chosen = bench_of({"run": name} if name is not None else {})
+            return workbench_page(chosen.base, chosen.answer({}), nonce, name, watched=watch is not None)
 
-    async def run_file(changes: Keys) -> Response:
-        return Response(to_toml(bench.base.planned(changes).run), media_type="application/toml")
+        try:
+            return await asyncio.to_thread(html_response, made)
+        except UserError as e:
+            return refusal(404, str(e))
 
-    async def report(changes: Keys) -> Response:
-        found = await asyncio.to_thread(bench.planned, changes)
+    async def watching(request: Request) -> Response:
+        assert watch is not None
+        return await asyncio.to_thread(html_response, lambda nonce: watch_page(watch.folder.name, nonce))
+
+    async def plan(content: Any) -> Response:
+        chosen, changes = bench_of(content), changes_of(content)
+        return Response(await asyncio.to_thread(chosen.answer, changes), media_type="application/json")
+
+    async def run_file(content: Any) -> Response:
+        return Response(to_toml(bench_of(content).base.planned(changes_of(content)).run), media_type="application/toml")
+
+    async def report(content: Any) -> Response:
+        found = await asyncio.to_thread(bench_of(content).planned, changes_of(content))
         return Response(offline_page(found), media_type="application/octet-stream")
+
+    async def follow(content: Any) -> Response:
+        assert watch is not None
+        found = await asyncio.to_thread(watch.answer, content)
+        return Response(await asyncio.to_thread(encoded, found), media_type="application/json")
 
     routes = [
         Route("/", page, methods=["GET"]),
@@ -94,6 +128,11 @@ def make_app(bench: Workbench) -> Starlette:
         Route("/api/run.toml", asked(run_file), methods=["POST"]),
         Route("/api/page.html", asked(report), methods=["POST"]),
     ]
+    if watch is not None:
+        routes += [
+            Route("/watch", watching, methods=["GET"]),
+            Route("/api/follow", asked(follow), methods=["POST"]),
+        ]
     return application(routes)
 
 
@@ -113,15 +152,15 @@ def html_response(made: Callable[[str], str]) -> Response:
     return Response(made(nonce), media_type="text/html", headers={"content-security-policy": policy})
 
 
-def asked(function: Callable[[Keys], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-    """An endpoint that takes changed keys as JSON."""
+def asked(function: Callable[[Any], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    """An endpoint that takes a question as JSON; what is wrong with it is the answer."""
 
     async def endpoint(request: Request) -> Response:
         content, refused = await body_of(request)
         if refused is not None:
             return refused
         try:
-            return await function(changes_of(content))
+            return await function(content)
         except UserError as e:
             return Response(encoded(problems_of(e)), media_type="application/json")
 

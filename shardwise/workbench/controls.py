@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, Literal, get_args, get_origin
 
-from shardwise.hardware.chips import CHIPS
+from shardwise.hardware.chips import ALIASES, CHIPS
 from shardwise.run import AXES, PRESETS
 from shardwise.run.config import SECTIONS, all_keys
 from shardwise.run.declare import Key
@@ -89,7 +89,7 @@ def choices(key: Key) -> Sequence[str]:
     if key.name == "model.preset":
         return ["", *PRESETS]
     if key.name == "cluster.chip":
-        return ["", *CHIPS]
+        return ["", *CHIPS, *sorted(ALIASES)]
     if get_origin(key.type) is Literal:
         return [text_of(choice) for choice in get_args(key.type)]
     return []

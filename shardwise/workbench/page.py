@@ -23,12 +23,12 @@ PARTS = (
 """Sections that the planner's drawings fill, from top to bottom."""
 
 
-def workbench_page(base: Base, first: bytes, nonce: str) -> str:
-    """The page with the answer to its first question."""
+def workbench_page(base: Base, first: bytes, nonce: str, run: str | None = None, watched: bool = False) -> str:
+    """The page with the answer to its first question; `run` is what the server calls the run, where it has several."""
     answer = json.loads(first)
-    state = {"given": base.given, "first": answer}
+    state = {"given": base.given, "first": answer} | ({"run": run} if run is not None else {})
     body = (
-        _header(base.given.get("name", "run"))
+        _header(base.given.get("name", "run"), watched)
         + f'<main><form id="controls" aria-label="Run" autocomplete="off">{_controls(base, answer)}</form>'
         + f'<div id="results">{_results()}</div></main>'
     )
@@ -39,6 +39,8 @@ def document(title: str, body: str, state: Any, scripts: tuple[str, ...], nonce:
     """A whole page of these scripts, beside those that every page has; without a nonce it stands for itself."""
     marked = f' nonce="{nonce}"' if nonce else ""
     style = _text("shardwise.report", "page.css") + _text("shardwise.workbench", "workbench.css")
+    if any("uplot" in name for name in scripts):
+        style += _text("shardwise.workbench", "uplot/uPlot.min.css")
     code = [_text("shardwise.report", "page.js"), *(_text("shardwise.workbench", name) for name in scripts)]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -71,7 +73,23 @@ def _controls(base: Base, answer: dict[str, Any]) -> str:
     return panel(to_dict(read_planned(None, []).run))
 
 
-def _header(name: str) -> str:
+def watch_page(name: str, nonce: str) -> str:
+    """The page of runs that are watched, which asks for all it shows."""
+    parts = (
+        '<section id="latest" aria-label="Now"><div class="body"></div></section>'
+        '<section id="charts" aria-label="Charts"><div class="body"></div></section>'
+        '<section id="ranks" aria-label="Ranks"><h2>Ranks</h2><p class="remark"></p><div class="body"></div></section>'
+        '<section id="events" aria-label="Events"><h2>Events</h2><div class="body"></div></section>'
+    )
+    body = (
+        f'<header class="bar"><h1>{escape(name)}</h1><p class="remark" id="headline"></p><div class="actions">'
+        '<button type="button" data-action="whole">Whole run</button></div><p id="said" role="status"></p></header>'
+        f'<main><form id="runs" aria-label="Runs"></form><div id="results">{parts}</div></main>'
+    )
+    return document("Watch", body, {}, ("uplot/uPlot.iife.min.js", "watch.js"), nonce)
+
+
+def _header(name: str, watched: bool = False) -> str:
     buttons = "".join(
         f'<button type="button" data-action="{action}" data-tip="{escape(tip)}">{label}</button>'
         for action, label, tip in (
@@ -84,9 +102,10 @@ def _header(name: str) -> str:
             ("page", "Page", "This plan as a page that opens offline"),
         )
     )
+    watch = '<a data-action="watch" href="/watch">Watch runs</a>' if watched else ""
     return (
         f'<header class="bar"><h1>{escape(name)}</h1><p class="remark" id="headline"></p>'
-        f'<div class="actions">{buttons}</div><p id="said" role="status"></p></header>'
+        f'<div class="actions">{watch}{buttons}</div><p id="said" role="status"></p></header>'
     )
 
 

@@ -19,7 +19,7 @@
       headers: { "Content-Type": "application/json", "X-Shardwise-Token": token },
     });
   }
-  function question() { return { changes: Object.fromEntries(changes) }; }
+  function question() { return { changes: Object.fromEntries(changes), run: state.run }; }
 
   // Where answers come from: the server, or, in an exported page, the page itself.
   async function answered(asked) {
@@ -182,6 +182,8 @@
   });
   addEventListener("hashchange", () => { recall(); ask(); });
 
+  const watching = document.querySelector("a[data-action=watch]");
+  if (watching) watching.href = "/watch?token=" + encodeURIComponent(token);
   recall();
   draw(state.first);
   if (changes.size) ask();

@@ -66,7 +66,7 @@ def test_without_torch_training_says_what_to_install(tmp_path: Path) -> None:
     ("arguments", "phrase"),
     [
         (["trian"], "did you mean train"),
-        (["xyzzy"], "there are plan, workbench"),
+        (["xyzzy"], "there are plan, workbench, train, watch"),
         (["train"], "required"),
         (["train", "absent.toml"], "cannot be read"),
         (["train", "absent.toml", "--bogus"], "--bogus"),

@@ -1,0 +1,31 @@
+"""`shardwise watch`: runs on a page while they train, or afterwards."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from shardwise.cli.machinery.options import at_least
+
+HELP = """Show a run, or all runs of a folder, on a page of this machine: loss, gradient norm, speed and memory beside what was
+planned, goodput, the ranks' own times, events. It follows the files that the trainer writes as they grow. One line says its
+address, which lets in whoever has it, when it is ready. Ctrl-C ends it."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the verb."""
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of a run, or one that holds several")
+    parser.add_argument(
+        "--port", type=at_least(0), default=0, help="port of this machine (default 0: any that is free)"
+    )
+    parser.add_argument("--no-open", action="store_true", help="only print the address, open no browser")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Serve the page until told to end."""
+    from shardwise.workbench.app import make_app
+    from shardwise.workbench.server import serve_page
+    from shardwise.workbench.watch import Watch
+
+    serve_page(make_app(None, Watch(args.folder)), "watching", args.port, not args.no_open)
+    return 0

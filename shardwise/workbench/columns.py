@@ -1,0 +1,105 @@
+"""A metric over steps, as long as it likes: numbers are only appended, and a picture of any range is made of few of them.
+
+A chart is some thousand pixels wide, so of all points that fall into one column of it only the lowest and the highest can be seen.
+Those of whole blocks are found once, when a block is full; a picture of a million points then looks at some ten thousand.
+"""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCK = 128
+
+Array = NDArray[Any]
+
+
+class Growing:
+    """Numbers that are appended, in one array that doubles."""
+
+    def __init__(self, dtype: str) -> None:
+        self._room, self.count = np.empty(1024, dtype), 0
+
+    def extend(self, values: Any) -> None:
+        """Append several."""
+        needed = self.count + len(values)
+        if needed > len(self._room):
+            room = np.empty(max(needed, 2 * len(self._room)), self._room.dtype)
+            room[: self.count] = self._room[: self.count]
+            self._room = room
+        self._room[self.count : needed] = values
+        self.count = needed
+
+    @property
+    def values(self) -> Array:
+        """All so far; a view that later ones do not change."""
+        return self._room[: self.count]
+
+
+class Series:
+    """The points of one metric, in the order of their steps."""
+
+    def __init__(self) -> None:
+        self._x, self._y = Growing("f8"), Growing("f8")
+        self._extremes = Growing("i8")
+        self._blocks = 0
+
+    def __len__(self) -> int:
+        return self._x.count
+
+    def extend(self, steps: list[float], values: list[float]) -> None:
+        """Append points."""
+        self._x.extend(steps)
+        self._y.extend(values)
+        full = self._x.count // BLOCK
+        if full > self._blocks:
+            first = self._blocks * BLOCK
+            block = self._y.values[first : full * BLOCK].reshape(-1, BLOCK)
+            rows = np.arange(first, full * BLOCK, BLOCK)
+            pair = np.stack([rows + _lowest(block), rows + _highest(block)], axis=1)
+            self._extremes.extend(np.sort(pair, axis=1).ravel())
+            self._blocks = full
+
+    @property
+    def last(self) -> tuple[float, float] | None:
+        """The newest point."""
+        return (float(self._x.values[-1]), float(self._y.values[-1])) if len(self) else None
+
+    def picture(self, low: float, high: float, columns: int) -> tuple[list[float], list[float | None]]:
+        """Points between two steps, at most two for each of so many columns: the lowest and the highest of those in it. What is
+        not finite is None."""
+        x, y = self._x.values, self._y.values
+        begin, end = np.searchsorted(x, (low, high), "left")
+        # One beyond each side, so that lines reach the edges.
+        begin, end = max(0, int(begin) - 1), min(len(x), int(end) + 2)
+        shown = np.arange(begin, end)
+        if end - begin > 4 * BLOCK * columns or end - begin > 64 * BLOCK:
+            first, last = -(-begin // BLOCK), end // BLOCK
+            inside = self._extremes.values[2 * first : 2 * last]
+            shown = np.concatenate([np.arange(begin, first * BLOCK), inside, np.arange(last * BLOCK, end)])
+        if len(shown) > 2 * columns:
+            shown = _thinned(shown, y[shown], columns)
+        return x[shown].tolist(), [value if isfinite(value) else None for value in y[shown].tolist()]
+
+
+def _thinned(shown: Array, y: Array, columns: int) -> Array:
+    """Of consecutive points the lowest and the highest of each column, and the first and the last of all."""
+    size = -(-len(shown) // columns)
+    whole = len(shown) // size * size
+    block = y[:whole].reshape(-1, size)
+    rows = np.arange(0, whole, size)
+    pair = np.stack([rows + _lowest(block), rows + _highest(block)], axis=1)
+    rest = np.arange(whole, len(shown))
+    places = np.concatenate([[0], np.sort(pair, axis=1).ravel(), rest, [len(shown) - 1]])
+    return shown[np.unique(places)]
+
+
+def _lowest(block: Array) -> Array:
+    return np.argmin(np.where(np.isnan(block), np.inf, block), axis=1)
+
+
+def _highest(block: Array) -> Array:
+    return np.argmax(np.where(np.isnan(block), -np.inf, block), axis=1)

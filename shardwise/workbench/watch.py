@@ -1,0 +1,147 @@
+"""Runs watched while they train, or afterwards: what a page is told of the folders, and the plan of each run beside it."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from shardwise.plan.plan import plan
+from shardwise.run import Problem, UserError, read_planned
+from shardwise.run.named_model import RUN_FILE
+from shardwise.workbench.follow import FollowedRun, run_folders
+
+MOST_RUNS = 64
+MOST_COLUMNS = 4000
+RESCAN = 3.0
+"""Seconds between looks for new runs."""
+PATIENCE = 0.25
+"""Seconds that one question reads on in files that are not read to their ends yet."""
+
+
+class Watch:
+    """The runs of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise UserError(
+                Problem("is no folder; `watch` takes the folder of a run, or one of several runs", where=str(folder))
+            )
+        self.folder = folder.resolve()
+        self.runs: dict[str, FollowedRun] = {}
+        self._planned: dict[str, dict[str, Any] | None] = {}
+        self._scanned = -math.inf
+        self._lock = Lock()
+
+    def look(self) -> None:
+        """Look for new runs and new lines."""
+        began = time.monotonic()
+        if began - self._scanned > RESCAN:
+            self._scanned = began
+            for folder in run_folders(self.folder)[:MOST_RUNS]:
+                inside = folder.relative_to(self.folder).as_posix()
+                name = self.folder.name if inside == "." else inside
+                if name not in self.runs:
+                    self.runs[name] = FollowedRun(folder, name)
+        for run in self.runs.values():
+            run.look()
+            while run.more and time.monotonic() - began < PATIENCE:
+                run.look()
+
+    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """What is new since the versions that the page has seen."""
+        asked = Asked.of(question)
+        with self._lock:
+            self.look()
+            versions = {name: run.version for name, run in self.runs.items()}
+            # Time passes too, and with it the share of it that was useful.
+            if asked.seen == versions:
+                return {"unchanged": True}
+            now = time.time()
+            chosen = [run for name, run in self.runs.items() if not asked.runs or name in asked.runs]
+            return {
+                "versions": versions,
+                "runs": [run.summary(now) for run in self.runs.values()],
+                "series": {run.name: self._pictures(run, asked) for run in chosen},
+                "ranks": {run.name: _ranks(run) for run in chosen},
+                "events": {run.name: list(run.events)[-200:] for run in chosen},
+                "planned": {run.name: self.planned(run) for run in chosen},
+            }
+
+    def _pictures(self, run: FollowedRun, asked: Asked) -> dict[str, Any]:
+        shown = [key for key in run.series if not asked.metrics or key in asked.metrics]
+        return {key: run.series[key].picture(asked.low, asked.high, asked.columns) for key in shown}
+
+    def run_file(self, name: str) -> Path:
+        """The run that a folder was trained with."""
+        if name not in self.runs:
+            raise UserError(f'no run is called "{name[:100]}"')
+        return self.runs[name].folder / RUN_FILE
+
+    def planned(self, run: FollowedRun) -> dict[str, Any] | None:
+        """What the plan says of a run's speed and memory; None where its run file cannot be planned."""
+        if run.name not in self._planned:
+            try:
+                found = plan(read_planned(run.folder / RUN_FILE).run)
+            except (UserError, ValueError, KeyError, OSError):
+                self._planned[run.name] = None
+            else:
+                account, seconds = found.account, found.account.step_seconds
+                ratio = (found.low / seconds, found.high / seconds)
+                self._planned[run.name] = {
+                    "seconds": [seconds, found.low, found.high],
+                    "tokens_per_s": [account.tokens_per_second, *(account.tokens_per_second / r for r in ratio[::-1])],
+                    "mfu": [found.mfu, *(found.mfu / r for r in ratio[::-1])],
+                    "memory_gib": [account.memory.peak / 2**30],
+                    "steps": found.run.train.steps,
+                    "chip": found.job.cluster.chip.name,
+                }
+        return self._planned[run.name]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question of the page, as far as it makes sense."""
+
+    seen: dict[str, int]
+    runs: list[str]
+    metrics: list[str]
+    low: float
+    high: float
+    columns: int
+
+    @classmethod
+    def of(cls, question: Any) -> Asked:
+        """Reads it; raises where it is none."""
+        if not isinstance(question, dict):
+            raise UserError("a question is an object")
+        seen, columns = question.get("seen"), question.get("columns")
+        return cls(
+            seen if isinstance(seen, dict) else {},
+            _texts(question.get("runs")),
+            _texts(question.get("metrics")),
+            _bound(question.get("low"), -math.inf),
+            _bound(question.get("high"), math.inf),
+            max(16, min(MOST_COLUMNS, columns)) if type(columns) is int else 800,
+        )
+
+
+def _texts(given: Any) -> list[str]:
+    return [each for each in given if isinstance(each, str)] if isinstance(given, list) else []
+
+
+def _bound(given: Any, limit: float) -> float:
+    try:
+        number = float(given) if type(given) in (int, float) else limit
+    except OverflowError:
+        return limit
+    return number if math.isfinite(number) else limit
+
+
+def _ranks(run: FollowedRun) -> dict[str, Any]:
+    """The ranks' own seconds, of the last comparisons; a few, evenly spaced, of a run with very many."""
+    latest = list(run.ranks)[-60:]
+    return {"steps": [step for step, _ in latest], "seconds": [seconds for _, seconds in latest]}

@@ -1,0 +1,146 @@
+"""Files followed as they grow, and pictures of long series that lose nothing that can be seen."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.train.faults.goodput import goodput, read_events
+from shardwise.train.metrics import read_metrics
+from shardwise.workbench.columns import BLOCK, Series
+from shardwise.workbench.follow import FollowedRun, run_folders
+from shardwise.workbench.watch import Asked, Watch
+
+
+def line(**values: Any) -> str:
+    return json.dumps(values) + "\n"
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 40_000), st.integers(16, 300), st.integers(0, 2**32 - 1), st.data())
+def test_a_picture_has_every_peak(count: int, columns: int, seed: int, data: st.DataObject) -> None:
+    values = np.random.default_rng(seed).standard_normal(count)
+    series = Series()
+    for part in np.array_split(np.arange(count), 3):
+        series.extend((part + 1).tolist(), values[part].tolist())
+    low = data.draw(st.integers(-5, count))
+    high = data.draw(st.integers(low, count + 5))
+    x, y = series.picture(low, high, columns)
+    assert x == sorted(set(x))
+    assert all(values[int(step) - 1] == value for step, value in zip(x, y, strict=True))
+    # Nothing of the range is lost: neither its lowest nor its highest point, nor its ends.
+    inside = values[max(0, low - 1) : max(0, min(count, high))]
+    if len(inside):
+        assert min(y) <= inside.min()
+        assert max(y) >= inside.max()
+        assert x[0] <= max(1, low)
+        assert x[-1] >= min(count, high)
+    assert len(x) <= 2 * columns + 2 * columns + 2 * BLOCK + 4
+
+
+def test_what_is_not_finite_is_a_gap() -> None:
+    series = Series()
+    series.extend([1, 2, 3], [1.0, float("nan"), float("inf")])
+    assert series.picture(0, 9, 100) == ([1, 2, 3], [1.0, None, None])
+    series.extend(list(range(4, 9000)), [float("nan")] * 8996)
+    assert series.picture(0, 1e9, 16)[1][0] == 1.0
+
+
+def values_of(run: FollowedRun, key: str) -> list[Any]:
+    return run.series[key].picture(-np.inf, np.inf, 4000)[1]
+
+
+def test_a_file_is_read_on_from_where_it_was_read_to(tmp_path: Path) -> None:
+    run, file = FollowedRun(tmp_path, "run"), tmp_path / "metrics.jsonl"
+    assert not run.look()
+    file.write_text(line(step=1, loss=5.0, seconds=1.0) + '{"step": 2, "lo')
+    assert run.look()
+    assert values_of(run, "loss") == [5.0]
+    assert not run.look()
+    with open(file, "a") as more:
+        more.write('ss": 4.0, "seconds": 2.0}\n' + "not json\n" + line(step=3, loss="nan", seconds=1.0, skipped=True))
+        more.write(line(step=3, compute_seconds=[1.0, 2.0], slowest=1, slowest_ratio=1.3) + line(step=3, eval_loss=3.5))
+    assert run.look()
+    assert values_of(run, "loss") == [5.0, 4.0, None]
+    assert values_of(run, "eval_loss") == [3.5]
+    assert (run.useful, run.skipped) == (3.0, 1.0)
+    assert list(run.ranks) == [(3, [1.0, 2.0])]
+
+
+def test_a_run_that_resumed_is_read_anew(tmp_path: Path) -> None:
+    run, file = FollowedRun(tmp_path, "run"), tmp_path / "metrics.jsonl"
+    lines = [line(step=n, loss=float(n), seconds=1.0) for n in range(1, 50)]
+    file.write_text("".join(lines))
+    run.look()
+    # Truncated to step 20, and as many other steps written as were lost: the file is as long as before.
+    os.truncate(file, len("".join(lines[:20])))
+    with open(file, "a") as more:
+        more.write("".join(line(step=n, loss=float(-n), seconds=2.0) for n in range(21, 60)))
+    assert run.look()
+    assert values_of(run, "loss") == [*map(float, range(1, 21)), *(-float(n) for n in range(21, 60))]
+    assert run.useful == 20 + 39 * 2
+
+
+def test_goodput_is_what_the_trainer_says(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(line(step=n, loss=1.0, seconds=3.0) for n in range(1, 20)))
+    events = [
+        ("begin", 0, {}),
+        ("training", 10, {"step": 0}),
+        ("saved", 50, {"step": 9, "seconds": 4.0}),
+        ("end", 80, {}),
+    ]
+    (tmp_path / "events.jsonl").write_text(
+        "".join(line(time=1e9 + at, what=what, command="a", **rest) for what, at, rest in events)
+    )
+    run = FollowedRun(tmp_path, "run")
+    run.look()
+    expected = goodput(read_events(tmp_path), read_metrics(tmp_path), 1e9 + 80)
+    summary = run.summary(now=5e9)
+    assert summary["state"] == "ended"
+    assert summary["goodput"]["share"] == pytest.approx(expected.share)
+    assert summary["goodput"]["lost"] == pytest.approx(expected.lost)
+
+
+def test_runs_are_found_and_their_checkpoints_are_not(tmp_path: Path) -> None:
+    for name in ("a", "b", "more/c"):
+        (tmp_path / name / "checkpoints" / "step-5").mkdir(parents=True)
+        (tmp_path / name / "run.toml").touch()
+        (tmp_path / name / "checkpoints" / "run.toml").touch()
+    names = [each.relative_to(tmp_path).as_posix() for each in run_folders(tmp_path)]
+    assert names == ["a", "b", "more/c"]
+    assert run_folders(tmp_path / "a") == [tmp_path / "a"]
+
+
+def test_a_watch_answers_what_is_new(tmp_path: Path) -> None:
+    folder = tmp_path / "one"
+    folder.mkdir()
+    (folder / "run.toml").write_text(
+        '[model]\npreset = "llama3-8b"\n[layout]\nshard = 8\n[cluster]\nchip = "h100"\n[train]\nglobal_batch = 8\n'
+    )
+    (folder / "metrics.jsonl").write_text(line(step=1, loss=5.0, tokens_per_s=100.0))
+    watch = Watch(tmp_path)
+    first = watch.answer({})
+    assert first["series"]["one"]["loss"] == ([1.0], [5.0])
+    low, high = first["planned"]["one"]["tokens_per_s"][1:]
+    assert low < first["planned"]["one"]["tokens_per_s"][0] < high
+    assert watch.answer({"seen": first["versions"]}) == {"unchanged": True}
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(line(step=2, loss=4.0))
+    assert watch.answer({"seen": first["versions"]})["series"]["one"]["loss"] == ([1.0, 2.0], [5.0, 4.0])
+    assert watch.answer({"metrics": ["tokens_per_s"]})["series"]["one"].keys() == {"tokens_per_s"}
+
+
+@pytest.mark.parametrize(
+    "question", [{"low": "x", "high": 10**400, "columns": -5}, {"runs": 5, "metrics": {}, "seen": []}]
+)
+def test_an_odd_question_is_answered(question: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "run.toml").touch()
+    Watch(tmp_path).answer(question)
+    assert 16 <= Asked.of(question).columns <= 4000

@@ -1,0 +1,93 @@
+"""Runs watched in a real browser."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+from pathlib import Path
+
+import pytest
+from chromium import CHROMIUM, Browser, browser
+from served import served
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+
+RUN = '[model]\npreset = "llama3-8b"\n[layout]\nshard = 8\n[cluster]\nchip = "h100"\n[train]\nglobal_batch = 8\n'
+
+
+def record(step: int, source: random.Random) -> str:
+    loss = 3 + 5 * math.exp(-step / 3e4) + source.random() / 4
+    return json.dumps(
+        dict(step=step, loss=loss, grad_norm=source.random(), lr=3e-4, tokens=step * 1000, tokens_per_s=5e4, seconds=0.2,
+             mfu=0.4, memory_gib=10.5)
+    ) + "\n"  # fmt: skip
+
+
+def write(folder: Path, steps: range) -> None:
+    folder.mkdir(exist_ok=True)
+    source = random.Random(steps.start)
+    (folder / "run.toml").write_text(RUN)
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.writelines(record(step, source) for step in steps)
+
+
+def headline(page: Browser) -> str:
+    return page.js("document.getElementById('headline').textContent")
+
+
+def test_runs_are_shown_and_followed(tmp_path: Path) -> None:
+    write(tmp_path / "one", range(1, 200))
+    write(tmp_path / "two", range(1, 400))
+    (tmp_path / "one" / "events.jsonl").write_text(
+        '{"time": 1e9, "what": "saved", "step": 50, "seconds": 1, "command": "a"}\n'
+    )
+    with served("watch", str(tmp_path)) as watch, browser() as page:
+        page.viewport(1366, 900)
+        page.open(watch.address)
+        assert headline(page) == f"{8 * (199 + 399):,} points"
+        assert page.js("document.querySelectorAll('#charts canvas').length") == 7
+        assert "checkpoint" in page.js("document.getElementById('events').textContent")
+        assert "planned" in page.js("document.getElementById('latest').textContent")
+        write(tmp_path / "one", range(200, 300))
+        page.until(f"document.getElementById('headline').textContent.startsWith('{8 * (299 + 399):,}')")
+        page.click("#runs input")  # without the first
+        page.until("!document.querySelector('#charts').textContent.includes('one')")
+        # A range is drawn by the mouse, and given up again.
+        x, y = page.middle("#charts .u-over")
+        for kind, at in (("mousePressed", x), ("mouseMoved", x + 80), ("mouseReleased", x + 80)):
+            page.call("Input.dispatchMouseEvent", type=kind, x=at, y=y, button="left", buttons=1, clickCount=1)
+        page.click("[data-action=whole]")
+        # The plan of a run is one click away, and the way back.
+        page.open(page.js("document.querySelector('.run a').href"))
+        assert page.js("document.querySelector('[data-quantity=\"run.model.preset\"]').textContent") == "llama3-8b"
+        page.click("[data-action=watch]")
+        page.until("document.querySelectorAll('#charts canvas').length === 7")
+        assert not page.complaints
+
+
+@pytest.mark.large("a million points: that their number does not matter to the page, nor following them to the machine")
+def test_a_million_points_are_drawn_at_once_and_followed_for_little(tmp_path: Path) -> None:
+    write(tmp_path / "long", range(1, 125_001))
+    with served("watch", str(tmp_path)) as watch, browser() as page:
+        page.viewport(1366, 900)
+        page.open(watch.address)
+        page.until("document.getElementById('headline').textContent === '1,000,000 points'")
+        page.js("delete document.getElementById('results').dataset.milliseconds; 0")
+        page.click("[data-action=whole]")
+        drawn = float(page.until("document.getElementById('results').dataset.milliseconds"))
+        before = cpu_seconds(watch.process.pid)
+        began = page.js("performance.now()")
+        for step in range(125_001, 125_021):
+            write(tmp_path / "long", range(step, step + 1))
+            page.until(f"document.getElementById('headline').textContent.startsWith('{8 * step:,}')")
+        took = (page.js("performance.now()") - began) / 1000
+        used = (cpu_seconds(watch.process.pid) - before) / took
+        print(f"drawn in {drawn} ms; {took / 20:.2f} s until a line is seen; {used:.1%} of a core")
+        assert not page.complaints
+
+
+def cpu_seconds(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
