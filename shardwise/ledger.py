@@ -22,7 +22,13 @@ communication, `workspace` kernels' scratch space, fragmentation and the driver.
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "broadcast")
 
-AXIS_OF = {"zero": "shard", "expert_shard": "shard", "sequence": "expert", "pipeline_back": "pipeline"}
+AXIS_OF = {
+    "zero": "shard",
+    "expert_shard": "shard",
+    "sequence": "expert",
+    "pipeline_back": "pipeline",
+    "replica": "world",
+}
 """The axis that the bytes of a process group count for, where the group has another name."""
 
 CATEGORIES = ("matmul", "attention", "memory", "host", "replicate", "shard", "context", "tensor", "expert", "pipeline",

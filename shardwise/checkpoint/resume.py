@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.adapters import check_same_base
-from shardwise.checkpoint.compression import load_unsent
 from shardwise.checkpoint.folder import (
     checkpoint_folder,
     checkpoints_of,
@@ -30,6 +29,7 @@ from shardwise.checkpoint.folder import (
 from shardwise.checkpoint.format import RUN_FILE, OtherFormat, Progress, damage, read_manifest, unwatched
 from shardwise.checkpoint.job import check_same_data, check_same_job, gather, model_differences
 from shardwise.checkpoint.reader import Reader, open_checkpoint
+from shardwise.checkpoint.replicas import load_outer, load_unsent, prefix_read
 from shardwise.checkpoint.state import State, buffers, random_states
 from shardwise.checkpoint.weights import begins_anew, open_weights
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
@@ -183,16 +183,17 @@ def read_model(state: Network, reader: Reader, prefix: str = "") -> None:
 @torch.no_grad()
 def _load(state: State, reader: Reader) -> None:
     """Read what this rank holds of a checkpoint."""
-    read_model(state, reader, "model/")
+    own = prefix_read(state, reader)
+    read_model(state, reader, f"{own}model/")
     keys: dict[str, list[str]] = {}  # of the optimizer's state, by parameter
     for name in reader.names:
-        if name.startswith("optimizer/"):
-            parameter, _, key = name.removeprefix("optimizer/").rpartition("/")
+        if name.startswith(f"{own}optimizer/"):
+            parameter, _, key = name.removeprefix(f"{own}optimizer/").rpartition("/")
             keys.setdefault(parameter, []).append(key)
     for n, each in enumerate(state.parallel.parameters):
         where, values = local_box(each, state.mesh), {}
         for key in keys.get(each.name, ()):
-            name = f"optimizer/{each.name}/{key}"
+            name = f"{own}optimizer/{each.name}/{key}"
             if reader.shape(name):
                 values[key] = torch.empty_like(local(each.parameter))
                 reader.read_into(values[key], name, where.offset)
@@ -200,6 +201,7 @@ def _load(state: State, reader: Reader) -> None:
                 values[key] = reader.get(name)
         if values:
             state.optimizer.set_state(n, values)
+    load_outer(state, reader)
     load_unsent(state, reader)
     state.kept = {name.removeprefix("kept/"): reader.get(name) for name in reader.names if name.startswith("kept/")}
     for device, _ in random_states(state):

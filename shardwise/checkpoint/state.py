@@ -1,7 +1,7 @@
 """What a checkpoint holds of this rank: shards of whole tensors by name, so that any other layout can find its own shards in them.
 
 `model/NAME` are parameters and buffers, `optimizer/NAME/KEY` the optimizer's state of each parameter, `random/RANK/DEVICE` the
-random generators, `kept/NAME` what else a run could not make again; what replicas that compress keep is in `compression.py`. What
+random generators, `kept/NAME` what else a run could not make again; what replicas have of their own is in `replicas.py`. What
 several ranks hold is written by one of them, or by all in equal shares where it is large. Training waits until the shards are
 copied aside, and for nothing else; the copy is made in memory allocated once.
 """
@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.compression import Exchange, unsent_shards
 from shardwise.checkpoint.format import LocalShard
+from shardwise.checkpoint.replicas import Exchange, Outer, outer_shards, own_prefix, unsent_shards
 from shardwise.parallel.apply import Parallel
 from shardwise.parallel.local_parameter import holds_first_slice, local, local_box, replica_index, stage_replica_index
 from shardwise.parallel.mesh import Mesh
@@ -66,6 +66,9 @@ class State(Protocol):
     def exchange(self) -> Exchange | None: ...
 
     @property
+    def outer(self) -> Outer | None: ...
+
+    @property
     def optimizer(self) -> OptimizerState: ...
 
     @property
@@ -80,13 +83,13 @@ def local_shards(state: State, smallest: int = SMALLEST) -> list[LocalShard]:
 
 
 def _shards(state: State, smallest: int) -> Iterator[LocalShard]:
-    mesh = state.mesh
+    mesh, own = state.mesh, own_prefix(state.mesh)
     for n, each in enumerate(state.parallel.parameters):
         if each.copy_of_other_stage or each.entry.frozen:  # the base of adapters stays where it is
             continue
         offset, (replicas, replica) = local_box(each, mesh).offset, replica_index(each, mesh)
-        tensors = [(f"model/{each.name}", local(each.parameter.detach()))]
-        tensors += [(f"optimizer/{each.name}/{key}", v) for key, v in sorted(state.optimizer.state_of(n).items())]
+        tensors = [(f"{own}model/{each.name}", local(each.parameter.detach()))]
+        tensors += [(f"{own}optimizer/{each.name}/{key}", v) for key, v in sorted(state.optimizer.state_of(n).items())]
         # Which replica writes follows from the index of the parameter, the same on all of them.
         for index, (name, values) in enumerate(tensors, start=n):
             if values.ndim == 0:  # a scalar of the whole parameter, such as AdamW's count of steps
@@ -98,11 +101,12 @@ def _shards(state: State, smallest: int) -> Iterator[LocalShard]:
             if share < shares:
                 start, stop = shard_bounds(values.shape[0], shares, share)
                 yield LocalShard(name, each.whole, (offset[0] + start, *offset[1:]), values[start:stop])
+    yield from outer_shards(state)
     yield from unsent_shards(state)
     replicas, replica = stage_replica_index(mesh)
     for index, (name, buffer) in enumerate(() if state.run.adapter.used else buffers(state)):
         if index % replicas == replica:
-            yield _whole(f"model/{name}", buffer)
+            yield _whole(f"{own}model/{name}", buffer)
     if mesh.rank == 0:
         for name, values in sorted(state.kept.items()):
             yield _whole(f"kept/{name}", values)

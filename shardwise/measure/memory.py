@@ -145,10 +145,12 @@ def gradients_of(train_state: TrainState) -> list[Tensor | None]:
 
 
 def optimizer_of(train_state: TrainState) -> list[Tensor]:
-    """The optimizers' state, and what compressed gradients have not sent yet."""
+    """The optimizers' state, what compressed gradients have not sent yet, and the outer optimizer's."""
     parts = (part.state.values() for part in train_state.optimizer.parts)
-    exchange = train_state.exchange
-    states = chain(*parts, exchange.compressor.states if exchange is not None else ())
+    exchange, outer = train_state.exchange, train_state.outer
+    kept = exchange.compressor.states if exchange is not None else ()
+    anchors = (outer.state_of(n) for n in outer.shards) if outer is not None else ()
+    states = chain(*parts, kept, anchors)
     return [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
 

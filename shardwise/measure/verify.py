@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any, Literal
 
 import numpy as np
@@ -37,6 +38,8 @@ from shardwise.train.step import TrainState
 TOLERANCE: dict[str, float] = {"work": 0.0, "traffic": 0.0, "memory": 0.01}
 """Relative difference allowed between plan and run; an account that is not named is shown and not judged."""
 PERSISTENT = ("parameters", "gradients", "optimizer")
+ENDLESS = 10**9
+"""Steps that no comparison comes to the end of."""
 OWNERS = (*PERSISTENT, "activations")
 
 
@@ -73,8 +76,9 @@ def _allowed(difference: Difference, tolerance: Mapping[str, float]) -> float:
 
 
 def behind_warmup(run: Run) -> Run:
-    """The run with gradients compressed from the first step on: that is the step which a plan is of."""
-    return replace(run, layout=replace(run.layout, compress_warmup=0))
+    """The run with gradients compressed from the first step on, and no last step: that is what a plan is of."""
+    train = replace(run.train, steps=max(run.train.steps, ENDLESS))
+    return replace(run, layout=replace(run.layout, compress_warmup=0), train=train)
 
 
 def random_batch(run: Run, seed: int = 0) -> Batch:
@@ -119,6 +123,7 @@ def counted(
             with train_state.observers.watched_by(repeated):
                 train_state.train_step(batch)
         repeated.add(times)
+        _rest_of_round(train_state, batch, wire)
         done = list(train_state.parallel.pipeline.executed)
         say("measuring memory, in a second step")
         owners = measure_memory(train_state, batch)
@@ -129,6 +134,17 @@ def counted(
     memory = Memory(({name: float(owners[name]) for name in OWNERS},))
     account = Account("run", seconds, run.batch_tokens, {}, ops.work, memory, _by_axis(wire))
     return account, done == own, len(own)
+
+
+def _rest_of_round(train_state: TrainState, batch: Batch, wire: TrafficCounter) -> None:
+    """Where replicas speak once in some steps, count those too, and leave the mean of a step."""
+    steps = train_state.run.layout.sync_every if train_state.outer is not None else 1
+    with wire:
+        for _ in range(steps - 1):
+            train_state.train_step(batch)
+    for counts in (wire.traffic, wire.messages):
+        for name in counts if steps > 1 else ():
+            counts[name] *= Fraction(1, steps)  # type: ignore[assignment]
 
 
 def _by_axis(wire: TrafficCounter) -> Traffic:
@@ -208,7 +224,7 @@ def verify_dry(run: Run, rank: int, say: Callable[[str], None] = lambda text: No
                 "layout.replicate",
             )
         )
-    run = behind_warmup(run)
+    run, whole = behind_warmup(run), whole or run.layout.sync_every > 1
     # A run meant for GPUs uses their loss here, but not their kernels, so activations are those of a CPU.
     loss: Literal["chunked", "plain"] = "chunked" if chunks_loss(run, gpu=planned_on_gpu(run)) else "plain"
     run = replace(run, train=replace(run.train, device="cpu", loss=loss))

@@ -56,13 +56,14 @@ def reduce_partial_gradients(held: Iterable[LocalParameter], mesh: Mesh) -> None
 
 @torch.no_grad()
 def squared_norm(held: Iterable[LocalParameter], mesh: Mesh, device: torch.device) -> Tensor:
-    """This rank's share of the squared norm of the whole model's gradient: added over all ranks, each element counts once."""
+    """This rank's share of the squared norm of the whole model's gradient: added over all ranks, or those of a replica that rarely
+    speaks to others, each element counts once."""
     by_replicas: dict[int, list[Tensor]] = {}
     for h in held:
         gradient = h.grad
         if gradient is not None and not h.copy_of_other_stage:
             slices = math.prod(mesh.size(axis) for axis in h.axes)
-            by_replicas.setdefault(mesh.layout.world // (mesh.layout.pipeline * slices), []).append(gradient)
+            by_replicas.setdefault(mesh.size(mesh.speaking) // (mesh.layout.pipeline * slices), []).append(gradient)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for replicas, gradients in by_replicas.items():
         for same in _by_dtype(gradients):

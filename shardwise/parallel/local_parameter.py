@@ -97,14 +97,21 @@ def local_slice(whole: Tensor, cuts: Sequence[Cut], mesh: Mesh) -> Tensor:
 
 
 def replica_index(held: LocalParameter, mesh: Mesh) -> tuple[int, int]:
-    """(replicas, which): how many ranks hold this very slice, and the index of this one among them."""
+    """(replicas, which): how many ranks hold this very slice, and the index of this one among them. Replicas that rarely speak hold
+    other values."""
     data = ("expert_shard", "expert") if held.entry.routed else ("zero",)
-    return mesh.coordinates.joint_index(*(axis for axis in ("replicate", *data, "tensor") if axis not in held.axes))
+    axes = (*_alike(mesh), *data, "tensor")
+    return mesh.coordinates.joint_index(*(axis for axis in axes if axis not in held.axes))
+
+
+def _alike(mesh: Mesh) -> tuple[str, ...]:
+    """Axes whose ranks hold the same, whatever is sharded."""
+    return () if mesh.layout.sync_every > 1 else ("replicate",)
 
 
 def stage_replica_index(mesh: Mesh) -> tuple[int, int]:
     """(ranks, which): how many ranks hold the same pipeline stages, and the index of this one among them."""
-    return mesh.coordinates.joint_index("replicate", "zero", "tensor")
+    return mesh.coordinates.joint_index(*_alike(mesh), "zero", "tensor")
 
 
 def holds_first_slice(held: LocalParameter, mesh: Mesh) -> bool:

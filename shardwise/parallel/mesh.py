@@ -29,6 +29,8 @@ class Mesh:
             if name != "world":
                 self.add_group(name, self.coordinates.members(name))
         self.add_group("pipeline_back", self.coordinates.members("pipeline"))
+        if layout.sync_every > 1:
+            self.add_group("replica", self.coordinates.replica_members())
 
     def add_group(self, name: str, members: list[int]) -> None:
         """Make a group that only its members know of, so that a rank makes as many as it has axes, however large the world.
@@ -52,6 +54,11 @@ class Mesh:
     def sharding_replicas(self) -> int:
         """Replicas that PyTorch's wrappers add gradients over; 1 where these exchange them by themselves."""
         return 1 if self.layout.replicas_apart else self.size("replicate")
+
+    @property
+    def speaking(self) -> str:
+        """The group whose ranks agree on every step: all of them, or those of a replica where replicas rarely speak."""
+        return "replica" if self.layout.sync_every > 1 else "world"
 
     @property
     def data_index(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from shardwise.run.compression import KEEPS_ERROR
 from shardwise.run.config import Run
@@ -11,9 +12,48 @@ from shardwise.run.rule import Rule
 # fmt: off
 
 
+def _sync_rules(run: Run) -> Iterator[Rule]:
+    """What `layout.sync_every` asks of the rest."""
+    lay, train, every = run.layout, run.train, run.layout.sync_every
+    for name, least in (("sync_fragments", 1), ("sync_overlap", 0)):
+        value = getattr(lay, name)
+        yield Rule(every == 1 and value > least, f"layout.{name}", ("layout.sync_every",), partial(
+            "{} has no meaning while layout.sync_every is 1: replicas speak in every step".format, value
+        ))
+    if every == 1:
+        return
+    yield Rule(lay.replicate == 1, "layout.sync_every", ("layout.replicate",),
+               lambda: f"{every} steps between exchanges of replicas, and layout.replicate is 1")
+    yield Rule(lay.sync_fragments > every, "layout.sync_fragments", ("layout.sync_every",),
+               lambda: f"{lay.sync_fragments} fragments are exchanged at different steps, and layout.sync_every = {every}")
+    yield Rule(lay.sync_overlap >= every, "layout.sync_overlap", ("layout.sync_every",), lambda: (
+        f"{lay.sync_overlap} steps underway, and the next exchange of the same weights is due after {every}; give fewer"
+    ))
+    yield Rule(lay.compress not in ("none", "int8", "fp8", "int4"), "layout.compress", ("layout.sync_every",), lambda: (
+        f"{lay.compress} is made for gradients; what replicas exchange every {every} steps goes in int8, fp8 or int4, or as it is"
+    ))
+    yield Rule(lay.compress_warmup > 0, "layout.compress_warmup", ("layout.sync_every",),
+               lambda: "is of gradients that are exchanged in every step; with layout.sync_every there are none")
+    yield Rule(lay.offload, "layout.sync_every", ("layout.offload",),
+               lambda: "exchanges parameters where they are computed with, and layout.offload keeps them on the host")
+    yield Rule(train.dtype == "float16", "layout.sync_every", ("train.dtype",),
+               lambda: "lets every replica overflow by itself, and a checkpoint holds one loss scale; use bfloat16")
+    yield Rule(train.guard == "rollback", "layout.sync_every", ("train.guard",), lambda: (
+        "lets every replica judge its own loss, and train.guard = rollback must be decided by all; use skip or stop"
+    ))
+    biased = run.model.router == "sigmoid" and run.model.experts > 0 and train.balance_rate > 0
+    yield Rule(biased, "layout.sync_every", ("model.router", "train.balance_rate"), lambda: (
+        "exchanges parameters, and the selection biases of a sigmoid router are none: each replica would balance by itself; use "
+        "train.balance_rate = 0, or router = softmax"
+    ))
+    yield Rule(run.objective.kind == "grpo", "layout.sync_every", ("objective.kind",),
+               lambda: "goes with learning from fixed data: the answers of grpo are made by all replicas together")
+
+
 def compress_rules(run: Run) -> Iterator[Rule]:
     """What `layout.compress` asks of the rest. The sizes of the layout may be arrays."""
     lay, train = run.layout, run.train
+    yield from _sync_rules(run)
     if lay.compress == "none":
         return
     keeps = lay.compress in KEEPS_ERROR

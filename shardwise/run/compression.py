@@ -46,6 +46,18 @@ def kept(numel: int, density: float) -> int:
     return min(numel, math.ceil(numel * density))
 
 
+def fragment_of(name: str, fragments: int) -> int:
+    """The fragment that a parameter belongs to: layers take turns, as Streaming DiLoCo's strided fragments, and what is outside of
+    them goes with the first."""
+    layer = name.removeprefix("layers.").partition(".")[0]
+    return int(layer) % fragments if name.startswith("layers.") else 0
+
+
+def is_due(step: int, fragment: int, fragments: int, every: int) -> bool:
+    """Whether a fragment is exchanged behind a step, counted from 1. All are once in so many steps, evenly apart."""
+    return (step - fragment * every // fragments) % every == 0
+
+
 def as_matrices(shape: Sequence[int]) -> tuple[int, int, int]:
     """(matrices, rows, columns) of a tensor as PowerSGD sees it: experts are a stack of matrices."""
     if len(shape) < 2:

@@ -5,7 +5,8 @@ stride. Besides the axes there are groupings of them:
 - `zero` is shard x context: the ranks that parameters, gradients and optimizer state are sharded over. A context rank sees other
   tokens, so for parameters it is one more data rank.
 - `expert` and `expert_shard` regroup the same ranks as expert_shard x expert, the experts innermost.
-- `sequence` is context x tensor, the ranks that hold parts of one sequence; `world` is all of them.
+- `sequence` is context x tensor, the ranks that hold parts of one sequence; `world` is all of them, `replica` those of one replica
+  (which are no stride apart where there is a pipeline: `replica_members`).
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ def group_span(layout: LayoutConfig, group: str) -> tuple[Any, Any]:
             return lay.pipeline, lay.tensor * lay.context * lay.shard * lay.replicate
         case "world":
             return lay.world, 1
+        case "replica":
+            return lay.world // lay.replicate, 1
     raise KeyError(group)
 
 
@@ -66,6 +69,11 @@ class RankCoordinates:
         size, stride = group_span(self.layout, group)
         first = self.rank - self.index(group) * stride
         return list(range(first, first + size * stride, stride))
+
+    def replica_members(self) -> list[int]:
+        """The ranks of this rank's replica, in order."""
+        mine = self.index("replicate")
+        return [r for r in range(self.layout.world) if RankCoordinates(self.layout, r).index("replicate") == mine]
 
     def joint_index(self, *groups: str) -> tuple[int, int]:
         """(ranks, index) of this rank in the product of several groups, the last one innermost."""

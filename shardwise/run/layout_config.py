@@ -67,6 +67,28 @@ class LayoutConfig:
         most=0.99,
     )
 
+    sync_every: int = key(
+        1,
+        "steps that replicas train by themselves between two exchanges of what they learned (local SGD, DiLoCo); 1: gradients in "
+        "every step",
+        least=1,
+    )
+    outer_optimizer: Literal["average", "nesterov"] = key(
+        "nesterov",
+        "sync_every: what is made of the replicas' mean change: taken as it is (local SGD), or by Nesterov (DiLoCo)",
+    )
+    outer_lr: float = key(0.7, "outer_optimizer = nesterov: its learning rate", above=0)
+    outer_momentum: float = key(0.9, "outer_optimizer = nesterov: its momentum", least=0, most=0.99)
+    sync_fragments: int = key(
+        1,
+        "sync_every: parts of the network, layers in turn, that are exchanged at different steps (Streaming DiLoCo)",
+        least=1,
+    )
+    sync_overlap: int = key(
+        0, "sync_every: steps that an exchange may take while training goes on; what arrives is mixed in", least=0
+    )
+    sync_mix: float = key(0.5, "sync_overlap: share of the replica's own weights in that mixture", least=0, most=1)
+
     auto: bool = key(
         False,
         'search for the best layout on the cluster\'s devices; `layout = "auto"` says the same, nothing else fixed',
@@ -76,7 +98,7 @@ class LayoutConfig:
     @property
     def replicas_apart(self) -> bool:
         """Whether replicas exchange gradients by themselves, behind the passes, and not through PyTorch's wrappers."""
-        return self.compress != "none"
+        return self.compress != "none" or self.sync_every > 1
 
     @property
     def world(self) -> int:

@@ -27,6 +27,7 @@ from shardwise.parallel.compress.exchange import Exchange
 from shardwise.parallel.gradients import reduce_partial_gradients, squared_norm
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.objective import Microbatch
+from shardwise.parallel.outer import Outer
 from shardwise.parallel.shard import uses_ddp
 from shardwise.plan.trainer.rank import reference_run
 from shardwise.run import Run
@@ -73,7 +74,10 @@ class TrainState:
         self.observers = self.parallel.pipeline.observers
         self.optimizer = Optimizer(self.parallel.parameters, self.mesh, run.train, self.observers, run.model)
         self.exchange: Exchange | None = None  # of replicas that compress their gradients
-        if run.layout.replicas_apart and run.layout.replicate > 1:
+        self.outer: Outer | None = None  # of replicas that rarely speak
+        if run.layout.replicate > 1 and run.layout.sync_every > 1:
+            self.outer = Outer(self.parallel.parameters, self.mesh)
+        elif run.layout.replicas_apart and run.layout.replicate > 1:
             self.exchange = Exchange(self.parallel.parameters, self.mesh, run.train)
         self.checks_overflow = self.dtype == torch.float16
         self.loss_scale = LossScale(run.train.loss_scale if self.checks_overflow else 1.0)
@@ -85,6 +89,7 @@ class TrainState:
             self.reference = (
                 AdaptersOff(self.parallel) if own else Reference(reference_run(run), self.mesh, self.device)
             )
+        self.asked: Tensor | None = None  # whether a rank of this replica was asked to stop since replicas spoke
         self.step = 0
         self.tokens = 0
         self.history = History()
@@ -156,6 +161,7 @@ class TrainState:
         if usable and accepted:
             with phase("optimizer"):
                 self.optimizer.step(self.step, factor)
+        asked = self._sync(counted()[1])
         with phase("balance"):
             self._reduce_loads()
             for router in self.routers:
@@ -163,7 +169,7 @@ class TrainState:
         rate = self.optimizer.learning_rate(self.step)
         loss, *measured = (sums()[1:] / count).unbind()
         found = torch.stack(measured) if measured else None
-        return StepResult(self.step, loss, grad_norm, rate, counted()[1], usable, rescaled, accepted, found)
+        return StepResult(self.step, loss, grad_norm, rate, asked, usable, rescaled, accepted, found)
 
     def passes(self, batch: Batch) -> Tensor:
         """All microbatches forward and backward, and the gradients reduced; returns this rank's part of the loss."""
@@ -292,7 +298,7 @@ class TrainState:
         if not self.routers:
             return
         loads = torch.stack([router.load for router in self.routers])
-        for axis in ("replicate", "zero", "tensor"):
+        for axis in ("zero", "tensor") if self.outer is not None else ("replicate", "zero", "tensor"):
             if self.mesh.group(axis) is not None:
                 dist.all_reduce(loads, group=self.mesh.group(axis))
         for router, load in zip(self.routers, loads, strict=True):
@@ -301,7 +307,9 @@ class TrainState:
     def _start_all_reduce(self, share: Tensor) -> Callable[[], Tensor]:
         """Start an all-reduce over all ranks; the function returned waits for the sum."""
         with self.observers.phase("gradients"):
-            work = dist.all_reduce(share, async_op=True) if self.run.layout.world > 1 else None
+            alone = self.mesh.size(self.mesh.speaking) == 1
+            group = self.mesh.group(self.mesh.speaking)  # None: all ranks
+            work = None if alone else dist.all_reduce(share, group=group, async_op=True)
 
         def finish() -> Tensor:
             if work is not None:
@@ -322,6 +330,20 @@ class TrainState:
         with self.observers.phase("gradients"):
             self.exchange.add_up(self.step, self.optimizer.momentum_of, factor)
         return square
+
+    def _sync(self, stop: Tensor) -> Tensor:
+        """Let replicas that rarely speak exchange what is due. Returns whether any rank was asked to stop: they learn that then."""
+        if self.outer is None:
+            return stop
+        self.asked = stop if self.asked is None else self.asked + stop
+        with self.observers.phase("gradients"):
+            last = self.step == self.run.train.steps
+            self.outer.step(self.step, last)
+            if not (last or self.outer.speaks(self.step)):
+                return torch.zeros_like(stop)
+            asked, self.asked = self.asked, None
+            dist.all_reduce(asked, group=self.mesh.group("replicate"))
+        return asked
 
     def _norm_and_factor(self, square: Tensor, count: Tensor, clips: bool = True) -> tuple[Tensor, Tensor]:
         """The norm of the gradients, and the factor on them that divides by the objective's count, removes the loss scale and clips

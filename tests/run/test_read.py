@@ -45,6 +45,7 @@ def test_all_mistakes_are_reported_at_once_with_file_and_key(tmp_path: Path) -> 
 
 LATENT = ("model.attention=latent", "model.kv_rank=8", "model.nope_dim=8", "model.v_dim=8")
 MIXTURE = ("model.experts=4", "model.experts_per_token=1")
+RARELY = ("layout.replicate=2", "layout.sync_every=4")
 ONEBIT = ("layout.compress=onebit", "layout.replicate=2", "layout.compress_warmup=2")
 
 
@@ -111,6 +112,16 @@ ONEBIT = ("layout.compress=onebit", "layout.replicate=2", "layout.compress_warmu
         ([*ONEBIT, "train.dtype=float16"], "layout.compress", "changes the scale"),
         ([*ONEBIT, "train.guard=skip"], "layout.compress", "before train.guard"),
         ([*ONEBIT, "layout.offload=true"], "layout.compress", "on the host"),
+        (["layout.sync_every=2"], "layout.sync_every", "layout.replicate is 1"),
+        (["layout.sync_overlap=2"], "layout.sync_overlap", "no meaning"),
+        ([*RARELY, "layout.sync_fragments=5"], "layout.sync_fragments", "5 fragments"),
+        ([*RARELY, "layout.sync_overlap=4"], "layout.sync_overlap", "give fewer"),
+        ([*RARELY, "layout.compress=powersgd"], "layout.compress", "made for gradients"),
+        ([*RARELY, "layout.compress=int8", "layout.compress_warmup=3"], "layout.compress_warmup", "there are none"),
+        ([*RARELY, "layout.offload=true"], "layout.sync_every", "on the host"),
+        ([*RARELY, "train.dtype=float16"], "layout.sync_every", "one loss scale"),
+        ([*RARELY, "train.guard=rollback"], "layout.sync_every", "decided by all"),
+        ([*RARELY, *MIXTURE, "model.router=sigmoid"], "layout.sync_every", "selection biases"),
         (["layout.zero=4"], "layout.zero", "not one of 1, 2, 3"),
         ([*MIXTURE, "layout.tensor=4", "model.expert_ffn=6", "layout.expert_tensor=true"], "layout.expert_tensor", "not divide"),
         (["layout.expert=2", "layout.shard=2"], "layout.expert", "the model has none"),

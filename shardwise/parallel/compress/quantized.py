@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.parallel.compress.codecs import CODECS, from_bytes, to_bytes
+from shardwise.parallel.compress.codecs import CODECS, Codec, from_bytes, to_bytes
 from shardwise.parallel.compress.compressor import State, zeros_like
 from shardwise.run.compression import BLOCK, blocks_of, share_of_blocks
 
@@ -28,38 +28,67 @@ class Quantized:
         self.states: list[State] = [{error: zeros_like(t)} if error else {} for t in tensors]
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
-        ranks, mine = dist.get_world_size(self.group), dist.get_rank(self.group)
-        numels = [t.numel() for t in tensors]
-        share = share_of_blocks(numels, ranks)
-        if not share:
-            return
+        self.start(tensors).finish()
+
+    def start(self, tensors: Sequence[Tensor]) -> Underway:
+        """Send the tensors, and do not wait for the others' to arrive."""
         for each, state in zip(tensors, self.states, strict=True):
             for left in state.values():
                 each.add_(left)
-        blocks = _in_blocks(tensors, share * ranks)
-        counts = _counts(numels, share * ranks, blocks.device)
-        sent = to_bytes(self.codec, blocks, counts)
-        arrived = torch.empty_like(sent)
-        dist.all_to_all_single(arrived, sent, group=self.group)
-        own = slice(mine * share, (mine + 1) * share)
-        total = torch.zeros_like(blocks[own])
-        for part in arrived.chunk(ranks):
-            total += from_bytes(self.codec, part, blocks.dtype)
+        return Underway(self.codec, self.group, list(tensors), self.states)
+
+
+class Underway:
+    """A quantised sum on its way: sent, then `add`ed up and sent on, then `finish`ed."""
+
+    def __init__(self, codec: Codec, group: dist.ProcessGroup, tensors: list[Tensor], states: list[State]) -> None:
+        self.codec, self.group, self.tensors, self.states = codec, group, tensors, states
+        numels, ranks = [t.numel() for t in tensors], dist.get_world_size(group)
+        self.share, self.work = share_of_blocks(numels, ranks), None
+        self.added = False
+        if not self.share:
+            return
+        self.blocks = _in_blocks(tensors, self.share * ranks)
+        self.counts = _counts(numels, self.share * ranks, self.blocks.device)
+        self.sent = to_bytes(codec, self.blocks, self.counts)
+        self.arrived = torch.empty_like(self.sent)
+        self.work = dist.all_to_all_single(self.arrived, self.sent, group=group, async_op=True)
+
+    def add(self) -> None:
+        """Add up this rank's share of what has arrived, and send the sums."""
+        if self.added or not self.share:
+            return
+        self._wait()
+        codec, dtype, mine = self.codec, self.blocks.dtype, dist.get_rank(self.group)
+        own = slice(mine * self.share, (mine + 1) * self.share)
+        total = torch.zeros_like(self.blocks[own])
+        for part in self.arrived.chunk(dist.get_world_size(self.group)):
+            total += from_bytes(codec, part, dtype)
         # Padding has a sign as well.
-        total *= torch.arange(BLOCK, device=total.device) < counts[own, None]
-        added = to_bytes(self.codec, total, counts[own])
-        gathered = torch.empty_like(sent)
-        dist.all_gather_into_tensor(gathered, added, group=self.group)
+        total *= torch.arange(BLOCK, device=total.device) < self.counts[own, None]
+        sums = to_bytes(codec, total, self.counts[own])
         if any(self.states):
-            blocks -= from_bytes(self.codec, sent, blocks.dtype)
-            blocks[own] += total - from_bytes(self.codec, added, blocks.dtype)
-            for state, left in zip(self.states, _of_blocks(blocks, tensors), strict=True):
+            self.blocks -= from_bytes(codec, self.sent, dtype)
+            self.blocks[own] += total - from_bytes(codec, sums, dtype)
+            for state, left in zip(self.states, _of_blocks(self.blocks, self.tensors), strict=True):
                 for kept in state.values():
                     kept.copy_(left)
-        for each, value in zip(
-            tensors, _of_blocks(from_bytes(self.codec, gathered, blocks.dtype), tensors), strict=True
-        ):
+        self.work = dist.all_gather_into_tensor(self.arrived, sums, group=self.group, async_op=True)
+        self.added = True
+
+    def finish(self) -> None:
+        """Put the sums in the place of the tensors."""
+        self.add()
+        if not self.share:
+            return
+        self._wait()
+        values = from_bytes(self.codec, self.arrived, self.blocks.dtype)
+        for each, value in zip(self.tensors, _of_blocks(values, self.tensors), strict=True):
             each.copy_(value)
+
+    def _wait(self) -> None:
+        assert self.work is not None
+        self.work.wait()
 
 
 def _in_blocks(tensors: Sequence[Tensor], blocks: int) -> Tensor:

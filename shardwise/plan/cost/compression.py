@@ -1,5 +1,5 @@
-"""The time that replicas take to exchange compressed gradients (`parallel/compress`): nothing overlaps with it. Sizes may be
-arrays.
+"""The time that replicas take to exchange compressed gradients (`parallel/compress`), or what they learned once in a while
+(`parallel/outer.py`), in the mean of a step: nothing overlaps with it unless that is asked for. Sizes may be arrays.
 
 Of PowerSGD's factors only how many values there are for each of the gradients' is taken, by the widths of a layer's matrices;
 `trainer/compression.py` has the bytes to the last one.
@@ -14,8 +14,9 @@ from shardwise.plan.cost.job import Job, Number
 from shardwise.plan.cost.ops import span
 from shardwise.run.compression import BITS, BLOCK, INDEX, block_bytes
 
-PASSES = {"int8": 8.0, "fp8": 8.0, "int4": 8.0, "onebit": 14.0, "topk": 10.0, "powersgd": 8.0}
-"""How often a gradient is read or written while it is compressed and added up, about; as written in `parallel/compress`."""
+PASSES = {"none": 9.0, "int8": 8.0, "fp8": 8.0, "int4": 8.0, "onebit": 14.0, "topk": 10.0, "powersgd": 8.0}
+"""How often a gradient is read or written while it is compressed and added up, about; as written in `parallel/compress`, and with
+"none" what is exchanged once in a while, as in `parallel/outer.py`."""
 
 
 def exchange_seconds(job: Job, numel: Number) -> Number:
@@ -34,9 +35,18 @@ def exchange_seconds(job: Job, numel: Number) -> Number:
     elif lay.compress == "topk":
         count = numel * lay.compress_density * lay.replicate
         seconds = sent("all_gather", count * width) + sent("all_gather", count * INDEX)
-    else:
+    elif lay.compress == "powersgd":
         m = job.model
         other = m.expert_ffn if m.experts else m.ffn / lay.tensor
         share = lay.compress_rank / m.hidden, lay.compress_rank / other
         seconds = sent("all_reduce", numel * share[0] * width) + sent("all_reduce", numel * share[1] * width)
-    return (seconds + work) * (np.asarray(lay.replicate) > 1)
+    else:
+        seconds = sent("all_reduce", numel * width)
+    return (seconds + work) * (np.asarray(lay.replicate) > 1) / lay.sync_every
+
+
+def hidden_seconds(job: Job, passes: Number) -> Number:
+    """Of such an exchange, seconds of a step that training may go on for meanwhile, where the passes of a step take so long: those
+    of `sync_overlap` steps for each fragment, in the mean of all steps."""
+    lay = job.layout
+    return passes * lay.sync_fragments * lay.sync_overlap / lay.sync_every

@@ -32,7 +32,8 @@ def states(job: Job, held: LocalNumel) -> dict[str, Number]:
     # whole copies are `gathered`, and below ZeRO-3 they stay.
     casts = framework.parameter_bytes > framework.gather_bytes
     learned, lay = job.learned, job.layout
-    unsent = values_kept(lay.compress, lay.compress_momentum) * (lay.replicate > 1) * framework.gradient_bytes
+    values = 2 if lay.sync_every > 1 else values_kept(lay.compress, lay.compress_momentum)
+    unsent = values * (lay.replicate > 1) * framework.gradient_bytes
     frozen = job.frozen_bytes
     return {
         "parameters": (sharded if casts or stage == 3 else whole) * (framework.parameter_bytes * learned + frozen),

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwise.hardware import Collective, collective_seconds, memory_seconds
-from shardwise.plan.cost.compression import exchange_seconds
+from shardwise.plan.cost.compression import exchange_seconds, hidden_seconds
 from shardwise.plan.cost.constants import Constants, constants_of
 from shardwise.plan.cost.job import Job, Number
 from shardwise.plan.cost.ops import span
@@ -156,7 +156,8 @@ def tail_seconds(job: Job, own: Passes, data: DataSeconds, constants: Constants)
     if job.framework.gather_overlap:
         gather = exposed(gather, own.forward, constants)
     # Muon's matrices are gathered one by one, and each is waited for.
-    once = once + constants["data"] * data.apart
+    passes = job.accumulation * (own.forward + own.backward_input + own.backward_weight)
+    once = once + np.maximum(constants["data"] * data.apart - hidden_seconds(job, passes), 0.0)
     return once + gather + constants["data"] * data.muon_shards + constants["tensor"] * data.muon_parts
 
 
@@ -287,7 +288,7 @@ def _combined(one: _Costed, makespan: float) -> Step:
         )
         tails.append(float(tail_seconds(job, work, data, constants)))
         parts.append(constants["tensor"] * float(data.muon_parts))
-        aparts.append(constants["data"] * float(data.apart))
+        aparts.append(tails[-1] - float(tail_seconds(job, work, data._replace(apart=0.0), constants)))
         updates.append(float(update_seconds(job, data, constants)))
     tail, optimizer = max(tails), max(updates)
     tensor_tail, replicas_tail = parts[int(np.argmax(tails))], aparts[int(np.argmax(tails))]

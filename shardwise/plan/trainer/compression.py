@@ -1,5 +1,5 @@
-"""What replicas that compress their gradients send each other in a step behind the warm-up, and what they keep: the formulas of the
-headings of `parallel/compress`. A part of `traffic.py` and `state.py`."""
+"""What replicas that compress their gradients, or rarely speak, send each other in a step behind the warm-up, in the mean, and what
+they keep: the formulas of the headings of `parallel/compress` and `parallel/outer.py`. A part of `traffic.py` and `state.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections import Counter
 
 from shardwise.plan.trainer.rank import PlannedParameter, PlannedRank
-from shardwise.plan.trainer.wire import Wire
+from shardwise.plan.trainer.wire import SUM, Wire
 from shardwise.run.compression import (
     BITS,
     INDEX,
@@ -21,11 +21,24 @@ from shardwise.run.compression import (
 
 
 def exchange(wire: Wire) -> None:
-    """`compress/exchange.py`: the gradients that this rank holds, added up over replicas."""
+    """`compress/exchange.py`: the gradients that this rank holds, added up over replicas; or `outer.py`, once in a while."""
     planned, lay = wire.planned, wire.planned.run.layout
     if not lay.replicas_apart or planned.size("replicate") == 1:
         return
-    shapes = _shapes(planned)
+    if lay.sync_every == 1:
+        _added_up(wire, _shapes(planned))
+        return
+    rarely = Wire(planned, wire.sent, every=lay.sync_every)
+    for fragment in range(lay.sync_fragments):
+        _added_up(rarely, _shapes(planned, fragment))
+    # Whether to stop, of which replicas agree whenever they speak.
+    spoken = {fragment * lay.sync_every // lay.sync_fragments for fragment in range(lay.sync_fragments)}
+    rarely.all_reduce("replicate", SUM, times=len(spoken))
+
+
+def _added_up(wire: Wire, shapes: Counter[tuple[int, ...]]) -> None:
+    """Tensors of these shapes, each so often, added up over replicas."""
+    planned, lay = wire.planned, wire.planned.run.layout
     width = planned.high_width
     if lay.compress in BITS:
         ranks = planned.size("replicate")
@@ -43,16 +56,24 @@ def exchange(wire: Wire) -> None:
             wire.all_reduce("replicate", size * width, messages=1 if size else 0)
         rest = sum(n * math.prod(shape) for shape, n in shapes.items() if shape not in low)
         wire.all_reduce("replicate", rest * width, messages=1 if rest else 0)
+    else:
+        whole = sum(n * math.prod(shape) for shape, n in shapes.items())
+        wire.all_reduce("replicate", whole * width, messages=1 if whole else 0)
 
 
-def _shapes(planned: PlannedRank) -> Counter[tuple[int, ...]]:
-    """The shapes of the gradients that a rank holds, without padding, each with how many there are."""
+def _shapes(planned: PlannedRank, fragment: int | None = None) -> Counter[tuple[int, ...]]:
+    """The shapes of the gradients that a rank holds, without padding, each with how many there are; of one fragment or of all."""
     shapes: Counter[tuple[int, ...]] = Counter()
-    for count, parameter in planned.parameters():
-        shape = _shape(planned, parameter)
-        numel = math.prod(shape)
-        if parameter.learns and numel:
-            shapes[shape] += count
+    for stage in planned.stages:
+        held = [(layer, planned.layer_parameters(planned.run.model.is_moe(layer))) for layer in stage.layers]
+        fragments = planned.run.layout.sync_fragments
+        inside = (p for layer, own in held if fragment is None or layer % fragments == fragment for p in own)
+        outside = planned.outer_parameters(stage) if not fragment else ()
+        for parameter in (*inside, *outside):
+            shape = _shape(planned, parameter)
+            numel = math.prod(shape)
+            if parameter.learns and numel:
+                shapes[shape] += 1
     return shapes
 
 
@@ -65,7 +86,11 @@ def state_bytes(planned: PlannedRank, parameter: PlannedParameter) -> int:
     """Bytes that a rank keeps for the gradient of a parameter: what was not sent yet, and where the next step starts from."""
     lay, shape = planned.run.layout, _shape(planned, parameter)
     numel = math.prod(shape)
-    if planned.size("replicate") == 1 or lay.compress not in KEEPS_ERROR or not numel:
+    if planned.size("replicate") == 1 or not numel:
+        return 0
+    if lay.sync_every > 1:  # the weights of the last exchange, and the outer momentum
+        return numel * planned.high_width * (1 + bool(lay.outer_optimizer == "nesterov" and lay.outer_momentum))
+    if lay.compress not in KEEPS_ERROR:
         return 0
     values = numel
     if lay.compress == "topk" and lay.compress_momentum:

@@ -25,7 +25,7 @@ from shardwise.ledger import Traffic
 from shardwise.plan.trainer.compression import exchange
 from shardwise.plan.trainer.ends import ends, own_numel, pipeline
 from shardwise.plan.trainer.rank import SCALE, PlannedParameter, PlannedRank, Stage, reference_run
-from shardwise.plan.trainer.wire import Groups, Times, Wire
+from shardwise.plan.trainer.wire import SUM, Groups, Times, Wire
 from shardwise.run import Run
 from shardwise.run.derive import accepted_choices, forward_passes, uses_fp8_gemm
 
@@ -33,8 +33,6 @@ INTEGER = 8
 """Bytes of an index: of a token, or of an expert."""
 LOAD = 4
 """Bytes of an expert's load, which stays float32."""
-SUM = 8
-"""Bytes of the loss, the squared norm, the count of tokens and the wish to stop, which are float64."""
 FIRST_MATRICES = ("q_down", "q", "k", "v", "kv_down", "gate", "up")
 """Those that read the input of an attention or feed-forward part; of queries the first."""
 CHUNKS = 2
@@ -90,7 +88,8 @@ def by_group(run: Run, rank: int, moved: Mapping[int, int] | None = None) -> Gro
     if run.train.optimizer == "muon":
         muon(wire)
     # The count of tokens and the wish to stop ahead of the passes, then the squared norm, the loss and what was measured.
-    wire.all_reduce("world", (4 + len(wire.planned.objective.metrics)) * SUM, messages=2)
+    agreeing = "replica" if run.layout.sync_every > 1 else "world"
+    wire.all_reduce(agreeing, (4 + len(wire.planned.objective.metrics)) * SUM, messages=2)
     return wire.sent
 
 
@@ -347,7 +346,7 @@ def loads(wire: Wire) -> None:
     """`train/step.py`: tokens that each expert was given, over the whole batch."""
     planned = wire.planned
     if planned.moe_layers:
-        for group in ("replicate", "zero", "tensor"):
+        for group in ("zero", "tensor") if planned.run.layout.sync_every > 1 else ("replicate", "zero", "tensor"):
             wire.all_reduce(group, planned.moe_layers * planned.run.model.experts * LOAD)
 
 

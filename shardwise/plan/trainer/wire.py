@@ -8,6 +8,8 @@ from fractions import Fraction
 from shardwise.plan.trainer.rank import PlannedRank
 
 Amount = int | Fraction
+SUM = 8
+"""Bytes of the loss, the squared norm, the count of tokens and the wish to stop, which are float64."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,8 @@ class Sent:
     """Bytes of a rank by one collective of one group in a step, and in how many messages."""
 
     bytes: Fraction = Fraction(0)
-    messages: int = 0
+    messages: Fraction = Fraction(0)
+    """Where replicas rarely speak, a step in the mean has a part of one."""
 
 
 Groups = dict[tuple[str, str], Sent]
@@ -30,11 +33,14 @@ class Wire:
     forward_only: bool = False
     """Of passes without a backward pass: those of a frozen network, or of the trained one before its step."""
     frozen: bool = False
+    every: int = 1
+    """What is added happens once in so many steps."""
 
-    def _add(self, group: str, operation: str, size: Amount, messages: int) -> None:
+    def _add(self, group: str, operation: str, size: Amount, messages: Amount) -> None:
         if messages and self.planned.size(group) > 1:
             before = self.sent.get((group, operation), Sent())
-            self.sent[group, operation] = Sent(before.bytes + size, before.messages + messages)
+            share = Fraction(1, self.every)
+            self.sent[group, operation] = Sent(before.bytes + size * share, before.messages + messages * share)
 
     def all_gather(self, group: str, shard: Amount, times: int = 1, messages: int = 1) -> None:
         """Each rank gives a shard of so many bytes, in so many messages."""

@@ -1,0 +1,114 @@
+"""What compressed gradients and rarely speaking replicas cost in learning: validation loss beside the uncompressed run's.
+
+A model smaller than the demo's (2 layers of 64, sequences of 128) learns the demo's data, the text that ships with Python, by
+AdamW. All methods see the same tokens in the same order, from the same initial weights; each is run for some seeds. Replicas are
+real ranks over gloo, started once, with a thread each. What is printed is the loss on held-out sequences behind the last step, its
+ratio to the uncompressed run's of the same seed, and how many times fewer bytes the plan says that a rank sends to other replicas.
+
+    python benchmarks/compression.py [--steps 300] [--replicas 4] [--seeds 0 1 2] [--methods int8 powersgd] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from shardwise.plan.trainer.traffic import traffic
+from shardwise.run import Run, run_from_dict
+from shardwise.train.source import TokenSource
+from shardwise.train.step import TrainState
+
+METHODS: dict[str, tuple[dict[str, Any], float]] = {
+    "none": ({}, 0.0),
+    "int8": (dict(compress="int8"), 0.01),
+    "fp8": (dict(compress="fp8"), 0.01),
+    "int4": (dict(compress="int4"), 0.02),
+    "powersgd 4": (dict(compress="powersgd", compress_rank=4), 0.01),
+    "onebit": (dict(compress="onebit", compress_warmup=0.2), 0.01),
+    "topk 1%": (dict(compress="topk", compress_density=0.01), 0.03),
+    "topk 1%, momentum 0.9": (dict(compress="topk", compress_density=0.01, compress_momentum=0.9), 0.03),
+    "local SGD 13": (dict(sync_every=13, outer_optimizer="average"), 0.03),
+    "DiLoCo 13, int4": (dict(sync_every=13, compress="int4"), 0.03),
+    "streaming DiLoCo 13, int4": (dict(sync_every=13, compress="int4", sync_fragments=2, sync_overlap=1), 0.03),
+    "DiLoCo 100": (dict(sync_every=100), 0.03),
+}
+"""Keys of the layout, and how far the loss may be above the uncompressed one's. A warm-up below 1 is a share of the steps."""
+
+
+def make_run(method: str, seed: int, steps: int, replicas: int) -> Run:
+    """The run of a method."""
+    layout = METHODS[method][0]
+    if "compress_warmup" in layout:
+        layout = layout | dict(compress_warmup=int(layout["compress_warmup"] * steps))
+    train = dict(
+        steps=steps, global_batch=16, seq_len=128, lr=3e-3, schedule="linear", warmup=20, final_lr=0.02, seed=seed
+    )
+    return run_from_dict(
+        dict(
+            model=dict(layers=2, hidden=64, heads=4),
+            layout=layout | dict(replicate=replicas),
+            train=train | dict(device="cpu", eval_sequences=256, guard="none"),
+        )
+    )
+
+
+def work(rank: int, options: argparse.Namespace, store: str, out: str) -> None:
+    """One rank: all methods and seeds, one after the other."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=options.replicas)
+    for seed in options.seeds:
+        for method in options.methods:
+            run = make_run(method, seed, options.steps, options.replicas)
+            source, train_state = TokenSource(run), TrainState(run)
+            source.attach(train_state, print, lambda count: None)
+            for batch in source.batches(options.steps):
+                train_state.train_step(batch)
+            loss = source.evaluate()[0]["eval_loss"]
+            if rank == 0:
+                with Path(out).open("a") as file:
+                    file.write(json.dumps(dict(method=method, seed=seed, loss=loss)) + "\n")
+    dist.destroy_process_group()
+
+
+def sent(method: str, options: argparse.Namespace) -> float:
+    """Bytes to other replicas in a step, in the mean, of the plan."""
+    planned = traffic(make_run(method, 0, options.steps, options.replicas))
+    return sum(planned.bytes["replicate"].values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--out", default="")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        out = options.out or f"{folder}/losses"
+        spawn(work, (options, f"{folder}/store", out), nprocs=options.replicas)
+        records = [json.loads(line) for line in Path(out).read_text().splitlines()]
+    by_method: dict[str, dict[int, float]] = {}
+    for record in records:
+        by_method.setdefault(record["method"], {})[record["seed"]] = record["loss"]
+    plain = by_method["none"]
+    print(f"{'method':28} {'loss':>8} {'ratios by seed':>28} {'bound':>7} {'fewer bytes':>12}")
+    for method, losses in by_method.items():
+        ratios = [losses[seed] / plain[seed] for seed in losses]
+        fewer = sent("none", options) / sent(method, options)
+        shown = " ".join(f"{ratio:.4f}" for ratio in ratios)
+        mean = sum(losses.values()) / len(losses)
+        print(f"{method:28} {mean:8.4f} {shown:>28} {1 + METHODS[method][1]:7.2f} {fewer:12.1f}")
+
+
+if __name__ == "__main__":
+    main()

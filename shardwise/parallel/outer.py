@@ -1,0 +1,151 @@
+"""Replicas that rarely speak: each trains by itself for H = `layout.sync_every` steps, then they exchange how far they came.
+
+With the weights x of the last exchange, the same everywhere, and a replica's own x_i, the outer gradient is the mean of x - x_i
+over the replicas. Local SGD takes it as it is; DiLoCo (Douillard et al. 2023) gives it to SGD with Nesterov's momentum. Then every
+replica goes on from the new x, with the inner optimizer's state that it has. Streaming DiLoCo (Douillard et al. 2025) exchanges
+fragments of the network at different steps, and trains on for some steps while an exchange is under way: what arrives is mixed with
+what the replica has by then. Behind the last step of a run everything is exchanged at once, so that all replicas end alike.
+
+Traffic a rank: the gradients' bytes once in H steps, 2(r-1)/r of a rank's parameters in float32, or in 8 or 4 bits with
+`layout.compress`, in one message a fragment (two in fewer bits). Memory: x, and the momentum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.parallel.compress.quantized import Quantized, Underway
+from shardwise.parallel.local_parameter import LocalParameter, local
+from shardwise.parallel.mesh import Mesh
+from shardwise.run.compression import fragment_of, is_due
+
+
+@dataclass
+class _Sent:
+    """The outer gradients of a fragment on their way."""
+
+    due: int | None
+    """The step behind which they are needed; not known of those that a checkpoint held."""
+    gradients: list[Tensor]
+    flat: Tensor | None = None
+    work: dist.Work | None = None
+    quantized: Underway | None = None
+
+
+class Outer:
+    """The outer optimizer of this rank's parameters."""
+
+    def __init__(self, parameters: Sequence[LocalParameter], mesh: Mesh) -> None:
+        self.layout = mesh.layout
+        self.group = mesh.group("replicate")
+        learned = [(n, h) for n, h in enumerate(parameters) if not h.entry.frozen]
+        self.shards = {n: local(h.parameter.detach()) for n, h in learned}
+        self.shards = {n: shard for n, shard in self.shards.items() if shard.numel()}
+        self.anchors: dict[int, Tensor] = {}
+        self.momenta: dict[int, Tensor] = {}
+        self.fragments: list[list[int]] = [[] for _ in range(self.layout.sync_fragments)]
+        for n in self.shards:
+            self.fragments[fragment_of(parameters[n].name, self.layout.sync_fragments)].append(n)
+        self.underway: dict[int, _Sent] = {}
+        self.restart()
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Take the parameters as they are now for those of an exchange."""
+        self.anchors = {n: shard.clone() for n, shard in self.shards.items()}
+        if self.layout.outer_optimizer == "nesterov" and self.layout.outer_momentum:
+            self.momenta = {n: torch.zeros_like(shard) for n, shard in self.shards.items()}
+
+    def state_of(self, index: int) -> dict[str, Tensor]:
+        """What is kept for a parameter, the same on all replicas."""
+        kept = (("anchor", self.anchors), ("momentum", self.momenta))
+        return {name: tensors[index] for name, tensors in kept if index in tensors}
+
+    def speaks(self, step: int) -> bool:
+        """Whether something is sent behind a step, counted from 1."""
+        lay = self.layout
+        return any(is_due(step, f, lay.sync_fragments, lay.sync_every) for f in range(lay.sync_fragments))
+
+    @torch.no_grad()
+    def step(self, step: int, last: bool) -> None:
+        """Exchange what is due behind a step, counted from 1; everything where it is the `last`."""
+        lay = self.layout
+        for f in range(lay.sync_fragments):
+            if last and f in self.underway:
+                self._apply(f, last)
+            if last or is_due(step, f, lay.sync_fragments, lay.sync_every):
+                self._send(f, step)
+            if f in self.underway:
+                sent = self.underway[f]
+                due = self._due(f, step) if sent.due is None else sent.due
+                if sent.quantized is not None and step >= due - lay.sync_overlap // 2:
+                    sent.quantized.add()
+                if last or step >= due:
+                    self._apply(f, last)
+
+    def _due(self, fragment: int, step: int) -> int:
+        """The step behind which a fragment is needed that was sent before this one."""
+        lay = self.layout
+        before = range(step - 1, step - 1 - lay.sync_every, -1)
+        sent = next(s for s in before if is_due(s, fragment, lay.sync_fragments, lay.sync_every))
+        return sent + lay.sync_overlap
+
+    @torch.no_grad()
+    def settle(self) -> dict[int, Tensor]:
+        """What is underway, waited for, so that a checkpoint can hold it: sums over replicas by the index of the parameter."""
+        every = ((f, self._arrived(sent)) for f, sent in self.underway.items())
+        return {n: total for f, sums in every for n, total in zip(self.fragments[f], sums, strict=True)}
+
+    def receive(self, arriving: dict[int, Tensor]) -> None:
+        """What was underway when a checkpoint was made."""
+        self.underway = {
+            f: _Sent(None, [arriving[n] for n in numbers])
+            for f, numbers in enumerate(self.fragments)
+            if numbers and numbers[0] in arriving
+        }
+
+    def _send(self, fragment: int, step: int) -> None:
+        numbers, lay = self.fragments[fragment], self.layout
+        if not numbers or self.group is None:
+            return
+        sent = _Sent(step + lay.sync_overlap, [self.anchors[n] - self.shards[n] for n in numbers])
+        if lay.compress == "none":
+            sent.flat = torch.cat([g.flatten() for g in sent.gradients])
+            sent.work = dist.all_reduce(sent.flat, group=self.group, async_op=True)
+        else:
+            sent.quantized = Quantized(lay.compress, self.group, sent.gradients).start(sent.gradients)
+        self.underway[fragment] = sent
+
+    def _arrived(self, sent: _Sent) -> list[Tensor]:
+        """The sums over replicas."""
+        if sent.work is not None and sent.flat is not None:
+            sent.work.wait()
+            parts = sent.flat.split([g.numel() for g in sent.gradients])
+            for gradient, part in zip(sent.gradients, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+        if sent.quantized is not None:
+            sent.quantized.finish()
+        sent.work = sent.flat = sent.quantized = None
+        return sent.gradients
+
+    def _apply(self, fragment: int, last: bool) -> None:
+        lay, sent = self.layout, self.underway.pop(fragment)
+        for n, total in zip(self.fragments[fragment], self._arrived(sent), strict=True):
+            mean = total.div_(lay.replicate)
+            anchor, shard = self.anchors[n], self.shards[n]
+            if lay.outer_optimizer == "average":
+                anchor.sub_(mean)
+            elif n in self.momenta:
+                momentum = self.momenta[n].mul_(lay.outer_momentum).add_(mean)
+                anchor.sub_(mean.add_(momentum, alpha=lay.outer_momentum), alpha=lay.outer_lr)
+            else:
+                anchor.sub_(mean, alpha=lay.outer_lr)
+            if lay.sync_overlap and not last:
+                shard.mul_(lay.sync_mix).add_(anchor, alpha=1 - lay.sync_mix)
+            else:
+                shard.copy_(anchor)
