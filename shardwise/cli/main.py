@@ -14,8 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from shardwise import __version__
-from shardwise.run.problems import UserError, install, nearest
+from shardwise.run.problems import EXTRA_OF, UserError, install, nearest
 
 # Verb to (module, what it does). The texts are here so that `--help` imports nothing.
 VERBS: dict[str, tuple[str, str]] = {
@@ -46,6 +45,8 @@ VERBS: dict[str, tuple[str, str]] = {
         "weights of a checkpoint in 8 or 4 bits, with the perplexity before and after",
     ),
     "convert": ("shardwise.cli.convert", "weights to and from Hugging Face folders"),
+    "doctor": ("shardwise.cli.doctor", "what is installed and works on this machine, what will fail, and the mend"),
+    "completion": ("shardwise.cli.completion", "completion of verbs, options and keys for bash, zsh or fish"),
 }
 
 _OVERRIDE = re.compile(r"--([A-Za-z_]\w*\.\w+|name|layout)(=.*)?", re.DOTALL)
@@ -99,7 +100,9 @@ def run_command(arguments: Sequence[str]) -> int:
         print(overview())
         return 0
     if arguments[0] == "--version":
-        print(f"shardwise {__version__}")
+        from shardwise.cli.machinery.versions import version_lines
+
+        print("\n".join(version_lines()))
         return 0
     verb, rest = arguments[0], arguments[1:]
     if verb not in VERBS:
@@ -117,15 +120,10 @@ def run_command(arguments: Sequence[str]) -> int:
 
 def missing_part(error: ModuleNotFoundError) -> str | None:
     """How to install the extra that a module belongs to, or None."""
-    extras = {"torch": "train", "safetensors": "train", "tokenizers": "train", "pyarrow": "parquet", "msgspec": "trace"}
-    extras |= dict.fromkeys(("starlette", "uvicorn", "httptools"), "workbench") | {
-        "llguidance": "serve",
-        "jinja2": "chat",
-    }
     name = (error.name or "").partition(".")[0]
-    if name not in extras:
+    if name not in EXTRA_OF:
         return None
-    return f"this verb needs {name}, which is not installed: {install(extras[name])}"
+    return f"this verb needs {name}, which is not installed: {install(EXTRA_OF[name])}"
 
 
 def _memory(error: Exception) -> str | None:

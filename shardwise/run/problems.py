@@ -47,3 +47,12 @@ def counted(number: int, noun: str) -> str:
 def install(extra: str) -> str:
     """How to install an extra. There is no release on a package index yet."""
     return f"pip install '.[{extra}]' in a checkout of shardwise"
+
+
+EXTRA_OF = {
+    "torch": "train", "safetensors": "train", "tokenizers": "train", "pyarrow": "parquet", "msgspec": "trace", "isal": "trace",
+    "starlette": "workbench", "uvicorn": "workbench", "httptools": "workbench",
+    "uvloop": "serve", "llguidance": "serve", "jinja2": "chat",
+    "tensorboard": "tensorboard", "wandb": "wandb",
+}  # fmt: skip
+"""The extra that brings a package."""

@@ -1,0 +1,159 @@
+"""`shardwise.profile` beside fvcore's and DeepSpeed's counters on ten public architectures, and what watching costs.
+
+    pip install fvcore deepspeed torchvision transformers
+    python benchmarks/profiler_peers.py            # multiply-adds of a forward pass, batch of 1
+    python benchmarks/profiler_peers.py --overhead # a training step without, inside and after a profile
+
+Sizes are those of the published models, with random weights; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shardwise
+
+IMAGES = ("resnet50", "vgg16", "mobilenet_v3_large", "efficientnet_b0", "convnext_tiny", "vit_b_16", "swin_t")
+TOKENS = 128
+
+
+class OnlyLogits(nn.Module):
+    """A language model as a function of its tokens alone, which is all that fvcore traces."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return (
+            self.model(tokens, use_cache=False)[0] if "Bert" not in type(self.model).__name__ else self.model(tokens)[0]
+        )
+
+
+def language_models() -> dict[str, Callable[[], nn.Module]]:
+    from transformers import (
+        BertConfig,
+        BertModel,
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
+
+    llama = LlamaConfig(vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=4, num_attention_heads=32,
+                        num_key_value_heads=4)  # fmt: skip
+    return {
+        "bert-base": lambda: OnlyLogits(BertModel(BertConfig())),
+        "gpt2": lambda: OnlyLogits(GPT2LMHeadModel(GPT2Config())),
+        "tinyllama, 4 of 22 layers": lambda: OnlyLogits(LlamaForCausalLM(llama)),
+    }
+
+
+def ours(model: nn.Module, x: Tensor) -> float:
+    with torch.no_grad(), shardwise.profile(model, memory=False, time=False) as p:
+        model(x)
+    return p.macs
+
+
+def torch_counter(model: nn.Module, x: Tensor) -> float:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(x)
+    return counter.get_total_flops() / 2
+
+
+def fvcore(model: nn.Module, x: Tensor) -> float:
+    import logging
+
+    from fvcore.nn import FlopCountAnalysis  # type: ignore[import-not-found]
+
+    logging.disable(logging.WARNING)
+    return FlopCountAnalysis(model, x).unsupported_ops_warnings(False).uncalled_modules_warnings(False).total()
+
+
+def deepspeed(model: nn.Module, x: Tensor) -> float:
+    from deepspeed.profiling.flops_profiler import FlopsProfiler  # type: ignore[import-not-found]
+
+    with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
+        profiler = FlopsProfiler(model)
+        profiler.start_profile()
+        model(x)
+        macs = profiler.get_total_macs()
+        profiler.end_profile()
+    return macs
+
+
+def compare() -> None:
+    models: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {}
+    import torchvision  # type: ignore[import-not-found]
+
+    for name in IMAGES:
+        models[name] = (getattr(torchvision.models, name), (1, 3, 224, 224))
+    models |= {name: (make, (1, TOKENS)) for name, make in language_models().items()}
+    counters: dict[str, Any] = {"ours": ours, "PyTorch": torch_counter, "fvcore": fvcore, "DeepSpeed": deepspeed}
+    print(f"| architecture | {' | '.join(counters)} |")
+    print("|---|" + "---:|" * len(counters))
+    for name, (make, shape) in models.items():
+        torch.manual_seed(0)
+        model = make().eval()
+        x = torch.zeros(shape, dtype=torch.long) if len(shape) == 2 else torch.randn(shape)
+        cells = []
+        for counter in counters.values():
+            try:
+                cells.append(f"{counter(model, x) / 1e6:,.1f}")
+            except Exception as e:
+                cells.append(f"fails: {type(e).__name__}")
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
+def overhead(rounds: int) -> None:
+    """Medians of alternating steps, on this process's own time."""
+    layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
+    cases: dict[str, tuple[nn.Module, Tensor]] = {
+        "transformer, 4 x 512, 8 x 256 tokens": (nn.TransformerEncoder(layer, 4), torch.randn(8, 256, 512)),
+    }
+    with contextlib.suppress(ModuleNotFoundError):
+        import torchvision
+
+        cases["resnet50, 4 images"] = (torchvision.models.resnet50(), torch.randn(4, 3, 224, 224))
+    for name, (model, x) in cases.items():
+        times: dict[str, list[float]] = {"before": [], "on": [], "off": []}
+
+        def step(model: nn.Module = model, x: Tensor = x) -> float:
+            began = time.process_time()
+            model(x).sum().backward()
+            return time.process_time() - began
+
+        step()
+        times["before"] = [step() for _ in range(rounds)]
+        for _ in range(rounds):
+            with shardwise.profile(model):
+                times["on"].append(step())
+            times["off"].append(step())
+        before, on, off = (statistics.median(times[which]) for which in ("before", "on", "off"))
+        print(f"{name}: {before:.3f} s a step; on {on / off - 1:+.1%}, after it {off / before - 1:+.1%}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--overhead", action="store_true")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    if args.overhead:
+        overhead(args.rounds)
+    else:
+        compare()
+
+
+if __name__ == "__main__":
+    main()

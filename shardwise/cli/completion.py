@@ -1,0 +1,112 @@
+"""`shardwise completion`: the shell asks this verb what may follow, so that it knows every verb, option, key, preset and chip.
+
+eval "$(shardwise completion bash)"        # in ~/.bashrc; zsh alike
+shardwise completion fish | source         # in ~/.config/fish/config.fish
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from typing import Any, Literal, get_args, get_origin
+
+from shardwise.run.config import all_keys
+
+HELP = """Print what a shell needs to complete commands: eval "$(shardwise completion bash)" in ~/.bashrc, also zsh in ~/.zshrc,
+and `shardwise completion fish | source` in config.fish."""
+
+SCRIPTS = {
+    "bash": """_shardwise() {
+  local IFS=$'\\n'
+  COMPREPLY=($(shardwise completion bash --line "${COMP_LINE:0:COMP_POINT}" 2>/dev/null))
+  [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == *= ]] && compopt -o nospace
+  [[ ${#COMPREPLY[@]} -eq 0 ]] && compopt -o default
+}
+complete -F _shardwise shardwise
+""",
+    "zsh": """_shardwise() {
+  local -a found
+  found=("${(@f)$(shardwise completion zsh --line "${LBUFFER}" 2>/dev/null)}")
+  if [[ -n "${found[1]}" ]]; then compadd -S '' -Q -- $found; else _files; fi
+}
+compdef _shardwise shardwise
+""",
+    "fish": """complete -c shardwise -a '(shardwise completion fish --line (commandline -cp) 2>/dev/null)'
+""",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the verb."""
+    parser.add_argument("shell", choices=tuple(SCRIPTS), help="whose completion")
+    parser.add_argument("--line", help="what was typed; prints what may follow (the shells ask this)")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Print the script, or what may follow."""
+    if args.line is None:
+        print(SCRIPTS[args.shell], end="")
+        return 0
+    typed = args.line.split(" ")
+    # Bash takes what stands before an equals sign for a word of its own.
+    cut = typed[-1].rpartition("=")[0] + "=" if args.shell == "bash" and "=" in typed[-1] else ""
+    print("\n".join(word.removeprefix(cut) for word in candidates(typed)))
+    return 0
+
+
+def candidates(words: list[str]) -> list[str]:
+    """What the last of some words may become."""
+    from shardwise.cli.main import VERBS
+
+    last = words[-1]
+    if len(words) <= 2:
+        found = [*VERBS, "--help", "--version"]
+    elif words[1] not in VERBS:
+        found = []
+    elif "=" in last:
+        key = last.partition("=")[0]
+        found = [f"{key}={value}" for value in _values(key.removeprefix("--"))]
+    else:
+        found = _options(VERBS[words[1]][0]) if last.startswith("-") else _choices(VERBS[words[1]][0])
+    return sorted(word for word in found if word.startswith(last))
+
+
+def _parser(module: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    importlib.import_module(module).add_arguments(parser)
+    return parser
+
+
+def _options(module: str) -> list[str]:
+    """The options of a verb; keys too, where it takes a run."""
+    parser = _parser(module)
+    actions = parser._actions
+    found = [word for action in actions for word in action.option_strings if word.startswith("--")]
+    if any(action.dest == "run" for action in actions):
+        found += [f"--{key}=" for key in all_keys()] + ["--layout=auto"]
+    return found
+
+
+def _choices(module: str) -> list[str]:
+    """Words that a verb's positional arguments may be; files are the shell's own."""
+    return [
+        str(word) for action in _parser(module)._actions if not action.option_strings for word in action.choices or ()
+    ]
+
+
+def _values(key: str) -> list[str]:
+    """What a key may be, where that is a list of words."""
+    if key == "layout":
+        return ["auto"]
+    if key == "model.preset":
+        from shardwise.run import PRESETS
+
+        return list(PRESETS)
+    if key == "cluster.chip":
+        from shardwise.hardware.chips import CHIPS
+
+        return list(CHIPS)
+    kind: Any = all_keys()[key].type if key in all_keys() else None
+    if get_origin(kind) is Literal:
+        return [str(word).lower() if isinstance(word, bool) else str(word) for word in get_args(kind)]
+    return ["true", "false"] if kind is bool else []
