@@ -1,4 +1,5 @@
-"""`shardwise data`: build token shards from text or conversations in files, JSONL or Parquet, and show what a set holds."""
+"""`shardwise data`: build token shards from text or conversations in files, JSONL or Parquet, and show what a set holds. Raw files
+are prepared by `cli/machinery/prepare.py`."""
 
 from __future__ import annotations
 
@@ -89,6 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="documents to show on a terminal, what is learned in colour (3)",
     )
 
+    from shardwise.cli.machinery.prepare import add_prepare
+
+    add_prepare(verbs)
     show = verbs.add_parser(
         "show", help="what a set holds", description="What a token set holds, with its first lines."
     )
@@ -107,11 +111,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    if args.data_verb == "score":
-        from shardwise.cli.machinery.scores import execute as score
+    from shardwise.cli.machinery.prepare import execute_fate, execute_prepare
+    from shardwise.cli.machinery.scores import execute as score
 
-        return score(args)
-    return _build(args) if args.data_verb == "build" else _show(args)
+    verbs = {"build": _build, "show": _show, "prepare": execute_prepare, "fate": execute_fate, "score": score}
+    return verbs[args.data_verb](args)
 
 
 def _build(args: argparse.Namespace) -> int:

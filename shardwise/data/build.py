@@ -61,9 +61,11 @@ def build(
     restart: bool = False,
     progress: Callable[[Progress], None] = lambda progress: None,
     chat: ChatOptions | None = None,
+    source: Sequence[str] = (),
 ) -> Summary:
     """Turn text, JSONL and Parquet files, or folders of them, into a token set in the folder `out`. 0 workers: one for each core.
-    Run again after an interruption, it resumes. With `chat`, rows are conversations, of which some tokens are learned."""
+    Run again after an interruption, it resumes. With `chat`, rows are conversations, of which some tokens are learned.
+    `source` is what the set names as its origin instead of the inputs."""
     begun = time.monotonic()
     folder = Path(out)
     job = _job(inputs, folder / WORK, tokenizer, end, field if chat is None else None, workers, shard_tokens)
@@ -90,9 +92,9 @@ def build(
 
                 report(before, 0)
                 joiner.advance()
-                run_units(job, todo, workers or _cores(), before, report, joiner.add)
+                run_units(job, todo, workers or cores(), before, report, joiner.add)
                 refuse_changed(job.inputs)
-                index = joiner.finish([str(name) for name in inputs])
+                index = joiner.finish(list(source) or [str(name) for name in inputs])
             shutil.rmtree(folder / WORK, ignore_errors=True)
         except OSError as e:
             message = f"cannot be written: {e.strerror or e}; finished work is kept for the same command"
@@ -133,7 +135,8 @@ def _bytes(units: Sequence[Unit]) -> int:
     return sum(chunk.bytes for unit in units for chunk in unit.chunks)
 
 
-def _cores() -> int:
+def cores() -> int:
+    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -279,10 +279,11 @@ def _begin(job: Job, counts: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _worker[:] = [job, counts]
     # A parent that is killed cannot stop its workers, which would wait for work for ever.
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    threading.Thread(target=leave_with_parent, daemon=True).start()
 
 
-def _leave_with_parent() -> None:
+def leave_with_parent() -> None:
+    """End this worker when its parent is gone."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

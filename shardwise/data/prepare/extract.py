@@ -1,0 +1,57 @@
+"""From pages to text, and which language a text is in. Both by libraries of the extra `prepare`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shardwise.data.prepare.words import Document
+from shardwise.run.problems import Problem, UserError, install
+
+
+def html(*, precision: bool = True) -> Callable[[Document], str]:
+    """The main text of an HTML page, by trafilatura (Barbaresi 2021). Documents that are no pages, such as rows of JSONL, are
+    read as HTML too; records of WET files and texts are left as they are. `precision` prefers losing text to keeping
+    menus."""
+    try:
+        from trafilatura import extract
+    except ModuleNotFoundError:
+        raise UserError(Problem(f"needs trafilatura: {install('prepare')}", "steps.html")) from None
+
+    def rule(document: Document) -> str:
+        if document.meta.get("form") == "text":
+            return ""
+        try:
+            found = extract(
+                document.text, favor_precision=precision, include_comments=False, deduplicate=False, fast=False
+            )
+        except Exception as e:  # the library raises whatever its parsers do
+            return f"HTML that cannot be parsed ({type(e).__name__})"
+        if not found:
+            return "no text in the page"
+        document.text = found
+        return ""
+
+    return rule
+
+
+def language(*, keep: Sequence[str], least: float = 0.65) -> Callable[[Document], str]:
+    """Keep texts of some languages (ISO 639-1), by py3langid, whose probability must be at least `least`. The first 20,000
+    characters decide."""
+    try:
+        from py3langid.langid import MODEL_FILE, LanguageIdentifier
+    except ModuleNotFoundError:
+        raise UserError(Problem(f"needs py3langid: {install('prepare')}", "steps.language")) from None
+    identifier: Any = LanguageIdentifier.from_model(MODEL_FILE, norm_probs=True)
+    wanted = frozenset(keep)
+
+    def rule(document: Document) -> str:
+        found, probability = identifier.classify(document.text[:20_000])
+        if found not in wanted:
+            return f"language {found}"
+        if probability < least:
+            return f"language {found} not certain"
+        document.meta["language"] = found
+        return ""
+
+    return rule

@@ -1,0 +1,134 @@
+"""Steps that compare documents with each other. Each gives keys of a document, finds what repeats among the keys of a
+partition, and says what becomes of a document then."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.data.prepare.minhash import MinHash, survivors
+from shardwise.data.prepare.shuffle import VERDICT, Records
+from shardwise.data.prepare.words import Document
+
+PARTITION = 2**27
+"""Bytes of keys that one partition should have."""
+SMALL_DOCUMENT = 500
+"""Bytes of a document, for how many keys to expect; a corpus of smaller ones gets larger partitions."""
+
+
+class Shuffle(Protocol):
+    """A comparison."""
+
+    dtype: np.dtype[Any]
+    """Of a key; its field `id` is filled in by who knows it."""
+    joined: bool
+    """Whether matches are pairs, of which clusters are made."""
+
+    def partitions(self, size: int) -> int:
+        """Into how many parts keys are divided, by the bytes of the corpus alone."""
+
+    def keys(self, document: Document, partitions: int) -> tuple[NDArray[np.int64], Records]:
+        """The partition and the key of everything to compare."""
+
+    def match(self, records: Records) -> Records:
+        """What repeats in a partition, ordered by document; pairs in the order in which they are to be joined."""
+
+    def join(self, pairs: Sequence[Records]) -> Records:
+        """Of pairs, what becomes of each document."""
+
+    def apply(self, text: str, found: Records) -> tuple[str, str]:
+        """Why a document that repeats something goes, or "" and what is left of its text."""
+
+
+def _verdicts(ids: NDArray[np.uint64], others: NDArray[np.uint64], places: Any = 0) -> Records:
+    found = np.zeros(len(ids), VERDICT)
+    found["id"], found["other"], found["place"] = ids, others, places
+    return found
+
+
+class Exact:
+    """Documents of the same characters; the first of the corpus stays. Keys are 128 bits, so that no two others meet."""
+
+    dtype = np.dtype([("key", "<u8", (2,)), ("id", "<u8")])
+    joined = False
+
+    def __init__(self, *, blanks: bool = False) -> None:
+        self._blanks = blanks  # whether documents that differ in blanks alone are different
+
+    def partitions(self, size: int) -> int:
+        return math.ceil(size * self.dtype.itemsize / SMALL_DOCUMENT / PARTITION) or 1
+
+    def keys(self, document: Document, partitions: int) -> tuple[NDArray[np.int64], Records]:
+        text = document.text if self._blanks else " ".join(document.text.split())
+        digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        record = np.zeros(1, self.dtype)
+        record["key"][0] = np.frombuffer(digest, "<u8")
+        partition = (int(record["key"][0, 0]) >> 32) * partitions >> 32
+        return np.array([partition], np.int64), record
+
+    def match(self, records: Records) -> Records:
+        order = np.lexsort((records["id"], records["key"][:, 1], records["key"][:, 0]))
+        keys, ids = records["key"][order], records["id"][order]
+        again = np.concatenate([[False], (keys[1:] == keys[:-1]).all(axis=1)])[: len(ids)]
+        first = np.maximum.accumulate(np.where(again, 0, np.arange(len(ids))))
+        found = _verdicts(ids[again], ids[first[again]])
+        return found[np.argsort(found["id"], kind="stable")]
+
+    def join(self, pairs: Sequence[Records]) -> Records:
+        raise NotImplementedError
+
+    def apply(self, text: str, found: Records) -> tuple[str, str]:
+        return "the same text as an earlier document", ""
+
+
+class Fuzzy:
+    """Documents that share most runs of words, by MinHash; datatrove's defaults, with which FineWeb was made."""
+
+    joined = True
+    _TYPICAL: ClassVar[float] = 1 / 300
+    """About where the least hash of a document lies: one over its words."""
+
+    def __init__(self, *, words: int = 5, bands: int = 14, rows: int = 8, seed: int = 1, hash: str = "xxhash") -> None:
+        self._minhash = MinHash(words, bands, rows, seed, hash)
+        self._bands, self._rows = bands, rows
+        self.dtype = np.dtype([("key", "<u8", (rows,)), ("id", "<u8")])
+
+    def partitions(self, size: int) -> int:
+        return self._bands * (math.ceil(size * self.dtype.itemsize / SMALL_DOCUMENT / PARTITION) or 1)
+
+    def keys(self, document: Document, partitions: int) -> tuple[NDArray[np.int64], Records]:
+        signature = self._minhash.signature(document.vocabulary.simplified(document.text))
+        if signature is None:
+            return np.empty(0, np.int64), np.empty(0, self.dtype)
+        records = np.zeros(self._bands, self.dtype)
+        records["key"] = signature
+        # In the order of the first hash, since pairs are joined in the order of signatures; evenly for documents of usual length.
+        each = partitions // self._bands
+        first = signature[:, 0].astype(np.float64) / 2.0**61
+        part = np.minimum((first / (first + self._TYPICAL) * each).astype(np.int64), each - 1)
+        return np.arange(self._bands) * each + part, records
+
+    def match(self, records: Records) -> Records:
+        order = np.argsort(records["key"][:, 0], kind="stable")
+        first = records["key"][order, 0]
+        same = first[1:] == first[:-1]
+        records = (
+            records[order[np.concatenate([same, [False]]) | np.concatenate([[False], same])]] if len(first) else records
+        )
+        keys = records["key"]
+        order = np.lexsort((records["id"], *(keys[:, column] for column in reversed(range(self._rows)))))
+        keys, ids = keys[order], records["id"][order]
+        again = np.flatnonzero((keys[1:] == keys[:-1]).all(axis=1))
+        return _verdicts(ids[again], ids[again + 1])
+
+    def join(self, pairs: Sequence[Records]) -> Records:
+        together = [np.stack([each["id"], each["other"]], axis=1) for each in pairs if len(each)]
+        return _verdicts(*survivors(np.concatenate(together) if together else np.empty((0, 2), np.uint64)))
+
+    def apply(self, text: str, found: Records) -> tuple[str, str]:
+        return "nearly the same as another document", ""

@@ -1,0 +1,185 @@
+"""The documents of a chunk of input, one by one. What cannot be read is a row too, with the reason, so that every place of
+the input has a fate: a line that is no JSON or no UTF-8, one too long to hold, the end of a broken file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from shardwise.data.documents import BOM, TEXT_PART, name_of, to_line_start
+from shardwise.data.inputs import Chunk, import_parquet
+from shardwise.data.prepare.files import File
+from shardwise.data.prepare.streams import broken, open_stream
+from shardwise.data.prepare.warc import Record, records
+
+_ROWS = 64
+
+
+@dataclass(slots=True)
+class Row:
+    """A document, or what is wrong with it. `place` is a byte of the (uncompressed) file, or a row of a row group."""
+
+    place: int
+    size: int
+    text: str = ""
+    wrong: str = ""
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+def read(file: File, chunk: Chunk, name: str, longest: int) -> Iterator[Row]:
+    """The rows of a chunk; `name` is the field that holds the text."""
+    make: Callable[[], Iterator[Row]] = {
+        "text": lambda: _text(file, longest),
+        "jsonl": lambda: _jsonl(file, chunk, name, longest),
+        "parquet": lambda: _parquet(file, chunk, name, longest),
+        "warc": lambda: _warc(file, longest),
+    }[file.kind]
+    place = chunk.start
+    try:
+        for row in make():
+            place = row.place + row.size
+            yield row
+    except broken() as e:
+        yield Row(place, 0, wrong=f"the {file.compression or file.kind} file is broken from here on: {_said(e)}")
+
+
+def _said(e: Exception) -> str:
+    return str(e).splitlines()[0][:100] if str(e) else type(e).__name__
+
+
+def _decoded(data: bytes, place: int, size: int) -> Row:
+    try:
+        return Row(place, size, data.decode("utf-8"))
+    except UnicodeDecodeError as e:
+        return Row(place, size, wrong=f"not UTF-8 text at byte {place + e.start}")
+
+
+def _text(file: File, longest: int) -> Iterator[Row]:
+    with open_stream(file.path, file.compression) as source:
+        data = source.read(longest + 1)
+        if len(data) > longest:
+            yield Row(0, min(file.bytes, 2**32 - 1), wrong=_too_long(longest))
+        elif data:
+            row = _decoded(data.removeprefix(BOM), 0, len(data))
+            row.meta["form"] = "text"
+            yield row
+
+
+def _too_long(longest: int) -> str:
+    return f"longer than {longest} bytes (longest)"
+
+
+def _jsonl(file: File, chunk: Chunk, name: str, longest: int) -> Iterator[Row]:
+    with open_stream(file.path, file.compression) as source:
+        at = 0
+        if chunk.start:
+            at = to_line_start(source, chunk.start)
+            source.seek(at)
+        while file.zipped or at < chunk.stop:
+            line = source.readline(longest + 1)
+            if not line:
+                return
+            place, at = at, at + len(line)
+            if len(line) > longest and not line.endswith(b"\n"):
+                # Not held, only passed over; what follows is another document.
+                while more := source.readline(TEXT_PART):
+                    at += len(more)
+                    if more.endswith(b"\n"):
+                        break
+                yield Row(place, min(at - place, 2**32 - 1), wrong=_too_long(longest))
+            elif not line.isspace():
+                yield _value(line.removeprefix(BOM) if place == 0 else line, place, name)
+
+
+def _value(line: bytes, place: int, name: str) -> Row:
+    """The text of a line. Its other fields are not kept, except for a url and an id."""
+    size = len(line)
+    try:
+        found = json.loads(line)
+    except UnicodeDecodeError as e:
+        return Row(place, size, wrong=f"not UTF-8 text at byte {place + e.start}")
+    except (ValueError, RecursionError) as e:
+        return Row(place, size, wrong=f"not JSON: {_said(e)}")
+    if not isinstance(found, dict):
+        return Row(place, size, wrong=f"not a JSON object but {name_of(found)}")
+    if name not in found:
+        return Row(place, size, wrong=f'no field "{name}"')
+    text = found[name]
+    if not isinstance(text, str):
+        return Row(place, size, wrong=f'field "{name}" is {name_of(text)}, not text')
+    row = Row(place, size, text, _surrogates(text))
+    for key in ("id", "url"):
+        if isinstance(found.get(key), str | int):
+            row.meta[key] = found[key]
+    return row
+
+
+def _surrogates(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return "half of a surrogate pair, which is not text"
+    return ""
+
+
+def _parquet(file: File, chunk: Chunk, name: str, longest: int) -> Iterator[Row]:
+    arrow, parquet = import_parquet(file.path)
+    place = 0
+    try:
+        with parquet.ParquetFile(file.path) as source:
+            groups = list(range(chunk.start, chunk.stop))
+            for batch in source.iter_batches(_ROWS, row_groups=groups, columns=[name], use_threads=False):
+                for cell in batch.column(0):
+                    yield _cell(cell, place, name, longest)
+                    place += 1
+    except (arrow.ArrowException, OSError) as e:
+        yield Row(place, 0, wrong=f"the row group is broken from here on: {_said(e)}")
+
+
+def _cell(cell: Any, place: int, name: str, longest: int) -> Row:
+    try:
+        text = cell.as_py()
+    except UnicodeDecodeError:
+        return Row(place, 1, wrong="not UTF-8 text")
+    if not isinstance(text, str):
+        return Row(place, 1, wrong=f'column "{name}" is {name_of(text)}, not text')
+    if len(text) > longest:
+        return Row(place, 1, wrong=_too_long(longest))
+    return Row(place, 1, text)
+
+
+def _warc(file: File, longest: int) -> Iterator[Row]:
+    with open_stream(file.path, file.compression) as source:
+        for record in records(source, longest):
+            row = _page(record, longest)
+            if row is not None:
+                yield row
+
+
+def _page(record: Record, longest: int) -> Row | None:
+    """A page or a text of a record; None for what is neither, such as a request or a picture."""
+    place, size = record.place, min(record.size, 2**32 - 1)
+    if record.wrong:
+        return Row(place, size, wrong=record.wrong if record.wrong != "long" else _too_long(longest))
+    if record.text is None:
+        return None
+    meta = {"form": record.form, **({"url": record.url} if record.url else {})}
+    try:
+        text = record.text.decode(record.charset or "utf-8")
+    except (UnicodeDecodeError, LookupError):
+        try:
+            text = record.text.decode("utf-8")
+        except UnicodeDecodeError:
+            return Row(place, size, wrong=f'neither UTF-8 nor "{record.charset}" as declared'.replace(' nor ""', ""))
+    return Row(place, size, text, _surrogates(text), meta)
+
+
+def line_of(source: IO[bytes], place: int) -> int:
+    """The number of the line that begins at a byte."""
+    line = 1
+    while place > 0 and (block := source.read(min(place, TEXT_PART))):
+        line += block.count(b"\n")
+        place -= len(block)
+    return line

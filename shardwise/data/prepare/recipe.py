@@ -1,0 +1,204 @@
+"""A recipe: which files, which steps in which order, which tokenizer. Read from TOML; everything that is wrong is said at
+once.
+
+The settings of a step are the keyword arguments of the function that does it, so a name, a default and a type stand in one
+place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import tomllib
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from shardwise.data.prepare.steps import MAPS, RULES, SHUFFLES, settings_of
+from shardwise.run.problems import Problem, UserError, nearest
+
+VERSION = 1
+Bad = Literal["skip", "stop"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files that belong together; a token set is made of each source."""
+
+    name: str
+    paths: tuple[str, ...]
+    field: str = "text"
+    weight: float = 1.0
+    """How often a run draws from it, relative to the others; 0 keeps it out of the mixture."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is done to documents, with every setting filled in."""
+
+    kind: str
+    settings: dict[str, Any]
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether it compares documents with each other."""
+        return self.kind in SHUFFLES
+
+
+@dataclass(frozen=True)
+class TokenizerChoice:
+    """Raw bytes, a file, or one that is trained on what is left."""
+
+    path: str = "byte"
+    train: int = 0
+    """Tokens of a byte-level BPE to train; 0: `path` is used."""
+    end: str = ""
+    train_bytes: int = 2**30
+    """Text to train on: the first documents of every source in turn."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All of it."""
+
+    sources: tuple[Source, ...]
+    steps: tuple[Step, ...] = ()
+    words: str = "simple"
+    """How text is split into words: "simple", or "spacy/en"."""
+    bad: Bad = "skip"
+    """What becomes of input that cannot be read: skipped and named, or the end of the work."""
+    longest: int = 2**26
+    """Bytes of one document; a longer one cannot be read. It bounds the memory of a worker."""
+    tokenizer: TokenizerChoice = field(default_factory=TokenizerChoice)
+
+    def digest(self) -> str:
+        """Changes when anything of the recipe does."""
+        said = json.dumps([VERSION, asdict(self)], sort_keys=True)
+        return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+
+
+def read_recipe(path: str | Path) -> Recipe:
+    """The recipe of a file; paths in it are relative to it."""
+    try:
+        table = tomllib.loads(Path(path).read_bytes().decode("utf-8-sig"))
+    except OSError as e:
+        raise UserError(Problem(f"cannot be read: {e.strerror or e}", where=str(path))) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise UserError(Problem(f"is not TOML: {e}", where=str(path))) from None
+    problems: list[Problem] = []
+    recipe = _recipe(table, Path(path).parent, problems)
+    if problems:
+        raise UserError(*(Problem(p.message, p.key, str(path)) for p in problems))
+    return recipe
+
+
+def _recipe(table: dict[str, Any], folder: Path, problems: list[Problem]) -> Recipe:
+    sources = [_source(each, number, folder, problems) for number, each in enumerate(_list(table, "sources", problems))]
+    steps = [_step(each, number, folder, problems) for number, each in enumerate(_list(table, "steps", problems))]
+    if not sources and not problems:
+        problems.append(Problem('is missing: [[sources]] with a name and paths = ["..."]', "sources"))
+    names = [source.name for source in sources]
+    problems += [Problem(f'"{name}" is given twice', "sources.name") for name in {*names} if names.count(name) > 1]
+    if sources and not any(source.weight for source in sources):
+        problems.append(Problem("are all 0: at least one source must be drawn from", "sources.weight"))
+    tokenizer = table.get("tokenizer", {})
+    if not isinstance(tokenizer, dict):
+        problems.append(Problem("is a table: [tokenizer] with path or train", "tokenizer"))
+        tokenizer = {}
+    chosen = _fill(TokenizerChoice, tokenizer, "tokenizer", problems)
+    if chosen.get("path", "byte") != "byte":
+        chosen["path"] = str((folder / chosen["path"]).resolve())
+    own = {key: value for key, value in table.items() if key not in ("sources", "steps", "tokenizer")}
+    filled = _fill(Recipe, own, "", problems, without=("sources", "steps", "tokenizer"))
+    if filled.get("bad", "skip") not in get_args(Bad):
+        problems.append(Problem(f'"{filled["bad"]}" is not known: "skip" or "stop"', "bad"))
+    if filled.get("longest", 1) < 1:
+        problems.append(Problem(f"{filled['longest']} must be at least 1", "longest"))
+    return Recipe(tuple(sources), tuple(steps), tokenizer=TokenizerChoice(**chosen), **filled)
+
+
+def _list(table: dict[str, Any], key: str, problems: list[Problem]) -> list[dict[str, Any]]:
+    value = table.get(key, [])
+    if isinstance(value, list) and all(isinstance(each, dict) for each in value):
+        return value
+    problems.append(Problem(f"is a list of tables: write [[{key}]] above each", key))
+    return []
+
+
+def _source(table: dict[str, Any], number: int, folder: Path, problems: list[Problem]) -> Source:
+    where = f"sources[{number}]"
+    filled = _fill(Source, {"name": "", "paths": [], **table}, where, problems)
+    name = filled.get("name", "")
+    if not name or not name.replace("-", "").replace("_", "").isalnum():
+        problems.append(Problem(f'"{name}" must be of letters, digits, - and _', f"{where}.name"))
+    paths = filled.get("paths", ())
+    if not paths:
+        problems.append(Problem("names no file or folder", f"{where}.paths"))
+    if filled.get("weight", 1.0) < 0:
+        problems.append(Problem(f"{filled['weight']} must not be negative", f"{where}.weight"))
+    return Source(**{**filled, "name": name, "paths": tuple(str(folder / path) for path in paths)})
+
+
+def _step(table: dict[str, Any], number: int, folder: Path, problems: list[Problem]) -> Step:
+    where = f"steps[{number}]"
+    kind = table.get("kind")
+    known = {**RULES, **MAPS, **SHUFFLES}
+    if kind not in known:
+        names = ", ".join(known)
+        message = f'"{kind}" is not known{nearest(str(kind), known)}; there are {names}'
+        problems.append(Problem(message if kind is not None else f"is missing; there are {names}", f"{where}.kind"))
+        return Step("", {})
+    settings = settings_of(known[kind])
+    given = {key: value for key, value in table.items() if key != "kind"}
+    for key in [key for key in given if key not in settings]:
+        problems.append(Problem(f"{kind} has no such setting{nearest(key, settings)}", f"{where}.{key}"))
+        del given[key]
+    for key, value in given.items():
+        parameter = settings[key]
+        default = parameter.default
+        if default is inspect.Parameter.empty:
+            default = {"str": "", "int": 0, "float": 0.0}.get(str(parameter.annotation), ())
+        given[key] = _value(value, default, f"{where}.{key}", problems)
+    missing = [key for key, parameter in settings.items() if parameter.default is parameter.empty and key not in given]
+    problems += [Problem(f"{kind} needs it", f"{where}.{key}") for key in missing]
+    if kind == "decontaminate" and "paths" in given:
+        given["paths"] = [str(folder / path) for path in given["paths"]]
+    defaults = {key: parameter.default for key, parameter in settings.items() if key not in missing}
+    filled = json.loads(json.dumps({**defaults, **given}))
+    return Step(kind, {key: filled[key] for key in settings if key in filled})
+
+
+def _fill(
+    kind: Any, table: dict[str, Any], where: str, problems: list[Problem], without: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """The fields of a dataclass that a table gives, of the right type."""
+    example = kind("", ()) if kind is Source else kind(()) if kind is Recipe else kind()
+    fields = {name: getattr(example, name) for name in kind.__dataclass_fields__ if name not in without}
+    found = {}
+    for key, value in table.items():
+        place = f"{where}.{key}" if where else key
+        if key not in fields:
+            problems.append(Problem(f"is not known{nearest(key, fields)}; there are {', '.join(fields)}", place))
+        else:
+            found[key] = _value(value, fields[key], place, problems)
+    return found
+
+
+def _value(value: Any, default: Any, where: str, problems: list[Problem]) -> Any:
+    """The value if it is of the default's type, else the default."""
+    if isinstance(default, bool):
+        right, wanted = isinstance(value, bool), "true or false"
+    elif isinstance(default, int):
+        right, wanted = isinstance(value, int) and not isinstance(value, bool), "a whole number"
+    elif isinstance(default, float):
+        right, wanted = isinstance(value, int | float) and not isinstance(value, bool), "a number"
+        value = float(value) if right else value
+    elif isinstance(default, str):
+        right, wanted = isinstance(value, str), "a text"
+    else:
+        right, wanted = isinstance(value, list), "a list"
+    if not right:
+        problems.append(Problem(f"{json.dumps(value, default=str)} is not {wanted}", where))
+        return default
+    return value

@@ -1,0 +1,267 @@
+"""The stages of a recipe and their tasks. Steps of one document are done together, unit by unit; a comparison of documents
+ends a stage: units write keys, partitions find what repeats, and the next stage takes it from there.
+
+A task is a pure function of the files of the stages before it. Who does it, in which order and how often makes no difference.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwise.data.inputs import Chunk, Unit
+from shardwise.data.prepare.files import File, text_bytes, units_of
+from shardwise.data.prepare.readers import read
+from shardwise.data.prepare.recipe import Recipe, Source, Step, TokenizerChoice
+from shardwise.data.prepare.shuffle import VERDICT, KeyWriter, pack, read_partition, verdicts_of_unit
+from shardwise.data.prepare.spill import (
+    FINAL,
+    KEPT,
+    KEPT_ROW,
+    READ,
+    READ_ROW,
+    ROWS,
+    VERDICTS,
+    DocumentFile,
+    Log,
+    read_documents,
+    task_folder,
+)  # fmt: skip
+from shardwise.data.prepare.steps import Rule, rule_of, shuffle_of
+from shardwise.data.prepare.words import Document, Vocabulary, splitter
+from shardwise.run.problems import Problem, UserError
+
+PLAN = "plan.json"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Tasks that may be done side by side."""
+
+    name: str
+    kind: str  # "map", "match" or "join"
+    number: int
+    tasks: int
+
+
+class Plan:
+    """A recipe with its files: what there is to do."""
+
+    def __init__(self, recipe: Recipe, files: list[File], root: str) -> None:
+        self.recipe, self.files, self.root = recipe, files, root
+        self.units = units_of(files)
+        self.shuffles = [number for number, step in enumerate(recipe.steps) if step.shuffles]
+
+    def to_json(self) -> str:
+        """All of it, for a file."""
+        said = dict(
+            digest=self.recipe.digest(),
+            root=self.root,
+            recipe=asdict(self.recipe),
+            files=[asdict(f) for f in self.files],
+        )
+        return json.dumps(said, indent=1, ensure_ascii=False)
+
+    def stages(self) -> list[Stage]:
+        """In the order in which they are done, each after the one before it."""
+        found = [Stage("map-0", "map", 0, len(self.units))]
+        for number, step in enumerate(self.shuffles):
+            shuffle = shuffle_of(self.recipe.steps[step])
+            found.append(Stage(f"match-{number}", "match", number, self.partitions(number)))
+            if shuffle.joined:
+                found.append(Stage(f"join-{number}", "join", number, 1))
+            found.append(Stage(f"map-{number + 1}", "map", number + 1, len(self.units)))
+        return found
+
+    def partitions(self, number: int) -> int:
+        """Of the keys of a comparison."""
+        return shuffle_of(self.recipe.steps[self.shuffles[number]]).partitions(text_bytes(self.files))
+
+    def span(self, number: int) -> tuple[int, int]:
+        """The steps of a map stage, without the comparison behind them."""
+        start = self.shuffles[number - 1] + 1 if number else 0
+        return start, self.shuffles[number] if number < len(self.shuffles) else len(self.recipe.steps)
+
+    def name(self, file: int, place: int) -> str:
+        """What a document is called: its file and its place there."""
+        return f"{os.path.relpath(self.files[file].path, self.root)}:{place}"
+
+
+def read_plan(folder: Path) -> Plan:
+    """The plan that a folder was begun with."""
+    said = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+    table = said["recipe"]
+    recipe = Recipe(
+        **{
+            **table,
+            "sources": tuple(Source(**{**each, "paths": tuple(each["paths"])}) for each in table["sources"]),
+            "steps": tuple(Step(**each) for each in table["steps"]),
+            "tokenizer": TokenizerChoice(**table["tokenizer"]),
+        }
+    )
+    files = [File(**{**each, "row_groups": tuple(each["row_groups"])}) for each in said["files"]]
+    return Plan(recipe, files, said["root"])
+
+
+def folder_of(work: Path, stage: str, number: int) -> Path:
+    """Where a task puts what it makes."""
+    return work / stage / f"{number:06d}"
+
+
+def missing(work: Path, stage: Stage) -> list[int]:
+    """Tasks of a stage that are still to be done."""
+    try:
+        done = set(os.listdir(work / stage.name))
+    except FileNotFoundError:
+        done = set()
+    return [number for number in range(stage.tasks) if f"{number:06d}" not in done]
+
+
+@cache
+def _loaded(folder: Path, digest: str) -> tuple[Plan, dict[str, Stage]]:
+    plan = read_plan(folder)
+    return plan, {stage.name: stage for stage in plan.stages()}
+
+
+@cache
+def _rules(folder: Path, digest: str, number: int) -> tuple[list[Rule], Vocabulary]:
+    plan, _ = _loaded(folder, digest)
+    start, stop = plan.span(number)
+    rules = [rule_of(step) for step in plan.recipe.steps[start:stop]]
+    return rules, Vocabulary(splitter(plan.recipe.words))
+
+
+def perform(folder: Path, work: Path, digest: str, name: str, number: int) -> None:
+    """Do one task. `digest` tells a plan from an earlier one of the same folder."""
+    plan, stages = _loaded(folder, digest)
+    stage, target = stages[name], folder_of(work, name, number)
+    if target.is_dir():
+        return
+    with task_folder(target) as draft:
+        if stage.kind == "map":
+            _map(plan, stage, work, draft, plan.units[number], *_rules(folder, digest, stage.number))
+        elif stage.kind == "match":
+            _match(plan, stage, work, draft, number)
+        else:
+            _join(plan, stage, work, draft)
+
+
+Item = tuple[int, int, dict[str, Any], str]
+"""Of a document: its row, the steps that changed it, what is known of it, its text."""
+
+
+def _map(
+    plan: Plan, stage: Stage, work: Path, draft: Path, unit: Unit, rules: list[Rule], vocabulary: Vocabulary
+) -> None:
+    recipe, first = plan.recipe, plan.span(stage.number)[0]
+    log = Log(draft, len(recipe.steps))
+    last = stage.number == len(plan.shuffles)
+    shuffle = None if last else shuffle_of(recipe.steps[plan.shuffles[stage.number]])
+    partitions = 0 if last else plan.partitions(stage.number)
+    keys = KeyWriter(draft, shuffle.dtype, partitions) if shuffle else None
+    onward = None if last else DocumentFile(draft)
+    final = open(draft / FINAL, "w", encoding="utf-8", newline="\n") if last else None  # noqa: SIM115
+    kept = open(draft / KEPT, "wb") if last else None  # noqa: SIM115
+    source = _read(plan, unit, draft, log) if stage.number == 0 else _resume(plan, stage, work, unit, log)
+    for row, changed, meta, text in source:
+        vocabulary.make_room()
+        document = Document(text, vocabulary, meta)
+        for step, rule in enumerate(rules, first):
+            before = document.text
+            log.came(step, len(before))
+            reason = rule(document)
+            if not reason and not document.text.strip():
+                reason = "nothing left"
+            if reason:
+                log.ended(row, step, reason, before, len(before), meta["name"])
+                break
+            if document.text is not before and document.text != before:
+                changed |= 1 << step
+                log.changed(step, len(before), len(document.text))
+        else:
+            if shuffle and keys and onward:
+                log.came(plan.shuffles[stage.number], len(document.text))
+                where, records = shuffle.keys(document, partitions)
+                records["id"] = pack(unit.number, row)
+                keys.add(where, records)
+                onward.write(row, changed, document.meta, document.text)
+            elif final and kept:
+                known = {key: value for key, value in document.meta.items() if key not in ("name", "form", "id")}
+                said = {"id": document.meta["name"], "text": document.text, **known}
+                final.write(json.dumps(said, ensure_ascii=False) + "\n")
+                kept.write(np.array([(row, changed, len(document.text))], KEPT_ROW).tobytes())
+    for file in (keys, onward, final, kept):
+        if file:
+            file.close()
+    log.close()
+
+
+def _read(plan: Plan, unit: Unit, draft: Path, log: Log) -> Iterator[Item]:
+    row = 0
+    with open(draft / ROWS, "wb") as rows:
+        for chunk in unit.chunks:
+            file = plan.files[chunk.input]
+            field = plan.recipe.sources[file.source].field
+            for found in read(file, chunk, field, plan.recipe.longest):
+                # Rows of Parquet are counted in their group.
+                place = found.place if file.kind != "parquet" else pack(chunk.start, found.place)
+                rows.write(np.array([(chunk.input, place, min(found.size, 2**32 - 1))], READ_ROW).tobytes())
+                name = _place(plan, chunk, found.place)
+                wrong = found.wrong or ("" if found.text.strip() else "an empty document")
+                if found.wrong and plan.recipe.bad == "stop":
+                    raise UserError(
+                        Problem(f'{found.wrong}; bad = "skip" in the recipe goes on without it', where=name)
+                    )
+                if wrong:
+                    log.ended(row, READ, wrong, found.text, len(found.text), name)
+                else:
+                    yield row, 0, {**found.meta, "name": name}, found.text
+                row += 1
+
+
+def _place(plan: Plan, chunk: Chunk, place: int) -> str:
+    return plan.name(chunk.input, place if plan.files[chunk.input].kind != "parquet" else pack(chunk.start, place))
+
+
+def _resume(plan: Plan, stage: Stage, work: Path, unit: Unit, log: Log) -> Iterator[Item]:
+    """The documents that the comparison before this stage leaves, changed where it changes them."""
+    number = plan.shuffles[stage.number - 1]
+    shuffle = shuffle_of(plan.recipe.steps[number])
+    folder = work / (f"join-{stage.number - 1}" if shuffle.joined else f"match-{stage.number - 1}")
+    verdicts = verdicts_of_unit(sorted(folder.glob(f"*/{VERDICTS}")), unit.number)
+    rows = (verdicts["id"] & np.uint64(2**32 - 1)).astype(np.int64)
+    at = 0
+    for row, changed, meta, text in read_documents(folder_of(work, f"map-{stage.number - 1}", unit.number)):
+        start = at
+        while at < len(rows) and rows[at] == row:
+            at += 1
+        if start < at:
+            reason, left = shuffle.apply(text, verdicts[start:at])
+            if reason:
+                log.ended(row, number, reason, text, len(text), meta["name"], int(verdicts["other"][start]))
+                continue
+            changed |= 1 << number
+            log.changed(number, len(text), len(left))
+            text = left
+        yield row, changed, meta, text
+
+
+def _match(plan: Plan, stage: Stage, work: Path, draft: Path, partition: int) -> None:
+    shuffle = shuffle_of(plan.recipe.steps[plan.shuffles[stage.number]])
+    folders = (folder_of(work, f"map-{stage.number}", unit.number) for unit in plan.units)
+    found = shuffle.match(read_partition(folders, partition, shuffle.dtype))
+    (draft / VERDICTS).write_bytes(found.tobytes())
+
+
+def _join(plan: Plan, stage: Stage, work: Path, draft: Path) -> None:
+    shuffle = shuffle_of(plan.recipe.steps[plan.shuffles[stage.number]])
+    files = sorted((work / f"match-{stage.number}").glob(f"*/{VERDICTS}"))
+    found = shuffle.join([np.fromfile(path, VERDICT) for path in files])
+    (draft / VERDICTS).write_bytes(found.tobytes())

@@ -1,0 +1,52 @@
+"""The steps that a recipe can name. A rule or a map is a function of one document, which says why the document goes or nothing;
+a shuffle compares documents by keys."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from shardwise.data.prepare.extract import html, language
+from shardwise.data.prepare.filters.c4 import c4_paragraphs, c4_quality
+from shardwise.data.prepare.filters.fineweb import fineweb_quality
+from shardwise.data.prepare.filters.gopher import gopher_quality
+from shardwise.data.prepare.filters.repetition import gopher_repetition
+from shardwise.data.prepare.keyed import Exact, Fuzzy, Shuffle
+from shardwise.data.prepare.privacy import privacy
+from shardwise.data.prepare.words import Document
+
+if TYPE_CHECKING:
+    from shardwise.data.prepare.recipe import Step
+
+Rule = Callable[[Document], str]
+
+RULES: dict[str, Callable[..., str]] = {
+    "gopher_repetition": gopher_repetition,
+    "gopher_quality": gopher_quality,
+    "c4_quality": c4_quality,
+    "c4_paragraphs": c4_paragraphs,
+    "fineweb_quality": fineweb_quality,
+}
+MAPS: dict[str, Callable[..., Rule]] = {"html": html, "language": language, "privacy": privacy}
+"""Functions that make a rule, because it needs something loaded first."""
+SHUFFLES: dict[str, Callable[..., Shuffle]] = {"exact": Exact, "minhash": Fuzzy}
+
+
+def settings_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The keyword arguments of a step."""
+    found = inspect.signature(function).parameters
+    return {name: each for name, each in found.items() if each.kind is each.KEYWORD_ONLY}
+
+
+def rule_of(step: Step) -> Rule:
+    """The function of a step."""
+    if step.kind in RULES:
+        return partial(RULES[step.kind], **step.settings)
+    return MAPS[step.kind](**step.settings)
+
+
+def shuffle_of(step: Step) -> Shuffle:
+    """The comparison of a step."""
+    return SHUFFLES[step.kind](**step.settings)

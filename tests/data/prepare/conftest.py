@@ -1,0 +1,62 @@
+"""A small corpus of all sorts of documents, and a recipe with every kind of step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from data_prepare import documents
+
+RECIPE = """
+[[sources]]
+name = "web"
+paths = ["a.jsonl", "b.jsonl"]
+
+[[sources]]
+name = "more"
+paths = ["c.jsonl"]
+weight = 0.5
+
+[[steps]]
+kind = "gopher_repetition"
+[[steps]]
+kind = "gopher_quality"
+[[steps]]
+kind = "exact"
+[[steps]]
+kind = "c4_quality"
+[[steps]]
+kind = "fineweb_quality"
+[[steps]]
+kind = "minhash"
+[[steps]]
+kind = "privacy"
+"""
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """A folder with 300 documents in three files, and the recipe."""
+    texts = list(documents(300, seed=3))
+    for name, own in (("a", texts[:150]), ("b", texts[150:220]), ("c", texts[220:])):
+        lines = (json.dumps({"text": text}, ensure_ascii=False) for text in own)
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    return tmp_path
+
+
+@pytest.fixture
+def written() -> Callable[[Path], dict[str, bytes]]:
+    """Every file of a prepared folder, but for the two that name the folder."""
+
+    def read(folder: Path) -> dict[str, bytes]:
+        found = {}
+        for path in sorted(folder.rglob("*")):
+            name = str(path.relative_to(folder))
+            if path.is_file() and path.name != "plan.json" and name != "data.toml":
+                found[name] = path.read_bytes()
+        return found
+
+    return read

@@ -1,0 +1,77 @@
+"""All mistakes of a recipe are told at once, each with its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.data.prepare.files import find_files
+from shardwise.data.prepare.recipe import read_recipe
+from shardwise.run.problems import UserError
+
+WRONG = """
+wrods = "simple"
+bad = "maybe"
+longest = 0
+[[sources]]
+name = "we b"
+paths = []
+weight = -1
+[[sources]]
+paths = "x"
+[[steps]]
+kind = "gopher_qualty"
+[[steps]]
+kind = "gopher_quality"
+fewest = 3
+most_words = "many"
+[[steps]]
+kind = "language"
+[tokenizer]
+train = "a lot"
+"""
+
+
+def test_all_mistakes_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(WRONG)
+    with pytest.raises(UserError) as raised:
+        read_recipe(path)
+    said = str(raised.value)
+    for part in (
+        "wrods: is not known; did you mean words?",
+        'bad: "maybe" is not known',
+        "longest: 0 must be at least 1",
+        'sources[0].name: "we b" must be of letters',
+        "sources[0].paths: names no file",
+        "sources[0].weight: -1",
+        'sources[1].paths: "x" is not a list',
+        'steps[0].kind: "gopher_qualty" is not known; did you mean gopher_quality',
+        "steps[1].fewest: gopher_quality has no such setting; did you mean fewest_words",
+        'steps[1].most_words: "many" is not a whole number',
+        "steps[2].keep: language needs it",
+        'tokenizer.train: "a lot" is not a whole number',
+    ):
+        assert part in said, part
+    assert all(problem.where == str(path) for problem in raised.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("[[", "is not TOML"), ("", "sources: is missing"), ("sources = 3", "list of tables")]
+)
+def test_what_is_no_recipe(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=said):
+        read_recipe(path)
+
+
+def test_files_that_are_not_there_or_unknown(tmp_path: Path) -> None:
+    (tmp_path / "x.pdf").write_bytes(b"")
+    path = tmp_path / "recipe.toml"
+    path.write_text('[[sources]]\nname = "a"\npaths = ["none.jsonl", "x.pdf", "*.jsonl.gz"]\n')
+    with pytest.raises(UserError) as raised:
+        find_files(read_recipe(path))
+    assert len(raised.value.problems) == 3
+    assert "of no known kind" in str(raised.value)
