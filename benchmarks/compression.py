@@ -14,6 +14,7 @@ import argparse
 import json
 import tempfile
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from shardwise.plan.trainer.traffic import traffic
-from shardwise.run import Run, run_from_dict
+from shardwise.run import LayoutConfig, Run, run_from_dict
 from shardwise.train.source import TokenSource
 from shardwise.train.step import TrainState
 
@@ -35,9 +36,10 @@ METHODS: dict[str, tuple[dict[str, Any], float]] = {
     "onebit": (dict(compress="onebit", compress_warmup=0.2), 0.01),
     "topk 1%": (dict(compress="topk", compress_density=0.01), 0.03),
     "topk 1%, momentum 0.9": (dict(compress="topk", compress_density=0.01, compress_momentum=0.9), 0.03),
-    "local SGD 13": (dict(sync_every=13, outer_optimizer="average"), 0.03),
-    "DiLoCo 13, int4": (dict(sync_every=13, compress="int4"), 0.03),
-    "streaming DiLoCo 13, int4": (dict(sync_every=13, compress="int4", sync_fragments=2, sync_overlap=1), 0.03),
+    "ZeRO++": (dict(compress_weights="int8", compress_shards="int4"), 0.01),
+    "local SGD 14": (dict(sync_every=14, outer_optimizer="average"), 0.03),
+    "DiLoCo 14, int4": (dict(sync_every=14, compress="int4"), 0.03),
+    "streaming DiLoCo 14, int4": (dict(sync_every=14, compress="int4", sync_fragments=2, sync_overlap=1), 0.03),
     "DiLoCo 100": (dict(sync_every=100), 0.03),
 }
 """Keys of the layout, and how far the loss may be above the uncompressed one's. A warm-up below 1 is a share of the steps."""
@@ -49,12 +51,19 @@ def make_run(method: str, seed: int, steps: int, replicas: int) -> Run:
     if "compress_warmup" in layout:
         layout = layout | dict(compress_warmup=int(layout["compress_warmup"] * steps))
     train = dict(
-        steps=steps, global_batch=16, seq_len=128, lr=3e-3, schedule="linear", warmup=20, final_lr=0.02, seed=seed
+        steps=steps,
+        global_batch=16,
+        seq_len=128,
+        lr=3e-3,
+        schedule="linear",
+        warmup=min(20, steps),
+        final_lr=0.02,
+        seed=seed,
     )
     return run_from_dict(
         dict(
             model=dict(layers=2, hidden=64, heads=4),
-            layout=layout | dict(replicate=replicas),
+            layout=layout | ({"shard": replicas} if method == "ZeRO++" else {"replicate": replicas}),
             train=train | dict(device="cpu", eval_sequences=256, guard="none"),
         )
     )
@@ -79,10 +88,17 @@ def work(rank: int, options: argparse.Namespace, store: str, out: str) -> None:
     dist.destroy_process_group()
 
 
-def sent(method: str, options: argparse.Namespace) -> float:
-    """Bytes to other replicas in a step, in the mean, of the plan."""
-    planned = traffic(make_run(method, 0, options.steps, options.replicas))
-    return sum(planned.bytes["replicate"].values())
+def sent(run: Run) -> float:
+    """Bytes to other replicas or shards in a step, in the mean, of the plan."""
+    planned = traffic(run).bytes
+    return sum(value for axis in ("replicate", "shard") for value in planned.get(axis, {}).values())
+
+
+def fewer(method: str, options: argparse.Namespace) -> float:
+    """How many times less that is than without the method, on the same axis."""
+    run = make_run(method, 0, options.steps, options.replicas)
+    axes = {axis: getattr(run.layout, axis) for axis in ("replicate", "shard")}
+    return sent(replace(run, layout=LayoutConfig(**axes))) / sent(run)
 
 
 def main() -> None:
@@ -104,10 +120,9 @@ def main() -> None:
     print(f"{'method':28} {'loss':>8} {'ratios by seed':>28} {'bound':>7} {'fewer bytes':>12}")
     for method, losses in by_method.items():
         ratios = [losses[seed] / plain[seed] for seed in losses]
-        fewer = sent("none", options) / sent(method, options)
         shown = " ".join(f"{ratio:.4f}" for ratio in ratios)
         mean = sum(losses.values()) / len(losses)
-        print(f"{method:28} {mean:8.4f} {shown:>28} {1 + METHODS[method][1]:7.2f} {fewer:12.1f}")
+        print(f"{method:28} {mean:8.4f} {shown:>28} {1 + METHODS[method][1]:7.2f} {fewer(method, options):12.1f}")
 
 
 if __name__ == "__main__":

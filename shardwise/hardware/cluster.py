@@ -41,6 +41,7 @@ class Cluster:
     in_switch: bool = False  # the fast link's switch reduces (NVLink SHARP)
     sharp: bool = False  # the network's switches reduce too
     profile: Any = None
+    far: bool = False  # machines are further apart than usual: what ranks tell each other in a step is felt
 
     @property
     def nodes(self) -> int:
@@ -73,6 +74,7 @@ def make_cluster(
     taper: float = 1.0,
     fabric: str = "",
     profile: Any = None,
+    latency_ms: float = 0,
 ) -> Cluster:
     """`nodes` machines of a chip; 0 or "" is the usual value of that chip."""
     chip = find_chip(chip_name) if isinstance(chip_name, str) else chip_name
@@ -107,7 +109,8 @@ def make_cluster(
         intra=intra_gbs * GB or chip.intra,
         inter=inter_gbs * GB or chip.inter,
         intra_latency=fitted["hop"],
-        inter_latency=fitted["inter_hop"] * (ETHERNET_LATENCY if kind == "ethernet" else 1.0),
+        inter_latency=latency_ms * 1e-3 or fitted["inter_hop"] * (ETHERNET_LATENCY if kind == "ethernet" else 1.0),
+        far=latency_ms > 0,
         kind=kind,  # type: ignore[arg-type]
         taper=taper,
         pod=POD_NODES * per_node,

@@ -12,7 +12,8 @@ once a step: 2(r-1)/r of G/z. Routed experts likewise, with z / e ranks (`expert
 where one of their dimensions divides: they are cut along the first that does, since a rank may hold fewer experts than there are
 ranks. Along another than the first they are copied once more as they are gathered, and their gradients before the sum.
 The matrices of fp8 GEMMs are gathered in fp8 (`fp8_all_gather.py`).
-Replicas that compress what they send each other are left to `compress/`: nothing here knows of them then.
+Both ways may be in fewer bits (`compress/sharded.py`). Replicas that compress what they send each other are left to `compress/`:
+nothing here knows of them then.
 Gradients are added, not averaged: the loss is already divided by the tokens of the whole batch.
 """
 
@@ -32,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardwise.model.moe import MoE
 from shardwise.model.transformer import Block, Transformer
 from shardwise.parallel.collectives import Group
+from shardwise.parallel.compress.sharded import QuantizedAllGather, QuantizedReduceScatter
 from shardwise.parallel.fp8_all_gather import Scales, enable_fp8_all_gather
 from shardwise.parallel.mesh import Mesh
 from shardwise.run import Run
@@ -116,6 +118,11 @@ class Sharder:
         # Plain sums: by default a factor is given to the transport, and gloo takes none, not even 1.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        layout = self.run.layout
+        if layout.compress_weights != "none" and not self.frozen:
+            module.set_custom_all_gather(QuantizedAllGather(layout.compress_weights))  # type: ignore[arg-type]
+        if layout.compress_shards != "none" and not self.frozen:
+            module.set_custom_reduce_scatter(QuantizedReduceScatter(layout.compress_shards))  # type: ignore[arg-type]
 
     def _along(self, experts: nn.Parameter) -> Shard:
         """How the matrices of experts are cut."""

@@ -50,10 +50,28 @@ def _sync_rules(run: Run) -> Iterator[Rule]:
                lambda: "goes with learning from fixed data: the answers of grpo are made by all replicas together")
 
 
+def _shard_rules(run: Run) -> Iterator[Rule]:
+    """What `layout.compress_weights` and `layout.compress_shards` ask of the rest."""
+    lay, train = run.layout, run.train
+    for name, what in (("compress_weights", "parameters"), ("compress_shards", "gradients")):
+        used = getattr(lay, name) != "none"
+        yield Rule(used & (lay.shard * lay.context == 1), f"layout.{name}", ("layout.shard", "layout.context"), partial(
+            "is how {} travel between shards, and layout.shard is 1; layout.compress is between replicas".format, what
+        ))
+        yield Rule(used and lay.offload, f"layout.{name}", ("layout.offload",),
+                   lambda: "is computed on the device, and layout.offload keeps shards on the host")
+    weights = lay.compress_weights != "none"
+    yield Rule(weights and train.fp8 != "none", "layout.compress_weights", ("train.fp8",),
+               lambda: f"train.fp8 = {train.fp8} gathers its matrices in fp8 already; use one of the two")
+    yield Rule(weights and run.adapter.kind == "qlora", "layout.compress_weights", ("adapter.kind",),
+               lambda: "has nothing to do where adapter.kind = qlora keeps the matrices in 4 bits")
+
+
 def compress_rules(run: Run) -> Iterator[Rule]:
     """What `layout.compress` asks of the rest. The sizes of the layout may be arrays."""
     lay, train = run.layout, run.train
     yield from _sync_rules(run)
+    yield from _shard_rules(run)
     if lay.compress == "none":
         return
     keeps = lay.compress in KEEPS_ERROR

@@ -270,6 +270,9 @@ class ClusterConfig:
     domain: int = key(0, "devices joined by the fast link, where that is more or less than a machine", least=0)
     intra_gbs: float = key(0.0, "GB/s of a device and direction on the fast link", least=0)
     inter_gbs: float = key(0.0, "GB/s of a device and direction between machines", least=0)
+    latency_ms: float = key(
+        0.0, "milliseconds that a message takes from one machine to another, where that is more than usual", least=0
+    )
     hbm_gbs: float = key(0.0, "GB/s of a device's memory, where it is not the catalogue's", least=0)
     power_w: float = key(0.0, "watts a device is capped at", least=0)
     fabric: Literal["", "rail", "fat-tree", "ethernet", "torus"] = key("", "how machines are joined")

@@ -67,6 +67,12 @@ class LayoutConfig:
         most=0.99,
     )
 
+    compress_weights: Literal["none", "int8", "fp8", "int4"] = key(
+        "none", "how parameters travel between shards as they are gathered (ZeRO++: int8)"
+    )
+    compress_shards: Literal["none", "int8", "fp8", "int4"] = key(
+        "none", "how gradients travel between shards as they are reduced (ZeRO++: int4)"
+    )
     sync_every: int = key(
         1,
         "steps that replicas train by themselves between two exchanges of what they learned (local SGD, DiLoCo); 1: gradients in "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import compress_reference
@@ -13,6 +14,7 @@ from observed import Observed
 from parallel_pool import RankPool
 
 from shardwise.parallel.compress.exchange import make_compressor
+from shardwise.parallel.compress.sharded import QuantizedAllGather, QuantizedReduceScatter
 from shardwise.run import LayoutConfig
 
 SHAPES = [(40, 24), (7,), (3, 20, 30), (1,), (300,), (5, 5)]
@@ -101,6 +103,12 @@ LAYOUTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("dense", dict(replicate=3, compress="fp8"), dict(global_batch=6)),
     ("mixture", dict(replicate=2, shard=2, compress="powersgd"), {}),
     ("dense", dict(replicate=2, context=2, compress="onebit", compress_warmup=1), {}),
+    ("mixture", dict(shard=2, expert=2, compress_weights="int8", compress_shards="int4"), {}),
+    (
+        "dense",
+        dict(pipeline=2, shard=2, zero=2, compress_weights="int4", compress_shards="fp8"),
+        dict(dtype="bfloat16"),
+    ),
     ("latent", dict(replicate=2, shard=2, zero=1, compress="topk", compress_momentum=0.5), {}),
 ]
 
@@ -115,3 +123,29 @@ def test_layouts_send_and_keep_what_the_plan_says(
     observed.assert_holds_what_the_plan_says()
     if observed.run.layout.compress_density == 1.0:  # everything is sent
         observed.assert_trains_as_one_process()
+
+
+def gather_and_reduce(rank: int, method: str) -> tuple[np.ndarray, np.ndarray]:
+    """What a rank makes of the shards of all, and its shard of the sum of their gradients."""
+    group = dist.group.WORLD
+    assert group is not None
+    shard, whole = torch.from_numpy(uneven(rank, 700)), torch.from_numpy(uneven(10 + rank, 3 * 700))
+    gathered, reduced = torch.empty(3 * 700, dtype=torch.float64), torch.empty(700, dtype=torch.float64)
+    QuantizedAllGather(method)(gathered, shard, group)
+    QuantizedReduceScatter(method)(reduced, whole, group, dist.ReduceOp.SUM)
+    return gathered.numpy(), reduced.numpy()
+
+
+def uneven(seed: int, length: int) -> np.ndarray:
+    generator = np.random.default_rng(seed)
+    return generator.standard_normal(length) * 10.0 ** generator.integers(-3, 2, length)
+
+
+@pytest.mark.parametrize("method", ["int8", "fp8", "int4"])
+def test_shards_are_gathered_and_reduced_as_in_one_process(ranks: RankPool, method: str) -> None:
+    rounded = functools.partial(compress_reference.rounded, method)
+    weights = np.concatenate([rounded(uneven(rank, 700)) for rank in range(3)])
+    parts = [[rounded(part) for part in uneven(10 + rank, 3 * 700).reshape(3, 700)] for rank in range(3)]
+    for rank, (gathered, reduced) in enumerate(ranks.run(3, gather_and_reduce, method)):
+        np.testing.assert_allclose(gathered, weights, rtol=1e-12)
+        np.testing.assert_allclose(reduced, sum(part[rank] for part in parts), rtol=1e-12, atol=1e-12)

@@ -46,6 +46,7 @@ def test_all_mistakes_are_reported_at_once_with_file_and_key(tmp_path: Path) -> 
 LATENT = ("model.attention=latent", "model.kv_rank=8", "model.nope_dim=8", "model.v_dim=8")
 MIXTURE = ("model.experts=4", "model.experts_per_token=1")
 RARELY = ("layout.replicate=2", "layout.sync_every=4")
+QUANTIZED = ("layout.compress_weights=int8", "layout.shard=2")
 ONEBIT = ("layout.compress=onebit", "layout.replicate=2", "layout.compress_warmup=2")
 
 
@@ -122,6 +123,10 @@ ONEBIT = ("layout.compress=onebit", "layout.replicate=2", "layout.compress_warmu
         ([*RARELY, "train.dtype=float16"], "layout.sync_every", "one loss scale"),
         ([*RARELY, "train.guard=rollback"], "layout.sync_every", "decided by all"),
         ([*RARELY, *MIXTURE, "model.router=sigmoid"], "layout.sync_every", "selection biases"),
+        (["layout.compress_weights=int8"], "layout.compress_weights", "between replicas"),
+        (["layout.compress_shards=int4", "layout.shard=2", "layout.offload=true"], "layout.compress_shards", "on the host"),
+        ([*QUANTIZED, "train.dtype=bfloat16", "train.fp8=rowwise"], "layout.compress_weights", "in fp8 already"),
+        ([*QUANTIZED, "adapter.kind=qlora"], "layout.compress_weights", "in 4 bits"),
         (["layout.zero=4"], "layout.zero", "not one of 1, 2, 3"),
         ([*MIXTURE, "layout.tensor=4", "model.expert_ffn=6", "layout.expert_tensor=true"], "layout.expert_tensor", "not divide"),
         (["layout.expert=2", "layout.shard=2"], "layout.expert", "the model has none"),

@@ -13,7 +13,10 @@ from shardwise.hardware import Collective, collective_seconds, memory_seconds
 from shardwise.plan.cost.job import Job, Number
 from shardwise.plan.cost.ops import span
 from shardwise.run.compression import BITS, BLOCK, INDEX, block_bytes
+from shardwise.run.coordinates import group_span
 
+SUM = 8.0
+"""Bytes of the loss and of the norm, which are float64."""
 PASSES = {"none": 9.0, "int8": 8.0, "fp8": 8.0, "int4": 8.0, "onebit": 14.0, "topk": 10.0, "powersgd": 8.0}
 """How often a gradient is read or written while it is compressed and added up, about; as written in `parallel/compress`, and with
 "none" what is exchanged once in a while, as in `parallel/outer.py`."""
@@ -43,6 +46,21 @@ def exchange_seconds(job: Job, numel: Number) -> Number:
     else:
         seconds = sent("all_reduce", numel * width)
     return (seconds + work) * (np.asarray(lay.replicate) > 1) / lay.sync_every
+
+
+def agreement_seconds(job: Job) -> Number:
+    """Seconds that ranks wait to learn of each other's loss and norm, where their machines are far apart; elsewhere they are among
+    what does not scale with the work. Replicas that rarely speak do not wait for each other."""
+    lay = job.layout
+    if not job.cluster.far:
+        return 0.0
+    group = "replica" if lay.sync_every > 1 else "world"
+    return collective_seconds(job.cluster, "all_reduce", 2 * SUM, *group_span(lay, group))
+
+
+def quantized_width(method: str, plain: float) -> float:
+    """Bytes of a value between shards, in the mean."""
+    return plain if method == "none" else block_bytes(method) / BLOCK
 
 
 def hidden_seconds(job: Job, passes: Number) -> Number:

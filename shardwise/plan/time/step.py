@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwise.hardware import Collective, collective_seconds, memory_seconds
-from shardwise.plan.cost.compression import exchange_seconds, hidden_seconds
+from shardwise.plan.cost.compression import agreement_seconds, exchange_seconds, hidden_seconds, quantized_width
 from shardwise.plan.cost.constants import Constants, constants_of
 from shardwise.plan.cost.job import Job, Number
 from shardwise.plan.cost.ops import span
@@ -76,7 +76,11 @@ def data_seconds(job: Job, held: LocalNumel, layers: tuple[Number, Number]) -> D
         if lay.replicas_apart
         else collective_seconds(cluster, "all_reduce", own * reduced, *span(job, "replicate"))
     )
-    gather, scatter = sharded("all_gather", framework.gather_bytes), sharded("reduce_scatter", reduced)
+    gather = sharded("all_gather", quantized_width(lay.compress_weights, framework.gather_bytes))
+    if lay.compress_shards == "none":
+        scatter = sharded("reduce_scatter", reduced)
+    else:
+        scatter = sharded("all_to_all", quantized_width(lay.compress_shards, 0.0) * learned)
     update = memory_seconds(cluster.chip, own * learned * OPTIMIZER_BYTES), *muon_seconds(job, *layers)
     every = scatter if framework.reduce_every_microbatch and lay.zero >= 2 else 0.0 * scatter
     once = replicas + scatter - every
@@ -158,6 +162,7 @@ def tail_seconds(job: Job, own: Passes, data: DataSeconds, constants: Constants)
     # Muon's matrices are gathered one by one, and each is waited for.
     passes = job.accumulation * (own.forward + own.backward_input + own.backward_weight)
     once = once + np.maximum(constants["data"] * data.apart - hidden_seconds(job, passes), 0.0)
+    once = once + agreement_seconds(job)
     return once + gather + constants["data"] * data.muon_shards + constants["tensor"] * data.muon_parts
 
 

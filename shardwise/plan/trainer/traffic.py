@@ -27,6 +27,7 @@ from shardwise.plan.trainer.ends import ends, own_numel, pipeline
 from shardwise.plan.trainer.rank import SCALE, PlannedParameter, PlannedRank, Stage, reference_run
 from shardwise.plan.trainer.wire import SUM, Groups, Times, Wire
 from shardwise.run import Run
+from shardwise.run.compression import block_bytes, blocks_of
 from shardwise.run.derive import accepted_choices, forward_passes, uses_fp8_gemm
 
 INTEGER = 8
@@ -141,12 +142,25 @@ def _sharded(wire: Wire, parameters: Sequence[PlannedParameter], units: int, gat
     for group in ("zero", "expert_shard"):
         unit, ranks = [p for p in parameters if p.group == group], planned.size(group)
         if unit:
-            gradients = sum(p.shard_numel(ranks) for p in unit if p.learns) * planned.reduce_width
-            wire.all_gather(group, sum(planned.gathered_shard(p, ranks) for p in unit), units * gathers)
+            learned = sum(p.shard_numel(ranks) for p in unit if p.learns)
+            gradients = learned * planned.reduce_width
+            wire.all_gather(group, gathered_bytes(wire, unit, ranks), units * gathers)
             if gradients and not wire.forward_only:
-                wire.reduce_scatter(group, gradients, units * (1 if once else run.accumulation))
+                times, method = units * (1 if once else run.accumulation), run.layout.compress_shards
+                if method == "none":
+                    wire.reduce_scatter(group, gradients, times)
+                else:  # `compress/sharded.py`
+                    wire.all_to_all(group, ranks * blocks_of(learned) * block_bytes(method), times)
                 if planned.sharding_replicas > 1:
                     wire.all_reduce("replicate", gradients, units)
+
+
+def gathered_bytes(wire: Wire, unit: Sequence[PlannedParameter], ranks: int) -> int:
+    """Bytes of a shard of these parameters, which are gathered together."""
+    method = wire.planned.run.layout.compress_weights
+    if method == "none" or wire.frozen:
+        return sum(wire.planned.gathered_shard(p, ranks) for p in unit)
+    return blocks_of(sum(p.shard_numel(ranks) for p in unit)) * block_bytes(method)
 
 
 def _unused_prefetch(wire: Wire, stage: Stage) -> None:
@@ -158,9 +172,10 @@ def _unused_prefetch(wire: Wire, stage: Stage) -> None:
     """
     planned = wire.planned
     kept = planned.run.layout.zero < 3 and planned.splits_backward
-    shard = planned.prefetched_shard(stage)
-    if shard and not kept and stage.number in planned.dry_stages:
-        wire.all_gather("zero", shard)
+    if planned.prefetched_shard(stage) and not kept and stage.number in planned.dry_stages:
+        layer = planned.layer_parameters(planned.run.model.is_moe(stage.layers[-1]))
+        unit = [p for p in layer if p.group == "zero"]
+        wire.all_gather("zero", gathered_bytes(wire, unit, planned.size("zero")))
 
 
 def _in_order(planned: PlannedRank, stage: Stage) -> Iterator[PlannedParameter]:

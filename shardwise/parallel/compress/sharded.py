@@ -1,0 +1,78 @@
+"""ZeRO++ (Wang et al. 2023): what `fully_shard` sends, in blocks of few bits.
+
+Weights (qwZ): a rank quantises its shard of a layer before the all-gather, and all ranks, itself too, compute with what it stands
+for; the parameters that the optimizer updates stay as they are. Gradients (qgZ): whole gradients are quantised, dealt out by one
+all-to-all and added in the dtype of the sum, so that each is rounded once. Bytes a rank sends are those of the all-gather and the
+reduce-scatter in BITS/8 + 4/256 bytes a value, the values of a layer padded to blocks of 256. Nothing is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.parallel.compress.codecs import CODECS, from_bytes, to_bytes
+from shardwise.run.compression import BLOCK, blocks_of
+
+
+class _Quantized:
+    """What `fully_shard` asks of a collective of someone else's: memory, and the collective."""
+
+    def __init__(self, method: str) -> None:
+        self.codec = CODECS[method]
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def encoded(self, rows: Tensor) -> Tensor:
+        """Rows of values as bytes, [rows x blocks, bytes]."""
+        count, length = rows.shape
+        blocks = torch.zeros(count, blocks_of(length) * BLOCK, dtype=at_least_float32(rows.dtype), device=rows.device)
+        blocks[:, :length] = rows
+        counts = torch.full((count * blocks_of(length),), BLOCK, device=rows.device)
+        return to_bytes(self.codec, blocks.view(-1, BLOCK), counts)
+
+    def decoded(self, sent: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+        """Rows of so many values again."""
+        values = from_bytes(self.codec, sent, at_least_float32(dtype))
+        return values.view(-1, blocks_of(length) * BLOCK)[:, :length].to(dtype)
+
+
+class QuantizedAllGather(_Quantized):
+    """All shards of a layer's weights."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        length, ranks = input_tensor.numel(), group.size()
+        if ranks == 1:
+            output_tensor.copy_(input_tensor)
+            return
+        mine = self.encoded(input_tensor.view(1, -1))
+        every = mine.new_empty(ranks * len(mine), mine.shape[1])
+        dist.all_gather_into_tensor(every, mine, group=group)
+        output_tensor.view(ranks, length).copy_(self.decoded(every, length, output_tensor.dtype))
+
+
+class QuantizedReduceScatter(_Quantized):
+    """This rank's shard of the sum of a layer's gradients."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        ranks, length = group.size(), output_tensor.numel()
+        sent = self.encoded(input_tensor.view(ranks, length))
+        arrived = torch.empty_like(sent)
+        dist.all_to_all_single(arrived, sent, group=group)
+        output_tensor.zero_()
+        for part in arrived.chunk(ranks):
+            output_tensor += self.decoded(part, length, output_tensor.dtype)[0]
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that values are scaled in."""
+    return torch.promote_types(dtype, torch.float32)

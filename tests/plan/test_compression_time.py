@@ -1,0 +1,52 @@
+"""The planned time of compressed and rare exchanges between machines that are far apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardwise.plan.plan import plan
+from shardwise.run import run_from_dict
+
+FAR = dict(chip="h100", nodes=2, devices_per_node=8, inter_gbs=0.1, latency_ms=20.0)
+
+
+def seconds(cluster: dict[str, Any] = FAR, **layout: Any) -> float:
+    """Of a step of an 8B model on two machines."""
+    run = run_from_dict(
+        dict(
+            model=dict(preset="llama3-8b"),
+            layout=dict(shard=8, replicate=2) | layout,
+            train=dict(dtype="bfloat16", global_batch=16, seq_len=2048),
+            cluster=cluster,
+        )
+    )
+    return plan(run).account.step_seconds
+
+
+def test_fewer_bits_take_less_time_where_the_network_is_slow() -> None:
+    ordered = [seconds(compress=method, compress_warmup=10) for method in ("int8", "int4", "onebit")]
+    assert seconds() > ordered[0] > ordered[1] > ordered[2]
+    # Nearly all of these steps is the exchange: 4 bytes of a gradient against 260/256 and 132/256.
+    assert seconds() / ordered[0] == pytest.approx(4 * 256 / 260, rel=0.1)
+    assert ordered[0] / ordered[1] == pytest.approx(260 / 132, rel=0.1)
+
+
+def test_a_rare_exchange_counts_in_the_mean_of_its_steps() -> None:
+    alone = seconds(sync_every=10**6)
+    ten, hundred = seconds(sync_every=10), seconds(sync_every=100)
+    assert ten - alone == pytest.approx(10 * (hundred - alone), rel=0.01)
+    assert seconds(sync_every=10, sync_overlap=9) < ten
+
+
+def test_replicas_that_rarely_speak_do_not_wait_for_the_distance() -> None:
+    near = FAR | dict(latency_ms=0.0)
+    far = seconds(sync_every=10**6)
+    assert far == pytest.approx(seconds(near, sync_every=10**6), rel=0.01)
+    assert seconds(compress="onebit", compress_warmup=1) - seconds(near, compress="onebit", compress_warmup=1) > 0.04
+
+
+def test_shards_in_fewer_bits_take_less_time() -> None:
+    apart = dict(shard=16, replicate=1)
+    assert seconds(**apart, compress_weights="int8", compress_shards="int4") < 0.6 * seconds(**apart)
