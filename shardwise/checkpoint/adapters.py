@@ -19,7 +19,7 @@ from shardwise.model.adapters import row_lengths
 from shardwise.model.nf4 import dequantize_reference, quantize
 from shardwise.run import Problem, Run, UserError, read_run
 from shardwise.run.adapter_config import NF4_BLOCK
-from shardwise.run.parameters import find_parameter, layer_parameters
+from shardwise.run.parameters import HEAD, find_parameter, last_parameters, layer_parameters
 
 BASE = "base"
 """Of a checkpoint's counters: where the base lies, and what it holds."""
@@ -77,12 +77,16 @@ class MergedReader(Reader):
     """The tensors of a base with adapters merged into them."""
 
     def __init__(self, base: Reader, adapters: Reader, run: Run) -> None:
-        super().__init__(base.folder, base.shards, base.progress)
+        learned = {HEAD: adapters.shards[HEAD]} if HEAD in adapters else {}  # of a reward model, beside its adapters
+        super().__init__(base.folder, base.shards | learned, base.progress)
         self.base, self.adapters, self.run, self.adapter = base, adapters, run, run.adapter
         self.made = "", torch.empty(0)  # the last matrix that was kept in 4 bits
 
     def read_into(self, values: Tensor, name: str, offset: Sequence[int]) -> None:
         """A box of a tensor, merged."""
+        if name in self.adapters:
+            self.adapters.read_into(values, name, offset)
+            return
         found = factor_names(name)
         if found[0] not in self.adapters:
             self._read_base(values, name, offset)
@@ -140,7 +144,8 @@ def is_adapter(folder: Path) -> bool:
 
 
 def adapter_shapes(run: Run) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of a run's adapters."""
+    """The names and shapes of a run's adapters, and of the head that a reward model learns beside them."""
     model = run.model
     tables = {n: layer_parameters(model, model.is_moe(n), run.adapter) for n in range(model.layers)}
-    return {f"layers.{n}.{e.name}": e.shape for n, table in tables.items() for e in table if not e.frozen}
+    head = {e.name: e.shape for e in last_parameters(model, run.adapter) if not e.frozen}
+    return {f"layers.{n}.{e.name}": e.shape for n, table in tables.items() for e in table if not e.frozen} | head

@@ -170,7 +170,9 @@ def read_model(state: Network, reader: Reader, prefix: str = "") -> None:
         if not adapters and each.entry.init == "magnitude":
             lengths = row_lengths(_rounded(state, reader.get(matrix_of(each.name))))
             local(each.parameter.detach()).copy_(local_slice(lengths, each.cuts, state.mesh))
-        if state.run.adapter.used and each.entry.frozen == adapters:
+        if state.run.adapter.used and (
+            each.entry.frozen if adapters else each.name not in reader and not each.entry.dtype
+        ):
             continue
         if each.entry.dtype:
             local(each.parameter.detach()).copy_(local_slice(in_4_bits.part(each.name), each.cuts, state.mesh))

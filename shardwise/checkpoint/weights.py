@@ -17,10 +17,8 @@ from shardwise.model.quantized.rounding import round_matrix
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.inference import Peers, build_share
 from shardwise.run import ModelConfig, Problem, Run, UserError, read_run
-from shardwise.run.parameters import find_parameter
+from shardwise.run.parameters import HEAD, find_parameter
 from shardwise.run.weights import FORMATS, WeightFormat, form_of, is_reduced
-
-HEAD = "head.weight"
 
 
 def load_model(

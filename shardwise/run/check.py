@@ -75,8 +75,6 @@ def _objective_rules(run: Run) -> Iterator[Rule]:
     aims = rewards or (kind == "dpo" and run.objective.loss == "sigmoid")
     yield Rule(run.objective.margins and not aims, "objective.margins", ("objective.kind", "objective.loss"),
                lambda: f"{kind} aims at no margin of a pair's own; reward does, and dpo with the sigmoid")
-    yield Rule(rewards and run.adapter.used, "objective.kind", ("adapter.kind",),
-               lambda: "reward learns a head of its own, which adapters leave frozen; use adapter.kind = none")
     yield Rule(rewards and run.train.invariant, "objective.kind", ("train.invariant",),
                lambda: "reward has no log-probabilities that a server could give too; leave train.invariant off")
 

@@ -39,6 +39,9 @@ def shard_length(length: int, ranks: int, rank: int) -> int:
     return stop - start
 
 
+HEAD = "head.weight"
+
+
 @dataclass(frozen=True)
 class Parameter:
     """One parameter of the whole model."""
@@ -112,7 +115,7 @@ def _table(model: ModelConfig, where: str, adapter: AdapterConfig) -> tuple[Para
         entries = _layer(model, where == "moe")
     else:
         entries = _first(model) if where == "first" else _last(model)
-    return tuple(_with_adapters(entries, adapter))
+    return tuple(_with_adapters(entries, adapter, (HEAD,) if model.scores else ()))
 
 
 def _layer(model: ModelConfig, moe: bool) -> tuple[Parameter, ...]:
@@ -142,7 +145,7 @@ def last_parameters(model: ModelConfig, adapter: AdapterConfig = NO_ADAPTER) -> 
 
 def _last(model: ModelConfig) -> tuple[Parameter, ...]:
     dim = None if model.scores else 0
-    head = Parameter("head.weight", (model.head_rows, model.hidden), "head", multiplied=True, tensor_dim=dim)
+    head = Parameter(HEAD, (model.head_rows, model.hidden), "head", multiplied=True, tensor_dim=dim)
     return (*_norm(model, "norm"), *(() if model.tied_embeddings else (head,)))
 
 
@@ -161,13 +164,16 @@ def _index(model: ModelConfig, where: str, adapter: AdapterConfig) -> dict[str, 
     return {entry.name: entry for entry in entries}
 
 
-def _with_adapters(entries: Iterable[Parameter], adapter: AdapterConfig) -> Iterator[Parameter]:
-    """Parameters frozen, and with the two factors of each adapter behind its matrix and bias: A from the matrix's columns to the
-    rank, B from there to its rows. What cuts the columns cuts A, what cuts the rows cuts B, and the other factor is whole."""
+def _with_adapters(
+    entries: Iterable[Parameter], adapter: AdapterConfig, learned: tuple[str, ...] = ()
+) -> Iterator[Parameter]:
+    """Parameters frozen, but for those `learned` whole, and with the two factors of each adapter behind its matrix and bias: A from
+    the matrix's columns to the rank, B from there to its rows. What cuts the columns cuts A, what cuts the rows cuts B; the other
+    factor is whole."""
     waiting: list[Parameter] = []
     entries = list(entries)
     for entry, following in zip(entries, [*entries[1:], None], strict=True):
-        if not adapter.used:
+        if not adapter.used or entry.name in learned:
             yield entry
             continue
         matrix = entry.name.removesuffix(".weight")

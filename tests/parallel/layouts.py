@@ -158,6 +158,9 @@ SMALL_EDGES: list[Drawn] = [
     ("tied", dict(tensor=2, context=2), dict(objective="reward")),
     ("mixture", dict(pipeline=2, shard=2, expert=2), dict(objective="reward")),
     ("dense", dict(pipeline=2, tensor=2), dict(objective="kto")),
+    # The head of scores is learned beside adapters.
+    ("tied", dict(tensor=2, shard=2), LOW_PRECISION | dict(objective="reward", adapter="lora")),
+    ("dense", dict(pipeline=2, context=2), dict(objective="reward", adapter="lora")),
     ("dense", dict(context=2, shard=2), dict(objective="dpo margins")),
     # And with a teacher of other sizes, which has experts.
     ("dense", dict(tensor=2, shard=2), dict(objective="distill")),

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise.checkpoint.huggingface.convert import to_hf
 from shardwise.checkpoint.resume import load_weights
 from shardwise.checkpoint.weights import load_model
 from shardwise.data.batches import IGNORE_INDEX, Batch
@@ -23,7 +22,6 @@ from shardwise.data.mismatch import mismatched
 from shardwise.data.open import open_data
 from shardwise.data.shards import TokenSet
 from shardwise.run import Run, UserError, run_from_dict
-from shardwise.run.write import to_toml
 from shardwise.serve.prepare import check_served
 from shardwise.train import loop
 from shardwise.train.metrics import read_metrics
@@ -372,13 +370,7 @@ def test_sets_without_pairs_or_verdicts_are_refused() -> None:
             open_data(replace(run, model=replace(run.model, vocab=300)))
 
 
-def test_a_reward_model_is_neither_served_nor_written_as_a_language_model(tmp_path: Path) -> None:
+def test_a_reward_model_is_not_served() -> None:
     run = run_from_dict(dict(model=dict(layers=1, hidden=16, heads=2, vocab=32), objective=dict(kind="reward")))
     with pytest.raises(UserError, match=r"model\.scores.*is a reward model"):
         check_served(run)
-    step = tmp_path / "step-00000001"
-    step.mkdir()
-    (step / "run.toml").write_text(to_toml(run))
-    (step / "manifest.json").write_text("{}")
-    with pytest.raises(UserError, match="only language models"):
-        to_hf(step, tmp_path / "out")

@@ -10,7 +10,15 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from shardwise.checkpoint.huggingface.families import FAMILIES, Family, Keys, family_named, without
+from shardwise.checkpoint.huggingface.families import (
+    FAMILIES,
+    Family,
+    Keys,
+    architecture_of,
+    family_named,
+    gives_scores,
+    without,
+)
 from shardwise.checkpoint.huggingface.rope import read_rope, write_rope
 from shardwise.run import ModelConfig, Problem, UserError, run_from_dict
 
@@ -60,15 +68,16 @@ def model_from_config(values: Keys, where: str = "config.json") -> tuple[ModelCo
         raise UserError(*problems)
     if family.model_type == "deepseek_v3" and model["dense_layers"] == model["layers"]:
         model = without(model, *_MOE_ONLY)
-    return _checked(model, family, where), _training_only(values)
+    return _checked(model, family, where, gives_scores(values)), _training_only(values)
 
 
-def _checked(model: Keys, family: Family, where: str) -> ModelConfig:
+def _checked(model: Keys, family: Family, where: str, scores: bool) -> ModelConfig:
     """The config as a run has it, or what is wrong with it, by the names in the file."""
     positions = model["max_positions"]
     seq_len = min(512, positions) if isinstance(positions, int) and positions > 0 else 512
     try:
-        return run_from_dict({"model": model, "train": {"seq_len": seq_len}}, where).model
+        objective = {"kind": "reward"} if scores else {}
+        return run_from_dict({"model": model, "train": {"seq_len": seq_len}, "objective": objective}, where).model
     except UserError as e:
         names = {f"model.{ours}": theirs for theirs, ours in family.keys.items()}
         raise UserError(*(Problem(p.message, names.get(p.key, p.key), p.where) for p in e.problems)) from None
@@ -108,7 +117,10 @@ def config_from_model(config: ModelConfig, where: str = "") -> tuple[str, Keys]:
     """The architecture in `transformers` that computes what our network does, and the `config.json` that says so, with rotary
     settings in the words of transformers 5 and of 4, which each read their own."""
     family = _family_of(config, where)
-    values: Keys = {"architectures": [family.architecture], "model_type": family.model_type}
+    architecture = architecture_of(family, config.scores)
+    values: Keys = {"architectures": [architecture], "model_type": family.model_type}
+    if config.scores:
+        values |= {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     for theirs, ours in family.keys.items():
         value = getattr(config, ours)
         values[theirs] = None if ours in ("q_rank", "sliding_window") and not value else value
@@ -131,7 +143,7 @@ def config_from_model(config: ModelConfig, where: str = "") -> tuple[str, Keys]:
         values |= {"num_key_value_heads": config.heads, "rope_interleave": True, "num_nextn_predict_layers": 0}
         if not config.experts:
             values["first_k_dense_replace"] = config.layers
-    return family.architecture, values
+    return architecture, values
 
 
 def _family_of(config: ModelConfig, where: str) -> Family:

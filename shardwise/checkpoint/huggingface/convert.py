@@ -118,8 +118,9 @@ def write_run(folder: Path, out: Path, config: ModelConfig, dtype: str, where: s
     """The run that weights belong to. Batch, layout and the like are left to whoever trains it, and derived where they are not
     given."""
     train = {"dtype": dtype, "seq_len": min(512, config.max_positions)}
-    run = run_from_dict({"name": out.resolve().name or "run", "model": asdict(config), "train": train}, where)
-    sections = {"name": run.name, "model": to_dict(run)["model"], "train": train}
+    learns = {"objective": {"kind": "reward"}} if config.scores else {}
+    run = run_from_dict({"name": out.resolve().name or "run", "model": asdict(config), "train": train} | learns, where)
+    sections = {"name": run.name, "model": to_dict(run)["model"], "train": train} | learns
     write_atomically(folder / RUN_FILE, sections_to_toml(sections).encode())
 
 
@@ -143,9 +144,6 @@ def to_hf(
     source, out = checkpoint_folder(checkpoint), Path(out_dir)
     check_free(out)
     config = read_run(source / RUN_FILE).model
-    if config.scores:
-        reason = "is a reward model, and only language models are written as Hugging Face folders"
-        raise UserError(Problem(reason, where=str(source)))
     architecture, values = config_from_model(config, str(source / RUN_FILE))
     shapes = state_shapes(config)
     if is_adapter(source) != merge:

@@ -162,12 +162,31 @@ FAMILIES = (
 )
 
 
-def family_named(values: Keys, where: str) -> Family:
-    """The family that a config says it is."""
-    known = ", ".join(family.architecture for family in FAMILIES)
+CLASSIFIES = "ForSequenceClassification"
+
+
+def gives_scores(values: Keys) -> bool:
+    """Whether a config is that of a model which classifies texts."""
     named = values.get("architectures") or []
+    return isinstance(named, list) and len(named) == 1 and str(named[0]).endswith(CLASSIFIES)
+
+
+def architecture_of(family: Family, scores: bool) -> str:
+    """What transformers calls a model of a family, a language model or one that gives scores."""
+    name = family.architecture
+    return name.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + CLASSIFIES if scores else name
+
+
+def family_named(values: Keys, where: str) -> Family:
+    """The family that a config says it is: of language models, or of reward models with one score."""
+    known = ", ".join(family.architecture for family in FAMILIES)
+    named, scores = values.get("architectures") or [], gives_scores(values)
+    labels = values.get("num_labels", len(values.get("id2label") or (0, 1)))
+    if scores and labels != 1:
+        message = f"is of {labels} labels; of models that classify, only reward models with one score are read"
+        raise UserError(Problem(message, "id2label", where))
     for family in FAMILIES:
-        if named == [family.architecture] or (not named and values.get("model_type") == family.model_type):
+        if named == [architecture_of(family, scores)] or (not named and values.get("model_type") == family.model_type):
             return family
     name = ", ".join(map(str, named)) if isinstance(named, list) and named else values.get("model_type")
     raise UserError(Problem(f"{name} is not a known architecture; known: {known}", "architectures", where))

@@ -29,11 +29,11 @@ from shardwise.checkpoint.writer import Entry, write_weights
 from shardwise.files import write_atomically
 from shardwise.run import AdapterConfig, ModelConfig, Problem, Run, UserError, read_run, run_from_dict, to_dict
 from shardwise.run.adapter_config import MATRICES
-from shardwise.run.parameters import layer_parameters
+from shardwise.run.parameters import HEAD, layer_parameters
 from shardwise.run.write import sections_to_toml
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
+PREFIX, SCORE = "base_model.model.", "score"
 MERGE = "`convert to-hf --merge` merges them"
 OTHER: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
@@ -65,6 +65,10 @@ def to_peft(checkpoint: str | Path, out_dir: str | Path) -> Conversion:
         for ours, theirs in _tensors(link, run.adapter):
             chunks = partial(_theirs, link, reader, ours, ours)
             entries.append(Entry(f"{PREFIX}{theirs}", reader.dtype(ours), shapes[ours], chunks))
+    if run.model.scores:  # which is learned whole, beside them
+        entries.append(
+            Entry(f"{PREFIX}{SCORE}.weight", reader.dtype(HEAD), shapes[HEAD], partial(_whole, reader, HEAD))
+        )
     with new_folder(out) as folder:
         total = write_weights(folder, entries, file_bytes=1 << 62)
         (folder / "model.safetensors").rename(folder / WEIGHTS)
@@ -87,17 +91,27 @@ def from_peft(adapter_dir: str | Path, out_dir: str | Path, base: str | Path = "
         if imports:
             from_hf(named, folder / "base")
         weights = (folder / "base") if imports else checkpoint_folder(named).resolve()
+        scores = config.get("task_type") == "SEQ_CLS"
+        learns = {"objective": {"kind": "reward"}} if scores else {}
         model = read_run(weights / RUN_FILE).model
+        if scores and not model.scores:  # a head of its own, beside the base's language model
+            model = replace(model, scores=True, tied_embeddings=False)
         reader = Reader(source, {_ours_of(t.name): [t] for t in read_header(source / WEIGHTS)})
         adapter = _adapter(config, model, reader)
         final = out.resolve() / "base" if imports else weights
-        run = run_from_dict({"model": asdict(model), "adapter": asdict(adapter), "train": {"weights": str(final)}})
+        run = run_from_dict(
+            {"model": asdict(model), "adapter": asdict(adapter), "train": {"weights": str(final)}} | learns
+        )
         entries = []
         for link in _links(run, str(source)):
             for ours, theirs in _tensors(link, run.adapter):
                 chunks = partial(_ours, link, reader, theirs, ours)
                 entries.append(Entry(ours, reader.dtype(theirs), reader.shape(theirs), chunks))
+        if scores:
+            head = f"{SCORE}.weight"
+            entries.append(Entry(HEAD, reader.dtype(head), reader.shape(head), partial(_whole, reader, head)))
         sections = {"name": out.resolve().name, "model": to_dict(run)["model"], "adapter": to_dict(run)["adapter"]}
+        sections |= learns
         write_atomically(folder / RUN_FILE, sections_to_toml(sections | {"train": {"weights": str(final)}}).encode())
         total = write_weights(folder, entries)
     return Conversion(_called(run), sum(entry.bytes // entry.dtype.itemsize for entry in entries), total, ())
@@ -151,8 +165,13 @@ def _ours(link: Link, reader: Reader, name: str, ours: str) -> Iterator[Tensor]:
     yield link.reordered(values, (link.rotated // 2, 2)) if reorder else values  # type: ignore[attr-defined]
 
 
+def _whole(reader: Reader, name: str) -> Iterator[Tensor]:
+    yield reader.get(name)
+
+
 def _ours_of(name: str) -> str:
     """A tensor's name without what peft puts around it."""
+    name = name.replace(f".{SCORE}.modules_to_save.", f".{SCORE}.")
     return re.sub(r"\.(lora_[AB])\.\w+\.weight$", r".\1.weight", name.removeprefix(PREFIX))
 
 
@@ -160,7 +179,7 @@ def _config(run: Run, modules: list[str], base: str) -> dict[str, Any]:
     adapter = run.adapter
     return dict(
         peft_type="LORA",
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if run.model.scores else "CAUSAL_LM",
         base_model_name_or_path=base,
         inference_mode=True,
         r=adapter.rank,
@@ -171,7 +190,7 @@ def _config(run: Run, modules: list[str], base: str) -> dict[str, Any]:
         use_dora=adapter.kind == "dora",
         bias="none",
         fan_in_fan_out=run.model.position == "learned",
-        modules_to_save=None,
+        modules_to_save=[SCORE] if run.model.scores else None,
         init_lora_weights=True,
     )
 
@@ -180,6 +199,9 @@ def _read_config(source: Path) -> dict[str, Any]:
     if not (source / CONFIG).is_file() or not (source / WEIGHTS).is_file():
         raise UserError(Problem(f"is no folder of peft adapters: it needs {CONFIG} and {WEIGHTS}", where=str(source)))
     config, where = read_json(source / CONFIG), str(source / CONFIG)
+    if config.get("task_type") == "SEQ_CLS":  # where peft names what may be the head
+        saved = [name for name in config.get("modules_to_save") or () if name not in (SCORE, "classifier")]
+        config = config | {"modules_to_save": saved}
     problems = []
     if config.get("peft_type") != "LORA":
         problems.append(Problem(f"is {config.get('peft_type')!r}; only LORA is read", "peft_type", where))
@@ -219,6 +241,8 @@ def _adapter(config: dict[str, Any], model: ModelConfig, reader: Reader) -> Adap
     shapes, expected = adapter_shapes(run), dict[str, tuple[int, ...]]()
     for link in _links(run, where):
         expected |= {theirs: shapes[ours] for ours, theirs in _tensors(link, adapter)}
+    if model.scores:
+        expected[f"{SCORE}.weight"] = shapes[HEAD]
     if problems := compare_shapes(reader, expected, reader.names):
         raise UserError(*problems)
     return adapter

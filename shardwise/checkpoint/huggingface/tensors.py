@@ -146,13 +146,16 @@ def links(config: ModelConfig, ours: Iterable[str], interleaved: bool = True) ->
         table = _OTHERS | _LATENT | ({"attention.q": "self_attn.q_b_proj"} if config.q_rank else {})
     else:
         table = _OTHERS | (_MIXTRAL if config.experts and not config.qk_norm else {})
+    if config.scores:
+        table = table | {"head": "score"}
+    gpt = config.position == "learned"
     for name in ours:
         match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
         if match is None:
             module, leaf = name.rsplit(".", 1)
             yield Link((name,), (f"{table[module]}.{leaf}",))
         else:
-            layer = f"transformer.h.{match[1]}" if table is _GPT else f"model.layers.{match[1]}"
+            layer = f"transformer.h.{match[1]}" if gpt else f"model.layers.{match[1]}"
             yield from _layer_link(config, name, match[2], layer, table, interleaved)
 
 
@@ -164,13 +167,14 @@ def _layer_link(
         yield Stacked((name,), tuple(theirs.format(e) for e in range(config.experts)))
         return
     module, leaf = rest.rsplit(".", 1)
-    if table is _GPT and module in ("attention.q", "attention.k", "attention.v"):
+    gpt = config.position == "learned"
+    if gpt and module in ("attention.q", "attention.k", "attention.v"):
         if module == "attention.q":  # one link serves all three
             fused = tuple(f"{name.removesuffix(f'q.{leaf}')}{letter}.{leaf}" for letter in "qkv")
             yield Fused(fused, (f"{layer}.attn.c_attn.{leaf}",))
         return
     theirs = f"{layer}.{table[module]}.{'e_score_correction_bias' if rest == 'ffn.router.bias' else leaf}"
-    if table is _GPT and leaf == "weight" and not module.endswith("norm"):
+    if gpt and leaf == "weight" and not module.endswith("norm"):
         yield Fused((name,), (theirs,))
     elif config.attention == "latent" and interleaved and module == "attention.q":
         yield Interleaved((name,), (theirs,), config.nope_dim, config.rope_dim)
