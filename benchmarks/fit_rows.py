@@ -2,10 +2,10 @@
 
 A constant belongs to a chip, a link or a family of programs, never to a row (`shardwise/plan/cost/constants.py`). Their logarithms
 are found by weighted least squares on the logarithm of predicted over measured seconds, with a prior that pulls each towards
-0, outliers weighed down (Huber) and large sources held back to the square root of their size. Then each source is left out
+0, outliers weighed down (Huber) and large sources held back. Then each source is left out
 and the rest fitted again; `shardwise validate` predicts a source with the constants that never saw it.
 
-    python benchmarks/fit_rows.py [--rounds 10] [--output shardwise/plan/fitted.json]
+    python benchmarks/fit_rows.py [--rounds 10] [--output shardwise/plan/fitted.json]      # and left_out.json beside it
 """
 
 from __future__ import annotations
@@ -16,23 +16,47 @@ import math
 import statistics
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwise.plan.cost.constants import NAMES, constants_of, groups_of
+from shardwise.plan.cost.constants import BOUNDS, NAMES, constants_of, groups_of, kinds_of, widened
 from shardwise.plan.cost.job import Job
-from shardwise.plan.published.rows import Unsupported, job_of_row, measured_seconds, published
+from shardwise.plan.cost.passes import Passes, passes
+from shardwise.plan.cost.software import mixture
+from shardwise.plan.published.rows import Unsupported, job_of_row, measured_seconds, program_name, published
 from shardwise.plan.published.validate import layer_seconds
-from shardwise.plan.time.step import Prepared, play, prepare, step_time
+from shardwise.plan.time.step import (
+    DataSeconds,
+    Prepared,
+    placement_of,
+    play,
+    prepare,
+    slowdown,
+    step_time,
+    tail_seconds,
+    update_seconds,
+    with_zero,
+)
 from shardwise.schedules import Cost
 
 PRIOR = {"common": 0.3, "group": 0.15}
 """Standard deviations of the logarithms before anything is seen."""
-LOOSE = {"launch": 0.5, "overhead": 1.0, "jitter": 0.7, "contention": 0.7, "exposed": 0.7}
+LOOSE = {"launch": 0.4, "overhead": 1.0, "jitter": 0.4, "contention": 0.7, "exposed": 0.7}
+PART = 0.07
+"""Likewise, of one part of a generation: power and clocks differ, the units are the same."""
+SOURCE = 0.03
+"""Likewise, of one source: what its machines and its people do otherwise."""
+STEP = 0.02
+FEWEST = 15
+"""Rows that a class has to have for an interval of its own."""
+WAYS = ("forward", "backward_input", "backward_weight")
 HUBER = 0.08
-NOISE = 0.07
+NOISE = 0.04
+HELD_BACK = 0.25
+"""By this power of its size a large source counts less."""
 
 
 class Case:
@@ -40,22 +64,45 @@ class Case:
 
     def __init__(self, row: dict[str, Any]) -> None:
         self.row, self.group = row, row["group"]
-        self.job = job_of_row(row).job
+        question = job_of_row(row)
+        self.job, self.assumed = question.job, question.assumed
         self.prepared: Prepared = prepare(self.job)
+        self.others = [(a.chance, prepare(replace(self.job, framework=a.framework))) for a in question.alternatives]
         seconds = measured_seconds(row, self.job)
         if not seconds:
             raise Unsupported("no time measured")
         self.measured = seconds
-        self.groups = groups_of(self.job)
+        self.groups = groups_of(self.job, row["group"])
         self.weight = 1.0 if row.get("complete") and not row.get("suspicious") else 0.25
+        if row.get("repeat_of"):
+            self.weight *= 0.5
+        self.offset = self.spread = 0.0
+        self.of = {
+            name: [name, *(f"{name}/{kind}:{self.groups[kind]}" for kind in kinds_of(name) if self.groups[kind])]
+            for name in NAMES
+        }
+        """The effects that each constant of this row is made of."""
+        kinds, homes = self.prepared.kinds, placement_of(self.job, len(self.prepared.kinds))
+        mine = (tuple(k for k, home in zip(kinds, homes, strict=True) if home == r) for r in range(max(homes) + 1))
+        self.ranks = sorted(set(mine))
+        """The kinds of stages that ranks have together, each combination once."""
 
-    def residual(self, effects: dict[str, float], *, near: bool = False) -> float:
-        """Logarithm of predicted over measured; `near` the effects of the last exact call, without playing the pipeline."""
-        constants = constants_of(self.job, effects)
+    def residual(self, effects: dict[str, float]) -> float:
+        """Logarithm of predicted over measured."""
+        return math.log(self.seconds(constants_of(self.job, effects, self.group)) / self.measured) + self.offset
+
+    def seconds(self, constants: dict[str, float]) -> float:
+        """Predicted, of the likeliest program."""
         if self.row["kind"] == "layer":
-            return math.log(layer_seconds(self.job, constants) / self.measured)
-        play_one = self._near if near and self.job.layout.pipeline > 1 else self._exact
-        return math.log(step_time(self.prepared, constants, play_one).seconds / self.measured)
+            return layer_seconds(self.job, constants)
+        return step_time(self.prepared, constants, self._exact).seconds
+
+    def mix(self, effects: dict[str, float]) -> None:
+        """What the program may do otherwise moves the prediction by its share."""
+        if self.others and self.row["kind"] != "layer":
+            base = self.seconds(constants_of(self.job, effects, self.group))
+            times = [(p, step_time(o, constants_of(o.job, effects, self.group)).seconds) for p, o in self.others]
+            self.offset, self.spread = mixture([(chance, math.log(other / base)) for chance, other in times])
 
     def _exact(self, job: Job, cost: Cost, wire: float) -> float:
         (makespan,) = play(job.layout, [job.microbatches], [cost], [wire])
@@ -70,43 +117,81 @@ class Case:
             return
         makespan, cost, wire = self.last
         parts = [cost.forward, cost.backward_input, cost.backward_weight]
-        self.slopes = []
-        for n, part in enumerate(parts):
-            moved = [[1.01 * v for v in p] if n == m else p for m, p in enumerate(parts)]
-            (longer,) = play(self.job.layout, [self.job.microbatches], [Cost(*moved)], [wire])
-            self.slopes.append((longer - makespan) / (0.01 * sum(part)))
+        costs = [Cost(*parts)]
+        for n in range(3):
+            costs.append(Cost(*([1.01 * v for v in p] if n == m else p for m, p in enumerate(parts))))
+        spans = play(self.job.layout, [self.job.microbatches] * 4, costs, [wire] * 4)
+        self.slopes = [(longer - spans[0]) / (0.01 * sum(part)) for longer, part in zip(spans[1:], parts, strict=True)]
         rest = makespan - sum(g * sum(p) for g, p in zip(self.slopes, parts, strict=True))
         self.wire_slope = rest / wire if wire else 0.0
 
-    def _near(self, job: Job, cost: Cost, wire: float) -> float:
-        parts = (cost.forward, cost.backward_input, cost.backward_weight)
-        return sum(g * sum(p) for g, p in zip(self.slopes, parts, strict=True)) + self.wire_slope * wire
+    def near(self, constants: dict[str, Any]) -> Any:
+        """Seconds near where it was last played, without playing; constants may be arrays. The same as `step_time` otherwise."""
+        if self.row["kind"] == "layer":
+            return layer_seconds(self.job, constants)
+        job, prepared = self.job, self.prepared
+        own = [passes(job, stage, constants) for stage in prepared.stages]
+        zero = [with_zero(p, d, constants, job.framework.zero_overlap) for p, d in zip(own, prepared.data, strict=True)]
+        hop = constants["pipeline"] * prepared.hop
+        blocks = hop if job.framework.pipeline_blocks else 0.0 * hop
+        wire = 0.0 * hop if job.framework.pipeline_blocks else hop
+        counts = [(kind, prepared.kinds.count(kind)) for kind in range(len(zero))]
+        sums = [
+            sum(times * (getattr(zero[kind], name) + add) for kind, times in counts)
+            for name, add in (("forward", blocks), ("backward_input", blocks), ("backward_weight", 0.0))
+        ]
+        if job.layout.pipeline == 1:
+            makespan = job.microbatches * sum(sums)
+        else:
+            makespan = sum(g * total for g, total in zip(self.slopes, sums, strict=True)) + self.wire_slope * wire
+        tails, updates = [], []
+        for mine in self.ranks:
+            data = DataSeconds(*map(sum, zip(*(prepared.data[k] for k in mine), strict=True)))
+            forward, inputs, weights = (sum(getattr(own[k], n) for k in mine) for n in WAYS)
+            work = Passes(forward, inputs, weights, {})
+            tails.append(tail_seconds(job, work, data, constants))
+            updates.append(update_seconds(job, data, constants))
+        whole = makespan + np.maximum.reduce(tails) + np.maximum.reduce(updates) + constants["overhead"]
+        return whole * slowdown(job, constants)
+
+    def slope(self, effects: dict[str, float]) -> tuple[float, dict[str, float]]:
+        """The residual, and how it grows with each constant's logarithm."""
+        constants = constants_of(self.job, effects, self.group)
+        names = [name for name in NAMES if constants[name]]
+        moved = {name: np.full(len(names) + 1, value) for name, value in constants.items()}
+        for n, name in enumerate(names):
+            moved[name][n + 1] *= math.exp(STEP)
+        logs = np.log(self.near(moved))
+        found = dict(zip(names, ((logs[1:] - logs[0]) / STEP).tolist(), strict=True))
+        for name in BOUNDS:  # its effects are those of the odds
+            (low, high), value = BOUNDS[name], constants[name]
+            found[name] *= (value - low) * (high - value) / ((high - low) * value)
+        return float(logs[0]) - math.log(self.measured) + self.offset, found
 
     def names(self) -> set[str]:
         """The effects this row depends on."""
-        own = set(NAMES)
-        for name in list(own):
-            own |= {f"{name}/{kind}:{self.groups[kind]}" for kind in NAMES[name][1] if self.groups[kind]}
-        return own
+        return set().union(*self.of.values())
 
 
 def prior(name: str) -> float:
     base = name.split("/")[0]
+    if "/part:" in name:
+        return PART
+    if "/source:" in name:
+        return SOURCE * (LOOSE.get(base, PRIOR["group"]) / PRIOR["group"])
     return LOOSE.get(base, PRIOR["common" if "/" not in name else "group"])
 
 
 def jacobian(cases: list[Case], names: list[str], effects: dict[str, float]) -> tuple[np.ndarray, np.ndarray]:
-    for case in cases:
+    """Residuals, and how they grow with each effect: with all effects of a constant alike."""
+    at = {name: n for n, name in enumerate(names)}
+    start, columns = np.zeros(len(cases)), np.zeros((len(cases), len(names)))
+    for c, case in enumerate(cases):
+        case.mix(effects)
         case.linearise(effects)
-    start = np.array([case.residual(effects, near=True) for case in cases])
-    columns = np.zeros((len(cases), len(names)))
-    step = 0.02
-    depends = [case.names() for case in cases]
-    for n, name in enumerate(names):
-        moved = effects | {name: effects.get(name, 0.0) + step}
-        for c, case in enumerate(cases):
-            if name in depends[c]:
-                columns[c, n] = (case.residual(moved, near=True) - start[c]) / step
+        start[c], slopes = case.slope(effects)
+        for name, slope in slopes.items():
+            columns[c, [at[effect] for effect in case.of[name]]] = slope
     return start, columns
 
 
@@ -124,7 +209,7 @@ def weights_of(cases: list[Case]) -> np.ndarray:
     sizes: dict[str, int] = defaultdict(int)
     for case in cases:
         sizes[case.group] += 1
-    return np.array([case.weight / math.sqrt(sizes[case.group]) for case in cases])
+    return np.array([case.weight / sizes[case.group] ** HELD_BACK for case in cases])
 
 
 class Fit(NamedTuple):
@@ -136,6 +221,8 @@ class Fit(NamedTuple):
     """For each source, those of all others."""
     without_chip: dict[str, dict[str, float]]
     """For each generation of chips, those of all others."""
+    without_program: dict[str, dict[str, float]]
+    """For each program that rows name, those of all others."""
 
 
 def fit(cases: list[Case], rounds: int) -> Fit:
@@ -165,12 +252,41 @@ def fit(cases: list[Case], rounds: int) -> Fit:
             result[word] = dict(zip(names, left_out.tolist(), strict=True))
         return result
 
-    return Fit(effects, leave_out([c.group for c in cases]), leave_out([c.groups["chip"] for c in cases]))
+    groups, chips = [c.group for c in cases], [c.groups["chip"] for c in cases]
+    return Fit(effects, leave_out(groups), leave_out(chips), leave_out([program_name(c.row) for c in cases]))
 
 
-def spread(residuals: list[float]) -> float:
-    """Within this, 8 of 10 lie."""
-    return float(np.quantile(np.abs(residuals), 0.8))
+def width_of(cases: list[Case], residuals: list[float]) -> float:
+    """The width of a class: that with which the intervals of its rows, each wider for what was assumed, hold 8 of 10, rows of large
+    sources counting less."""
+    weights = weights_of(cases) / np.array([c.weight for c in cases])
+    low, high = 0.0, 3.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        inside = [abs(r) <= widened(middle, len(c.assumed), c.spread) for c, r in zip(cases, residuals, strict=True)]
+        low, high = (low, middle) if np.average(inside, weights=weights) >= 0.8 else (middle, high)
+    return high
+
+
+def intervals(cases: list[Case], fit: Fit) -> dict[str, float]:
+    """Widths by class (`classes_of` in `shardwise/plan/cost/constants.py`). A class with few rows takes the wider class' width."""
+    own = [c for c in cases if not c.row.get("suspicious")]
+    left_out = {id(c): c.residual(fit.without[c.group]) for c in own}
+    new_program = {id(c): c.residual(fit.without_program[program_name(c.row)]) for c in own}
+    new_chip = {id(c): c.residual(fit.without_chip[c.groups["chip"]]) for c in own}
+    found: dict[str, list[tuple[Case, float]]] = defaultdict(list)
+    for c in own:
+        kind = "experts" if c.job.model.experts else "dense"
+        for name in (f"{kind} on {c.groups['chip']}", kind, c.row["kind"]):
+            found[name].append((c, left_out[id(c)]))
+        for name, residuals in (("program", new_program), ("chip", new_chip)):
+            found[f"unseen {name}"].append((c, residuals[id(c)]))
+            found[f"{kind}, unseen {name}"].append((c, residuals[id(c)]))
+    result = {}
+    for name, members in found.items():
+        if len(members) >= FEWEST or name in ("dense", "experts", "training", "layer", "unseen program", "unseen chip"):
+            result[name] = width_of([c for c, _ in members], [r for _, r in members])
+    return result
 
 
 def summary(cases: list[Case], effects: dict[str, float]) -> str:
@@ -217,27 +333,25 @@ def main() -> int:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     cases = cases_of([*published("training"), *published("layer"), *published("own")])
-    effects, without, without_chip = fit(cases, args.rounds)
-    table(cases, effects, without)
-    judged = [case for case in cases if case.weight == 1 and case.row["kind"] == "training"]
-    width = spread([case.residual(without[case.group]) for case in judged])
-    chips = {name: [c for c in judged if c.groups["chip"] == name] for name in without_chip}
-    by_chip = {name: [c.residual(without_chip[name]) for c in members] for name, members in chips.items() if members}
-    for name, errors in by_chip.items():
-        print(
-            f"chips of {name} left out: {len(errors)} rows, median {statistics.median(errors):+.3f}, 80% {spread(errors):.3f}"
-        )
-    # A chip nobody has measured is as uncertain as the generation that the others say least about.
-    unseen = max(map(spread, by_chip.values()))
+    found = fit(cases, args.rounds)
+    table(cases, found.effects, found.without)
+    widths = intervals(cases, found)
+    for name, width in widths.items():
+        print(f"interval of {name}: {width:.3f}")
     if args.output:
 
-        def short(values: dict[str, float]) -> dict[str, float]:
-            return {name: round(value, 4) for name, value in values.items() if abs(value) >= 5e-5}
+        def short(values: dict[str, float], *, sources: bool = False) -> dict[str, float]:
+            kept = ((name, round(value, 4)) for name, value in values.items() if sources or "/source:" not in name)
+            return {name: value for name, value in kept if abs(value) >= 1e-3}
 
-        widths = dict(training=width, layer=width, unseen_chip=unseen)
-        content: dict[str, Any] = dict(intervals={name: round(value, 4) for name, value in widths.items()})
-        content |= dict(effects=short(effects), without={group: short(values) for group, values in without.items()})
-        args.output.write_text(json.dumps(content, indent=1) + "\n")
+        def write(path: Path, content: dict[str, Any]) -> None:
+            path.write_text(json.dumps(content, indent=1) + "\n")
+
+        rounded = {name: round(value, 4) for name, value in widths.items()}
+        write(args.output, dict(intervals=rounded, effects=short(found.effects, sources=True)))
+        others = ("without", "without_program")
+        content = {name: {word: short(v) for word, v in getattr(found, name).items()} for name in others}
+        write(args.output.with_name("left_out.json"), content)
     return 0
 
 

@@ -31,11 +31,11 @@ ROOMS: list[list[str]] = [
     ["trainer"],
     ["time"],
     ["plan"],
-    ["search", "serving"],
+    ["as_program", "search", "serving"],
     ["figures"],
     ["published", "budget"],
 ]
-"""The rooms of `plan/`, from the ground up; `plan` and `figures` are files."""
+"""The rooms of `plan/`, from the ground up; `plan`, `as_program` and `figures` are files."""
 WITHOUT_TORCH = (
     "files",
     "labels",

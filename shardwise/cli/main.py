@@ -31,6 +31,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "compare plan and run, account by account; --dry: one rank of any job, without data",
     ),
     "validate": ("shardwise.cli.validate", "predict published measurements and print the errors"),
+    "gallery": ("shardwise.cli.gallery", "tables of papers, as published and as planned, side by side"),
     "bench": ("shardwise.cli.bench", "measure this machine into a profile for the planner"),
     "serve": ("shardwise.cli.serve", "a checkpoint behind OpenAI's HTTP API"),
     "load": ("shardwise.cli.load", "measure how fast a server of that API answers"),

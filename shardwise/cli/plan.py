@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shardwise.plan.plan import Plan
     from shardwise.plan.search import SearchResult
     from shardwise.plan.serving.rollouts import RolloutPlan
+    from shardwise.run import Run
 
 HELP = """Predict a run: does it fit, how fast is it, where does the time go, what does it cost. With layout = "auto" in the run,
 search for the best layouts. With serve.rate or serve.concurrency, what that load will see of a serving engine."""
@@ -27,6 +28,12 @@ SHOWN_MICROBATCHES = 24
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the verb."""
     parser.add_argument("run", nargs="?", help="the run, a TOML file")
+    parser.add_argument(
+        "--as",
+        dest="program",
+        metavar="PROGRAM[:key=value,…]",
+        help="as another program would run it: megatron-lm, nemo, torchtitan, deepspeed, … (docs/planning.md)",
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument(
         "--html", type=new_file, metavar="FILE", help="also write a page with charts, which works offline"
@@ -73,6 +80,9 @@ def _execute(args: argparse.Namespace) -> int:
     if args.out and args.pick is None:
         raise UserError(Problem("is the file of --pick N; without it no run is written", "--out", "command line"))
     if run.layout.auto:
+        if args.program:
+            what = "plans the layout that is given; a search is for this project's trainer: --pick one of it first"
+            raise UserError(Problem(what, "--as", "command line"))
         from shardwise.plan.search import search
 
         found = search(run, devices=devices, keep=args.keep, max_microbatch=args.max_microbatch)
@@ -84,7 +94,7 @@ def _execute(args: argparse.Namespace) -> int:
     else:
         from shardwise.plan.plan import plan
 
-        found, best = None, plan(run)
+        found, best = None, _planned_as(args, run) if args.program else plan(run)
     if args.trace:
         from shardwise.plan.time.timeline import timeline
         from shardwise.report.perfetto import write_chrome_trace
@@ -110,6 +120,12 @@ def plan_json(best: Plan, found: SearchResult | None, not_set: dict[str, Any]) -
     rollouts = _rollouts(best)
     added = {} if rollouts is None else {"rollouts": rollouts.as_dict()}
     return (found or best).as_dict() | fits | added | {"not_set": not_set}
+
+
+def _planned_as(args: argparse.Namespace, run: Run) -> Plan:
+    from shardwise.plan.as_program import plan_as, read_program
+
+    return plan_as(run, read_program(args.program))
 
 
 def _row(found: SearchResult, number: int) -> Plan:

@@ -29,6 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seen", action="store_true", help="use the constants fitted to all sources, the row's own included"
     )
     parser.add_argument(
+        "--without",
+        choices=("source", "framework"),
+        default="source",
+        help="what is left out of the fit that predicts a row: its source (default), or all rows of its program",
+    )
+    parser.add_argument(
         "--worst", type=at_least(0), default=10, help="rows with the largest errors to list (default 10)"
     )
 
@@ -41,11 +47,16 @@ def execute(args: argparse.Namespace) -> int:
     rows = [row for path in args.rows for row in _read(Path(path))]
     if not args.rows:
         rows = [row for kind in (*KINDS, "own") for row in published(kind)]
-    predictions = validate(rows, leave_out=not args.seen)
+    program = args.without == "framework"
+    if args.seen and program:
+        raise UserError(
+            Problem("leaves rows out, and --seen uses all of them: choose one", "--without", "command line")
+        )
+    predictions = validate(rows, leave_out=not args.seen, program=program)
     if args.json:
         print(json.dumps(_as_json(predictions)))
     else:
-        _print(predictions, args.worst, seen=args.seen)
+        _print(predictions, args.worst, _how(args))
     return 0
 
 
@@ -90,6 +101,8 @@ def summaries(predictions: list[Prediction]) -> dict[str, Any]:
 
     complete = [p for p in predictions if p.complete]
     result = summary(predictions) | {"complete": summary(complete)}
+    for name in sorted({p.classes for p in predictions if p.classes}):
+        result[f"class: {name}"] = summary([p for p in predictions if p.classes == name])
     for kind in KINDS:
         members = [p for p in complete if p.kind == kind]
         if members:
@@ -104,7 +117,14 @@ def _by_group(predictions: list[Prediction]) -> dict[str, list[Prediction]]:
     return dict(sorted(groups.items()))
 
 
-def _print(predictions: list[Prediction], worst: int, *, seen: bool) -> None:
+def _how(args: argparse.Namespace) -> str:
+    if args.seen:
+        return "constants fitted to all sources"
+    what = "program" if args.without == "framework" else "source"
+    return f"each {what} predicted with constants fitted without it"
+
+
+def _print(predictions: list[Prediction], worst: int, how: str) -> None:
     from rich.table import Table
 
     from shardwise.plan.published.validate import summary
@@ -131,8 +151,11 @@ def _print(predictions: list[Prediction], worst: int, *, seen: bool) -> None:
         if members:
             add(f"{kind}, complete rows", [p for p in members if p.complete], style="bold")
             add(f"{kind}, all rows", members)
+    classes = sorted({p.classes for p in predictions if p.classes})
+    table.add_section()
+    for name in classes:
+        add(name, [p for p in predictions if p.classes == name])
     console.print(table)
-    how = "constants fitted to all sources" if seen else "each source predicted with constants fitted without it"
     console.print(
         f"\nErrors are relative, without sign; {how}.\nin 80%: measurements inside the 80% interval.\n", style="dim"
     )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.ledger import Account, Memory, as_dict
-from shardwise.plan.cost.constants import interval, known_chip
+from shardwise.plan.cost.constants import classes_of, interval, known_chip
 from shardwise.plan.cost.flops import CONVENTION, parameters, training_flops
 from shardwise.plan.cost.job import GIB, Job, job_of
 from shardwise.plan.cost.operations import embedding, head, layer
@@ -111,7 +111,7 @@ def plan_job(
     devices = run.layout.world
     mfu = job.tokens * training_flops(job.model, job.seq_len, job.adapter) / (step.seconds * devices * mfu_peak(job)[1])
     cost = job_cost(run, job.cluster, step.seconds, devices, parameters(job.model).total * 12.0)
-    width = interval("training" if known_chip(job) else "unseen_chip")
+    width = interval(classes_of(job))
     low, high = step.seconds * math.exp(-width), step.seconds * math.exp(width)
     return Plan(run, job, account, low, high, mfu, cost, what_binds(account, job), tuple(notes_of(job) + assumed(run)))
 

@@ -27,10 +27,18 @@ def complete(kind: str) -> list[Prediction]:
 def test_training_rows() -> None:
     result = summary(complete("training"))
     assert result["supported"] >= 0.95 * result["rows"]
-    assert result["median_error"] <= 0.10
-    assert result["mean_error"] <= 0.15
-    assert 0.70 <= result["coverage"] <= 0.90
-    assert result["memory_median_error"] <= 0.06
+    assert result["median_error"] <= 0.09
+    assert result["mean_error"] <= 0.105
+    assert 0.76 <= result["coverage"] <= 0.84
+    assert result["memory_median_error"] <= 0.04
+
+
+def test_intervals_hold_in_every_class() -> None:
+    timed = [p for p in predictions("training") if p.error is not None]
+    assert 0.76 <= (summary(timed)["coverage"] or 0) <= 0.84
+    for name in {p.classes for p in timed}:
+        members = [p for p in timed if p.classes == name]
+        assert len(members) < 15 or summary(members)["coverage"] >= 0.65, name
 
 
 def test_layer_and_inference_rows() -> None:
@@ -102,7 +110,7 @@ def test_rows_with_holes_are_unsupported_not_errors() -> None:
         assert prediction.reason
 
 
-@pytest.mark.parametrize(("leave_out", "median", "most"), [(False, 0.025, 0.12), (True, 0.035, 0.26)])
+@pytest.mark.parametrize(("leave_out", "median", "most"), [(False, 0.025, 0.12), (True, 0.07, 0.26)])
 def test_this_trainer_on_one_gpu(leave_out: bool, median: float, most: float) -> None:
     """Its own rows, which the constants have seen or not; memory has none."""
     rows = validate(published("own"), leave_out=leave_out)

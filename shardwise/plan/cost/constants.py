@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -19,18 +19,18 @@ from shardwise.plan.cost.job import Job
 
 NAMES: dict[str, tuple[float, tuple[str, ...]]] = {
     # name: (value before fitting, what it may depend on)
-    "matmul": (1.0, ("chip", "family", "fp8")),
+    "matmul": (1.0, ("chip", "part", "family", "fp8")),
     "attention": (1.0, ("chip", "kernel", "family")),
     "memory": (1.0, ("chip", "family")),
     "tensor": (1.0, ("chip", "family")),
     "context": (1.0, ("chip",)),
-    "expert": (1.0, ("chip", "family")),
+    "expert": (1.0, ("chip", "dispatcher")),
     "data": (1.0, ("fabric", "family")),
     "pipeline": (1.0, ("fabric",)),
     "optimizer": (1.0, ("family",)),
-    "launch": (12e-6, ("kernels",)),
+    "launch": (12e-6, ("kernels", "family")),
     "overhead": (5e-3, ("family",)),
-    "jitter": (0.005, ("fabric",)),
+    "jitter": (0.004, ("fabric",)),
     "contention": (0.1, ("family",)),
     "exposed": (0.1, ("family",)),
 }
@@ -38,31 +38,77 @@ NAMES: dict[str, tuple[float, tuple[str, ...]]] = {
 each doubling of the machines, `contention` the share of overlapped traffic that slows computing, `exposed` the share of traffic
 that could overlap but does not."""
 
+BOUNDS = {"contention": (0.05, 0.25)}
+"""Constants with physical limits. What hidden traffic costs the computation is the SMs and the memory bandwidth that its
+kernels take, whatever else may be wrong with a prediction (`benchmarks/gpu/contention.py` measures it)."""
+
+BY_SOURCE = ("matmul", "attention", "memory", "tensor", "expert", "data", "launch", "overhead")
+
 Constants = Mapping[str, float]
 
 
-def groups_of(job: Job) -> dict[str, str]:
-    """What the constants of a job depend on, by name."""
+def kinds_of(name: str) -> tuple[str, ...]:
+    """What a constant may depend on. Each may differ a little from source to source: machines, containers and people do. What is
+    known of a source is used for its other rows alone."""
+    return (*NAMES[name][1], "source") if name in BY_SOURCE else NAMES[name][1]
+
+
+def groups_of(job: Job, source: str = "") -> dict[str, str]:
+    """What the constants of a job depend on, by name; `source` is that of a published row, if it may be known."""
     chip, framework = job.cluster.chip, job.framework
     return {
         "chip": chip.generation,
+        "part": chip.name,
         "family": framework.family,
         "kernel": "unfused" if framework.attention == "unfused" else kernel_on(chip, framework.attention),
         "kernels": framework.kernels,
+        "dispatcher": framework.dispatcher if job.model.experts else "",
         "fabric": f"{8 * job.cluster.inter / 1e9:.0f}",
         "fp8": f"{chip.generation}-fp8" if job.fp8 else "",
+        "source": source,
     }
 
 
 @cache
 def fitted() -> Mapping[str, Any]:
-    """What `fitted.json` holds."""
+    """What `fitted.json` holds: the effects, and the widths of intervals."""
     return json.loads(resources.files("shardwise.plan").joinpath("fitted.json").read_text())
 
 
-def interval(kind: str, assumed: int = 0) -> float:
-    """Half the width of the 80% interval, in the logarithm; wider with each assumption about a published row."""
-    return fitted()["intervals"][kind] * (1.0 + 0.15 * assumed)
+@cache
+def left_out() -> Mapping[str, Any]:
+    """The same with the effects fitted without each source and without each program, which only validation needs."""
+    text = resources.files("shardwise.plan").joinpath("left_out.json").read_text()
+    return {**fitted(), **json.loads(text)}
+
+
+EIGHT_IN_TEN = 1.2816
+"""Standard deviations on each side of a normal distribution that hold 80% of it."""
+MORE_PER_ASSUMPTION = 0.1
+
+
+def interval(classes: Sequence[str], assumed: int = 0, spread: float = 0.0) -> float:
+    """Half the width of the 80% interval, in the logarithm: that of the first of these classes which was calibrated, wider with
+    each assumption about a published row and with the `spread` of what its program may do."""
+    return widened(
+        next(fitted()["intervals"][name] for name in classes if name in fitted()["intervals"]), assumed, spread
+    )
+
+
+def widened(width: float, assumed: int, spread: float) -> float:
+    """A class' width for one prediction of it."""
+    return math.hypot(width * (1.0 + MORE_PER_ASSUMPTION * assumed), EIGHT_IN_TEN * spread)
+
+
+def classes_of(job: Job, *, known_program: bool = True) -> tuple[str, ...]:
+    """The classes of predictions a job belongs to, the narrowest first. Each has an interval of its own, calibrated on rows whose
+    source was left out; those of new programs and chips on rows whose program or generation of chips was."""
+    kind = "experts" if job.model.experts else "dense"
+    if not known_chip(job):
+        return (f"{kind}, unseen chip", "unseen chip")
+    if not known_program:
+        return (f"{kind}, unseen program", "unseen program")
+    return (f"{kind} on {job.cluster.chip.generation}", kind)
 
 
 def known_chip(job: Job) -> bool:
@@ -71,8 +117,11 @@ def known_chip(job: Job) -> bool:
     return groups_of(job)["chip"] in seen or job.cluster.profile is not None
 
 
-def effects_without(content: Mapping[str, Any], group: str, *, leave_out: bool) -> dict[str, float]:
-    """The fitted effects for rows of one source: fitted without it where it took part and is to be left out."""
+def effects_without(content: Mapping[str, Any], group: str, *, leave_out: bool, program: str = "") -> dict[str, float]:
+    """The fitted effects for rows of one source: fitted without it where it took part and is to be left out; with a `program`,
+    without any row of that program."""
+    if program:
+        return content.get("without_program", {}).get(program, content["effects"])
     return content.get("without", {}).get(group, content["effects"]) if leave_out else content["effects"]
 
 
@@ -84,12 +133,17 @@ def scaled(
     for name, (start, kinds) in names.items():
         total = effects.get(name, 0.0) + sum(effects.get(f"{name}/{kind}:{groups[kind]}", 0.0) for kind in kinds)
         result[name] = start * math.exp(total)
+        if name in BOUNDS:
+            low, high = BOUNDS[name]
+            odds = (start - low) / (high - start) * math.exp(total)
+            result[name] = low + (high - low) * odds / (1.0 + odds)
     return result
 
 
-def constants_of(job: Job, effects: Mapping[str, float] | None = None) -> dict[str, float]:
+def constants_of(job: Job, effects: Mapping[str, float] | None = None, source: str = "") -> dict[str, float]:
     """The constants of a job; with the fitted effects unless others are given."""
-    result = scaled(NAMES, groups_of(job), fitted()["effects"] if effects is None else effects)
+    names = {name: (start, kinds_of(name)) for name, (start, _) in NAMES.items()}
+    result = scaled(names, groups_of(job, source), fitted()["effects"] if effects is None else effects)
     return result | _measured(job) | ({"overhead": 0.0} if job.framework.runs_ahead else {})
 
 

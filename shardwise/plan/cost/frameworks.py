@@ -49,10 +49,28 @@ class Framework:
     """Whether each tensor rank sends only its slice of the residual stream to the next stage."""
     pipeline_blocks: bool = False
     """Whether a stage waits for its transfers where it could compute."""
+    zero_overlap: float = 1.0
+    """Share of ZeRO-3's traffic that can overlap with the passes."""
+    tensors_apart: bool = False
+    """ZeRO: whether each tensor is a message of its own, rather than a layer or a bucket."""
     expert_overlap: float = 0.0
     """Share of the experts' all-to-all that can overlap with another microbatch's work."""
     expert_once: bool = False
     """Whether a token is sent to a machine once, however many of its experts are there."""
+    dispatcher: str = "alltoall"
+    """How tokens reach their experts: `alltoall`, `allgather`, or one made for it: `deepep`, `hybridep`, `flex`."""
+    drops_tokens: bool = False
+    """Whether an expert takes no more than its capacity, so that the host need not wait to know how many came."""
+    fp8_recipe: str = ""
+    """How values are scaled to 8 bits: `tensorwise`, `delayed`, `rowwise`, `blockwise`, `mxfp8`; empty where it was not said."""
+    host: float = 1.0
+    """The host's work for a kernel, relative to plain PyTorch: functions of autograd written in Python, forks of random state."""
+    collective_host: float = 1.0
+    """Kernels that would take the host as long as a collective does."""
+    checkpoint_host: float = 0.0
+    """Likewise, for each layer that is recomputed: its random state is saved and restored."""
+    graphed: float = 0.0
+    """Share of the launches that CUDA graphs take over."""
     rotary_bytes: float = 4.0
     """Moved for each element of a query or key by rope, forward; the default is one pass in 16 bits."""
     casts_weights: bool = False
@@ -115,6 +133,9 @@ _MEGATRON = Framework(
     pipeline_blocks=True,
     loss_bytes=44.0,
     logit_bytes=10.0,
+    host=2.0,
+    collective_host=4.0,
+    checkpoint_host=12.0,
 )
 _NEMO = replace(
     _MEGATRON,
@@ -131,8 +152,18 @@ _NEMO = replace(
     pipeline_blocks=False,
     loss_bytes=20.0,
     logit_bytes=6.0,
+    host=2.0,
 )
-_FSDP = Framework("fsdp", "fsdp", kernels="eager", loss_bytes=36.0, logit_bytes=14.0, accumulate_bytes=0.0)
+_FSDP = Framework(
+    "fsdp",
+    "fsdp",
+    kernels="eager",
+    loss_bytes=36.0,
+    logit_bytes=14.0,
+    accumulate_bytes=0.0,
+    collective_host=4.0,
+    checkpoint_host=12.0,
+)
 
 FRAMEWORKS: dict[str, Framework] = {
     s.name: s
@@ -158,8 +189,14 @@ FRAMEWORKS: dict[str, Framework] = {
         # Every second GEMM is recomputed, and all that is neither a GEMM nor attention.
         replace(_FSDP, name="torchtitan", kernels="compiled", loss_bytes=24.0, logit_bytes=12.0, recompute_gemms=0.5,
                 recompute_selective=("norm", "activation", "rotary", "residual"), recompute_saves=(4.0, 1.0, 1.0)),
-        replace(_FSDP, name="deepspeed-zero3", family="megatron", attention="unfused", kernels="jit", parameter_bytes=2.0,
-                gradient_bytes=2.0, optimizer_bytes=12.0, reduce_bytes=2.0, dropout=True, loss_bytes=44.0),
+        # Parameters in 16 bits, each tensor gathered and each gradient reduced by itself as autograd's hooks come by, which the
+        # host waits for: early ZeRO-3 (Rajbhandari et al. 2021) hid little of its traffic.
+        replace(_FSDP, name="deepspeed-2021", family="deepspeed-2021", attention="unfused", kernels="jit", parameter_bytes=2.0,
+                gradient_bytes=2.0, optimizer_bytes=12.0, reduce_bytes=2.0, dropout=True, loss_bytes=44.0,
+                gradients_overlap=False, gather_overlap=False, zero_overlap=0.0, tensors_apart=True),
+        replace(_FSDP, name="deepspeed", parameter_bytes=2.0, gradient_bytes=2.0, optimizer_bytes=12.0, reduce_bytes=2.0),
+        # FairScale's FSDP, or code of that time: parameters sharded, elementwise kernels fused by hand.
+        replace(_FSDP, name="fairscale", kernels="jit", parameter_bytes=4.0, reduce_bytes=2.0, dropout=False, loss_bytes=44.0),
         replace(_FSDP, name="colossalai", family="fsdp", parameter_bytes=2.0, gradient_bytes=2.0, optimizer_bytes=12.0,
                 reduce_bytes=2.0, logit_bytes=8.0),
         replace(_MEGATRON, name="internevo", family="internevo", attention="flash1", dropout=False, gradient_bytes=4.0,

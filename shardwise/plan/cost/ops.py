@@ -186,7 +186,9 @@ class OpList(list[Op]):
         seconds = collective_seconds(self.job.cluster, kind, size, *span(self.job, axis))
         forward, to_input, to_weight = times
         every = (seconds * forward, seconds * to_input, seconds * to_weight)
-        self.append(Op(f"{axis} {kind}", part, axis, every, launches=times, early_stop=early_stop))
+        host = self.job.framework.collective_host
+        launches = (host * forward, host * to_input, host * to_weight)
+        self.append(Op(f"{axis} {kind}", part, axis, every, launches=launches, early_stop=early_stop))
 
 
 def span(job: Job, axis: str) -> tuple[Number, Number]:

@@ -73,6 +73,8 @@ class ModuleCost:
             if np.any(share):
                 seconds[RECOMPUTE][column] = seconds[RECOMPUTE][column] + share * op.seconds[FORWARD]
                 launches[RECOMPUTE] = launches[RECOMPUTE] + share * op.launches[FORWARD]
+        if recomputes and job.layout.recompute in ("full", "budget"):
+            launches[RECOMPUTE] = launches[RECOMPUTE] + layers * job.framework.checkpoint_host
         return cls(seconds, launches)
 
 
@@ -138,7 +140,8 @@ def passes(job: Job, stage: ModuleCost, constants: Constants) -> Passes:
     """The passes of a stage, with exposed traffic and the host's share, but without ZeRO's traffic and the pipeline's."""
     framework = job.framework
     parts: dict[str, Number] = dict.fromkeys((*CATEGORIES, "host"), 0.0)
-    devices, launches = [], [count * constants["launch"] for count in stage.launches]
+    launch = constants["launch"] * framework.host * (1.0 - framework.graphed)
+    devices, launches = [], [count * launch for count in stage.launches]
     for row in stage.seconds:
         own = {name: value * constants[name] for name, value in zip(CATEGORIES, row, strict=True)}
         own["tensor"] = own["tensor"] - np.minimum(framework.tensor_overlap * own["tensor"], own["matmul"])

@@ -13,8 +13,9 @@ from typing import Any
 
 from shardwise.hardware import Cluster, make_cluster
 from shardwise.plan.cost.flops import parameters
-from shardwise.plan.cost.frameworks import FRAMEWORKS, Framework
+from shardwise.plan.cost.frameworks import Framework
 from shardwise.plan.cost.job import Job, job_of
+from shardwise.plan.cost.software import Alternative, Situation, Stack, stack_of
 from shardwise.run import LayoutConfig, ModelConfig, Run, UserError, run_from_dict
 from shardwise.run.derive import derive_model
 
@@ -25,7 +26,7 @@ SCHEDULES = {
     "1f1b": "1f1b",
     "interleaved-1f1b": "interleaved",
     "zb-1p": "zb-h1",
-    "zb-2p": "zb-v",
+    "zb-2p": "zb-2p",
     "dualpipe": "dualpipe-v",
 }
 MODERN = ("hopper", "blackwell", "cdna3")
@@ -43,10 +44,13 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True)
 class RowJob:
-    """A row's job, and what had to be assumed."""
+    """A row's job, what had to be assumed, and what else its program may have done."""
 
     job: Job
     assumed: tuple[str, ...]
+    alternatives: tuple[Alternative, ...] = ()
+    known: bool = True
+    """Whether the program is a known one."""
 
 
 def model_of(row: Row) -> ModelConfig:
@@ -56,8 +60,6 @@ def model_of(row: Row) -> ModelConfig:
     needed = [name for name in ("layers", "hidden", "heads", "seq") if not m.get(name)]
     if needed:
         raise Unsupported(f"the model's {', '.join(needed)} not stated")
-    if m.get("parallel_block"):
-        raise Unsupported("attention and feed-forward side by side")
     keys: dict[str, Any] = dict(
         layers=m["layers"],
         hidden=m["hidden"],
@@ -71,6 +73,7 @@ def model_of(row: Row) -> ModelConfig:
         activation=ACTIVATIONS[m.get("act") or "gelu"],
         position="learned" if gpt else "rotary",
         tied_embeddings=bool(m.get("tied_embeddings")),
+        parallel_block=bool(m.get("parallel_block")),
     )
     if isinstance(m.get("sliding_window"), int):
         keys["sliding_window"] = m["sliding_window"]
@@ -137,8 +140,6 @@ def layout_of(row: Row, model: ModelConfig, assumed: list[str], *, modern: bool)
     recompute = {"full": "full", "selective": "attention", "none": "none", None: "none"}.get(p.get("recompute"), "")
     if not recompute:
         raise Unsupported(f"the recomputation {p['recompute']}")
-    if p.get("schedule") == "zb-2p":
-        assumed.append("a schedule that holds half as many microbatches")
     if p.get("recompute") is None and "recompute" in p:
         assumed.append("no recomputation")
     layout = LayoutConfig(
@@ -160,53 +161,53 @@ def layout_of(row: Row, model: ModelConfig, assumed: list[str], *, modern: bool)
     return replace(layout, stages=_even(model.layers, stages))
 
 
-def framework_of(row: Row, *, modern: bool) -> Framework:
-    """The framework a row was measured with: by its source, else by what the row says."""
-    group, note, p = row["group"], row.get("note") or "", row["parallel"]
-    if group == "megatron_sc21_t2" and p.get("zero_stage") == 3:
-        return FRAMEWORKS["deepspeed-zero3"]
-    if group.startswith(("megatron_sc21", "megatron_2020", "megatron_jan2021", "megatron_readme", "vtrain")):
-        name = "megatron-ddp" if p.get("ddp") == "torch" else "megatron"
-    elif group.startswith(("korthikanti", "zero_bubble")):
-        name = "megatron-2022"
-    elif group.startswith("bloom"):
-        name = "megatron-bf16" if row["precision"] == "bf16" else "megatron-deepspeed"
-    elif group.startswith("flashattn"):
-        name = "megatron-flash1"
-    elif group.startswith("internevo"):
-        name = "internevo"
-    elif group.startswith("simumax"):
-        name = "nemo-plain"
-    elif "paxml" in row["id"] or "maxtext" in row["id"] or "maxtext" in note.lower():
-        name = "jax"
-    elif group.startswith("llm_foundry"):
-        name = "fsdp-pure-flash1" if "PURE" in note else "fsdp-flash1"
-    elif group.startswith("shardwise"):
-        return job_of(own_run(row)).framework
-    elif group.startswith("torchtitan"):
-        name = "torchtitan"
-    elif group.startswith("colossal"):
-        name = "colossalai"
-    elif p.get("zero_stage") == 3 and not row["model"].get("experts"):
-        name = "fsdp"
-    elif not modern:
-        name = "megatron"
-    else:
-        name = "nemo"
-    framework = FRAMEWORKS[name]
+def program_name(row: Row) -> str:
+    """The program that a row names, or nothing."""
+    return str((row.get("software") or {}).get("framework") or "")
+
+
+def stack_of_row(row: Row, layout: LayoutConfig, cluster: Cluster) -> Stack:
+    """The program a row was measured with, as the row declares it."""
+    if row["group"].startswith("shardwise"):
+        return Stack(job_of(own_run(row)).framework)
+    p, facts, precision = row["parallel"], dict(row.get("software") or {}), row["precision"] or "bf16"
+    facts["assumed"] = tuple(row.get("software_assumed") or ())
+    if p.get("async_tp") is not None:
+        facts.setdefault("tp_async", bool(p["async_tp"]))
+    situation = Situation(
+        generation=cluster.chip.generation,
+        experts=bool(row["model"].get("experts")),
+        expert=layout.expert,
+        tensor=layout.tensor,
+        data=layout.replicate * layout.shard,
+        zero=layout.zero if layout.shard > 1 else 0,
+        fp8="fp8" in precision,
+        bf16=precision != "fp16",
+    )
+    stack = stack_of(facts, situation)
+    return replace(
+        stack,
+        framework=_of_row(stack.framework, row),
+        alternatives=tuple(replace(a, framework=_of_row(a.framework, row)) for a in stack.alternatives),
+    )
+
+
+def _of_row(framework: Framework, row: Row) -> Framework:
+    """What else the row says of the program."""
+    p, note = row["parallel"], row.get("note") or ""
     if p.get("sp") is not None:
         framework = replace(framework, sequence_parallel=bool(p["sp"]))
-    if p.get("async_tp"):
-        framework = replace(framework, tensor_overlap=0.5)
-    if framework.family == "nemo" and p.get("recompute") == "selective":
+    if (
+        framework.family == "nemo"
+        and p.get("recompute") == "selective"
+        and framework.recompute_selective == ("attention",)
+    ):
         # Today's frameworks recompute what is cheap, norms and activations; fused attention saves little.
         framework = replace(framework, recompute_selective=("norm", "activation"))
+    if "PURE" in note:  # gradients are reduced in 16 bits
+        framework = replace(framework, reduce_bytes=2.0)
     if "nvidia-smi" in note:  # counts the driver and what the allocator holds in reserve
         framework = replace(framework, context_gib=3.0, fragmentation=0.15)
-    if framework.name == "nemo" and row["model"].get("experts") and p.get("dispatcher") != "NCCL A2A":
-        framework = replace(framework, expert_once=True)
-    if "A2A overlap" in note or group == "megatron_bridge":
-        framework = replace(framework, expert_overlap=0.6)
     return framework
 
 
@@ -240,18 +241,20 @@ def job_of_row(row: Row) -> RowJob:
         assumed.append("8 microbatches a step")
     if batch < micro * data:
         raise Unsupported(f"a batch of {batch} over {data} data ranks in microbatches of {micro}")
+    stack = stack_of_row(row, layout, cluster)
+    assumed += dict.fromkeys(a.what for a in stack.alternatives)
     job = Job(
         model=model,
         layout=layout,
         seq_len=row["model"]["seq"],
         global_batch=batch,
         microbatch=micro,
-        framework=framework_of(row, modern=modern),
+        framework=stack.framework,
         cluster=cluster,
         dtype="float16" if precision == "fp16" else "bfloat16",
         fp8="fp8" in precision,
     )
-    return RowJob(job, tuple(assumed))
+    return RowJob(job, tuple(assumed), stack.alternatives, stack.known)
 
 
 def own_run(row: Row) -> Run:

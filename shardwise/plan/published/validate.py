@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardwise.plan.cost.constants import Constants, constants_of, effects_without, fitted, interval
+from shardwise.plan.cost.constants import Constants, classes_of, constants_of, effects_without, interval, left_out
 from shardwise.plan.cost.job import GIB, Job
 from shardwise.plan.cost.memory import memory
 from shardwise.plan.cost.operations import layer
 from shardwise.plan.cost.passes import ModuleCost, passes
-from shardwise.plan.published.rows import Row, Unsupported, job_of_row, measured_seconds, own_run
+from shardwise.plan.cost.software import mixture
+from shardwise.plan.published.rows import Row, Unsupported, job_of_row, measured_seconds, own_run, program_name
 from shardwise.plan.published.serving_rows import MEASURES, first_measured, serving_of_row
 from shardwise.plan.serving import inference
 from shardwise.plan.serving.cost import memory_by_owner
@@ -48,6 +49,8 @@ class Prediction:
     memory_predicted_gib: float | None = None
     memory_error: float | None = None
     assumed: tuple[str, ...] = ()
+    classes: str = ""
+    """The class whose interval it has."""
 
     def judge(self, measured: float | None, predicted: float, width: float) -> None:
         """Puts the interval around a prediction, and takes its error."""
@@ -62,24 +65,49 @@ class Prediction:
         self.memory_error = predicted / measured - 1
 
 
-def layer_seconds(job: Job, constants: Constants) -> float:
+def layer_seconds(job: Job, constants: Constants) -> Any:
     """Forward and backward of one layer, without embedding, head and optimizer."""
     own = passes(job, ModuleCost.of(layer(job, routed=False)), constants)
-    return float(own.forward + own.backward_input + own.backward_weight)
+    return own.forward + own.backward_input + own.backward_weight
 
 
-def _predict_training(result: Prediction, row: Row, *, leave_out: bool) -> None:
-    """A row of training, or of one layer."""
+def _seconds(row: Row, job: Job, effects: Mapping[str, float]) -> float:
+    """Predicted for one program. What is known of a source is among the effects unless it was left out."""
+    constants = constants_of(job, effects, row["group"])
+    if row["kind"] == "layer":
+        return float(layer_seconds(job, constants))
+    return step_time(prepare(job), constants).seconds
+
+
+def _predict_training(result: Prediction, row: Row, *, leave_out: bool, program: bool) -> None:
+    """A row of training, or of one layer. What its program may do besides what was stated moves the prediction by its share."""
     question = job_of_row(row)
     job, result.assumed = question.job, question.assumed
-    constants = constants_of(job, effects_without(fitted(), row["group"], leave_out=leave_out))
-    seconds = layer_seconds(job, constants) if row["kind"] == "layer" else step_time(prepare(job), constants).seconds
-    result.judge(measured_seconds(row, job), seconds, interval(row["kind"], len(result.assumed)))
+    name = program_name(row) if program else ""
+    effects = effects_without(left_out(), row["group"], leave_out=leave_out, program=name)
+    seconds = _seconds(row, job, effects)
+    others = [
+        (a.chance, math.log(_seconds(row, replace(job, framework=a.framework), effects) / seconds))
+        for a in question.alternatives
+    ]
+    shift, spread = mixture(others)
+    classes = classes_of(job, known_program=question.known and not name)
+    result.classes = classes[0]
+    width = interval(classes, len(result.assumed), spread)
+    result.judge(measured_seconds(row, job), seconds * math.exp(shift), width)
     given = row["measured"].get("memory_gib")
     if given:
-        result.judge_memory(given, _peak(row, job) / GIB)
+        peak = _peak(row, job) / GIB
+        result.judge_memory(_reading(row, given, peak), peak)
     if result.measured is None and not given:
         raise Unsupported("neither time nor memory was measured")
+
+
+def _reading(row: Row, given: float, predicted: float) -> float:
+    """GiB that a row states. Where its source leaves open whether these are GB, both may be right: the nearer is taken."""
+    if row.get("memory_unit") != "unclear":
+        return given
+    return min((given, given * 1e9 / GIB), key=lambda size: abs(predicted / size - 1))
 
 
 def _peak(row: Row, job: Job) -> float:
@@ -110,20 +138,22 @@ def _predict_inference(result: Prediction, row: Row, *, leave_out: bool) -> None
         result.judge_memory(given, sum(owners.values()) / GIB)
 
 
-def predict(row: Row, *, leave_out: bool = True) -> Prediction:
-    """One row; one that cannot be predicted says why."""
+def predict(row: Row, *, leave_out: bool = True, program: bool = False) -> Prediction:
+    """One row; one that cannot be predicted says why. With `program` all rows of its program are left out."""
     result = Prediction(row["id"], row["group"], row["kind"], True, bool(row.get("complete")))
     try:
-        one = _predict_inference if row["kind"] == "inference" else _predict_training
-        one(result, row, leave_out=leave_out)
+        if row["kind"] == "inference":
+            _predict_inference(result, row, leave_out=leave_out)
+        else:
+            _predict_training(result, row, leave_out=leave_out, program=program)
     except Unsupported as reason:
         result.supported, result.reason = False, str(reason)
     return result
 
 
-def validate(rows: Iterable[Row], *, leave_out: bool = True) -> list[Prediction]:
+def validate(rows: Iterable[Row], *, leave_out: bool = True, program: bool = False) -> list[Prediction]:
     """Predict every row."""
-    return [predict(row, leave_out=leave_out) for row in rows]
+    return [predict(row, leave_out=leave_out, program=program) for row in rows]
 
 
 def summary(predictions: list[Prediction]) -> dict[str, Any]:

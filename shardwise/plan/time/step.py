@@ -31,6 +31,10 @@ OPTIMIZER_BYTES = 40.0
 gradients, their zeroing, and the parameter written in 16 bits."""
 
 
+TENSORS = 8.0
+"""Matrices and vectors of a layer, where each is a message of its own."""
+
+
 class DataSeconds(NamedTuple):
     """Traffic of data parallelism and the optimizer's work for the parameters of one stage, before the constants."""
 
@@ -60,12 +64,16 @@ def data_seconds(job: Job, held: LocalNumel, layers: tuple[Number, Number]) -> D
     lay, framework, cluster = job.layout, job.framework, job.cluster
     zero, expert_zero = zero_groups(job)
 
+    # A message for each layer and one for the ends, so that many ranks that gather small layers wait for as many latencies.
+    messages = (layers[0] + layers[1] + 1.0) * (TENSORS if framework.tensors_apart else 1.0)
+
     def sharded(kind: Collective, width: float) -> Number:
         """Seconds of a collective over the ranks of a ZeRO group, for dense and for expert parameters."""
-        seconds = collective_seconds(cluster, kind, held.dense * width, zero, lay.tensor)
+        seconds = messages * collective_seconds(cluster, kind, held.dense * width / messages, zero, lay.tensor)
         if job.model.experts:
             stride = lay.tensor * lay.expert
-            seconds = seconds + collective_seconds(cluster, kind, held.experts * width, expert_zero, stride)
+            size = held.experts * width / messages
+            seconds = seconds + messages * collective_seconds(cluster, kind, size, expert_zero, stride)
         return seconds
 
     own = held.dense / zero + held.experts / expert_zero
@@ -134,12 +142,13 @@ class ZeroPasses(NamedTuple):
     exposed: Number
 
 
-def with_zero(own: Passes, data: DataSeconds, constants: Constants) -> ZeroPasses:
-    """Puts ZeRO's traffic beside the passes."""
+def with_zero(own: Passes, data: DataSeconds, constants: Constants, overlap: float = 1.0) -> ZeroPasses:
+    """Puts ZeRO's traffic beside the passes, so much of it under them."""
 
     def beside(work: Number, traffic: Number) -> Number:
         traffic = constants["data"] * traffic
-        return np.maximum(traffic - work, 0.0) + constants["contention"] * np.minimum(work, traffic)
+        hidden = np.minimum(work, overlap * traffic)
+        return traffic - hidden + constants["contention"] * hidden
 
     ahead = beside(own.forward, data.forward)
     behind = beside(own.backward_input + own.backward_weight, data.backward)
@@ -197,7 +206,7 @@ def _costed(prepared: Prepared, constants: Constants | None = None) -> _Costed:
     job, kinds = prepared.job, prepared.kinds
     constants = constants_of(job) if constants is None else constants
     own = [passes(job, stage, constants) for stage in prepared.stages]
-    zero = [with_zero(p, d, constants) for p, d in zip(own, prepared.data, strict=True)]
+    zero = [with_zero(p, d, constants, job.framework.zero_overlap) for p, d in zip(own, prepared.data, strict=True)]
     hop = constants["pipeline"] * prepared.hop
     blocks = hop if job.framework.pipeline_blocks else 0.0
     forward = [float(zero[k].forward) + blocks for k in kinds]
@@ -279,7 +288,7 @@ def _combined(one: _Costed, makespan: float) -> Step:
     prepared, constants, own, _, cost, hop, blocks = one
     job, kinds = prepared.job, prepared.kinds
     lay, microbatches = job.layout, job.microbatches
-    placement = _placement(job, len(kinds))
+    placement = placement_of(job, len(kinds))
     busy, tails, parts, aparts, updates = [], [], [], [], []
     stages = [[n for n, home in enumerate(placement) if home == rank] for rank in range(lay.pipeline)]
     for mine in stages:
@@ -322,7 +331,7 @@ def _forward_seconds(cost: Cost, placement: tuple[int, ...], microbatches: int, 
     return sum(cost.forward) + (microbatches - 1) * busiest
 
 
-def _placement(job: Job, stages: int) -> tuple[int, ...]:
+def placement_of(job: Job, stages: int) -> tuple[int, ...]:
     """The pipeline rank of each stage."""
     lay = job.layout
     if lay.pipeline == 1:
@@ -356,7 +365,7 @@ def rank_time(job: Job, pipeline_rank: int) -> RankTime:
     """The work of one pipeline rank of a job."""
     one = _costed(prepare(job))
     prepared = one.prepared
-    placement = _placement(job, len(prepared.kinds))
+    placement = placement_of(job, len(prepared.kinds))
     mine = [n for n, home in enumerate(placement) if home == pipeline_rank]
     data = DataSeconds(*map(sum, zip(*(prepared.data[prepared.kinds[n]] for n in mine), strict=True)))
     parts = _parts(one, mine) | {"optimizer": float(update_seconds(job, data, one.constants))}

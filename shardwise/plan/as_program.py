@@ -1,0 +1,91 @@
+"""A run planned as another program would run it: the same model, layout, batch and machines; other fusions, overlaps and copies.
+
+`--as torchtitan` names a program, `--as megatron-lm:release=2021-04,attention=unfused` states facts as rows of published
+measurements do (`docs/validation.md`). What is not stated is what that program usually does then; what else is common moves the
+prediction and widens its interval.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from shardwise.plan.cost.constants import classes_of, constants_of, interval
+from shardwise.plan.cost.job import Job, job_of
+from shardwise.plan.cost.memory import memory
+from shardwise.plan.cost.software import ALIASES, FACTS, PROGRAMS, Situation, mixture, stack_of
+from shardwise.plan.plan import Plan, plan_job
+from shardwise.plan.time.step import prepare, step_time
+from shardwise.run import Problem, Run, UserError
+from shardwise.run.problems import nearest
+
+
+def read_program(text: str) -> dict[str, Any]:
+    """The facts of `NAME` or `NAME:key=value,key=value`; all mistakes at once."""
+    name, _, rest = text.partition(":")
+    name = ALIASES.get(name.lower(), name.lower())
+    facts: dict[str, Any] = {"framework": name}
+    problems = []
+    if name not in PROGRAMS:
+        meant = nearest(name, PROGRAMS)
+        problems.append(_wrong(f'"{name}" is not a program that is known{meant}: {", ".join(sorted(PROGRAMS))}'))
+    for part in filter(None, rest.split(",")):
+        key, _, value = part.partition("=")
+        if key not in FACTS:
+            problems.append(_wrong(f'"{key}" is not a fact about a program: {", ".join(FACTS)}'))
+            continue
+        words = FACTS[key]
+        if words and value not in words:
+            problems.append(_wrong(f'{key} is "{value}", but has to be one of {", ".join(words)}'))
+        facts[key] = {"true": True, "false": False}.get(value, value)
+    if problems:
+        raise UserError(*problems)
+    return facts
+
+
+def _wrong(what: str) -> Problem:
+    return Problem(what, "--as", "command line")
+
+
+def plan_as(run: Run, facts: dict[str, Any]) -> Plan:
+    """The plan of a run as the program that the facts declare would run it."""
+    own = job_of(run)
+    lay = run.layout
+    situation = Situation(
+        generation=own.cluster.chip.generation,
+        experts=bool(run.model.experts),
+        expert=lay.expert,
+        tensor=lay.tensor,
+        data=lay.replicate * lay.shard,
+        zero=lay.zero if lay.shard > 1 else 0,
+        fp8=own.fp8,
+        bf16=own.dtype != "float16",
+    )
+    stack = stack_of(facts, situation)
+    job = replace(own, framework=stack.framework, fp8_gradients=True)
+    seconds = _seconds(job)
+    shift, spread = mixture(
+        [(a.chance, math.log(_seconds(replace(job, framework=a.framework)) / seconds)) for a in stack.alternatives]
+    )
+    step = step_time(prepare(job), constants_of(job))
+    grown = math.exp(shift)
+    step = replace(
+        step,
+        seconds=step.seconds * grown,
+        breakdown={**step.breakdown, "other": step.breakdown["other"] + step.seconds * (grown - 1)},
+    )
+    found = plan_job(run, job, step, memory(job))
+    width = interval(classes_of(job, known_program=stack.known), len(stack.alternatives), spread)
+    assumed = tuple(
+        dict.fromkeys(f"not stated of {facts['framework']}: planned with {a.what}" for a in stack.alternatives)
+    )
+    said = f"planned as {facts['framework']} would run it; FLOPs and traffic are those of this project's trainer"
+    total = found.account.step_seconds
+    return replace(
+        found, low=total * math.exp(-width), high=total * math.exp(width), notes=(*found.notes, said, *assumed)
+    )
+
+
+def _seconds(job: Job) -> float:
+    return step_time(prepare(job), constants_of(job)).seconds

@@ -1,0 +1,267 @@
+"""A training program declared by facts: which one, which release, what it fuses, overlaps and recomputes.
+
+A row of published measurements, or a user who plans a run `--as` another program, states facts (`docs/validation.md` lists them). A
+`Framework` is made of them: first what the program of that year does by itself, then each fact. A fact that nobody stated and that
+would change the time is an `Alternative`: what is likely is planned, what else is common weighs in and widens the interval.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardwise.plan.cost.frameworks import FRAMEWORKS, Framework
+
+Facts = Mapping[str, Any]
+
+_EITHER = ("true", "false")
+FACTS: dict[str, tuple[str, ...]] = {
+    # every fact that changes a plan: the words it may have, or none where it is free text
+    "release": (),
+    "attention": ("unfused", "flash1", "flash2", "flash3", "flash4", "cudnn", "te", "flex"),
+    "loss": ("full", "fused", "chunked", "vocab-parallel"),
+    "compile": _EITHER,
+    "cuda_graphs": _EITHER,
+    "tp_overlap": _EITHER,
+    "tp_async": _EITHER,
+    "overlap_grad_reduce": _EITHER,
+    "overlap_param_gather": _EITHER,
+    "dispatcher": ("allgather", "alltoall", "deepep", "hybridep", "flex"),
+    "a2a_overlap": _EITHER,
+    "token_drop": _EITHER,
+    "fp8_recipe": ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4"),
+}
+
+LATER = 9999.0
+PROGRAMS: dict[str, tuple[tuple[float, str], ...]] = {
+    # program: what it does, by the year until which that held
+    "megatron-lm": ((2022.0, "megatron"), (2023.5, "megatron-2022"), (LATER, "nemo")),
+    "zero-bubble": ((LATER, "megatron-2022"),),
+    "megatron-deepspeed": ((LATER, "megatron-deepspeed"),),
+    "gpt-neox": ((LATER, "megatron-deepspeed"),),
+    "nemo": ((LATER, "nemo"),),
+    "megatron-bridge": ((LATER, "nemo"),),
+    "primus": ((LATER, "nemo"),),
+    "megascale": ((LATER, "nemo"),),
+    "hai-llm": ((LATER, "nemo"),),
+    "nanotron": ((LATER, "megatron-2022"),),
+    "internevo": ((LATER, "internevo"),),
+    "flash-attn-training": ((LATER, "megatron-flash1"),),
+    "fsdp": ((LATER, "fsdp"),),
+    "llm-foundry": ((LATER, "fsdp"),),
+    "transformers": ((LATER, "fsdp"),),
+    "metaseq": ((LATER, "fairscale"),),
+    "meta-internal": ((LATER, "fairscale"),),
+    "olmo": ((LATER, "fsdp"),),
+    "automodel": ((LATER, "fsdp"),),
+    "torchtitan": ((LATER, "torchtitan"),),
+    "deepspeed": ((2022.5, "deepspeed-2021"), (LATER, "deepspeed")),
+    "colossalai": ((LATER, "colossalai"),),
+    "jax": ((LATER, "jax"),),
+    "maxtext": ((LATER, "jax"),),
+    "paxml": ((LATER, "jax"),),
+    "shardwise": ((LATER, "shardwise-compiled"),),
+}
+ALIASES = {"fairseq": "metaseq", "accelerate": "transformers", "axolotl": "transformers", "pytorch": "fsdp", "t5x": "jax",
+           "levanter": "jax", "composer": "llm-foundry", "nemo-framework": "nemo", "megatron": "megatron-lm",
+           "megatron-core": "megatron-lm", "mosaicml": "llm-foundry", "picotron": "nanotron", "neox": "gpt-neox"}  # fmt: skip
+"""Other names, and programs that do as another does."""
+SHOWN = {"zero-bubble": {"attention": "unfused"}}
+"""What a program's published memory shows it did, against what its rows only assume: 26 rows of zero-bubble pipelines hold the
+scores of attention."""
+YEARS = {"volta": 2020.4, "ampere": 2022.5, "hopper": 2024.5, "blackwell": 2025.5, "cdna3": 2025.0, "tpu": 2022.5}
+"""When most of what was published of a generation of chips was measured."""
+USER_BUFFERS, PIECES, EXPERTS_HIDDEN = 0.85, 0.5, 0.6
+"""Shares of traffic under the products: tensor traffic through user buffers, in pieces, and that of experts under other work."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What decides which facts matter, and what is common."""
+
+    generation: str
+    experts: bool = False
+    expert: int = 1
+    tensor: int = 1
+    data: int = 1
+    zero: int = 1
+    fp8: bool = False
+    bf16: bool = True
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """What else the program may do."""
+
+    what: str
+    chance: float
+    framework: Framework
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The program as it is planned, and what nobody stated."""
+
+    framework: Framework
+    alternatives: tuple[Alternative, ...] = ()
+    known: bool = True
+    """Whether the program is one of those that are known."""
+
+
+def year_of(software: Facts, generation: str = "") -> float:
+    """When a release came out: "2021-04", "2023", the year and month of a container such as "25.02", or when it was measured; a
+    version number says nothing, and then it is the usual year of the chips."""
+    for key in ("release", "date"):
+        text = str(software.get(key) or "")
+        if found := re.match(r"(20\d\d)(?:-(\d\d))?", text):
+            return int(found[1]) + (int(found[2] or 7) - 1) / 12
+        if found := re.match(r"(2\d)\.(\d\d)\b", text):
+            return 2000 + int(found[1]) + (int(found[2]) - 1) / 12
+    return YEARS.get(generation, 2024.0)
+
+
+def program_of(software: Facts, situation: Situation) -> tuple[str, bool]:
+    """The entry of `FRAMEWORKS` that a program starts from, and whether its name is known. One without a name, or with a new one,
+    does what most did with that layout then."""
+    year = year_of(software, situation.generation)
+    for name in (software.get("library"), software.get("framework")):
+        name = ALIASES.get(str(name or "").lower(), str(name or "").lower())
+        if name in PROGRAMS:
+            return next(entry for until, entry in PROGRAMS[name] if year < until), True
+    if situation.zero == 3 and not situation.experts:
+        return "fsdp", False
+    return next(entry for until, entry in PROGRAMS["megatron-lm"] if year < until), False
+
+
+def stack_of(software: Facts, situation: Situation) -> Stack:
+    """The program that the facts declare, and what they leave open."""
+    name, known = program_of(software, situation)
+    base, year = FRAMEWORKS[name], year_of(software, situation.generation)
+    if name == "megatron-deepspeed" and situation.bf16:
+        base = FRAMEWORKS["megatron-bf16"]
+    stated = {key: value for key, value in software.items() if value is not None and key != "assumed"}
+    shown = SHOWN.get(str(software.get("library")), {})
+    stated |= {key: value for key, value in shown.items() if key in (software.get("assumed") or (key,))}
+    likely = {key: chances[0][0] for key, chances in _open(stated, base, situation, year).items()}
+    framework = declared(base, likely | stated, situation)
+    others = []
+    for key, chances in _open(stated, base, situation, year).items():
+        for value, chance in chances[1:]:
+            other = declared(base, likely | stated | {key: value}, situation)
+            if other != framework:
+                others.append(Alternative(f"{key.replace('_', ' ')} {_said(likely[key])}", chance, other))
+    return Stack(framework, tuple(others), known)
+
+
+def mixture(others: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Mean and standard deviation of a logarithm that is 0, plus these, each with its chance and independent of the others."""
+    mean = sum(chance * value for chance, value in others)
+    return mean, math.sqrt(sum(chance * (1.0 - chance) * value**2 for chance, value in others))
+
+
+def _said(value: Any) -> str:
+    return {True: "on", False: "off"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+
+
+def _open(
+    stated: Facts, base: Framework, situation: Situation, year: float
+) -> dict[str, tuple[tuple[Any, float], ...]]:
+    """Facts that were not stated and matter here: what they may be, the likeliest first, and how often they are."""
+
+    def either(chance: float) -> tuple[tuple[bool, float], ...]:
+        return ((True, chance), (False, 1 - chance)) if chance >= 0.5 else ((False, 1 - chance), (True, chance))
+
+    modern = base.family in ("nemo", "jax")
+    found: dict[str, tuple[tuple[Any, float], ...]] = {}
+    if "attention" not in stated:
+        if year < 2022.7:
+            found["attention"] = (("unfused", 0.9), ("flash1", 0.1))
+        elif year < 2023.6:
+            found["attention"] = (("flash1", 0.6), ("unfused", 0.4))
+        elif situation.generation in ("volta", "ampere"):
+            found["attention"] = (("flash2", 0.8), ("flash1", 0.2))
+        else:
+            found["attention"] = (("te", 0.8), ("flash2", 0.2)) if modern else (("flash2", 0.6), ("te", 0.4))
+    if "compile" not in stated and base.kernels == "eager" and year > 2023.5:
+        found["compile"] = either(0.3)
+    if situation.tensor > 1 and not {"tp_overlap", "tp_async"} & set(stated):
+        found["tp_overlap"] = either(0.5 if modern else 0.05)
+    if situation.data > 1 and "overlap_grad_reduce" not in stated:
+        found["overlap_grad_reduce"] = either(0.8 if modern or base.gradients_overlap else 0.15)
+    if situation.data > 1 and "overlap_param_gather" not in stated and 0 < situation.zero < 3:
+        found["overlap_param_gather"] = either(0.7 if modern else 0.1)
+    if situation.experts and situation.expert > 1:
+        if "dispatcher" not in stated:
+            found["dispatcher"] = (("alltoall", 0.6), ("deepep", 0.4))
+        if "a2a_overlap" not in stated:
+            found["a2a_overlap"] = either(0.3)
+    if "cuda_graphs" not in stated and modern and year > 2025:
+        found["cuda_graphs"] = either(0.25)
+    return found
+
+
+KERNELS = {"flash4": "flash3", "cudnn": "flash3", "te": "flash3", "flex": "flash2"}
+LOSSES: dict[str, dict[str, Any]] = {
+    # bytes moved for each logit, and held
+    "full": dict(loss_bytes=36.0, logit_bytes=14.0),
+    "fused": dict(loss_bytes=20.0, logit_bytes=6.0),
+    "vocab-parallel": dict(loss_bytes=44.0, logit_bytes=10.0),
+    "chunked": dict(chunked_loss=True),
+}
+MODULES = {
+    # a release's word: our names of the ops that are made again
+    "core_attn": ("attention",),
+    "layernorm": ("norm",),
+    "moe_act": ("activation",),
+    "mlp": ("up", "activation", "down"),
+    "moe": ("router", "choose", "to experts", "expert up", "activation", "expert down", "from experts"),
+    "mla_up_proj": ("q_up", "kv_up", "rotary"),
+    "shared_experts": ("up", "activation", "down"),
+}
+SCOPES = {"attn": 0.45, "mlp": 0.25, "moe_router": 0.15, "moe_preprocess": 0.1, "moe": 0.3}
+"""Shares of a layer's launches that a graph of that part takes over."""
+
+
+def declared(base: Framework, facts: Facts, situation: Situation) -> Framework:
+    """The framework with what the facts say put into it."""
+    changes: dict[str, Any] = {}
+    if word := facts.get("attention"):
+        changes["attention"] = KERNELS.get(word, word)
+    if (word := facts.get("loss")) in LOSSES:
+        changes |= LOSSES[word]
+    if "compile" in facts and base.kernels != "jit" and base.family not in ("nemo", "jax"):
+        changes["kernels"] = "compiled" if facts["compile"] else "eager"
+    if facts.get("cuda_graphs"):
+        changes["graphed"] = _graphed(facts.get("cuda_graph_scope"))
+    if facts.get("tp_overlap"):
+        changes["tensor_overlap"] = USER_BUFFERS
+    elif facts.get("tp_async"):
+        changes["tensor_overlap"] = PIECES
+    elif "tp_overlap" in facts or "tp_async" in facts:
+        changes["tensor_overlap"] = 0.0
+    for key, name in (("overlap_grad_reduce", "gradients_overlap"), ("overlap_param_gather", "gather_overlap")):
+        if key in facts:
+            changes[name] = bool(facts[key])
+    if base.family == "nemo" and "overlap_grad_reduce" in facts:
+        changes["pipeline_blocks"] = not facts["overlap_grad_reduce"]
+    if situation.experts:
+        changes["expert_once"] = facts.get("dispatcher") in ("deepep", "hybridep", "flex")
+        changes["expert_overlap"] = EXPERTS_HIDDEN if facts.get("a2a_overlap") else 0.0
+        changes["drops_tokens"] = bool(facts.get("token_drop"))
+        changes["dispatcher"] = facts.get("dispatcher") or "alltoall"
+    if recipe := facts.get("fp8_recipe"):
+        changes["fp8_recipe"] = recipe
+    modules = facts.get("recompute_modules")
+    if modules:
+        changes["recompute_selective"] = tuple(dict.fromkeys(op for m in modules for op in MODULES.get(m, (m,))))
+    return replace(base, **changes)
+
+
+def _graphed(scope: Any) -> float:
+    """Share of the launches that CUDA graphs take over."""
+    if not scope or isinstance(scope, str):
+        return 0.95
+    return min(0.95, sum(SCOPES.get(part, 0.2) for part in scope))

@@ -1,0 +1,267 @@
+"""The gallery: tables and figures of papers as published, beside what the planner says of the same jobs.
+
+Measured rows are those that come with the package, each predicted with constants fitted without its source, so no number here was
+fitted to the one beside it. Figures that follow from a formula alone (bytes of ZeRO's states, FLOPs of a training run, the bubble
+of a schedule) are computed by the same functions that every plan uses.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwise.hardware import make_cluster
+from shardwise.plan.cost.flops import parameters, training_flops
+from shardwise.plan.cost.frameworks import FRAMEWORKS
+from shardwise.plan.cost.job import Job
+from shardwise.plan.cost.memory import states
+from shardwise.plan.cost.parameters import LocalNumel
+from shardwise.plan.published.rows import Row, published
+from shardwise.plan.published.validate import Prediction, predict
+from shardwise.plan.time.step import play
+from shardwise.run import LayoutConfig, ModelConfig, run_from_dict
+from shardwise.run.derive import derive_model
+from shardwise.schedules import Cost
+
+DAY = 86400.0
+
+
+@dataclass(frozen=True)
+class Line:
+    """One figure."""
+
+    label: str
+    published: float
+    planned: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def error(self) -> float:
+        """Relative, with its sign."""
+        return self.planned / self.published - 1
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """One table of a paper."""
+
+    title: str
+    source: str
+    unit: str
+    lines: list[Line] = field(default_factory=list)
+    said: str = ""
+
+    @property
+    def median(self) -> float:
+        """Of the errors without their sign."""
+        return statistics.median(abs(line.error) for line in self.lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs."""
+        lines = [vars(line) | {"error": line.error} for line in self.lines]
+        return dict(title=self.title, source=self.source, unit=self.unit, said=self.said, lines=lines)
+
+
+def _rows(kind: str, groups: Iterable[str]) -> list[Row]:
+    return [row for row in published(kind) if row["group"] in groups]
+
+
+Figure = Callable[[Row, float], float]
+"""What a table prints of a row that takes so many seconds (or milliseconds, of serving)."""
+
+
+def _measured(kind: str, groups: Iterable[str], label: Callable[[Row], str], figure: Figure) -> list[Line]:
+    """Rows as their table prints them, and as they are predicted without their source."""
+    lines = []
+    for row in _rows(kind, groups):
+        found: Prediction = predict(row)
+        if found.measured and found.predicted and found.low and found.high:
+            ends = sorted((figure(row, found.low), figure(row, found.high)))
+            lines.append(Line(label(row), figure(row, found.measured), figure(row, found.predicted), *ends))
+    return lines
+
+
+def _teraflops(row: Row, seconds: float) -> float:
+    """TFLOP/s of a GPU as the source counts FLOPs."""
+    measured = row["measured"]
+    return measured["tflops_per_gpu"] * (measured.get("iter_time_s_derived") or measured["iter_time_s"]) / seconds
+
+
+def _days(tokens: float) -> Figure:
+    return lambda row, seconds: tokens / (row["global_batch"] * row["model"]["seq"]) * seconds / DAY
+
+
+def _layout(row: Row) -> str:
+    p = row["parallel"]
+    name = row["model"].get("name") or row["id"]
+    cut = f"{p['tp']}-way tensor, {p['pp']}-way pipeline" if p["zero_stage"] != 3 else "ZeRO-3"
+    return f"{name}, {row['hardware']['gpus']} GPUs, {cut}"
+
+
+def _korthikanti(row: Row) -> str:
+    p = row["parallel"]
+    how = {"none": "no recomputation", "full": "full recomputation", "selective": "selective recomputation"}[
+        p["recompute"]
+    ]
+    return f"{row['model'].get('name') or '22B'}, {how}" + (", sequence parallel" if p["sp"] else "")
+
+
+def megatron_scaling() -> Exhibit:
+    return Exhibit(
+        "Megatron-LM from 1.7 billion to a trillion parameters",
+        "Narayanan et al. 2021, Table 1",
+        "TFLOP/s a GPU",
+        _measured("training", ["megatron_sc21_t1"], _layout, _teraflops),
+        "Hardware FLOPs, recomputation counted, as the paper has them.",
+    )
+
+
+def megatron_and_zero3() -> Exhibit:
+    return Exhibit(
+        "Tensor and pipeline parallelism beside ZeRO-3",
+        "Narayanan et al. 2021, Table 2",
+        "days for 300 billion tokens",
+        _measured("training", ["megatron_sc21_t2"], _layout, _days(300e9)),
+        "No other row of DeepSpeed in 2021 is known, so its prediction rests on what that program did alone.",
+    )
+
+
+def korthikanti_layers() -> Exhibit:
+    return Exhibit(
+        "One layer of the 22B model, forward and backward",
+        "Korthikanti et al. 2022, Table 4",
+        "ms",
+        _measured("layer", ["korthikanti_t4_layer"], _korthikanti, lambda row, seconds: 1e3 * seconds),
+    )
+
+
+def korthikanti_steps() -> Exhibit:
+    return Exhibit(
+        "Steps with full and with selective recomputation",
+        "Korthikanti et al. 2022, Table 5",
+        "seconds a step",
+        _measured("training", ["korthikanti_t5"], _korthikanti, lambda row, seconds: seconds),
+    )
+
+
+def zero_bubble() -> Exhibit:
+    return Exhibit(
+        "Pipelines without a bubble",
+        "Qi et al. 2024, Tables 3 and 4",
+        "samples a second and GPU",
+        _measured(
+            "training",
+            ["zero_bubble"],
+            lambda row: row["id"].removeprefix("zb_").replace("_", " "),
+            lambda row, seconds: row["global_batch"] / (seconds * row["hardware"]["gpus"]),
+        ),
+        "Microbatches are the last number.",
+    )
+
+
+def bloom() -> Exhibit:
+    lines = _measured("training", ["bloom_prequel"], lambda row: row["id"].removeprefix("bloom_"), lambda r, s: s)
+    return Exhibit(
+        "What BLOOM's engineers tried before they started",
+        "BigScience, chronicles of the 176B model, 2022",
+        "seconds a step",
+        lines,
+        "Slow rows at the end have widths that no line of memory divides (hidden 14400, heads of 108).",
+    )
+
+
+def gpt_fast() -> Exhibit:
+    return Exhibit(
+        "Tokens of one user, by gpt-fast",
+        "PyTorch, gpt-fast README, 2023",
+        "tokens a second",
+        _measured("inference", ["gpt_fast"], lambda row: row["id"].removeprefix("gptfast_"), lambda r, ms: 1e3 / ms),
+    )
+
+
+def inference_arithmetic() -> Exhibit:
+    return Exhibit(
+        "Inference arithmetic",
+        "Chen (kipply) 2022",
+        "ms for 10 tokens after a prompt of 512",
+        _measured("inference", ["kipply"], lambda row: row["id"].removeprefix("kipply_"), lambda row, ms: ms),
+    )
+
+
+def zero_states() -> Exhibit:
+    """Model states of 7.5 billion parameters over 64 ranks, in bytes of mixed precision: 2 + 2 + 12 a parameter."""
+    held, lines = LocalNumel(7.5e9, 0.0), []
+    for label, stage, figure in (
+        ("data parallel", 0, 120.0), ("optimizer states", 1, 31.4), ("and gradients", 2, 16.6), ("and parameters", 3, 1.9)
+    ):  # fmt: skip
+        layout = LayoutConfig(shard=64 if stage else 1, replicate=1 if stage else 64, zero=max(stage, 1))  # type: ignore[arg-type]
+        model = derive_model(ModelConfig(), 1024)
+        cluster = make_cluster("v100-sxm-32g", 4)
+        job = Job(model, layout, 1024, 64, 1, FRAMEWORKS["deepspeed-2021"], cluster, dtype="float16")
+        lines.append(Line(label, figure, sum(float(size) for size in states(job, held).values()) / 1e9))
+    return Exhibit(
+        "Model states that ZeRO cuts", "Rajbhandari et al. 2020, Figure 1", "GB a GPU, 7.5B parameters, 64 GPUs", lines
+    )
+
+
+TRAINED = (
+    # preset, tokens, sequence, published FLOPs, where
+    ("gpt3-175b", 300e9, 2048, 3.14e23, "GPT-3 (3,640 petaflop/s-days)"),
+    ("llama3-405b", 15.6e12, 8192, 3.8e25, "Llama 3.1 405B"),
+)
+
+
+def training_runs() -> Exhibit:
+    """Operations of whole training runs: what a plan counts, beside 6 operations for each parameter and token."""
+    lines = []
+    for preset, tokens, length, figure, label in TRAINED:
+        model = run_from_dict(dict(model=dict(preset=preset), train=dict(seq_len=length))).model
+        lines.append(Line(f"{label}: 6ND", figure, 6.0 * parameters(model).active * tokens))
+        lines.append(Line(f"{label}: with attention", figure, training_flops(model, length) * tokens))
+    said = "The papers count 6 operations for each parameter and token; a plan also counts attention, and not the embedding."
+    return Exhibit(
+        "Operations of a whole training run", "Brown et al. 2020; Grattafiori et al. 2024", "FLOPs", lines, said
+    )
+
+
+BUBBLES = (
+    ("1f1b", 4, 8, 1),
+    ("1f1b", 8, 32, 1),
+    ("1f1b", 16, 128, 1),
+    ("interleaved", 4, 8, 2),
+    ("interleaved", 8, 32, 4),
+)
+
+
+def bubbles() -> Exhibit:
+    """Idle time over busy time: (p - 1) / m, and with v stages a rank (p - 1) / (v m) (Narayanan et al. 2021, section 2.2)."""
+    lines = []
+    for schedule, ranks, microbatches, chunks in BUBBLES:
+        layout = LayoutConfig(pipeline=ranks, schedule=schedule, chunks=chunks)  # type: ignore[arg-type]
+        stages = ranks * chunks
+        cost = Cost([1.0] * stages, [1.0] * stages, [1.0] * stages)
+        (span,) = play(layout, [microbatches], [cost], [0.0])
+        busy = 3.0 * chunks * microbatches
+        label = f"{schedule}, {ranks} ranks, {microbatches} microbatches" + (
+            f", {chunks} stages a rank" if chunks > 1 else ""
+        )
+        lines.append(Line(label, (ranks - 1) / (chunks * microbatches), span / busy - 1))
+    return Exhibit("Bubbles of pipelines", "Narayanan et al. 2021, section 2.2", "idle time over busy time", lines)
+
+
+EXHIBITS: dict[str, Callable[[], Exhibit]] = {
+    "megatron-scaling": megatron_scaling,
+    "megatron-zero3": megatron_and_zero3,
+    "recompute-layer": korthikanti_layers,
+    "recompute-step": korthikanti_steps,
+    "zero-bubble": zero_bubble,
+    "bloom": bloom,
+    "zero-states": zero_states,
+    "training-flops": training_runs,
+    "bubbles": bubbles,
+    "gpt-fast": gpt_fast,
+    "inference-arithmetic": inference_arithmetic,
+}
