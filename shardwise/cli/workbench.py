@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Serve the page until told to end."""
     from shardwise.workbench.app import Workbench, make_app
+    from shardwise.workbench.changes import with_layout
     from shardwise.workbench.question import base_of
     from shardwise.workbench.server import serve_page
 
@@ -35,7 +36,7 @@ def execute(args: argparse.Namespace) -> int:
 
         serve_page(make_app(None, Watch(Path(args.run))), "workbench", args.port, not args.no_open)
         return 0
-    bench = Workbench(base_of(args.run, args.overrides))
+    bench = Workbench(with_layout(base_of(args.run, args.overrides)))
     bench.answer({})  # the first takes longest: it reads curves and presets
     gc.collect()
     gc.freeze()  # what is here stays; looking through it again and again would hold up answers

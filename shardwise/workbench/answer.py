@@ -17,6 +17,7 @@ from shardwise.plan.time.timeline import timeline
 from shardwise.report import html, words
 from shardwise.report.html import Quantity, Section
 from shardwise.run import PlannedRun, Run, UserError
+from shardwise.workbench.anatomy import blocks, mesh
 from shardwise.workbench.question import Base
 
 SHOWN_MICROBATCHES = 24
@@ -42,11 +43,13 @@ class Planned:
     best: Plan
     content: dict[str, Any]
     sections: dict[str, Section]
+    anatomy: dict[str, Any]
+    """The model's blocks and the mesh, for pictures of them."""
 
     def as_dict(self) -> dict[str, Any]:
         """For the page."""
         parts = {name: {"remark": each.remark, "body": each.body} for name, each in self.sections.items()}
-        return {"plan": self.content, "parts": parts, "layout": short_layout(self.best)}
+        return {"plan": self.content, "parts": parts, "layout": short_layout(self.best), "anatomy": self.anatomy}
 
 
 def answer(base: Base, changes: Mapping[str, str]) -> Planned:
@@ -71,7 +74,9 @@ def answer(base: Base, changes: Mapping[str, str]) -> Planned:
         "timeline": html.timeline(timeline(job, SHOWN_MICROBATCHES, (known, step))),
         "notes": html.notes([*filter(None, [planned.sentence()]), *best.notes]),
     }
-    return Planned(best, content, sections)
+    return Planned(
+        best, content, sections, {"model": blocks(run), "mesh": mesh(run, step.placement, job.cluster.per_node)}
+    )
 
 
 def contents(best: Plan, planned: PlannedRun) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from starlette.routing import Route
 from shardwise.run import UserError, to_toml
 from shardwise.workbench.admission import MOST_BODY
 from shardwise.workbench.answer import Planned, answer
+from shardwise.workbench.aside import KINDS, Aside
 from shardwise.workbench.page import offline_page, watch_page, workbench_page
 from shardwise.workbench.question import Base, Keys, base_of, changes_of
 from shardwise.workbench.watch import Watch
@@ -76,6 +77,7 @@ def encoded(content: Any) -> bytes:
 def make_app(bench: Workbench | None, watch: Watch | None = None) -> Starlette:
     """The application: a workbench, runs that are watched, or both. A question may name the watched run that it is about."""
     benches: dict[str, Workbench] = {}
+    asides: dict[str, Aside] = {}
 
     def bench_of(content: Any) -> Workbench:
         name = content.get("run") if isinstance(content, dict) else None
@@ -117,6 +119,16 @@ def make_app(bench: Workbench | None, watch: Watch | None = None) -> Starlette:
         found = await asyncio.to_thread(bench_of(content).planned, changes_of(content))
         return Response(offline_page(found), media_type="application/octet-stream")
 
+    def beside(kind: str) -> Callable[[Any], Awaitable[Response]]:
+        async def found(content: Any) -> Response:
+            base, changes = bench_of(content).base, changes_of(content)
+            if kind not in asides:
+                asides[kind] = Aside(kind)
+            told = await asides[kind].ask(base.given, changes)
+            return Response(encoded(told if told is not None else {"superseded": True}), media_type="application/json")
+
+        return found
+
     async def follow(content: Any) -> Response:
         assert watch is not None
         found = await asyncio.to_thread(watch.answer, content)
@@ -125,6 +137,7 @@ def make_app(bench: Workbench | None, watch: Watch | None = None) -> Starlette:
     routes = [
         Route("/", page, methods=["GET"]),
         Route("/api/plan", asked(plan), methods=["POST"]),
+        *(Route(f"/api/{kind}", asked(beside(kind)), methods=["POST"]) for kind in KINDS),
         Route("/api/run.toml", asked(run_file), methods=["POST"]),
         Route("/api/page.html", asked(report), methods=["POST"]),
     ]

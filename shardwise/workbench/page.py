@@ -8,7 +8,8 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from shardwise.report import html
+from shardwise.report import colors, html
+from shardwise.run import read_planned, to_dict
 from shardwise.workbench.answer import Planned
 from shardwise.workbench.controls import panel
 from shardwise.workbench.question import Base
@@ -23,16 +24,21 @@ PARTS = (
 """Sections that the planner's drawings fill, from top to bottom."""
 
 
+SCRIPTS = ("workbench.js", "beside.js", "anatomy.js", "picture.js")
+
+
 def workbench_page(base: Base, first: bytes, nonce: str, run: str | None = None, watched: bool = False) -> str:
     """The page with the answer to its first question; `run` is what the server calls the run, where it has several."""
     answer = json.loads(first)
-    state = {"given": base.given, "first": answer} | ({"run": run} if run is not None else {})
+    state: dict[str, Any] = {"given": base.given, "first": answer, "colors": colors.CATEGORY | colors.OWNER}
+    if run is not None:
+        state["run"] = run
     body = (
         _header(base.given.get("name", "run"), watched)
         + f'<main><form id="controls" aria-label="Run" autocomplete="off">{_controls(base, answer)}</form>'
         + f'<div id="results">{_results()}</div></main>'
     )
-    return document("Workbench", body, state, ("workbench.js",), nonce)
+    return document("Workbench", body, state, SCRIPTS, nonce)
 
 
 def document(title: str, body: str, state: Any, scripts: tuple[str, ...], nonce: str) -> str:
@@ -68,8 +74,6 @@ def _controls(base: Base, answer: dict[str, Any]) -> str:
     """The controls; where the first run has a mistake, with the values that the others have."""
     if "plan" in answer:
         return panel(answer["plan"]["run"])
-    from shardwise.run import read_planned, to_dict
-
     return panel(to_dict(read_planned(None, []).run))
 
 
@@ -116,7 +120,16 @@ def _results() -> str:
     )
     return (
         '<div id="problems" role="alert"></div><section id="figures" aria-label="Key figures"><div class="body"></div></section>'
-        + parts
+        '<section id="changes" aria-label="What would make this faster"><h2>What would make this faster</h2>'
+        '<div class="chips" role="group" aria-label="Changes"></div></section>'
+        '<section id="compared" aria-label="Side by side" hidden><h2>Side by side</h2><div class="body"></div></section>'
+        f"{parts}"
+        '<section id="ranking" aria-label="Best layouts"><h2>Best layouts</h2><p class="remark"></p>'
+        '<div class="body"></div></section>'
+        '<section id="model" aria-label="Model"><h2>The model</h2><p class="remark"></p><div class="body"></div></section>'
+        '<section id="mesh" aria-label="Mesh of ranks"><h2>The mesh of ranks</h2><p class="remark">Point at a rank, or move '
+        'with the arrow keys, to see what it holds and whom it talks to.</p><div class="body"><canvas tabindex="0" role="img" '
+        'aria-label="The ranks of the layout"></canvas><div class="legend"></div><div class="held"></div></div></section>'
     )
 
 

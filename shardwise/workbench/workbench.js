@@ -8,7 +8,7 @@
   const { attach } = globalThis.shardwise;
   const token = new URLSearchParams(location.search).get("token");
   const form = document.getElementById("controls"), results = document.getElementById("results");
-  const changes = new Map();
+  const changes = new Map(), pins = [], listeners = [];
   let attached = new AbortController(), shown = null, busy = false, waiting = false;
 
   function said(text) { document.getElementById("said").textContent = text; }
@@ -67,18 +67,30 @@
     remember();
     ask();
   }
+  // Another layout altogether: of the old one nothing stays.
+  function exchange(keys) {
+    for (const key of Array.from(changes.keys())) if (key.startsWith("layout.")) changes.delete(key);
+    change(keys);
+  }
+  function replaceAll(keys) {
+    changes.clear();
+    change(keys);
+  }
 
   // The view is in the address behind "#", which browsers keep to themselves.
   function remember() {
     history.replaceState(null, "", location.pathname + location.search + fragment());
   }
   function fragment() {
-    const text = new URLSearchParams([...changes]).toString();
+    const text = new URLSearchParams([...changes, ...pins.map((pin) => ["pin", new URLSearchParams(pin).toString()])]).toString();
     return text ? "#" + text : "";
   }
   function recall() {
     changes.clear();
-    for (const [key, value] of new URLSearchParams(location.hash.slice(1))) changes.set(key, value);
+    pins.length = 0;
+    for (const [key, value] of new URLSearchParams(location.hash.slice(1))) {
+      if (key === "pin") pins.push(Object.fromEntries(new URLSearchParams(value))); else changes.set(key, value);
+    }
   }
 
   function draw(answer) {
@@ -107,10 +119,12 @@
       const remark = section.querySelector(".remark");
       if (remark) remark.textContent = part.remark;
       section.querySelector(".body").innerHTML = part.body;
+      section.toggleAttribute("data-empty", name === "notes" && !section.querySelector("li"));
     }
     document.getElementById("headline").textContent = answer.layout;
     attach(results, attached.signal);
     show(answer.plan.run);
+    listeners.forEach((listener) => listener(answer));
   }
 
   // The controls show the run as it was resolved, but for the one that is being turned.
@@ -166,7 +180,7 @@
   function runName() { return shown ? shown.plan.run.name : "run"; }
 
   const actions = {
-    reset() { changes.clear(); remember(); ask(); },
+    reset() { replaceAll({}); },
     link() { return copied(location.href, "the address"); },
     command() {
       const keys = Object.entries({ ...state.given, ...Object.fromEntries(changes) });
@@ -181,6 +195,13 @@
     if (button && actions[button.dataset.action]) actions[button.dataset.action]();
   });
   addEventListener("hashchange", () => { recall(); ask(); });
+
+  // For the parts of the page in other files.
+  Object.assign(globalThis.shardwise, {
+    bench: { state, post, question, answered, change, exchange, replaceAll, remember, pins, actions, said, download, runName,
+      heard(listener) { listeners.push(listener); if (shown) listener(shown); },
+      keys() { return Object.fromEntries(changes); } },
+  });
 
   const watching = document.querySelector("a[data-action=watch]");
   if (watching) watching.href = "/watch?token=" + encodeURIComponent(token);

@@ -138,3 +138,52 @@ def test_it_fits_every_screen_and_everybody(page: Browser, width: int, dark: boo
 def test_every_choice_of_the_drawn_runs_is_a_control(page: Browser) -> None:
     keys = page.js("Array.from(document.querySelectorAll('[data-key]'), (e) => e.dataset.key)")
     assert set(CHOICES) <= set(keys)
+
+
+def test_a_chip_is_a_change_and_layouts_stand_side_by_side(bench: Served, page: Browser) -> None:
+    change(page, {})
+    page.click("[data-action=pin]")
+    page.until("document.querySelectorAll('.chip').length && !document.querySelector('#changes.late')")
+    before = shown(page)["step_seconds"]
+    page.click(".chip:not(.over)")
+    settled(page)
+    page.until("!document.querySelector('#changes.late')")
+    after = page.js("JSON.parse(document.querySelector('#figures [data-quantity=step_seconds]').dataset.value)")
+    assert after < before
+    # The kept layout and the new one, and both in the address.
+    both = "Array.from(document.querySelectorAll('#compared [data-quantity=step_seconds]'), (e) => JSON.parse(e.dataset.value))"
+    assert page.js(both) == [before, after]
+    assert "pin=" in page.js("location.hash")
+    address = page.js("location.href")
+    page.open("about:blank", "true")
+    page.open(address)
+    settled(page)
+    page.until("document.querySelectorAll('#compared [data-quantity=step_seconds]').length === 2")
+    assert page.js(both) == [before, after]
+    page.until("document.querySelectorAll('#ranking .use').length")
+    best = page.js("document.querySelector('#ranking .use').getAttribute('aria-label')")
+    page.click("#ranking .use")
+    settled(page)
+    assert "Use " + page.js("document.getElementById('headline').textContent") == best
+    page.js("location.hash = ''")
+    settled(page)
+
+
+def test_the_mesh_tells_what_a_rank_holds(page: Browser) -> None:
+    change(page, {})
+    page.until("document.querySelector('#mesh .held').textContent.includes('Rank 0')")
+    page.js("document.querySelector('#mesh canvas').focus()")
+    page.press("ArrowRight", 39)
+    told = page.js("document.querySelector('#mesh .held').textContent")
+    assert "Rank 1, machine 0" in told
+    assert "part 2 of 4 of each matrix" in told
+    x, y = page.middle("#mesh canvas")
+    page.move(x, y)
+    page.until("!document.querySelector('#mesh .held').textContent.includes('Rank 1,')")
+
+
+def test_files_and_pictures_are_downloaded(page: Browser) -> None:
+    change(page, {})
+    for action, end in (("run", ".toml"), ("page", ".html"), ("picture", ".png")):
+        page.js(f"document.querySelector('[data-action={action}]').click()")
+        page.until(f"document.getElementById('said').textContent === 'run{end} is downloaded'")

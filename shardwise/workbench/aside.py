@@ -1,0 +1,95 @@
+"""What takes seconds is worked out in processes of its own, one for each kind of question, at low priority: the page's controls are
+answered meanwhile. Only the newest question of a kind matters; an older one is given up for it, with its process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from typing import Any
+
+KINDS = ("changes", "ranking")
+LONGEST = 16 * 2**20
+"""Bytes of an answer."""
+
+
+class Aside:
+    """The process of one kind of question."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind, self._asked, self._busy = kind, 0, False
+        self._lock = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def ask(self, given: dict[str, str], changes: dict[str, str]) -> dict[str, Any] | None:
+        """The answer, or None where a newer question came before it."""
+        self._asked += 1
+        mine = self._asked
+        if self._busy and self._process is not None:
+            self._process.kill()
+        async with self._lock:
+            if mine != self._asked:
+                return None
+            self._busy = True
+            try:
+                process = await self._started()
+                if mine != self._asked:
+                    return None
+                return await self._answered(process, {"kind": self._kind, "given": given, "changes": changes})
+            finally:
+                self._busy = False
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        if self._process is None or self._process.returncode is not None:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                __name__,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                limit=LONGEST,
+            )
+        return self._process
+
+    async def _answered(self, process: asyncio.subprocess.Process, question: dict[str, Any]) -> dict[str, Any] | None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(question).encode() + b"\n")
+            await process.stdin.drain()
+            line = await process.stdout.readline()
+        except (ConnectionError, ValueError):
+            line = b""
+        if not line:
+            await process.wait()
+            self._process = None
+            return None
+        return json.loads(line)
+
+
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    """One answer; what is wrong with a question is one too."""
+    from shardwise.run import UserError
+    from shardwise.workbench.changes import faster_changes, ranking
+    from shardwise.workbench.question import Base
+
+    base, changes = Base(question["given"]), question["changes"]
+    try:
+        if question["kind"] == "ranking":
+            return ranking(base, changes)
+        return {"changes": faster_changes(base, changes)}
+    except UserError as e:
+        return {"problems": [{"key": each.key, "message": each.message} for each in e.problems]}
+
+
+def main() -> None:
+    """Answer lines of JSON until there are no more, because the server ended."""
+    os.nice(10)
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
