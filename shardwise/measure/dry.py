@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.model.initialize import without_values
 from shardwise.model.moe import Experts, MoE, Router
 from shardwise.parallel.mesh import Mesh
 from shardwise.run import Run
@@ -42,7 +43,7 @@ def _slices(run: Run) -> int:
 
 @contextlib.contextmanager
 def dry_rank(run: Run, rank: int, watched: AbstractContextManager[Any] | None = None) -> Iterator[TrainState]:
-    """The train state of one rank, without data; `watched` is open while it is built."""
+    """The train state of one rank, without data; `watched` is open while it is built, and sees initial values drawn."""
     world = run.layout.world
     if world > 1 or run.layout.offload:
         fake_process_group(rank, world)
@@ -52,7 +53,7 @@ def dry_rank(run: Run, rank: int, watched: AbstractContextManager[Any] | None = 
             for axis in ("zero", "expert_shard"):
                 mesh.sharding(axis)
         with fake_tensors():
-            with watched or contextlib.nullcontext():
+            with watched or without_values():
                 train_state = TrainState(run, mesh)
             train_state.checks_overflow = False
             for model in train_state.all_models:

@@ -225,7 +225,8 @@ class StepMemory(Observer):
         # Activations received for later passes, and the batch itself, are not saved by this pass.
         others = [buffer for buffer, _ in pipeline.channel.arriving.values()]
         others += [x for microbatch in pipeline.microbatches for x in microbatch.values() if x is not None]
-        made -= self.storages.numbers((*gathered_of(self.train_state), *others))
+        # `fully_shard` gives shards a storage of their own in the first pass of all.
+        made -= self.storages.numbers((*gathered_of(self.train_state), *parameters_of(self.train_state), *others))
         self.saved.setdefault(action.stage, []).append(self.storages.bytes(made))
         sizes = {number: self.storages.bytes([number]) for number in made}
         self.left[action.stage, action.microbatch] = {number: size for number, size in sizes.items() if size}
@@ -266,8 +267,9 @@ def sampling(step: StepMemory) -> Iterator[None]:
         gc.unfreeze()
 
 
-def measure_memory(train_state: TrainState, batch: Batch) -> dict[str, Any]:
-    """Bytes on this rank in one step over `batch`: by owner where an owner is known, and
+@contextlib.contextmanager
+def measured_memory(train_state: TrainState) -> Iterator[dict[str, Any]]:
+    """Fill a record with the bytes on this rank in the one step that is run meanwhile: by owner where an owner is known, and
 
     - `saved`: what each microbatch keeps for its backward pass, by stage,
     - `activations`: the peak over all microbatches in flight, which depends on the schedule,
@@ -280,14 +282,15 @@ def measure_memory(train_state: TrainState, batch: Batch) -> dict[str, Any]:
     parameters = parameters_of(train_state)
     storages = Storages()
     step = StepMemory(train_state, storages)
+    found: dict[str, Any] = {}
     train_state.optimizer.zero_grad()
     if cuda:
         torch.cuda.reset_peak_memory_stats(train_state.device)
     for x in (*parameters, *optimizer_of(train_state), *_buffers(train_state)):
         storages.track(storage_of(x))
     with storages, sampling(step):
-        train_state.train_step(batch)
-    return dict(
+        yield found
+    found.update(
         parameters=unique_bytes(parameters),
         gradients=unique_bytes(gradients_of(train_state)),
         optimizer=unique_bytes(optimizer_of(train_state)),
@@ -298,6 +301,13 @@ def measure_memory(train_state: TrainState, batch: Batch) -> dict[str, Any]:
         saved=step.saved,
         peak=torch.cuda.max_memory_allocated(train_state.device) if cuda else storages.peak,
     )
+
+
+def measure_memory(train_state: TrainState, batch: Batch) -> dict[str, Any]:
+    """The record of `measured_memory` of one step over `batch`."""
+    with measured_memory(train_state) as found:
+        train_state.train_step(batch)
+    return found
 
 
 def _buffers(train_state: TrainState) -> Iterator[Tensor]:

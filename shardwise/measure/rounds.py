@@ -68,7 +68,7 @@ class Repeated(Observer):
     def action(self, action: Action) -> Iterator[None]:
         """Count what this adds."""
         self.done += 1
-        self.say(f"counting FLOPs and traffic: action {self.done} of {self.actions}")
+        self.say(f"counting FLOPs, traffic and memory: action {self.done} of {self.actions}")
         if action.microbatch not in self.middle:
             yield
             return

@@ -20,7 +20,7 @@ import torch
 from shardwise.data.batches import Batch
 from shardwise.ledger import Account, Difference, Memory, Span, Timeline, Traffic, compare
 from shardwise.measure.dry import dry_rank, even_routing
-from shardwise.measure.memory import measure_memory
+from shardwise.measure.memory import measured_memory
 from shardwise.measure.rounds import Repeated, microbatches_to_run, with_microbatches
 from shardwise.measure.traffic import TrafficCounter
 from shardwise.measure.work import WorkCounter, uncompiled
@@ -117,7 +117,12 @@ def counted(
     is counted so many times more."""
     run, lay = train_state.run, train_state.run.layout
     with even_routing(train_state), uncompiled(train_state):
-        with WorkCounter(train_state) as ops, TrafficCounter(train_state.mesh.axes_by_group()) as wire:
+        # All in one step: what counts does not allocate, and holds no tensor.
+        with (
+            WorkCounter(train_state) as ops,
+            TrafficCounter(train_state.mesh.axes_by_group()) as wire,
+            measured_memory(train_state) as owners,
+        ):
             actions = len(train_state.parallel.pipeline.schedule.ranks[train_state.mesh.index("pipeline")])
             repeated = Repeated(middle, ops, wire, say, actions)
             with train_state.observers.watched_by(repeated):
@@ -125,8 +130,6 @@ def counted(
         repeated.add(times)
         _rest_of_round(train_state, batch, wire)
         done = list(train_state.parallel.pipeline.executed)
-        say("measuring memory, in a second step")
-        owners = measure_memory(train_state, batch)
     listed = make_schedule(
         lay.schedule if lay.pipeline > 1 else "1f1b", lay.pipeline, run.accumulation, lay.stages_per_rank
     )

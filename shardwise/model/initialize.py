@@ -6,8 +6,10 @@ The memory of a start is that of those slices and of one block of `normal.py`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,18 @@ from shardwise.model.normal import fill_normal
 from shardwise.run import AdapterConfig, ModelConfig
 from shardwise.run.adapter_config import NO_ADAPTER
 from shardwise.run.parameters import find_parameter
+
+DRAWS = ContextVar("DRAWS", default=True)
+
+
+@contextlib.contextmanager
+def without_values() -> Iterator[None]:
+    """While it is open, parameters get memory but no values: for a job that is only counted, a fifth of whose time drawing took."""
+    token = DRAWS.set(False)
+    try:
+        yield
+    finally:
+        DRAWS.reset(token)
 
 
 @torch.no_grad()
@@ -35,6 +49,8 @@ def draw(
     Matrices that write to the residual stream start smaller by sqrt(2 layers), so that it does not grow with depth
     (Radford et al. 2019, section 2.3).
     """
+    if not DRAWS.get():
+        return
     entry = find_parameter(config, name, adapter)
     if entry.init in ("ones", "zeros"):
         values.fill_(factor if entry.init == "ones" else 0.0)

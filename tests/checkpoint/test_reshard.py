@@ -21,25 +21,27 @@ from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.checkpoint.state import local_shards
 
 TOLERANCE = 1e-9
-STEPS, LAST = 1, 3
+STEPS, LAST = 1, 2
 Layout = dict[str, Any]
 
 
 @functools.cache
-def unbroken(model: str, optimizer: str) -> dict[str, Any]:
-    return cases.train(0, cases.make_run(model, {}, microbatch=1, optimizer=optimizer, steps=LAST))
+def unbroken(model: str, optimizer: str, layers: int) -> dict[str, Any]:
+    return cases.train(0, cases.make_run(model, {}, layers, microbatch=1, optimizer=optimizer, steps=LAST))
 
 
 def assert_moves(
     ranks: RankPool, out: Path, model: str, optimizer: str, before: tuple[Layout, Any], after: tuple[Layout, Any]
 ) -> None:
+    layers = max(cases.layers_for(layout)["layers"] for layout, _ in (before, after))
     start, end = (
-        cases.make_run(model, layout, optimizer=optimizer, steps=LAST, **train) for layout, train in (before, after)
+        cases.make_run(model, layout, layers, optimizer=optimizer, steps=LAST, **train)
+        for layout, train in (before, after)
     )
     ranks.run(start.layout.world, checkpoint_cases.train_and_save, start, out, STEPS)
     (folder,) = complete(out)
     assert list(damage(folder)) == []
-    want = unbroken(model, optimizer)
+    want = unbroken(model, optimizer, layers)
     seen: dict[str, np.ndarray] = {}
     for got in ranks.run(end.layout.world, checkpoint_cases.resume_and_train, end, out, LAST):
         np.testing.assert_allclose(got["losses"], want["losses"][STEPS:], rtol=TOLERANCE)
@@ -67,7 +69,9 @@ def test_random_pairs_of_layouts(ranks: RankPool, tmp_path: Path, pair: int, req
     model, *before = cases.random_layout(generator, models, axes=pair % 3, world=world)
     _, *after = cases.random_layout(generator, (model,), axes=(pair + 1) % 3, world=world)
     optimizer = generator.choice(["adamw", "muon"])
-    assert_moves(ranks, tmp_path, model, optimizer, (before[0], before[1]), (after[0], after[1]))
+    # How a step without a pipeline is cut into microbatches is no part of a checkpoint.
+    both = [(layout, train if layout["pipeline"] > 1 else {}) for layout, train in (before, after)]
+    assert_moves(ranks, tmp_path, model, optimizer, *both)
 
 
 LARGE = pytest.mark.large("other ways to cut experts; the small tier has each dimension and both optimizers once")
@@ -162,7 +166,7 @@ def test_each_element_is_written_once_and_ranks_share_the_work(ranks: RankPool, 
 
 
 def test_large_shards_are_divided_among_the_ranks_that_hold_them(ranks: RankPool) -> None:
-    run = cases.make_run("mixture", dict(shard=2, tensor=2, replicate=2, expert=2, zero=2))
+    run = cases.make_run("mixture", dict(shard=2, tensor=2, replicate=2, expert=2, zero=2), layers=2)
     everyone = ranks.run(8, shard_boxes, run, 1024)
     volume: dict[str, int] = {}
     shapes: dict[str, tuple[int, ...]] = {}

@@ -13,20 +13,28 @@ import cases
 from shardwise.plan.cost.flops import layers_of_stages
 from shardwise.run import Run, UserError
 from shardwise.run.derive import compiles
+from shardwise.run.objective_config import FACTS
 
 Drawn = tuple[str, dict[str, Any], dict[str, Any]]
 Pair = tuple[str, str]
 AXES = ("replicate", "shard", "context", "tensor", "pipeline", "expert")
 LOW_PRECISION = dict(dtype="bfloat16")
-CANDIDATES = 400
+CANDIDATES = 600
 """Drawn to choose a covering array from; most combinations of an axis and a variant come up in them several times."""
-MOST = 60
+SOME = "some microbatches"
+OBJECTIVES = ("dpo", "dpo ipo", "dpo margins", "kto", "orpo", "simpo", "reward")
+NOT_EXPERTS = ("dora all",)
+"""Adapters that a model with experts may not have."""
+KINDS = [name for name in cases.ADAPTERS if name.startswith(("lora", "dora"))]
+"""Adapters of any model; those in 4 bits need one that is wide."""
+OF_EXPERTS = [name for name in KINDS if name not in NOT_EXPERTS]
+MOST = 80
 """More layouts than a covering array takes."""
 VARIANTS: set[str] = {
     *cases.MODELS, *cases.SCHEDULES, *cases.METHODS, *(f"zero {n}" for n in (1, 2, 3)), *cases.VARIANTS,
     *(f"recompute {how}" for how in ("none", "attention", "full", "operations", "budget")),
     "async_tensor", "expert_tensor", "muon", "loss chunked", "uneven stages", "odd batch", "a budget of chunks",
-    "a stage without layers",
+    "a stage without layers", "bfloat16", *OBJECTIVES, *KINDS,
 }  # fmt: skip
 """What some layout of the small tier must have, beside every pair of axes."""
 
@@ -42,10 +50,13 @@ def features(model: str, run: Run) -> tuple[set[str], set[str]]:
     found |= {"a stage without layers"} if any(not layers for layers in layers_of_stages(run)) else set()
     found |= {f"zero {lay.zero}"} if lay.shard > 1 else set()
     found |= {lay.context_method} if lay.context > 1 else set()
-    found |= {lay.schedule, "uneven stages" if lay.stages else "even stages"} if lay.pipeline > 1 else set()
+    found |= {"uneven stages" if lay.stages else "even stages"} if lay.pipeline > 1 else set()
+    # A schedule shows with more microbatches than its two stages hold at once, and what accumulates with more than one.
+    found |= {lay.schedule} if lay.pipeline > 1 and run.accumulation > 2 else set()
+    found |= {SOME} if run.accumulation > 1 else set()
     found |= {name for name in ("async_tensor", "expert_tensor") if getattr(lay, name) and lay.tensor > 1}
     found |= {"odd batch"} if train.global_batch % 2 else set()
-    return axes, found
+    return axes, found | {train.dtype}
 
 
 def draw(generator: random.Random, world: int, axes: int = 2) -> Drawn:
@@ -74,53 +85,87 @@ def draw(generator: random.Random, world: int, axes: int = 2) -> Drawn:
             train["microbatch"] = max(train["microbatch"], cases.BATCH // (layout["replicate"] * layout["shard"]) // 2)
         train["optimizer"] = generator.choice(["adamw", "adamw", "muon"])
         train["loss"] = generator.choice(["plain", "chunked"])
-        try:
-            cases.make_run(model, layout, **cases.layers_for(layout) | train)
-        except UserError:
-            continue
-        return model, layout, train
+        if is_legal(model, layout, train):
+            return model, layout, train
+
+
+def draw_tuned(generator: random.Random, world: int) -> Drawn:
+    """As `draw`; some of them learn something else than the next token, train adapters alone, or round to 16 bits."""
+    while True:
+        model, layout, train = draw(generator, world)
+        if generator.random() < 0.4:
+            train["objective"] = generator.choice(OBJECTIVES)
+        if generator.random() < 0.3:
+            train |= dict(adapter=generator.choice(KINDS), optimizer="adamw")
+        if generator.random() < 0.1:
+            train["dtype"] = "bfloat16"
+        if is_legal(model, layout, train):
+            return model, layout, train
+
+
+def is_legal(model: str, layout: dict[str, Any], train: dict[str, Any]) -> bool:
+    try:
+        cases.make_run(model, layout, **cases.layers_for(layout) | train)
+    except UserError:
+        return False
+    return True
 
 
 @functools.cache
-def covering_array(seed: int, world: int = 4) -> list[Drawn]:
+def covering_array(seed: int, world: int = 4) -> tuple[list[Drawn], int]:
     """Few layouts in which every axis meets every other and every variant: of many drawn, always the one that has most of what is
-    missing (greedily, as AETG does: Cohen et al. 1997)."""
+    missing for its cost (greedily, as AETG does: Cohen et al. 1997). The first of them, so many, have every variant somewhere and
+    every axis with every other."""
     generator = random.Random(seed)
-    drawn = [draw(generator, world) for _ in range(CANDIDATES)]
+    drawn = [draw_tuned(generator, world) for _ in range(CANDIDATES)]
+    essential: list[set[Pair]] = []
     pairs: list[set[Pair]] = []
+    costs: list[float] = []
     for model, layout, train in drawn:
-        axes, found = features(model, cases.make_run(model, layout, **cases.layers_for(layout) | train))
-        pairs.append({(each, each) for each in found} | set(itertools.product(sorted(axes), found)))
-    chosen: list[Drawn] = []
-    missing: set[Pair] = set().union(*pairs)
+        run = cases.make_run(model, layout, **cases.layers_for(layout) | train)
+        axes, found = features(model, run)
+        found |= {name for name in (train.get("objective"), train.get("adapter")) if name}
+        essential.append({(each, each) for each in found} | set(itertools.combinations(sorted(axes), 2)))
+        essential[-1] |= {(axis, SOME) for axis in axes if SOME in found}
+        pairs.append(essential[-1] | set(itertools.product(sorted(axes), found)))
+        costs.append(cost(run))
+    needed = {(each, each) for each in VARIANTS} | set(itertools.combinations(sorted(AXES), 2))
+    needed |= {(axis, SOME) for axis in AXES}
+    assert set().union(*essential) >= needed, f"draws lack {needed - set().union(*essential)}"
+    first = cover(essential, costs, needed)
+    missing = set().union(*pairs) - set().union(*(pairs[n] for n in first))
+    return [drawn[n] for n in first + cover(pairs, costs, missing)], len(first)
+
+
+def cover(sets: list[set[Pair]], costs: list[float], needed: set[Pair]) -> list[int]:
+    """The numbers of some sets that together have what is needed, greedily; one that others make up for is left out again."""
+    chosen: list[int] = []
+    missing = set(needed)
     while missing:
-        # First whatever is nowhere yet, then axes that have not met, then the rest: the first of the array have most of it.
-        best = max(range(len(drawn)), key=lambda n: sum(map(weight, pairs[n] & missing)))
-        missing -= pairs[best]
-        chosen.append(drawn[best])
+        best = max(range(len(sets)), key=lambda n: len(sets[n] & missing) / costs[n])
+        missing -= sets[best]
+        chosen.append(best)
+    for number in sorted(chosen, key=lambda n: -costs[n]):
+        others = [n for n in chosen if n != number]
+        if set().union(*(sets[n] for n in others)) >= needed:
+            chosen = others
     return chosen
 
 
-def complete_part(array: list[Drawn]) -> int:
-    """How many of an array's first layouts have every variant somewhere, and every axis with every other."""
-    met: set[str] = set()
-    pairs: set[frozenset[str]] = set()
-    for number, (model, layout, train) in enumerate(array, 1):
-        axes, found = features(model, cases.make_run(model, layout, **cases.layers_for(layout) | train))
-        met |= found
-        pairs |= {frozenset(pair) for pair in itertools.combinations(axes, 2)}
-        if met >= VARIANTS and len(pairs) == len(AXES) * (len(AXES) - 1) // 2:
-            return number
-    raise AssertionError(f"the array lacks {sorted(VARIANTS - met)}")
-
-
-def weight(pair: Pair) -> int:
-    return 100 if pair[0] == pair[1] else 10 if pair[1] in AXES else 1
+def cost(run: Run) -> float:
+    """What a layout takes, about, in seconds of all its ranks: each starts, and runs some steps of small operations."""
+    lay, model = run.layout, run.model
+    passes = run.accumulation * model.layers / lay.pipeline
+    passes *= 1 + (model.experts > 0) + (lay.context > 1 and lay.context_method == "ring") + lay.async_tensor
+    passes *= 1.5 if lay.recompute != "none" else 1.0
+    passes *= 1.5 if FACTS[run.objective.kind].reference else 1.0
+    passes *= 2.0 if run.train.dtype == "bfloat16" else 1.0  # which CPUs do not multiply
+    return lay.world * (0.3 + 0.06 * passes)
 
 
 def random_layout(seed: int, number: int) -> Drawn:
     """One of many, on up to eight ranks."""
-    return draw(random.Random(f"{seed} {number}"), world=8)
+    return draw_tuned(random.Random(f"{seed} {number}"), world=8)
 
 
 def compiled_layout(seed: int, number: int) -> Drawn:
@@ -136,37 +181,21 @@ def compiled_layout(seed: int, number: int) -> Drawn:
 
 SMALL_EDGES: list[Drawn] = [
     ("mixture", dict(shard=3), dict(global_batch=6)),  # rows that do not divide are padded
-    ("few", dict(shard=4, expert=2), dict(microbatch=1)),  # each expert is sharded over two ranks
-    ("dense", dict(tensor=4, async_tensor=True), dict(global_batch=4)),  # more ranks than key/value heads
-    ("dense", dict(context=4, context_method="ulysses"), {}),  # which are then repeated
+    ("few", dict(shard=4, expert=2), dict(microbatch=1, global_batch=4)),  # each expert is sharded over two ranks
+    # More ranks than key/value heads, which talk about each chunk of the loss.
+    ("tied", dict(tensor=4, async_tensor=True), dict(global_batch=4, loss="chunked")),
+    ("dense", dict(context=4, context_method="ulysses"), dict(layers=1)),  # whose key/value heads are then repeated
     # A stage between the ends that is done with its microbatches before others come fetches a layer in vain.
-    ("dense", dict(pipeline=2, shard=2, schedule="interleaved", prefetch=2), dict(layers=8, microbatch=1)),
-    # With no one to gather from it does not.
-    ("tied", dict(pipeline=2, replicate=2, schedule="interleaved", stages=(0, 2, 2, 0)), dict(layers=4, microbatch=1)),
-    ("tied", dict(shard=2, pipeline=2), LOW_PRECISION),
+    ("dense", dict(pipeline=2, shard=2, schedule="interleaved", prefetch=2), dict(layers=8, global_batch=4, microbatch=1)),
     ("dense", dict(replicate=2), LOW_PRECISION | dict(reduce_dtype="bfloat16")),
-    ("mixture", dict(tensor=2, expert_tensor=True), LOW_PRECISION),
-    ("tied", dict(tensor=4), dict(loss="chunked")),  # the ranks talk about each chunk
-    # Objectives that are made of log-probabilities, over documents that are cut.
-    ("mixture", dict(context=2, tensor=2), dict(objective="orpo")),
-    ("tied", dict(pipeline=2, shard=2), dict(objective="simpo")),
-    ("dense", dict(tensor=2, shard=2, zero=1), dict(objective="dpo")),  # and with a second network beside
-    ("latent", dict(pipeline=2, context=2), dict(objective="dpo ipo")),
-    ("tied", dict(replicate=2), LOW_PRECISION | dict(objective="dpo")),
-    ("dense", dict(tensor=2, shard=2), dict(objective="dpo", adapter="lora")),  # which is its own without the adapters
-    ("dense", dict(context=2, shard=2), dict(objective="kto")),
-    ("tied", dict(tensor=2, context=2), dict(objective="reward")),
-    ("mixture", dict(pipeline=2, shard=2, expert=2), dict(objective="reward")),
-    ("dense", dict(pipeline=2, tensor=2), dict(objective="kto")),
-    # The head of scores is learned beside adapters.
-    ("tied", dict(tensor=2, shard=2), LOW_PRECISION | dict(objective="reward", adapter="lora")),
-    ("dense", dict(pipeline=2, context=2), dict(objective="reward", adapter="lora")),
-    ("dense", dict(context=2, shard=2), dict(objective="dpo margins")),
-    # And with a teacher of other sizes, which has experts.
-    ("dense", dict(tensor=2, shard=2), dict(objective="distill")),
-    ("tied", dict(pipeline=2, context=2, stages=(1, 3)), dict(objective="distill reverse")),
-    ("dense", dict(replicate=2), LOW_PRECISION | dict(objective="distill", adapter="lora")),
-]
+    # Deferred gradients that are not added up yet.
+    ("dense", dict(pipeline=2, shard=2, schedule="zb-h1"), LOW_PRECISION | dict(layers=2, global_batch=4, microbatch=1)),
+    ("wide", dict(shard=2, tensor=2), dict(adapter="qlora", layers=1)),
+    # A teacher of other sizes, which has experts.
+    ("dense", dict(tensor=2, shard=2), dict(objective="distill", global_batch=4)),
+    ("tied", dict(pipeline=2, context=2, stages=(1, 3)), dict(objective="distill reverse", global_batch=4)),
+    ("dense", dict(context=2), dict(objective="reward", adapter="lora")),  # whose head of scores is learned beside
+]  # fmt: skip
 """What the covering array does not draw, one of each kind."""
 FEWER_EXPERTS_THAN_RANKS: list[Drawn] = [
     *[("few", dict(shard=4, expert=2, zero=zero), {}) for zero in (1, 2, 3)],
@@ -188,7 +217,56 @@ ONE_AXIS: dict[str, dict[str, Any]] = {
     **{axis: {axis: 2} for axis in AXES if axis != "expert"},
     "expert": dict(shard=2, expert=2),
 }
+ADAPTER_EDGES: list[Drawn] = [
+    *[
+        (model, ONE_AXIS[axis], dict(adapter=kind))
+        for model in ("dense", "mixture")
+        for axis in AXES
+        for kind in KINDS
+        if (model, axis) != ("dense", "expert") and not (model == "mixture" and kind in NOT_EXPERTS)
+    ],
+    *[
+        ("mixture", ONE_AXIS[one] | ONE_AXIS[other], dict(adapter=OF_EXPERTS[number % len(OF_EXPERTS)]))
+        for number, (one, other) in enumerate((a, b) for a in AXES for b in AXES if a < b)
+    ],
+    *[(model, {}, more | dict(adapter=kind)) for model in cases.MODELS for kind in OF_EXPERTS for more in ({}, LOW_PRECISION)],
+    *[("wide", {axis: 2}, dict(adapter="qlora", layers=2)) for axis in AXES if axis != "expert"],
+    *[("wide", {a: 2, b: 2}, dict(adapter="qlora single", layers=2)) for a, b in itertools.combinations(AXES[:5], 2)],
+    ("wide", dict(shard=2, recompute="full"), LOW_PRECISION | dict(adapter="qlora", layers=2)),
+    ("wide", dict(tensor=2, pipeline=2, schedule="zb-h1"), LOW_PRECISION | dict(adapter="qlora")),
+    ("dense", dict(tensor=4), dict(adapter="lora")),  # more ranks than key/value heads
+    ("dense", dict(shard=2, zero=2), LOW_PRECISION | dict(adapter="lora")),
+    ("dense", dict(tensor=2), LOW_PRECISION | dict(adapter="lora")),
+    ("mixture", dict(tensor=2, shard=2, expert=2, expert_tensor=True), LOW_PRECISION | dict(adapter="lora")),
+    ("dense", dict(replicate=2), LOW_PRECISION | dict(adapter="lora", reduce_dtype="bfloat16")),
+]  # fmt: skip
+"""Each kind of adapter on every axis, every model and every pair."""
+OBJECTIVE_EDGES: list[Drawn] = [
+    ("mixture", dict(context=2, tensor=2), dict(objective="orpo")),
+    ("tied", dict(pipeline=2, shard=2), dict(objective="simpo")),
+    ("dense", dict(tensor=2, shard=2, zero=1), dict(objective="dpo")),
+    ("latent", dict(pipeline=2, context=2), dict(objective="dpo ipo")),
+    ("tied", dict(replicate=2), LOW_PRECISION | dict(objective="dpo")),
+    ("dense", dict(tensor=2, shard=2), dict(objective="dpo", adapter="lora")),  # whose reference is it without adapters
+    ("dense", dict(context=2, shard=2), dict(objective="kto")),
+    ("tied", dict(tensor=2, context=2), dict(objective="reward")),
+    ("mixture", dict(pipeline=2, shard=2, expert=2), dict(objective="reward")),
+    ("dense", dict(pipeline=2, tensor=2), dict(objective="kto")),
+    ("tied", dict(tensor=2, shard=2), LOW_PRECISION | dict(objective="reward", adapter="lora")),
+    ("dense", dict(pipeline=2, context=2), dict(objective="reward", adapter="lora")),
+    ("dense", dict(context=2, shard=2), dict(objective="dpo margins")),
+    ("dense", dict(replicate=2), LOW_PRECISION | dict(objective="distill", adapter="lora")),
+]
+"""Objectives without the company of variants."""
 LARGE_EDGES: list[Drawn] = [
+    *OBJECTIVE_EDGES,
+    *ADAPTER_EDGES,
+    *[("tied", dict(shard=2, pipeline=2, schedule=schedule), LOW_PRECISION) for schedule in ("1f1b", "zb-h1", "dualpipe-v")],
+    ("mixture", dict(tensor=2, expert_tensor=True), LOW_PRECISION),
+    ("tied", dict(tensor=4), dict(loss="chunked")),
+    ("dense", dict(tensor=4, async_tensor=True), dict(global_batch=4)),
+    # With no one to gather from a stage between the ends fetches nothing.
+    ("tied", dict(pipeline=2, replicate=2, schedule="interleaved", stages=(0, 2, 2, 0)), dict(layers=4, microbatch=1)),
     # Each model alone, in both precisions.
     *[(model, {}, more) for model in cases.MODELS for more in ({}, LOW_PRECISION)],
     ("dense", {}, dict(dtype="float32")),

@@ -2,14 +2,16 @@
 actions, operations, messages and memory. It is made once for each run, and every check of this file reads that record.
 
 Experts are counted twice: with tokens dealt out evenly, as `shardwise verify` does, and as the routers choose, where the planner is
-told how many rows went where.
+told how many rows went where; beside a frozen reference, evenly alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -22,7 +24,7 @@ from schedule_check import check
 from torch import Tensor
 
 from shardwise.measure import verify
-from shardwise.measure.memory import measure_memory
+from shardwise.measure.memory import measured_memory
 from shardwise.measure.traffic import Traffic, TrafficCounter
 from shardwise.measure.verify import TOLERANCE, Verdict, counted, planned, random_batch
 from shardwise.model.initialize import draw
@@ -32,7 +34,7 @@ from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.plan.trainer.state import activations, gathered, peak_gradients, saved_activations, state_bytes
 from shardwise.plan.trainer.traffic import by_group
 from shardwise.run import Run
-from shardwise.run.parameters import find_parameter
+from shardwise.run.parameters import HEAD, find_parameter
 from shardwise.schedules import make_schedule
 from shardwise.train.step import TrainState
 
@@ -73,20 +75,21 @@ def observe(rank: int, run: Run, documents: bool = True) -> Record:
             super().__init__(axes)
             seen["wire"] = self
 
-    def measured(*arguments: Any) -> dict[str, Any]:
+    @contextlib.contextmanager
+    def measured(train_state: TrainState) -> Iterator[dict[str, Any]]:
         gc.freeze()  # what was imported or is cached by now need not be looked through
-        seen["memory"] = measure_memory(*arguments)
-        return seen["memory"]
+        with measured_memory(train_state) as seen["memory"]:
+            yield seen["memory"]
 
-    with mock.patch.multiple(verify, TrafficCounter=Counting, measure_memory=measured):
+    with mock.patch.multiple(verify, TrafficCounter=Counting, measured_memory=measured):
         account, same, actions = counted(train_state, random_batch(run, train_state.mesh.data_index))
     verdict = Verdict(rank, planned(run, rank), account, same, actions)
     choices, routed = note_choices(train_state), note_rows(train_state)
-    if run.model.experts:
+    if run.model.experts and train_state.reference is None:  # whose own choices nobody notes
         rows = train_state.samples(np.arange(run.train.global_batch))
         batch = cases.take(cases.batch(0, False, run.train.global_batch), rows)
-        with Counting(train_state.mesh.axes_by_group()):
-            measured(train_state, batch)
+        with Counting(train_state.mesh.axes_by_group()), measured(train_state):
+            train_state.train_step(batch)
     wire = seen["wire"]
     return Record(initial, trained, verdict, wire.traffic, wire.messages, seen["memory"], choices, routed)
 
@@ -183,6 +186,19 @@ class Observed:
             seen |= record.trained["parameters"].keys()
         assert seen == set(want["parameters"])
 
+    def assert_trains_what_is_not_frozen(self) -> None:
+        """With adapters these move, and a head of scores, and nothing else."""
+        model, adapter = self.run.model, self.run.adapter
+        moved = {
+            name
+            for record in self.records
+            for name, (_, value) in record.initial.items()
+            if value.size and (value != record.trained["parameters"][name][1]).any()
+        }
+        assert moved, str(self)
+        assert not [name for name in moved if find_parameter(model, name, adapter).frozen], f"{self} {moved}"
+        assert not adapter.used or all(".lora." in name or name == HEAD for name in moved), f"{self} {moved}"
+
     def assert_follows_its_schedule(self) -> None:
         """The actions of the list, in training and in counting; an evaluation runs its forward passes."""
         lay = self.run.layout
@@ -250,7 +266,7 @@ def saves_as_planned(run: Run, rank: int, record: Record) -> bool:
     for stage, sizes in record.memory["saved"].items():
         for microbatch, size in enumerate(sizes):
             rows = {layer: calls[microbatch] for layer, calls in record.routed.items()}
-            if saved_activations(run, rank, rows)[stage] != size:
+            if saved_activations(run, rank, rows or None)[stage] != size:
                 return False
     return True
 
@@ -275,6 +291,6 @@ def moved_rows(place: PlannedRank, choices: list[Choices]) -> dict[int, int]:
 
 def expected_traffic(place: PlannedRank, choices: list[Choices]) -> tuple[Traffic, Traffic]:
     """What the planner says a rank sends in a step."""
-    sent = by_group(place.run, place.rank, moved_rows(place, choices))
+    sent = by_group(place.run, place.rank, moved_rows(place, choices) if any(choices) else None)
     total = Counter({key: each.bytes for key, each in sent.items() if each.bytes})
     return total, Counter({key: each.messages for key, each in sent.items() if each.bytes})

@@ -35,7 +35,7 @@ def check(ranks: RankPool, drawn: layouts.Drawn, **more: Any) -> None:
 
 
 def test_tensor_ranks(ranks: RankPool) -> None:
-    check(ranks, ("dense", dict(tensor=2), {}))
+    check(ranks, ("dense", dict(tensor=2), dict(layers=1, steps=2)))
 
 
 @LARGE

@@ -2,8 +2,8 @@
 evaluation and final parameters in float64, where a bug cannot hide behind rounding; operations, messages and memory to the last.
 
 The small tier finds a variant that breaks an axis: of a covering array, drawn anew for every commit, it takes the first layouts,
-which have every model, schedule, method and variant somewhere and every axis with every other. The large tier takes all of it,
-random layouts on up to eight ranks, and a list of edges, and so finds what needs three axes at once.
+which have every model, schedule, method, objective, adapter and variant somewhere and every axis with every other. The large tier
+takes all of it, random layouts on up to eight ranks, and a list of edges, and so finds what needs three axes at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "observed" not in metafunc.fixturenames:
         return
     option = metafunc.config.getoption
-    covering = layouts.complete_part(layouts.covering_array(option("--seed")))
+    _, covering = layouts.covering_array(option("--seed"))
     which: list[object] = [("array", number) for number in range(covering)]
     which += [("small", number) for number in range(len(layouts.SMALL_EDGES))]
     if option("--large"):
@@ -39,7 +39,7 @@ def observed(request: pytest.FixtureRequest, ranks: RankPool) -> Iterator[Observ
     kind, number = request.param
     seed = request.config.getoption("--seed")
     if kind == "array":
-        array = layouts.covering_array(seed)
+        array, _ = layouts.covering_array(seed)
         if number >= len(array):
             pytest.skip("the array of this commit is shorter")
         drawn = array[number]
@@ -58,6 +58,10 @@ def test_it_trains_as_one_process(observed: Observed) -> None:
     if observed.run.train.dtype != "float64":
         pytest.skip("rounding is compared in test_equality.py")
     observed.assert_trains_as_one_process()
+
+
+def test_what_is_frozen_stays(observed: Observed) -> None:
+    observed.assert_trains_what_is_not_frozen()
 
 
 def test_its_schedule_runs_as_listed(observed: Observed) -> None:

@@ -1,5 +1,5 @@
 """Every objective computes on any layout what it computes in one process: losses, norms, evaluation and parameters in float64. What
-they send, compute and hold is in `test_layouts.py`, for a layout of each."""
+they send, compute and hold, and a layout of each in the small tier, is in `test_layouts.py`."""
 
 from __future__ import annotations
 
@@ -33,11 +33,6 @@ def drawn(seed: int, number: int, world: int) -> tuple[str, dict[str, Any], dict
     generator = random.Random(f"{seed} objective {number}")
     model, layout, train = layouts.draw(generator, world)
     return model, layout, train | dict(objective=KINDS[number % len(KINDS)])
-
-
-def test_an_objective_that_was_drawn_is_that_of_one_process(ranks: RankPool, request: pytest.FixtureRequest) -> None:
-    seed = request.config.getoption("--seed")
-    hold(ranks, *drawn(seed, 1000 + seed % len(KINDS), world=4))
 
 
 @LARGE

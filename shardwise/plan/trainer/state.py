@@ -262,13 +262,18 @@ def peak_gradients(run: Run, rank: int) -> int:
     if not planned.is_sharded or not (once or planned.splits_backward):
         return state_bytes(run, rank)["gradients"]
     unsharded, sharded, is_moe = dict[int, int](), dict[int, int](), run.model.is_moe
-    known: dict[tuple[bool, bool, int, int], tuple[int, int]] = {}
+    known: dict[tuple[bool, bool, int, int, bool], tuple[int, int]] = {}
     for stage in planned.stages:
-        kind = (stage.first, stage.last, len(stage.layers), sum(map(is_moe, stage.layers)))
+        summed = _adds_up_deferred(planned, stage.number)
+        kind = (stage.first, stage.last, len(stage.layers), sum(map(is_moe, stage.layers)), summed)
         if kind not in known:
             own = [(count, p) for count, p in planned.parameters(stages=(stage,)) if p.learns]
             shards = (count * p.shard_numel(planned.sharding(p)[0]) for count, p in own)
             whole = planned.reduce_width * sum(count * p.numel for count, p in own)
+            if planned.splits_backward and planned.width < planned.reduce_width:
+                # Deferred gradients stay as they were computed until the stage's next backward pass, or the end, adds them up.
+                matrices = sum(count * p.numel for count, p in own if p.entry.is_linear)
+                whole += matrices * (planned.width - (0 if summed else planned.reduce_width))
             known[kind] = whole, planned.high_width * sum(shards)
         unsharded[stage.number], sharded[stage.number] = known[kind]
     if planned.splits_backward:  # all stages are reduced at the end
@@ -283,6 +288,13 @@ def peak_gradients(run: Run, rank: int) -> int:
         held[number] = now
         peak = max(peak, total)
     return peak
+
+
+def _adds_up_deferred(planned: PlannedRank, stage: int) -> bool:
+    """Whether a stage has a backward pass after weight gradients of an earlier microbatch, which it adds up."""
+    kinds = [a.kind for a in planned.schedule.ranks[planned.index("pipeline")] if a.stage == stage and a.kind in "IBW"]
+    first = next((n for n, kind in enumerate(kinds) if kind in "BW"), len(kinds))
+    return any(kind in "IB" for kind in kinds[first + 1 :])
 
 
 def compiled_away(run: Run, rank: int) -> float:

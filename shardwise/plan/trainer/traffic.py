@@ -78,9 +78,10 @@ def by_group(run: Run, rank: int, moved: Mapping[int, int] | None = None) -> Gro
     frozen, own = forward_passes(run)
     for _ in range(frozen):
         _passes(Wire(PlannedRank(reference_run(run), rank), wire.sent, forward_only=True, frozen=True), None)
-    for _ in range(own):
+    for number in range(own):
         plain = replace(run, layout=replace(run.layout, recompute="none", recompute_budget=0.0))
-        _passes(Wire(PlannedRank(plain, rank), wire.sent, forward_only=True), None)
+        adapted = number >= wire.planned.objective.reference  # the first stand for a reference
+        _passes(Wire(PlannedRank(plain, rank), wire.sent, forward_only=True, adapted=adapted), None)
     for group in ("replicate", "shard", "context", "pipeline") if wire.planned.objective.forward_only else ():
         wire.all_reduce(group, 2 * wire.planned.high_width)  # a sum and a count, of what these passes found
     uncut_gradients(wire)
@@ -253,7 +254,7 @@ def tensor(wire: Wire, entering: Times, leaving: Times, overlapped: bool = True)
 def row_lengths(wire: Wire, moe: bool, name: str, times: Times) -> None:
     """`model/adapters.py`: the squares of the rows of a matrix that is cut by columns and rescaled, over all of them."""
     magnitude = wire.planned.layer_table(moe).get(f"{name}.lora.magnitude")
-    if magnitude is not None:
+    if magnitude is not None and wire.adapted:
         wire.all_reduce("tensor", magnitude.numel * wire.planned.high_width, times.forward)
 
 

@@ -33,6 +33,8 @@ class Wire:
     forward_only: bool = False
     """Of passes without a backward pass: those of a frozen network, or of the trained one before its step."""
     frozen: bool = False
+    adapted: bool = True
+    """Whether adapters, where there are any, are switched on."""
     every: int = 1
     """What is added happens once in so many steps."""
 
