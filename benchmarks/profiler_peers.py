@@ -1,6 +1,6 @@
 """`shardwise.profile` beside fvcore's and DeepSpeed's counters on ten public architectures, and what watching costs.
 
-    pip install fvcore deepspeed torchvision transformers
+    pip install fvcore deepspeed transformers
     python benchmarks/profiler_peers.py            # multiply-adds of a forward pass, batch of 1
     python benchmarks/profiler_peers.py --overhead # a training step without, inside and after a profile
 
@@ -22,40 +22,42 @@ from torch import Tensor, nn
 
 import shardwise
 
-IMAGES = ("resnet50", "vgg16", "mobilenet_v3_large", "efficientnet_b0", "convnext_tiny", "vit_b_16", "swin_t")
 TOKENS = 128
+IMAGE = (1, 3, 224, 224)
 
 
-class OnlyLogits(nn.Module):
-    """A language model as a function of its tokens alone, which is all that fvcore traces."""
+class FirstOutput(nn.Module):
+    """A model of `transformers` as a function of one tensor, which is all that fvcore traces."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return (
-            self.model(tokens, use_cache=False)[0] if "Bert" not in type(self.model).__name__ else self.model(tokens)[0]
-        )
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x, return_dict=False)[0]
 
 
-def language_models() -> dict[str, Callable[[], nn.Module]]:
-    from transformers import (
-        BertConfig,
-        BertModel,
-        GPT2Config,
-        GPT2LMHeadModel,
-        LlamaConfig,
-        LlamaForCausalLM,
-    )
+def architectures() -> dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]]:
+    import transformers as hf
 
-    llama = LlamaConfig(vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=4, num_attention_heads=32,
-                        num_key_value_heads=4)  # fmt: skip
+    llama = hf.LlamaConfig(vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=4, num_attention_heads=32,
+                           num_key_value_heads=4, use_cache=False)  # fmt: skip
+    convnext = hf.ConvNextConfig(depths=[3, 3, 9, 3], hidden_sizes=[96, 192, 384, 768])
     return {
-        "bert-base": lambda: OnlyLogits(BertModel(BertConfig())),
-        "gpt2": lambda: OnlyLogits(GPT2LMHeadModel(GPT2Config())),
-        "tinyllama, 4 of 22 layers": lambda: OnlyLogits(LlamaForCausalLM(llama)),
-    }
+        "ResNet-50": (lambda: hf.ResNetForImageClassification(hf.ResNetConfig(num_labels=1000)), IMAGE),
+        "MobileNetV2": (lambda: hf.MobileNetV2ForImageClassification(hf.MobileNetV2Config(num_labels=1001)), IMAGE),
+        "EfficientNet-B0": (lambda: hf.EfficientNetForImageClassification(hf.EfficientNetConfig(
+            width_coefficient=1.0, depth_coefficient=1.0, image_size=224, hidden_dim=1280, num_labels=1000)), IMAGE),
+        "ConvNeXt-T": (lambda: hf.ConvNextForImageClassification(convnext), IMAGE),
+        "ViT-B/16": (lambda: hf.ViTForImageClassification(hf.ViTConfig(num_labels=1000)), IMAGE),
+        "Swin-T": (lambda: hf.SwinForImageClassification(hf.SwinConfig(num_labels=1000)), IMAGE),
+        "BERT-base": (lambda: hf.BertModel(hf.BertConfig()), (1, TOKENS)),
+        "GPT-2": (lambda: hf.GPT2LMHeadModel(hf.GPT2Config(use_cache=False)), (1, TOKENS)),
+        "Pythia-160M": (lambda: hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(
+            vocab_size=50304, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3072,
+            use_cache=False)), (1, TOKENS)),
+        "TinyLlama, 4 of 22 layers": (lambda: hf.LlamaForCausalLM(llama), (1, TOKENS)),
+    }  # fmt: skip
 
 
 def ours(model: nn.Module, x: Tensor) -> float:
@@ -94,18 +96,12 @@ def deepspeed(model: nn.Module, x: Tensor) -> float:
 
 
 def compare() -> None:
-    models: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {}
-    import torchvision  # type: ignore[import-not-found]
-
-    for name in IMAGES:
-        models[name] = (getattr(torchvision.models, name), (1, 3, 224, 224))
-    models |= {name: (make, (1, TOKENS)) for name, make in language_models().items()}
     counters: dict[str, Any] = {"ours": ours, "PyTorch": torch_counter, "fvcore": fvcore, "DeepSpeed": deepspeed}
     print(f"| architecture | {' | '.join(counters)} |")
     print("|---|" + "---:|" * len(counters))
-    for name, (make, shape) in models.items():
+    for name, (make, shape) in architectures().items():
         torch.manual_seed(0)
-        model = make().eval()
+        model = FirstOutput(make()).eval()
         x = torch.zeros(shape, dtype=torch.long) if len(shape) == 2 else torch.randn(shape)
         cells = []
         for counter in counters.values():
@@ -122,10 +118,7 @@ def overhead(rounds: int) -> None:
     cases: dict[str, tuple[nn.Module, Tensor]] = {
         "transformer, 4 x 512, 8 x 256 tokens": (nn.TransformerEncoder(layer, 4), torch.randn(8, 256, 512)),
     }
-    with contextlib.suppress(ModuleNotFoundError):
-        import torchvision
-
-        cases["resnet50, 4 images"] = (torchvision.models.resnet50(), torch.randn(4, 3, 224, 224))
+    cases["ResNet-50, 4 images"] = (FirstOutput(architectures()["ResNet-50"][0]()), torch.randn(4, 3, 224, 224))
     for name, (model, x) in cases.items():
         times: dict[str, list[float]] = {"before": [], "on": [], "off": []}
 

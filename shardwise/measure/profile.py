@@ -32,6 +32,7 @@ from shardwise.data.batches import Batch
 from shardwise.data.open import open_data
 from shardwise.hardware.chips import chip_of_driver_name
 from shardwise.ledger import AXIS_OF
+from shardwise.measure.allocator import allocator_history
 from shardwise.measure.labelled import labelled, span
 from shardwise.measure.memory import measure_memory
 from shardwise.measure.module_time import module_times
@@ -167,7 +168,7 @@ def _record_steps(
             path.parent.mkdir(parents=True, exist_ok=True)
             profiler = stack.enter_context(_profiler(train_state.device, recording.steps))
             counter = stack.enter_context(labelled(train_state))
-            measured.allocator = stack.enter_context(allocator_history(train_state.device))
+            measured.allocator = stack.enter_context(allocator_history(train_state))
         for number in range(recording.steps + 1):
             with span("phase", "data"):
                 batch = next(remaining)
@@ -299,39 +300,3 @@ def _pipeline_ranks(train_state: TrainState) -> list[int]:
     """The pipeline rank of every rank: the pipeline is the outermost axis."""
     layout = train_state.run.layout
     return [rank * layout.pipeline // layout.world for rank in range(layout.world)]
-
-
-MOST_ENTRIES = 1_000_000
-
-
-@contextlib.contextmanager
-def allocator_history(device: torch.device) -> Iterator[dict[str, Any]]:
-    """While it is open, the CUDA allocator records its history; the dict yielded is filled at the end, and stays empty without a
-    GPU."""
-    found: dict[str, Any] = {}
-    if device.type != "cuda":
-        yield found
-        return
-    torch.cuda.reset_peak_memory_stats(device)
-    torch.cuda.memory._record_memory_history("all", context=None, max_entries=MOST_ENTRIES, device=device)
-    try:
-        yield found
-        found.update(_summarized(torch.cuda.memory._snapshot(device), device))
-    finally:
-        torch.cuda.memory._record_memory_history(None, device=device)
-
-
-def _summarized(snapshot: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    segments = [
-        dict(address=s["address"], bytes=s["total_size"], blocks=[[b["size"], b["state"]] for b in s["blocks"]])
-        for s in snapshot["segments"]
-        if s["device"] == device.index
-    ]
-    history = snapshot["device_traces"][device.index or 0]
-    return dict(
-        peak=torch.cuda.max_memory_allocated(device),
-        reserved=torch.cuda.max_memory_reserved(device),
-        segments=segments,
-        columns=["action", "address", "bytes", "microseconds"],
-        history=[[e["action"], e.get("addr", 0), e["size"], e["time_us"]] for e in history],
-    )

@@ -57,7 +57,7 @@ class Comparison:
 def compare_with(args: argparse.Namespace, answers: Explanation) -> Comparison:
     """The comparison that `--against` asks for."""
     if args.against == "plan":
-        return _with_run(_on_device(_run_beside(args.paths), answers), answers)
+        return _with_run(_on_device(run_beside(args.paths), answers), answers)
     path = Path(args.against)
     if not path.exists():
         raise UserError(Problem(f"{path} does not exist; give a plan, a run, a profile, or the word plan", "--against"))
@@ -67,7 +67,7 @@ def compare_with(args: argparse.Namespace, answers: Explanation) -> Comparison:
     return _with_plan(planned, answers) if planned is not None else _with_profile(args, path, answers)
 
 
-def _run_beside(paths: list[Path]) -> Run:
+def run_beside(paths: list[Path]) -> Run:
     """The run stored with the profiles."""
     for path in paths:
         for folder in (path, *path.parents[:2]):
@@ -92,7 +92,7 @@ def planned_timeline(paths: list[Path], answers: Explanation) -> Timeline | None
     from shardwise.plan.time.timeline import timeline
 
     try:
-        return timeline(plan(_on_device(_run_beside(paths), answers)).job)
+        return timeline(plan(_on_device(run_beside(paths), answers)).job)
     except UserError:
         return None
 

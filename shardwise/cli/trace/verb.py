@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 HELP = """Explain profiles that PyTorch's profiler wrote (Kineto's JSON, plain or gzipped), of this trainer or of any program, on
 GPUs of NVIDIA or AMD or on CPUs alone: where each rank's time went, what it waited for, and what to change first. Give
-files, folders, any subset of a job's ranks. docs/tracing.md explains every number."""
+files, folders, any subset of a job's ranks. Of snapshots of PyTorch's CUDA allocator (pickles): who held memory when, and what
+the peak is made of. docs/tracing.md explains every number."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,6 +72,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Read, choose, explain, compare, show. Exit code 1 when the gate of `--fail-above` is not passed."""
     _check(args)
+    from shardwise.cli.trace import memory
+
+    snapshots, profiles = memory.snapshots_among(args.paths)
+    if snapshots and not profiles:
+        return memory.execute_memory(args, snapshots)
+    args.paths = profiles
+    stories = [*memory.stories_of(snapshots), *memory.stories_beside(profiles)]
+    others = [memory.beside(args, story.rank) for story in stories]
     explained = read_and_explain(args.paths, args)
     comparison = None
     if args.against is not None:
@@ -87,13 +96,17 @@ def execute(args: argparse.Namespace) -> int:
         print(f"wrote {args.html}", file=sys.stderr)
     if args.json:
         compared = {"against": comparison.as_dict() | {"passed": passed}} if comparison else {}
-        print(json.dumps(as_json(explained) | compared))
+        told = {"memory_snapshots": memory.as_json(stories, others)} if stories else {}
+        print(json.dumps(as_json(explained) | compared | told))
     else:
         _print(explained.answers, explained.problems)
         if comparison is not None:
             from shardwise.cli.trace.against import show
 
             show(comparison, passed, args)
+        if stories:
+            print()
+            memory.show(stories, others)
     return 0 if passed else 1
 
 
