@@ -101,7 +101,24 @@ def candidates(
         domains=cluster.spans(size, stride),
         card=cluster.network(size, stride, sharing),
     )
+    if cluster.far and cluster.chip.name == "cpu":
+        return {"gloo": _gloo(operation, group)}
     return {name: algorithm(group) for name, algorithm in _ALGORITHMS[operation].items()}
+
+
+def _gloo(operation: str, group: _Group) -> Any:
+    """CPUs of machines that are far apart. gloo has rings, and in each of their rounds a rank first tells its neighbour that it may
+    send: every round takes the way there and back. An all-to-all has one round."""
+    rounds = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "broadcast": 1.0}.get(operation, 0.0)
+    spans = group.domains > 1
+    latency = np.where(spans, 2 * group.cluster.inter_latency, group.cluster.intra_latency)
+    if not rounds:  # in an all-to-all each card carries what its own rank sends
+        share = (group.size - group.inside) / group.size if operation == "all_to_all" else 1.0
+        inside = group.bytes / group.fast(operation if operation == "all_to_all" else "all_gather")
+        return latency + np.where(spans, group.bytes * share / group.card, inside)
+    moved = rounds * group.bytes * (group.size - 1) / group.size
+    through = np.where(spans, group.card * group.inside, group.fast(operation))
+    return rounds * (group.size - 1) * latency + moved / through
 
 
 def _ring(operation: str, passes: float) -> Callable[[_Group], Any]:

@@ -15,11 +15,25 @@ from shardwise.plan.cost.ops import span
 from shardwise.run.compression import BITS, BLOCK, INDEX, block_bytes
 from shardwise.run.coordinates import group_span
 
-SUM = 8.0
-"""Bytes of the loss and of the norm, which are float64."""
+FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
+"""Bytes after which DistributedDataParallel closes a bucket."""
+SUM = 8
+"""Bytes of the loss, the squared norm, the count of tokens and the wish to stop, which are float64."""
 PASSES = {"none": 9.0, "int8": 8.0, "fp8": 8.0, "int4": 8.0, "onebit": 14.0, "topk": 10.0, "powersgd": 8.0}
 """How often a gradient is read or written while it is compressed and added up, about; as written in `parallel/compress`, and with
 "none" what is exchanged once in a while, as in `parallel/outer.py`."""
+
+
+def replica_seconds(job: Job, size: Number) -> Number:
+    """Seconds of the all-reduce of so many bytes of gradients over replicas that PyTorch's wrappers add up. Where machines are far
+    apart each message counts, and there is one for each of DistributedDataParallel's buckets."""
+    if job.layout.replicas_apart:
+        return 0.0 * size
+    seconds = collective_seconds(job.cluster, "all_reduce", size, *span(job, "replicate"))
+    if not job.cluster.far:
+        return seconds
+    more = np.ceil(np.maximum(size - FIRST_BUCKET, 0.0) / BUCKET)
+    return seconds + more * collective_seconds(job.cluster, "all_reduce", 1.0, *span(job, "replicate"))
 
 
 def exchange_seconds(job: Job, numel: Number) -> Number:
@@ -43,8 +57,11 @@ def exchange_seconds(job: Job, numel: Number) -> Number:
         other = m.expert_ffn if m.experts else m.ffn / lay.tensor
         share = lay.compress_rank / m.hidden, lay.compress_rank / other
         seconds = sent("all_reduce", numel * share[0] * width) + sent("all_reduce", numel * share[1] * width)
+        seconds = seconds + sent("all_reduce", m.layers * m.hidden * width)  # vectors, as they are
     else:
         seconds = sent("all_reduce", numel * width)
+    if lay.sync_every > 1:
+        seconds = seconds + sent("all_reduce", SUM)  # the wish to stop
     return (seconds + work) * (np.asarray(lay.replicate) > 1) / lay.sync_every
 
 

@@ -15,7 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwise.hardware import Collective, collective_seconds, memory_seconds
-from shardwise.plan.cost.compression import agreement_seconds, exchange_seconds, hidden_seconds, quantized_width
+from shardwise.plan.cost.compression import (
+    agreement_seconds,
+    exchange_seconds,
+    hidden_seconds,
+    quantized_width,
+    replica_seconds,
+)
 from shardwise.plan.cost.constants import Constants, constants_of
 from shardwise.plan.cost.job import Job, Number
 from shardwise.plan.cost.ops import span
@@ -79,11 +85,7 @@ def data_seconds(job: Job, held: LocalNumel, layers: tuple[Number, Number]) -> D
     own = held.dense / zero + held.experts / expert_zero
     learned, reduced = job.learned, framework.reduce_bytes * job.learned
     apart = exchange_seconds(job, own * learned)
-    replicas = (
-        0.0 * own
-        if lay.replicas_apart
-        else collective_seconds(cluster, "all_reduce", own * reduced, *span(job, "replicate"))
-    )
+    replicas = replica_seconds(job, own * reduced)
     gather = sharded("all_gather", quantized_width(lay.compress_weights, framework.gather_bytes))
     if lay.compress_shards == "none":
         scatter = sharded("reduce_scatter", reduced)

@@ -6,8 +6,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+from shardwise.plan.cost.compression import SUM
 from shardwise.plan.trainer.rank import PlannedParameter, PlannedRank
-from shardwise.plan.trainer.wire import SUM, Wire
+from shardwise.plan.trainer.wire import Wire
 from shardwise.run.compression import (
     BITS,
     INDEX,

@@ -22,10 +22,11 @@ from fractions import Fraction
 
 from shardwise.ledger import AXIS_OF as AXIS_OF
 from shardwise.ledger import Traffic
+from shardwise.plan.cost.compression import BUCKET, FIRST_BUCKET, SUM
 from shardwise.plan.trainer.compression import exchange
 from shardwise.plan.trainer.ends import ends, own_numel, pipeline
 from shardwise.plan.trainer.rank import SCALE, PlannedParameter, PlannedRank, Stage, reference_run
-from shardwise.plan.trainer.wire import SUM, Groups, Times, Wire
+from shardwise.plan.trainer.wire import Groups, Times, Wire
 from shardwise.run import Run
 from shardwise.run.compression import block_bytes, blocks_of
 from shardwise.run.derive import accepted_choices, forward_passes, uses_fp8_gemm
@@ -38,8 +39,6 @@ FIRST_MATRICES = ("q_down", "q", "k", "v", "kv_down", "gate", "up")
 """Those that read the input of an attention or feed-forward part; of queries the first."""
 CHUNKS = 2
 """Messages that a tensor collective is cut into where it overlaps with GEMMs (`parallel/overlap.py`)."""
-FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
-"""Bytes after which DistributedDataParallel closes a bucket."""
 
 
 def traffic(run: Run, rank: int | None = None, moved: Mapping[int, int] | None = None) -> Traffic:

@@ -8,8 +8,6 @@ from fractions import Fraction
 from shardwise.plan.trainer.rank import PlannedRank
 
 Amount = int | Fraction
-SUM = 8
-"""Bytes of the loss, the squared norm, the count of tokens and the wish to stop, which are float64."""
 
 
 @dataclass(frozen=True)
