@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import random
 from typing import Any
 
+import cases
 import compress_reference
+import layouts
 import numpy as np
 import pytest
 import torch
@@ -13,9 +16,10 @@ import torch.distributed as dist
 from observed import Observed
 from parallel_pool import RankPool
 
+from shardwise.measure.verify import TOLERANCE, verify_dry
 from shardwise.parallel.compress.exchange import make_compressor
 from shardwise.parallel.compress.sharded import QuantizedAllGather, QuantizedReduceScatter
-from shardwise.run import LayoutConfig
+from shardwise.run import LayoutConfig, Run, UserError
 
 SHAPES = [(40, 24), (7,), (3, 20, 30), (1,), (300,), (5, 5)]
 METHODS: dict[str, dict[str, Any]] = {
@@ -149,3 +153,46 @@ def test_shards_are_gathered_and_reduced_as_in_one_process(ranks: RankPool, meth
     for rank, (gathered, reduced) in enumerate(ranks.run(3, gather_and_reduce, method)):
         np.testing.assert_allclose(gathered, weights, rtol=1e-12)
         np.testing.assert_allclose(reduced, sum(part[rank] for part in parts), rtol=1e-12, atol=1e-12)
+
+
+CHOICES: list[dict[str, Any]] = [
+    *(dict(compress=method) for method in ("int8", "fp8", "int4")),
+    dict(compress="onebit", compress_warmup=3),
+    *(dict(compress="powersgd", compress_rank=rank) for rank in (1, 4)),
+    dict(compress="topk", compress_density=0.07),
+    dict(compress="topk", compress_momentum=0.9),
+    dict(sync_every=3, outer_optimizer="average"),
+    dict(sync_every=4, sync_fragments=3, sync_overlap=1, compress="int4"),
+    dict(compress_weights="int8", compress_shards="int4"),
+    dict(compress="int4", compress_weights="fp8", compress_shards="int8"),
+]
+
+
+def combination(seed: int, number: int) -> Run:
+    """A drawn layout of any axes, with a method in turn."""
+    generator = random.Random(f"{seed} compressed {number}")
+    more = CHOICES[number % len(CHOICES)]
+    while True:
+        model, layout, train = layouts.draw(generator, world=8, axes=1)
+        layout |= more
+        if "compress" in more or "sync_every" in more:
+            layout["replicate"] = generator.choice([2, 3])
+        if "compress_weights" in more:
+            layout["shard"] = 2
+        train |= dict(global_batch=12, microbatch=1, balance_rate=0.0 if "sync_every" in more else 0.01)
+        try:
+            return cases.make_run(model, layout, **cases.layers_for(layout) | train)
+        except UserError:
+            continue
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "number" in metafunc.fixturenames:
+        mark = pytest.mark.large("40 drawn combinations with other axes; the small tier has each method on one or two")
+        metafunc.parametrize("number", [pytest.param(n, marks=mark) for n in range(40)])
+
+
+def test_every_combination_agrees_with_its_plan(number: int, request: pytest.FixtureRequest) -> None:
+    run = combination(request.config.getoption("--seed"), number)
+    verdict = verify_dry(run, number % run.layout.world, whole=True)
+    assert not verdict.beyond(TOLERANCE), (run.layout, verdict.beyond(TOLERANCE)[:5])

@@ -8,6 +8,7 @@ import pytest
 
 from shardwise.hardware import collective_seconds, make_cluster
 from shardwise.plan.plan import plan
+from shardwise.plan.search import search
 from shardwise.run import run_from_dict
 
 FAR = dict(chip="h100", nodes=2, devices_per_node=8, inter_gbs=0.1, latency_ms=20.0)
@@ -62,3 +63,18 @@ def test_each_round_of_gloo_goes_there_and_back() -> None:
         assert collective_seconds(cluster, operation, 2e6, 4) == pytest.approx(much, rel=0.4)  # type: ignore[arg-type]
     inside = make_cluster("cpu", 1, 4, latency_ms=10)
     assert collective_seconds(inside, "all_reduce", 100, 4) < 1e-3
+
+
+@pytest.mark.parametrize("layout", [dict(compress="int4"), dict(sync_every=10), dict(compress_shards="int4")], ids=str)
+def test_a_search_keeps_to_what_replicas_send(layout: dict[str, Any]) -> None:
+    run = run_from_dict(
+        dict(
+            model=dict(layers=8, hidden=512, heads=8),
+            layout=dict(auto=True) | layout,
+            train=dict(dtype="bfloat16", global_batch=16),
+            cluster=dict(chip="h100", nodes=2, devices_per_node=2),
+        )
+    )
+    found = search(run).ranking[0].run.layout
+    assert (found.shard if "compress_shards" in layout else found.replicate) > 1
+    assert found.compress == layout.get("compress", "none")

@@ -81,7 +81,11 @@ def quantized_width(method: str, plain: float) -> float:
 
 
 def hidden_seconds(job: Job, passes: Number) -> Number:
-    """Of such an exchange, seconds of a step that training may go on for meanwhile, where the passes of a step take so long: those
-    of `sync_overlap` steps for each fragment, in the mean of all steps."""
+    """Of such an exchange, seconds of a step that training may go on for meanwhile, where the passes of a microbatch take so long:
+    those of `sync_overlap` steps for each fragment, in the mean of all steps."""
     lay = job.layout
-    return passes * lay.sync_fragments * lay.sync_overlap / lay.sync_every
+    if not lay.sync_overlap:
+        return 0.0 * passes
+    # A search that has not settled the microbatch counts one of them: it hides less.
+    many = job.accumulation if np.all(job.microbatch) else 1.0
+    return many * passes * lay.sync_fragments * lay.sync_overlap / lay.sync_every

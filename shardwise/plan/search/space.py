@@ -60,6 +60,12 @@ class Choices:
     expert_tensor: tuple[bool, ...]
 
 
+BETWEEN = (
+    "compress", "compress_warmup", "compress_weights", "compress_shards", "sync_every", "sync_fragments", "sync_overlap",
+)  # fmt: skip
+"""Keys that speak of what replicas or shards send each other: legal only where there are any."""
+
+
 def divisors(number: int) -> list[int]:
     """In order."""
     low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
@@ -130,7 +136,7 @@ def plain(layout: LayoutConfig) -> LayoutConfig:
 
 def _one_rank(layout: LayoutConfig) -> LayoutConfig:
     ones: dict[str, Any] = dict.fromkeys(AXES, 1)
-    return replace(plain(layout), **ones)
+    return replace(plain(layout), **ones, **{name: getattr(LayoutConfig(), name) for name in BETWEEN})
 
 
 def sizes(run: Run, devices: int, most_microbatch: int = 0) -> Sizes:
@@ -164,7 +170,8 @@ def sizes(run: Run, devices: int, most_microbatch: int = 0) -> Sizes:
     found = Sizes(r[which], s[which], c[which], t[which], p[which], e, b)
     cluster = replace(run.cluster, nodes=1, devices_per_node=devices)
     train = replace(run.train, microbatch=found.microbatch)
-    every_run = replace(run, layout=found.into(usual), train=train, cluster=cluster)
+    spoken = replace(usual, **{name: getattr(lay, name) for name in BETWEEN})
+    every_run = replace(run, layout=found.into(spoken), train=train, cluster=cluster)
     return found.at(np.flatnonzero(legal(every_run, batch_rules(every_run))))
 
 

@@ -171,8 +171,8 @@ def tail_seconds(job: Job, own: Passes, data: DataSeconds, constants: Constants)
     if job.framework.gather_overlap:
         gather = exposed(gather, own.forward, constants)
     # Muon's matrices are gathered one by one, and each is waited for.
-    passes = job.accumulation * (own.forward + own.backward_input + own.backward_weight)
-    once = once + np.maximum(constants["data"] * data.apart - hidden_seconds(job, passes), 0.0)
+    hidden = hidden_seconds(job, own.forward + own.backward_input + own.backward_weight)
+    once = once + np.maximum(constants["data"] * data.apart - hidden, 0.0)
     once = once + agreement_seconds(job)
     return once + gather + constants["data"] * data.muon_shards + constants["tensor"] * data.muon_parts
 
