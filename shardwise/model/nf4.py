@@ -141,13 +141,23 @@ class NF4Gemm(Gemm):
         self.layer, self.place, self.inner = layer, place, layer.gemm
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        absmax, scales = self.layer.absmax, getattr(self.layer, "absmax_scales", None)
-        assert isinstance(absmax, Tensor)
-        if absmax.dtype == torch.int32:  # not in 8 bits: float32 numbers
-            absmax = absmax.view(torch.float32)
-        scales = absmax.new_empty(0, dtype=torch.float32) if scales is None else scales.view(torch.float32)
+        assert isinstance(self.layer.absmax, Tensor)
+        absmax, scales = _numbers(self.layer.absmax, getattr(self.layer, "absmax_scales", None))
         out = _Multiply.apply(x, weight, absmax, scales, self.place, self.inner)
         return out if bias is None else out + bias.to(x.dtype)
+
+
+def _numbers(absmax: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The scales of blocks, and of those where they are in 8 bits, from what parameters hold them."""
+    if absmax.dtype == torch.int32:  # not in 8 bits: float32 numbers
+        absmax = absmax.view(torch.float32)
+    return absmax, absmax.new_empty(0, dtype=torch.float32) if scales is None else scales.view(torch.float32)
+
+
+def whole_matrix(codes: Tensor, absmax: Tensor | None, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The matrix that whole parameters stand for."""
+    assert absmax is not None
+    return dequantize(codes, *_numbers(absmax, scales), 0, 2 * codes.shape[1] // BLOCK, dtype)
 
 
 def keep_in_4_bits(layer: Linear, place: tuple[int, int], double: bool) -> None:

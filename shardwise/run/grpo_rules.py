@@ -29,9 +29,6 @@ def grpo_rules(run: Run) -> Iterator[Rule]:
     yield Rule(o.kl_beta > 0 and not train.weights, "objective.kl_beta", ("train.weights",), lambda: (
         "compares with the weights that training begins with, and train.weights names none; set it, or kl_beta = 0"
     ))
-    yield Rule(run.adapter.kind not in ("none", "lora"), "adapter.kind", ("objective.kind",), lambda: (
-        f"{run.adapter.kind} is not merged for the engine that answers prompts; grpo goes with lora, or with all parameters"
-    ))
     yield Rule(o.epsilon >= 1, "objective.epsilon", (), lambda: "has to be below 1: a ratio of probabilities is above 0")
     yield Rule(o.overlong_tokens > o.completion_tokens, "objective.overlong_tokens", ("objective.completion_tokens",),
                lambda: f"{o.overlong_tokens} is more than objective.completion_tokens = {o.completion_tokens}")

@@ -4,7 +4,8 @@ Where a rank holds whole parameters (one device, or replicas), the engine's netw
 parameters, or the 16-bit copies that its GEMMs use. Nothing is held twice, and an optimizer's step is seen at once. Only what the
 trainer keeps in higher precision than it computes in, and has no copy of, is cast into tensors of the engine's own.
 
-Adapters are merged into matrices of the engine's own, in float32 or higher and rounded once.
+Adapters are merged into matrices of the engine's own, in float32 or higher and rounded once; matrices of 4 bits are there as GEMMs
+take them.
 
 Any other layout is laid anew before answers are made: every rank gets the whole network, each box of a parameter broadcast by one
 of the ranks that hold it, among the ranks of a replica. That moves the bytes of the network once to each rank.
@@ -19,11 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.model.adapters import row_lengths
 from shardwise.model.invariant import read_exactly
+from shardwise.model.nf4 import whole_matrix
 from shardwise.model.transformer import Transformer, make_stage
 from shardwise.parallel.local_parameter import Box, box_of, local
 from shardwise.plan.cost.flops import layers_of_stages
-from shardwise.run import Run
+from shardwise.run import AdapterConfig, ModelConfig, Run
 from shardwise.run.coordinates import RankCoordinates
 from shardwise.run.derive import shard_dim
 from shardwise.run.parameters import Cut, find_parameter
@@ -54,8 +57,10 @@ class RolloutWeights:
         whole = run.layout.world == run.layout.replicate and not run.layout.offload
         self.shares = whole and not owns
         self.copied: list[tuple[str, Tensor]] = []
-        self.factors: dict[str, tuple[Tensor, Tensor]] = {}
-        """A and B of the matrices that have an adapter, whole."""
+        self.parts: dict[str, dict[str, Tensor | None]] = {}
+        """Of each matrix that is made of several parameters, these by name: adapters, codes of 4 bits. Where the trainer has them
+        whole there is no tensor for them here."""
+        self.whole = whole
         self.buffers: list[tuple[str, Tensor]] = []
         self.model = make_stage(run.model, state.dtype, range(run.model.layers), True, True)
         for name, owner, leaf, parameter in _leaves(self.model):
@@ -73,7 +78,7 @@ class RolloutWeights:
         """The trainer's own tensor, or a new one to be filled."""
         held = self.held.get(name)
         exact = read_exactly(self.state.run.model, name)
-        if self.shares and held is not None and not held.entry.adapted:
+        if self.shares and held is not None and not held.entry.adapted and not held.entry.dtype:
             if held.compute_copy is not None and not exact:
                 return held.compute_copy.tensor.detach()
             if held.parameter.dtype == self.dtype or exact:
@@ -81,19 +86,21 @@ class RolloutWeights:
         dtype = self._kept_dtype(exact)
         made = torch.empty(like.shape, dtype=dtype, device=self.state.device)
         self.copied.append((name, made))
-        adapter = self.state.run.adapter
-        if find_parameter(self.state.run.model, name, adapter).adapted:
-            shapes = (find_parameter(self.state.run.model, each, adapter).shape for each in factors_of(name))
-            high = self._kept_dtype(exact=True)
-            a, b = (torch.empty(shape, dtype=high, device=self.state.device) for shape in shapes)
-            self.factors[name] = a, b
+        model, adapter = self.state.run.model, self.state.run.adapter
+        if parts := parts_of(name, model, adapter):
+            self.parts[name] = {each: None if self.whole else self._part(each) for each in parts}
         return made
+
+    def _part(self, name: str) -> Tensor:
+        entry = find_parameter(self.state.run.model, name, self.state.run.adapter)
+        dtype = getattr(torch, entry.dtype) if entry.dtype else self._kept_dtype(exact=True)
+        return torch.empty(entry.shape, dtype=dtype, device=self.state.device)
 
     def _targets(self) -> dict[str, Tensor]:
         """Tensors to be filled, by the name of the parameter that they are of."""
-        found = dict(self.copied)
-        for name, pair in self.factors.items():
-            found |= dict(zip(factors_of(name), pair, strict=True))
+        found = {name: tensor for name, tensor in self.copied if name not in self.parts.get(name, ())}
+        for parts in self.parts.values():
+            found |= {name: tensor for name, tensor in parts.items() if tensor is not None}
         return found
 
     def _kept_dtype(self, exact: bool) -> torch.dtype:
@@ -142,10 +149,23 @@ class RolloutWeights:
                 dist.broadcast(sent, piece.rank, group=group)
             target.copy_(sent)
         tensors = dict(self.copied)
-        for name, (a, b) in self.factors.items():
-            merged = tensors[name].to(a.dtype).add_(b @ a, alpha=self.state.run.adapter.scale)
-            tensors[name].copy_(merged)
+        for name, parts in self.parts.items():
+            here = {each: local(self.held[each].parameter) if t is None else t for each, t in parts.items()}
+            tensors[name].copy_(self._made(name, tensors[name], here))
         self._update_buffers(group)
+
+    def _made(self, name: str, base: Tensor, parts: dict[str, Tensor]) -> Tensor:
+        """A matrix of its parts; `base` has the values of one that is not kept in 4 bits."""
+        adapter = self.state.run.adapter
+        if name in parts:
+            absmax, scales = (parts.get(each) for each in scales_of(name))
+            base = whole_matrix(parts[name], absmax, scales, self.dtype)
+        a, b = (parts.get(each) for each in factors_of(name))
+        if a is None or b is None:
+            return base
+        merged = base.to(a.dtype).add_(b @ a, alpha=adapter.scale)
+        magnitude = parts.get(magnitude_of(name))
+        return merged if magnitude is None else merged.mul_((magnitude / row_lengths(merged))[:, None])
 
     def _update_buffers(self, group: dist.ProcessGroup | None) -> None:
         found = {full: b for model in self.state.parallel.models for full, _, _, b in _buffers(model)}
@@ -196,6 +216,28 @@ def pieces_of(run: Run, here: RankCoordinates, wanted: Iterable[str], state: Tra
             if box not in known and all(box.size):
                 known.add(box)
                 yield Piece(name, box, each.rank)
+
+
+def parts_of(matrix: str, model: ModelConfig, adapter: AdapterConfig) -> list[str]:
+    """The parameters that a matrix is made of, where it is more than itself."""
+    entry = find_parameter(model, matrix, adapter)
+    found = list(factors_of(matrix)) if entry.adapted else []
+    if entry.adapted and adapter.kind == "dora":
+        found.append(magnitude_of(matrix))
+    if entry.dtype:
+        found += [matrix, *scales_of(matrix)[: 2 if adapter.double_quantization else 1]]
+    return found
+
+
+def scales_of(matrix: str) -> tuple[str, str]:
+    """The names of the scales of a matrix in 4 bits, by its own."""
+    name = matrix.removesuffix(".weight")
+    return f"{name}.absmax", f"{name}.absmax_scales"
+
+
+def magnitude_of(matrix: str) -> str:
+    """The name of DoRA's magnitude of a matrix, by its own."""
+    return f"{matrix.removesuffix('.weight')}.lora.magnitude"
 
 
 def factors_of(matrix: str) -> tuple[str, str]:

@@ -11,9 +11,12 @@ import pytest
 from grpo_runs import grpo_run
 from parallel_pool import RankPool
 
+from shardwise.plan.serving.rollouts import own_weight_bytes
 from shardwise.run import Run
 from shardwise.train.loop import train
+from shardwise.train.step import TrainState
 from shardwise.tune.source import source_of
+from shardwise.tune.weights import RolloutWeights
 
 AXES: list[dict[str, Any]] = [
     dict(replicate=2),
@@ -81,24 +84,52 @@ def test_a_reference_is_the_same_on_shards(ranks: RankPool, task: Path, tmp_path
     assert found[-1]["kl"] > 1e-6
 
 
-@pytest.mark.parametrize("layout", [dict(replicate=2), dict(shard=2, tensor=2)], ids=lambda layout: "-".join(layout))
+WIDE = MODEL | dict(hidden=128, ffn=256)
+"""Whose rows are whole blocks of 4-bit weights, also on two tensor ranks."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "adapter", "model"),
+    [
+        (dict(replicate=2), dict(kind="lora", rank=2), MODEL),
+        (dict(shard=2, tensor=2), dict(kind="dora", rank=2, targets=["q", "out", "up"]), MODEL),
+        (dict(shard=2), dict(kind="qlora", rank=2, targets=["q", "down"]), WIDE),
+    ],
+    ids=["lora", "dora", "qlora"],
+)
 def test_adapters_are_merged_for_the_engine(
-    ranks: RankPool, task: Path, tmp_path: Path, layout: dict[str, Any]
+    ranks: RankPool, task: Path, tmp_path: Path, layout: dict[str, Any], adapter: dict[str, Any], model: dict[str, Any]
 ) -> None:
     """Answers are those of the adapted network: the engine's log-probabilities are the trainer's. The reference is the network
     without adapters."""
-    train(grpo_run(task, train=dict(steps=1)), tmp_path / "first", open_source=source_of)
+    train(grpo_run(task, train=dict(steps=1), model=model), tmp_path / "first", open_source=source_of)
 
     def run(layout: dict[str, Any]) -> Run:
         train_keys = dict(steps=3, weights=str(tmp_path / "first"), lr=0.1)
-        adapter = dict(kind="lora", rank=2)
-        return grpo_run(task, layout=layout, train=train_keys, objective=dict(kl_beta=0.1), adapter=adapter)
+        return grpo_run(
+            task, layout=layout, train=train_keys, objective=dict(kl_beta=0.1), adapter=adapter, model=model
+        )
 
     compare(ranks, run, layout, tmp_path)
     found = steps(tmp_path / "alone")
     assert all(step["mismatch"] < 1e-11 for step in found)
     assert found[0]["kl"] == pytest.approx(0, abs=1e-12)
     assert found[-1]["kl"] > 1e-6
+
+
+def held_bytes(rank: int, run: Run) -> int:
+    weights = RolloutWeights(TrainState(run))
+    parts = [part for several in weights.parts.values() for part in several.values() if part is not None]
+    return sum(each.numel() * each.element_size() for each in [*dict(weights.copied).values(), *parts])
+
+
+@pytest.mark.parametrize("layout", [dict(replicate=2), dict(shard=2)], ids=lambda layout: "-".join(layout))
+@pytest.mark.parametrize("kind", ["lora", "dora", "qlora"])
+def test_the_engine_holds_of_adapted_matrices_what_the_plan_says(
+    ranks: RankPool, task: Path, kind: str, layout: dict[str, Any]
+) -> None:
+    run = grpo_run(task, model=WIDE, adapter=dict(kind=kind, rank=2, targets=["q", "down"]), layout=layout)
+    assert ranks.run(2, held_bytes, run) == [own_weight_bytes(run, gpu=False)] * 2
 
 
 @pytest.mark.large("pairs of axes, experts and drawn layouts; the small tier has each axis alone")

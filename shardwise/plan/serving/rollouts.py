@@ -28,6 +28,7 @@ from shardwise.plan.serving.play import Place, play
 from shardwise.plan.serving.pool import activation_bytes, device_bytes, kv_dtype, stage_memory
 from shardwise.plan.serving.step_time import StepTime
 from shardwise.plan.trainer.memory import memory_of
+from shardwise.plan.trainer.rank import WIDTHS
 from shardwise.run import LayoutConfig, Run
 from shardwise.run.derive import keeps_compute_copies, planned_on_gpu
 from shardwise.run.load import Asked
@@ -81,8 +82,14 @@ def own_weight_bytes(run: Run, *, gpu: bool) -> int:
     model, width = run.model, BYTES[run.train.dtype]
     low = run.train.dtype in ("bfloat16", "float16")
     shares, copies = shares_weights(run), keeps_compute_copies(run, gpu=gpu)
+    whole = run.layout.world == run.layout.replicate and not run.layout.offload
 
     def own(entry: Parameter, layer: bool) -> float:
+        if entry.packed > 1:  # codes of 4 bits become a matrix
+            return entry.numel * (entry.packed * width + (0 if whole else WIDTHS[entry.dtype]))
+        if entry.dtype or (run.adapter.used and not entry.frozen and entry.owner != "head"):
+            # Parts of a matrix, which are read where they are, or brought together from the ranks.
+            return 0.0 if whole else entry.numel * (WIDTHS[entry.dtype] if entry.dtype else max(4, width))
         if not shares or entry.adapted:
             return entry.numel * width
         if entry.frozen:  # the trainer has it in the dtype of the arithmetic
@@ -95,7 +102,7 @@ def own_weight_bytes(run: Run, *, gpu: bool) -> int:
     total = sum(own(entry, False) for entry in outer)
     for layer in range(model.layers):
         entries = layer_parameters(model, model.is_moe(layer), run.adapter)
-        total += sum(own(entry, True) for entry in entries if entry.frozen == run.adapter.used)
+        total += sum(own(entry, True) for entry in entries)
     return int(total)
 
 
