@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.plan.cost.constants import interval, known_chip
 from shardwise.plan.cost.job import job_of
 from shardwise.plan.figures import figures, short_layout
 from shardwise.plan.plan import Plan, plan_job
@@ -92,8 +90,8 @@ def _rollouts(run: Run, best: Plan) -> dict[str, Any]:
 
 def validated(best: Plan) -> tuple[float, float]:
     """Between which factors of a predicted time the measured ones lie in 8 of 10 cases."""
-    width = interval("training" if known_chip(best.job) else "unseen_chip")
-    return math.exp(-width), math.exp(width)
+    seconds = best.account.step_seconds
+    return best.low / seconds, best.high / seconds
 
 
 def _with_errors(best: Plan, errors: tuple[float, float]) -> list[tuple[str, str, str]]:

@@ -27,7 +27,12 @@
 
   const chips = document.querySelector("#changes .chips");
   async function askBeside() {
-    if (state.answers) return;  // an exported page has no server
+    if (state.answers) {  // an exported page knows those of the run that it began with
+      const first = Object.keys(bench.keys()).length === 0;
+      document.getElementById("changes").hidden = !first;
+      if (first) drawChanges(state.changes);
+      return rankedFor === null ? (rankedFor = "", drawRanking(state.ranking)) : undefined;
+    }
     const asked = JSON.stringify(bench.question());
     const still = () => asked === JSON.stringify(bench.question());
     try {

@@ -4,6 +4,7 @@ exported one opens from disk."""
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -27,12 +28,21 @@ PARTS = (
 SCRIPTS = ("workbench.js", "beside.js", "anatomy.js", "picture.js")
 
 
-def workbench_page(base: Base, first: bytes, nonce: str, run: str | None = None, watched: bool = False) -> str:
-    """The page with the answer to its first question; `run` is what the server calls the run, where it has several."""
+def workbench_page(
+    base: Base,
+    first: bytes,
+    nonce: str,
+    run: str | None = None,
+    watched: bool = False,
+    more: Mapping[str, Any] | None = None,
+) -> str:
+    """The page with the answer to its first question; `run` is what the server calls the run, where it has several. `more` is what
+    a page without a server knows by itself."""
     answer = json.loads(first)
     state: dict[str, Any] = {"given": base.given, "first": answer, "colors": colors.CATEGORY | colors.OWNER}
     if run is not None:
         state["run"] = run
+    state |= more or {}
     body = (
         _header(base.given.get("name", "run"), watched)
         + f'<main><form id="controls" aria-label="Run" autocomplete="off">{_controls(base, answer)}</form>'

@@ -23,7 +23,30 @@
 
   // Where answers come from: the server, or, in an exported page, the page itself.
   async function answered(asked) {
-    return (await post("/api/plan", asked)).json();
+    if (!state.answers) return (await post("/api/plan", asked)).json();
+    known = known || await unpacked(state.answers);
+    const found = known.answers[named(asked.changes)];
+    if (found) return restored(found);
+    const last = Object.entries(asked.changes).pop();
+    if (last && known.answers[named({ [last[0]]: last[1] })]) {
+      changes.clear();
+      changes.set(...last);
+      remember();
+      said("this page knows each change by itself; the others are taken back");
+      return restored(known.answers[named({ [last[0]]: last[1] })]);
+    }
+    const many = Object.keys(known.answers).length;
+    return { problems: [{ message: "this page holds " + many + " plans around its run, and not this one; `shardwise workbench` has them all" }] };
+  }
+  let known = null;
+  function named(keys) { return JSON.stringify(Object.entries(keys).toSorted((a, b) => a[0] < b[0] ? -1 : 1)); }
+  async function unpacked(text) {
+    const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+    return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
+  }
+  function restored(part) {
+    if (typeof part === "number") return JSON.parse(known.texts[part]);
+    return Object.fromEntries(Object.entries(part).map(([key, inner]) => [key, restored(inner)]));
   }
 
   async function ask() {
@@ -186,8 +209,14 @@
       const keys = Object.entries({ ...state.given, ...Object.fromEntries(changes) });
       return copied("shardwise plan " + keys.map(([key, value]) => "--" + key + "=" + quoted(value)).join(" "), "the command");
     },
-    run() { return fetched("/api/run.toml", runName() + ".toml"); },
-    page() { return fetched("/api/page.html", runName() + ".html"); },
+    run() {
+      if (state.answers) return said("an exported page has no server; `Copy command` gives the command of this plan");
+      return fetched("/api/run.toml", runName() + ".toml");
+    },
+    page() {
+      if (state.answers) return said("this is a page that opens offline");
+      return fetched("/api/page.html", runName() + ".html");
+    },
   };
   function quoted(text) { return /^[\w.,:/-]+$/.test(text) ? text : "'" + text.replaceAll("'", "'\\''") + "'"; }
   document.addEventListener("click", (e) => {
