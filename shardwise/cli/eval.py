@@ -67,6 +67,10 @@ def execute(args: argparse.Namespace) -> int:
                 error = each[f"{name}_stderr"]
                 print(f"  {name:<12}{each[name]:.4f}" + (f" ± {error:.4f}" if error is not None else ""))
         print(f"  questions   {each['questions']:,}")
+        if each["cut"]:
+            print(
+                f"  cut         {each['cut']:,}: longer than the model's context, which saw their ends; see --sequence"
+            )
     return 0
 
 

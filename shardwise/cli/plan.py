@@ -239,7 +239,10 @@ def plan_page(best: Plan, found: SearchResult | None, left_open: str) -> str:
             sections.append(html.notes(list(found.without.values())))
         points = ranking_rows(found.pareto)
         by = {column.key: column for column in columns_of(several=True)}
-        sections.append(html.scatter(points, by["memory"], by["step_seconds"], by["devices"], by["layout"]))
+        places = {plan.run: place for place, plan in enumerate(found.ranking, 1)}
+        numbers = [places.get(plan.run) for plan in found.pareto]
+        shown = (by["memory"], by["step_seconds"], by["devices"], by["layout"])
+        sections.append(html.scatter(points, *shown, numbers=numbers))
     sections += [
         html.memory_bars(best.account.memory),
         html.breakdown_bar(best.account),

@@ -99,7 +99,7 @@ def execute(args: argparse.Namespace) -> int:
 
 def _rehearse(run: Run, args: argparse.Namespace) -> int:
     """Rehearse a rank, and print plan and rehearsal side by side."""
-    from shardwise.measure.rehearse import TOLERANCE, rehearse
+    from shardwise.measure.rehearse import rehearse
     from shardwise.train.launch import answer
 
     with told() as say:
@@ -109,8 +109,12 @@ def _rehearse(run: Run, args: argparse.Namespace) -> int:
         f"rank {found.rank} of {run.layout.world} was rehearsed with random tokens and even routing, its collectives as stand-ins",
         f"{found.microbatches} of the step's {found.of} microbatches were run, and the plan is that of a step of as many",
     ]
+    if not found.gpu:
+        notes.append(
+            "without a GPU, kernels and the peak of memory are not measured: parameters and optimizer are judged"
+        )
     notes += [args.left_open] * bool(args.left_open)
-    shown = dict.fromkeys(("time", "memory", "launches"), float("inf")) | TOLERANCE
+    shown = dict.fromkeys(("time", "memory", "launches"), float("inf")) | found.tolerance
     if args.html:
         from shardwise.report import html
 

@@ -65,6 +65,10 @@ class Answerer(ABC):
         before = self.encode(context)
         return before, self.encode(context + continuation)[len(before) :]
 
+    def room(self, max_tokens: int) -> int:
+        """Tokens of a prompt that leave room for an answer; one at least."""
+        return max(1, self.longest + 1 - max_tokens)
+
     def cut(self, context: Sequence[int], continuation: Sequence[int]) -> tuple[list[int], list[int]]:
         """Without what goes beyond the model's context, from the left."""
         both = [*context, *continuation][-self.longest :]
@@ -114,7 +118,7 @@ class EngineAnswerer(Answerer):
         for number, each in enumerate(wanted):
             alike.setdefault((each.max_tokens, tuple(each.stop), each.temperature), []).append(number)
         for (max_tokens, stop, temperature), numbers in alike.items():
-            kept = max(1, self.longest + 1 - max_tokens)
+            kept = self.room(max_tokens)
             prompts = [list(wanted[n].prompt)[-kept:] or [self.first] for n in numbers]
             most = min(max_tokens, self.longest)
             sampling = Sampling(temperature, seed=0)
@@ -176,9 +180,8 @@ class HttpAnswerer(Answerer):
 
     def generate(self, wanted: Sequence[Wanted]) -> list[str]:
         def ask(each: Wanted) -> str:
-            kept = max(1, self.longest + 1 - each.max_tokens)
             body = {
-                "prompt": list(each.prompt)[-kept:] or [self.first],
+                "prompt": list(each.prompt)[-self.room(each.max_tokens) :] or [self.first],
                 "max_tokens": min(each.max_tokens, self.longest),
             }
             # A server takes four stops at most; text is cut here in any case.

@@ -43,12 +43,14 @@ class Score:
     errors: dict[str, float]
     answers: list[dict[str, Any]]
     """What the model said, in the order of the rows."""
+    cut: int = 0
+    """Questions that were too long for the model's context, of which it saw the end."""
 
     def as_dict(self) -> dict[str, Any]:
         figures = {"exact_match": self.exact_match, "acc": self.acc, "acc_norm": self.acc_norm}
         found: dict[str, Any] = {name: value for name, value in figures.items() if value is not None}
         found |= {f"{name}_stderr": value for name, value in self.errors.items()}
-        return {**found, "questions": self.generated + self.chosen}
+        return {**found, "questions": self.generated + self.chosen, "cut": self.cut}
 
 
 def read_questions(path: Path) -> list[Question]:
@@ -114,11 +116,15 @@ def score(
         by_sum.append(_best(sums) == each.right)
         by_letter.append(_best(means) == each.right)
         said[n] = {"answer": each.choices[_best(sums)], "logprobs": sums, "right": by_sum[-1]}
-    texts = answerer.generate([_wanted(answerer, questions[n], max_tokens, template) for n in asked])
+    wanted = [_wanted(answerer, questions[n], max_tokens, template) for n in asked]
+    texts = answerer.generate(wanted)
     matches = []
     for n, text in zip(asked, texts, strict=True):
         matches.append(text.strip() in questions[n].answers)
         said[n] = {"answer": text.strip(), "right": matches[-1]}
+    lengths = iter([len(context) + len(choice) for context, choice in pairs])
+    long = [max(next(lengths) for _ in questions[n].choices) > answerer.longest for n in chosen]
+    long += [len(each.prompt) > answerer.room(max_tokens) for each in wanted]
     figures = {"exact_match": matches, "acc": by_sum, "acc_norm": by_letter}
     means_of = {name: sum(values) / len(values) for name, values in figures.items() if values}
     errors = {name: _error(values) for name, values in figures.items() if values}
@@ -130,6 +136,7 @@ def score(
         len(chosen),
         errors,
         said,
+        sum(long),
     )
 
 

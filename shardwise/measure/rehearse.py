@@ -13,7 +13,7 @@ import contextlib
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ from shardwise.train.step import TrainState
 COMPUTE = ("matmul", "attention", "memory")
 TOLERANCE = {"time compute": 0.07, "memory peak": 0.03}
 """Relative difference between plan and rehearsal that is agreement; other quantities are shown and not judged."""
+WITHOUT_GPU = {"memory parameters": 0.0, "memory optimizer": 0.0}
+"""The same where there are no kernels to time and no allocator that knows a peak."""
 
 Say = Callable[[str], None]
 Collectives = Callable[[int, int, Hold | None], contextlib.AbstractContextManager[None]]
@@ -60,11 +62,18 @@ class Rehearsal:
     quantities: tuple[Difference, ...]
     """The plan's value first; seconds of a step, bytes, and numbers of kernels."""
     step_seconds: tuple[float, ...]
+    gpu: bool = True
+    """Whether a GPU was there. Without one its kernels, their times and the peak of memory are not among the quantities."""
+
+    @property
+    def tolerance(self) -> dict[str, float]:
+        """What is judged, and by how much it may differ."""
+        return TOLERANCE if self.gpu else WITHOUT_GPU
 
     @property
     def agrees(self) -> bool:
-        """Whether compute time and peak memory are as planned."""
-        return all(abs(d.relative) <= TOLERANCE.get(d.name, float("inf")) for d in self.quantities)
+        """Whether all that is judged is as planned."""
+        return all(abs(d.relative) <= self.tolerance.get(d.name, float("inf")) for d in self.quantities)
 
     def as_dict(self) -> dict[str, Any]:
         """For programs; names are stable."""
@@ -111,7 +120,8 @@ def rehearse(
         train_state = TrainState(short, Mesh(short.layout, device.type))
         with even_routing(train_state):
             measured = _measure(train_state, steps, warmup, tune, trace, read, say)
-    return Rehearsal(rank, count, run.accumulation, tuple(_beside(short, job, rank, measured)), measured.seconds)
+    quantities = tuple(_beside(short, job, rank, measured))
+    return Rehearsal(rank, count, run.accumulation, quantities, measured.seconds, device.type == "cuda")
 
 
 def _for_chip(run: Run, device: torch.device) -> Run:
@@ -144,9 +154,9 @@ class _Measured:
     parts: Counter[str]
     """Seconds of a step's kernels by category."""
     kernels: int
-    peak: int
-    reserved: int
     owners: dict[str, int]
+    allocated: tuple[int, int] | None
+    """The allocator's peak of what was asked for and of what it reserved, where there is one."""
 
 
 def _measure(
@@ -175,9 +185,7 @@ def _measure(
         torch.cuda.reset_peak_memory_stats(device)
     say(f"{steps} steps to measure, and one under the profiler")
     seconds = tuple(_timed(train_state, batch) for _ in range(steps))
-    peak, reserved = (
-        (torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)) if cuda else (0, 0)
-    )
+    allocated = (torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)) if cuda else None
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities, record_shapes=True) as profiler:
         train_state.train_step(batch).read()
@@ -190,7 +198,7 @@ def _measure(
         gradients=unique_bytes(gradients_of(train_state)),
         optimizer=unique_bytes(optimizer_of(train_state)),
     )
-    return _Measured(seconds, parts, kernels, peak, reserved, owners)
+    return _Measured(seconds, parts, kernels, owners, allocated)
 
 
 def _timed(train_state: TrainState, batch: Any) -> float:
@@ -234,6 +242,12 @@ def _beside(run: Run, job: Job, rank: int, measured: _Measured) -> Iterator[Diff
     exposed = {name: value for name, value in parts.items() if name not in (*COMPUTE, "optimizer")}
     took = statistics.median(measured.seconds)
     done = sum(measured.parts.values())
+    step = compute + sum(exposed.values())
+    if measured.allocated is None:
+        yield Difference("time", "time step", step, took)
+        yield from _held(memory, measured)
+        return
+    peak, reserved = measured.allocated
     yield Difference("time", "time compute", compute, done)
     for name in ("matmul", "attention"):
         yield Difference("time", f"time {name}", parts[name], measured.parts[name])
@@ -241,12 +255,16 @@ def _beside(run: Run, job: Job, rank: int, measured: _Measured) -> Iterator[Diff
         "time", "time memory and optimizer", parts["memory"] + parts["optimizer"], measured.parts["memory"]
     )
     yield Difference("time", "time exposed and waiting", sum(exposed.values()), max(0.0, took - done))
-    yield Difference("time", "time step", compute + sum(exposed.values()), took)
-    yield Difference("memory", "memory peak", sum(memory.values()), float(measured.peak))
-    yield Difference("memory", "memory reserved", sum(owners.values()), float(measured.reserved))
-    for name, size in measured.owners.items():
-        yield Difference("memory", f"memory {name}", memory.get(name, 0.0), float(size))
+    yield Difference("time", "time step", step, took)
+    yield Difference("memory", "memory peak", sum(memory.values()), float(peak))
+    yield Difference("memory", "memory reserved", sum(owners.values()), float(reserved))
+    yield from _held(memory, measured)
     held = sum(memory.values()) - sum(memory.get(name, 0.0) for name in ("parameters", "optimizer"))
-    rest = measured.peak - measured.owners["parameters"] - measured.owners["optimizer"]
+    rest = peak - measured.owners["parameters"] - measured.owners["optimizer"]
     yield Difference("memory", "memory beside parameters and optimizer", held, float(rest))
     yield Difference("launches", "kernels", planned.launches, float(measured.kernels))
+
+
+def _held(memory: Mapping[str, float], measured: _Measured) -> Iterator[Difference]:
+    for name, size in measured.owners.items():
+        yield Difference("memory", f"memory {name}", memory.get(name, 0.0), float(size))

@@ -182,9 +182,10 @@ def scatter(
     label: pick.Column | None = None,
     limit: float | None = None,
     title: str = "Pareto front",
+    numbers: Sequence[int | None] | None = None,
 ) -> Section:
-    """Candidates as points, numbered in their order; those on the Pareto front of the columns are filled. `size` is a third
-    column, shown by colour, and `limit` a line across `x`."""
+    """Candidates as points; those on the Pareto front of the columns are filled. `size` is a third column, shown by colour, and
+    `limit` a line across `x`. `numbers` are those of a ranking's rows, None for what is not in it; by default their order."""
     if not rows:
         return Section(title, "No candidates.", "")
     sides = " and ".join(column.title for column in (x, y, size) if column and column.better)
@@ -196,7 +197,9 @@ def scatter(
         shown = [(size.words(value), row) for at, (value, row) in enumerate(values.items()) if at in chosen]
         key = html_charts.legend([(f"{t} {size.title}", html_charts.ramp_of(rows, size, row)) for t, row in shown])
     return Section(
-        title, remark, f'<div class="keep">{html_charts.scatter_chart(rows, x, y, size, label, limit)}{key}</div>'
+        title,
+        remark,
+        f'<div class="keep">{html_charts.scatter_chart(rows, x, y, size, label, limit, numbers)}{key}</div>',
     )
 
 

@@ -99,8 +99,10 @@ def scatter_chart(
     size: pick.Column | None,
     label: pick.Column | None,
     limit: float | None,
+    numbers: Sequence[int | None] | None = None,
 ) -> str:
     """A point for each row; those on the Pareto front are filled and numbered, the others are rings."""
+    numbers = numbers or range(1, len(rows) + 1)
     left, right, top, high = 78, 20, 26, 380
     best = pick.pareto_front(rows, [column for column in (x, y, size) if column])
     xs, ys = [float(row[x.key]) for row in rows], [float(row[y.key]) for row in rows]
@@ -126,7 +128,8 @@ def scatter_chart(
         color = ramp_of(rows, size, row)
         shown = [column for column in (label, x, y, size) if column]
         lines = [f"{column.title}: {column.text(row)}" for column in shown]
-        tip = escape("\n".join([f"number {place + 1}", *lines]))
+        number = numbers[place]
+        tip = escape("\n".join([f"number {number}" if number else "not in the ranking", *lines]))
         a, b = place_x(xs[place]), place_y(ys[place])
         look = (
             f'fill="{color}"'
@@ -134,8 +137,8 @@ def scatter_chart(
             else f'fill="{color}" fill-opacity="0.12" stroke="{color}" stroke-width="1.5"'
         )
         drawn.append(f'<circle cx="{a:.1f}" cy="{b:.1f}" r="{7 if best[place] else 4.5}" {look} data-tip="{tip}"/>')
-        if best[place]:
-            drawn.append(f'<text x="{a + 10:.1f}" y="{b + 4:.1f}" font-size="12">{place + 1}</text>')
+        if best[place] and number:
+            drawn.append(f'<text x="{a + 10:.1f}" y="{b + 4:.1f}" font-size="12">{number}</text>')
     return _svg(top + high + 46, f"{y.title} against {x.title}", drawn)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -81,10 +82,18 @@ def test_what_does_not_fit_is_said_and_exits_with_one(run_file: Path, capsys: py
     assert plan["binds"].startswith("memory")
 
 
-def test_a_search_ranks_layouts(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_ranks_layouts(run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_file.write_text('layout = "auto"\n' + RUN.replace("[layout]\nshard = 8\ntensor = 2\npipeline = 2\n", ""))
-    assert main(["plan", str(run_file), "--json", "--keep", "3"]) == 0
+    page = tmp_path / "plan.html"
+    assert main(["plan", str(run_file), "--json", "--keep", "3", "--html", str(page)]) == 0
     found = json.loads(capsys.readouterr().out)
+    # The picture of the front numbers its points as the ranking does, and says of others that they are not in it.
+    front, ranking = ([plan["layout"] for plan in found[name]] for name in ("pareto", "ranking"))
+    expected = [f"number {ranking.index(each) + 1}" if each in ranking else "not in the ranking" for each in front]
+    tips = re.findall(r'data-tip="(number \d+|not in the ranking)', page.read_text())
+    assert sorted(tips) == sorted(expected)
+    assert "not in the ranking" in expected
+    assert len(set(expected)) > 1
     assert found["searched"] > 100
     times = [plan["step_seconds"] for plan in found["ranking"]]
     assert len(times) == 3

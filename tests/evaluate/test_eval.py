@@ -144,6 +144,24 @@ def test_tasks(
     assert [json.loads(line)["answer"] for line in out.read_text().splitlines()] == [a["answer"] for a in found.answers]
 
 
+def test_questions_that_do_not_fit_are_told(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {"question": "1" * 44, "answer": "2"},  # 48 positions hold this and 4 tokens
+        {"question": "1" * 45, "answer": "2"},
+        {"question": "1" * 44, "choices": ["8", "q"], "answer": 0},
+        {"question": "1" * 44, "choices": ["8", "quite long"], "answer": 0},
+    ]
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["eval", str(trained), "--tasks", str(path), "--max-tokens", "4", "--sequence", "48"]
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tasks"][0]["cut"] == 2
+    assert main(words) == 0
+    assert "cut         2: longer than the model's context" in capsys.readouterr().out
+    assert main([*words[:-1], "64"]) == 0
+    assert "longer than" not in capsys.readouterr().out
+
+
 def test_questions_through_a_template(answerer: EngineAnswerer) -> None:
     from shardwise.data.chat.template import ChatTemplate
 
