@@ -28,8 +28,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from step_overhead import FFN, HEADS, HIDDEN, KV_HEADS, LAYERS, LENGTH, VOCAB, PlainLlama
+from step_overhead import FFN, HEADS, HIDDEN, KV_HEADS, LAYERS, LENGTH, VOCAB, PlainLlama, hand_written
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -61,18 +60,7 @@ def plain_step(layout: str) -> Step:
         fully_shard(plain, mesh=mesh)
     else:
         model = DistributedDataParallel(plain, broadcast_buffers=False, gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-
-    def step(batch: Batch) -> float:
-        optimizer.zero_grad(set_to_none=True)
-        logits = model(torch.from_numpy(batch.tokens))
-        loss = F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(batch.targets).flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        return loss.item()
-
-    return step
+    return hand_written(model)
 
 
 def shardwise_step(layout: str) -> Step:

@@ -89,6 +89,11 @@ def plain_step() -> Callable[[Batch], float]:
     """The hand-written loop's body."""
     model = PlainLlama()
     nn.init.normal_(model.embed.weight, std=0.02)
+    return hand_written(model)
+
+
+def hand_written(model: nn.Module) -> Callable[[Batch], float]:
+    """What a person would write around a model: AdamW, the loss, its gradient, clipped."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     def step(batch: Batch) -> float:

@@ -106,7 +106,8 @@ class Reader:
         except UnicodeDecodeError as e:
             self.refuse(at + start + e.start, "is not UTF-8 text")
 
-    def _jsonl(self) -> Iterator[Part]:
+    def each_line(self) -> Iterator[tuple[bytes, int, int]]:
+        """Every line of the chunk: it, where it stands, and what has been consumed with it."""
         with self._open() as source:
             at = to_line_start(source, self.chunk.start)
             source.seek(at)
@@ -115,11 +116,13 @@ class Reader:
                 if not line:
                     return
                 place, at = at, at + len(line)
-                if place == 0:
-                    line = line.removeprefix(BOM)
-                text = self._value(line, place) if not line.isspace() else None
-                if text is not None:
-                    yield Part(text, self._consumed(source, at), place)
+                yield line.removeprefix(BOM) if place == 0 else line, place, self._consumed(source, at)
+
+    def _jsonl(self) -> Iterator[Part]:
+        for line, place, consumed in self.each_line():
+            text = self._value(line, place) if not line.isspace() else None
+            if text is not None:
+                yield Part(text, consumed, place)
 
     def _value(self, line: bytes, place: int) -> str | None:
         try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.data.chat.messages import BadRow
-from shardwise.data.documents import BOM, Reader, name_of, to_line_start
+from shardwise.data.documents import Reader, name_of
 from shardwise.data.inputs import Chunk, Input, import_parquet
 from shardwise.run.problems import Problem, UserError
 
@@ -45,23 +45,14 @@ class RowReader(Reader):
             raise UserError(Problem(f"cannot be read: {e.strerror or e}", where=self.file.path)) from None
 
     def _lines(self) -> Iterator[Row]:
-        with self._open() as source:
-            at = to_line_start(source, self.chunk.start)
-            source.seek(at)
-            while self.file.zipped or at < self.chunk.stop:
-                line = source.readline()
-                if not line:
-                    return
-                place, at = at, at + len(line)
-                self.lines += 1
-                line = line.removeprefix(BOM) if place == 0 else line
-                if line.isspace() or not line:
-                    continue
-                consumed = self._consumed(source, at)
-                try:
-                    yield Row(_parse(line), self.lines, consumed)
-                except BadRow as e:
-                    yield Row(None, self.lines, consumed, e)
+        for line, _, consumed in self.each_line():
+            self.lines += 1
+            if line.isspace() or not line:
+                continue
+            try:
+                yield Row(_parse(line), self.lines, consumed)
+            except BadRow as e:
+                yield Row(None, self.lines, consumed, e)
 
     def _groups(self) -> Iterator[Row]:
         arrow, parquet = import_parquet(self.file.path)
