@@ -1,6 +1,7 @@
 """`shardwise data prepare` beside datatrove: the same made-up corpus through the same steps with the same settings.
 
     python benchmarks/data_prepare.py make CORPUS --megabytes 100
+    python benchmarks/data_prepare.py golden tests/data/prepare/datatrove.json     # needs datatrove and spaCy
     python benchmarks/data_prepare.py compare CORPUS --out RESULTS --workers 2     # needs datatrove and spaCy
 
 `compare` says which documents each keeps and why not the others, and the time of each, both on two processes. `memory` says the
@@ -289,9 +290,52 @@ def compare(corpus: Path, out: Path, workers: int, words: str) -> dict[str, Any]
     )  # fmt: skip
 
 
+def golden(count: int, seed: int) -> dict[str, Any]:
+    """What datatrove does with simply split words: the step at which each document ends. spaCy finds the sentences."""
+    import tempfile
+
+    import spacy
+    from datatrove.pipeline.dedup import minhash
+    from datatrove.utils import word_tokenizers
+    from spacy.tokens import Doc
+
+    from shardwise.data.prepare.words import simple_words
+
+    language = spacy.blank("en")
+    sentencizer = language.add_pipe("sentencizer")
+
+    class Simple(word_tokenizers.WordTokenizer):
+        def word_tokenize(self, text: str) -> list[str]:
+            return [word for chunk in simple_words(text.split()) for word in chunk]
+
+        def sent_tokenize(self, text: str) -> list[str]:
+            return [text[start:stop] for start, stop in self.span_tokenize(text)]
+
+        def span_tokenize(self, text: str) -> list[tuple[int, int]]:
+            found = sentencizer(Doc(language.vocab, words=self.word_tokenize(text)))
+            return [(0, 0) for _ in found.sents]
+
+    word_tokenizers.load_word_tokenizer = minhash.load_word_tokenizer = lambda name: Simple()
+    with tempfile.TemporaryDirectory() as folder:
+        write_split(Path(folder, "corpus"), count, seed)
+        run_datatrove(Path(folder, "corpus"), Path(folder, "out"), 1)
+        found = fates_of_datatrove(Path(folder, "out"))
+    order = sorted(found, key=lambda name: (Path(name).parent.name, int(Path(name).name)))
+    return dict(count=count, seed=seed, steps=["", *STEPS], fates=[["", *STEPS].index(found[name]) for name in order])
+
+
+def write_split(folder: Path, count: int, seed: int) -> None:
+    """Some documents in three files."""
+    folder.mkdir()
+    texts = list(documents(count, seed))
+    for name, start, stop in (("a", 0, count // 2), ("b", count // 2, 3 * count // 4), ("c", 3 * count // 4, count)):
+        lines = (json.dumps({"text": text}, ensure_ascii=False) for text in texts[start:stop])
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=("make", "compare", "memory"))
+    parser.add_argument("verb", choices=("make", "compare", "memory", "golden"))
     parser.add_argument("corpus", type=Path)
     parser.add_argument("--megabytes", type=float, default=50)
     parser.add_argument("--files", type=int, default=8)
@@ -300,7 +344,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--words", default="spacy/en")
     args = parser.parse_args()
-    if args.verb == "make":
+    if args.verb == "golden":
+        args.corpus.write_text(json.dumps(golden(600, 3), separators=(",", ":")) + "\n")
+    elif args.verb == "make":
         make(args.corpus, args.megabytes, args.files, args.seed)
     elif args.verb == "compare":
         print(json.dumps(compare(args.corpus, args.out, args.workers, args.words), indent=1))

@@ -10,11 +10,16 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.files import write_atomically
+from shardwise.run.problems import Problem, UserError
+
 if TYPE_CHECKING:
     from shardwise.data.prepare.fates import Fate
     from shardwise.data.prepare.prepare import Progress
+    from shardwise.data.prepare.recipe import Recipe
 
 SECONDS_BETWEEN_LINES = 10.0
+PAGE = "statistics.html"
 
 
 def add_prepare(verbs: Any) -> None:
@@ -32,15 +37,21 @@ def add_prepare(verbs: Any) -> None:
     )
     prepare.add_argument(
         "--executor",
-        choices=("local", "ray"),
+        choices=("local", "ray", "slurm"),
         default="local",
-        help="processes of this machine (default), or Ray's workers",
+        help="processes of this machine (default), Ray's workers, or Slurm arrays, which are submitted",
     )
     prepare.add_argument(
         "--workers", type=int, default=0, metavar="N", help="processes or workers (default: one for each core)"
     )
     prepare.add_argument("--restart", action="store_true", help="discard what the folder holds of an earlier recipe")
+    prepare.add_argument(
+        "--option", action="append", default=[], metavar="=--WORD", help="Slurm: one more option of sbatch"
+    )
     prepare.add_argument("--json", action="store_true", help="print the statistics as JSON")
+    # What a task of an array is told.
+    prepare.add_argument("--stage", default="", help=argparse.SUPPRESS)
+    prepare.add_argument("--share", default="0/1", help=argparse.SUPPRESS)
 
     fate = verbs.add_parser(
         "fate",
@@ -64,6 +75,12 @@ def execute_prepare(args: argparse.Namespace) -> int:
 
     recipe = read_recipe(args.recipe)
     out = Path(args.out)
+    if args.stage:
+        return _one_stage(args, out)
+    if args.executor == "slurm":
+        return _submit(args, recipe, out)
+    if args.option:
+        raise UserError(Problem("is for Slurm: give --executor slurm too", "--option"))
     found = prepare(
         recipe,
         Path(args.recipe).resolve().parent,
@@ -73,10 +90,44 @@ def execute_prepare(args: argparse.Namespace) -> int:
         restart=args.restart,
         progress=_log(),
     )
+    return _show(args, found, out)
+
+
+def _show(args: argparse.Namespace, found: dict[str, Any], out: Path) -> int:
+    from shardwise.report.html_prepare import preparation_page
+
+    if not (out / PAGE).exists():
+        write_atomically(out / PAGE, preparation_page(Path(args.recipe).stem, found).encode("utf-8"))
     if args.json:
         print(json.dumps(found, ensure_ascii=False))
     else:
         print("\n".join(_lines(found, out)))
+    return 0
+
+
+def _one_stage(args: argparse.Namespace, out: Path) -> int:
+    """A task of an array: its share of a stage, or the end."""
+    from shardwise.data.prepare.prepare import do_share, finish
+    from shardwise.data.prepare.stages import read_plan
+
+    share, _, count = args.share.partition("/")
+    if args.stage == "finish":
+        return _show(args, finish(read_plan(out), out, args.workers), out)
+    do_share(out, args.stage, int(share), int(count))
+    return 0
+
+
+def _submit(args: argparse.Namespace, recipe: Recipe, out: Path) -> int:
+    from shardwise.cli.machinery.prepare_slurm import submit_recipe
+
+    jobs = submit_recipe(recipe, Path(args.recipe), out, args.workers, args.option, args.restart)
+    if args.json:
+        print(json.dumps({"jobs": [job.id for job in jobs]}))
+    elif jobs:
+        print(f"submitted {len(jobs)} jobs, each after the one before: {', '.join(job.id for job in jobs)}")
+        print("where one fails, the same command submits what is left")
+    else:
+        print(f"{out} is already prepared; nothing was submitted")
     return 0
 
 
@@ -101,12 +152,13 @@ def _lines(found: dict[str, Any], out: Path) -> list[str]:
         share = words.percent(step["removed"] / step["documents"]) if step["documents"] else words.DASH
         lines.append(f"{step['kind']:20}{step['documents']:>14,}{step['removed']:>12,}{share:>8}{step['changed']:>10,}")
         for reason, entry in islice(step["reasons"].items(), 5):
-            lines.append(f"  {reason:44.44}{entry['documents']:>0,}".rstrip())
+            lines.append(f"  {reason:46.46} {entry['documents']:>11,}")
         if len(step["reasons"]) > 5:
             lines.append(f"  and {len(step['reasons']) - 5} more reasons")
     lines.append(f"kept {found['kept']:,} of {found['documents']:,} documents, {found['characters_kept']:,} characters")
     for name, made in found["sets"].items():
         lines.append(f"{name}: {made['documents']:,} documents, {made['tokens']:,} tokens in {out}/tokens/{name}")
+    lines.append(f"reasons with examples: {out}/{PAGE}")
     lines.append(
         f"to train on it: the [data] of {out}/data.toml; what became of a document: shardwise data fate {out} FILE:PLACE"
     )

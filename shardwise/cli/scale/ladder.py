@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 from shardwise.cli.machinery.options import write_file
 from shardwise.hardware.chips import unknown_chip
+from shardwise.launch.arrays import TASK, array_script
 from shardwise.plan.budget.ladder import Rung, make_ladder, rung_of
 from shardwise.report import words
 from shardwise.run import Problem, UserError, read_run, to_toml
@@ -33,6 +35,7 @@ def ladder(args: argparse.Namespace) -> int:
     for path, rung in zip(files, rungs, strict=True):
         write_file(path, to_toml(rung.run).encode())
     if args.slurm:
+        (folder / "logs").mkdir(exist_ok=True)  # Slurm makes no folders for what tasks print
         write_file(folder / "ladder.sbatch", _array(folder, rungs).encode())
     seconds = None
     if args.train:
@@ -89,20 +92,13 @@ def _train(path: Path, out: Path, rung: Rung) -> None:
 
 def _array(folder: Path, rungs: list[Rung]) -> str:
     """A Slurm array with a task for each rung; every rung has the layout of the target."""
-    world = rungs[0].run.layout.world
-    names = " ".join(rung.run.name for rung in rungs)
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            f"#SBATCH --job-name=ladder --array=0-{len(rungs) - 1} --ntasks={world}",
-            f"#SBATCH --output={folder.resolve()}/slurm-%A-%a.out --requeue",
-            "set -u",
-            f"names=({names})",
-            'name="${names[$SLURM_ARRAY_TASK_ID]}"',
-            f'srun {sys.executable} -m shardwise train "{folder.resolve()}/$name.toml" --out "{folder.resolve()}/$name"',
-            "",
-        ]
-    )
+    place = shlex.quote(str(folder.resolve()))
+    commands = [
+        f"names=({' '.join(rung.run.name for rung in rungs)})",
+        f'name="${{names[{TASK}]}}"',
+        f'srun {shlex.quote(sys.executable)} -m shardwise train {place}/"$name".toml --out {place}/"$name"',
+    ]
+    return array_script(f"{folder.name}", len(rungs), commands, folder, ranks=rungs[0].run.layout.world)
 
 
 def _lines(found: dict[str, Any], folder: Path, args: argparse.Namespace) -> list[str]:

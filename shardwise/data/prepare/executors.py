@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,59 +39,77 @@ def attempt(folder: str, work: str, digest: str, stage: str, number: int) -> lis
     return []
 
 
-def run_local(folder: Path, work: Path, digest: str, stage: str, todo: Sequence[int], workers: int, done: Done) -> None:
-    """Processes of this machine."""
-    if min(workers, len(todo)) <= 1:
-        for number in todo:
-            _raise(attempt(str(folder), str(work), digest, stage, number))
-            done(number)
-        return
-    left = list(todo)
-    lost = 0
-    while left:
-        try:
-            _run_pool(folder, work, digest, stage, left, workers, done)
-        except BrokenProcessPool:
-            before = len(left)
-            left = [number for number in left if not (work / stage / f"{number:06d}").is_dir()]
-            lost = lost + 1 if len(left) == before else 0
-            if lost >= _LOST:
-                message = (
-                    "worker processes die, most likely because memory runs out; finished work is kept: run the same "
-                    "command again, with fewer --workers"
-                )
-                raise UserError(message) from None
-        else:
+@dataclass(frozen=True)
+class Job:
+    """What tasks belong to: the folder of the plan, that of the work, and the recipe's digest."""
+
+    folder: str
+    work: str
+    digest: str
+
+
+class Local:
+    """Processes of this machine, which stay from stage to stage."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._pool: ProcessPoolExecutor | None = None
+
+    def run(self, job: Job, stage: str, todo: Sequence[int], done: Done) -> None:
+        """Do the tasks; `done` is told of each. Workers that die are replaced, and what they did is done again."""
+        if self._workers <= 1:
+            for number in todo:
+                _raise(attempt(job.folder, job.work, job.digest, stage, number))
+                done(number)
             return
+        left, lost = set(todo), 0
+        while left:
+            before = len(left)
+            try:
+                self._run_pool(job, stage, left, done)
+            except BrokenProcessPool:
+                self.close()
+                lost = lost + 1 if len(left) == before else 0
+                if lost >= _LOST:
+                    message = (
+                        "worker processes die, most likely because memory runs out; finished work is kept: run the same "
+                        "command again, with fewer --workers"
+                    )
+                    raise UserError(message) from None
+
+    def _run_pool(self, job: Job, stage: str, left: set[int], done: Done) -> None:
+        if self._pool is None:
+            # Spawned, not forked: a fork would copy the locks of whatever threads the caller has running.
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(self._workers, mp_context=context, initializer=_begin)
+        waiting = iter(sorted(left))
+        running: dict[Future[list[Problem]], int] = {}
+        problems: list[Problem] = []
+        while True:
+            while not problems and len(running) < 2 * self._workers and (number := next(waiting, None)) is not None:
+                running[self._pool.submit(attempt, job.folder, job.work, job.digest, stage, number)] = number
+            if not running:
+                break
+            ready, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in ready:
+                number = running.pop(future)
+                found = future.result()
+                problems += found
+                if not found:
+                    left.discard(number)
+                    done(number)
+        _raise(problems)
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
 
 
 def _raise(problems: list[Problem]) -> None:
     if problems:
         raise UserError(*problems)
-
-
-def _run_pool(folder: Path, work: Path, digest: str, stage: str, todo: Sequence[int], workers: int, done: Done) -> None:
-    context = multiprocessing.get_context("spawn")
-    waiting = iter(todo)
-    running: dict[Future[list[Problem]], int] = {}
-    problems: list[Problem] = []
-    with ProcessPoolExecutor(min(workers, len(todo)), mp_context=context, initializer=_begin) as pool:
-        try:
-            while True:
-                while not problems and len(running) < 2 * workers and (number := next(waiting, None)) is not None:
-                    running[pool.submit(attempt, str(folder), str(work), digest, stage, number)] = number
-                if not running:
-                    break
-                ready, _ = wait(running, return_when=FIRST_COMPLETED)
-                for future in ready:
-                    number = running.pop(future)
-                    found = future.result()
-                    problems += found
-                    if not found:
-                        done(number)
-        finally:
-            pool.shutdown(cancel_futures=True)
-    _raise(problems)
 
 
 def _begin() -> None:
@@ -99,33 +118,45 @@ def _begin() -> None:
     threading.Thread(target=leave_with_parent, daemon=True).start()
 
 
-def run_ray(folder: Path, work: Path, digest: str, stage: str, todo: Sequence[int], workers: int, done: Done) -> None:
+class Ray:
     """Ray's workers: of the cluster that RAY_ADDRESS names, else of this machine. A worker that dies is replaced and its task
     done again. All machines must see the folder."""
-    try:
-        import ray
-    except ModuleNotFoundError:
-        raise UserError(Problem(f'"ray" is not installed: {install("ray")}', "--executor")) from None
-    if not ray.is_initialized():
-        own = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": workers}
-        ray.init(logging_level="error", log_to_driver=False, include_dashboard=False, **own)
-    remote = ray.remote(num_cpus=1, max_retries=-1)(attempt)
-    waiting = iter(todo)
-    running: dict[Any, int] = {}
-    problems: list[Problem] = []
-    while True:
-        while not problems and len(running) < 2 * workers and (number := next(waiting, None)) is not None:
-            running[remote.remote(str(folder), str(work), digest, stage, number)] = number
-        if not running:
-            break
-        ready, _ = ray.wait(list(running), num_returns=1)
-        for reference in ready:
-            number = running.pop(reference)
-            found = ray.get(reference)
-            problems += found
-            if not found:
-                done(number)
-    _raise(problems)
+
+    def __init__(self, workers: int) -> None:
+        try:
+            import ray
+        except ModuleNotFoundError:
+            raise UserError(Problem(f'"ray" is not installed: {install("ray")}', "--executor")) from None
+        self._ray, self._workers = ray, workers
+        self._own = not ray.is_initialized()
+        if self._own:
+            here = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": workers}
+            ray.init(logging_level="error", log_to_driver=False, include_dashboard=False, **here)
+        self._attempt = ray.remote(num_cpus=1, max_retries=-1)(attempt)
+
+    def run(self, job: Job, stage: str, todo: Sequence[int], done: Done) -> None:
+        """Do the tasks; `done` is told of each."""
+        waiting = iter(todo)
+        running: dict[Any, int] = {}
+        problems: list[Problem] = []
+        while True:
+            while not problems and len(running) < 2 * self._workers and (number := next(waiting, None)) is not None:
+                running[self._attempt.remote(job.folder, job.work, job.digest, stage, number)] = number
+            if not running:
+                break
+            ready, _ = self._ray.wait(list(running), num_returns=1)
+            for reference in ready:
+                number = running.pop(reference)
+                found = self._ray.get(reference)
+                problems += found
+                if not found:
+                    done(number)
+        _raise(problems)
+
+    def close(self) -> None:
+        """Leave the cluster, if it was joined here."""
+        if self._own:
+            self._ray.shutdown()
 
 
-EXECUTORS = {"local": run_local, "ray": run_ray}
+EXECUTORS: dict[str, type[Local] | type[Ray]] = {"local": Local, "ray": Ray}

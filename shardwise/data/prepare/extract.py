@@ -42,7 +42,12 @@ def language(*, keep: Sequence[str], least: float = 0.65) -> Callable[[Document]
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     except ModuleNotFoundError:
         raise UserError(Problem(f"needs py3langid: {install('prepare')}", "steps.language")) from None
-    identifier: Any = LanguageIdentifier.from_model(MODEL_FILE, norm_probs=True)
+    identifier: Any = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+    unknown = [name for name in keep if name not in identifier.labels]
+    if unknown:
+        raise UserError(
+            Problem(f'"{unknown[0]}" is no language that py3langid knows, such as en or de', "steps.language.keep")
+        )
     wanted = frozenset(keep)
 
     def rule(document: Document) -> str:

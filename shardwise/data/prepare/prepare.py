@@ -15,13 +15,13 @@ from typing import Any
 from shardwise.data.build import build, cores
 from shardwise.data.inputs import refuse_changed
 from shardwise.data.plan import locked
-from shardwise.data.prepare.executors import EXECUTORS
+from shardwise.data.prepare.executors import EXECUTORS, Job, Local, Ray
 from shardwise.data.prepare.fates import write_fates
 from shardwise.data.prepare.files import find_files
 from shardwise.data.prepare.recipe import Recipe
 from shardwise.data.prepare.shuffle import KEYS
 from shardwise.data.prepare.spill import DOCUMENTS, FINAL
-from shardwise.data.prepare.stages import PLAN, Plan, Stage, folder_of, missing
+from shardwise.data.prepare.stages import PLAN, Plan, Stage, folder_of, missing, read_plan
 from shardwise.data.prepare.statistics import gather
 from shardwise.data.prepare.steps import rule_of, shuffle_of
 from shardwise.data.prepare.words import splitter
@@ -92,7 +92,7 @@ def _prepare_folder(out: Path, plan: str, restart: bool) -> None:
         if restart and held:
             for name in (STATISTICS, MIXTURE, "statistics.html", PLAN):
                 (out / name).unlink(missing_ok=True)
-            for name in (WORK, TEXTS, SETS, TOKENIZER, "fates", "launch"):
+            for name in (WORK, TEXTS, SETS, TOKENIZER, "fates", "launch", "logs"):
                 shutil.rmtree(out / name, ignore_errors=True)
         elif held:
             before = (out / PLAN).read_text(encoding="utf-8")
@@ -138,12 +138,16 @@ def prepare(
         plan = begin(recipe, root, out, restart)
         if (out / STATISTICS).exists():
             return {**json.loads((out / STATISTICS).read_text(encoding="utf-8")), "already": True}
-        for stage in plan.stages():
-            run_stage(plan, stage, out, executor, workers or cores(), progress)
-        return finish(plan, out, workers, progress)
+        doing = EXECUTORS[executor](workers or cores())
+        try:
+            for stage in plan.stages():
+                run_stage(plan, stage, out, doing, progress)
+        finally:
+            doing.close()
+        return finish(plan, out, workers)
 
 
-def run_stage(plan: Plan, stage: Stage, out: Path, executor: str, workers: int, progress: Report) -> None:
+def run_stage(plan: Plan, stage: Stage, out: Path, executor: Local | Ray, progress: Report) -> None:
     """Do what is left of a stage. What only the stage before needed is removed."""
     work = out / WORK
     todo = missing(work, stage)
@@ -157,7 +161,7 @@ def run_stage(plan: Plan, stage: Stage, out: Path, executor: str, workers: int, 
     progress(Progress(stage.name, count, stage.tasks, 0.0))
     if todo:
         _remove_drafts(work / stage.name)
-        EXECUTORS[executor](out, work, plan.recipe.digest(), stage.name, todo, workers, done)
+        executor.run(Job(str(out), str(work), plan.recipe.digest()), stage.name, todo, done)
     if stage.kind == "map" and stage.number:
         for unit in plan.units:
             (folder_of(work, f"map-{stage.number - 1}", unit.number) / DOCUMENTS).unlink(missing_ok=True)
@@ -171,7 +175,17 @@ def _remove_drafts(folder: Path) -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def finish(plan: Plan, out: Path, workers: int, progress: Report) -> dict[str, Any]:
+def do_share(out: Path, stage: str, share: int, count: int) -> None:
+    """Do the part of a stage that is one of several workers', for schedulers that start them."""
+    plan = read_plan(out)
+    known = {each.name: each for each in plan.stages()}
+    if stage not in known:
+        raise UserError(Problem(f'"{stage}" is no stage; there are {", ".join(known)}', "--stage"))
+    todo = [number for number in range(known[stage].tasks) if number % count == share]
+    Local(1).run(Job(str(out), str(out / WORK), plan.recipe.digest()), stage, todo, lambda number: None)
+
+
+def finish(plan: Plan, out: Path, workers: int) -> dict[str, Any]:
     """What needs all units: texts to their place, tokenizer, token sets, fates, statistics."""
     refuse_changed(plan.files)
     try:

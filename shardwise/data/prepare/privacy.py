@@ -15,10 +15,12 @@ _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?"
 _EMAIL = re.compile(rf"\b{_NAME}(?:\.{_NAME})*@(?:{_LABEL}\.)+{_LABEL}")
 _BYTE = r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
 _IP = re.compile(rf"(?<![\d.]){_BYTE}(?:\.{_BYTE}){{3}}(?![\d.]*\d)")
-_PHONE = re.compile(r"(?<![\w.])(?:\+\d{1,3}[ .-]?)?(?:\(\d{2,4}\)[ .-]?|\d{2,4}[ .-])\d{3,4}[ .-]\d{3,4}(?!\w)")
+_PHONE = re.compile(
+    r"(?<![\w.])(?<!\d[ .-])(?:\+\d{1,3}[ .-]?)?(?:\(\d{2,4}\)[ .-]?|\d{2,4}[ .-])\d{3,4}[ .-]\d{3,4}(?!\w|[ .-]\d)"
+)
 _CARD = re.compile(r"(?<!\d)\d(?:[ -]?\d){12,18}(?!\d)")
 
-EMAIL, IP, PHONE, CARD = "email@example.com", "192.0.2.1", "555-0100", "0000 0000 0000 0000"
+EMAIL, IP, PHONE, CARD = "email@example.com", "192.0.2.1", "555-0100", "0000000000000000"
 """What is written instead: names and numbers that are reserved for examples (RFC 2606, RFC 5737)."""
 
 
@@ -39,8 +41,8 @@ def _card(found: re.Match[str]) -> str:
 _MASKS: dict[str, Callable[[str], str]] = {
     "email": lambda text: _EMAIL.sub(EMAIL, text) if "@" in text else text,
     "ip": lambda text: _IP.sub(_public, text),
+    "card": lambda text: _CARD.sub(_card, text),  # before telephones, which part of a card looks like
     "phone": lambda text: _PHONE.sub(PHONE, text),
-    "card": lambda text: _CARD.sub(_card, text),
 }
 
 
@@ -49,7 +51,7 @@ def privacy(*, kinds: Sequence[str] = ("email", "ip")) -> Callable[[Document], s
     unknown = [kind for kind in kinds if kind not in _MASKS]
     if unknown:
         raise UserError(Problem(f'"{unknown[0]}" is not known: {", ".join(_MASKS)}', "steps.privacy.kinds"))
-    masks = [_MASKS[kind] for kind in kinds]
+    masks = [mask for kind, mask in _MASKS.items() if kind in kinds]
 
     def rule(document: Document) -> str:
         text = document.text

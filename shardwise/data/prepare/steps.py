@@ -8,12 +8,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from shardwise.data.prepare.contamination import decontaminate
 from shardwise.data.prepare.extract import html, language
 from shardwise.data.prepare.filters.c4 import c4_paragraphs, c4_quality
 from shardwise.data.prepare.filters.fineweb import fineweb_quality
 from shardwise.data.prepare.filters.gopher import gopher_quality
 from shardwise.data.prepare.filters.repetition import gopher_repetition
-from shardwise.data.prepare.keyed import Exact, Fuzzy, Shuffle
+from shardwise.data.prepare.keyed import Exact, Fuzzy, Shuffle, Substring
 from shardwise.data.prepare.privacy import privacy
 from shardwise.data.prepare.words import Document
 
@@ -29,9 +30,14 @@ RULES: dict[str, Callable[..., str]] = {
     "c4_paragraphs": c4_paragraphs,
     "fineweb_quality": fineweb_quality,
 }
-MAPS: dict[str, Callable[..., Rule]] = {"html": html, "language": language, "privacy": privacy}
+MAPS: dict[str, Callable[..., Rule]] = {
+    "html": html,
+    "language": language,
+    "privacy": privacy,
+    "decontaminate": decontaminate,
+}
 """Functions that make a rule, because it needs something loaded first."""
-SHUFFLES: dict[str, Callable[..., Shuffle]] = {"exact": Exact, "minhash": Fuzzy}
+SHUFFLES: dict[str, Callable[..., Shuffle]] = {"exact": Exact, "minhash": Fuzzy, "substring": Substring}
 
 
 def settings_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:

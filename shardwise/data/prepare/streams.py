@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import lzma
 import zlib
 from pathlib import Path
@@ -38,9 +39,44 @@ def open_stream(path: str | Path, compression: str) -> IO[bytes]:
     return open(path, "rb", buffering=2**20)
 
 
-def _zstd(path: str | Path) -> Any:
+def _zstd(path: str | Path) -> IO[bytes]:
     try:
         import zstandard
     except ModuleNotFoundError:
         raise UserError(Problem(f"zstd needs zstandard: {install('prepare')}", where=str(path))) from None
-    return zstandard.open(path, "rb")
+    return io.BufferedReader(_Frames(path, zstandard.ZstdDecompressor()), 2**17)
+
+
+class _Frames(io.RawIOBase):
+    """The frames of a zstd file, one after another. The library's own reader takes a file that is cut short for a whole one."""
+
+    def __init__(self, path: str | Path, library: Any) -> None:
+        self._file = open(path, "rb")  # noqa: SIM115
+        self._library = library
+        self._frame: Any = None
+        self._packed = b""
+        self._held = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def readinto(self, target: Any) -> int:
+        while not self._held:
+            self._packed = self._packed or self._file.read(2**14)
+            if not self._packed:
+                if self._frame is not None:
+                    raise EOFError("it ends within a frame")
+                return 0
+            self._frame = self._frame or self._library.decompressobj()
+            self._held = memoryview(self._frame.decompress(self._packed))
+            self._packed = self._frame.unused_data
+            if self._frame.eof:
+                self._frame = None
+        count = min(len(target), len(self._held))
+        target[:count] = self._held[:count]
+        self._held = self._held[count:]
+        return count

@@ -104,6 +104,7 @@ class Vocabulary:
         self._chunks: dict[str, tuple[int, ...]] = {}
         self._simplified: dict[str, tuple[int, ...]] = {}
         self._sentences: dict[str, tuple[int, int, int, int]] = {}
+        self._of_chunk: dict[str, int] = {}
         self._lengths = np.zeros(1024, np.int64)
         self._hash = np.zeros(1024, np.uint64)
         self._letters = np.zeros(1024, np.uint64)
@@ -111,7 +112,10 @@ class Vocabulary:
 
     def make_room(self) -> None:
         """Called between documents: forget everything when the tables have grown large."""
-        if len(self.words) > MOST_WORDS or len(self._chunks) + len(self._simplified) > 2 * MOST_WORDS:
+        if (
+            len(self.words) > MOST_WORDS
+            or len(self._chunks) + len(self._simplified) + len(self._of_chunk) > 2 * MOST_WORDS
+        ):
             self._clear()
 
     def _learn(self, chunks: list[str]) -> None:
@@ -162,10 +166,25 @@ class Vocabulary:
 
     def simplified(self, text: str) -> list[bytes]:
         """The words that fuzzy deduplication compares, in UTF-8: without case, punctuation and accents, every number as 0."""
+        return list(map(self._bytes.__getitem__, self._simplified_ids(text)))
+
+    def _simplified_ids(self, text: str) -> Iterator[int]:
         chunks = _NUMBER.sub("0", text.lower()).translate(_TO_BLANKS).split()
         self._learn_simplified(chunks)
-        ids = chain.from_iterable(map(self._simplified.__getitem__, chunks))
-        return list(map(self._bytes.__getitem__, ids))
+        return chain.from_iterable(map(self._simplified.__getitem__, chunks))
+
+    def simplified_hashes(self, text: str) -> Hashes:
+        """Hashes of the simplified words of a text."""
+        return self._hash[np.fromiter(self._simplified_ids(text), np.int32)]
+
+    def chunk_hashes(self, text: str) -> Hashes:
+        """A hash of everything between blanks, the same in every process."""
+        chunks = text.split()
+        for chunk in chunks:
+            if chunk not in self._of_chunk:
+                data = chunk.encode("utf-8", "surrogatepass")
+                self._of_chunk[chunk] = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+        return np.fromiter(map(self._of_chunk.__getitem__, chunks), np.uint64, len(chunks))
 
     def sentences(self, line: str) -> int:
         """How many sentences a line has, by spaCy's `sentencizer`: one begins with the first word after an end of sentence."""
@@ -230,6 +249,16 @@ def _without_accents(text: str) -> str:
 
 def _is_punctuation(word: str) -> bool:
     return all(unicodedata.category(letter).startswith("P") for letter in word)
+
+
+def runs(words: Hashes, n: int) -> Hashes:
+    """A hash of each run of n words, of the hashes of the words."""
+    total = np.zeros(max(0, len(words) - n + 1), np.uint64)
+    for place in range(n):
+        # Odd multipliers tell orders apart; the shift lets high bits reach low ones.
+        part = words[place : len(total) + place] * (BASE + np.uint64(2 * place))
+        total = (total ^ (total >> np.uint64(29))) * BASE + part
+    return total
 
 
 class Document:

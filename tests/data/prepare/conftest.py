@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from data_prepare import documents
+from data_prepare import write_split
 
 RECIPE = """
 [[sources]]
@@ -39,10 +38,9 @@ kind = "privacy"
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     """A folder with 300 documents in three files, and the recipe."""
-    texts = list(documents(300, seed=3))
-    for name, own in (("a", texts[:150]), ("b", texts[150:220]), ("c", texts[220:])):
-        lines = (json.dumps({"text": text}, ensure_ascii=False) for text in own)
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_split(tmp_path / "corpus", 300, 3)
+    for path in (tmp_path / "corpus").iterdir():
+        path.rename(tmp_path / path.name)
     (tmp_path / "recipe.toml").write_text(RECIPE)
     return tmp_path
 

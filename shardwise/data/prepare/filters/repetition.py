@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from shardwise.data.prepare.words import BASE, INVERSE, Document, Hashes
+from shardwise.data.prepare.words import BASE, INVERSE, Document, Hashes, runs
 
 _PARAGRAPHS = re.compile(r"\n{2,}")
 _LINES = re.compile(r"\n+")
@@ -73,24 +73,14 @@ def top_characters(document: Document, n: int) -> int:
     ids = document.ids
     if len(ids) < n:
         return 0
-    runs = _mixed(document.vocabulary.hashes(ids), n)
-    order = np.argsort(runs, kind="stable")
-    ordered = runs[order]
+    found = runs(document.vocabulary.hashes(ids), n)
+    order = np.argsort(found, kind="stable")
+    ordered = found[order]
     starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
-    counts = np.diff(np.append(starts, len(runs)))
+    counts = np.diff(np.append(starts, len(found)))
     most = counts.max()
     first = int(order[starts[counts == most]].min())
     return int(document.lengths[first : first + n].sum() + n - 1) * int(most)
-
-
-def _mixed(words: Hashes, n: int) -> Hashes:
-    """A hash of each run of n words."""
-    total = np.zeros(len(words) - n + 1, np.uint64)
-    for place in range(n):
-        # Odd multipliers tell orders apart; the shift lets high bits reach low ones.
-        part = words[place : len(words) - n + 1 + place] * (BASE + np.uint64(2 * place))
-        total = (total ^ (total >> np.uint64(29))) * BASE + part
-    return total
 
 
 _Spelled = tuple[Hashes, Hashes, np.ndarray]
@@ -129,14 +119,14 @@ def _more_than(spelled: _Spelled, n: int, limit: float, share: float, length: in
     if len(ends) <= n:
         return False
     sizes = ends[n:] - ends[:-n]
-    runs = (prefix[n:] - prefix[:-n]) * inverses[ends[:-n]]
-    order = np.argsort(runs, kind="stable")
-    again = np.zeros(len(runs), bool)
-    again[order[1:]] = runs[order[1:]] == runs[order[:-1]]
+    found = (prefix[n:] - prefix[:-n]) * inverses[ends[:-n]]
+    order = np.argsort(found, kind="stable")
+    again = np.zeros(len(found), bool)
+    again[order[1:]] = found[order[1:]] == found[order[:-1]]
     if sizes[again].sum() <= limit:
         return False  # even all of them, overlapping ones too, are too few
     seen: set[int] = set()
-    values, at, characters = runs.tolist(), 0, 0
+    values, at, characters = found.tolist(), 0, 0
     while at < len(values):
         if values[at] in seen:
             characters += int(sizes[at])

@@ -1,0 +1,214 @@
+"""Every kind of file, whole and broken: what can be read is read, and what cannot has a fate with a reason."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardwise.data.prepare.fates import Fates
+from shardwise.data.prepare.files import find_files, units_of
+from shardwise.data.prepare.prepare import prepare
+from shardwise.data.prepare.readers import Row, read
+from shardwise.data.prepare.recipe import Recipe, Source, read_recipe
+from shardwise.run.problems import UserError
+
+TEXTS = [f"Document {number}: ä ö ü and {'more ' * number}" for number in range(40)]
+LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+
+
+def rows_of(path: Path, longest: int = 2**20) -> list[Row]:
+    recipe = Recipe((Source("a", (str(path),)),))
+    files = find_files(recipe)
+    return [
+        row
+        for unit in units_of(files)
+        for chunk in unit.chunks
+        for row in read(files[chunk.input], chunk, "text", longest)
+    ]
+
+
+def zstd(data: bytes) -> bytes:
+    return pytest.importorskip("zstandard").ZstdCompressor().compress(data)
+
+
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", PACKERS)
+def test_compressed_lines(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.jsonl{suffix}"
+    data = PACKERS[suffix](LINES)
+    path.write_bytes(data)
+    found = rows_of(path)
+    assert [row.text for row in found] == TEXTS
+    for row, line in zip(found, LINES.splitlines(keepends=True), strict=True):
+        assert LINES[row.place :].startswith(line)
+    if suffix:
+        path.write_bytes(data[: len(data) // 2])
+        found = rows_of(path)
+        assert [row.text for row in found[:-1]] == TEXTS[: len(found) - 1]
+        assert "broken from here on" in found[-1].wrong or "not JSON" in found[-1].wrong
+
+
+def test_a_broken_gzip_file_keeps_what_was_before(tmp_path: Path) -> None:
+    lines = b"".join(json.dumps({"text": f"{number} " * 50}).encode() + b"\n" for number in range(2000))
+    data = bytearray(gzip.compress(lines))
+    data[len(data) // 2] ^= 0xFF
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(bytes(data))
+    found = rows_of(path)
+    assert len(found) > 100
+    assert "the gzip file is broken from here on" in found[-1].wrong
+    assert [row.text for row in found[:100]] == [f"{number} " * 50 for number in range(100)]
+
+
+def test_lines_that_are_no_documents(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    bad = [
+        b'{"text": "a"',
+        b'{"text": "\xff"}',
+        b"[1]",
+        b'{"txt": "a"}',
+        b'{"text": 3}',
+        b'{"text": "\\ud800"}',
+        b'{"text": ""}',
+    ]
+    path.write_bytes(b"\xef\xbb\xbf" + b'{"text": "first"}\n' + b"\n".join(bad) + b'\n\n{"text": "last"}')
+    found = rows_of(path)
+    said = [row.wrong for row in found]
+    assert [said[0], said[-1], said[-2]] == ["", "", ""]
+    parts = ("not JSON", "not UTF-8 text at byte 44", "a list", 'no field "text"', "a number", "surrogate")
+    for part, wrong in zip(parts, said[1:7], strict=True):
+        assert part in wrong
+    assert found[-1].text == "last"
+
+
+def test_a_line_too_long_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    long = json.dumps({"text": "x" * 5_000_000}).encode()
+    path.write_bytes(b'{"text": "before"}\n' + long + b'\n{"text": "after"}\n')
+    found = rows_of(path, longest=1000)
+    assert [row.text for row in found] == ["before", "", "after"]
+    assert found[1].wrong == "longer than 1000 bytes (longest)"
+    assert found[1].size == len(long) + 1
+    assert found[2].place == path.stat().st_size - len(b'{"text": "after"}\n')
+
+
+def test_a_large_file_is_read_in_pieces(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    texts = [f"{number} {'word ' * (number % 90)}" for number in range(4000)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    assert len(units_of(find_files(Recipe((Source("a", (str(path),)),))))) > 2
+    assert [row.text for row in rows_of(path)] == texts
+
+
+def test_parquet(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    parquet.write_table(arrow.table({"text": [*TEXTS, None]}), path, row_group_size=16)
+    found = rows_of(path)
+    assert [row.text for row in found[:-1]] == TEXTS
+    assert "null" in found[-1].wrong
+    data = bytearray(path.read_bytes())
+    data[4:400] = b"\xff" * 396
+    path.write_bytes(bytes(data))
+    broken = rows_of(path)
+    assert any("broken from here on" in row.wrong for row in broken)
+    assert [row.text for row in broken if not row.wrong][-8:] == TEXTS[-8:]
+
+
+def record(
+    kind: str, body: bytes, form: str = "application/http; msgtype=response", url: str = "http://a.example/"
+) -> bytes:
+    head = f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Target-URI: {url}\r\nContent-Type: {form}\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body + b"\r\n\r\n"
+
+
+def http(payload: bytes, form: str = "text/html", more: str = "", status: str = "200 OK") -> bytes:
+    return f"HTTP/1.1 {status}\r\nContent-Type: {form}\r\n{more}\r\n".encode() + payload
+
+
+ARCHIVE = [
+    record("warcinfo", b"software: x", "application/warc-fields"),
+    record("response", http(b"<p>one</p>"), url="http://a.example/1"),
+    record("request", b"GET / HTTP/1.1\r\n\r\n"),
+    record("response", http("<p>zwölf</p>".encode("latin-1"), "text/html; charset=iso-8859-1")),
+    record("response", http(gzip.compress(b"<p>packed</p>"), more="Content-Encoding: gzip\r\n")),
+    record("response", http(b"5\r\n<p>ch\r\n7\r\nunk</p>\r\n0\r\n\r\n", more="Transfer-Encoding: chunked\r\n")),
+    record("response", http(b"gone", status="404 Not Found")),
+    record("response", http(b"\x89PNG", "image/png")),
+    record("conversion", "plain text ü".encode(), "text/plain"),
+    record("response", http(b"<p>\xff\xfe</p>")),
+]
+
+
+def test_web_archives(tmp_path: Path) -> None:
+    path = tmp_path / "a.warc.gz"
+    path.write_bytes(b"".join(map(gzip.compress, ARCHIVE)))  # a gzip member for each record, as crawlers write them
+    found = rows_of(path)
+    pages = ["<p>one</p>", "<p>zwölf</p>", "<p>packed</p>", "<p>chunk</p>", "plain text ü"]
+    assert [row.text for row in found if not row.wrong] == pages
+    assert found[0].meta == {"form": "html", "url": "http://a.example/1"}
+    assert found[4].meta["form"] == "text"
+    assert found[-1].wrong == "neither UTF-8 as declared"
+    whole = b"".join(ARCHIVE)
+    assert all(whole[row.place :].startswith(b"WARC/1.0") for row in found)
+
+
+def test_broken_web_archives(tmp_path: Path) -> None:
+    path = tmp_path / "a.warc"
+    path.write_bytes(ARCHIVE[1] + b"rubbish\r\nmore rubbish\r\n" + ARCHIVE[3] + ARCHIVE[1][:-20])
+    found = rows_of(path)
+    assert [row.wrong for row in found] == ["", "not a WARC record", "", "a WARC record cut short"]
+    assert found[1].place == len(ARCHIVE[1])
+    assert [row.wrong for row in rows_of(path, longest=12)][:3] == [
+        "longer than 12 bytes (longest)",
+        "not a WARC record",
+        "longer than 12 bytes (longest)",
+    ]
+
+
+def test_bad_input_is_skipped_and_told_or_stops(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(LINES + b'{"text": "\xff"}\nnot json\n')
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(LINES)[:-20])
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[[sources]]\nname = "web"\npaths = ["a.jsonl", "b.jsonl.gz"]\n')
+    found = prepare(read_recipe(recipe), tmp_path, tmp_path / "out", workers=1)
+    fates = Fates(tmp_path / "out")
+    told = [fates[row] for row in fates.where("read")]
+    assert len(told) == found["steps"][0]["removed"] >= 3
+    assert {fate.id.rpartition(":")[0] for fate in told} == {"a.jsonl", "b.jsonl.gz"}
+    assert found["kept"] == found["documents"] - len(told) >= 40
+    recipe.write_text('bad = "stop"\n' + recipe.read_text())
+    with pytest.raises(UserError, match=r'a\.jsonl:\d+: not UTF-8 text at byte \d+; bad = "skip"'):
+        prepare(read_recipe(recipe), tmp_path, tmp_path / "stopped", workers=1)
+
+
+def test_a_full_disk_is_a_sentence_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno
+
+    from shardwise.data.prepare import spill
+
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[[sources]]\nname = "web"\npaths = ["a.jsonl"]\n[[steps]]\nkind = "exact"\n')
+    real = spill.DocumentFile.write
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(spill.DocumentFile, "write", full)
+    with pytest.raises(UserError, match="cannot be written: No space left on device; finished work is kept"):
+        prepare(read_recipe(recipe), tmp_path, tmp_path / "out", workers=1)
+    monkeypatch.setattr(spill.DocumentFile, "write", real)
+    assert prepare(read_recipe(recipe), tmp_path, tmp_path / "out", workers=1)["kept"] == 40
