@@ -80,6 +80,8 @@ class Memory:
 
     ranks: tuple[Mapping[str, float], ...] = ()
     capacity: float = 0.0
+    host: tuple[float, ...] = ()
+    """What each of them holds in the memory of its host beside; empty where nothing is."""
 
     @property
     def totals(self) -> tuple[float, ...]:
@@ -183,6 +185,8 @@ def quantities(account: Account) -> Iterator[tuple[str, str, float]]:
     for rank, owners in enumerate(account.memory.ranks):
         for owner, value in owners.items():
             yield "memory", f"rank {rank} {owner}", value
+    for rank, value in enumerate(account.memory.host):
+        yield "memory", f"rank {rank} host", value
     for kind in ("bytes", "messages"):
         for axis, collectives in getattr(account.traffic, kind).items():
             for name, value in collectives.items():

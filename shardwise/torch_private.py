@@ -83,6 +83,24 @@ foreach_norm, foreach_mul_, foreach_copy_ = torch._foreach_norm, torch._foreach_
 """One kernel over many tensors, as PyTorch's optimizers use them."""
 
 
+def adamw_(
+    parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor, step: Tensor, lr: float, betas: tuple[float, float],
+    eps: float, decay: float,
+) -> None:  # fmt: skip
+    """What `torch.optim.AdamW(fused=True)` does to one parameter, here to a slice of it: an optimizer takes whole ones."""
+    torch._fused_adamw_(
+        [parameter], [gradient], [first], [second], [], [step], amsgrad=False, lr=lr, beta1=betas[0], beta2=betas[1],
+        weight_decay=decay, eps=eps, maximize=False, grad_scale=None, found_inf=None,
+    )  # fmt: skip
+
+
+def is_fake(x: Tensor) -> bool:
+    """Whether a tensor has no data (`FakeTensorMode`)."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(x, FakeTensor)
+
+
 cuda_sleep = torch.cuda._sleep
 """Holds a stream for so many cycles of the device's clock, to stand in for work that is done elsewhere."""
 

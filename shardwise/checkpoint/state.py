@@ -88,8 +88,9 @@ def _shards(state: State, smallest: int) -> Iterator[LocalShard]:
         if each.copy_of_other_stage or each.entry.frozen:  # the base of adapters stays where it is
             continue
         offset, (replicas, replica) = local_box(each, mesh).offset, replica_index(each, mesh)
+        states = sorted(state.optimizer.state_of(n).items())  # first: it waits for what is still being updated
         tensors = [(f"{own}model/{each.name}", local(each.parameter.detach()))]
-        tensors += [(f"{own}optimizer/{each.name}/{key}", v) for key, v in sorted(state.optimizer.state_of(n).items())]
+        tensors += [(f"{own}optimizer/{each.name}/{key}", v) for key, v in states]
         # Which replica writes follows from the index of the parameter, the same on all of them.
         for index, (name, values) in enumerate(tensors, start=n):
             if values.ndim == 0:  # a scalar of the whole parameter, such as AdamW's count of steps

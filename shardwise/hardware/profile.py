@@ -50,7 +50,8 @@ LABELS = {
 TEXTS = ("machine", "chip", "torch", "date")
 SERVING = ("device_bytes", "library_bytes", "serve_step", "serve_sequence", "serve_mixed", "serve_layer", "serve_token",
            "serve_arrive", "serve_error")  # fmt: skip
-NUMBERS = ("threads", "kernel_seconds", "launch", "overhead", "layer_overhead", *SERVING)
+HOST = ("to_host_gbs", "to_device_gbs", "host_update_gbs")
+NUMBERS = ("threads", "kernel_seconds", "launch", "overhead", "layer_overhead", *SERVING, *HOST)
 VERSION = 2
 NEIGHBOURS = 4
 # Shapes are corrected in slices of this many, to keep the table of distances small.
@@ -92,6 +93,9 @@ class Profile:
     serve_error: float = (
         0  # how far the plan of a load was off that other points than its own were measured for, as a share
     )
+    to_host_gbs: float = 0  # GB/s from the device to pinned memory of the host, and back
+    to_device_gbs: float = 0
+    host_update_gbs: float = 0  # GB/s that the host's threads read and write while they update an optimizer's states
     _factors: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:

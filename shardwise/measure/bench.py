@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shardwise.data.batches import Batch
 from shardwise.hardware import Profile
+from shardwise.measure.bench_host import with_host
 from shardwise.measure.bench_kernels import (
     Point,
     Stopwatch,
@@ -46,12 +47,13 @@ Progress = Callable[[str, float], None]
 """Called with what is measured, and the share of it that is done."""
 
 SHARES = {
-    "GEMMs": 0.4,
+    "GEMMs": 0.35,
     "grouped GEMMs": 0.1,
     "attention": 0.2,
     "memory": 0.1,
     "elementwise": 0.1,
     "host overhead": 0.1,
+    "host": 0.05,
 }
 
 
@@ -79,7 +81,7 @@ def measure_kernels(
     if profile.chip:  # the planner counts a chip's kernels, so it has to know the chip
         profile = with_host_overhead(device, profile, SHARES["host overhead"] * seconds)
     progress("host overhead", 1.0)
-    return profile
+    return with_host(device, profile, SHARES["host"] * seconds, quick)
 
 
 def empty_profile(device: torch.device) -> Profile:

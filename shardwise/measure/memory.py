@@ -136,7 +136,9 @@ def parameters_of(train_state: TrainState) -> list[Tensor]:
         each.compute_copy.tensor.detach() for each in train_state.parallel.parameters if each.compute_copy is not None
     ]
     frozen = train_state.reference.parameters if train_state.reference is not None else ()
-    return [each.parameter.detach() for each in (*train_state.parallel.parameters, *frozen)] + copies
+    hosted = train_state.optimizer.host is not None
+    own = [e for e in train_state.parallel.parameters if not (hosted and e.compute_copy is not None)]
+    return [each.parameter.detach() for each in (*own, *frozen)] + copies
 
 
 def gradients_of(train_state: TrainState) -> list[Tensor | None]:
@@ -145,7 +147,20 @@ def gradients_of(train_state: TrainState) -> list[Tensor | None]:
 
 
 def optimizer_of(train_state: TrainState) -> list[Tensor]:
-    """The optimizers' state, what compressed gradients have not sent yet, and the outer optimizer's."""
+    """The optimizers' state, what compressed gradients have not sent yet, and the outer optimizer's; on the device."""
+    return [] if train_state.optimizer.host is not None else _states(train_state)
+
+
+def hosted_of(train_state: TrainState) -> list[Tensor | None]:
+    """What the host holds: parameters in high precision, optimizer states and gradients."""
+    host = train_state.optimizer.host
+    if host is None:
+        return []
+    own = [x for each in host.hosted.values() for x in (each.master, each.buffer, each.total)]
+    return [*own, *_states(train_state)]
+
+
+def _states(train_state: TrainState) -> list[Tensor]:
     parts = (part.state.values() for part in train_state.optimizer.parts)
     exchange, outer = train_state.exchange, train_state.outer
     kept = exchange.compressor.states if exchange is not None else ()
@@ -290,10 +305,12 @@ def measured_memory(train_state: TrainState) -> Iterator[dict[str, Any]]:
         storages.track(storage_of(x))
     with storages, sampling(step):
         yield found
+        train_state.optimizer.finish()
     found.update(
         parameters=unique_bytes(parameters),
         gradients=unique_bytes(gradients_of(train_state)),
         optimizer=unique_bytes(optimizer_of(train_state)),
+        host=unique_bytes(hosted_of(train_state)),
         activations=step.peak_activations,
         gathered=step.gathered,
         buffers=step.buffers,

@@ -25,7 +25,7 @@ from shardwise.measure.rounds import Repeated, microbatches_to_run, with_microba
 from shardwise.measure.traffic import TrafficCounter
 from shardwise.measure.work import WorkCounter, uncompiled
 from shardwise.plan.plan import plan
-from shardwise.plan.trainer.state import activations, state_bytes
+from shardwise.plan.trainer.state import activations, hosted, state_bytes
 from shardwise.plan.trainer.traffic import AXIS_OF, traffic
 from shardwise.plan.trainer.work import work
 from shardwise.run import Problem, Run, UserError
@@ -37,10 +37,11 @@ from shardwise.train.step import TrainState
 
 TOLERANCE: dict[str, float] = {"work": 0.0, "traffic": 0.0, "memory": 0.01}
 """Relative difference allowed between plan and run; an account that is not named is shown and not judged."""
-PERSISTENT = ("parameters", "gradients", "optimizer")
+STATE = ("parameters", "gradients", "optimizer")
+PERSISTENT = (*STATE, "host")
 ENDLESS = 10**9
 """Steps that no comparison comes to the end of."""
-OWNERS = (*PERSISTENT, "activations")
+OWNERS = (*STATE, "activations")
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,8 @@ def counted(
         lay.schedule if lay.pipeline > 1 else "1f1b", lay.pipeline, run.accumulation, lay.stages_per_rank
     )
     own = list(listed.ranks[train_state.mesh.index("pipeline")])
-    memory = Memory(({name: float(owners[name]) for name in OWNERS},))
+    host = (float(owners["host"]),) if run.memory.hosts_optimizer else ()
+    memory = Memory(({name: float(owners[name]) for name in OWNERS},), host=host)
     account = Account("run", seconds, run.batch_tokens, {}, ops.work, memory, _by_axis(wire))
     return account, done == own, len(own)
 
@@ -163,7 +165,8 @@ def _by_axis(wire: TrafficCounter) -> Traffic:
 def planned(run: Run, rank: int) -> Account:
     """The plan of one rank, without its time."""
     owners = state_bytes(run, rank) | {"activations": activations(run, rank)}
-    memory = Memory(({name: float(owners[name]) for name in OWNERS},))
+    host = (float(hosted(run).held),) if run.memory.hosts_optimizer else ()
+    memory = Memory(({name: float(owners[name]) for name in OWNERS},), host=host)
     return Account("plan", 0.0, run.batch_tokens, {}, work(run, rank), memory, traffic(run, rank))
 
 

@@ -21,7 +21,7 @@ class ComputeCopy:
 
     def __init__(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
         self.parameter = parameter
-        self.tensor: Tensor = parameter.detach().to(dtype).requires_grad_()
+        self.tensor: Tensor = parameter.detach().to(dtype, copy=True).requires_grad_()
         self.copied = version(parameter)
 
     @torch.no_grad()
@@ -37,12 +37,17 @@ class ComputeCopy:
             self.copy()
 
 
-def keep_compute_copies(layers: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, ComputeCopy]:
-    """Give the matrices inside of layers copies that their GEMMs use; by parameter."""
+def keep_compute_copies(
+    layers: nn.Module, dtype: torch.dtype, to_host: bool = False
+) -> dict[nn.Parameter, ComputeCopy]:
+    """Give the matrices inside of layers copies that their GEMMs use; by parameter. The parameters may go `to_host`, one by one, so
+    that the device never holds all of both."""
     found = {}
     for module in layers.modules():
         if isinstance(module, Linear):
             assert isinstance(module.weight, nn.Parameter)
             found[module.weight] = ComputeCopy(module.weight, dtype)
             module.compute_copy = found[module.weight].tensor
+            if to_host:
+                module.weight.data = module.weight.data.to("cpu")
     return found

@@ -110,7 +110,9 @@ def apply(run: Run, mesh: Mesh, device: torch.device, frozen: bool = False) -> P
         module: nn.Module = wrap_ddp(model, mesh, sharder.policy.reduce_dtype) if replicated else model
         compute_copy: dict[nn.Parameter, ComputeCopy] = {}
         if keeps_compute_copies(run, gpu=device.type == "cuda") and not frozen:
-            compute_copy = keep_compute_copies(model.layers, getattr(torch, run.train.dtype))
+            compute_copy = keep_compute_copies(
+                model.layers, getattr(torch, run.train.dtype), to_host=run.memory.hosts_optimizer
+            )
         splits = not frozen and any(a.kind == "I" for a in schedule.ranks[0])
         split = split_backward(model) if splits else None
         stages[number] = Stage(module, model, split, token_keys(model))

@@ -11,7 +11,7 @@ the passes, then the norm's share and the loss.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -55,9 +55,16 @@ def reduce_partial_gradients(held: Iterable[LocalParameter], mesh: Mesh) -> None
 
 
 @torch.no_grad()
-def squared_norm(held: Iterable[LocalParameter], mesh: Mesh, device: torch.device) -> Tensor:
+def squared_norm(
+    held: Iterable[LocalParameter],
+    mesh: Mesh,
+    device: torch.device,
+    known: Mapping[str, Tensor] | None = None,
+) -> Tensor:
     """This rank's share of the squared norm of the whole model's gradient: added over all ranks, or those of a replica that rarely
-    speaks to others, each element counts once."""
+    speaks to others, each element counts once. Of gradients that have left the only rank that has them, `known` has the norms."""
+    if known:
+        return torch.stack([known[h.name] for h in held if h.name in known]).double().square().sum().to(device)
     by_replicas: dict[int, list[Tensor]] = {}
     for h in held:
         gradient = h.grad

@@ -11,9 +11,11 @@ import numpy as np
 from shardwise.ledger import Account, Memory, as_dict
 from shardwise.plan.cost.constants import classes_of, interval, known_chip
 from shardwise.plan.cost.flops import CONVENTION, parameters, training_flops
+from shardwise.plan.cost.host import host_bytes
 from shardwise.plan.cost.job import GIB, Job, job_of
 from shardwise.plan.cost.operations import embedding, head, layer
 from shardwise.plan.time.goodput import JobCost, data_stall, job_cost
+from shardwise.plan.time.host import link_of
 from shardwise.plan.time.step import Step, prepare, step_time
 from shardwise.plan.trainer.memory import memory_of
 from shardwise.plan.trainer.traffic import traffic
@@ -157,6 +159,20 @@ def notes_of(job: Job) -> list[str]:
         notes.append(
             f"no published training run on {job.cluster.chip.name} was fitted: the prediction rests on its kernel curves alone; "
             "`shardwise bench` measures the machine it runs on, and cluster.profile uses that"
+        )
+    if job.memory.hosts_optimizer:
+        several = job.microbatches > 1
+        held = host_bytes(job.model, int(job.width), several=several).held
+        measured = job.cluster.profile is not None and job.cluster.profile.host_update_gbs > 0
+        link = link_of(job)
+        how = (
+            "as measured"
+            if measured
+            else "as cluster.host_gbs and memory.update_gbs say; `shardwise bench` measures them"
+        )
+        notes.append(
+            f"the host holds {held / GIB:.1f} GiB; it updates at {link.update:.0f} GB/s, gradients leave at {link.to_host:.0f} and "
+            f"parameters come back at {link.to_device:.0f} GB/s, {how}"
         )
     if job.layout.offload:
         notes.append("moving parameters and gradients between host and device is not part of the predicted time")

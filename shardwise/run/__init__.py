@@ -4,6 +4,7 @@ from shardwise.run.adapter_config import AdapterConfig
 from shardwise.run.axes import AXES, RANK_AXES
 from shardwise.run.config import ClusterConfig, DataConfig, ModelConfig, Run, TrainConfig
 from shardwise.run.layout_config import LayoutConfig
+from shardwise.run.memory_config import MemoryConfig
 from shardwise.run.presets import PRESETS
 from shardwise.run.problems import Problem, UserError, counted
 from shardwise.run.read import PlannedRun, read_planned, read_run, read_served, run_from_dict
@@ -17,6 +18,7 @@ __all__ = [
     "ClusterConfig",
     "DataConfig",
     "LayoutConfig",
+    "MemoryConfig",
     "ModelConfig",
     "PlannedRun",
     "Problem",

@@ -20,6 +20,7 @@ from shardwise.run.derive import REPEATS_PARTS, must_launch, splits_backward, tu
 from shardwise.run.draft import speculation_rules
 from shardwise.run.grpo_rules import grpo_rules
 from shardwise.run.layout_config import LayoutConfig
+from shardwise.run.memory_rules import memory_rules
 from shardwise.run.problems import counted, nearest
 from shardwise.run.rule import Broken, Rule
 from shardwise.run.teacher import teacher_layout_rules, teacher_rules
@@ -197,6 +198,7 @@ def layout_rules(run: Run) -> Iterator[Rule]:
     yield from _pipeline_rules(run)
     yield from _recompute_rules(run)
     yield from invariant_rules(run)
+    yield from memory_rules(run)
     yield from (Rule(*each) for each in adapter_layout_rules(run))
     yield from teacher_layout_rules(run, layout_rules)
     yield from compress_rules(run)

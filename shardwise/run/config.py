@@ -13,6 +13,7 @@ from typing import Literal
 from shardwise.run.adapter_config import AdapterConfig
 from shardwise.run.declare import Key, declared, key
 from shardwise.run.layout_config import LayoutConfig
+from shardwise.run.memory_config import MemoryConfig
 from shardwise.run.objective_config import ObjectiveConfig
 from shardwise.run.serve_config import ServeConfig
 
@@ -303,6 +304,7 @@ class Run:
     train: TrainConfig = field(default_factory=TrainConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
@@ -324,6 +326,7 @@ SECTIONS: dict[str, type] = {
     "train": TrainConfig,
     "objective": ObjectiveConfig,
     "adapter": AdapterConfig,
+    "memory": MemoryConfig,
     "serve": ServeConfig,
     "cluster": ClusterConfig,
 }

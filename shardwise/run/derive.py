@@ -107,6 +107,8 @@ def keeps_compute_copies(run: Run, *, gpu: bool) -> bool:
     """Whether 16-bit copies of the layers' matrices are kept from step to step: on one GPU, where they would all stand until the
     backward pass in any case, and no gradient is added to another or looked at by itself."""
     train, layout = run.train, run.layout
+    if run.memory.hosts_optimizer:  # what is copied is in another memory
+        return True
     alone = layout.world == 1 and not layout.offload and layout.recompute == "none"
     plain = train.dtype == "bfloat16" and train.fp8 == "none" and train.optimizer == "adamw" and not train.recheck_every
     once = train.microbatch > 0 and run.accumulation == 1  # a search has not settled it yet
@@ -128,6 +130,8 @@ def must_launch(run: Run, *, gpu: bool) -> str:
         return f"only steps of one GPU are, and the layout has {layout.world} ranks"
     if layout.offload:
         return "not with layout.offload, which moves parameters while it computes"
+    if run.memory.hosts_optimizer:
+        return "not with memory.optimizer = host, to which gradients go as they are made"
     if train.dtype == "float16":
         return "not in float16, whose loss scale changes from step to step"
     if model.experts and (train.dtype != "bfloat16" or model.expert_capacity > 0):

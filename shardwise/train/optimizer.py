@@ -15,13 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.parallel.gradients import scale_gradients
+from shardwise.parallel.gradients import scale_gradients, squared_norm
 from shardwise.parallel.local_parameter import LocalParameter, gather_matrix, local, scatter_matrix
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.observer import Observers
-from shardwise.run import ModelConfig, TrainConfig
+from shardwise.run import MemoryConfig, ModelConfig, TrainConfig
 from shardwise.run.derive import NEWTON_SCHULZ, NEWTON_SCHULZ_ITERATIONS
+from shardwise.run.memory_config import ALL_ON_DEVICE
 from shardwise.run.parametrization import rate_factor
+from shardwise.train.host_adamw import HostAdamW, master_of
 from shardwise.train.onebit_adam import OneBitAdamW
 from shardwise.train.schedule import learning_rate_factor
 
@@ -84,12 +86,16 @@ class Optimizer:
         train: TrainConfig,
         observers: Observers | None = None,
         model: ModelConfig | None = None,
+        memory: MemoryConfig = ALL_ON_DEVICE,
+        microbatches: int = 1,
     ) -> None:
         self.train = train
+        self.mesh = mesh
         self.observers = observers or Observers()
         self.parameters = list(parameters)
         # The local shards as plain tensors, in the memory of the parameters.
-        self.shards = [local(h.parameter.detach()) for h in self.parameters]
+        hosted = memory.hosts_optimizer
+        self.shards = [master_of(h) if hosted else local(h.parameter.detach()) for h in self.parameters]
         pairs = [(p, h) for p, h in zip(self.shards, self.parameters, strict=True) if not h.entry.frozen]
         muon = [(p, h) for p, h in pairs if train.optimizer == "muon" and h.entry.is_layer_matrix]
         rest = [(p, h) for p, h in pairs if train.optimizer != "muon" or not h.entry.is_layer_matrix]
@@ -97,7 +103,11 @@ class Optimizer:
         if rest:
             groups = _groups(rest, train, model)
             betas = (train.beta1, train.beta2)
-            if mesh.layout.compress == "onebit":
+            if hosted:
+                self.parts.append(
+                    HostAdamW(groups, train.lr, betas, train.eps, dict(rest), microbatches, memory.host_threads)
+                )
+            elif mesh.layout.compress == "onebit":
                 self.parts.append(OneBitAdamW(groups, train.lr, betas, train.eps, mesh.layout.compress_warmup))
             elif fits_fused_adamw([p for p, _ in rest]):
                 self.parts.append(FusedAdamW(groups, train.lr, betas, train.eps, dict(rest)))
@@ -105,7 +115,8 @@ class Optimizer:
                 self.parts.append(torch.optim.AdamW(groups, lr=train.lr, betas=betas, eps=train.eps, fused=True))
         if muon:
             self.parts.append(Muon(_groups(muon, train, model), muon, mesh, train))
-        self.in_one_pass = {p for part in self.parts if isinstance(part, FusedAdamW) for p in part.local}
+        self.in_one_pass = {p for part in self.parts if isinstance(part, FusedAdamW | HostAdamW) for p in part.local}
+        self.host = next((part for part in self.parts if isinstance(part, HostAdamW)), None)
         self.peaks = [part.defaults["lr"] for part in self.parts]
 
     def learning_rate(self, step: int) -> float:
@@ -124,6 +135,8 @@ class Optimizer:
                 group["lr"] = peak * share * group["rate"]
             if isinstance(part, FusedAdamW):
                 part.factor = torch.ones((), device=self.shards[0].device) if factor is None else factor.float()
+            elif isinstance(part, HostAdamW):
+                part.factor = torch.ones(()) if factor is None else factor.to(self.shards[0].dtype)
             elif factor is not None:
                 with self.observers.phase("clip"):
                     scale_gradients([p.grad for group in part.param_groups for p in group["params"]], factor)
@@ -132,13 +145,25 @@ class Optimizer:
             if h.compute_copy is not None and p not in self.in_one_pass:
                 h.compute_copy.copy()
 
+    def squared_norm(self, device: torch.device) -> Tensor:
+        """This rank's share of the squared norm of all gradients, wherever they are."""
+        return squared_norm(self.parameters, self.mesh, device, None if self.host is None else self.host.norms())
+
+    def finish(self) -> None:
+        """Wait until the host has updated everything, where it does."""
+        if self.host is not None:
+            self.host.finish()
+
     def zero_grad(self) -> None:
         """Drop the gradients."""
+        if self.host is not None:
+            self.host.drop()
         for p, h in zip(self.shards, self.parameters, strict=True):
             p.grad = h.leaf.grad = None
 
     def state_of(self, index: int) -> dict[str, Tensor]:
         """This rank's shard of the state of `parameters[index]`."""
+        self.finish()
         p = self.shards[index]
         return next((dict(part.state[p]) for part in self.parts if p in part.state), {})
 

@@ -24,7 +24,7 @@ from shardwise.model.normal import mix64
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.apply import apply
 from shardwise.parallel.compress.exchange import Exchange
-from shardwise.parallel.gradients import reduce_partial_gradients, squared_norm
+from shardwise.parallel.gradients import reduce_partial_gradients
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.objective import Microbatch
 from shardwise.parallel.outer import Outer
@@ -72,7 +72,11 @@ class TrainState:
         self.loss_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.parallel = apply(run, self.mesh, self.device)
         self.observers = self.parallel.pipeline.observers
-        self.optimizer = Optimizer(self.parallel.parameters, self.mesh, run.train, self.observers, run.model)
+        self.optimizer = Optimizer(
+            self.parallel.parameters, self.mesh, run.train, self.observers, run.model, run.memory, run.accumulation
+        )
+        if self.optimizer.host is not None:
+            self.optimizer.host.watch(self.parallel.models)
         self.exchange: Exchange | None = None  # of replicas that compress their gradients
         self.outer: Outer | None = None  # of replicas that rarely speak
         if run.layout.replicate > 1 and run.layout.sync_every > 1:
@@ -145,9 +149,7 @@ class TrainState:
         self.tokens += self.run.batch_tokens
         own_square = self._exchange_gradients(counted)
         with phase("clip"):
-            square = (
-                squared_norm(self.parallel.parameters, self.mesh, self.device) if own_square is None else own_square
-            )
+            square = self.optimizer.squared_norm(self.device) if own_square is None else own_square
         own = torch.cat((loss[None], self.objective.measured)).double() / layout.tensor
         sums = self._start_all_reduce(torch.cat((square[None], own)))
         # Replicas of DDP have the same gradients and so the same norm: then the all-reduce overlaps with the optimizer.
@@ -244,6 +246,8 @@ class TrainState:
 
     def refresh(self) -> None:
         """Bring compute copies of parameters up to date."""
+        if self.optimizer.host is not None:
+            self.optimizer.host.refresh()
         for each in self.parallel.parameters:
             if each.compute_copy is not None:
                 each.compute_copy.refresh()
@@ -325,7 +329,7 @@ class TrainState:
             return None
         square = None
         if self.exchange.sends_momentum(self.step):
-            square = squared_norm(self.parallel.parameters, self.mesh, self.device) * self.run.layout.replicate**2
+            square = self.optimizer.squared_norm(self.device) * self.run.layout.replicate**2
         factor = self.objective.full_count / (counted()[0].clamp(min=1) * self.loss_scale.scale)
         with self.observers.phase("gradients"):
             self.exchange.add_up(self.step, self.optimizer.momentum_of, factor)

@@ -13,7 +13,7 @@ from typing import Any
 from shardwise.hardware import Cluster, find_chip, load_profile, make_cluster
 from shardwise.plan.cost.flops import forward_flops, frozen_width, learned_share, stage_counts
 from shardwise.plan.cost.frameworks import FRAMEWORKS, Framework
-from shardwise.run import AdapterConfig, LayoutConfig, ModelConfig, Problem, Run, UserError
+from shardwise.run import AdapterConfig, LayoutConfig, MemoryConfig, ModelConfig, Problem, Run, UserError
 from shardwise.run.adapter_config import NO_ADAPTER
 from shardwise.run.derive import (
     CHUNK_BYTES,
@@ -25,6 +25,7 @@ from shardwise.run.derive import (
     planned_on_gpu,
     replays,
 )
+from shardwise.run.memory_config import ALL_ON_DEVICE
 from shardwise.run.objective_config import FACTS, facts_of
 from shardwise.run.teacher import teacher_model
 
@@ -63,6 +64,10 @@ class Job:
     """What is trained beside frozen weights."""
     chunk_bytes: int = CHUNK_BYTES
     """Of the logits that a chunked loss holds at a time."""
+    memory: MemoryConfig = ALL_ON_DEVICE
+    """What the device does not hold."""
+    host_gbs: float = 20.0
+    """GB/s between a device and its host's memory, where that was not measured."""
 
     @property
     def learned(self) -> float:
@@ -182,6 +187,8 @@ def job_of(run: Run) -> Job:
         # An expert takes no more than its capacity.
         adapter=run.adapter,
         chunk_bytes=chunk_bytes(run),
+        memory=run.memory,
+        host_gbs=run.cluster.host_gbs,
         imbalance=min(train.expert_imbalance, run.model.expert_capacity or math.inf) if run.model.experts else 1.0,
     )
     return overlapped(job, run.layout.async_tensor)

@@ -28,6 +28,8 @@ def states(job: Job, held: LocalNumel) -> dict[str, Number]:
     if job.layout.offload:  # they are in the host's memory
         gathered = whole * framework.gather_bytes * (stage < 3)
         return {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "gathered": gathered}
+    if job.memory.hosts_optimizer:  # the layers' matrices in 16 bits; what stands outside of them is little
+        return {"parameters": whole * job.width, "gradients": 0.0, "optimizer": 0.0, "gathered": 0.0}
     # A framework with master copies keeps whole 16-bit parameters beside them. One that casts when it gathers holds shards; its
     # whole copies are `gathered`, and below ZeRO-3 they stay.
     casts = framework.parameter_bytes > framework.gather_bytes

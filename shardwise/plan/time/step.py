@@ -27,6 +27,7 @@ from shardwise.plan.cost.job import Job, Number
 from shardwise.plan.cost.ops import span
 from shardwise.plan.cost.parameters import LocalNumel, stage_parameters, zero_groups
 from shardwise.plan.cost.passes import ModuleCost, NetworkCost, Passes, exposed, host_seconds, passes
+from shardwise.plan.time.host import exposed_update
 from shardwise.plan.time.waves import Waves
 from shardwise.plan.trainer.muon import seconds as muon_seconds
 from shardwise.run import LayoutConfig
@@ -307,6 +308,8 @@ def _combined(one: _Costed, makespan: float) -> Step:
         aparts.append(tails[-1] - float(tail_seconds(job, work, data._replace(apart=0.0), constants)))
         updates.append(float(update_seconds(job, data, constants)))
     tail, optimizer = max(tails), max(updates)
+    if job.memory.hosts_optimizer:
+        optimizer = exposed_update(job, own[0])
     tensor_tail, replicas_tail = parts[int(np.argmax(tails))], aparts[int(np.argmax(tails))]
     ahead = job.forward_passes * _forward_seconds(cost, placement, microbatches, lay.pipeline)
     whole = makespan + ahead + tail + optimizer + constants["overhead"]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from shardwise.ledger import Memory
+from shardwise.plan.cost.host import IN_FLIGHT
 from shardwise.plan.cost.job import Job, job_of
 from shardwise.plan.cost.memory import buffers, layer_activations, memory, moving, workspace
 from shardwise.plan.trainer import muon, state
@@ -126,6 +127,8 @@ def _peak(owners: dict[str, float], run: Run, same: _Alike) -> dict[str, float]:
     microbatch gradients come only as the activations saved for them go.
     """
     recomputed = owners.pop("again")
+    if run.memory.hosts_optimizer:
+        return _hosted_peak(owners, run, same, recomputed)
     if run.accumulation == 1 and run.layout.pipeline == 1:
         # Of a chunked loss the gradient of the head stays; of a whole one the probabilities, half of its tensors, go.
         in_chunks = chunks_loss(run, gpu=planned_on_gpu(run)) or FACTS[run.objective.kind].logprobs
@@ -140,6 +143,24 @@ def _peak(owners: dict[str, float], run: Run, same: _Alike) -> dict[str, float]:
     if owners["logits"] >= recomputed:
         return owners
     return owners | {"activations": owners["activations"] + recomputed, "logits": 0.0}
+
+
+def _hosted_peak(owners: dict[str, float], run: Run, same: _Alike, recomputed: float) -> dict[str, float]:
+    """The same where gradients go to the host: the head's is gone when the last layer is recomputed. Then those of layers behind
+    wait for their way, as many as may, while what these had saved is gone."""
+    moved, m = state.hosted(run), run.model
+    in_chunks = chunks_loss(run, gpu=planned_on_gpu(run))
+    head = min(m.head_rows * m.hidden * 4.0, moved.largest) if in_chunks else owners["logits"] / 2
+    layer = (moved.device - 2.0 * moved.largest) / m.layers
+    kept = owners["activations"] / m.layers
+    waiting = max(IN_FLIGHT * (1.0 - kept / layer), 0.0) if m.layers * layer > IN_FLIGHT else 0.0
+    moments = [
+        owners | {"gradients": 0.0},
+        owners
+        | {"activations": owners["activations"] - head - same.behind + recomputed, "logits": 0.0, "gradients": waiting},
+        owners | {"activations": kept + recomputed, "logits": 0.0},
+    ]
+    return max(moments, key=lambda moment: sum(moment.values()))
 
 
 def _updating(owners: dict[str, float], place: PlannedRank) -> dict[str, float]:

@@ -6,16 +6,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+from shardwise.plan.cost.host import STEP_COUNT, HostBytes, device_width, gradients_in_flight, host_bytes
 from shardwise.plan.trainer import compression
-from shardwise.plan.trainer.rank import PlannedRank, planned_rank, reference_run
+from shardwise.plan.trainer.rank import WIDTHS, PlannedRank, planned_rank, reference_run
 from shardwise.plan.trainer.saved import Rows, Saved, recomputed_parts, saved
 from shardwise.plan.trainer.traffic import INTEGER
 from shardwise.run import Run
 from shardwise.run.derive import chunk_bytes, chunk_rows, compiles, forward_passes, planned_on_gpu
 from shardwise.schedules import Schedule, cached_schedule, fewer_rounds, peak_activations
-
-STEP_COUNT = 4
-"""Bytes of the count of steps that AdamW keeps with every parameter."""
 
 
 def state_bytes(run: Run, rank: int) -> dict[str, int]:
@@ -35,6 +33,9 @@ def state_bytes(run: Run, rank: int) -> dict[str, int]:
         ranks, index = planned.sharding(parameter)
         copied = planned.keeps_compute_copies and parameter.is_gemm_weight
         high = planned.held_width(parameter)
+        if run.memory.hosts_optimizer:  # which has the rest
+            parameters += count * parameter.numel * device_width(parameter.entry, low)
+            continue
         parameters += count * (parameter.shard_numel(ranks) * high + parameter.numel * low * copied)
         if not parameter.learns:
             continue
@@ -47,6 +48,11 @@ def state_bytes(run: Run, rank: int) -> dict[str, int]:
         frozen = planned_rank(reference_run(run), rank)
         parameters += sum(n * p.shard_numel(frozen.sharding(p)[0]) * low for n, p in frozen.parameters())
     return dict(parameters=parameters, gradients=gradients, optimizer=optimizer)
+
+
+def hosted(run: Run) -> HostBytes:
+    """What the host holds for the only rank of a run that has its optimizer."""
+    return host_bytes(run.model, WIDTHS[run.train.dtype], several=run.accumulation > 1)
 
 
 def known(run: Run) -> bool:
@@ -239,7 +245,7 @@ def passing_gradients(run: Run, rank: int) -> int:
 def last_gradient(run: Run, rank: int) -> int:
     """Bytes of the gradient that is made when all saved activations are gone: the embedding's."""
     planned = planned_rank(run, rank)
-    if run.model.tied_embeddings or not planned.stages[0].first:
+    if run.model.tied_embeddings or not planned.stages[0].first or run.memory.hosts_optimizer:
         return 0
     embedding = planned.first_parameters(planned.stages[0])[0]
     if not embedding.learns:
@@ -258,6 +264,8 @@ def transposed_gradient(run: Run, rank: int) -> int:
 def peak_gradients(run: Run, rank: int) -> int:
     """Peak bytes of gradients between two passes: unsharded ones where they are reduced once a step."""
     planned = planned_rank(run, rank)
+    if run.memory.hosts_optimizer:
+        return gradients_in_flight(hosted(run))
     once = run.layout.zero == 1 and run.accumulation > 1
     if not planned.is_sharded or not (once or planned.splits_backward):
         return state_bytes(run, rank)["gradients"]

@@ -1,0 +1,80 @@
+"""Measures what a device and its host can do for each other: GB/s between them, from and to pinned memory, and of the host's own
+threads as they update an optimizer's states with the trainer's own code."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from statistics import median
+
+import torch
+from torch import nn
+
+from shardwise.hardware import Profile
+from shardwise.model.compute_copy import ComputeCopy
+from shardwise.parallel.local_parameter import LocalParameter
+from shardwise.plan.cost.host import MOMENTS
+from shardwise.run.parameters import Parameter
+from shardwise.train.host_adamw import SLICE, HostAdamW, master_of
+
+COPIED = 1 << 28
+"""Bytes of a copy between device and host: enough to be at full speed."""
+UPDATED = 1 << 28
+"""Elements of the parameters that are updated: far more than caches hold, and many slices for each thread."""
+
+
+def with_host(device: torch.device, profile: Profile, seconds: float, quick: bool = False) -> Profile:
+    """The profile with the host's measurements, made in about so many seconds."""
+    there, back = copy_gbs(device, seconds / 2) if device.type == "cuda" else (0.0, 0.0)
+    updated = UPDATED // (64 if quick or device.type == "cpu" else 1)
+    return replace(
+        profile, to_host_gbs=there, to_device_gbs=back, host_update_gbs=update_gbs(device, updated, seconds / 2)
+    )
+
+
+def copy_gbs(device: torch.device, seconds: float) -> tuple[float, float]:
+    """GB/s from a GPU to its host and back."""
+    there, here = (
+        torch.empty(COPIED, dtype=torch.uint8, device=device),
+        torch.empty(COPIED, dtype=torch.uint8, pin_memory=True),
+    )
+    found = []
+    for target, source in ((here, there), (there, here)):
+        times: list[float] = []
+        ends = time.perf_counter() + seconds / 2
+        while len(times) < 3 or time.perf_counter() < ends:
+            torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - start)
+        found.append(COPIED / median(times) / 1e9)
+    return found[0], found[1]
+
+
+def update_gbs(device: torch.device, numel: int, seconds: float, threads: int = 0) -> float:
+    """GB/s that the host reads and writes while it updates parameters whose 16-bit copies the device holds, as the planner counts
+    their bytes."""
+    rows = max(1, numel // SLICE)
+    parameter = nn.Parameter(torch.zeros(rows, SLICE, device=device))
+    copy = ComputeCopy(parameter, torch.bfloat16)
+    parameter.data = parameter.data.to("cpu")
+    held = LocalParameter(
+        "layers.0.weight", parameter, Parameter("weight", (rows, SLICE), "ffn"), (), None, compute_copy=copy
+    )
+    master = master_of(held)
+    groups = [dict(params=[master], weight_decay=0.1, rate=1.0, lr=1e-3)]
+    optimizer = HostAdamW(groups, 1e-3, (0.9, 0.95), 1e-8, {master: held}, 1, threads)
+    optimizer.factor = torch.ones(())
+    times: list[float] = []
+    ends = time.perf_counter() + seconds
+    while len(times) < 4 or (time.perf_counter() < ends and len(times) < 50):
+        copy.tensor.grad = None
+        (copy.tensor * 1.0).sum().backward()
+        optimizer.norms()
+        start = time.perf_counter()
+        optimizer.step()
+        optimizer.finish()
+        times.append(time.perf_counter() - start)
+    moved = parameter.numel() * (MOMENTS * 4 + 2 * copy.tensor.itemsize)
+    return moved / median(times[1:]) / 1e9  # the first allocates

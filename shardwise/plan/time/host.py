@@ -1,0 +1,43 @@
+"""The time of what the host does for a device: optimizer states that it holds and updates (`train/host_adamw.py`).
+
+Gradients leave while the backward pass runs. The update begins when it has ended and goes through the layers in the order of the
+forward pass, and the next forward pass follows it layer by layer: of the two, the slower sets the pace, and the other is late by a
+layer.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shardwise.plan.cost.host import host_bytes
+from shardwise.plan.cost.job import Job
+from shardwise.plan.cost.passes import Passes
+
+
+class Link(NamedTuple):
+    """GB/s between a device and its host, and of the host's own updates."""
+
+    to_host: float
+    to_device: float
+    update: float
+
+
+def link_of(job: Job) -> Link:
+    """What was measured; else what the run says."""
+    profile, memory = job.cluster.profile, job.memory
+    to_host = (profile.to_host_gbs if profile else 0.0) or job.host_gbs
+    to_device = (profile.to_device_gbs if profile else 0.0) or job.host_gbs
+    update = memory.update_gbs or (profile.host_update_gbs if profile else 0.0) or job.host_gbs
+    return Link(to_host, to_device, update)
+
+
+def exposed_update(job: Job, own: Passes) -> float:
+    """Seconds of a step that the device waits for the host, beside passes of a microbatch."""
+    link, many = link_of(job), job.microbatches
+    moved = host_bytes(job.model, int(job.width), several=many > 1)
+    backward = float(own.backward_input + own.backward_weight)
+    leaves = max(moved.device / link.to_host, moved.added / link.update) / 1e9
+    late = max(many * (leaves - backward), 0.0)
+    update = max(moved.updated / link.update, moved.device / link.to_device) / 1e9
+    forward, layers = float(own.forward), job.model.layers
+    return late + max(update + forward / layers, forward + update / layers) - forward

@@ -1,0 +1,34 @@
+"""The section of a run that says what is held elsewhere than in the device's memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.run.declare import key
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """What a device that is too small does not hold."""
+
+    optimizer: Literal["device", "host"] = key(
+        "device",
+        "where AdamW's moments and the parameters in high precision are held and updated; host: in the CPU's memory, by its "
+        "threads, and the device holds the layers' matrices in the dtype of the arithmetic",
+    )
+    host_threads: int = key(0, "host: threads that update; 0: as many as the process has cores", least=0)
+    update_gbs: float = key(
+        0.0,
+        "host: GB/s that these threads read and write while they update, for the plan; 0: as `shardwise bench` measured in "
+        "cluster.profile, or as many as the device's link to its host has",
+        least=0,
+    )
+
+    @property
+    def hosts_optimizer(self) -> bool:
+        """Whether the optimizer is off the device."""
+        return self.optimizer != "device"
+
+
+ALL_ON_DEVICE = MemoryConfig()

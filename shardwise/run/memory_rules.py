@@ -1,0 +1,34 @@
+"""What goes with the section `[memory]`: the rules of `check.py` on what is held off the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardwise.run.config import Run
+from shardwise.run.rule import Rule
+
+# fmt: off
+
+
+def memory_rules(run: Run) -> Iterator[Rule]:
+    """What must hold of a run that holds less on the device."""
+    lay, train = run.layout, run.train
+    if not run.memory.hosts_optimizer:
+        return
+    where = "memory.optimizer"
+    yield Rule(lay.world > 1, where, ("layout.shard", "layout.replicate"), lambda: (
+        f"the host updates what one device holds, and the layout has {lay.world} ranks; layout.offload shards over them, with "
+        "parameters, gradients and optimizer in the hosts' memory"
+    ))
+    yield Rule(lay.offload, where, ("layout.offload",),
+               lambda: "layout.offload has the optimizer in the host's memory already, with the parameters; set one of the two")
+    yield Rule(train.optimizer != "adamw", where, ("train.optimizer",),
+               lambda: f"the host's threads update by adamw; {train.optimizer} multiplies matrices, which is the device's work")
+    yield Rule(run.adapter.used, where, ("adapter.kind",),
+               lambda: "adapters have little to update, and nothing of what is frozen; leave it at device")
+    yield Rule(train.fp8 != "none", where, ("train.fp8",),
+               lambda: "fp8 GEMMs quantise from parameters in high precision, which the device then does not hold")
+    yield Rule(train.recheck_every > 0, where, ("train.recheck_every",),
+               lambda: "gradients that are computed twice are compared on the device, and here they leave it as they are made")
+    yield Rule(run.objective.kind == "grpo", where, ("objective.kind",),
+               lambda: "an engine that answers with the trainer's weights would read them while they are updated")
