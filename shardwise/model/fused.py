@@ -102,6 +102,8 @@ class FusedBlock:
         batch = cache.cache.batch
         if self.last and batch is not None and batch.wanted is not None:
             x, attended = x[batch.wanted], attended[batch.wanted]
+            if not len(x):  # the beginning of a prompt, of which nothing is sampled yet
+                return x[None], None
         x = self._sum(self.multiply(attended, self.out, residual=x))
         inner = self.multiply(x, self.gate_up, self.ffn_norm, gated=self.activation)
         return self._sum(self.multiply(inner, self.down, residual=x))[None], None
@@ -154,6 +156,8 @@ class InvariantBlock(FusedBlock):
         batch = cache.cache.batch
         if self.last and batch is not None and batch.wanted is not None:
             x, attended = x[batch.wanted], attended[batch.wanted]
+            if not len(x):  # the beginning of a prompt, of which nothing is sampled yet
+                return x[None], None
         x = invariant_gemm(attended, self.out, residual=x)
         weight, eps = self.ffn_norm
         gate, up = invariant_gemm(invariant_norm(x, weight, None, eps), self.gate_up).chunk(2, dim=-1)

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "serve"))
 from engines import FAMILIES, answers, tokens_of
 
 from shardwise.model import Transformer, initialize
+from shardwise.model.invariant import make_invariant
 from shardwise.run import ModelConfig
 from shardwise.run.derive import derive_model
 from shardwise.run.serve_config import ServeConfig
@@ -116,3 +117,19 @@ def test_guesses_and_short_prompts_are_replayed(family: str, way: Literal["ngram
     assert stats.pages_used == 0
     if way == "draft":  # it is the same model, computed in another order
         assert sum(stats.accepted_at) > 0.8 * sum(stats.drafted_at)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_step_of_which_nothing_is_sampled(invariant: bool) -> None:
+    """The beginning of a long prompt, alone."""
+    more = FAMILIES["llama"]
+    exact = make_model(more).float()
+    exact.dtype = torch.float32
+    plain, model = make_model(more), make_model(more)
+    if invariant:
+        make_invariant(model)
+    prompt = tuple(random.Random(0).randrange(VOCAB) for _ in range(300))
+    settings = ServeConfig(page_tokens=16, max_sequences=8, max_step_tokens=64)
+    engine = Engine(Runner(model, PAGES, 16, 8, LONGEST, torch.bfloat16), settings, PAGES)
+    found = answers(engine, [Request("0", prompt, 24, Sampling(0.0, logprobs=1))])
+    check(found, [prompt], exact, plain, torch.bfloat16)

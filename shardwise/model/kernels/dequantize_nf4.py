@@ -43,6 +43,6 @@ def dequantize_nf4(
     _dequantize[(triton.cdiv(n, 64),)](
         codes, absmax, scales if double else absmax, values, tree, out, n,
         absmax.shape[1], first, stride, scales.numel() - 1, DOUBLE=double, SCALES=NF4_SCALES, HALF=NF4_BLOCK // 2, N=64,
-        num_warps=4,
+        num_warps=4, enable_fp_fusion=False,  # the bits of the reference
     )  # fmt: skip
     return out
