@@ -11,8 +11,8 @@ Cases, each in a process of its own so that its peak is its own:
 
 Weights are random: the time and the memory do not depend on them. The time is the median of the steps' on the device's clock, once
 compiled; memory is what PyTorch's allocator had given out at most (`peak_gib`) and had reserved at most (`reserved_gib`), and all
-that the driver counts for the process (`device_gib`, with the CUDA context). Beside them stands what the plan says: the step's time,
-and the peak without the context and the allocator's waste.
+that the driver counts for the process (`device_gib`, with the CUDA context). Beside them stands what the plan says: the
+step's time, and the peak without the context and the allocator's waste.
 """
 
 from __future__ import annotations

@@ -89,11 +89,6 @@ class _ToldSampler:
     def __init__(self, leader: Leader) -> None:
         self._leader = leader
 
-    @property
-    def sampling(self) -> list[Sampling]:
-        """By slot, as of the last step computed here."""
-        return self._leader.runner.sampler.sampling
-
     def assign(self, slot: int, sampling: Sampling, seed: int, prompt: Sequence[int], generated: Sequence[int]) -> None:
         """As a sampler's."""
         self._leader.asked.append((".assign", (slot, sampling, seed, list(prompt), list(generated))))

@@ -206,6 +206,7 @@ class Runner:
             else:
                 allowed = None if masks is None else self.send(masks)
                 launched.picked = self.sampler.pick(logits, launched.slots, there[0], there[1], allowed, behind)
+        self.sampler.add_logprobs(launched.picked, logits, launched.slots)
         if self.gpu:
             launched.picked = launched.picked.to_host()
             launched.done = torch.cuda.Event()

@@ -172,7 +172,6 @@ class Sampler:
         """Tokens for rows of logits, with all that their slots ask for; the host knows the slots by `numbers`. `masks` are the bits
         of tokens allowed. `behind`: the guesses that each row follows, a row for each guess of a slot and one before."""
         asked = [self.sampling[slot] for slot in numbers]
-        raw = logits
         if any(map(_penalizes, asked)) or any(each.logit_bias for each in asked):
             logits = logits.clone() if logits.dtype == torch.float64 else logits.float()
             logits = self._adjusted(logits, numbers, asked, behind)
@@ -192,14 +191,27 @@ class Sampler:
             tokens = self._pick_reference(logits, slots, positions, threshold)
         if self.generated is not None and any(map(_penalizes, asked)):
             self.generated.index_put_((which, tokens), _counting(tokens, behind), accumulate=True)
-        picked = Picked(tokens)
+        return Picked(tokens)
+
+    def add_logprobs(self, picked: Picked, logits: Tensor, numbers: Sequence[int]) -> None:
+        """Put the logprobs beside the tokens that were picked of these logits, where their slots ask for some."""
+        asked = [self.sampling[slot] for slot in numbers]
         most = max((each.logprobs for each in asked if each.logprobs is not None), default=None)
-        if most is not None:
-            if any(each.drawn_logprobs and each.temperature not in (0.0, 1.0) for each in asked):
-                divided = [each.temperature if each.drawn_logprobs and each.temperature else 1.0 for each in asked]
-                raw = at_least_float32(raw) / torch.tensor(divided, device=self.device)[:, None]
-            picked.logprobs, picked.top = logprobs_of(raw, tokens, most, self.invariant)
-        return picked
+        if most is None:
+            return
+        divided = [each.temperature if each.drawn_logprobs and each.temperature else 1.0 for each in asked]
+        divides = any(temperature != 1 for temperature in divided)
+        if most == 0 and self.picking is not None and not self.invariant:
+            from shardwise.model.kernels.sample import token_logprob
+
+            ones = torch.ones(len(divided), device=self.device)
+            by = send(np.asarray(divided, np.float32), self.device) if divides else ones
+            none = picked.tokens.new_empty(len(divided), 0)
+            picked.logprobs, picked.top = token_logprob(logits, picked.tokens, by), (none, none.float())
+            return
+        if divides:
+            logits = at_least_float32(logits) / torch.tensor(divided, device=self.device)[:, None]
+        picked.logprobs, picked.top = logprobs_of(logits, picked.tokens, most, self.invariant)
 
     def _by_row(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         return by_row(function, *(x[None] for x in tensors))[0] if self.invariant else function(*tensors)
@@ -265,7 +277,7 @@ def read_logprobs(
 
 def _is_plain(sampling: Sampling) -> bool:
     cuts = sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
-    return not (cuts or _penalizes(sampling) or sampling.logit_bias or sampling.logprobs is not None)
+    return not (cuts or _penalizes(sampling) or sampling.logit_bias)
 
 
 def _penalizes(sampling: Sampling) -> bool:

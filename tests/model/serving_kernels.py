@@ -19,7 +19,7 @@ from shardwise.model.kernels.decode_attention import Scratch, decode_attention
 from shardwise.model.kernels.gated import gated_product
 from shardwise.model.kernels.paged_attention import paged_attention, rope_write, tile_rows, tiles_of
 from shardwise.model.kernels.rms_norm import rms_norm
-from shardwise.model.kernels.sample import Picking, find_threshold, pick
+from shardwise.model.kernels.sample import Picking, find_threshold, pick, token_logprob
 from shardwise.model.kernels.skinny_gemm import skinny_gemm, skinny_gemm_reference
 from shardwise.model.paged import PagedBatch, PagedCache, paged_attention_reference
 from shardwise.model.rope import apply_rope, rope_cos_sin
@@ -163,6 +163,11 @@ def sample() -> None:
         assert last[which].tolist() == tokens.clamp(min=0).tolist()
     assert tokens[6:].tolist() == expected[6:].tolist() == [-1, -1, -1]
     assert not picking.arrived.any()
+    divided = torch.tensor([1.0, 0.5, 2.0, 1.0, 1.0, 0.1])
+    for rows in (6, 1):
+        made = token_logprob(logits[:rows], tokens[:rows], divided[:rows])
+        scores = (logits[:rows].double() / divided[:rows, None]).log_softmax(-1)
+        torch.testing.assert_close(made, scores.gather(1, tokens[:rows, None])[:, 0].float(), rtol=1e-5, atol=1e-5)
 
 
 class Turns:

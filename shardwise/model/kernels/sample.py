@@ -157,6 +157,45 @@ def _find_threshold(  # type: ignore[no-untyped-def]
     tl.store(OUT + row, threshold)
 
 
+@triton.jit
+def _token_logprob(  # type: ignore[no-untyped-def]
+    LOGITS, TOKENS, TEMPERATURE, HIGHEST, TOTAL, CHOSEN, vocab, row0, SPLITS: tl.constexpr, N: tl.constexpr
+):  # fmt: skip
+    """Of a part of a row: its largest score, and the sum of the exponentials less that; and the score of the row's token."""
+    row, split = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    temperature = tl.load(TEMPERATURE + row)
+    chosen = tl.maximum(tl.load(TOKENS + row), 0)
+    highest = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((N,), tl.float32)
+    share = tl.cdiv(vocab, SPLITS * N) * N
+    for first in range(split * share, tl.minimum((split + 1) * share, vocab), N):
+        token = first + tl.arange(0, N)
+        logit = tl.load(LOGITS + row * row0 + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+        score = logit / temperature
+        higher = tl.maximum(highest, tl.max(score, 0))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(highest - safe) + tl.exp(score - safe)
+        highest = higher
+    tl.store(HIGHEST + row * SPLITS + split, highest)
+    tl.store(TOTAL + row * SPLITS + split, tl.sum(total, 0))
+    if split == 0:
+        tl.store(CHOSEN + row, tl.load(LOGITS + row * row0 + chosen).to(tl.float32) / temperature)
+
+
+def token_logprob(logits: Tensor, tokens: Tensor, temperature: Tensor) -> Tensor:
+    """Logarithm of the probability of one token of each row [rows, vocabulary], of scores divided by the row's temperature, in
+    float32; of all rows no more is written than that."""
+    rows, vocab = logits.shape
+    splits = max(1, min(32, triton.next_power_of_2(264 // max(1, rows))))
+    highest, total = torch.empty(2, rows, splits, dtype=torch.float32, device=logits.device).unbind()
+    chosen = highest.new_empty(rows)
+    if rows:
+        _token_logprob[splits, rows](
+            logits, tokens, temperature, highest, total, chosen, vocab, logits.stride(0), SPLITS=splits, N=4096, num_warps=8
+        )  # fmt: skip
+    return chosen - (total.log() + highest).logsumexp(dim=1)
+
+
 class Picking:
     """Memory in which programs of one row find the largest of their scores."""
 
