@@ -107,6 +107,7 @@ def test_guesses_and_short_prompts_are_replayed(family: str, way: Literal["ngram
     draft = Runner(make_model(more), PAGES, 16, 64, LONGEST, torch.bfloat16, drafts=1) if way == "draft" else None
     runner = Runner(make_model(more), PAGES, 16, 64, LONGEST, torch.bfloat16, drafts=drafts)
     engine = Engine(runner, settings, PAGES, draft=draft)
+    answers(engine, [Request("alone", prompts[2], 2, Sampling(0.0))])
     asked = [Request(str(n), prompt, 24, Sampling(0.0, logprobs=1)) for n, prompt in enumerate(prompts)]
     check(answers(engine, asked), prompts, exact, plain, torch.bfloat16)
     drawn = [Request(f"d{n}", prompt, 24, Sampling(1.0, top_k=50, seed=n)) for n, prompt in enumerate(prompts)]
