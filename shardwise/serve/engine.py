@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,35 +25,13 @@ from shardwise.schedules.serving import Chunk, PagePool, Scheduler, Sequence, Se
 from shardwise.serve.leader import Leader
 from shardwise.serve.prepare import check_served, draft_runner_of, load_draft, memory_of, runner_of
 from shardwise.serve.request import Finish, Logprob, Output, Request
-from shardwise.serve.runner import Launched, Row, Runner
+from shardwise.serve.runner import Row, Runner
 from shardwise.serve.sampler import logprobs_of, read_logprobs, seed_of
 from shardwise.serve.speculate.counts import DraftCounts
 from shardwise.serve.speculate.drafter import drafter_of
 from shardwise.serve.speculate.masks import masks_along
 from shardwise.serve.stats import Stats
-
-
-@dataclass(eq=False)
-class Answer:
-    """One of the answers to a request."""
-
-    request: Request
-    index: int
-    sequence: Sequence
-    told: bool = False
-    """Whether anything was output yet."""
-    unwanted: bool = False
-    prompt_logprobs: list[Logprob | None] = field(default_factory=list)
-
-
-@dataclass
-class UnderWay:
-    """A step that was launched."""
-
-    step: Step
-    order: list[int]
-    """The chunk of each row, as the runner has them."""
-    launched: Launched
+from shardwise.serve.under_way import Answer, UnderWay, order_of
 
 
 class Engine:
@@ -94,6 +72,8 @@ class Engine:
         self.outputs: list[Output] = []
         self.tables: list[list[int]] = [[] for _ in range(runner.sequences)]
         self.computed_tokens = self.generated_tokens = 0
+        self.constrained = 0
+        """Answers that a grammar constrains."""
         self.drafter = drafter_of(settings, draft)
         self.drafts = DraftCounts(settings.draft_tokens if self.drafter else 0)
 
@@ -118,6 +98,7 @@ class Engine:
         answer = Answer(request, 0, sequence)
         self.answers[request.id] = [answer]
         self.by_sequence[sequence] = answer
+        self.constrained += bool(request.grammars)
         if request.n > 1:
             self.unforked[sequence] = answer
         self.scheduler.add(sequence)
@@ -193,9 +174,9 @@ class Engine:
         self.runner.copy_pages(step.copies)
         if self.drafter is not None:
             self.drafter.fill(step, changes)
-        order = sorted(range(len(step.chunks)), key=lambda n: _rank(step.chunks[n]))
+        order = order_of(step.chunks)
         rows = [self._row(step.chunks[n], n < step.decoding) for n in order]
-        keeps = any(self._wants_prompt(chunk) for chunk in step.chunks)
+        keeps = any(self._wants_prompt(chunk) for chunk in step.chunks[step.decoding :])
         launched = self.runner.launch(rows, self._masks(step, order), keeps)
         self.computed_tokens += step.tokens
         return UnderWay(step, order, launched)
@@ -213,6 +194,8 @@ class Engine:
 
     def _masks(self, step: Step, order: list[int]) -> np.ndarray | None:
         """The tokens that grammars allow next, where there are any."""
+        if not self.constrained:
+            return None
         chunks = [step.chunks[n] for n in order if step.chunks[n].samples]
         if not any(self.by_sequence[chunk.sequence].request.grammars for chunk in chunks):
             return None
@@ -239,6 +222,7 @@ class Engine:
                 other = Answer(request, index, child)
                 self.answers[request.id].append(other)
                 self.by_sequence[child] = other
+                self.constrained += bool(request.grammars)
             if answer.unwanted:
                 self._end([answer], None)
 
@@ -248,24 +232,27 @@ class Engine:
         tokens = launched.read()
         if launched.logits is not None:
             self._read_prompts(under_way)
-        asked = [most for n in under_way.order for most in self._asked(step.chunks[n])]
-        logprobs: list[Logprob | None] = [None] * len(tokens)
-        picked = launched.picked
+        logprobs: list[Logprob | None] = []
+        picked, chunks = launched.picked, step.chunks
         if picked is not None and picked.logprobs is not None and picked.top is not None:
+            asked = [most for n in under_way.order for most in self._asked(chunks[n])]
             logprobs = read_logprobs(tokens, picked.logprobs, picked.top, asked)
-        first, found = 0, {}
+        first = 0
+        accepted: list[list[int]] = [[]] * len(chunks)
+        found: list[list[Logprob | None]] = [[]] * len(chunks)
         for n in under_way.order:
-            samples = step.chunks[n].samples
-            if samples:
-                found[n] = slice(first, first + samples)
-                first += samples
-        sampling = [n for n, chunk in enumerate(step.chunks) if chunk.samples]
-        accepted = {n: self._accepted(step.chunks[n], tokens[found[n]]) for n in sampling}
-        alive = {n: step.chunks[n].sequence.state != "finished" for n in sampling}
-        self.scheduler.update(step, [accepted[n] for n in sampling])
-        for n in sampling:
-            if alive[n]:
-                self._tell(step.chunks[n].sequence, accepted[n], logprobs[found[n]][: len(accepted[n])])
+            samples = chunks[n].samples
+            if not samples:
+                continue
+            last = first + samples
+            accepted[n] = tokens[first:last] if samples == 1 else self._accepted(chunks[n], tokens[first:last])
+            if logprobs:
+                found[n] = logprobs[first : first + len(accepted[n])]
+            first = last
+        self.scheduler.update(step, [new for new in accepted if new])
+        for chunk, new, known in zip(chunks, accepted, found, strict=True):
+            if new and chunk.sequence.state != "finished":
+                self._tell(chunk.sequence, new, known)
 
     def _asked(self, chunk: Chunk) -> list[int | None]:
         """How many logprobs the client wants of each token picked. Not to be read from the slot: its sequence may have been
@@ -288,27 +275,26 @@ class Engine:
         answer = self.by_sequence[sequence]
         request = answer.request
         finish: Finish | None = None
-        stops = frozenset() if request.ignore_end else request.stop_tokens
         if -1 in tokens:  # there was nothing to pick from
             self._end([answer], "abort")
             return
-        for n, token in enumerate(tokens, 1):
-            if request.grammars:
-                request.grammars[answer.index].accept(token)
-            if token in stops:
-                finish, tokens, logprobs = "stop", tokens[:n], logprobs[:n]
-                break
+        stops = frozenset() if request.ignore_end else request.stop_tokens
+        if stops or request.grammars:
+            for n, token in enumerate(tokens, 1):
+                if request.grammars:
+                    request.grammars[answer.index].accept(token)
+                if token in stops:
+                    finish, tokens, logprobs = "stop", tokens[:n], logprobs[:n]
+                    break
         if finish is None and sequence.generated >= sequence.max_new:
             finish = "length"
         self.generated_tokens += len(tokens)
-        first = not answer.told
-        self.outputs.append(
-            Output(
-                request.id, answer.index, tuple(tokens), tuple(p for p in logprobs if p is not None), finish,
-                tuple(answer.prompt_logprobs) if first else (), max(0, sequence.cached) if first else 0,
-            )
-        )  # fmt: skip
-        answer.told = True
+        known = tuple([p for p in logprobs if p is not None]) if logprobs else ()
+        output = Output(request.id, answer.index, tuple(tokens), known, finish)
+        if not answer.told:
+            output.prompt_logprobs, output.cached_tokens = tuple(answer.prompt_logprobs), max(0, sequence.cached)
+            answer.told = True
+        self.outputs.append(output)
         if finish is not None:
             self._forget(answer)
 
@@ -326,6 +312,7 @@ class Engine:
         if self.drafter is not None:
             self.drafter.forget(answer.sequence)
         del self.by_sequence[answer.sequence]
+        self.constrained -= bool(answer.request.grammars)
         left = self.answers[answer.request.id]
         left.remove(answer)
         if not left:
@@ -358,12 +345,6 @@ class Engine:
             values = logprobs_of(logits[: len(following)], told, most, self.runner.model.invariant)
             answer.prompt_logprobs = answer.prompt_logprobs or [None]
             answer.prompt_logprobs += read_logprobs(following, *values, [most] * len(following))
-
-
-def _rank(chunk: Chunk) -> tuple[bool, int]:
-    """Single tokens first, and those with guesses, as the runner wants them; of each kind those that take longest first, so that no
-    processor of a GPU is left with one at the end."""
-    return chunk.count > max(1, chunk.samples), -chunk.start - chunk.count
 
 
 def engine_of(

@@ -80,7 +80,7 @@ class Leader:
 def _packed(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of a launch, with rows as plain tuples: a fraction of the work to send."""
     rows, *rest = arguments
-    return [tuple(vars(row).values()) for row in rows], *rest
+    return [(row.slot, row.start, row.tokens, row.count, row.samples) for row in rows], *rest
 
 
 class _ToldSampler:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 Finish = Literal["stop", "length", "abort"]
 """Why a sequence ended: at a stop token or by whoever reads the text, at its limit, or because its client went away."""
@@ -68,8 +68,7 @@ class Request:
     """One for each of the `n` answers, or none."""
 
 
-@dataclass(frozen=True)
-class Logprob:
+class Logprob(NamedTuple):
     """A token's logarithm of probability, that of its likeliest alternatives, most likely first."""
 
     token: int
@@ -77,9 +76,9 @@ class Logprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Output:
-    """What is new of one answer."""
+    """What is new of one answer. One is made for every token, so it is not frozen: that would take five times as long."""
 
     request: str
     index: int

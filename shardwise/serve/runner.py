@@ -36,7 +36,7 @@ PICKED = -1
 """In the place of a token: the one that was picked last, which only the device knows."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Row:
     """The new tokens of one sequence in a step."""
 
@@ -93,6 +93,8 @@ def guesses(rows: Sequence[Row]) -> list[Sequence[int]]:
 
 def sampled(rows: Sequence[Row]) -> tuple[list[int], list[int]]:
     """The slots for which a step picks tokens, and the position of each."""
+    if all(row.samples == row.count == 1 for row in rows):
+        return [row.slot for row in rows], [row.start + 1 for row in rows]
     slots: list[int] = []
     positions: list[int] = []
     for row in rows:
@@ -177,7 +179,8 @@ class Runner:
         tokens allowed."""
         behind = guesses(rows)
         recorded = self._recorded(rows) if self.records and not keep_logits else None
-        rows = [single for row in rows for single in (row.singles() if recorded or row.single else [row])]
+        if any(row.count > 1 for row in rows):
+            rows = [single for row in rows for single in (row.singles() if recorded or row.single else [row])]
         decodes = sum(row.count == 1 for row in rows)
         decoded: Tensor | None = None
         found: Tensor | tuple[Tensor, Tensor]

@@ -103,6 +103,9 @@ class Sampler:
         have several."""
         self.device, self.vocab, self.invariant = device, vocab, invariant
         self.sampling: list[Sampling] = [Sampling()] * slots
+        self.special: set[int] = set()
+        """The slots that ask for more than a temperature."""
+        self.with_logprobs: set[int] = set()
         self.floats = np.zeros((3, slots), np.float32)
         self.integers = np.zeros((2, slots), np.int64)
         self.changed = True
@@ -120,6 +123,8 @@ class Sampler:
     def assign(self, slot: int, sampling: Sampling, seed: int, prompt: Sequence[int], generated: Sequence[int]) -> None:
         """Give a slot to a sequence, which has these tokens already."""
         self.sampling[slot] = sampling
+        (self.special.discard if _is_plain(sampling) else self.special.add)(slot)
+        (self.with_logprobs.discard if sampling.logprobs is None else self.with_logprobs.add)(slot)
         self.floats[:, slot] = sampling.temperature, sampling.top_p, sampling.min_p
         self.integers[:, slot] = seed, sampling.top_k
         self.changed = True
@@ -147,7 +152,7 @@ class Sampler:
 
     def is_plain(self, slots: Sequence[int]) -> bool:
         """Whether nothing but a temperature is asked for, so that `pick_plain` will do."""
-        return all(_is_plain(self.sampling[slot]) for slot in slots)
+        return self.special.isdisjoint(slots)
 
     def pick_plain(self, logits: Tensor, slots: Tensor, positions: Tensor, ahead: int = 0) -> Tensor:
         """Tokens for rows of logits: the likeliest at temperature 0, else drawn. Nothing here waits for the device or depends on
@@ -195,10 +200,10 @@ class Sampler:
 
     def add_logprobs(self, picked: Picked, logits: Tensor, numbers: Sequence[int]) -> None:
         """Put the logprobs beside the tokens that were picked of these logits, where their slots ask for some."""
-        asked = [self.sampling[slot] for slot in numbers]
-        most = max((each.logprobs for each in asked if each.logprobs is not None), default=None)
-        if most is None:
+        if self.with_logprobs.isdisjoint(numbers):
             return
+        asked = [self.sampling[slot] for slot in numbers]
+        most = max(each.logprobs for each in asked if each.logprobs is not None)
         divided = [each.temperature if each.drawn_logprobs and each.temperature else 1.0 for each in asked]
         divides = any(temperature != 1 for temperature in divided)
         if most == 0 and self.picking is not None and not self.invariant:
@@ -268,7 +273,11 @@ def read_logprobs(
     tokens: list[int], logprobs: Tensor, top: tuple[Tensor, Tensor], asked: list[int | None]
 ) -> list[Logprob | None]:
     """As the client gets them; None for a row that did not ask."""
-    values, indices, highest = logprobs.tolist(), top[0].tolist(), top[1].tolist()
+    values = logprobs.tolist()
+    if not top[0].shape[1]:
+        pairs = zip(tokens, values, asked, strict=True)
+        return [None if most is None else Logprob(token, value) for token, value, most in pairs]
+    indices, highest = top[0].tolist(), top[1].tolist()
     return [
         None if most is None else Logprob(token, value, tuple(zip(which[:most], these[:most], strict=True)))
         for token, value, which, these, most in zip(tokens, values, indices, highest, asked, strict=True)
