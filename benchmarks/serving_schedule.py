@@ -1,4 +1,5 @@
-"""What the serving scheduler costs the host: a step of decoding sequences, and whole loads, in CPU time.
+"""What serving costs the host: a step of decoding sequences and whole loads in the scheduler alone, and a step of the engine around
+a device that takes no time; all in CPU time.
 
     python benchmarks/serving_schedule.py
 
@@ -71,6 +72,45 @@ def load(requests: int, prompt: tuple[int, int], new: tuple[int, int], cache: bo
     return steps, taken / steps, taken / generated
 
 
+def engine_step(sequences: int, logprobs: int | None, steps: int = 40) -> float:
+    """Microseconds of the engine's step, from scheduling to outputs; recorded steps do nothing when they are replayed."""
+    import torch
+
+    from shardwise.model import Transformer
+    from shardwise.run import ModelConfig
+    from shardwise.run.derive import derive_model
+    from shardwise.run.serve_config import ServeConfig
+    from shardwise.serve.engine import Engine
+    from shardwise.serve.request import Request, Sampling
+    from shardwise.serve.runner import Recorded, Runner
+
+    class IdleRunner(Runner):
+        def __init__(self) -> None:
+            config = derive_model(ModelConfig(layers=1, hidden=32, heads=4, vocab=64), 4 * steps)
+            pages = sequences * (4 * steps // PAGE + 1)
+            model = Transformer(config).eval().requires_grad_(False)
+            super().__init__(model, pages, PAGE, sequences, 4 * steps, torch.float32)
+            self.records = True
+
+        def capture(self, compute: object, inputs: torch.Tensor, hidden: torch.Tensor) -> Recorded:
+            rows = inputs.shape[1]
+            return (lambda: None), inputs, hidden, torch.zeros(rows, 64), torch.ones(rows, dtype=torch.int64)
+
+    torch.set_num_threads(1)
+    runner = IdleRunner()
+    pages = sequences * (4 * steps // PAGE + 1)
+    engine = Engine(runner, ServeConfig(max_sequences=sequences, max_step_tokens=8192, page_tokens=PAGE), pages, True)
+    for number in range(sequences):
+        sampling = Sampling(1.0, seed=number, logprobs=logprobs)
+        engine.add(Request(str(number), (1, 2, 3), 2 * steps, sampling, ignore_end=True))
+    taken = []
+    for _ in range(steps):
+        start = process_time_ns()
+        engine.step()
+        taken.append((process_time_ns() - start) / 1e3)
+    return median(taken)
+
+
 def main() -> int:
     console, holds = Console(), True
     table = Table("decoding", "prefix cache", "ahead", "median µs a step", "mean µs a step", "µs a sequence")
@@ -91,6 +131,12 @@ def main() -> int:
         for cache in (False, True):
             steps, each, token = load(requests, prompt, new, cache)
             table.add_row(name, f"{cache}", f"{steps}", f"{each:.0f}", f"{token:.2f}")
+    console.print(table)
+    table = Table("engine, decoding", "logprobs", "median µs a step", "µs a sequence")
+    for sequences in (64, 256):
+        for logprobs in (None, 0):
+            each = engine_step(sequences, logprobs)
+            table.add_row(f"{sequences}", f"{logprobs is not None}", f"{each:.0f}", f"{each / sequences:.2f}")
     console.print(table)
     return 0 if holds else 1
 
