@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -23,6 +24,7 @@ import msgspec
 from shardwise.run.problems import Problem, UserError
 from shardwise.trace.reading import cache
 from shardwise.trace.reading.columns import Columns
+from shardwise.trace.reading.foreign import translate
 from shardwise.trace.reading.profile import NONE, Device, Group, Profile
 from shardwise.trace.reading.records import Problems, mend
 from shardwise.trace.reading.text import Source, Text, text_size
@@ -214,7 +216,18 @@ class File:
 
 
 def open_profiles(paths: Sequence[Path], cache_folder: Path | None = None, progress: Progress | None = None) -> Opened:
-    """Read every profile in these files and folders. Without `cache_folder` the cache is not used."""
+    """Read every profile in these files and folders. Without `cache_folder` the cache is not used. Profiles of other profilers are
+    read as they would be if PyTorch's had written them."""
+    with tempfile.TemporaryDirectory(prefix="shardwise-trace-") as place:
+        translated = translate([path for path in paths if path.exists()], Path(place))
+        missing = [path for path in paths if not path.exists()]
+        opened = _open([*missing, *translated.paths], paths, cache_folder, progress)
+    origins = translated.origins
+    named = tuple(replace(each, path=origins.get(each.path, each.path)) for each in opened.profiles)
+    return Opened(named, (*opened.problems, *translated.notes))
+
+
+def _open(paths: Sequence[Path], given: Sequence[Path], cache_folder: Path | None, progress: Progress | None) -> Opened:
     files, problems = find_files(paths)
     profiles: list[Profile] = []
     for file, result in _results(files, cache_folder, progress):
@@ -224,7 +237,7 @@ def open_profiles(paths: Sequence[Path], cache_folder: Path | None = None, progr
             problems += result.problems
     if not profiles:
         raise UserError(
-            *(problems or [f"{', '.join(map(str, paths))}: no profile found (files ending in {' or '.join(ENDINGS)})"])
+            *(problems or [f"{', '.join(map(str, given))}: no profile found (files ending in {' or '.join(ENDINGS)})"])
         )
     by_rank, more = _one_per_rank(profiles)
     return Opened(by_rank, (*problems, *more, *(p for profile in by_rank for p in profile.problems)))

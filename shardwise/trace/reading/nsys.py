@@ -1,0 +1,153 @@
+"""Reports of Nsight Systems, exported with `nsys export --type sqlite`: kernels, copies, runtime calls and NVTX ranges of each
+process.
+
+NVTX ranges are annotations; those of `torch.autograd.profiler.emit_nvtx` are operators, and ranges such as `step 3` are steps.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from shardwise.trace.reading.foreign import SQLITE, Span, Told, refused
+
+LACKS = (
+    "Nsight Systems records no shapes, sizes of messages or process groups: "
+    "FLOPs, MFU, bandwidths and axes of collectives are unknown"
+)
+COPIES = {1: "HtoD", 2: "DtoH", 3: "HtoA", 4: "AtoH", 8: "DtoD", 9: "HtoH", 10: "PtoP"}
+"""CUPTI's kinds of copies."""
+RANGES = (59, 60)
+"""NVTX's ranges: pushed and popped, started and ended."""
+_STEP = re.compile(r"(?:profiler ?step|train(?:ing)?[ _]?step|step|iteration|iter)[ _#:=]*(\d+)", re.IGNORECASE)
+_OPERATOR = re.compile(r"((?:aten|c10d|torch|autograd)::[^,\s]+)")
+_VERSION = re.compile(r"_v\d+$")
+
+
+def is_report(path: Path) -> bool:
+    """Whether this is a database that nsys wrote."""
+    try:
+        with path.open("rb") as file:
+            if file.read(len(SQLITE)) != SQLITE:
+                return False
+    except OSError:
+        return False
+    return True
+
+
+def ranks(path: Path) -> list[Told]:
+    """The processes of a report that used a device, by the first device of each."""
+    try:
+        with closing(_open(path)) as base:
+            tables = {row[0] for row in base.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")}
+            if "StringIds" not in tables or not any(name.startswith("CUPTI_ACTIVITY") for name in tables):
+                raise refused(
+                    path,
+                    "is a database, but not a report of Nsight Systems with CUDA's activity (nsys export --type sqlite)",
+                )
+            names = dict(base.execute("SELECT id, value FROM StringIds"))
+            devices = _devices(base, tables)
+            spans: dict[int, list[Span]] = {}
+            first: dict[int, int] = {}
+            for process, span in _device_spans(base, tables, names):
+                spans.setdefault(process, []).append(span)
+                first[process] = min(first.get(process, 1 << 30), span.process)
+            for process, span in _host_spans(base, tables, names):
+                if process in spans:
+                    spans[process].append(span)
+    except sqlite3.Error as e:
+        raise refused(path, f"cannot be read as a report of Nsight Systems: {e}") from None
+    if not spans:
+        raise refused(path, "holds nothing that ran on a device")
+    order = sorted(spans, key=lambda process: (first[process], process))
+    one = len(order) == 1
+    return [Told(iter(spans[process]), devices, None if one else rank) for rank, process in enumerate(order)]
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
+
+
+def _columns(base: sqlite3.Connection, table: str) -> set[str]:
+    return {row[1] for row in base.execute(f"PRAGMA table_info({table})")}
+
+
+def _rows(base: sqlite3.Connection, table: str, wanted: dict[str, str]) -> Iterator[tuple[Any, ...]]:
+    """Rows of a table; a column that this version does not have is its default."""
+    there = _columns(base, table)
+    columns = [f'"{name}"' if name in there else f"{default} AS {name}" for name, default in wanted.items()]
+    yield from base.execute(f"SELECT {', '.join(columns)} FROM {table}")
+
+
+def _process(identifier: int) -> int:
+    """The process in the identifiers that nsys gives to processes and threads."""
+    return identifier >> 24 & 0xFFFFFF
+
+
+def _device_spans(base: sqlite3.Connection, tables: set[str], names: dict[int, str]) -> Iterator[tuple[int, Span]]:
+    common = {"start": "0", "end": "0", "deviceId": "0", "streamId": "0", "correlationId": "0", "globalPid": "0"}
+    if "CUPTI_ACTIVITY_KIND_KERNEL" in tables:
+        wanted = common | {"demangledName": "NULL", "shortName": "NULL"}
+        for start, end, device, stream, number, process, long, short in _rows(
+            base, "CUPTI_ACTIVITY_KIND_KERNEL", wanted
+        ):
+            name = names.get(long) or names.get(short) or "kernel"
+            yield _process(process), _on_device("kernel", name, start, end, device, stream, number)
+    if "CUPTI_ACTIVITY_KIND_MEMCPY" in tables:
+        wanted = common | {"bytes": "0", "copyKind": "0"}
+        for start, end, device, stream, number, process, size, kind in _rows(
+            base, "CUPTI_ACTIVITY_KIND_MEMCPY", wanted
+        ):
+            name = f"Memcpy {COPIES.get(kind, '')}".strip()
+            yield _process(process), _on_device("gpu_memcpy", name, start, end, device, stream, number, bytes=size)
+    if "CUPTI_ACTIVITY_KIND_MEMSET" in tables:
+        wanted = common | {"bytes": "0"}
+        for start, end, device, stream, number, process, size in _rows(base, "CUPTI_ACTIVITY_KIND_MEMSET", wanted):
+            yield _process(process), _on_device("gpu_memset", "Memset", start, end, device, stream, number, bytes=size)
+
+
+def _on_device(
+    category: str, name: str, start: int, end: int, device: int, stream: int, number: int, **more: Any
+) -> Span:
+    return Span(
+        category, name, start, end, device, stream, {"device": device, "stream": stream, "correlation": number, **more}
+    )
+
+
+def _host_spans(base: sqlite3.Connection, tables: set[str], names: dict[int, str]) -> Iterator[tuple[int, Span]]:
+    if "CUPTI_ACTIVITY_KIND_RUNTIME" in tables:
+        wanted = {"start": "0", "end": "0", "globalTid": "0", "correlationId": "0", "nameId": "NULL"}
+        for start, end, thread, number, name in _rows(base, "CUPTI_ACTIVITY_KIND_RUNTIME", wanted):
+            called = _VERSION.sub("", names.get(name, "call"))
+            category = "cuda_driver" if called.startswith("cu") and not called.startswith("cuda") else "cuda_runtime"
+            process = _process(thread)
+            yield process, Span(category, called, start, end, process, thread & 0xFFFFFF, {"correlation": number})
+    if "NVTX_EVENTS" in tables:
+        wanted = {"start": "0", "end": "NULL", "eventType": "59", "text": "NULL", "textId": "NULL", "globalTid": "0"}
+        for start, end, kind, text, identifier, thread in _rows(base, "NVTX_EVENTS", wanted):
+            said = text or names.get(identifier)
+            if kind in RANGES and end is not None and said:
+                process = _process(thread)
+                yield process, _annotation(said, start, end, process, thread & 0xFFFFFF)
+
+
+def _annotation(text: str, start: int, end: int, process: int, thread: int) -> Span:
+    """An NVTX range: an operator, a step, or anything that a program names."""
+    if found := _OPERATOR.match(text):
+        return Span("cpu_op", found[1], start, end, process, thread, {})
+    if found := _STEP.fullmatch(text.strip()):
+        return Span("user_annotation", f"ProfilerStep#{found[1]}", start, end, process, thread, {})
+    return Span("user_annotation", text, start, end, process, thread, {})
+
+
+def _devices(base: sqlite3.Connection, tables: set[str]) -> list[dict[str, Any]]:
+    if "TARGET_INFO_GPU" not in tables:
+        return []
+    rows = _rows(base, "TARGET_INFO_GPU", {"id": "0", "name": "''", "smCount": "0", "totalMemory": "0"})
+    return [
+        {"id": number, "name": name, "numSms": count, "totalGlobalMem": memory} for number, name, count, memory in rows
+    ]
