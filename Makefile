@@ -6,7 +6,7 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check -q --no-compi
 CORES  ?= $(shell getconf _NPROCESSORS_ONLN)
 WORKERS = -n $(CORES) --maxprocesses 8 --dist loadscope --no-loadscope-reorder
 
-.PHONY: demo demo-tune test test-all lint unit chaos cluster-test bench clean
+.PHONY: demo demo-tune test test-all lint unit chaos cluster-test bench docs clean
 
 demo: $(VENV)/.train          ## train a small model on the text that ships with Python, then sample from it
 	$(BIN)/shardwise train examples/demo.toml
@@ -54,8 +54,11 @@ bench: $(VENV)/.dev           ## the measured claims, each beside its peer
 	$(BIN)/python benchmarks/checkpoint_cost.py
 	$(BIN)/python benchmarks/serving_schedule.py
 
+docs: $(VENV)/.dev            ## the pages as a site, in site/; a link to a page that is not there is an error
+	$(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 # The pip of the interpreter may be years old, and slow. Modules are compiled when they are first imported: few of them are.
 $(BIN)/python:

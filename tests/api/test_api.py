@@ -139,13 +139,17 @@ def test_a_search_is_the_command_s(run_file: Path, capsys: pytest.CaptureFixture
     frame = found.to_frame()
     assert list(frame["step_seconds"]) == [plan.step_seconds for plan in found]
     assert frame["mfu"].is_monotonic_decreasing
-    assert shardwise.plan(shardwise.Run(run_file, layout="auto")).to_dict()["layout"] == found.best.to_dict()["layout"]
     page = re.search(r'srcdoc="(.*?)"', found._repr_html_(), re.DOTALL)
     assert page is not None
     found.save(tmp_path / "found.html")
     assert (tmp_path / "found.html").read_text().startswith("<!DOCTYPE html>")
     # A plan of the ranking is a run like any other.
     assert shardwise.plan(found[1].run).step_seconds == found[1].step_seconds
+
+
+def test_the_plan_of_an_open_layout_is_that_of_the_best() -> None:
+    run = shardwise.Run(model=SMALL, layout="auto", chip="h100", devices_per_node=2, global_batch=4, seq_len=64)
+    assert shardwise.plan(run).to_dict()["layout"] == shardwise.search(run, keep=1).best.to_dict()["layout"]
 
 
 def test_a_load_is_planned() -> None:
