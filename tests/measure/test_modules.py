@@ -41,22 +41,18 @@ def part_of(name: str) -> str:
     raise AssertionError(name)
 
 
-def counted(run: Run) -> tuple[dict[str, dict[str, float]], dict[str, int], dict[str, Any]]:
+def counted(run: Run, *count: Any) -> list[Any]:
+    """What each of some functions counts of a step."""
     with dry_rank(run, run.layout.world - 1) as train_state, even_routing(train_state):
-        batch = random_batch(run)
-        return (
-            module_flops(train_state, batch),
-            module_activations(train_state, batch),
-            measure_memory(train_state, batch),
-        )
+        return [each(train_state, random_batch(run)) for each in count]
 
 
 @pytest.mark.parametrize(("model", "layout"), DRY, ids=str)
 def test_modules_add_up_to_the_plan(model: str, layout: Layout) -> None:
     data = layout.get("shard", 1)
     stages = layout.get("pipeline", 1)
-    run = cases.make_run(model, layout, 2 * stages, global_batch=(4 if stages > 1 else 1) * data, microbatch=1)
-    flops, activations, memory = counted(run)
+    run = cases.make_run(model, layout, 2 * stages, global_batch=(2 if stages > 1 else 1) * data, microbatch=1)
+    flops, activations, memory = counted(run, module_flops, module_activations, measure_memory)
     by_part: Counter[tuple[str, str]] = Counter()
     for name, passes in flops.items():
         for which, value in passes.items():
@@ -71,7 +67,7 @@ def test_modules_add_up_to_the_plan(model: str, layout: Layout) -> None:
 
 def test_muon_is_a_phase_beside_the_modules() -> None:
     run = cases.make_run("mixture", dict(shard=2), layers=2, global_batch=2, microbatch=1, optimizer="muon")
-    flops, _, _ = counted(run)
+    (flops,) = counted(run, module_flops)
     planned = work(run, 1)
     assert flops[OPTIMIZER] == planned.flops["parameters"]
     assert flops[OPTIMIZER]["optimizer"] > 0
@@ -79,7 +75,8 @@ def test_muon_is_a_phase_beside_the_modules() -> None:
 
 
 def test_layers_alike_cost_alike() -> None:
-    flops, activations, _ = counted(cases.make_run("dense", dict(recompute="full"), 2, global_batch=2, microbatch=1))
+    run = cases.make_run("dense", dict(recompute="full"), 2, global_batch=2, microbatch=1)
+    flops, activations = counted(run, module_flops, module_activations)
     for module in ("attention.q", "attention.core", "ffn.up"):
         assert len({str(flops[f"layers.{layer}.{module}"]) for layer in range(2)}) == 1
     # Only its input is kept of a repeated block: the block before made it.
