@@ -3,7 +3,7 @@
 `pytest` runs the small tier: every axis, schedule, model family, fault kind and message. `pytest --large` adds the tests marked
 `large`, each with what it finds that the small tier does not. What is drawn at random follows from the commit, so that coverage
 grows with history; pytest says the seed at its end, and `--seed` repeats it. Property tests draw the same examples every time
-(`--hypothesis-profile=default` draws others).
+(`--hypothesis-profile=default` draws others), the large tier three times as many.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from hypothesis import settings
 from interpreted_kernels import Interpreter
 from parallel_pool import RankPool
 
-settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=30)
+settings.register_profile("thorough", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 ROOT = Path(__file__).parents[1]
@@ -53,6 +54,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.option.large and not config.getoption("--hypothesis-profile", None):
+        settings.load_profile("thorough")
     config.addinivalue_line("markers", "large(finds): for the large tier; what it finds that the small one does not")
     if config.option.seed is None:
         # A worker has the seed of the process that started it, whatever is checked out meanwhile.

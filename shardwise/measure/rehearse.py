@@ -192,7 +192,7 @@ def _measure(
     read(profiler)
     if trace is not None:
         profiler.export_chrome_trace(str(trace))
-    parts, kernels = _kernels(profiler)
+    parts, kernels = _kernels(profiler) if cuda else (Counter[str](), 0)
     owners = dict(
         parameters=unique_bytes(parameters_of(train_state)),
         gradients=unique_bytes(gradients_of(train_state)),
