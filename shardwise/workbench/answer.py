@@ -51,8 +51,15 @@ class Planned:
 
 
 def answer(base: Base, changes: Mapping[str, str]) -> Planned:
-    """The plan of the run with these changes; raises every mistake in it."""
+    """The plan of the run with these changes; raises every mistake in it. A page must not end where the planner does."""
     planned = base.planned(changes)
+    try:
+        return _answer(planned)
+    except (ArithmeticError, LookupError, ValueError) as e:
+        raise UserError(f"the planner has no answer to this: {e}") from e
+
+
+def _answer(planned: PlannedRun) -> Planned:
     run = planned.run
     if run.serve.rate or run.serve.concurrency:
         raise UserError("the workbench plans training; `shardwise plan` says what a load sees of a server")

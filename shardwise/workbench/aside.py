@@ -73,13 +73,14 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     """One answer; what is wrong with a question is one too."""
     from shardwise.run import UserError
     from shardwise.workbench.changes import faster_changes, ranking
+    from shardwise.workbench.errors import memory_error
     from shardwise.workbench.question import Base
 
     base, changes = Base(question["given"]), question["changes"]
     try:
         if question["kind"] == "ranking":
             return ranking(base, changes)
-        return {"changes": faster_changes(base, changes)}
+        return {"changes": faster_changes(base, changes), "memory_error": memory_error()}
     except UserError as e:
         return {"problems": [{"key": each.key, "message": each.message} for each in e.problems]}
 

@@ -37,6 +37,7 @@
     const still = () => asked === JSON.stringify(bench.question());
     try {
       const found = await (await bench.post("/api/changes", bench.question())).json();
+      if (found.memory_error) bench.memoryError(found.memory_error);
       if (still() && !found.superseded) drawChanges(found.changes || []);
       const free = JSON.stringify(Object.entries(bench.keys()).filter(([key]) => !key.startsWith("layout.")).toSorted());
       if (free !== rankedFor && still()) {

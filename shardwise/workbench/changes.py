@@ -32,9 +32,9 @@ def faster_changes(base: Base, changes: Mapping[str, str]) -> list[dict[str, Any
     for what, keys in neighbours(run):
         try:
             other = base.planned({**changes, **keys}).run
-        except UserError:
+            taken = _seconds(other)
+        except (UserError, ArithmeticError, LookupError, ValueError):  # not legal, or the planner has no answer
             continue
-        taken = _seconds(other)
         if fits and seconds / taken - 1 < LEAST_GAIN:
             continue
         memory = memory_of(other, job_of(other))

@@ -13,6 +13,7 @@ from shardwise.run import UserError
 from shardwise.workbench.answer import answer
 from shardwise.workbench.changes import faster_changes, ranking
 from shardwise.workbench.controls import FIRST, SLIDERS, choices, offered, value_at
+from shardwise.workbench.errors import memory_error
 from shardwise.workbench.page import workbench_page
 from shardwise.workbench.question import Base, Keys
 
@@ -35,11 +36,13 @@ def export_page(base: Base, told: Callable[[str], None] = lambda text: None) -> 
     wanted = [each["keys"] for each in (*changes, *ranked.get("rows", []))]
     for keys in [*wanted, *_turned(first["plan"]["run"])]:
         asked = {key: value for key, value in keys.items() if base.given.get(key) != value}
+        if pool.has(asked):
+            continue
         told(f"planning {', '.join(f'{key} = {value}' for key, value in asked.items())}")
         content = _without_mistakes(lambda asked=asked: answer(base, asked).as_dict())  # type: ignore[misc]
         if content is not None and not pool.add(asked, content):
             break
-    more = {"answers": pool.packed(), "changes": changes, "ranking": ranked}
+    more = {"answers": pool.packed(), "changes": changes, "ranking": ranked, "memory_error": memory_error()}
     return workbench_page(base, json.dumps(first).encode(), "", more=more)
 
 
@@ -74,6 +77,10 @@ class _Pool:
         self._texts: dict[str, int] = {}
         self._answers: dict[str, Any] = {}
         self._bytes = 0
+
+    def has(self, changes: Keys) -> bool:
+        """Whether a question is answered already."""
+        return question_name(changes) in self._answers
 
     def add(self, changes: Keys, content: dict[str, Any]) -> bool:
         """Add an answer; whether there was room for it."""

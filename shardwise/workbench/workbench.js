@@ -145,9 +145,30 @@
       section.toggleAttribute("data-empty", name === "notes" && !section.querySelector("li"));
     }
     document.getElementById("headline").textContent = answer.layout;
+    sayErrors();
     attach(results, attached.signal);
     show(answer.plan.run);
     listeners.forEach((listener) => listener(answer));
+  }
+
+  // How right each number is: by the class that it belongs to.
+  let memoryError = state.memory_error || 0;
+  function apart(ratio) { return (ratio < 1 ? "\u2212" : "+") + Math.abs(100 * (ratio - 1)).toFixed(0) + "%"; }
+  function sayErrors() {
+    const { step_seconds: step, step_seconds_low: low, step_seconds_high: high } = shown.plan;
+    const memory = memoryError ? "8 of 10 measured peaks lie within " + (100 * memoryError).toFixed(1) + "% of the predicted" : "";
+    const classes = [
+      [/^memory\.(peak|stages)/, memory],
+      [/^traffic\./, "counted: what this trainer sends, byte for byte"],
+      [/^(step_seconds|breakdown|cost\.(days|usd))/, "8 of 10 measured lie between " + apart(low / step) + " and " + apart(high / step) + " of it"],
+      [/^(tokens_per_s|mfu)/, "8 of 10 measured lie between " + apart(step / high) + " and " + apart(step / low) + " of it"],
+    ];
+    results.querySelectorAll("[data-quantity]").forEach((element) => {
+      const found = classes.find((each) => each[0].test(element.dataset.quantity));
+      if (found && found[1]) element.dataset.tip = found[1];
+    });
+    const note = results.querySelector("#figures [data-quantity='memory.peak'] + .note");
+    if (note && memory && !note.textContent.includes(memory)) note.textContent += "; " + memory;
   }
 
   // The controls show the run as it was resolved, but for the one that is being turned.
@@ -229,6 +250,7 @@
   Object.assign(globalThis.shardwise, {
     bench: { state, post, question, answered, change, exchange, replaceAll, remember, pins, actions, said, download, runName,
       heard(listener) { listeners.push(listener); if (shown) listener(shown); },
+      memoryError(share) { memoryError = share; if (shown) sayErrors(); },
       keys() { return Object.fromEntries(changes); } },
   });
 

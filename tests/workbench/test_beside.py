@@ -14,6 +14,7 @@ from shardwise.run.coordinates import RankCoordinates
 from shardwise.workbench.answer import answer
 from shardwise.workbench.aside import Aside
 from shardwise.workbench.changes import faster_changes, keys_of, neighbours, ranking, with_layout
+from shardwise.workbench.errors import memory_error
 from shardwise.workbench.question import Base, base_of
 
 SMALL = [
@@ -94,7 +95,8 @@ def test_only_the_newest_question_is_answered(base: Base) -> None:
     first, second, wrong = asyncio.run(ask())
     assert first is None
     expected = faster_changes(base, {"layout.zero": "1"})
-    assert second == {"changes": json.loads(json.dumps(expected))}
+    assert second == {"changes": json.loads(json.dumps(expected)), "memory_error": memory_error()}
+    assert 0 < memory_error() < 0.05
     assert "problems" in wrong  # type: ignore[operator]
 
 
