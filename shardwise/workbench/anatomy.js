@@ -179,14 +179,23 @@
   addEventListener("resize", drawMesh);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawMesh);
 
-  // Both are far down the page: drawn once the numbers are.
+  // Both are far down the page and take longer than the numbers: drawn when they are in sight.
+  const inSight = { model: false, mesh: false }, drawn = { model: null, mesh: null };
+  function draw() {
+    if (!shown) return;
+    if (inSight.model && drawn.model !== shown) drawModel(shown.anatomy.model, shown.plan.run);
+    if (inSight.mesh && drawn.mesh !== shown) drawMesh();
+    for (const name of ["model", "mesh"]) if (inSight[name]) drawn[name] = shown;
+  }
+  const watcher = new IntersectionObserver((entries) => {
+    for (const entry of entries) inSight[entry.target.id] = entry.isIntersecting;
+    draw();
+  }, { rootMargin: "300px" });
+  watcher.observe(document.getElementById("model"));
+  watcher.observe(document.getElementById("mesh"));
   bench.heard((answer) => {
     shown = answer;
-    requestAnimationFrame(() => {
-      if (shown !== answer) return;
-      at = Math.min(at, answer.anatomy.mesh.world - 1);
-      drawModel(answer.anatomy.model, answer.plan.run);
-      drawMesh();
-    });
+    at = Math.min(at, answer.anatomy.mesh.world - 1);
+    requestAnimationFrame(draw);
   });
 })();

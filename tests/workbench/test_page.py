@@ -171,6 +171,7 @@ def test_a_chip_is_a_change_and_layouts_stand_side_by_side(bench: Served, page: 
 
 def test_the_mesh_tells_what_a_rank_holds(page: Browser) -> None:
     change(page, {})
+    page.js("document.getElementById('mesh').scrollIntoView()")
     page.until("document.querySelector('#mesh .held').textContent.includes('Rank 0')")
     page.js("document.querySelector('#mesh canvas').focus()")
     page.press("ArrowRight", 39)
