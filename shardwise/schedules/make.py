@@ -48,7 +48,13 @@ def legal(name: str, ranks: int, microbatches: int, chunks: int | None = None) -
     family = _FAMILIES.get(name)
     if family is None:
         reasons.append(f'no schedule is called "{name}"; there are {", ".join(SCHEDULES)}')
-    elif chunks is not None and chunks >= 1 and chunks != family.chunks and not family.any_chunks:
+    elif (
+        chunks is not None
+        and chunks >= 1
+        and chunks != family.chunks
+        and not family.any_chunks
+        and max(ranks, chunks) > 1
+    ):
         holds = "1 stage" if family.chunks == 1 else f"{family.chunks} stages"
         several = "; interleaved and breadth-first take any number" if family.chunks == 1 else ""
         reasons.append(f"{name} holds {holds} on each rank, not {chunks}{several}")
@@ -60,6 +66,8 @@ def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None =
     reasons = legal(name, ranks, microbatches, chunks)
     if reasons:
         raise ValueError("; ".join(reasons))
+    if ranks == chunks == 1 and _FAMILIES[name].chunks > 1 and not _FAMILIES[name].any_chunks:
+        return zb_h1(ranks, microbatches)  # a V of one rank and one stage has no second leg
     family = _FAMILIES[name]
     return family.build(ranks, microbatches, family.chunks if chunks is None else chunks)
 

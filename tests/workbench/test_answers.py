@@ -117,3 +117,11 @@ def test_a_schedule_of_several_stages_without_a_pipeline_has_a_timeline() -> Non
     bench = Workbench(base_of(None, BASE))
     answer = json.loads(bench.answer({"layout.pipeline": "1", "layout.schedule": "interleaved"}))
     assert "canvas" in answer["parts"]["timeline"]["body"]
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v"])
+def test_a_v_without_a_pipeline_is_planned(schedule: str) -> None:
+    bench = Workbench(base_of(None, BASE))
+    assert (
+        json.loads(bench.answer({"layout.schedule": schedule, "train.global_batch": "64"}))["plan"]["step_seconds"] > 0
+    )
