@@ -18,7 +18,7 @@ from shardwise.scale.minimize import Array
 from shardwise.scale.points import Points
 
 PUBLISHED = (15.39, 5.31)
-"""R_D and R_N of the paper, fitted to C4 with Chinchilla's form (section 3.1)."""
+"""R_D and R_N of the paper, fitted to C4 with Chinchilla's form (appendix A)."""
 _GRID, _ROUNDS = 13, 9
 _BOUNDS = (math.log(0.3), math.log(300.0))
 

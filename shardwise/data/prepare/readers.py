@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from shardwise.data.documents import BOM, TEXT_PART, name_of, to_line_start
+from shardwise.data.documents import BOM, TEXT_PART, name_of
 from shardwise.data.inputs import Chunk, import_parquet
 from shardwise.data.prepare.files import File
 from shardwise.data.prepare.streams import broken, open_stream
@@ -75,8 +75,7 @@ def _jsonl(file: File, chunk: Chunk, name: str, longest: int) -> Iterator[Row]:
     with open_stream(file.path, file.compression) as source:
         at = 0
         if chunk.start:
-            at = to_line_start(source, chunk.start)
-            source.seek(at)
+            at = _first_line(source, chunk)
         while file.zipped or at < chunk.stop:
             line = source.readline(longest + 1)
             if not line:
@@ -91,6 +90,17 @@ def _jsonl(file: File, chunk: Chunk, name: str, longest: int) -> Iterator[Row]:
                 yield Row(place, min(at - place, 2**32 - 1), wrong=_too_long(longest))
             elif not line.isspace():
                 yield _value(line.removeprefix(BOM) if place == 0 else line, place, name)
+
+
+def _first_line(source: IO[bytes], chunk: Chunk) -> int:
+    """Go to the first line that begins in a chunk and not beyond it, or each chunk of a long line would read it all."""
+    at = chunk.start - 1
+    source.seek(at)
+    while at < chunk.stop and (block := source.readline(min(TEXT_PART, chunk.stop - at))):
+        at += len(block)
+        if block.endswith(b"\n"):
+            break
+    return at
 
 
 def _value(line: bytes, place: int, name: str) -> Row:
@@ -174,12 +184,3 @@ def _page(record: Record, longest: int) -> Row | None:
         except UnicodeDecodeError:
             return Row(place, size, wrong=f'neither UTF-8 nor "{record.charset}" as declared'.replace(' nor ""', ""))
     return Row(place, size, text, _surrogates(text), meta)
-
-
-def line_of(source: IO[bytes], place: int) -> int:
-    """The number of the line that begins at a byte."""
-    line = 1
-    while place > 0 and (block := source.read(min(place, TEXT_PART))):
-        line += block.count(b"\n")
-        place -= len(block)
-    return line
