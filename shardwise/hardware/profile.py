@@ -50,7 +50,7 @@ LABELS = {
 TEXTS = ("machine", "chip", "torch", "date")
 SERVING = ("device_bytes", "library_bytes", "serve_step", "serve_sequence", "serve_mixed", "serve_layer", "serve_token",
            "serve_arrive", "serve_error")  # fmt: skip
-HOST = ("to_host_gbs", "to_device_gbs", "host_update_gbs")
+HOST = ("to_host_gbs", "to_device_gbs", "host_update_gbs", "disk_gbs")
 NUMBERS = ("threads", "kernel_seconds", "launch", "overhead", "layer_overhead", *SERVING, *HOST)
 VERSION = 2
 NEIGHBOURS = 4
@@ -96,6 +96,9 @@ class Profile:
     to_host_gbs: float = 0  # GB/s from the device to pinned memory of the host, and back
     to_device_gbs: float = 0
     host_update_gbs: float = 0  # GB/s that the host's threads read and write while they update an optimizer's states
+    disk_gbs: float = (
+        0  # GB/s of the disk of the working directory, the mean of writing a file and reading it, past the page cache
+    )
     _factors: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:

@@ -3,8 +3,11 @@ threads as they update an optimizer's states with the trainer's own code."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -19,6 +22,8 @@ from shardwise.train.host_adamw import SLICE, HostAdamW, master_of
 
 COPIED = 1 << 28
 """Bytes of a copy between device and host: enough to be at full speed."""
+WRITTEN = 1 << 29
+"""Bytes of the file that a disk is measured with."""
 UPDATED = 1 << 28
 """Elements of the parameters that are updated: far more than caches hold, and many slices for each thread."""
 
@@ -28,8 +33,25 @@ def with_host(device: torch.device, profile: Profile, seconds: float, quick: boo
     there, back = copy_gbs(device, seconds / 2) if device.type == "cuda" else (0.0, 0.0)
     updated = UPDATED // (64 if quick or device.type == "cpu" else 1)
     return replace(
-        profile, to_host_gbs=there, to_device_gbs=back, host_update_gbs=update_gbs(device, updated, seconds / 2)
-    )
+        profile, to_host_gbs=there, to_device_gbs=back, host_update_gbs=update_gbs(device, updated, seconds / 2),
+        disk_gbs=disk_gbs(Path.cwd(), WRITTEN // (16 if quick else 1)),
+    )  # fmt: skip
+
+
+def disk_gbs(folder: Path, size: int) -> float:
+    """GB/s of a folder's disk: a file written through to it, and read again when the system has been told to forget it."""
+    block = memoryview(bytes(range(256)) * 4096)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        start = time.perf_counter()
+        for _ in range(size // len(block)):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        while file.read(len(block)):
+            pass
+        return 2 * size / (time.perf_counter() - start) / 1e9
 
 
 def copy_gbs(device: torch.device, seconds: float) -> tuple[float, float]:

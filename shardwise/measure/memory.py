@@ -157,7 +157,8 @@ def hosted_of(train_state: TrainState) -> list[Tensor | None]:
     if host is None:
         return []
     own = [x for each in host.hosted.values() for x in (each.master, each.buffer, each.total)]
-    return [*own, *_states(train_state)]
+    in_files = host.files is not None
+    return [*own, *(x for x in _states(train_state) if not (in_files and x.ndim))]
 
 
 def _states(train_state: TrainState) -> list[Tensor]:

@@ -162,7 +162,8 @@ def notes_of(job: Job) -> list[str]:
         )
     if job.memory.hosts_optimizer:
         several = job.microbatches > 1
-        held = host_bytes(job.model, int(job.width), several=several).held
+        every = host_bytes(job.model, int(job.width), several=several)
+        held = every.held - every.moments * job.memory.on_disk
         measured = job.cluster.profile is not None and job.cluster.profile.host_update_gbs > 0
         link = link_of(job)
         how = (
@@ -174,6 +175,10 @@ def notes_of(job: Job) -> list[str]:
             f"the host holds {held / GIB:.1f} GiB; it updates at {link.update:.0f} GB/s, gradients leave at {link.to_host:.0f} and "
             f"parameters come back at {link.to_device:.0f} GB/s, {how}"
         )
+        if job.memory.on_disk:
+            notes.append(
+                f"{every.moments / GIB:.1f} GiB of moments are in files, read and written at {link.disk:.1f} GB/s"
+            )
     if job.layout.offload:
         notes.append("moving parameters and gradients between host and device is not part of the predicted time")
         if job.muon:

@@ -12,10 +12,14 @@ from shardwise.run.declare import key
 class MemoryConfig:
     """What a device that is too small does not hold."""
 
-    optimizer: Literal["device", "host"] = key(
+    optimizer: Literal["device", "host", "disk"] = key(
         "device",
         "where AdamW's moments and the parameters in high precision are held and updated; host: in the CPU's memory, by its "
-        "threads, and the device holds the layers' matrices in the dtype of the arithmetic",
+        "threads, and the device holds the layers' matrices in the dtype of the arithmetic; disk: the same, with the moments in "
+        "files of memory.folder",
+    )
+    folder: str = key(
+        "", "disk: an existing folder on a fast disk of the machine; its files are the run's while it trains"
     )
     host_threads: int = key(0, "host: threads that update; 0: as many as the process has cores", least=0)
     update_gbs: float = key(
@@ -29,6 +33,11 @@ class MemoryConfig:
     def hosts_optimizer(self) -> bool:
         """Whether the optimizer is off the device."""
         return self.optimizer != "device"
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether its moments are in files."""
+        return self.optimizer == "disk"
 
 
 ALL_ON_DEVICE = MemoryConfig()

@@ -16,6 +16,8 @@ def memory_rules(run: Run) -> Iterator[Rule]:
     if not run.memory.hosts_optimizer:
         return
     where = "memory.optimizer"
+    yield Rule(run.memory.on_disk and not run.memory.folder, "memory.folder", (where,),
+               lambda: "is where the moments go with memory.optimizer = disk: name a folder on a fast disk")
     yield Rule(lay.world > 1, where, ("layout.shard", "layout.replicate"), lambda: (
         f"the host updates what one device holds, and the layout has {lay.world} ranks; layout.offload shards over them, with "
         "parameters, gradients and optimizer in the hosts' memory"

@@ -14,6 +14,7 @@ holds. The host's memory holds 3 x 4 bytes a parameter and a gradient; what it r
 from __future__ import annotations
 
 import os
+import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +29,7 @@ from torch import Tensor
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.local_parameter import LocalParameter
 from shardwise.plan.cost.host import IN_FLIGHT
+from shardwise.run import Problem, UserError
 from shardwise.torch_private import adamw_, foreach_norm, is_fake, version
 
 SLICE = 1 << 20
@@ -69,10 +71,14 @@ class HostAdamW(torch.optim.Optimizer):
         local: Mapping[Tensor, LocalParameter],
         microbatches: int,
         threads: int,
+        folder: str = "",
     ) -> None:
         super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0))
         self.local = local
         self.microbatches = microbatches
+        if folder and not os.path.isdir(folder):
+            raise UserError(Problem(f"there is no such folder: {folder}", "memory.folder"))
+        self.files = tempfile.TemporaryDirectory(dir=folder, prefix="moments-") if folder else None
         self.hosted = {held.name: Hosted(held, master, target_of(held)) for master, held in local.items()}
         for each in self.hosted.values():
             each.written = version(each.held.parameter)
@@ -80,6 +86,7 @@ class HostAdamW(torch.optim.Optimizer):
         self.cuda = any(each.target.is_cuda for each in self.hosted.values())
         self.to_host, self.to_device = (torch.cuda.Stream() if self.cuda else None for _ in range(2))
         self.outer: list[Hosted] = []
+        self.moments = 0
         self.leaving: deque[tuple[Tensor, Any]] = deque()
         # A dry run's tensors have no data, and know one thread alone.
         self.dry = any(is_fake(master) for master in local)
@@ -125,6 +132,15 @@ class HostAdamW(torch.optim.Optimizer):
                 self._wait([each])
                 each.master.copy_(each.held.parameter.detach())
                 each.written = version(each.held.parameter)
+
+    def moment(self, like: Tensor) -> Tensor:
+        """Zeros for a parameter's moment: in the host's memory, or in a file of the folder that the system maps into it, so that a
+        slice is read when it is updated and written when there is need of its memory."""
+        if self.files is None or self.dry:
+            return torch.zeros_like(like)
+        self.moments += 1
+        path = os.path.join(self.files.name, str(self.moments))
+        return torch.from_file(path, shared=True, size=like.numel(), dtype=like.dtype).view_as(like)
 
     def finish(self) -> None:
         """Wait until everything is updated."""
@@ -207,7 +223,7 @@ class HostAdamW(torch.optim.Optimizer):
             state = self.state[each.master]
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(each.master), torch.zeros_like(each.master)
+                state["exp_avg"], state["exp_avg_sq"] = (self.moment(each.master) for _ in range(2))
             state["step"] += 1
             gradient = each.buffer if each.total is None else each.total
             assert gradient is not None

@@ -105,7 +105,16 @@ class Optimizer:
             betas = (train.beta1, train.beta2)
             if hosted:
                 self.parts.append(
-                    HostAdamW(groups, train.lr, betas, train.eps, dict(rest), microbatches, memory.host_threads)
+                    HostAdamW(
+                        groups,
+                        train.lr,
+                        betas,
+                        train.eps,
+                        dict(rest),
+                        microbatches,
+                        memory.host_threads,
+                        memory.folder if memory.on_disk else "",
+                    )
                 )
             elif mesh.layout.compress == "onebit":
                 self.parts.append(OneBitAdamW(groups, train.lr, betas, train.eps, mesh.layout.compress_warmup))
@@ -179,6 +188,10 @@ class Optimizer:
             if any(p is q for group in part.param_groups for q in group["params"]):
                 # AdamW counts steps in a scalar: PyTorch's on the parameter's device because it is fused, ours on the host.
                 host = isinstance(part, FusedAdamW)
+                if isinstance(part, HostAdamW):
+                    whole = {key: part.moment(p).copy_(value) for key, value in values.items() if value.ndim}
+                    part.state[p] = {key: whole.get(key, value.cpu()) for key, value in values.items()}
+                    continue
                 part.state[p] = {
                     key: value.to("cpu" if host and key == "step" else p.device) for key, value in values.items()
                 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +17,12 @@ from shardwise.run import Run, UserError, run_from_dict
 from shardwise.train.step import TrainState
 
 
-def made(optimizer: str, **train: Any) -> Run:
+def made(optimizer: str, folder: str = "", **train: Any) -> Run:
     settings = dict(global_batch=2, microbatch=2, seq_len=8, device="cpu", lr=1e-2) | train
     model = dict(layers=2, hidden=16, heads=2, vocab=37)
-    return run_from_dict(dict(model=model, train=settings, memory=dict(optimizer=optimizer, host_threads=2)))
+    return run_from_dict(
+        dict(model=model, train=settings, memory=dict(optimizer=optimizer, host_threads=2, folder=folder))
+    )
 
 
 def trained(run: Run) -> tuple[list[Any], list[torch.Tensor]]:
@@ -47,6 +50,32 @@ def test_slices_of_a_parameter_are_updated_as_the_whole(monkeypatch: pytest.Monk
     (_, here), (_, there) = (trained(made(where, dtype="float32")) for where in ("device", "host"))
     for mine, theirs in zip(here, there, strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_moments_in_files_are_the_same_bits_and_not_in_memory(tmp_path: Path) -> None:
+    (metrics, here), (others, there) = (trained(made(where, str(tmp_path))) for where in ("device", "disk"))
+    assert metrics == others
+    for mine, theirs in zip(here, there, strict=True):
+        assert torch.equal(mine, theirs)
+    run = made("disk", str(tmp_path))
+    train_state = TrainState(run)
+    train_state.train_step(random_batch(run))
+    measured = measure_memory(train_state, random_batch(run))
+    every = hosted(run)
+    assert measured["host"] == every.held == hosted(made("host")).held - every.moments
+    # Resuming puts moments back into files.
+    before = {key: value.clone() for key, value in train_state.optimizer.state_of(0).items()}
+    train_state.optimizer.set_state(0, before)
+    after = train_state.optimizer.state_of(0)
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    assert train_state.optimizer.host is not None
+    assert train_state.optimizer.host.files is not None
+    files = Path(train_state.optimizer.host.files.name).iterdir()
+    assert sum(path.stat().st_size for path in files) >= every.moments
+    with pytest.raises(UserError, match="there is no such folder"):
+        TrainState(made("disk", str(tmp_path / "nowhere")))
+    with pytest.raises(UserError, match="name a folder"):
+        made("disk")
 
 
 @pytest.mark.parametrize("microbatch", [1, 2])

@@ -23,6 +23,8 @@ class HostBytes(NamedTuple):
 
     held: int
     """In the host's memory."""
+    moments: int
+    """Of those, both moments, which may be in files instead; an update reads and writes them."""
     device: int
     """In the device's, of parameters; as many of gradients travel to the host in a microbatch, and of parameters back in a step."""
     updated: int
@@ -49,16 +51,17 @@ def _entries(model: ModelConfig) -> Iterator[tuple[int, Parameter]]:
 @cache
 def host_bytes(model: ModelConfig, width: int, *, several: bool) -> HostBytes:
     """What the host holds and moves for one rank, in arithmetic of so many bytes; with `several` microbatches it adds them up."""
-    held = device = updated = added = largest = 0
+    held = moments = device = updated = added = largest = 0
     high = max(4, width)
     for count, entry in _entries(model):
         numel, own = count * entry.numel, device_width(entry, width)
         held += numel * (3 * high + own + several * high) + count * STEP_COUNT
+        moments += numel * 2 * high
         device += numel * own
         updated += numel * (MOMENTS * high + (high if several else own) + own)
         added += numel * (own + 2 * high) * several
         largest = max(largest, entry.numel * own)
-    return HostBytes(held, device, updated, added, largest)
+    return HostBytes(held, moments, device, updated, added, largest)
 
 
 def gradients_in_flight(moved: HostBytes) -> int:

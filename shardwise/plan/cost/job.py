@@ -68,6 +68,8 @@ class Job:
     """What the device does not hold."""
     host_gbs: float = 20.0
     """GB/s between a device and its host's memory, where that was not measured."""
+    storage_gbs: float = 1.0
+    """Likewise of the machine's disk."""
 
     @property
     def learned(self) -> float:
@@ -189,6 +191,7 @@ def job_of(run: Run) -> Job:
         chunk_bytes=chunk_bytes(run),
         memory=run.memory,
         host_gbs=run.cluster.host_gbs,
+        storage_gbs=run.cluster.storage_gbs,
         imbalance=min(train.expert_imbalance, run.model.expert_capacity or math.inf) if run.model.experts else 1.0,
     )
     return overlapped(job, run.layout.async_tensor)

@@ -15,11 +15,12 @@ from shardwise.plan.cost.passes import Passes
 
 
 class Link(NamedTuple):
-    """GB/s between a device and its host, and of the host's own updates."""
+    """GB/s between a device and its host, of the host's own updates, and of its disk."""
 
     to_host: float
     to_device: float
     update: float
+    disk: float
 
 
 def link_of(job: Job) -> Link:
@@ -28,16 +29,19 @@ def link_of(job: Job) -> Link:
     to_host = (profile.to_host_gbs if profile else 0.0) or job.host_gbs
     to_device = (profile.to_device_gbs if profile else 0.0) or job.host_gbs
     update = memory.update_gbs or (profile.host_update_gbs if profile else 0.0) or job.host_gbs
-    return Link(to_host, to_device, update)
+    disk = (profile.disk_gbs if profile else 0.0) or job.storage_gbs
+    return Link(to_host, to_device, update, disk)
 
 
 def exposed_update(job: Job, own: Passes) -> float:
     """Seconds of a step that the device waits for the host, beside passes of a microbatch."""
-    link, many = link_of(job), job.microbatches
+    link, many, memory = link_of(job), job.microbatches, job.memory
     moved = host_bytes(job.model, int(job.width), several=many > 1)
     backward = float(own.backward_input + own.backward_weight)
     leaves = max(moved.device / link.to_host, moved.added / link.update) / 1e9
     late = max(many * (leaves - backward), 0.0)
     update = max(moved.updated / link.update, moved.device / link.to_device) / 1e9
+    if memory.on_disk:  # moments are read and written
+        update = max(update, 2 * moved.moments / link.disk / 1e9)
     forward, layers = float(own.forward), job.model.layers
     return late + max(update + forward / layers, forward + update / layers) - forward

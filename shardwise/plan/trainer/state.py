@@ -51,8 +51,9 @@ def state_bytes(run: Run, rank: int) -> dict[str, int]:
 
 
 def hosted(run: Run) -> HostBytes:
-    """What the host holds for the only rank of a run that has its optimizer."""
-    return host_bytes(run.model, WIDTHS[run.train.dtype], several=run.accumulation > 1)
+    """What the host holds for the only rank of a run that has its optimizer; moments in files are not in its memory."""
+    found = host_bytes(run.model, WIDTHS[run.train.dtype], several=run.accumulation > 1)
+    return found._replace(held=found.held - found.moments) if run.memory.on_disk else found
 
 
 def known(run: Run) -> bool:
