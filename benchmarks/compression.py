@@ -32,14 +32,21 @@ METHODS: dict[str, tuple[dict[str, Any], float]] = {
     "int8": (dict(compress="int8"), 0.01),
     "fp8": (dict(compress="fp8"), 0.01),
     "int4": (dict(compress="int4"), 0.02),
-    "powersgd 4": (dict(compress="powersgd", compress_rank=4), 0.01),
+    "powersgd 4": (dict(compress="powersgd", compress_rank=4, compress_warmup=0.2), 0.01),
     "onebit": (dict(compress="onebit", compress_warmup=0.2), 0.01),
-    "topk 1%": (dict(compress="topk", compress_density=0.01), 0.03),
-    "topk 1%, momentum 0.9": (dict(compress="topk", compress_density=0.01, compress_momentum=0.9), 0.03),
+    "topk 1%": (dict(compress="topk", compress_density=0.01, compress_warmup=0.2), 0.03),
+    "topk 1%, momentum 0.9": (
+        dict(compress="topk", compress_density=0.01, compress_momentum=0.9, compress_warmup=0.2),
+        0.03,
+    ),
     "ZeRO++": (dict(compress_weights="int8", compress_shards="int4"), 0.01),
-    "local SGD 14": (dict(sync_every=14, outer_optimizer="average"), 0.03),
+    "local SGD 14, int4": (dict(sync_every=14, compress="int4", outer_optimizer="average"), 0.03),
     "DiLoCo 14, int4": (dict(sync_every=14, compress="int4"), 0.03),
-    "streaming DiLoCo 14, int4": (dict(sync_every=14, compress="int4", sync_fragments=2, sync_overlap=1), 0.03),
+    "DiLoCo 14, int4, gentle": (dict(sync_every=14, compress="int4", outer_lr=0.7, outer_momentum=0.4), 0.03),
+    "streaming DiLoCo 14, int4": (
+        dict(sync_every=14, compress="int4", sync_fragments=2, sync_overlap=1, outer_momentum=0.4),
+        0.03,
+    ),
     "DiLoCo 100": (dict(sync_every=100), 0.03),
 }
 """Keys of the layout, and how far the loss may be above the uncompressed one's. A warm-up below 1 is a share of the steps."""
