@@ -5,7 +5,7 @@ AdamW. All methods see the same tokens in the same order, from the same initial 
 real ranks over gloo, started once, with a thread each. What is printed is the loss on held-out sequences behind the last step, its
 ratio to the uncompressed run's of the same seed, and how many times fewer bytes the plan says that a rank sends to other replicas.
 
-    python benchmarks/compression.py [--steps 300] [--replicas 4] [--seeds 0 1 2] [--methods int8 powersgd] [--out FILE]
+    python benchmarks/compression.py [--steps 300] [--replicas 4] [--seeds 0 1 2] [--methods none int8] [--out FILE] [--svg FILE]
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from shardwise.plan.trainer.traffic import traffic
+from shardwise.report.colors import AXIS
+from shardwise.report.plot import Plot, Series, svg
 from shardwise.run import LayoutConfig, Run, run_from_dict
 from shardwise.train.source import TokenSource
 from shardwise.train.step import TrainState
@@ -34,6 +36,8 @@ METHODS: dict[str, tuple[dict[str, Any], float]] = {
     "int4": (dict(compress="int4"), 0.02),
     "powersgd 4": (dict(compress="powersgd", compress_rank=4, compress_warmup=0.2), 0.01),
     "onebit": (dict(compress="onebit", compress_warmup=0.2), 0.01),
+    "powersgd 4, at once": (dict(compress="powersgd", compress_rank=4), 0.01),
+    "topk 1%, at once": (dict(compress="topk", compress_density=0.01), 0.03),
     "topk 1%": (dict(compress="topk", compress_density=0.01, compress_warmup=0.2), 0.03),
     "topk 1%, momentum 0.9": (
         dict(compress="topk", compress_density=0.01, compress_momentum=0.9, compress_warmup=0.2),
@@ -114,22 +118,39 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
-    parser.add_argument("--out", default="")
+    parser.add_argument("--out", default="", help="file that losses are added to, a line each")
+    parser.add_argument("--known", default="", help="such a file: nothing is trained")
+    parser.add_argument("--svg", default="", help="file for a picture of loss against bytes")
     options = parser.parse_args()
+    if options.known:
+        return show(Path(options.known).read_text(), options)
     with tempfile.TemporaryDirectory() as folder:
         out = options.out or f"{folder}/losses"
         spawn(work, (options, f"{folder}/store", out), nprocs=options.replicas)
-        records = [json.loads(line) for line in Path(out).read_text().splitlines()]
+        return show(Path(out).read_text(), options)
+
+
+def show(lines: str, options: argparse.Namespace) -> None:
+    """Print what was found, and draw it."""
+    records = [json.loads(line) for line in lines.splitlines()]
     by_method: dict[str, dict[int, float]] = {}
     for record in records:
         by_method.setdefault(record["method"], {})[record["seed"]] = record["loss"]
-    plain = by_method["none"]
+    plain, places = by_method["none"], dict[str, tuple[float, float]]()
     print(f"{'method':28} {'loss':>8} {'ratios by seed':>28} {'bound':>7} {'fewer bytes':>12}")
     for method, losses in by_method.items():
         ratios = [losses[seed] / plain[seed] for seed in losses]
         shown = " ".join(f"{ratio:.4f}" for ratio in ratios)
         mean = sum(losses.values()) / len(losses)
-        print(f"{method:28} {mean:8.4f} {shown:>28} {1 + METHODS[method][1]:7.2f} {fewer(method, options):12.1f}")
+        places[method] = (fewer(method, options), sum(ratios) / len(ratios))
+        print(f"{method:28} {mean:8.4f} {shown:>28} {1 + METHODS[method][1]:7.2f} {places[method][0]:12.1f}")
+    if options.svg:
+        hues = list(AXIS.values())
+        drawn = [
+            Series(name, [place], hues[n % len(hues)], joined=False) for n, (name, place) in enumerate(places.items())
+        ]
+        title = f"{options.replicas} replicas, {options.steps} steps"
+        Path(options.svg).write_text(svg([Plot(title, "times fewer bytes", "loss over that without", drawn)]))
 
 
 if __name__ == "__main__":
