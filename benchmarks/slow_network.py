@@ -183,6 +183,9 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
         passed = ["--mbit", str(options.mbit), "--delay", str(options.delay), "--rounds", str(options.rounds)]
         passed += ["--out", out, "--methods", *options.methods]
         for space in SPACES:
+            subprocess.run(
+                ["ip", "netns", "del", space], check=False, stderr=subprocess.DEVNULL
+            )  # of a run that was killed
             subprocess.run(["ip", "netns", "add", space], check=True)
         try:
             joined = subprocess.Popen([*this, *passed, "--link"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
