@@ -56,10 +56,12 @@ LARGE = pytest.mark.large(
     "fp8 with each axis; the small tier has both ways of scaling, each way of sharding and a split backward"
 )
 SHARDED: list[Any] = [
-    ("tensorwise", dict(shard=2), dict(compile=True, layers=1, steps=1)),
+    ("tensorwise", dict(shard=2), {}),
     ("rowwise", dict(shard=2, pipeline=2, schedule="zb-h1"), {}),
     ("tensorwise", dict(shard=3), dict(global_batch=6)),  # 16 rows over three ranks: the last one's are padded
     ("rowwise", dict(shard=3), dict(global_batch=6)),  # which scales by row cannot be, so 16 bits are gathered
+    # Compiled on one rank it is in tests/model/test_fp8.py.
+    pytest.param("tensorwise", dict(shard=2), dict(compile=True), marks=LARGE),
     *(
         pytest.param(*each, {}, marks=LARGE)
         for each in (
