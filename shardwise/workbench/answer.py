@@ -10,7 +10,7 @@ from shardwise.plan.cost.job import job_of
 from shardwise.plan.figures import figures, short_layout
 from shardwise.plan.plan import Plan, plan_job
 from shardwise.plan.serving.rollouts import plan_rollouts
-from shardwise.plan.time.step import prepare, step_time
+from shardwise.plan.time.step import Prepared, Step, prepare, step_time
 from shardwise.plan.time.timeline import timeline
 from shardwise.report import html, words
 from shardwise.report.html import Quantity, Section
@@ -43,6 +43,18 @@ class Planned:
     sections: dict[str, Section]
     anatomy: dict[str, Any]
     """The model's blocks and the mesh, for pictures of them."""
+    known: tuple[Prepared, Step]
+    """What a timeline is drawn from."""
+
+    def timeline(self) -> Section:
+        """One step. It takes as long to draw as all numbers together, so the page asks for it after them."""
+        return html.timeline(timeline(self.best.job, SHOWN_MICROBATCHES, self.known))
+
+    def whole(self) -> dict[str, Any]:
+        """For a page that cannot ask."""
+        content, section = self.as_dict(), self.timeline()
+        content["parts"]["timeline"] = {"remark": section.remark, "body": section.body}
+        return content
 
     def as_dict(self) -> dict[str, Any]:
         """For the page."""
@@ -76,12 +88,10 @@ def _answer(planned: PlannedRun) -> Planned:
         "memory": html.memory_bars(best.account.memory),
         "time": html.breakdown_bar(best.account),
         "traffic": html.traffic_table(best.account.traffic),
-        "timeline": html.timeline(timeline(job, SHOWN_MICROBATCHES, (known, step))),
         "notes": html.notes([*filter(None, [planned.sentence()]), *best.notes]),
     }
-    return Planned(
-        best, content, sections, {"model": blocks(run), "mesh": mesh(run, step.placement, job.cluster.per_node)}
-    )
+    anatomy = {"model": blocks(run), "mesh": mesh(run, step.placement, job.cluster.per_node)}
+    return Planned(best, content, sections, anatomy, (known, step))
 
 
 def contents(best: Plan, planned: PlannedRun) -> dict[str, Any]:

@@ -38,11 +38,21 @@ class Workbench:
     def __init__(self, base: Base) -> None:
         self.base = base
         self._answers: OrderedDict[str, bytes] = OrderedDict()
+        self._last: tuple[str, Planned] | None = None
         self._lock = Lock()
 
     def planned(self, changes: Keys) -> Planned:
-        """The plan with these changes."""
-        return answer(self.base, changes)
+        """The plan with these changes; the last one is asked for again, for its timeline."""
+        name, last = json.dumps(changes, sort_keys=True), self._last
+        if last is None or last[0] != name:
+            last = self._last = (name, answer(self.base, changes))
+        return last[1]
+
+    def timeline(self, changes: Keys) -> dict[str, Any]:
+        """One step of the plan with these changes, drawn."""
+        with self._lock:
+            found = self.planned(changes).timeline()
+        return {"remark": found.remark, "body": found.body}
 
     def answer(self, changes: Keys) -> bytes:
         """The answer as JSON; what is wrong with a question is an answer too."""
@@ -112,6 +122,10 @@ def make_app(bench: Workbench | None, watch: Watch | None = None) -> Starlette:
         chosen, changes = bench_of(content), changes_of(content)
         return Response(await asyncio.to_thread(chosen.answer, changes), media_type="application/json")
 
+    async def timeline(content: Any) -> Response:
+        found = await asyncio.to_thread(bench_of(content).timeline, changes_of(content))
+        return Response(encoded(found), media_type="application/json")
+
     async def run_file(content: Any) -> Response:
         return Response(to_toml(bench_of(content).base.planned(changes_of(content)).run), media_type="application/toml")
 
@@ -137,6 +151,7 @@ def make_app(bench: Workbench | None, watch: Watch | None = None) -> Starlette:
     routes = [
         Route("/", page, methods=["GET"]),
         Route("/api/plan", asked(plan), methods=["POST"]),
+        Route("/api/timeline", asked(timeline), methods=["POST"]),
         *(Route(f"/api/{kind}", asked(beside(kind)), methods=["POST"]) for kind in KINDS),
         Route("/api/run.toml", asked(run_file), methods=["POST"]),
         Route("/api/page.html", asked(report), methods=["POST"]),

@@ -27,7 +27,7 @@ LEFT_OUT = ("model.preset", "cluster.chip", "objective.kind", "adapter.kind")
 
 def export_page(base: Base, told: Callable[[str], None] = lambda text: None) -> str:
     """The page."""
-    first = answer(base, {}).as_dict()
+    first = answer(base, {}).whole()
     changes = faster_changes(base, {})
     told("searching for the best layouts")
     ranked = _without_mistakes(lambda: ranking(base, {})) or {"problems": []}
@@ -39,7 +39,7 @@ def export_page(base: Base, told: Callable[[str], None] = lambda text: None) -> 
         if pool.has(asked):
             continue
         told(f"planning {', '.join(f'{key} = {value}' for key, value in asked.items())}")
-        content = _without_mistakes(lambda asked=asked: answer(base, asked).as_dict())  # type: ignore[misc]
+        content = _without_mistakes(lambda asked=asked: answer(base, asked).whole())  # type: ignore[misc]
         if content is not None and not pool.add(asked, content):
             break
     more = {"answers": pool.packed(), "changes": changes, "ranking": ranked, "memory_error": memory_error()}

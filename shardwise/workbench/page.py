@@ -77,7 +77,9 @@ def offline_page(found: Planned) -> str:
     """The plan alone, as `shardwise plan --html` writes it."""
     best = found.best
     remark = f"{best.run.layout.world} × {best.job.cluster.chip.name}"
-    return html.page(f"Plan of {best.run.name}", found.sections.values(), remark)
+    notes = found.sections["notes"]
+    sections = [each for each in found.sections.values() if each is not notes]
+    return html.page(f"Plan of {best.run.name}", [*sections, found.timeline(), notes], remark)
 
 
 def _controls(base: Base, answer: dict[str, Any]) -> str:

@@ -136,19 +136,32 @@
     shown = answer;
     attached.abort();
     attached = new AbortController();
-    for (const [name, part] of Object.entries(answer.parts)) {
-      const section = document.getElementById(name);
-      if (!section) continue;
-      const remark = section.querySelector(".remark");
-      if (remark) remark.textContent = part.remark;
-      section.querySelector(".body").innerHTML = part.body;
-      section.toggleAttribute("data-empty", name === "notes" && !section.querySelector("li"));
-    }
+    for (const [name, part] of Object.entries(answer.parts)) put(name, part);
     document.getElementById("headline").textContent = answer.layout;
     sayErrors();
-    attach(results, attached.signal);
+    if (answer.parts.timeline) attach(results, attached.signal); else later();
     show(answer.plan.run);
     listeners.forEach((listener) => listener(answer));
+  }
+
+  function put(name, part) {
+    const section = document.getElementById(name), remark = section.querySelector(".remark");
+    if (remark) remark.textContent = part.remark;
+    section.querySelector(".body").innerHTML = part.body;
+    section.toggleAttribute("data-empty", name === "notes" && !section.querySelector("li"));
+  }
+  // The timeline takes as long as all numbers together, and comes after them, unless a control was turned again meanwhile.
+  function later() {
+    const answer = shown, asked = question();
+    requestAnimationFrame(() => setTimeout(async () => {
+      if (shown !== answer) return;
+      try {
+        const part = await (await post("/api/timeline", asked)).json();
+        if (shown !== answer || !part.body) return;
+        put("timeline", part);
+        attach(results, attached.signal);
+      } catch { said("the server does not answer; is its command still running?"); }
+    }));
   }
 
   // How right each number is: by the class that it belongs to.

@@ -115,8 +115,7 @@ def test_a_question_that_is_none_is_refused(content: Any, word: str) -> None:
 
 def test_a_schedule_of_several_stages_without_a_pipeline_has_a_timeline() -> None:
     bench = Workbench(base_of(None, BASE))
-    answer = json.loads(bench.answer({"layout.pipeline": "1", "layout.schedule": "interleaved"}))
-    assert "canvas" in answer["parts"]["timeline"]["body"]
+    assert "canvas" in bench.timeline({"layout.pipeline": "1", "layout.schedule": "interleaved"})["body"]
 
 
 @pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v"])

@@ -115,6 +115,14 @@ def test_controls_work_by_keyboard_and_mouse(bench: Served, page: Browser) -> No
     assert shown(page) == before
 
 
+def test_the_timeline_follows_the_numbers(page: Browser) -> None:
+    for pipeline, label in (("2", "Timeline, 2 ranks"), ("1", "Timeline, 1 rank")):
+        change(page, {"layout.pipeline": pipeline})
+        page.until(
+            f"(document.querySelector('#timeline canvas') || document.body).getAttribute('aria-label') === '{label}'"
+        )
+
+
 def test_a_mistake_is_a_sentence_beside_its_control(page: Browser) -> None:
     change(page, {"layout.tensor": "3"})
     assert "3" in page.js("document.getElementById('problems').textContent")
