@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,9 @@ def test_runs_are_shown_and_followed(tmp_path: Path) -> None:
         assert page.js("document.querySelectorAll('#charts canvas').length") == 7
         assert "checkpoint" in page.js("document.getElementById('events').textContent")
         assert "planned" in page.js("document.getElementById('latest').textContent")
+        page.js(files("axe_core_python").joinpath("axe.min.js").read_text("utf-8") + "; 0")
+        found = page.js("axe.run(document, {resultTypes: ['violations']}).then((r) => r.violations)")
+        assert not [each["id"] for each in found if each["impact"] in ("serious", "critical")]
         write(tmp_path / "one", range(200, 300))
         page.until(f"document.getElementById('headline').textContent.startsWith('{8 * (299 + 399):,}')")
         page.click("#runs input")  # without the first
