@@ -82,10 +82,10 @@ def agrees(bench: Served, page: Browser, runs: list[dict[str, str]]) -> int:
 
 
 def test_what_is_shown_is_what_is_planned(bench: Served, page: Browser, pytestconfig: pytest.Config) -> None:
-    assert agrees(bench, page, drawn(pytestconfig.option.seed, 8)) >= 1
+    assert agrees(bench, page, [{}, *drawn(pytestconfig.option.seed, 5)]) >= 1
 
 
-@pytest.mark.large("three hundred runs through the browser; the small tier turns the controls of eight")
+@pytest.mark.large("three hundred runs through the browser; the small tier turns the controls of five")
 def test_three_hundred_runs_are_shown_as_planned(bench: Served, page: Browser) -> None:
     assert agrees(bench, page, drawn(7, 300)) > 60
 
@@ -131,11 +131,26 @@ def test_a_mistake_is_a_sentence_beside_its_control(page: Browser) -> None:
     )
 
 
-@pytest.mark.parametrize(("width", "dark"), [(360, False), (768, True), (2560, False)])
-def test_it_fits_every_screen_and_everybody(page: Browser, width: int, dark: bool) -> None:
+@pytest.mark.parametrize(("width", "dark"), [(360, True), (768, False), (2560, True)])
+def test_it_fits_every_screen(page: Browser, width: int, dark: bool) -> None:
     change(page, {})
     page.viewport(width, 900, dark)
     assert page.js("document.documentElement.scrollWidth") <= width
+    page.viewport(1366, 900)
+
+
+@pytest.mark.parametrize(
+    "dark",
+    [
+        False,
+        pytest.param(
+            True, marks=pytest.mark.large("faults of contrast in the dark; the small tier looks in the light")
+        ),
+    ],
+)
+def test_everybody_can_use_it(page: Browser, dark: bool) -> None:
+    change(page, {})
+    page.viewport(1366, 900, dark)
     page.js(files("axe_core_python").joinpath("axe.min.js").read_text("utf-8") + "; 0")
     found = page.js("axe.run(document, {resultTypes: ['violations']}).then((r) => r.violations)")
     grave = [(v["id"], [n["target"] for n in v["nodes"]][:3]) for v in found if v["impact"] in ("serious", "critical")]
