@@ -190,6 +190,12 @@ def autograd_node() -> tuple[str, int] | None:
     return None if node is None else (node.name(), node._sequence_nr())
 
 
+def autograd_number() -> int:
+    """The number of the node that runs, without its name, which takes longer to make; -1 outside of a backward pass."""
+    node = torch._C._current_autograd_node()
+    return -1 if node is None else node._sequence_nr()
+
+
 fast_record_function = _RecordFunctionFast
 """A span of a profile that takes a microsecond, a tenth of `torch.profiler.record_function`."""
 

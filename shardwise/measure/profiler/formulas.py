@@ -16,6 +16,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from shardwise.measure.profiler.attention import kernel_of
+
 Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 """Arguments, keywords and result to FLOPs: a number, or a tensor of one where only the device knows it."""
 
@@ -114,9 +116,12 @@ WITHOUT = ("aten::_trilinear", "aten::_cdist", "aten::_fft", "aten::linalg_", "a
 """Operators of PyTorch's own that multiply and are not counted: they are named too."""
 
 
-@cache
 def formula_of(operator: Any) -> Formula | None:
-    """What an operator costs; None where that is nothing, or not known."""
+    """What an operator costs; None where that is nothing, or not known. Of a custom one that may be told at any time."""
+    return _known(operator) if operator.namespace in OWN else _look_up(operator)
+
+
+def _look_up(operator: Any) -> Formula | None:
     name = operator.name().partition(".")[0]
     if name in FORMULAS:
         return FORMULAS[name]
@@ -126,7 +131,16 @@ def formula_of(operator: Any) -> Formula | None:
     return lambda args, keys, out: registered(*args, **keys, out_val=out)
 
 
+_known = cache(_look_up)
+
+
 @cache
 def is_unknown(operator: Any) -> bool:
     """Whether an operator may do work that no formula says."""
     return operator.namespace not in OWN or operator.name().startswith(WITHOUT)
+
+
+@cache
+def is_counted(operator: Any) -> bool:
+    """Whether anything of an operator is counted, its calls at least."""
+    return kernel_of(operator) is not None or formula_of(operator) is not None or is_unknown(operator)

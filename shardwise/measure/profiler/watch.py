@@ -20,10 +20,10 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.measure.profiler.attention import NAMES, bound, kernel_of, made_again, sdpa_flops
 from shardwise.measure.profiler.clock import Clock
-from shardwise.measure.profiler.formulas import formula_of, is_unknown
+from shardwise.measure.profiler.formulas import formula_of, is_counted, is_unknown
 from shardwise.torch_private import (
     TorchDispatchMode,
-    autograd_node,
+    autograd_number,
     autograd_sequence,
     graph_task,
     storage_key,
@@ -38,6 +38,26 @@ NOT_IN_BACKWARD = -1
 MOST_MARKS = 1_000_000
 
 Label = tuple[str, str]
+
+
+class Marks:
+    """From which of autograd's numbers on nodes belong to whom."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.owners: list[str] = []
+
+    def add(self, number: int, owner: str) -> None:
+        """Nodes of this number and later ones."""
+        self.numbers.append(number)
+        self.owners.append(owner)
+        if len(self.numbers) > MOST_MARKS:
+            del self.numbers[: MOST_MARKS // 2], self.owners[: MOST_MARKS // 2]
+
+    def owner(self, number: int) -> str:
+        """Whose a node is."""
+        at = bisect_right(self.numbers, number) if number >= 0 else 0
+        return self.owners[at - 1] if at else OUTSIDE
 
 
 class Watch:
@@ -58,7 +78,7 @@ class Watch:
         self._waiting: list[tuple[dict[Any, float], Any, Tensor]] = []
         self._inside: list[tuple[str, bool]] = []
         self._functions: list[_Functions] = []
-        self._marks: dict[int, list[tuple[int, str]]] = {NOT_IN_BACKWARD: []}
+        self._marks: dict[int, Marks] = {NOT_IN_BACKWARD: Marks()}
         self.attending = self._fused = False
         self._storages: set[int] = set()
         self._kept: dict[int, Any] = {}
@@ -90,7 +110,7 @@ class Watch:
         if self.time:
             self.clock.stop()
         self._open.close()
-        self._marks, self._kept = {NOT_IN_BACKWARD: []}, {}
+        self._marks, self._kept = {NOT_IN_BACKWARD: Marks()}, {}
         for counter, key, amount in self._waiting:
             counter[key] += float(amount)
         self._waiting = []
@@ -114,21 +134,17 @@ class Watch:
     def _owner_of_node(self, task: int) -> str:
         """The submodule whose forward pass made the node that runs. Nodes of a forward pass inside of a backward pass run in one
         that is nested in it, and were numbered by its thread."""
-        node = autograd_node()
-        made = max((each for each in self._marks if each < task), default=NOT_IN_BACKWARD)
-        marks = self._marks[made]
-        at = bisect_right(marks, node[1], key=lambda mark: mark[0]) if node is not None else 0
-        return marks[at - 1][1] if at else OUTSIDE
+        made = NOT_IN_BACKWARD
+        if len(self._marks) > 1:
+            made = max((each for each in self._marks if each < task), default=NOT_IN_BACKWARD)
+        return self._marks[made].owner(autograd_number())
 
     def mark(self, owner: str) -> None:
         """Nodes from here on belong to this submodule."""
         task = graph_task()
         if task == NOT_IN_BACKWARD and len(self._marks) > 1:
             self._marks = {NOT_IN_BACKWARD: self._marks[NOT_IN_BACKWARD]}
-        marks = self._marks.setdefault(task, [])
-        marks.append((autograd_sequence(), owner))
-        if len(marks) > MOST_MARKS:
-            del marks[: MOST_MARKS // 2]
+        self._marks.setdefault(task, Marks()).add(autograd_sequence(), owner)
 
     def enter(self, name: str) -> None:
         """A submodule's forward pass begins."""
@@ -217,13 +233,18 @@ class _Operators(TorchDispatchMode):
         self.watch = watch
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        watch, keys = self.watch, kwargs or {}
-        owner, which = watch.label()
-        attends = owner.startswith(ATTENTION)
-        watch._switch((owner[1:] if attends else owner, which))
-        out = operator(*args, **keys)
-        if not attends:
-            watch.operator(operator, args, keys, out, (owner, which))
+        watch = self.watch
+        # What neither counts nor is timed apart costs as little as can be: most operators are such.
+        counts = is_counted(operator)
+        if not counts and not watch.time:
+            return operator(*args, **kwargs) if kwargs else operator(*args)
+        label = watch.label()
+        attends = label[0].startswith(ATTENTION)
+        if watch.time:
+            watch._switch((label[0][1:], label[1]) if attends else label)
+        out = operator(*args, **kwargs) if kwargs else operator(*args)
+        if counts and not attends:
+            watch.operator(operator, args, kwargs or {}, out, label)
         return out
 
 
