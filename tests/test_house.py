@@ -31,7 +31,8 @@ ROOMS: list[list[str]] = [
     ["trainer"],
     ["time"],
     ["plan"],
-    ["as_program", "search", "serving"],
+    ["serving"],
+    ["as_program", "search"],
     ["figures"],
     ["published", "budget"],
 ]

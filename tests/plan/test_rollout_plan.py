@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from shardwise.cli.main import main
 from shardwise.plan.plan import plan
+from shardwise.plan.search import search
 from shardwise.plan.serving.rollouts import own_weight_bytes, plan_rollouts
-from shardwise.run import Run, run_from_dict
+from shardwise.run import Run, UserError, run_from_dict
 
 
 def planned(objective: dict[str, Any] | None = None, **more: Any) -> Run:
@@ -80,3 +82,31 @@ def test_plan_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["rollouts"]["step_seconds"] > found["step_seconds"]
     assert plan(planned()).fits
+
+
+SECTIONS: dict[str, Any] = dict(
+    model=dict(preset="llama3-8b"), layout=dict(auto=True), cluster=dict(chip="h100", nodes=1, devices_per_node=8),
+    train=dict(global_batch=256, seq_len=1024, dtype="bfloat16"),
+)  # fmt: skip
+ANSWERS = dict(kind="grpo", rewards=["r.py:f"], group=8, completion_tokens=512)
+
+
+def test_a_search_counts_the_answers() -> None:
+    """What trains fastest leaves no room for the engine here: those that are found do, in the order of all that a step takes."""
+    trained = search(run_from_dict(SECTIONS), keep=1).best
+    asked = run_from_dict(SECTIONS | dict(objective=ANSWERS))
+    fastest = replace(asked, layout=trained.run.layout, train=trained.run.train)
+    assert not plan_rollouts(fastest, trained.account.step_seconds).fits
+    found = search(asked, keep=4)
+    plans = [plan_rollouts(each.run, each.account.step_seconds) for each in found.ranking]
+    assert len(plans) == 4
+    assert all(each.fits for each in plans)
+    seconds = [each.step_seconds for each in plans]
+    assert seconds == pytest.approx(sorted(seconds), rel=1e-6)
+
+
+@pytest.mark.large("a search that looks at all layouts before it says that none is there")
+def test_a_search_says_that_there_is_no_room_for_an_engine() -> None:
+    crowded = SECTIONS["cluster"] | dict(headroom=0.6)
+    with pytest.raises(UserError, match="none leaves room for the weights and one answer"):
+        search(run_from_dict(SECTIONS | dict(objective=ANSWERS, cluster=crowded)))

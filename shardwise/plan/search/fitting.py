@@ -31,6 +31,7 @@ from shardwise.plan.search.pool import (
     screen_all,
 )  # fmt: skip
 from shardwise.plan.search.screen import Group, LayoutIndex, Space
+from shardwise.plan.serving.rollouts import rollouts_fit
 from shardwise.plan.trainer.memory import memory_that_fits
 from shardwise.run import Run
 
@@ -38,6 +39,8 @@ LEANER = 0.97
 """A step of memory that matters: what needs more than this share of a faster layout's memory is no point of the front."""
 AT_ONCE = 120
 """Candidates that are played together, before what they tell is looked at."""
+TOO_FULL = 400
+"""Layouts without room for an engine, after which no more are counted where none was found that has it."""
 MEMORY_LIMITS = (0.75, 0.5)
 """Where screened memory is so far off that none of the fastest fits: the fastest that need so much of the capacity."""
 
@@ -74,6 +77,8 @@ class Fitting:
     """Step seconds of all that were played."""
     lean: list[Candidate] = field(default_factory=list)
     """The fastest for some amount of memory, as far as screening can tell."""
+    too_full: int = 0
+    """Layouts that would fit, but leave no room for the engine that makes a run's answers."""
     _known: dict[Candidate, Found | None] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Found]:
@@ -83,6 +88,8 @@ class Fitting:
             fits = [one for _, candidate in same if (one := self.fits(candidate)) is not None]
             yield from sorted(fits, key=lambda one: one.memory.peak)
             found |= {one.candidate for one in fits}
+            if not found and self.too_full >= TOO_FULL:  # then the leanest tell whether any is not
+                break
         if not found:
             lean = [Candidate(math.inf, math.inf, *one) for one in leanest(self.space)]
             self._play(lean)
@@ -152,6 +159,9 @@ class Fitting:
             memory = memory_that_fits(run, job, most)
             if memory is None and most < math.inf:  # it may fit all the same
                 return None
+            if memory is not None and not rollouts_fit(run, memory):
+                self.too_full += 1
+                memory = None
             found = None if memory is None else Found(self.played[candidate], run, job, memory, candidate)
             self._known[candidate] = found
         return self._known[candidate]

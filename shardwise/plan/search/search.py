@@ -21,9 +21,10 @@ from shardwise.plan.plan import Plan, plan_job
 from shardwise.plan.search.advice import counts_of, next_changes, nothing_fits, nothing_legal, nothing_there, sentence
 from shardwise.plan.search.fitting import LEANER, Fitting, Found, about
 from shardwise.plan.search.screen import Space
+from shardwise.plan.serving.rollouts import plan_rollouts
 from shardwise.plan.time.step import prepare, step_times
 from shardwise.plan.trainer.memory import memory_of, memory_that_fits
-from shardwise.run import Run
+from shardwise.run import Run, UserError
 from shardwise.run.axes import SPLIT_BACKWARD
 
 
@@ -32,7 +33,8 @@ class SearchResult:
     """What was found, best first."""
 
     ranking: list[Plan]
-    """By device-seconds of a step, which on one number of devices is the step's time."""
+    """By device-seconds of a step, which on one number of devices is the step's time; of a run that makes its own answers, with its
+    share of these."""
     next_changes: list[str]
     """For each, what the best change of one key would bring."""
     searched: int
@@ -103,15 +105,21 @@ def _search(run: Run, devices: Sequence[int] | None, keep: int, max_microbatch: 
     found = [first for first in firsts if first is not None]
     if not any(one.space.count for one in spaces):
         raise nothing_legal(run, counts, per_node)
+    if not found and any(one.too_full for one in spaces):
+        raise UserError(NO_ENGINE)
     if not found:
         raise nothing_fits(run, [one.space for one in spaces if one.space.count])
-    found += islice(heapq.merge(*streams, key=_worth), max(0, keep - len(found)))
-    found.sort(key=_worth)
+    answers = run.objective.kind == "grpo"
+    wanted = max(keep, TRIED) if answers else keep
+    found += islice(heapq.merge(*streams, key=_worth), max(0, wanted - len(found)))
+    found.sort(key=_with_answers if answers else _worth)
+    found = _first_of(found, keep, len(counts)) if answers else found
     ranking = [one.plan() for one in found]
     changes = next_changes(
         [(*one.candidate[2:], plan.account.step_seconds) for one, plan in zip(found, ranking, strict=True)]
     )
-    kept = _kept(found[0], spaces) if "recompute" not in run.layout.fixed else None
+    # Memory that is left free is the engine's, where a run makes its own answers.
+    kept = _kept(found[0], spaces) if "recompute" not in run.layout.fixed and not answers else None
     if kept is not None:
         ranking, changes = [kept[0], *ranking], [kept[1], *changes]
         if len(ranking) > max(keep, len(counts)):
@@ -158,6 +166,18 @@ def _worth(one: Found) -> tuple[float, float]:
     return about(one.seconds * one.candidate.group.space.devices), one.memory.peak
 
 
+def _with_answers(one: Found) -> tuple[float, float]:
+    """The same of a step with its share of the answers that it learns from."""
+    seconds = plan_rollouts(one.run, one.seconds, one.memory).step_seconds
+    return about(seconds * one.candidate.group.space.devices), one.memory.peak
+
+
+def _first_of(found: list[Found], keep: int, counts: int) -> list[Found]:
+    """The best of a ranking, and the best on each number of devices."""
+    firsts = {one.candidate.group.space.devices: one for one in reversed(found)}.values()
+    return [one for n, one in enumerate(found) if n < max(keep, counts) or any(one is first for first in firsts)]
+
+
 def _merged(several: Sequence[Fitting]) -> Iterator[Found]:
     """What fits in some spaces, the best first. A space is not played before something in it may be the next."""
     streams = [_apart(fitting) for fitting in several]
@@ -199,6 +219,13 @@ def _front(plans: list[Plan]) -> list[Plan]:
     return front
 
 
+TRIED = 8
+"""Layouts that answers are played for, at least: these take longer where the engine has less memory, which the order by training
+does not know."""
+NO_ENGINE = (
+    "layouts fit that train this run, but none leaves room for the weights and one answer of the engine that makes its answers; "
+    "use more devices, adapters, or a shorter train.seq_len"
+)
 ROOMY = 2
 """Layouts that are tried with a recompute budget beside the best one: those that have most to gain."""
 STEPS = 7

@@ -19,6 +19,7 @@ from typing import Any
 from shardwise.data.shards import read_index
 from shardwise.hardware.chips import Chip
 from shardwise.hardware.engine_facts import engine_facts
+from shardwise.ledger import Memory
 from shardwise.plan.cost.flops import forward_flops
 from shardwise.plan.cost.job import cluster_of, job_of
 from shardwise.plan.serving.cost import Serving
@@ -106,11 +107,12 @@ def own_weight_bytes(run: Run, *, gpu: bool) -> int:
     return int(total)
 
 
-def rollout_memory(run: Run, chip: Chip, total: int) -> RolloutMemory:
-    """What a device of `total` bytes holds, and how many pages fit."""
+def rollout_memory(run: Run, chip: Chip, total: int, trained: Memory | None = None) -> RolloutMemory:
+    """What a device of `total` bytes holds, and how many pages fit; beside the memory of training, where that is known."""
     gpu = chip.name != "cpu"
-    placed = replace(run, cluster=replace(run.cluster, chip=chip.name))
-    trained = memory_of(placed, job_of(placed))
+    if trained is None:
+        placed = replace(run, cluster=replace(run.cluster, chip=chip.name))
+        trained = memory_of(placed, job_of(placed))
     reference = (
         max(rank["parameters"] for rank in trained.ranks) if run.objective.kl_beta and not run.adapter.used else 0.0
     )
@@ -124,6 +126,24 @@ def rollout_memory(run: Run, chip: Chip, total: int) -> RolloutMemory:
     sequences = min(run.serve.max_sequences, run.serve.max_step_tokens, answers_at_once(run))
     most = sequences * -(-run.train.seq_len // run.serve.page_tokens) + 1
     return RolloutMemory(training, weights, activations, page, max(0, min(room // max(1, page), most)))
+
+
+def _device(run: Run) -> tuple[Chip, int]:
+    """A rank's chip, and the memory that it has of it."""
+    chip = cluster_of(run).chip
+    return chip, device_bytes(chip) // (run.layout.world if chip.name == "cpu" else 1)
+
+
+def _least_pages(run: Run) -> int:
+    """Of one answer."""
+    return -(-run.train.seq_len // run.serve.page_tokens) + 1
+
+
+def rollouts_fit(run: Run, trained: Memory) -> bool:
+    """Whether the engine that makes a run's answers fits beside the memory of its training; true of runs that make none."""
+    if run.objective.kind != "grpo":
+        return True
+    return rollout_memory(run, *_device(run), trained).pages >= _least_pages(run)
 
 
 @dataclass(frozen=True)
@@ -187,12 +207,11 @@ def prompt_tokens(run: Run) -> int:
     return max(1, min(most, round(sum(index.tokens for index in found) / documents))) if documents else most
 
 
-def plan_rollouts(run: Run, train_seconds: float) -> RolloutPlan:
-    """What a step takes, whose training part takes so long."""
+def plan_rollouts(run: Run, train_seconds: float, trained: Memory | None = None) -> RolloutPlan:
+    """What a step takes, whose training part takes so long, and so much memory, where that is known."""
     cluster, serve, asked = cluster_of(run), run.serve, run.objective
-    total = device_bytes(cluster.chip) // (run.layout.world if cluster.chip.name == "cpu" else 1)
-    memory = rollout_memory(run, cluster.chip, total)
-    least = -(-run.train.seq_len // serve.page_tokens) + 1
+    memory = rollout_memory(run, *_device(run), trained)
+    least = _least_pages(run)
     form = FORMATS[STORED[run.train.dtype]]
     model = run.model
     windowed = (1.0, model.sliding_window) if model.sliding_window else (0.0, 0)
