@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from shardwise.data.prepare.steps import MAPS, RULES, SHUFFLES, settings_of
+from shardwise.data.prepare.steps import MAPS, RULES, SHUFFLES, Step, settings_of
 from shardwise.run.problems import Problem, UserError, nearest
 
 VERSION = 1
@@ -31,19 +31,6 @@ class Source:
     field: str = "text"
     weight: float = 1.0
     """How often a run draws from it, relative to the others; 0 keeps it out of the mixture."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """What is done to documents, with every setting filled in."""
-
-    kind: str
-    settings: dict[str, Any]
-
-    @property
-    def shuffles(self) -> bool:
-        """Whether it compares documents with each other."""
-        return self.kind in SHUFFLES
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import numpy as np
 from shardwise.data.inputs import Chunk, Unit
 from shardwise.data.prepare.files import File, text_bytes, units_of
 from shardwise.data.prepare.readers import read
-from shardwise.data.prepare.recipe import Recipe, Source, Step, TokenizerChoice
+from shardwise.data.prepare.recipe import Recipe, Source, TokenizerChoice
 from shardwise.data.prepare.shuffle import VERDICT, KeyWriter, pack, read_partition, verdicts_of_unit
 from shardwise.data.prepare.spill import (
     FINAL,
@@ -34,7 +34,7 @@ from shardwise.data.prepare.spill import (
     read_documents,
     task_folder,
 )  # fmt: skip
-from shardwise.data.prepare.steps import Rule, rule_of, shuffle_of
+from shardwise.data.prepare.steps import Rule, Step, rule_of, shuffle_of
 from shardwise.data.prepare.words import Document, Vocabulary, splitter
 from shardwise.run.problems import Problem, UserError
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.data.prepare.contamination import decontaminate
 from shardwise.data.prepare.extract import html, language
@@ -17,9 +18,6 @@ from shardwise.data.prepare.filters.repetition import gopher_repetition
 from shardwise.data.prepare.keyed import Exact, Fuzzy, Shuffle, Substring
 from shardwise.data.prepare.privacy import privacy
 from shardwise.data.prepare.words import Document
-
-if TYPE_CHECKING:
-    from shardwise.data.prepare.recipe import Step
 
 Rule = Callable[[Document], str]
 
@@ -38,6 +36,19 @@ MAPS: dict[str, Callable[..., Rule]] = {
 }
 """Functions that make a rule, because it needs something loaded first."""
 SHUFFLES: dict[str, Callable[..., Shuffle]] = {"exact": Exact, "minhash": Fuzzy, "substring": Substring}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is done to documents, with every setting filled in."""
+
+    kind: str
+    settings: dict[str, Any]
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether it compares documents with each other."""
+        return self.kind in SHUFFLES
 
 
 def settings_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
