@@ -112,7 +112,12 @@ def test_a_run_finds_it_beside_itself_or_in_the_working_folder(
 
 def test_every_data_file_is_installed() -> None:
     root = Path(__file__).parents[2]
-    patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["*"]
-    files = [p.name for p in (root / "shardwise").rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc")]
-    assert "chips.toml" in files
-    assert not [name for name in files if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
+    declared = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    anywhere = declared.pop("*")
+    places = [
+        f"{package.replace('.', '/')}/{pattern}" for package, patterns in declared.items() for pattern in patterns
+    ]
+    files = [p for p in (root / "shardwise").rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc")]
+    assert "chips.toml" in {file.name for file in files}
+    left = [file for file in files if not any(fnmatch.fnmatch(file.name, pattern) for pattern in anywhere)]
+    assert not [file for file in left if not any(file.match(place) for place in places)]
