@@ -42,19 +42,21 @@ from shardwise.plan.time.step import (
 )
 from shardwise.schedules import Cost
 
-PRIOR = {"common": 0.3, "group": 0.15}
+PRIOR = {"common": 0.3, "group": 0.06}
 """Standard deviations of the logarithms before anything is seen."""
 LOOSE = {"launch": 0.4, "overhead": 1.0, "jitter": 0.4, "contention": 0.7, "exposed": 0.7}
 PART = 0.07
 """Likewise, of one part of a generation: power and clocks differ, the units are the same."""
 SOURCE = 0.03
-"""Likewise, of one source: what its machines and its people do otherwise."""
+LEVEL = 0.1
+"""Likewise, of one source: what its machines and its people do otherwise; the second for products, that are its level."""
 STEP = 0.02
+FOLDS = 5
 FEWEST = 15
 """Rows that a class has to have for an interval of its own."""
 WAYS = ("forward", "backward_input", "backward_weight")
 HUBER = 0.08
-NOISE = 0.04
+NOISE = 0.035
 HELD_BACK = 0.25
 """By this power of its size a large source counts less."""
 
@@ -178,7 +180,7 @@ def prior(name: str) -> float:
     if "/part:" in name:
         return PART
     if "/source:" in name:
-        return SOURCE * (LOOSE.get(base, PRIOR["group"]) / PRIOR["group"])
+        return LEVEL if base == "matmul" else LOOSE[base] / 5 if base in LOOSE else SOURCE
     return LOOSE.get(base, PRIOR["common" if "/" not in name else "group"])
 
 
@@ -223,6 +225,8 @@ class Fit(NamedTuple):
     """For each generation of chips, those of all others."""
     without_program: dict[str, dict[str, float]]
     """For each program that rows name, those of all others."""
+    folds: dict[str, dict[str, float]]
+    """For each fifth of the rows of every source, those of the others: what a source tells about its other rows."""
 
 
 def fit(cases: list[Case], rounds: int) -> Fit:
@@ -253,7 +257,18 @@ def fit(cases: list[Case], rounds: int) -> Fit:
         return result
 
     groups, chips = [c.group for c in cases], [c.groups["chip"] for c in cases]
-    return Fit(effects, leave_out(groups), leave_out(chips), leave_out([program_name(c.row) for c in cases]))
+    programs = [program_name(c.row) for c in cases]
+    return Fit(effects, leave_out(groups), leave_out(chips), leave_out(programs), leave_out(folds_of(cases)))
+
+
+def folds_of(cases: list[Case]) -> list[str]:
+    """A fifth of each source's rows each."""
+    seen: dict[str, int] = defaultdict(int)
+    folds = []
+    for case in cases:
+        folds.append(str(seen[case.group] % FOLDS))
+        seen[case.group] += 1
+    return folds
 
 
 def width_of(cases: list[Case], residuals: list[float]) -> float:
@@ -273,12 +288,14 @@ def intervals(cases: list[Case], fit: Fit) -> dict[str, float]:
     own = [c for c in cases if not c.row.get("suspicious")]
     left_out = {id(c): c.residual(fit.without[c.group]) for c in own}
     new_program = {id(c): c.residual(fit.without_program[program_name(c.row)]) for c in own}
+    known = {id(c): c.residual(fit.folds[fold]) for c, fold in zip(cases, folds_of(cases), strict=True)}
     new_chip = {id(c): c.residual(fit.without_chip[c.groups["chip"]]) for c in own}
     found: dict[str, list[tuple[Case, float]]] = defaultdict(list)
     for c in own:
         kind = "experts" if c.job.model.experts else "dense"
         for name in (f"{kind} on {c.groups['chip']}", kind, c.row["kind"]):
             found[name].append((c, left_out[id(c)]))
+        found[f"{kind}, known source"].append((c, known[id(c)]))
         for name, residuals in (("program", new_program), ("chip", new_chip)):
             found[f"unseen {name}"].append((c, residuals[id(c)]))
             found[f"{kind}, unseen {name}"].append((c, residuals[id(c)]))

@@ -1,5 +1,5 @@
 """How many numbers the released weights of each preset hold, tied embeddings once, routers' selection biases included. GPT-3's
-weights were not released: its paper says 175 billion."""
+and MT-NLG's weights were not released: their papers say 175 and 530 billion."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ PUBLISHED = {
     "gpt2-355m": 354_823_168,
     "gpt2-774m": 774_030_080,
     "gpt2-1.5b": 1_557_611_200,
+    "llama1-7b": 6_738_415_616,
+    "llama1-13b": 13_015_864_320,
+    "llama1-33b": 32_528_943_616,
+    "llama1-65b": 65_285_660_672,
     "llama2-7b": 6_738_415_616,
     "llama2-13b": 13_015_864_320,
     "llama2-70b": 68_976_648_192,

@@ -8,7 +8,7 @@ from shardwise.hardware.chips import ALIASES, CHIPS, Chip, chip_of_driver_name, 
 from shardwise.hardware.cluster import Cluster, make_cluster
 from shardwise.hardware.collectives import COLLECTIVES, Collective, collective_seconds
 from shardwise.hardware.efficiency import memory_seconds
-from shardwise.hardware.gemm import gemm_seconds, grouped_gemm_seconds
+from shardwise.hardware.gemm import alignment, gemm_seconds, grouped_gemm_seconds
 from shardwise.hardware.profile import Profile, load_profile
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Cluster",
     "Collective",
     "Profile",
+    "alignment",
     "attention_flops",
     "attention_seconds",
     "chip_of_driver_name",

@@ -75,6 +75,7 @@ def make_cluster(
     fabric: str = "",
     profile: Any = None,
     latency_ms: float = 0,
+    sharp: bool = False,
 ) -> Cluster:
     """`nodes` machines of a chip; 0 or "" is the usual value of that chip."""
     chip = find_chip(chip_name) if isinstance(chip_name, str) else chip_name
@@ -116,5 +117,6 @@ def make_cluster(
         pod=POD_NODES * per_node,
         torus_dims=(2 if chip.name == "tpu-v3" else 3) if torus else 0,
         in_switch=bool(fitted.get("in_switch_share")) and not torus,
+        sharp=sharp,
         profile=profile,
     )

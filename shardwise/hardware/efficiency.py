@@ -33,6 +33,12 @@ def _entry(kind: str, chip_name: str) -> dict[str, Any]:
     return entry
 
 
+def lender_of(kind: str, chip: Chip) -> str:
+    """The chip whose constants of one kind `chip` borrows, or nothing."""
+    entry = efficiency_file()[kind].get(chip.name)
+    return entry if isinstance(entry, str) else ""
+
+
 def constants(kind: str, chip: Chip) -> dict[str, Any]:
     """The constants of one kind ("gemm", "memory", "attention" or "collectives") that hold for `chip`."""
     return _entry(kind, chip.lender or chip.name)

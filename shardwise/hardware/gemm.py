@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.hardware.chips import ITEM_BYTES, Chip
-from shardwise.hardware.efficiency import constants
+from shardwise.hardware.chips import ITEM_BYTES, POWER_EXPONENT, Chip, find_chip
+from shardwise.hardware.efficiency import constants, lender_of
 
 # Beyond the largest measured GEMMs, the droop of the clock stays as it was there.
 MOST_DOUBLINGS = 8.0
+# No clock rises further above that of the measurements: it has a highest step.
+MOST_CLOCK = 1.12
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,36 @@ def gemm_constants(chip: Chip, dtype: str) -> GemmConstants:
     return GemmConstants(**{**entry, "tiles": tuple((int(m), int(n), share) for m, n, share in entry["tiles"])})
 
 
+# Speed of a product whose width is no multiple of 128, of 16 or of 4 bytes, relative to one that is: measured on an H200 in
+# bfloat16 and float16 (`benchmarks/gpu/alignment.py`): 1800, 5400 and 7200 beside 1792, 5376, 7168 and 7232; heads of 100 to 110
+# beside 104 and 112, and 7204; 7201.
+LINE, VECTOR, WORD = 0.93, 0.32, 0.17
+
+
+def alignment(*widths: Any) -> Any:
+    """Share of its speed that a product of 16-bit numbers keeps with matrices of such widths: those along which they lie."""
+    share: Any = 1.0
+    for width in widths:
+        own = np.where(np.mod(width, 64) == 0, 1.0, LINE)
+        own = np.where(np.mod(width, 8) == 0, own, VECTOR)
+        share = np.minimum(share, np.where(np.mod(width, 2) == 0, own, WORD))
+    return share
+
+
+@cache
+def held_clock(chip: Chip) -> float:
+    """How much higher a chip holds its clock than the one of its generation whose curves it borrows: by its power for each
+    operation, as a cap on power lowers it (`chips.py`)."""
+    lender = lender_of("gemm", chip)
+    if not lender or chip.lender:
+        return 1.0
+    other = find_chip(lender)
+    if other.generation != chip.generation:
+        return 1.0
+    share = (chip.power / chip.peak["bfloat16"]) / (other.power / other.peak["bfloat16"])
+    return min(max(share, 1.0) ** POWER_EXPONENT, MOST_CLOCK)
+
+
 def gemm_seconds(
     chip: Chip, m: Any, n: Any, k: Any, dtype: str = "bfloat16", count: Any = 1, sustained: Any = 1.0
 ) -> Any:
@@ -55,6 +87,7 @@ def gemm_seconds(
     `sustained` is the clock in a long run relative to that in the measurements. Inputs are of `dtype`; outputs too, but of at
     least two bytes.
     """
+    sustained = np.multiply(sustained, held_clock(chip))
     seconds = model_seconds(gemm_constants(chip, dtype), chip, m, n, k, dtype, count, sustained)
     if chip.profile is not None:
         seconds = seconds * chip.profile.gemm_factor(chip, m, n, k, dtype, count)

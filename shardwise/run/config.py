@@ -278,6 +278,7 @@ class ClusterConfig:
     power_w: float = key(0.0, "watts a device is capped at", least=0)
     fabric: Literal["", "rail", "fat-tree", "ethernet", "torus"] = key("", "how machines are joined")
     taper: float = key(1.0, "fat-tree: how many times less bandwidth the upper levels have", least=1)
+    sharp: bool = key(False, "whether the network's switches add up all-reduces, as InfiniBand's SHARP does")
     profile: str = key("", "file written by `shardwise bench`, whose measured curves replace the catalogue's")
     rendezvous: str = key(
         "", "HOST:PORT on one of the machines, where those that `shardwise train` was started on meet"

@@ -1,8 +1,8 @@
 """Published models by name, each as the keys of `[model]` that its published config sets.
 
 Shapes come from the authors' papers and released `config.json` files: GPT-2 (Radford et al. 2019), GPT-3 (Brown et al.
-2020, table 2.1), Llama 2 and 3 (Touvron et al. 2023, Grattafiori et al. 2024), Qwen2.5 and Qwen3 technical reports,
-Mixtral (Jiang et al. 2024), DeepSeek-V3 (2024). Their parameter counts are tested against `transformers`.
+2020, table 2.1), MT-NLG (Smith et al. 2022), Llama 1, 2 and 3 (Touvron et al. 2023, Grattafiori et al. 2024), Qwen2.5 and Qwen3
+technical reports, Mixtral (Jiang et al. 2024), DeepSeek-V3 (2024). Their parameter counts are tested against `transformers`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ def _llama2(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> Ke
     return dict(
         layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=32000, max_positions=4096, norm_eps=1e-5
     )  # fmt: skip
+
+
+def _llama1(layers: int, hidden: int, heads: int, ffn: int) -> Keys:
+    return _llama2(layers, hidden, heads, heads, ffn) | dict(max_positions=2048, norm_eps=1e-6)
 
 
 def _llama3(layers: int, hidden: int, heads: int, ffn: int, *, factor: float = 0.0, tied: bool = False) -> Keys:
@@ -64,6 +68,11 @@ PRESETS: dict[str, Keys] = {
     "gpt2-774m": _gpt(36, 1280, 20),
     "gpt2-1.5b": _gpt(48, 1600, 25),
     "gpt3-175b": _gpt(96, 12288, 96, 2048),
+    "mt-nlg-530b": _gpt(105, 20480, 128, 2048),
+    "llama1-7b": _llama1(32, 4096, 32, 11008),
+    "llama1-13b": _llama1(40, 5120, 40, 13824),
+    "llama1-33b": _llama1(60, 6656, 52, 17920),
+    "llama1-65b": _llama1(80, 8192, 64, 22016) | dict(norm_eps=1e-5),
     "llama2-7b": _llama2(32, 4096, 32, 32, 11008),
     "llama2-13b": _llama2(40, 5120, 40, 40, 13824),
     "llama2-70b": _llama2(80, 8192, 64, 8, 28672),
@@ -121,12 +130,14 @@ PRESETS: dict[str, Keys] = {
 
 # Sequence and batch (in sequences) that models were pretrained with, by how their names begin. Published: GPT-2 (Radford et al.
 # 2019, section 2.3), GPT-3 (Brown et al. 2020, table 2.1: 3.2M tokens, here the 1536 sequences of MLPerf's and Megatron's runs),
-# Llama 2 (Touvron et al. 2023, section 2.2: 4M tokens), Llama 3 405B (Grattafiori et al. 2024, section 3.4.1: 4M tokens, then 8M,
-# then 16M), DeepSeek-V3 (2024, section 4.2), the lengths of Qwen2.5, Qwen3 (before they are stretched) and Mixtral. Assumed: 4M
-# tokens where no batch is published, and for Llama 3 70B the 8M of the second phase.
+# MT-NLG (Smith et al. 2022: 1920 sequences), Llama 1 and 2 (Touvron et al. 2023: 4M tokens), Llama 3 405B (Grattafiori et al.
+# 2024, section 3.4.1: 4M tokens, then 8M, then 16M), DeepSeek-V3 (2024, section 4.2), the lengths of Qwen2.5, Qwen3 (before they
+# are stretched) and Mixtral. Assumed: 4M tokens where no batch is published, and for Llama 3 70B the 8M of the second phase.
 _PRETRAINING = {
     "gpt2-": (1024, 512),
     "gpt3-": (2048, 1536),
+    "mt-nlg-": (2048, 1920),
+    "llama1-": (2048, 2048),
     "llama2-": (4096, 1024),
     "llama3-": (8192, 512),
     "llama3-70b": (8192, 1024),

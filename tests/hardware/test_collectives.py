@@ -187,3 +187,10 @@ def test_a_users_mistakes_come_together() -> None:
     with pytest.raises(UserError) as caught:
         make_cluster("h100", 0, fabric="string", taper=0.5)
     assert [problem.key for problem in caught.value.problems] == ["nodes", "taper", "fabric"]
+
+
+def test_switches_that_add_up_make_large_all_reduces_cheaper_and_nothing_else() -> None:
+    plain, adding = (make_cluster("h100-sxm", 16, sharp=sharp) for sharp in (False, True))
+    assert collective_seconds(adding, "all_reduce", 1e9, 128) < 0.8 * collective_seconds(plain, "all_reduce", 1e9, 128)
+    for operation, size in (("all_gather", 128), ("reduce_scatter", 128), ("all_to_all", 128), ("all_reduce", 8)):
+        assert collective_seconds(adding, operation, 1e9, size) == collective_seconds(plain, operation, 1e9, size)

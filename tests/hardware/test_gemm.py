@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.hardware import CHIPS, gemm_seconds, grouped_gemm_seconds
+from shardwise.hardware import CHIPS, alignment, find_chip, gemm_seconds, grouped_gemm_seconds
 from shardwise.hardware.chips import ITEM_BYTES
+from shardwise.hardware.gemm import held_clock
 
 # m, n, k and microseconds in bfloat16, from AIConfigurator's operator database.
 MEASURED = {
@@ -111,3 +112,18 @@ def test_groups_cost_at_least_as_much_as_one_product() -> None:
     times = grouped_gemm_seconds(chip, 65536, 4096, 7168, np.array([1, 8, 32, 256]))
     assert times[0] >= one
     assert (np.diff(times) >= 0).all()
+
+
+def test_widths_that_do_not_align_cost_what_was_measured() -> None:
+    assert alignment(4096, 14336) == 1.0
+    assert alignment(1800) == pytest.approx(0.93)
+    assert alignment(108) < 0.5 < alignment(112)
+    assert alignment(4096, 7201) < alignment(4096, 7204)
+    assert alignment(np.array([128, 108])).tolist() == [alignment(128), alignment(108)]
+
+
+def test_parts_with_more_power_for_an_operation_hold_their_clock() -> None:
+    clocks = [held_clock(find_chip(name)) for name in ("b200", "gb200", "gb300")]
+    assert clocks[0] == 1.0
+    assert clocks == sorted(clocks)
+    assert held_clock(find_chip("v100")) == 1.0  # borrows from another generation

@@ -28,8 +28,8 @@ def test_training_rows() -> None:
     result = summary(complete("training"))
     assert result["supported"] >= 0.95 * result["rows"]
     assert result["median_error"] <= 0.09
-    assert result["mean_error"] <= 0.105
-    assert 0.76 <= result["coverage"] <= 0.84
+    assert result["mean_error"] <= 0.102
+    assert 0.74 <= result["coverage"] <= 0.86
     assert result["memory_median_error"] <= 0.04
 
 
@@ -110,7 +110,7 @@ def test_rows_with_holes_are_unsupported_not_errors() -> None:
         assert prediction.reason
 
 
-@pytest.mark.parametrize(("leave_out", "median", "most"), [(False, 0.025, 0.12), (True, 0.07, 0.26)])
+@pytest.mark.parametrize(("leave_out", "median", "most"), [(False, 0.025, 0.12), (True, 0.075, 0.26)])
 def test_this_trainer_on_one_gpu(leave_out: bool, median: float, most: float) -> None:
     """Its own rows, which the constants have seen or not; memory has none."""
     rows = validate(published("own"), leave_out=leave_out)

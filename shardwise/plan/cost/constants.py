@@ -28,10 +28,10 @@ NAMES: dict[str, tuple[float, tuple[str, ...]]] = {
     "data": (1.0, ("fabric", "family")),
     "pipeline": (1.0, ("fabric",)),
     "optimizer": (1.0, ("family",)),
-    "launch": (12e-6, ("kernels", "family")),
+    "launch": (13e-6, ("kernels", "family")),
     "overhead": (5e-3, ("family",)),
     "jitter": (0.004, ("fabric",)),
-    "contention": (0.1, ("family",)),
+    "contention": (0.12, ("family",)),
     "exposed": (0.1, ("family",)),
 }
 """Every constant. `launch` and `overhead` are seconds, of a kernel and of a step. `jitter` is the share by which a step grows with
@@ -100,10 +100,13 @@ def widened(width: float, assumed: int, spread: float) -> float:
     return math.hypot(width * (1.0 + MORE_PER_ASSUMPTION * assumed), EIGHT_IN_TEN * spread)
 
 
-def classes_of(job: Job, *, known_program: bool = True) -> tuple[str, ...]:
+def classes_of(job: Job, *, known_program: bool = True, source: str = "") -> tuple[str, ...]:
     """The classes of predictions a job belongs to, the narrowest first. Each has an interval of its own, calibrated on rows whose
-    source was left out; those of new programs and chips on rows whose program or generation of chips was."""
+    source was left out; those of new programs and chips on rows whose program or generation of chips was; that of further rows of a
+    `source` that took part on rows of which a fifth was left out."""
     kind = "experts" if job.model.experts else "dense"
+    if source and any(name.endswith(f"/source:{source}") for name in fitted()["effects"]):
+        return (f"{kind}, known source", f"{kind} on {job.cluster.chip.generation}", kind)
     if not known_chip(job):
         return (f"{kind}, unseen chip", "unseen chip")
     if not known_program:

@@ -69,6 +69,10 @@ class Framework:
     """Kernels that would take the host as long as a collective does."""
     checkpoint_host: float = 0.0
     """Likewise, for each layer that is recomputed: its random state is saved and restored."""
+    expert_host: float = 0.0
+    """Likewise, for the GEMM of each expert, where a grouped one is a loop over them."""
+    sync_host: float = 0.0
+    """Likewise, where the host waits to know how many tokens came to each expert."""
     graphed: float = 0.0
     """Share of the launches that CUDA graphs take over."""
     rotary_bytes: float = 4.0
@@ -133,9 +137,10 @@ _MEGATRON = Framework(
     pipeline_blocks=True,
     loss_bytes=44.0,
     logit_bytes=10.0,
-    host=2.0,
+    host=1.5,
     collective_host=4.0,
-    checkpoint_host=12.0,
+    checkpoint_host=40.0,
+    sync_host=10.0,
 )
 _NEMO = replace(
     _MEGATRON,
@@ -152,7 +157,9 @@ _NEMO = replace(
     pipeline_blocks=False,
     loss_bytes=20.0,
     logit_bytes=6.0,
-    host=2.0,
+    host=1.5,
+    expert_host=0.3,
+    sync_host=10.0,
 )
 _FSDP = Framework(
     "fsdp",
@@ -162,7 +169,8 @@ _FSDP = Framework(
     logit_bytes=14.0,
     accumulate_bytes=0.0,
     collective_host=4.0,
-    checkpoint_host=12.0,
+    checkpoint_host=40.0,
+    sync_host=10.0,
 )
 
 FRAMEWORKS: dict[str, Framework] = {

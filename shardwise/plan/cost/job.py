@@ -137,7 +137,7 @@ def cluster_of(run: Run) -> Cluster:
         raise UserError(
             Problem(f"was measured on {profile.chip}, and cluster.chip is {chip.name}", "cluster.profile", c.profile)
         )
-    names = ("intra_gbs", "inter_gbs", "latency_ms", "power_w", "hbm_gbs", "domain", "taper", "fabric")
+    names = ("intra_gbs", "inter_gbs", "latency_ms", "power_w", "hbm_gbs", "domain", "taper", "fabric", "sharp")
     return make_cluster(chip, c.nodes, c.devices_per_node, **{n: getattr(c, n) for n in names}, profile=profile)
 
 

@@ -18,10 +18,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardwise.hardware import Collective, attention_seconds, collective_seconds, gemm_seconds
+from shardwise.hardware import Collective, alignment, attention_seconds, collective_seconds, gemm_seconds
 from shardwise.plan.cost.flops import keys_seen
 from shardwise.plan.cost.job import Job, Number
-from shardwise.plan.cost.ops import ByPass, Op, OpList, span
+from shardwise.plan.cost.ops import ByPass, Op, OpList, regroups_tensor, span
 
 CHUNKED_BYTES = 6.0
 """Moved for each 16-bit logit of a chunked loss besides its GEMMs: read for the sum, read and written as a gradient."""
@@ -101,6 +101,8 @@ def _attention_core(ops: OpList, heads: Number, kv_heads: Number, head_dim: int,
             one = gemm_seconds(chip, queries, columns, inner, job.dtype, count=batch * heads)
             two = gemm_seconds(chip, queries, inner, columns, job.dtype, count=batch * heads)
             three = gemm_seconds(chip, inner, columns, queries, job.dtype, count=batch * heads)
+            kept = alignment(head_dim if name == "scores" else v_dim)
+            one, two, three = one / kept, two / kept, three / kept
             flops = full * (head_dim if name == "scores" else v_dim)
             saved = inputs if name == "scores" else 0.0
             seconds, by_pass = (one, two + three, 0.0), (flops, 2 * flops, 0.0)
@@ -206,13 +208,22 @@ def _feed_forward(ops: OpList, width: int, *, early_stop: bool = False) -> None:
 
 
 def _sent_once(job: Job) -> Number:
-    """Share of the rows that travel when a token is sent to a machine once, however many of its experts are there."""
+    """Share of the rows that travel when a token is sent to a machine once, however many of its experts are there; within one
+    domain of the fast link, to a rank once. Routing by groups of experts bounds the machines."""
     if not job.framework.expert_once:
         return 1.0
-    machines = job.cluster.spans(*span(job, "expert"))
-    k = job.model.experts_per_token
-    share = machines * (1.0 - (1.0 - 1.0 / machines) ** k) / k
-    return np.where(machines > 1, share, 1.0)
+    m, k = job.model, job.model.experts_per_token
+    machines, ranks = job.cluster.spans(*span(job, "expert")), job.layout.expert
+    most: Number = np.inf
+    if m.router_groups > 1:
+        most = m.router_top_groups * np.maximum(machines / m.router_groups, 1.0)
+    reached: Number = np.where(machines > 1, np.minimum(_places(machines, k), most), _places(ranks, k))
+    return reached / k
+
+
+def _places(places: Number, choices: int) -> Number:
+    """Over how many of some places so many choices spread, in the mean."""
+    return places * (1.0 - (1.0 - 1.0 / places) ** choices)
 
 
 def _moe(ops: OpList) -> None:
@@ -222,17 +233,21 @@ def _moe(ops: OpList) -> None:
     whole = lay.expert_tensor and job.framework.sequence_parallel
     tokens = job.rows if whole else job.rows / lay.tensor
     ops.gemm("router", "router", tokens, m.experts, m.hidden, high_precision=True, saved=0.0)
-    ops.elementwise("choose", "router", tokens * m.experts * 16, tokens * m.experts * 16, launches=(6.0, 4.0))
+    waits = 0.0 if job.framework.drops_tokens else job.framework.sync_host
+    ops.elementwise("choose", "router", tokens * m.experts * 16, tokens * m.experts * 16, launches=(6.0 + waits, 4.0))
     rows = tokens * m.experts_per_token * job.imbalance
     size = rows * m.hidden * job.width
     ops.elementwise("to experts", "experts", 2 * size, 2 * size, launches=(2.0, 2.0))
-    ops.collective("experts", "expert", "all_to_all", size * _sent_once(job), (2.0, 2.0, 0.0))
+    sent, others = size * _sent_once(job), regroups_tensor(job)
+    ops.collective("experts", "expert", "all_to_all", sent, (1.0, 1.0, 0.0))
     width = m.expert_ffn / lay.tensor if lay.expert_tensor else m.expert_ffn
     held = m.experts / lay.expert
     ops.grouped_gemm("expert up", rows, 2 * width, m.hidden, held)
     _activation(ops, "experts", rows * width)
     ops.grouped_gemm("expert down", rows, m.hidden, width, held)
-    ops.elementwise("from experts", "experts", 2 * size, 2 * size, saved=size, launches=(2.0, 2.0))
+    # The backward pass needs no sums of the experts: recomputation that stops early leaves out what brings them back.
+    ops.collective("experts", "expert", "all_to_all", sent, (1.0, 1.0, 0.0), early_stop=others)
+    ops.elementwise("from experts", "experts", 2 * size, 2 * size, saved=size, launches=(2.0, 2.0), early_stop=others)
     if m.shared_experts:
         _feed_forward(ops, m.expert_ffn * m.shared_experts)
 

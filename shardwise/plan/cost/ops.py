@@ -10,7 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.hardware import Collective, collective_seconds, gemm_seconds, grouped_gemm_seconds, memory_seconds
+from shardwise.hardware import (
+    Collective,
+    alignment,
+    collective_seconds,
+    gemm_seconds,
+    grouped_gemm_seconds,
+    memory_seconds,
+)
 from shardwise.plan.cost.job import Job, Number
 from shardwise.run.coordinates import group_span
 
@@ -59,10 +66,12 @@ class OpList(list[Op]):
         chip, job = self.job.cluster.chip, self.job
         fp8 = job.fp8 and not high_precision
         dtype = "fp8" if fp8 else job.dtype
+        # Vocabularies are padded, and a CPU has no tiles.
+        kept = 1.0 if high_precision or chip.name == "cpu" else alignment(columns, inner)
         seconds = (
-            gemm_seconds(chip, rows, columns, inner, dtype),
-            gemm_seconds(chip, rows, inner, columns, dtype),
-            gemm_seconds(chip, inner, columns, rows, dtype if job.fp8_gradients else job.dtype),
+            gemm_seconds(chip, rows, columns, inner, dtype) / kept,
+            gemm_seconds(chip, rows, inner, columns, dtype) / kept,
+            gemm_seconds(chip, inner, columns, rows, dtype if job.fp8_gradients else job.dtype) / kept,
         )
         if saved is None:
             saved = rows * inner * (1.0 if fp8 and job.fp8_gradients else job.width)
@@ -129,10 +138,12 @@ class OpList(list[Op]):
     ) -> None:  # fmt: skip
         """Adds a GEMM and what goes with it: its gradient accumulated, its weight cast, its inputs scaled to fp8."""
         job, framework, (rows, columns, inner) = self.job, self.job.framework, shape
-        flops, numel, once = 2.0 * rows * columns * inner, columns * inner * count, (1.0, 1.0, 1.0)
+        flops, numel = 2.0 * rows * columns * inner, columns * inner * count
+        each = 1.0 + framework.expert_host * count * (part == "experts")
+        once: ByPass = (each, each, each)
         every: ByPass = (flops,) * 3
         if job.adapter.used:  # a frozen weight has no gradient, and is held as it is multiplied
-            every, once, seconds = (flops, flops, 0.0), (1.0, 1.0, 0.0), (seconds[0], seconds[1], 0.0)
+            every, once, seconds = (flops, flops, 0.0), (each, each, 0.0), (seconds[0], seconds[1], 0.0)
             early_stop = early_stop and job.adapter.kind != "qlora"
             self.append(Op(name, part, "matmul", seconds, every, NOTHING, saved, 0.0, once, early_stop=early_stop))
             if job.adapter.kind == "qlora" and part in (

@@ -29,6 +29,8 @@ SCHEDULES = {
     "zb-2p": "zb-2p",
     "dualpipe": "dualpipe-v",
 }
+GROUPED = {"DeepSeek-V2": (8, 3), "DeepSeek-V3": (8, 4), "DeepSeek-R1": (8, 4)}
+"""Published models whose routing chooses groups of experts first: so many, of which so many (their `config.json`)."""
 MODERN = ("hopper", "blackwell", "cdna3")
 """Generations whose published runs are of frameworks that shard the optimizer and fuse their kernels."""
 
@@ -95,6 +97,9 @@ def model_of(row: Row) -> ModelConfig:
             dense_layers=m.get("dense_layers") or 0,
             shared_experts=shared,
         )
+        groups = next((g for name, g in GROUPED.items() if name in (m.get("name") or "")), None)
+        if groups and m["experts"] % groups[0] == 0 and m["topk"] <= groups[1] * (m["experts"] // groups[0]):
+            keys |= dict(router_groups=groups[0], router_top_groups=groups[1])
     return derive_model(ModelConfig(**keys), m["seq"])
 
 

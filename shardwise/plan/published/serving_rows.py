@@ -17,12 +17,6 @@ from shardwise.run import ModelConfig
 FIRST = ("latency_ms", "tpot_ms", "decode_ms_per_token", "output_tokens_per_s")
 """What a row is judged by: the first of these that was measured."""
 
-# How many requests TensorRT-LLM's published throughput runs sent, by lengths of prompt and answer (its perf-overview.md).
-REQUESTS = {
-    (128, 128): 30000, (128, 2048): 3000, (128, 4096): 1500, (500, 2000): 3000, (1000, 1000): 3000, (1000, 2000): 1500,
-    (2048, 128): 3000, (2048, 2048): 1500, (5000, 500): 1500, (20000, 2000): 1000,
-}  # fmt: skip
-
 MEASURES = {
     # what a row may hold: (which of our quantities, how it is written there)
     "latency_ms": ("latency", 1e3),
@@ -58,21 +52,27 @@ def serving_of_row(row: Row) -> tuple[Serving, Load, tuple[str, ...]]:
         engine=ENGINES[_engine_name(row)],
         weights=FORMATS[precision],
         attention_weights=FORMATS["bf16" if _bf16_attention(model, precision) else precision],
-        cache_bytes=cache_width(precision),
+        cache_bytes=_cache_bytes(row, precision),
         windowed=windowed,
         **ranks,
     )
     return serving, _load(row, note), tuple(assumed)
 
 
+PROGRAMS = {"tensorrt-llm": "trtllm"}
+CACHES = {"fp8": 1.0, "int8": 1.0, "fp16": 2.0, "bf16": 2.0}
+
+
 def _engine_name(row: Row) -> str:
-    """The program, from the note's first word or the family of rows."""
-    word = (row.get("note") or "").split(" ")[0].rstrip(";")
-    if word in ENGINES:
-        return word
-    return {"fastertransformer": "fastertransformer", "kipply": "fastertransformer", "gpt_fast": "gpt-fast"}.get(
-        row["group"], "trtllm"
-    )
+    """The program that a row declares; one that is new serves as most do."""
+    name = str((row.get("software") or {}).get("framework") or "").lower()
+    name = PROGRAMS.get(name, name)
+    return name if name in ENGINES else "trtllm"
+
+
+def _cache_bytes(row: Row, precision: str) -> float:
+    """Bytes of an element of the cache, as declared, else as is usual with such weights."""
+    return CACHES.get(str((row.get("software") or {}).get("kv_dtype")), cache_width(precision))
 
 
 def _bf16_attention(model: ModelConfig, precision: str) -> bool:
@@ -90,7 +90,7 @@ def _ranks(row: Row, model: ModelConfig, assumed: list[str]) -> dict[str, int]:
     if expert > 1 and expert_tensor == expert and tensor * replicas == expert * expert:
         assumed.append(f"{expert} devices: the tensor and expert axes are the same ranks")
         devices, tensor, replicas, expert_tensor = expert, max(1, tensor // expert), max(1, replicas // expert), 1
-    if "attention-DP" in (row.get("note") or ""):
+    if "attention-DP" in (row.get("note") or "") and p.get("attention_dp") is None:
         tensor, replicas = 1, devices
     if model.heads % tensor:
         assumed.append(f"{tensor} whole copies of attention: its heads do not divide by that")
@@ -112,7 +112,7 @@ def _load(row: Row, note: str) -> Load:
         raise Unsupported("the lengths of prompt and answer not stated")
     lengths = w["input_len"], w["output_len"]
     if w.get("batch") is None:
-        return Load("full", 0, *lengths, REQUESTS.get(lengths, 0) if row["group"] == "trtllm_perf_overview" else 0)
+        return Load("full", 0, *lengths, (row.get("software") or {}).get("num_requests") or 0)
     clients = re.search(r"concurrency=(\d+)", note)
     if clients:
         return Load("closed", int(clients[1]), *lengths)

@@ -91,7 +91,8 @@ def _predict_training(result: Prediction, row: Row, *, leave_out: bool, program:
         for a in question.alternatives
     ]
     shift, spread = mixture(others)
-    classes = classes_of(job, known_program=question.known and not name)
+    source = "" if leave_out or name else row["group"]
+    classes = classes_of(job, known_program=question.known and not name, source=source)
     result.classes = classes[0]
     width = interval(classes, len(result.assumed), spread)
     result.judge(measured_seconds(row, job), seconds * math.exp(shift), width)
