@@ -142,7 +142,7 @@ class Profile(Result):
             (
                 "module",
                 type(self.module).__name__,
-                f"{words.count(self.parameters)} parameters, {passes} forward passes",
+                f"{words.count(self.parameters)} parameters, {passes} forward pass{'es' * (passes != 1)}",
             ),
             ("operations", words.flops(self.flops), f"{counted}{again}"),
             ("saved", words.size(self.activations), "for the backward pass of one forward pass"),
