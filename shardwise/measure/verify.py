@@ -118,6 +118,11 @@ def counted(
     is counted so many times more."""
     run, lay = train_state.run, train_state.run.layout
     with even_routing(train_state), uncompiled(train_state):
+        if (
+            lay.sync_overlap and train_state.step < lay.sync_every
+        ):  # a round begins with what is underway from the one before
+            for _ in range(lay.sync_every):
+                train_state.train_step(batch)
         # All in one step: what counts does not allocate, and holds no tensor.
         with (
             WorkCounter(train_state) as ops,

@@ -24,10 +24,11 @@ class OneBitAdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None, "this optimizer does not evaluate the loss again"
         learned = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        steps = next((int(self.state[p]["step"]) for p in learned if self.state[p]), 0)
-        if steps < self.warmup:
-            super().step()
-            return
+        if self.warmup:  # a dry run has none, and no number to read either
+            steps = next((int(self.state[p]["step"]) for p in learned if self.state[p]), 0)
+            if steps < self.warmup:
+                super().step()
+                return
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for p in group["params"]:
@@ -37,7 +38,7 @@ class OneBitAdamW(torch.optim.AdamW):
                 if not state:  # no warm-up at all
                     state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
                 state["step"] += 1
-                momentum = state["exp_avg"].lerp_(p.grad, 1 - beta1) / (1 - beta1 ** int(state["step"]))
+                momentum = state["exp_avg"].lerp_(p.grad, 1 - beta1) / (1 - beta1 ** state["step"].to(p))
                 second = state["exp_avg_sq"] / (1 - beta2 ** max(1, self.warmup))
                 update = torch.where(second > 0, momentum / (second.sqrt() + group["eps"]), 0.0)
                 p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
