@@ -100,7 +100,9 @@ def test_a_layout_by_hand_is_not_faster_than_the_best() -> None:
     rows = [row for row in free.ranking if row.run.layout.recompute != "budget"]
     assert rows[0].account.step_seconds <= alone.account.step_seconds * SAME
     fixed = search(auto("llama3-405b", 2048, dict(auto=True, pipeline=1), **job), keep=4)
-    assert free.best.account.step_seconds <= fixed.best.account.step_seconds * SAME
+    # A recompute budget is tried for the best layouts alone, which in the smaller space are others.
+    same = [row for row in fixed.ranking if row.run.layout.recompute != "budget"]
+    assert free.best.account.step_seconds <= same[0].account.step_seconds * SAME
     ranked, slowest = {row.run.layout for row in rows}, rows[-1].account.step_seconds
     for row in fixed.ranking:
         if row.run.layout.recompute != "budget" and row.account.step_seconds < slowest:

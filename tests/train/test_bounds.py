@@ -12,7 +12,7 @@ from shardwise.measure.verify import random_batch
 from shardwise.measure.work import WorkCounter
 from shardwise.parallel import apply
 from shardwise.run import Run, run_from_dict
-from shardwise.train import step
+from shardwise.train import microbatches
 from shardwise.train.step import TrainState
 
 
@@ -33,7 +33,7 @@ def test_bounds_or_masks(documents: bool, window: int, recompute: str, monkeypat
     run = run_from_dict(dict(model=model, train=train, layout=dict(recompute=recompute)))
     losses, works = [], []
     for bounds in (True, False):
-        for place in (apply, step):
+        for place in (apply, microbatches):
             monkeypatch.setattr(place, "uses_varlen_attention", lambda run, gpu, bounds=bounds: bounds)
         train_state = TrainState(run)
         shapes = {

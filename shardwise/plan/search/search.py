@@ -122,7 +122,7 @@ def _search(run: Run, devices: Sequence[int] | None, keep: int, max_microbatch: 
     kept = _kept(found[0], spaces) if "recompute" not in run.layout.fixed and not answers else None
     if kept is not None:
         ranking, changes = [kept[0], *ranking], [kept[1], *changes]
-        if len(ranking) > max(keep, len(counts)):
+        if len(ranking) > max(keep, sum(first is not None for first in firsts)):
             spare = _spare([plan.run.layout.world for plan in ranking])
             del ranking[spare], changes[spare]
     without = {
