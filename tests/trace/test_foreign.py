@@ -46,8 +46,8 @@ def kineto(path: Path) -> Path:
             events.append(dict(ph="X", cat="kernel", name=name, pid=0, tid=stream, ts=(begin + start) / 1e3, dur=long / 1e3,
                                args=dict(device=0, stream=stream)))  # fmt: skip
         start, long, stream = COPY
-        events.append(dict(ph="X", cat="gpu_memcpy", name="Memcpy HtoD", pid=0, tid=stream, ts=(begin + start) / 1e3, dur=long / 1e3,
-                           args=dict(device=0, stream=stream)))  # fmt: skip
+        events.append(dict(ph="X", cat="gpu_memcpy", name="Memcpy HtoD", pid=0, tid=stream, ts=(begin + start) / 1e3,
+                           dur=long / 1e3, args=dict(device=0, stream=stream)))  # fmt: skip
     path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
     return path
 
