@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.api.results import Result
 from shardwise.report import words
 from shardwise.report.module_tree import HEADS, lines
-from shardwise.run.problems import UserError
+from shardwise.run.problems import UserError, counted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -135,16 +135,16 @@ class Profile(Result):
     def _figures(self) -> list[tuple[str, str, str]]:
         from shardwise.measure.profiler.tree import CONVENTION
 
-        counted = f"{words.flops(self.forward_flops)} forward, {words.flops(self.backward_flops)} backward"
+        both = f"{words.flops(self.forward_flops)} forward, {words.flops(self.backward_flops)} backward"
         again = f"; {words.flops(self.recompute_flops)} more recomputed" if self.recompute_flops else ""
         passes = self._watch.calls[""]
         figures = [
             (
                 "module",
                 type(self.module).__name__,
-                f"{words.count(self.parameters)} parameters, {passes} forward pass{'es' * (passes != 1)}",
+                f"{words.count(self.parameters)} parameters, {counted(passes, 'forward pass')}",
             ),
-            ("operations", words.flops(self.flops), f"{counted}{again}"),
+            ("operations", words.flops(self.flops), f"{both}{again}"),
             ("saved", words.size(self.activations), "for the backward pass of one forward pass"),
         ]
         if self.seconds:

@@ -29,7 +29,7 @@ def read_program(text: str) -> dict[str, Any]:
     problems = []
     if name not in PROGRAMS:
         meant = nearest(name, PROGRAMS)
-        problems.append(_wrong(f'"{name}" is not a program that is known{meant}: {", ".join(sorted(PROGRAMS))}'))
+        problems.append(_wrong(f'"{name}" is not one of {", ".join(sorted(PROGRAMS))}{meant}'))
     for part in filter(None, rest.split(",")):
         key, _, value = part.partition("=")
         if key not in FACTS:

@@ -40,7 +40,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def counted(number: int, noun: str) -> str:
     """A number of things, one or several: "1 rank", "16,384 ranks"."""
     if number != 1:
-        noun = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+        noun = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith(("ch", "s")) else f"{noun}s"
     return f"{number:,} {noun}"
 
 

@@ -7,12 +7,10 @@ import asyncio
 import signal
 import webbrowser
 
-import uvicorn
 from starlette.types import ASGIApp
 
 from shardwise.serve.event_loop import run_in_loop
 from shardwise.serve.server.address import QuietServer, open_socket
-from shardwise.serve.server.guard import guarded
 from shardwise.serve.server.limits import Limits
 from shardwise.workbench.admission import MOST_BODY, Admission, new_token
 
@@ -32,19 +30,7 @@ def serve_page(app: ASGIApp, what: str, port: int, opens: bool) -> None:
         if opens:
             webbrowser.open(address)
 
-    config = uvicorn.Config(
-        Admission(app, token, port),
-        http=guarded(LIMITS),
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="critical",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_graceful_shutdown=1,
-    )
-    server = QuietServer(config, ready)
+    server = QuietServer(Admission(app, token, port), LIMITS, 1.0, ready)
 
     async def until_signalled() -> None:
         def end() -> None:

@@ -7,15 +7,33 @@ import socket
 from collections.abc import Callable, Iterator
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from shardwise.run import Problem, UserError
+from shardwise.serve.server.guard import guarded
+from shardwise.serve.server.limits import Limits
 
 
 class QuietServer(uvicorn.Server):
-    """Says when it listens, and leaves signals to others: uvicorn would raise them again at its end, and so not end well."""
+    """Keeps to limits, says nothing but when it listens, and leaves signals to others: uvicorn would raise them again at its end,
+    and so not end well. `last_seconds`: for clients to read the last of their answers."""
 
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
-        super().__init__(config)
+    def __init__(self, app: ASGIApp, limits: Limits, last_seconds: float, ready: Callable[[], None]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=guarded(limits),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="critical",
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=int(limits.idle_seconds),
+                timeout_graceful_shutdown=int(last_seconds),
+            )
+        )
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

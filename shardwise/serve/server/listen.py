@@ -11,12 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import uvicorn
-
 from shardwise.serve.server.address import QuietServer
 from shardwise.serve.server.app import make_app
 from shardwise.serve.server.context import Context
-from shardwise.serve.server.guard import guarded
 from shardwise.serve.server.limits import Limits
 from shardwise.serve.server.model import Model
 from shardwise.serve.service import Engine, Service
@@ -51,20 +48,7 @@ async def serve(
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each client that goes away
     service = Service(engine, limits.waiting)
     context = Context(model, service, limits, tuple(keys))
-    config = uvicorn.Config(
-        make_app(context),
-        http=guarded(limits),
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="critical",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=int(limits.idle_seconds),
-        timeout_graceful_shutdown=int(LAST_SECONDS),
-    )
-    server = QuietServer(config, lambda: ready(context))
+    server = QuietServer(make_app(context), limits, LAST_SECONDS, lambda: ready(context))
     serving = asyncio.create_task(server.serve([listener]))
     try:
         await _until(serving, stop.wanted)
