@@ -1,7 +1,9 @@
 """The engine alone on one GPU with made-up weights: the loads that `vllm` is timed with, ends of text ignored, temperature 0.6; and
 the plan of each beside it.
 
-python benchmarks/gpu/serving.py llama3-8b [--serve.weights=fp8 …] [--out FILE] [--only NAME …]
+python benchmarks/gpu/serving.py llama3-8b [--serve.weights=fp8 …] [--out FILE] [--only NAME …] [--profile FILE]
+
+With `--profile` the engine's steps are profiled instead (`serving_profile.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("preset")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", nargs="*", default=list(LOADS))
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--profile", type=Path)
     args, overrides = parser.parse_known_args()
     import torch
 
@@ -52,8 +55,13 @@ def main() -> None:
         free_gib=torch.cuda.mem_get_info()[0] / 2**30,
     )  # fmt: skip
     print(json.dumps(rows), flush=True)
+    if args.profile:
+        from serving_profile import profile_steps
+
+        profile_steps(engine, args.profile, args.only)
+        return
     print(f"{'load':32}" + "".join(f"{name:>16} {'plan':>10} {'':>7}" for name in SHOWN), flush=True)
-    for label in args.only:
+    for label in args.only or LOADS:
         count, inputs, outputs = LOADS[label]
         load = [f"serve.concurrency={count}", f"serve.requests={count}", f"serve.input_tokens={inputs}"]
         run = here(read_run(None, [*words, *load, f"serve.output_tokens={outputs}"]))
