@@ -1,11 +1,12 @@
 """This trainer on one GPU, measured in the format that `shardwise validate` predicts: seconds a step, peak memory.
 
 Llama-like models of three sizes, sequences of 2048 to 131072 tokens, compiled or not, recomputation none, attention and full, in
-bfloat16 with float32 parameters and AdamW. A step is the trainer's own on random tokens, as its loop runs it (replayed where
-the host is slower, read when the next is begun); its time is the median distance of CUDA events after warm-up, its memory the
-allocator's peak. Writes rows to a JSON file.
+bfloat16 with float32 parameters and AdamW. `--later` measures others instead, which no constant has seen: other shapes, GEMMs in
+fp8, experts. A step is the trainer's own on random tokens, as its loop runs it (replayed where the host is slower, read when the
+next is begun); its time is the median distance of CUDA events after warm-up, its memory the allocator's peak. Writes rows to a
+JSON file.
 
-    python benchmarks/gpu/own_runs.py --output rows.json [--steps 12] [--only NAME …]
+    python benchmarks/gpu/own_runs.py --output rows.json [--later] [--steps 12] [--only NAME …]
     python benchmarks/gpu/own_runs.py --table rows.json      # measured beside planned, as in RESULTS.md; needs no GPU
 """
 
@@ -16,7 +17,9 @@ import gc
 import json
 import statistics
 import sys
+import time
 import traceback
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,9 +35,43 @@ from shardwise.train.step import TrainState
 
 WARM = 8
 """Steps before those that count."""
+LONG = 1.5
+"""Of steps with more seconds than this fewer are timed: they are too long for the host to matter."""
 
+OWN: dict[str, dict[str, int]] = SHAPES | {
+    # of the later runs
+    "0.2B": dict(layers=12, hidden=768, heads=12, kv_heads=12, ffn=2048, vocab=50304),
+    "0.8B": dict(layers=20, hidden=1536, heads=12, kv_heads=4, ffn=6144, vocab=32768),
+    "2.2B": dict(layers=20, hidden=2560, heads=20, kv_heads=20, ffn=8192, vocab=65536),
+    "4.6B": dict(layers=24, hidden=4096, heads=32, kv_heads=8, ffn=11008, vocab=32000),
+    "16x0.3B": dict(
+        layers=12, hidden=1024, heads=16, kv_heads=8, ffn=4096, vocab=50304,
+        experts=16, experts_per_token=2, expert_ffn=2048,
+    ),
+    "64x2B": dict(
+        layers=8, hidden=2048, heads=16, kv_heads=16, ffn=8192, vocab=50304,
+        experts=64, experts_per_token=6, expert_ffn=1024, shared_experts=2, dense_layers=1,
+    ),
+}  # fmt: skip
+
+Timed = tuple[str, int, int, int, str, bool, str]
+LATER: list[Timed] = [
+    # model, sequence, microbatch, microbatches, recompute, compile, fp8
+    ("0.2B", 2048, 16, 1, "none", True, "none"),
+    ("0.2B", 131072, 1, 1, "full", True, "none"),
+    ("0.8B", 16384, 2, 1, "none", True, "none"),
+    ("0.8B", 65536, 1, 1, "full", True, "none"),
+    ("2.2B", 4096, 4, 1, "none", True, "none"),
+    ("2.2B", 4096, 4, 1, "none", True, "tensorwise"),
+    ("2.2B", 8192, 2, 2, "full", False, "none"),
+    ("4.6B", 4096, 4, 1, "full", True, "rowwise"),
+    ("4.6B", 2048, 4, 2, "none", True, "none"),
+    ("16x0.3B", 4096, 4, 1, "none", False, "none"),
+    ("16x0.3B", 8192, 4, 1, "full", True, "none"),
+    ("64x2B", 4096, 4, 1, "none", True, "none"),
+]
 RUNS: list[tuple[str, int, int, int, str, bool]] = [
-    # model, sequence, microbatch, microbatches, recompute, compile
+    # the same, in bfloat16
     ("0.4B", 2048, 1, 1, "none", True),
     ("0.4B", 2048, 8, 1, "none", False),
     ("0.4B", 2048, 8, 1, "none", True),
@@ -58,24 +95,35 @@ RUNS: list[tuple[str, int, int, int, str, bool]] = [
 ]
 
 
-def name_of(model: str, seq_len: int, micro: int, times: int, recompute: str, compiled: bool) -> str:
+def name_of(model: str, seq_len: int, micro: int, times: int, recompute: str, compiled: bool, fp8: str = "none") -> str:
     """What a row is called."""
-    return f"own_{model}_s{seq_len}_mb{micro}x{times}_{recompute}" + ("_compile" if compiled else "")
+    words = [f"own_{model}_s{seq_len}_mb{micro}x{times}_{recompute}", *["compile"] * compiled, *[fp8] * (fp8 != "none")]
+    return "_".join(words)
 
 
 def measure(
-    model: str, seq_len: int, micro: int, times: int, recompute: str, compiled: bool, steps: int
+    model: str,
+    seq_len: int,
+    micro: int,
+    times: int,
+    recompute: str,
+    compiled: bool,
+    fp8: str = "none",
+    *,
+    steps: int,
 ) -> dict[str, Any]:
     """One run, as a row."""
+    began = time.perf_counter()
     run = run_from_dict(
         dict(
-            model=SHAPES[model],
+            model=OWN[model],
             layout=dict(recompute=recompute),
             train=dict(
                 seq_len=seq_len,
                 global_batch=micro * times,
                 microbatch=micro,
                 dtype="bfloat16",
+                fp8=fp8,
                 device="cuda",
                 compile=compiled,
             ),
@@ -87,43 +135,56 @@ def measure(
     batch = random_batch(run)
     ends: list[torch.cuda.Event] = []
     result: StepResult | None = None
-    for n in range(steps + WARM):
+    warm, last = WARM, steps + WARM
+    while len(ends) < last:
         previous, result = result, train_state.train_step(batch)
         ends.append(torch.cuda.Event(enable_timing=True))
         ends[-1].record()
         if previous is not None:
             previous.read()  # as the loop does, when the next is begun
-        if n == 1:  # the first steps also hold what compiling needed
+        if len(ends) == 2:  # the first steps also hold what compiling needed
+            torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
+        if len(ends) == 4:
+            torch.cuda.synchronize()
+            if ends[-2].elapsed_time(ends[-1]) / 1e3 > LONG:
+                warm, last = 4, 6
     torch.cuda.synchronize()
-    taken = [a.elapsed_time(b) / 1e3 for a, b in pairwise(ends[WARM - 1 :])]
-    shape = SHAPES[model]
+    taken = [a.elapsed_time(b) / 1e3 for a, b in pairwise(ends[warm - 1 :])]
+    shape = OWN[model]
+    experts = (
+        dict(zip(("topk", "moe_ffn"), (shape[k] for k in ("experts_per_token", "expert_ffn")), strict=True))
+        if "experts" in shape
+        else {}
+    )
     return {
-        "id": name_of(model, seq_len, micro, times, recompute, compiled),
+        "id": name_of(model, seq_len, micro, times, recompute, compiled, fp8),
         "source": "this project's trainer, benchmarks/gpu/own_runs.py",
         "group": "shardwise_h200",
         "kind": "training",
         "hardware": dict(gpu=torch.cuda.get_device_name(), gpus=1, gpus_per_node=8, chip="h200-sxm", intra_gbs=450, inter_gbs=50),
-        "model": dict(arch="llama", seq=seq_len, act="swiglu", tied_embeddings=False, **shape),
+        "model": dict(arch="moe" if experts else "llama", seq=seq_len, act="swiglu", tied_embeddings=False, **shape, **experts),
         "parallel": dict(
             tp=1, pp=1, dp=1, cp=1, ep=1, vpp=1, zero_stage=0, sp=True, compile=compiled,
             recompute="selective" if recompute == "attention" else recompute,
         ),
         "global_batch": micro * times,
         "micro_batch": micro,
-        "precision": "bf16",
+        "precision": "bf16" if fp8 == "none" else "fp8",
+        "software": dict(framework="shardwise") | (dict(fp8_recipe=fp8) if fp8 != "none" else {}),
         "measured": dict(
             iter_time_s=statistics.median(taken),
             memory_gib=torch.cuda.max_memory_allocated() / 2**30,
             memory_reserved_gib=torch.cuda.max_memory_reserved() / 2**30,
         ),
-        "note": f"PyTorch {torch.__version__}; allocated at the peak; median of {steps} steps",
+        "note": f"PyTorch {torch.__version__}; allocated at the peak; median of {len(taken)} steps",
+        "seconds_in_all": time.perf_counter() - began,
         "complete": True,
     }  # fmt: skip
 
 
 def table(path: Path) -> None:
-    """Measured beside planned. The plan's constants have seen these rows."""
+    """Measured beside planned. The plan's constants have seen those rows of `RUNS`, and none of `LATER`."""
     from shardwise.plan.plan import plan
     from shardwise.plan.published.rows import own_run
 
@@ -144,6 +205,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("rows.json"))
     parser.add_argument("--table", type=Path)
+    parser.add_argument("--later", action="store_true", help="the runs that no constant has seen")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--only", nargs="*", default=[])
     args = parser.parse_args()
@@ -152,11 +214,12 @@ def main() -> int:
         return 0
     need_gpu()
     rows = []
-    for run in RUNS:
+    runs: Sequence[Any] = LATER if args.later else RUNS
+    for run in runs:
         if args.only and name_of(*run) not in args.only:
             continue
         try:
-            rows.append(measure(*run, args.steps))
+            rows.append(measure(*run, steps=args.steps))
             print(name_of(*run), rows[-1]["measured"], flush=True)
         except Exception:  # one run that does not go must not cost the others
             traceback.print_exc()
@@ -164,7 +227,7 @@ def main() -> int:
         torch.cuda.empty_cache()
         torch._dynamo.reset()
         args.output.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
-    return 0 if len(rows) == len(RUNS) or args.only else 1
+    return 0 if len(rows) == len(runs) or args.only else 1
 
 
 if __name__ == "__main__":

@@ -262,13 +262,19 @@ def job_of_row(row: Row) -> RowJob:
     return RowJob(job, tuple(assumed), stack.alternatives, stack.known)
 
 
+OWN_KEYS = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "experts", "experts_per_token", "expert_ffn",
+            "shared_experts", "dense_layers")  # fmt: skip
+
+
 def own_run(row: Row) -> Run:
     """The run behind a row that this project's trainer was measured with, on one device."""
     m, recompute = row["model"], row["parallel"]["recompute"]
     train = dict(seq_len=m["seq"], global_batch=row["global_batch"], microbatch=row["micro_batch"], dtype="bfloat16")
+    if row["precision"] == "fp8":
+        train["fp8"] = row["software"]["fp8_recipe"]
     return run_from_dict(
         dict(
-            model={key: m[key] for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")},
+            model={key: m[key] for key in OWN_KEYS if key in m},
             layout=dict(recompute="attention" if recompute == "selective" else recompute),
             train=train | dict(device="cuda", compile=row["parallel"]["compile"]),
             cluster=dict(chip=row["hardware"]["chip"]),
