@@ -8,7 +8,7 @@ biases, LayerNorm) runs as it is written, over the same cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.model.attention import GroupedAttention
 from shardwise.model.cache import LayerCache
+from shardwise.model.gemm.decoding import DecodingGemms, Kind
 from shardwise.model.layers import FeedForward, Linear, Norm
 from shardwise.model.paged import PagedLayerCache
 from shardwise.model.quantized.linear import QuantizedGemm
@@ -73,9 +74,10 @@ class FusedBlock:
     is asked for: of a prompt, one."""
 
     def __init__(
-        self, block: Block, config: ModelConfig, rope: tuple[Tensor, Tensor] | None, last: bool, add_up: AddUp | None, first: bool
+        self, block: Block, config: ModelConfig, rope: tuple[Tensor, Tensor] | None, last: bool, add_up: AddUp | None, first: bool,
+        gemms: DecodingGemms,
     ) -> None:  # fmt: skip
-        self.add_up, self.first, self.beta = add_up, first, float(first)
+        self.add_up, self.first, self.beta, self.gemms = add_up, first, float(first), gemms
         attention, ffn = block.attention, block.ffn
         assert isinstance(attention, GroupedAttention)
         assert isinstance(ffn, FeedForward)
@@ -127,9 +129,10 @@ class FusedBlock:
             return skinny_gemm(x, matrix, norm, residual if self.first else None, gated)
         if norm is not None:
             x = rms_norm(x, *norm)
+        made = self.gemms(x, matrix, residual, self.first)
         if residual is not None:
-            return residual.addmm_(x, matrix.t(), beta=self.beta)
-        made = F.linear(x, matrix)
+            return residual.addmm_(x, matrix.t(), beta=self.beta) if made is None else made
+        made = F.linear(x, matrix) if made is None else made
         if not gated:
             return made
         gate, up = made.chunk(2, dim=-1)
@@ -164,17 +167,39 @@ class InvariantBlock(FusedBlock):
         return invariant_gemm(gated_product(gate, up, self.activation), self.down, residual=x)[None], None
 
 
-def unembed(x: Tensor, weight: Tensor) -> Tensor:
+def unembed(x: Tensor, weight: Tensor, gemms: DecodingGemms) -> Tensor:
     """Normed hidden states [rows, hidden] to logits."""
     if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
         from shardwise.model.kernels.skinny_gemm import MOST_ROWS, skinny_gemm
 
         if 0 < len(x) <= MOST_ROWS:
             return skinny_gemm(x, weight.to(x.dtype))
+        if weight.dtype == x.dtype and (made := gemms(x, weight)) is not None:
+            return made
     return F.linear(x, weight.to(x.dtype))
 
 
-def fuse(model: Transformer, positions: int, add_up: AddUp | None = None, first: bool = True) -> int:
+def tune(model: Transformer, gemms: DecodingGemms, sizes: Sequence[int]) -> None:
+    """Find the fastest algorithms for the matrices of fused blocks, and of the head, in steps of so many tokens."""
+    blocks = [block.forward for block in model.layers.values() if type(block.forward) is FusedBlock]
+    by_use: dict[tuple[str, bool, torch.Size], list[Tensor]] = {}
+    for block in blocks:
+        uses = (("qkv", False), ("gate_up", False), ("out", block.first), ("down", block.first))
+        for name, adds in uses:
+            matrix = getattr(block, name)
+            if not isinstance(matrix, QuantizedMatrix):
+                by_use.setdefault((name, adds, matrix.shape), []).append(matrix)
+    head = model.head if model.head is not None else model.embed
+    if blocks and model.last and head is not None and head.weight.dtype == model.dtype:
+        by_use["head", False, head.weight.shape] = [head.weight.detach()]
+    kinds = [Kind(matrices, adds) for (_, adds, _), matrices in by_use.items()]
+    if kinds:
+        gemms.tune(kinds, [size for size in sizes if size > 1])
+
+
+def fuse(
+    model: Transformer, positions: int, gemms: DecodingGemms, add_up: AddUp | None = None, first: bool = True
+) -> int:
     """Fuse the blocks of a model on a GPU that have the form for it, for sequences of so many positions; how many there are. Where
     several devices have some of the columns each, `add_up` adds up what they made, and the `first` of them the residual stream."""
     config, device = model.config, next(model.parameters()).device
@@ -189,7 +214,7 @@ def fuse(model: Transformer, positions: int, add_up: AddUp | None = None, first:
         if fits(block, config):
             made = InvariantBlock if model.invariant else FusedBlock
             last = number == len(model.layers)
-            block.forward = made(block, config, rope, last, add_up, first)  # type: ignore[method-assign]
+            block.forward = made(block, config, rope, last, add_up, first, gemms)  # type: ignore[method-assign]
             fused += 1
     if fused == len(model.layers):
         model.rope_builder = lambda *_: None  # the kernels have it

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.model.fused import fuse, unembed
+from shardwise.model.fused import fuse, tune, unembed
+from shardwise.model.gemm.decoding import DecodingGemms
 from shardwise.model.paged import PagedBatch, PagedCache
 from shardwise.model.transformer import Transformer
 from shardwise.schedules.serving.settings import graph_sizes, is_short, shared_sizes
@@ -122,8 +123,11 @@ class Runner:
         self.records = self.gpu and (peers is None or peers.recordable)
         self.dtype = dtype = model.dtype or next(model.parameters()).dtype
         adding = (peers.add_up, peers.first) if peers is not None and peers.tensor is not None else ()
-        self.fused = fuse(model, longest, *adding) if self.gpu and dtype in (torch.bfloat16, torch.float16) else 0
-        self.unembed = partial(model.gemm, bias=None) if model.invariant else unembed
+        self.gemms = DecodingGemms()
+        self.fused = (
+            fuse(model, longest, self.gemms, *adding) if self.gpu and dtype in (torch.bfloat16, torch.float16) else 0
+        )
+        self.unembed = partial(model.gemm, bias=None) if model.invariant else partial(unembed, gemms=self.gemms)
         heads = peers.place.kv_heads(model.config) if peers is not None else 0
         self.cache = PagedCache(
             model.config,
@@ -292,6 +296,8 @@ class Runner:
         if not self.gpu:
             return
         with torch.inference_mode():
+            if self.records and not self.model.invariant:
+                tune(self.model, self.gemms, sorted({*self.sizes, *self.shared_sizes}))
             wanted = [(size, False) for size in self.sizes] + [(size, True) for size in self.shared_sizes]
             for size, shared in sorted(wanted if self.records else (), reverse=True):
                 if (size, shared) not in self.graphs:

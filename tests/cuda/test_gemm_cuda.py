@@ -16,6 +16,7 @@ from shardwise.model.fp8 import scaled_mm
 from shardwise.model.gemm import tuned
 from shardwise.model.gemm.candidates import Candidates
 from shardwise.model.gemm.cublaslt import Multiplication, Shape
+from shardwise.model.gemm.decoding import DecodingGemms, Kind
 from shardwise.model.gemm.fp8 import fp8_gemm_onto, tuned_scaled_mm
 from shardwise.model.layers import Gemm, Linear
 from shardwise.model.quantize import E4M3, E5M2
@@ -272,3 +273,19 @@ def test_a_run_finds_out(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.use_deterministic_algorithms(False)
     assert results[0] == results[1]
     assert len(tuned.choices(0).known) >= 10
+
+
+def test_the_gemms_of_decoding_are_timed_over_the_layers_and_kept() -> None:
+    matrices = [matrix(1024, 512, False) for _ in range(3)]
+    kinds = [Kind(matrices), Kind(matrices, adds=True)]
+    gemms = DecodingGemms()
+    gemms.tune(kinds, [4, 64])
+    for rows in (4, 64):
+        x, stream = matrix(rows, 512, False), matrix(rows, 1024, False)
+        wanted, added = x.float() @ matrices[1].float().t(), stream.float() + x.float() @ matrices[1].float().t()
+        for found, right in ((gemms(x, matrices[1]), wanted), (gemms(x, matrices[1], stream), added)):
+            if found is not None:
+                torch.testing.assert_close(found.float(), right, rtol=2e-2, atol=0.5)
+    again = DecodingGemms()
+    again.tune(kinds, [4, 64])  # from the file
+    assert again.chosen.keys() == gemms.chosen.keys()

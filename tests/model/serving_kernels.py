@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from shardwise.model import Transformer, initialize
 from shardwise.model.fused import fuse
+from shardwise.model.gemm.decoding import DecodingGemms
 from shardwise.model.kernels.decode_attention import Scratch, decode_attention
 from shardwise.model.kernels.gated import gated_product
 from shardwise.model.kernels.paged_attention import paged_attention, rope_write, tile_rows, tiles_of
@@ -226,7 +227,7 @@ def cut(rows: int) -> None:
             offset, size = place.box(find_parameter(config, name))
             value = whole.get_parameter(name)[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
             setattr(owner, leaf, torch.nn.Parameter(value.clone(), requires_grad=False))
-        fuse(part, 64, lambda x: turns.add_up(rank, x), rank == 0)
+        fuse(part, 64, DecodingGemms(), lambda x: turns.add_up(rank, x), rank == 0)
         found[rank] = part.layers["0"](x.clone(), None, None, cache_of(place.kv_heads(config)).layers[0])[0]
         turns.give(rank)
 

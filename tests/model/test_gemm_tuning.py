@@ -13,6 +13,7 @@ import torch
 from shardwise.model.fp8 import scaled_mm
 from shardwise.model.gemm import fp8, tuned
 from shardwise.model.gemm.cublaslt import Algorithm, LibraryError, Shape, lies_well
+from shardwise.model.gemm.decoding import DecodingGemms
 from shardwise.model.gemm.experiment import Experiment
 from shardwise.model.layers import Gemm, Linear
 from shardwise.model.quantize import E4M3, E5M2
@@ -272,3 +273,31 @@ def test_the_operator_puts_and_adds(add: bool, monkeypatch: pytest.MonkeyPatch) 
     Gemm().put(left, right, plain, add)
     assert torch.equal(mine, plain)
     torch.testing.assert_close(mine, left @ right + add)
+
+
+class Ran:
+    """Stands for a GEMM of the library: notes what it was given."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[int, bool]] = []
+
+    def run(self, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, algorithm: object, base: object) -> None:
+        self.given.append((len(left), base is out))
+        torch.add(left @ right, out if base is out else 0, out=out)
+
+
+def test_steps_of_known_sizes_take_their_algorithm_and_others_are_left_to_pytorch() -> None:
+    gemms, ran = DecodingGemms(), Ran()
+    x, matrix, stream = torch.randn(4, 6), torch.randn(8, 6), torch.randn(4, 8)
+    gemms.chosen[4, 8, 6, True] = gemms.chosen[4, 8, 6, False] = (ran, Algorithm(b"", 0))  # type: ignore[assignment]
+    assert gemms(x[:3], matrix) is None
+    assert gemms(torch.randn(6, 4).t(), matrix) is None
+    made = gemms(x, matrix)
+    assert made is not None
+    torch.testing.assert_close(made, x @ matrix.t())
+    wanted = stream + x @ matrix.t()
+    assert gemms(x, matrix, stream) is stream
+    torch.testing.assert_close(stream, wanted)
+    assert gemms(x, matrix, stream, adds=False) is stream  # a rank that adds nothing but its part
+    torch.testing.assert_close(stream, x @ matrix.t())
+    assert ran.given == [(4, False), (4, True), (4, False)]

@@ -1,0 +1,139 @@
+"""GEMMs of recorded decoding steps by the fastest algorithm that cuBLASLt proposes. PyTorch takes its first proposal; with the few
+rows of such a step a GEMM is too short for that to be the best, since one wave of tiles more or less decides.
+
+Algorithms are timed over the matrices of the layers themselves, one after another, as a step reads them: none is in the cache then.
+What is found is kept for the next process. Sums may be added up in another order than PyTorch's, which no one relies on here:
+`serve.invariant` has GEMMs of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.files import cache_folder
+from shardwise.model.gemm.cublaslt import Algorithm, LibraryError, Multiplication, Shape, library, version
+from shardwise.model.gemm.tuned import Choices, Chosen
+
+READ_BYTES = 2**28
+"""Bytes of matrices that a timing reads, several times what a cache holds."""
+REPLAYED = 2
+"""Timings of which the less counts."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Matrices of one shape that a step multiplies, of one layer after the other; and whether the residual stream is added."""
+
+    matrices: Sequence[Tensor]
+    adds: bool = False
+
+
+class DecodingGemms:
+    """The algorithms for steps of some sizes, by rows, shape of the matrix, and whether another is added."""
+
+    def __init__(self) -> None:
+        self.chosen: dict[tuple[int, int, int, bool], Chosen] = {}
+
+    def __call__(self, x: Tensor, matrix: Tensor, residual: Tensor | None = None, adds: bool = True) -> Tensor | None:
+        """Rows times a matrix [out, in], put into the residual stream if one is given, or added to it; nothing where that is left
+        to PyTorch."""
+        found = self.chosen.get((len(x), *matrix.shape, residual is not None and adds))
+        if found is None or not (x.is_contiguous() and matrix.is_contiguous()):
+            return None
+        out = x.new_empty(len(x), len(matrix)) if residual is None else residual
+        found[0].run(x, matrix.t(), out, found[1], residual if adds else None)
+        return out
+
+    def tune(self, kinds: Sequence[Kind], sizes: Sequence[int]) -> None:
+        """Find the algorithms for so many rows, those that are not known from before."""
+        device = kinds[0].matrices[0].device
+        if library() is None or torch.version.hip is not None:
+            return
+        name = torch.cuda.get_device_name(device).replace(" ", "-")
+        choices = Choices(device.index, cache_folder("products") / f"serving-{name}-{version()}.json")
+        found: dict[Shape, Algorithm | None] = {}
+        pool = torch.cuda.graph_pool_handle()
+        asked = [(kind, rows, shape) for kind in kinds for rows in sizes if (shape := _shape(kind, rows)) is not None]
+        for kind, rows, shape in asked:
+            if shape.name not in choices.known and shape not in found:
+                found[shape] = fastest(kind, rows, shape, pool)
+        if found:
+            choices.keep(found)
+            torch.cuda.empty_cache()
+        for kind, rows, shape in asked:
+            if choices.known.get(shape.name) is None:
+                continue
+            made = _made(choices, shape)
+            if made is not None:
+                self.chosen[rows, *kind.matrices[0].shape, kind.adds] = made
+
+
+def _made(choices: Choices, shape: Shape) -> Chosen | None:
+    try:
+        return choices.of(shape)
+    except LibraryError:
+        return None
+
+
+def _shape(kind: Kind, rows: int) -> Shape | None:
+    matrix = kind.matrices[0]
+    return Shape.of(matrix.new_empty(rows, matrix.shape[1]), matrix.t(), matrix.dtype, kind.adds)
+
+
+def fastest(kind: Kind, rows: int, shape: Shape, pool: Any) -> Algorithm | None:
+    """The algorithm that takes the least time; nothing where that is the one PyTorch takes."""
+    first = kind.matrices[0]
+    count = max(2, -(-READ_BYTES // (first.numel() * first.itemsize)))
+    matrices = [kind.matrices[n % len(kind.matrices)] for n in range(count)]
+    x = torch.randn(rows, first.shape[1], device=first.device).to(first.dtype)
+    out = torch.zeros(rows, len(first), dtype=first.dtype, device=first.device)
+    best, least = None, _seconds([partial(_usual, x, matrix, out, kind.adds) for matrix in matrices], pool)
+    try:
+        multiplication = Multiplication(shape, first.device.index)
+        proposed = multiplication.proposed()
+    except LibraryError:
+        return None
+    for algorithm in proposed:
+        base = out if kind.adds else None
+        try:
+            works = [partial(multiplication.run, x, matrix.t(), out, algorithm, base) for matrix in matrices]
+            seconds = _seconds(works, pool)
+        except (LibraryError, RuntimeError):
+            continue
+        if seconds < least:
+            best, least = algorithm, seconds
+    return best
+
+
+def _usual(x: Tensor, matrix: Tensor, out: Tensor, adds: bool) -> None:
+    if adds:
+        out.addmm_(x, matrix.t())
+    else:
+        torch.mm(x, matrix.t(), out=out)
+
+
+def _seconds(works: Sequence[Callable[[], Any]], pool: Any) -> float:
+    """Of all of it, replayed, since launching it one by one may take longer."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        works[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        for work in works:
+            work()
+    found = []
+    for _ in range(REPLAYED + 1):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end) * 1e-3)
+    return min(found[1:])
