@@ -5,13 +5,14 @@
     python benchmarks/data_prepare.py compare CORPUS --out RESULTS --workers 2     # needs datatrove and spaCy
 
 `compare` says which documents each keeps and why not the others, and the time of each, both on two processes. `memory` says the
-largest memory of any process of a run. Results are in `benchmarks/README.md`.
+largest memory of any process of a run, which goes on where it was stopped. Results are in `benchmarks/README.md`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import resource
@@ -170,13 +171,19 @@ def _document(rng: random.Random, pool: list[str], kind: float) -> str:
 def make(folder: Path, megabytes: float, files: int, seed: int) -> None:
     """Write a corpus of JSONL files of about a size."""
     folder.mkdir(parents=True, exist_ok=True)
-    for number in range(files):
-        written = 0
-        with open(folder / f"{number:03d}.jsonl", "w", encoding="utf-8") as file:
-            for text in documents(2**40, seed * 1000 + number):
-                written += file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
-                if written >= megabytes * 1e6 / files:
-                    break
+    with multiprocessing.Pool() as pool:
+        pool.starmap(
+            _make, [(folder / f"{n:03d}.jsonl", megabytes * 1e6 / files, seed * 1000 + n) for n in range(files)]
+        )
+
+
+def _make(path: Path, most: float, seed: int) -> None:
+    written = 0
+    with path.open("w", encoding="utf-8") as file:
+        for text in documents(2**40, seed):
+            written += file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+            if written >= most:
+                break
 
 
 STEPS = ("gopher_repetition", "gopher_quality", "c4_quality", "fineweb_quality", "minhash")
@@ -343,6 +350,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("prepared"))
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--words", default="spacy/en")
+    parser.add_argument("--steps", default=",".join(("exact", *STEPS)), help="of `memory`")
     args = parser.parse_args()
     if args.verb == "golden":
         args.corpus.write_text(json.dumps(golden(600, 3), separators=(",", ":")) + "\n")
@@ -351,9 +359,10 @@ def main() -> None:
     elif args.verb == "compare":
         print(json.dumps(compare(args.corpus, args.out, args.workers, args.words), indent=1))
     else:
-        shutil.rmtree(args.out, ignore_errors=True)
-        seconds, memory = run_shardwise(args.corpus, args.out, args.workers, args.words, ("exact", *STEPS))
-        print(json.dumps(dict(seconds=seconds, memory=memory)))
+        steps = tuple(args.steps.split(","))
+        seconds, memory = run_shardwise(args.corpus, args.out, args.workers, args.words, steps)
+        size = sum(path.stat().st_size for path in args.corpus.glob("*.jsonl"))
+        print(json.dumps(dict(bytes=size, steps=steps, seconds=seconds, memory=memory)))
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def make_ladder(target: Run, flops: float, rungs: int = 5) -> list[Rung]:
 
 
 def _rung(target: Run, goal: Rung, wanted: float, ratio: float) -> Rung:
-    model = _smaller(target.model, wanted)
+    model = _smaller(target.model, wanted, goal.params / LARGEST)
     size = parameters(model).total
     tokens = ratio * size
     (_, batch), (_, full) = step_law(1.0, tokens), step_law(1.0, float(goal.tokens))
@@ -81,9 +81,9 @@ def _rung(target: Run, goal: Rung, wanted: float, ratio: float) -> Rung:
     return rung_of(replace(target, name=name, model=model, train=train))
 
 
-def _smaller(model: ModelConfig, wanted: float) -> ModelConfig:
-    """The model with about so many parameters: hidden, heads and widths of the layers shrink together, and the depth with them, at
-    half the rate; heads keep their size."""
+def _smaller(model: ModelConfig, wanted: float, most: float) -> ModelConfig:
+    """The model with about so many parameters, never more than the most: hidden, heads and widths shrink together, and
+    the depth with them, at half the rate; heads keep their size."""
     best: tuple[float, ModelConfig] | None = None
     group = model.heads // model.kv_heads
     for heads in range(1, model.heads + 1):
@@ -96,8 +96,11 @@ def _smaller(model: ModelConfig, wanted: float) -> ModelConfig:
                 ffn=max(8, round(model.ffn * share / 8) * 8), expert_ffn=round(model.expert_ffn * share / 8) * 8,
                 dense_layers=min(model.dense_layers, layers), preset="",
             )  # fmt: skip
-            off = abs(math.log(parameters(small).total / wanted)) + 0.25 * abs(math.log(layers / usual))
-            if best is None or off < best[0]:
+            size = parameters(small).total
+            off = abs(math.log(size / wanted)) + 0.25 * abs(math.log(layers / usual))
+            if size <= most and (best is None or off < best[0]):
                 best = off, small
-    assert best is not None
+    if best is None:
+        reason = f"no model of this kind has a third of its parameters, {round(most):,}"
+        raise UserError(Problem(f"{reason}: its vocabulary or its heads are too large for a ladder", "model"))
     return best[1]
