@@ -123,9 +123,22 @@ class PagedLayerCache(LayerCache):
         self.write(k[0], None if v is None else v[0])
         if not _has_kernels(q):
             return paged_attention_reference(q[0], self.keys, self.values, batch, scale, self.window)[None]
+        first = 0
         out = q.new_empty(*q.shape[1:3], self.values.shape[-1])
-        self._attend_tiles(q[0], out, batch, 0, scale)
+        if v is None and batch.decodes:
+            first = batch.decodes
+            out[:first] = self._attend_latents(q[0, :first], batch, scale)
+        if batch.counts or not first:
+            self._attend_tiles(q[0], out, batch, first, scale)
         return out[None]
+
+    def _attend_latents(self, q: Tensor, batch: PagedBatch, scale: float) -> Tensor:
+        """New tokens, one of each of the first sequences, whose latents are in their pages."""
+        from shardwise.model.kernels.latent_attention import latent_attention
+
+        slots, starts = batch.slots[: len(q)], batch.starts[: len(q)]
+        rank, scratch = self.values.shape[-1], self.cache.latent_scratch(q.shape[1])
+        return latent_attention(q, self.keys, rank, batch.table, slots, starts, scratch, scale, self.window)
 
     def attend_fused(
         self,
@@ -275,6 +288,15 @@ class PagedCache(Cache):
         if self._scratch is None:
             keys = self.layers[0].keys
             self._scratch = Scratch(self.sequences, heads, keys.shape[1], keys.shape[3], keys.device)
+        return self._scratch
+
+    def latent_scratch(self, heads: int) -> Any:
+        """The same for the kernel of latents."""
+        from shardwise.model.kernels.latent_attention import latent_scratch
+
+        if self._scratch is None:
+            values = self.layers[0].values
+            self._scratch = latent_scratch(self.sequences, heads, values.shape[-1], values.device)
         return self._scratch
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:

@@ -18,6 +18,7 @@ from shardwise.model.fused import fuse
 from shardwise.model.gemm.decoding import DecodingGemms
 from shardwise.model.kernels.decode_attention import Scratch, decode_attention
 from shardwise.model.kernels.gated import gated_product
+from shardwise.model.kernels.latent_attention import Tile, latent_attention, latent_scratch
 from shardwise.model.kernels.paged_attention import paged_attention, rope_write, tile_rows, tiles_of
 from shardwise.model.kernels.rms_norm import rms_norm
 from shardwise.model.kernels.sample import Picking, find_threshold, pick, token_logprob
@@ -118,6 +119,35 @@ def attentions() -> None:
             starts,
             counts,
         )
+
+
+def latent(
+    heads: int, rank: int, rope: int, page: int, window: int, starts: list[int], tile: Tile | None = None
+) -> None:
+    """Single tokens over latents, whose own are in their pages; some of one sequence, as guesses are."""
+    pages, width, sequences = 80, rank + rope, len(starts)
+    keys = torch.randn(pages, 1, page, width)
+    keys[0] = float("nan")  # what belongs to no one is not seen
+    free = iter((torch.randperm(pages - 1) + 1).tolist())
+    slots, old = torch.randperm(sequences).int() + 1, torch.tensor(starts, dtype=torch.int32)
+    table = torch.zeros(sequences + 2, 40, dtype=torch.int32)
+    for slot, start in zip(slots.tolist(), starts, strict=True):
+        for n in range(-(-(start + 1) // page)):
+            table[slot, n] = -1 if window and (n + 1) * page <= start + 1 - window else next(free)
+    slots, old = torch.cat((slots, slots[-1:])), torch.cat((old, (old[-1:] - 1).clamp(min=0)))
+    begins, q = torch.arange(sequences + 2, dtype=torch.int32), torch.randn(sequences + 1, heads, width)
+    batch = PagedBatch(table, slots, old, begins, sequences + 1, (), max(starts) + 1, old, shared=True)
+    wanted = paged_attention_reference(q, keys, keys[..., :rank], batch, width**-0.5, window)
+    scratch = latent_scratch(sequences + 1, heads, rank, CPU, tile)
+    found = latent_attention(q, keys, rank, table, slots, old, scratch, width**-0.5, window, tile=tile)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert not scratch.arrived.any()
+
+
+def latents() -> None:
+    latent(4, 32, 16, 16, 0, [0, 5, 100, 600])
+    latent(20, 24, 8, 8, 0, [37, 300], Tile(16, 16, 4, 2))  # several blocks of heads, sizes that are no powers of two
+    latent(4, 32, 16, 16, 50, [0, 33, 500], Tile(16, 32, 4, 2))
 
 
 def gemms() -> None:
@@ -254,4 +284,4 @@ def _owner(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
 if __name__ == "__main__":
     torch.manual_seed(0)
     for name in sys.argv[1:]:
-        {"attention": attentions, "gemm": gemms, "sample": sample, "cut": cuts}[name]()
+        {"attention": attentions, "latent": latents, "gemm": gemms, "sample": sample, "cut": cuts}[name]()

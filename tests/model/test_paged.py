@@ -13,7 +13,7 @@ from shardwise.run import ModelConfig
 from shardwise.run.derive import derive_model
 
 
-@pytest.mark.parametrize("what", ["attention", "gemm", "cut"])
+@pytest.mark.parametrize("what", ["attention", "latent", "gemm", "cut"])
 def test_the_kernels(what: str, interpreter: Interpreter) -> None:
     interpreter.run(Path(__file__).with_name("serving_kernels.py"), what)
 
