@@ -7,7 +7,8 @@
 //
 // The eight warps of a block share the columns and add up at the end. A block stays for several tiles of rows of the matrix, with
 // its inputs in shared memory, and asks for the next weights before it multiplies those it has. Defined before: XROWS, rows of
-// input; TILES of 16 rows at a time; BLOCKS on a processor; NORM, RESIDUAL, ZERO; GATED (0, 1: SiLU, 2: GELU).
+// input; TILES of 16 rows at a time; BLOCKS on a processor; NORM, RESIDUAL, ZERO; GATED (0, 1: SiLU, 2: GELU); EARLY: it may begin
+// before the kernel before it has ended, and the one after it likewise.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -109,6 +110,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) int4_rows(
 
     Some now, next;
     if (first < end) ask(now, blockIdx.x, first);
+#if EARLY
+    // Weights are on their way; what other kernels make is there when all of them have ended.
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
     float square[XROWS] = {};
     for (int group = first; group < end; group++) {
         const int column = group * 128 + 4 * lane;

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.model.kernels.early import can_launch_early, launch_early
 from shardwise.torch_private import compile_cuda
 
 GROUP = 128
@@ -21,6 +22,7 @@ MOST_ROWS = 8
 """Rows of input: the columns of a tensor core's smallest product."""
 LINE_BYTES, MOST_BYTES = 80 * 4, 100 * 1024
 """Shared memory for a row's inputs of one group, and for all inputs, so that two blocks fit on a processor."""
+THREADS = 256
 GATES = {"": 0, "silu": 1, "gelu": 2}
 
 
@@ -58,17 +60,18 @@ def int4_rows(
     tiles, blocks = (2, 1) if n > 64 * processors and padded == 1 else (1, 2)
     flags = norm is not None, residual is not None, zero is not None, GATES[gated]
     room = padded * scale.shape[1] * LINE_BYTES
-    kernel = _kernel(padded, tiles, blocks, *map(int, flags), room, x.device)
+    early = can_launch_early(x.device)
+    kernel = _kernel(padded, tiles, blocks, *map(int, flags), int(early), room, x.device)
     weight, eps = norm if norm is not None else (x, 0.0)
-    kernel(
-        (min(-(-n // (own * tiles)), blocks * processors), 1, 1),
-        (256, 1, 1),
-        (
-            x, packed, scale, scale if zero is None else zero, weight, out if residual is None else residual, out,
-            rows, n, k, x.stride(0), n, eps,
-        ),
-        room,
+    grid = min(-(-n // (own * tiles)), blocks * processors)
+    arguments = (
+        x, packed, scale, scale if zero is None else zero, weight, out if residual is None else residual, out,
+        rows, n, k, x.stride(0), n, eps,
     )  # fmt: skip
+    if early:
+        launch_early(kernel, grid, THREADS, arguments, room)
+    else:
+        kernel((grid, 1, 1), (THREADS, 1, 1), arguments, room)
     return out
 
 
@@ -78,9 +81,11 @@ def _padded(rows: int) -> int:
 
 @cache
 def _kernel(
-    rows: int, tiles: int, blocks: int, norm: int, residual: int, zero: int, gated: int, room: int, device: torch.device
-) -> Any:
-    names = dict(XROWS=rows, TILES=tiles, BLOCKS=blocks, NORM=norm, RESIDUAL=residual, ZERO=zero, GATED=gated)
+    rows: int, tiles: int, blocks: int, norm: int, residual: int, zero: int, gated: int, early: int, room: int, device: torch.device
+) -> Any:  # fmt: skip
+    names = dict(
+        XROWS=rows, TILES=tiles, BLOCKS=blocks, NORM=norm, RESIDUAL=residual, ZERO=zero, GATED=gated, EARLY=early
+    )
     source = "".join(f"#define {name} {value}\n" for name, value in names.items())
     source += Path(__file__).with_suffix(".cu").read_text()
     with torch.cuda.device(device):

@@ -1,0 +1,66 @@
+"""Launches a kernel of `compile_cuda` before the one before it has ended (programmatic dependent launch, in NVIDIA's CUDA C++
+Programming Guide). It may load weights, which no kernel writes, and waits by `griddepcontrol.wait` until all before it is done:
+many short kernels that are bound by memory then have no gaps between them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SERIALIZATION = 6
+"""CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION (cuda.h)."""
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("name", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+class _Config(ctypes.Structure):
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+@cache
+def can_launch_early(device: torch.device) -> bool:
+    """Whether the device's kernels may begin before those before them have ended, and the driver takes such launches."""
+    return (
+        torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0) and hasattr(_driver(), "cuLaunchKernelEx")
+    )  # fmt: skip
+
+
+@cache
+def _driver() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+def launch_early(kernel: Any, grid: int, block: int, arguments: Sequence[Tensor | int | float], shared: int) -> None:
+    """Launch a kernel on this stream, to begin as soon as there is room."""
+    values = [_value(argument) for argument in arguments]
+    pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+    attribute = _Attribute(SERIALIZATION, 0, (ctypes.c_int * 16)(1))
+    sizes = (ctypes.c_uint * 3)(grid, 1, 1), (ctypes.c_uint * 3)(block, 1, 1)
+    config = _Config(*sizes, shared, torch.cuda.current_stream().cuda_stream, ctypes.pointer(attribute), 1)
+    status = _driver().cuLaunchKernelEx(ctypes.byref(config), kernel.func, pointers, None)
+    if status:
+        raise RuntimeError(f"cuLaunchKernelEx answered {status}")
+
+
+def _value(argument: Tensor | int | float) -> Any:
+    if isinstance(argument, Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    return ctypes.c_int(argument) if isinstance(argument, int) else ctypes.c_double(argument)
