@@ -4,7 +4,9 @@ With the weights x of the last exchange, the same everywhere, and a replica's ow
 over the replicas. Local SGD takes it as it is; DiLoCo (Douillard et al. 2023) gives it to SGD with Nesterov's momentum. Then every
 replica goes on from the new x, with the inner optimizer's state that it has. Streaming DiLoCo (Douillard et al. 2025) exchanges
 fragments of the network at different steps, and trains on for some steps while an exchange is under way: what arrives is mixed with
-what the replica has by then. Behind the last step of a run everything is exchanged at once, so that all replicas end alike.
+what the replica has by then. For the first `layout.compress_warmup` steps replicas add up their gradients and train as one, as
+DiLoCo starts from a network that was pretrained so. Behind the last step of a run everything is exchanged at once, so that all
+replicas end alike.
 
 Traffic a rank: the gradients' bytes once in H steps, 2(r-1)/r of a rank's parameters in float32, or in 8 or 4 bits with
 `layout.compress`, in one message a fragment (two in fewer bits). Memory: x, and the momentum.
@@ -19,7 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.parallel.compress.exchange import gradient_of
 from shardwise.parallel.compress.quantized import Quantized, Underway
+from shardwise.parallel.gradients import all_reduce_together
 from shardwise.parallel.local_parameter import LocalParameter, local
 from shardwise.parallel.mesh import Mesh
 from shardwise.run.compression import fragment_of, is_due
@@ -41,7 +45,7 @@ class Outer:
     """The outer optimizer of this rank's parameters."""
 
     def __init__(self, parameters: Sequence[LocalParameter], mesh: Mesh) -> None:
-        self.layout = mesh.layout
+        self.layout, self.parameters = mesh.layout, [h for h in parameters if not h.entry.frozen]
         self.group = mesh.group("replicate")
         learned = [(n, h) for n, h in enumerate(parameters) if not h.entry.frozen]
         self.shards = {n: local(h.parameter.detach()) for n, h in learned}
@@ -61,6 +65,16 @@ class Outer:
         if self.layout.outer_optimizer == "nesterov" and self.layout.outer_momentum:
             self.momenta = {n: torch.zeros_like(shard) for n, shard in self.shards.items()}
 
+    def is_plain(self, step: int) -> bool:
+        """Whether replicas still add up their gradients in a step, counted from 1, and train as one."""
+        return step <= self.layout.compress_warmup
+
+    @torch.no_grad()
+    def add_up(self) -> None:
+        """Add up the gradients of such a step over the replicas."""
+        gradients = [gradient_of(h) for h in self.parameters]
+        all_reduce_together([g for g in gradients if g.numel()], self.group)
+
     def state_of(self, index: int) -> dict[str, Tensor]:
         """What is kept for a parameter, the same on all replicas."""
         kept = (("anchor", self.anchors), ("momentum", self.momenta))
@@ -69,12 +83,18 @@ class Outer:
     def speaks(self, step: int) -> bool:
         """Whether something is sent behind a step, counted from 1."""
         lay = self.layout
+        if self.is_plain(step):
+            return True
         return any(is_due(step, f, lay.sync_fragments, lay.sync_every) for f in range(lay.sync_fragments))
 
     @torch.no_grad()
     def step(self, step: int, last: bool) -> None:
         """Exchange what is due behind a step, counted from 1; everything where it is the `last`."""
         lay = self.layout
+        if self.is_plain(step):
+            if step == lay.compress_warmup:
+                self.restart()
+            return
         for f in range(lay.sync_fragments):
             if last and f in self.underway:
                 self._apply(f, last)

@@ -32,8 +32,6 @@ def _sync_rules(run: Run) -> Iterator[Rule]:
     yield Rule(lay.compress not in ("none", "int8", "fp8", "int4"), "layout.compress", ("layout.sync_every",), lambda: (
         f"{lay.compress} is made for gradients; what replicas exchange every {every} steps goes in int8, fp8 or int4, or as it is"
     ))
-    yield Rule(lay.compress_warmup > 0, "layout.compress_warmup", ("layout.sync_every",),
-               lambda: "is of gradients that are exchanged in every step; with layout.sync_every there are none")
     yield Rule(lay.offload, "layout.sync_every", ("layout.offload",),
                lambda: "exchanges parameters where they are computed with, and layout.offload keeps them on the host")
     yield Rule(train.dtype == "float16", "layout.sync_every", ("train.dtype",),
@@ -72,6 +70,14 @@ def compress_rules(run: Run) -> Iterator[Rule]:
     lay, train = run.layout, run.train
     yield from _sync_rules(run)
     yield from _shard_rules(run)
+    late = lay.compress in ("powersgd", "topk")
+    yield Rule(lay.compress_frozen and not late, "layout.compress_frozen", ("layout.compress",), lambda: (
+        f"is for powersgd and topk, which bring gradients late, and layout.compress is {lay.compress}"
+    ))
+    yield Rule(lay.compress_frozen and late and train.optimizer != "adamw", "layout.compress_frozen", ("train.optimizer",),
+               lambda: f"is about Adam's second moment, and train.optimizer is {train.optimizer}")
+    yield Rule(lay.compress_frozen and late and not lay.compress_warmup, "layout.compress_warmup", ("layout.compress_frozen",),
+               lambda: "Adam's second moment stays as the warm-up leaves it, and there is none; give it some 15% of the steps")
     if lay.compress == "none":
         return
     keeps = lay.compress in KEEPS_ERROR

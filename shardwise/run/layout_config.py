@@ -56,7 +56,9 @@ class LayoutConfig:
         "rank (PowerSGD), or the largest alone (top-k, as Deep Gradient Compression); the last three keep what was not sent",
     )
     compress_warmup: int = key(
-        0, "compress: first steps in which gradients travel as they are; onebit needs some", least=0
+        0,
+        "compress, sync_every: first steps in which gradients travel as they are, in every step; onebit needs some",
+        least=0,
     )
     compress_rank: int = key(4, "powersgd: rank of the factors", least=1)
     compress_density: float = key(0.01, "topk: share of the gradients that is sent", above=0, most=1)
@@ -65,6 +67,12 @@ class LayoutConfig:
         "topk: momentum of what is accumulated before it is sent (momentum correction); 0: plain sums",
         least=0,
         most=0.99,
+    )
+
+    compress_frozen: bool = key(
+        False,
+        "powersgd, topk: behind the warm-up Adam's second moment stands still and nothing is clipped, as onebit has it: what was "
+        "kept back then counts as much when it comes late",
     )
 
     compress_weights: Literal["none", "int8", "fp8", "int4"] = key(

@@ -1,4 +1,5 @@
-"""AdamW whose second moment stands still behind a warm-up, as 1-bit Adam wants it (Tang et al. 2021, algorithm 1).
+"""AdamW whose second moment stands still behind a warm-up, as 1-bit Adam wants it (Tang et al. 2021, algorithm 1), and as it
+helps others that bring gradients late: divided by the same, a sum that comes at once moves a weight as far as its parts would.
 
 Where the second moment is 0, no gradient was ever seen, and what the signs of a momentum bring there is nothing but their rounding:
 such elements stay as they are. The first moment's bias is corrected as ever, the second's by the steps of the warm-up.

@@ -116,7 +116,7 @@ class Optimizer:
                         memory.folder if memory.on_disk else "",
                     )
                 )
-            elif mesh.layout.compress == "onebit":
+            elif mesh.layout.compress == "onebit" or mesh.layout.compress_frozen:
                 self.parts.append(OneBitAdamW(groups, train.lr, betas, train.eps, mesh.layout.compress_warmup))
             elif fits_fused_adamw([p for p, _ in rest]):
                 self.parts.append(FusedAdamW(groups, train.lr, betas, train.eps, dict(rest)))

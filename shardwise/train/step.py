@@ -93,6 +93,7 @@ class TrainState:
             self.reference = (
                 AdaptersOff(self.parallel) if own else Reference(reference_run(run), self.mesh, self.device)
             )
+        self.as_one = False  # whether replicas that rarely speak still do, in this step
         self.asked: Tensor | None = None  # whether a rank of this replica was asked to stop since replicas spoke
         self.step = 0
         self.tokens = 0
@@ -133,6 +134,7 @@ class TrainState:
         for model in self.parallel.models:
             model.train()
         layout, phase = self.run.layout, self.observers.phase
+        self.as_one = self.outer is not None and self.outer.is_plain(self.step + 1)
         with phase("gradients"):
             self.optimizer.zero_grad()
         if self.tuner is not None:
@@ -154,6 +156,8 @@ class TrainState:
         sums = self._start_all_reduce(torch.cat((square[None], own)))
         # Replicas of DDP have the same gradients and so the same norm: then the all-reduce overlaps with the optimizer.
         square = square * layout.world if uses_ddp(self.mesh) else sums()[0]
+        if self.as_one:  # each replica has counted all of it
+            square = square / layout.replicate
         count = counted()[0].clamp(min=1)
         with phase("clip"):
             grad_norm, factor = self._norm_and_factor(square, count, clips=own_square is None)
@@ -311,8 +315,9 @@ class TrainState:
     def _start_all_reduce(self, share: Tensor) -> Callable[[], Tensor]:
         """Start an all-reduce over all ranks; the function returned waits for the sum."""
         with self.observers.phase("gradients"):
-            alone = self.mesh.size(self.mesh.speaking) == 1
-            group = self.mesh.group(self.mesh.speaking)  # None: all ranks
+            speaking = "world" if self.as_one else self.mesh.speaking
+            alone = self.mesh.size(speaking) == 1
+            group = self.mesh.group(speaking)  # None: all ranks
             work = None if alone else dist.all_reduce(share, group=group, async_op=True)
 
         def finish() -> Tensor:
@@ -323,12 +328,15 @@ class TrainState:
         return finish
 
     def _exchange_gradients(self, counted: Callable[[], Tensor]) -> Tensor | None:
-        """Add up gradients over replicas that do it by themselves. Where these send momentum instead, what comes out says nothing
-        of the gradients' size: then the squared norm of each replica's own is returned, and nothing is clipped."""
+        """Add up gradients over replicas that do it by themselves. Where what comes out says nothing of the gradients' size, the
+        squared norm of each replica's own is returned, and nothing is clipped."""
+        if self.as_one and self.outer is not None:
+            with self.observers.phase("gradients"):
+                self.outer.add_up()
         if self.exchange is None:
             return None
         square = None
-        if self.exchange.sends_momentum(self.step):
+        if self.exchange.hides_norm(self.step):
             square = self.optimizer.squared_norm(self.device) * self.run.layout.replicate**2
         factor = self.objective.full_count / (counted()[0].clamp(min=1) * self.loss_scale.scale)
         with self.observers.phase("gradients"):
@@ -337,7 +345,9 @@ class TrainState:
 
     def _sync(self, stop: Tensor) -> Tensor:
         """Let replicas that rarely speak exchange what is due. Returns whether any rank was asked to stop: they learn that then."""
-        if self.outer is None:
+        if self.outer is None or self.as_one:
+            if self.outer is not None:
+                self.outer.step(self.step, last=False)
             return stop
         self.asked = stop if self.asked is None else self.asked + stop
         with self.observers.phase("gradients"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import cases
@@ -42,6 +43,8 @@ class Loop:
         self.anchor = read(self.replicas[0])
         self.momentum = {name: np.zeros_like(value) for name, value in self.anchor.items()}
         self.underway: dict[int, tuple[int, Weights]] = {}
+        whole = replace(run.train, microbatch=self.size)
+        self.as_one = TrainState(replace(run, layout=LayoutConfig(), train=whole)) if self.lay.compress_warmup else None
 
     def mean(self, changes: list[Weights]) -> Weights:
         names = list(changes[0])
@@ -66,9 +69,24 @@ class Loop:
             mix = lay.sync_mix if lay.sync_overlap and not last else 0.0
             write(replica, {name: mix * own[name] + (1 - mix) * self.anchor[name] for name in gradients})
 
+    def part(self) -> None:
+        """Every replica goes on by itself from where all came to together."""
+        assert self.as_one is not None
+        self.anchor = read(self.as_one)
+        for replica in self.replicas:
+            write(replica, self.anchor)
+            replica.step = self.as_one.step
+            for own, shared in zip(replica.optimizer.parts, self.as_one.optimizer.parts, strict=True):
+                own.load_state_dict(copy.deepcopy(shared.state_dict()))
+
     def step(self, number: int) -> list[float]:
         """A step, counted from 1; the losses of the replicas."""
         lay, losses = self.lay, []
+        if self.as_one is not None and number <= lay.compress_warmup:
+            loss = self.as_one.train_step(cases.batch(number - 1, True, self.size)).loss.item()
+            if number == lay.compress_warmup:
+                self.part()
+            return [loss] * lay.replicate
         for index, replica in enumerate(self.replicas):
             rows = np.arange(self.size)[index * self.rows : (index + 1) * self.rows]
             batch = cases.take(cases.batch(number - 1, True, self.size), rows)

@@ -117,6 +117,7 @@ LAYOUTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         dict(dtype="bfloat16"),
     ),
     ("latent", dict(replicate=2, shard=2, zero=1, compress="topk", compress_momentum=0.5), {}),
+    ("dense", dict(replicate=2, compress="topk", compress_warmup=1, compress_frozen=True), {}),
 ]
 SMALL = (1, 3, 4, 6, 9)
 """Of those, what the small tier has: everything sent beside shards and experts, a tensor and a pipeline rank, PowerSGD, ZeRO++."""
@@ -170,6 +171,7 @@ CHOICES: list[dict[str, Any]] = [
     *(dict(compress="powersgd", compress_rank=rank) for rank in (1, 4)),
     dict(compress="topk", compress_density=0.07),
     dict(compress="topk", compress_momentum=0.9),
+    dict(compress="powersgd", compress_warmup=2, compress_frozen=True),
     dict(sync_every=3, outer_optimizer="average"),
     dict(sync_every=4, sync_fragments=3, sync_overlap=1, compress="int4"),
     dict(compress_weights="int8", compress_shards="int4"),

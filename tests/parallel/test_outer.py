@@ -23,6 +23,7 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("tied", dict(replicate=2, pipeline=2, sync_every=3, sync_fragments=3, sync_overlap=1)),
     ("dense", dict(replicate=2, shard=2, sync_every=2, sync_fragments=2, outer_lr=0.5, outer_momentum=0.8)),
     ("dense", dict(replicate=3, sync_every=4, sync_fragments=2, sync_overlap=2, sync_mix=0.3, compress="int8")),
+    ("dense", dict(replicate=2, sync_every=2, compress_warmup=2)),
 ]
 
 
@@ -44,7 +45,7 @@ LARGE = pytest.mark.large(
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [each if n in (2, 4) else pytest.param(*each, marks=LARGE) for n, each in enumerate(LAYOUTS)],
+    [each if n in (2, 4, 5) else pytest.param(*each, marks=LARGE) for n, each in enumerate(LAYOUTS)],
     ids=str,
 )
 def test_replicas_train_as_a_loop_over_them(ranks: RankPool, model: str, layout: dict[str, Any]) -> None:

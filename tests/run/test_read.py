@@ -45,6 +45,7 @@ def test_all_mistakes_are_reported_at_once_with_file_and_key(tmp_path: Path) -> 
 
 LATENT = ("model.attention=latent", "model.kv_rank=8", "model.nope_dim=8", "model.v_dim=8")
 MIXTURE = ("model.experts=4", "model.experts_per_token=1")
+TOPK = ("layout.compress=topk", "layout.replicate=2")
 RARELY = ("layout.replicate=2", "layout.sync_every=4")
 QUANTIZED = ("layout.compress_weights=int8", "layout.shard=2")
 ONEBIT = ("layout.compress=onebit", "layout.replicate=2", "layout.compress_warmup=2")
@@ -118,7 +119,10 @@ ONEBIT = ("layout.compress=onebit", "layout.replicate=2", "layout.compress_warmu
         ([*RARELY, "layout.sync_fragments=5"], "layout.sync_fragments", "5 fragments"),
         ([*RARELY, "layout.sync_overlap=4"], "layout.sync_overlap", "give fewer"),
         ([*RARELY, "layout.compress=powersgd"], "layout.compress", "made for gradients"),
-        ([*RARELY, "layout.compress=int8", "layout.compress_warmup=3"], "layout.compress_warmup", "there are none"),
+        (["layout.compress_frozen=true"], "layout.compress_frozen", "is none"),
+        ([*TOPK, "layout.compress_frozen=true"], "layout.compress_warmup", "there is none"),
+        ([*TOPK, "layout.compress_warmup=2", "layout.compress_frozen=true", "train.optimizer=muon"], "layout.compress_frozen",
+         "train.optimizer is muon"),
         ([*RARELY, "layout.offload=true"], "layout.sync_every", "on the host"),
         ([*RARELY, "train.dtype=float16"], "layout.sync_every", "one loss scale"),
         ([*RARELY, "train.guard=rollback"], "layout.sync_every", "decided by all"),

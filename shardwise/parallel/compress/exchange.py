@@ -39,9 +39,10 @@ class Exchange:
         self.parameters = [parameters[n] for n in self.indices]
         self.compressor = make_compressor(mesh.layout, group, [held[n] for n in self.indices], train.beta1)
 
-    def sends_momentum(self, step: int) -> bool:
-        """Whether what is exchanged in a step, counted from 1, is the momentum."""
-        return isinstance(self.compressor, OneBit) and not self.is_plain(step)
+    def hides_norm(self, step: int) -> bool:
+        """Whether what comes out of an exchange, in a step counted from 1, says nothing of the gradients' size: it is the
+        momentum, or what many steps kept back."""
+        return (isinstance(self.compressor, OneBit) or self.layout.compress_frozen) and not self.is_plain(step)
 
     def is_plain(self, step: int) -> bool:
         """Whether gradients of a step travel as they are."""
@@ -50,7 +51,7 @@ class Exchange:
     @torch.no_grad()
     def add_up(self, step: int, momentum_of: MomentumOf, factor: Tensor) -> None:
         """Add up the gradients of a step, counted from 1. The optimizer's momentum is of gradients times `factor`."""
-        gradients = [_gradient(h) for h in self.parameters]
+        gradients = [gradient_of(h) for h in self.parameters]
         if self.is_plain(step):
             all_reduce_together(gradients, self.group)
             return
@@ -78,7 +79,7 @@ def make_compressor(
             return Quantized(method, group, tensors)
 
 
-def _gradient(held: LocalParameter) -> Tensor:
+def gradient_of(held: LocalParameter) -> Tensor:
     """This rank's gradient of a parameter; zeros where no token led to it."""
     if held.leaf.grad is None:
         held.leaf.grad = torch.zeros_like(held.leaf)
