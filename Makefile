@@ -23,10 +23,10 @@ demo-tune: $(VENV)/.train     ## teach a tiny model to reverse words: pretrained
 	$(BIN)/shardwise train examples/reverse/grpo.toml --out runs/reverse/grpo
 	$(BIN)/shardwise eval runs/reverse/grpo --tasks runs/reverse/data/test.jsonl --max-tokens 5
 
-test: $(VENV)/.dev            ## everything CI runs: the small tier, with installation
+test: | $(BIN)/python         ## everything CI runs: the small tier, with installation
 	$(MAKE) --no-print-directory -j2 lint unit
 
-test-all: $(VENV)/.dev        ## both tiers
+test-all: | $(BIN)/python     ## both tiers
 	$(MAKE) --no-print-directory -j2 lint unit TIERS=--large
 
 lint: $(VENV)/.dev            ## style and types
@@ -36,7 +36,7 @@ lint: $(VENV)/.dev            ## style and types
 	$(BIN)/oxlint shardwise
 	$(BIN)/python tests/report/lint_css.py shardwise/report/page.css shardwise/workbench/workbench.css
 
-unit: $(VENV)/.dev            ## the small tier; tests that share what they make stay with one worker
+unit: $(VENV)/.dev $(VENV)/.kernels  ## the small tier; tests that share what they make stay with one worker
 	$(BIN)/pytest $(WORKERS) $(TIERS)
 
 chaos: $(VENV)/.dev           ## 210 faults injected into runs of 2 and 4 ranks, which must end as if nothing had been
@@ -72,3 +72,8 @@ $(VENV)/.train: pyproject.toml requirements-dev.txt | $(BIN)/python
 $(VENV)/.dev: pyproject.toml requirements-dev.txt | $(BIN)/python
 	$(PIP) -r requirements-dev.txt -e '.[dev]'
 	touch $@ $(VENV)/.train
+
+# Triton unpacks to a gigabyte: where PyTorch has not brought it, it is installed beside the linters, which do not need it.
+$(VENV)/.kernels: requirements-kernels.txt $(VENV)/.dev
+	$(PIP) --no-deps -r requirements-kernels.txt
+	touch $@

@@ -4,6 +4,10 @@
 `large`, each with what it finds that the small tier does not. What is drawn at random follows from the commit, so that coverage
 grows with history; pytest says the seed at its end, and `--seed` repeats it. Property tests draw the same examples every time
 (`--hypothesis-profile=default` draws others), the large tier three times as many.
+
+Of the cases of a test marked `drawn(n)` the small tier takes n, others with every commit; with `drawn(n, "family")` so that each
+value of the parameter `family` is among them, n or more. The large tier takes them all, and so does a test that is asked for by
+name (`file::test`, `-k`).
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -49,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--pairs",
         type=int,
         default=8,
-        help="random pairs of layouts to save on and resume on; the small tier takes two",
+        help="random pairs of layouts to save on and resume on; the small tier takes one",
     )
 
 
@@ -57,6 +62,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.large and not config.getoption("--hypothesis-profile", None):
         settings.load_profile("thorough")
     config.addinivalue_line("markers", "large(finds): for the large tier; what it finds that the small one does not")
+    config.addinivalue_line(
+        "markers", "drawn(n, *each): the small tier draws n cases, with each value of these parameters"
+    )
     if config.option.seed is None:
         # A worker has the seed of the process that started it, whatever is checked out meanwhile.
         config.option.seed = getattr(config, "workerinput", {}).get("seed") or seed_of_the_commit()
@@ -110,12 +118,38 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.option.large:
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("large")])
         items[:] = [item for item in items if not item.get_closest_marker("large")]
+        if not config.option.keyword and not any("::" in argument for argument in config.args):
+            left_out = cases_not_drawn(items, config.option.seed)
+            config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+            items[:] = [item for item in items if item not in left_out]
 
     def order(item: pytest.Item) -> tuple[bool, int]:
         early = next((n for n, name in enumerate(LONGEST) if file_of(item).startswith(name)), len(LONGEST))
         return file_of(item) + ".py" == SPREAD, early
 
     items.sort(key=order)
+
+
+def cases_not_drawn(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
+    """What the small tier leaves out of the cases of tests marked `drawn`."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("drawn"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out: set[pytest.Item] = set()
+    for name, cases in tests.items():
+        mark = cases[0].get_closest_marker("drawn")
+        assert mark is not None
+        count, *each = mark.args
+        random.Random(f"{seed} {name}").shuffle(cases)
+        seen: set[tuple[str, str]] = set()
+        first, more = [], []
+        for case in cases:
+            values = {(key, repr(case.callspec.params[key])) for key in each}  # type: ignore[attr-defined]
+            (more if values <= seen else first).append(case)
+            seen |= values
+        left_out |= set(more[max(0, count - len(first)) :])
+    return left_out
 
 
 @pytest.hookimpl(trylast=True)

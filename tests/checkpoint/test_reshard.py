@@ -57,9 +57,9 @@ def assert_moves(
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "pair" in metafunc.fixturenames:
-        more = range(2, metafunc.config.getoption("--pairs"))
+        more = range(1, metafunc.config.getoption("--pairs"))
         marked = (pytest.param(pair, marks=pytest.mark.large("more pairs, on up to eight ranks")) for pair in more)
-        metafunc.parametrize("pair", [0, 1, *marked])
+        metafunc.parametrize("pair", [0, *marked])
 
 
 def test_random_pairs_of_layouts(ranks: RankPool, tmp_path: Path, pair: int, request: pytest.FixtureRequest) -> None:
@@ -74,17 +74,15 @@ def test_random_pairs_of_layouts(ranks: RankPool, tmp_path: Path, pair: int, req
     assert_moves(ranks, tmp_path, model, optimizer, *both)
 
 
-LARGE = pytest.mark.large("other ways to cut experts; the small tier has each dimension and both optimizers once")
-
-
 @pytest.mark.parametrize(
     ("before", "after"),
     [
         (dict(pipeline=4), dict(pipeline=2, schedule="zb-v", tensor=2, expert_tensor=True)),
-        pytest.param(dict(shard=2, expert=2), dict(shard=4, expert=4, zero=1), marks=LARGE),
+        (dict(shard=2, expert=2), dict(shard=4, expert=4, zero=1)),
     ],
     ids=str,
 )
+@pytest.mark.drawn(1)
 def test_expert_ranks_and_pipeline_depths(ranks: RankPool, tmp_path: Path, before: Layout, after: Layout) -> None:
     assert_moves(ranks, tmp_path, "mixture", "muon", (before, {}), (after, {}))
 
@@ -93,25 +91,15 @@ CUT_OTHERWISE: list[tuple[str, Layout, Layout]] = [
     ("few", dict(shard=4, expert=2), dict(shard=2)),
     ("few", dict(shard=2, expert=2), dict(shard=4, expert=2, zero=2)),
     ("few", dict(shard=4, expert=2), dict(shard=4)),
+    ("few", dict(shard=4, zero=1), dict(shard=2, tensor=2, expert_tensor=True)),
     ("few", dict(shard=4, zero=1), dict(shard=2, tensor=2, replicate=2, expert_tensor=True)),
     ("mixture", dict(shard=8, expert=4), dict(shard=8)),
 ]
 
 
-@pytest.mark.parametrize(
-    ("model", "before", "after", "optimizer"),
-    [
-        ("few", dict(shard=4, expert=2), dict(shard=2), "adamw"),
-        ("few", dict(shard=4, zero=1), dict(shard=2, tensor=2, expert_tensor=True), "muon"),
-        *(
-            pytest.param(*each, optimizer, marks=LARGE)
-            for each in CUT_OTHERWISE
-            for optimizer in ("adamw", "muon")
-            if (each, optimizer) != (CUT_OTHERWISE[0], "adamw")
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(("model", "before", "after"), CUT_OTHERWISE, ids=str)
+@pytest.mark.drawn(1)
 def test_experts_cut_along_other_dimensions(
     ranks: RankPool, tmp_path: Path, model: str, before: Layout, after: Layout, optimizer: str
 ) -> None:

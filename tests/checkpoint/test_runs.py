@@ -41,17 +41,17 @@ def curve(folder: Path) -> list[Any]:
     return [[r.get(key) for key in numbers] for r in read_metrics(folder) if "loss" in r or "eval_loss" in r]
 
 
-LARGE = pytest.mark.large("more layouts; that any layout is taken up again is known from test_reshard.py")
 LAYOUTS: list[Any] = [
     (dict(), dict(optimizer="muon", dtype="float16")),
     (dict(shard=2, zero=2), dict(dtype="bfloat16")),
     (dict(tensor=2, pipeline=2), dict(model=MIXTURE, optimizer="muon")),
-    pytest.param(dict(shard=2, expert=2), dict(model=MIXTURE), marks=LARGE),
-    pytest.param(dict(replicate=2, shard=2, zero=1), dict(), marks=LARGE),
+    (dict(shard=2, expert=2), dict(model=MIXTURE)),
+    (dict(replicate=2, shard=2, zero=1), dict()),
 ]
 
 
 @pytest.mark.parametrize(("layout", "keys"), LAYOUTS, ids=str)
+@pytest.mark.drawn(2)
 def test_a_stopped_run_is_the_unbroken_one_bit_for_bit(
     ranks: RankPool, tmp_path: Path, layout: dict[str, Any], keys: dict[str, Any]
 ) -> None:

@@ -17,7 +17,6 @@ from shardwise.run import Run
 from shardwise.train.step import TrainState
 
 BEFORE, LAST = 2, 4
-LARGE = pytest.mark.large("one more method, and shards; the small tier has two and another number of replicas")
 
 
 def through(rank: int, run: Run) -> dict[str, Any]:
@@ -46,11 +45,12 @@ def unsent(rank: int, run: Run, out: Path | None) -> dict[str, Any]:
     "layout",
     [
         dict(replicate=2, compress="powersgd", compress_rank=2),
-        pytest.param(dict(replicate=2, compress="onebit", compress_warmup=1), marks=LARGE),
+        dict(replicate=2, compress="onebit", compress_warmup=1),
         dict(replicate=2, shard=2, compress="topk", compress_momentum=0.5),
     ],
     ids=str,
 )
+@pytest.mark.drawn(1)
 def test_a_run_goes_on_bit_for_bit(ranks: RankPool, tmp_path: Path, layout: dict[str, Any]) -> None:
     run = cases.make_run("dense", layout, steps=LAST, layers=2)
     ranks.run(run.layout.world, checkpoint_cases.train_and_save, run, tmp_path, BEFORE)
@@ -62,7 +62,8 @@ def test_a_run_goes_on_bit_for_bit(ranks: RankPool, tmp_path: Path, layout: dict
         assert got["norms"] == want["norms"]
 
 
-@pytest.mark.parametrize("after", [pytest.param(dict(replicate=2, shard=2), marks=LARGE), dict(replicate=4)], ids=str)
+@pytest.mark.parametrize("after", [dict(replicate=2, shard=2), dict(replicate=4)], ids=str)
+@pytest.mark.drawn(1)
 def test_on_another_layout_nothing_is_lost(ranks: RankPool, tmp_path: Path, after: dict[str, Any]) -> None:
     compress = dict(compress="topk", compress_density=0.02)
     before = cases.make_run("dense", dict(replicate=2) | compress, steps=LAST, layers=2)

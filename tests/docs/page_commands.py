@@ -91,6 +91,16 @@ def sections(page: Path) -> list[Section]:
     return [section for section in found if any(isinstance(step, Command) for step in section.steps)]
 
 
+def starts_ranks(section: Section) -> bool:
+    """Whether a command of it starts a process for each rank, which takes seconds."""
+    commands = [step.text.split() for step in section.steps if isinstance(step, Command) and not step.large]
+    return any(
+        len(words) > 1 and words[1] in STARTS_RANKS and "--dry" not in words
+        and (words[1] == "profile" or any(word.startswith("--layout.") for word in words))
+        for words in commands
+    )  # fmt: skip
+
+
 def pattern(lines: Sequence[str]) -> re.Pattern[str]:
     """What output may look like, where `...` stands for anything."""
 

@@ -285,6 +285,7 @@ def test_kubernetes_is_asked_by_kubectl(
     assert calls[0].startswith("kubectl apply --namespace=team -f ")
     assert calls[-1] == "kubectl delete jobset small --namespace=team --wait=false"
     (programs / "kubectl").unlink()
+    monkeypatch.setenv("PATH", str(programs))
     assert launch("--status") == 2
     assert "there is no kubectl here" in capsys.readouterr().err
 

@@ -16,19 +16,18 @@ from shardwise.plan.trainer.work import work
 from shardwise.run import Run
 
 Layout = dict[str, Any]
-LARGE = pytest.mark.large("models and axes by themselves; the small tier has each of them with others")
 DRY: list[Any] = [
     ("dense", dict(tensor=2, async_tensor=True, recompute="attention")),
     ("tied", dict(pipeline=2, schedule="zb-v")),
     ("latent", dict(shard=2, recompute="operations", recompute_operations=("norm", "ffn"))),
     ("mixture", dict(shard=2, context=2, tensor=2, expert=2, expert_tensor=True, recompute="full")),
-    pytest.param("dense", dict(recompute="attention"), marks=LARGE),
-    pytest.param("tied", dict(recompute="operations", recompute_operations=("norm", "ffn")), marks=LARGE),
-    pytest.param("dense", dict(pipeline=2, schedule="zb-v"), marks=LARGE),
-    pytest.param("dense", dict(tensor=2, async_tensor=True), marks=LARGE),
-    pytest.param("mixture", dict(shard=2, tensor=2, expert=2, expert_tensor=True), marks=LARGE),
-    pytest.param("mixture", dict(context=2, recompute="full"), marks=LARGE),
-    pytest.param("latent", dict(shard=2), marks=LARGE),
+    ("dense", dict(recompute="attention")),
+    ("tied", dict(recompute="operations", recompute_operations=("norm", "ffn"))),
+    ("dense", dict(pipeline=2, schedule="zb-v")),
+    ("dense", dict(tensor=2, async_tensor=True)),
+    ("mixture", dict(shard=2, tensor=2, expert=2, expert_tensor=True)),
+    ("mixture", dict(context=2, recompute="full")),
+    ("latent", dict(shard=2)),
 ]
 
 
@@ -48,6 +47,7 @@ def counted(run: Run, *count: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(("model", "layout"), DRY, ids=str)
+@pytest.mark.drawn(1)
 def test_modules_add_up_to_the_plan(model: str, layout: Layout) -> None:
     data = layout.get("shard", 1)
     stages = layout.get("pipeline", 1)

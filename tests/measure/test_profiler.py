@@ -212,7 +212,10 @@ def test_closed_forms(name: str) -> None:
     assert p.forward_flops == forward
     # The first hidden state of a recurrent layer is given, and needs no gradient.
     given = 2.0 * 3 * model.weight_hh_l0.numel() if isinstance(model, nn.RNNBase) else 0.0
-    assert p.backward_flops == (forward if name == "custom function" else 2 * forward - given)
+    if name == "lstm":  # oneDNN's, which some CPUs get, makes that gradient all the same
+        assert p.backward_flops in (2 * forward, 2 * forward - given)
+    else:
+        assert p.backward_flops == (forward if name == "custom function" else 2 * forward - given)
     assert {node.name for node in p.modules if node.own.flops} <= {name for name, _ in model.named_modules()}
     with torch.no_grad(), shardwise.profile(model.eval()) as inference:
         model(x)

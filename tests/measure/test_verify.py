@@ -29,44 +29,30 @@ from shardwise.run import Run, UserError
 from shardwise.run.axes import V_SHAPED
 
 Layout = dict[str, Any]
-LARGE = pytest.mark.large(
-    "more of what is larger than real ranks here; the same formulas meet real ranks in test_layouts.py"
-)
-
-
-def tiers(small: list[Any], large: list[Any]) -> list[Any]:
-    """Cases of which the latter are for the large tier."""
-    return [*small, *(pytest.param(*each, marks=LARGE) for each in large)]
-
-
-DRY = tiers(
-    [
-        ("dense", {}),
-        ("dense", dict(shard=8)),
-        ("mixture", dict(shard=8, expert=4, zero=1)),
-        ("dense", dict(pipeline=4, shard=2, schedule="interleaved", chunks=1)),
-        ("mixture", dict(pipeline=2, shard=4, expert=2, schedule="dualpipe-v")),
-        ("tied", dict(pipeline=4, tensor=2)),
-        ("mixture", dict(replicate=2, shard=12, expert=4, tensor=2, expert_tensor=True)),
-        ("capacity", dict(shard=4, expert=2)),
-    ],
-    [
-        ("dense", dict(context=4, tensor=2)),
-        ("mixture", dict(recompute="full")),
-        *[("dense", dict(shard=8, zero=zero)) for zero in (1, 2)],
-        *[("mixture", dict(shard=8, expert=4, zero=zero)) for zero in (2, 3)],
-        *[("dense", dict(pipeline=4, shard=2, schedule=schedule, chunks=1))
-          for schedule in ("gpipe", "1f1b", "breadth-first", "zb-h1")],
-        *[("mixture", dict(pipeline=2, shard=4, expert=2, schedule=schedule)) for schedule in ("zb-v", "zb-h1", "1f1b")],
-        ("dense", dict(context=4, tensor=2, context_method="gather")),
-        ("mixture", dict(context=4, tensor=1, shard=2, expert=4, context_method="ulysses")),
-        *[("dense", dict(tensor=4, shard=2, recompute=mode)) for mode in ("none", "attention", "full")],
-        ("mixture", dict(tensor=2, shard=4, recompute="operations", recompute_operations=("norm", "ffn"))),
-        ("dense", dict(tensor=4, pipeline=2, async_tensor=True)),
-        ("latent", dict(tensor=4, shard=2)),
-        *[("mixture", dict(shard=32, expert=4, zero=zero)) for zero in (1, 2, 3)],
-    ],
-)  # fmt: skip
+DRY: list[tuple[str, Layout]] = [
+    ("dense", {}),
+    ("dense", dict(shard=8)),
+    ("mixture", dict(shard=8, expert=4, zero=1)),
+    ("dense", dict(pipeline=4, shard=2, schedule="interleaved", chunks=1)),
+    ("mixture", dict(pipeline=2, shard=4, expert=2, schedule="dualpipe-v")),
+    ("tied", dict(pipeline=4, tensor=2)),
+    ("mixture", dict(replicate=2, shard=12, expert=4, tensor=2, expert_tensor=True)),
+    ("capacity", dict(shard=4, expert=2)),
+    ("dense", dict(context=4, tensor=2)),
+    ("mixture", dict(recompute="full")),
+    *[("dense", dict(shard=8, zero=zero)) for zero in (1, 2)],
+    *[("mixture", dict(shard=8, expert=4, zero=zero)) for zero in (2, 3)],
+    *[("dense", dict(pipeline=4, shard=2, schedule=schedule, chunks=1))
+      for schedule in ("gpipe", "1f1b", "breadth-first", "zb-h1")],
+    *[("mixture", dict(pipeline=2, shard=4, expert=2, schedule=schedule)) for schedule in ("zb-v", "zb-h1", "1f1b")],
+    ("dense", dict(context=4, tensor=2, context_method="gather")),
+    ("mixture", dict(context=4, tensor=1, shard=2, expert=4, context_method="ulysses")),
+    *[("dense", dict(tensor=4, shard=2, recompute=mode)) for mode in ("none", "attention", "full")],
+    ("mixture", dict(tensor=2, shard=4, recompute="operations", recompute_operations=("norm", "ffn"))),
+    ("dense", dict(tensor=4, pipeline=2, async_tensor=True)),
+    ("latent", dict(tensor=4, shard=2)),
+    *[("mixture", dict(shard=32, expert=4, zero=zero)) for zero in (1, 2, 3)],
+]  # fmt: skip
 
 
 def check(verdict: Verdict, run: Run) -> None:
@@ -76,6 +62,7 @@ def check(verdict: Verdict, run: Run) -> None:
 
 
 @pytest.mark.parametrize(("model", "layout"), DRY, ids=str)
+@pytest.mark.drawn(4)
 def test_dry_ranks_are_as_planned(model: str, layout: Layout) -> None:
     batch = (4 if layout.get("pipeline", 1) > 1 else 2) * layout.get("shard", 1)
     run = cases.make_run(model, layout, **cases.layers_for(layout), global_batch=batch, microbatch=1)
@@ -83,6 +70,7 @@ def test_dry_ranks_are_as_planned(model: str, layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("layout", [dict(recompute="full", shard=2), dict(tensor=2)], ids=str)
+@pytest.mark.drawn(1)
 def test_narrow_arithmetic_is_as_planned(layout: Layout) -> None:
     """Matrices are cast where they are used, also by a repeated pass that stops before the product."""
     sizes = dict(layers=2, global_batch=2 * layout.get("shard", 1), microbatch=1)
@@ -92,17 +80,10 @@ def test_narrow_arithmetic_is_as_planned(layout: Layout) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "dtype"),
-    tiers(
-        [(dict(pipeline=2), "float64")],
-        [
-            ({}, "bfloat16"),
-            ({}, "float64"),
-            (dict(pipeline=2), "bfloat16"),
-            *((dict(shard=2), each) for each in ("float64", "bfloat16")),
-        ],
-    ),
+    [(layout, dtype) for layout in ({}, dict(pipeline=2), dict(shard=2)) for dtype in ("float64", "bfloat16")],
     ids=str,
 )
+@pytest.mark.drawn(1)
 def test_a_loss_in_chunks_is_as_planned(layout: Layout, dtype: str) -> None:
     """It does the work of its backward pass in the forward pass, and keeps two gradients instead of all scores."""
     sizes = dict(layers=2, global_batch=2 * layout.get("shard", 1), microbatch=1)
@@ -115,20 +96,17 @@ def test_a_loss_in_chunks_is_as_planned(layout: Layout, dtype: str) -> None:
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    tiers(
-        [
-            ("dense", dict(tensor=4, pipeline=2, shard=2)),  # fewer heads of keys than tensor ranks
-        ],
-        [
-            ("mixture", dict(tensor=2, shard=4, expert=2, expert_tensor=True)),
-            ("dense", dict(shard=8)),
-            ("mixture", dict(pipeline=2, shard=4, expert=4, schedule="zb-v")),
-            ("softmax", dict(context=2, replicate=2, expert=2)),
-            ("latent", dict(tensor=4, shard=2)),
-        ],
-    ),
+    [
+        ("dense", dict(tensor=4, pipeline=2, shard=2)),  # fewer heads of keys than tensor ranks
+        ("mixture", dict(tensor=2, shard=4, expert=2, expert_tensor=True)),
+        ("dense", dict(shard=8)),
+        ("mixture", dict(pipeline=2, shard=4, expert=4, schedule="zb-v")),
+        ("softmax", dict(context=2, replicate=2, expert=2)),
+        ("latent", dict(tensor=4, shard=2)),
+    ],
     ids=str,
 )
+@pytest.mark.drawn(1)
 def test_muon_on_dry_ranks_is_as_planned(model: str, layout: Layout) -> None:
     batch = 2 * layout.get("shard", 1) * layout.get("replicate", 1)
     run = cases.make_run(model, layout, **cases.layers_for(layout), global_batch=batch, microbatch=1, optimizer="muon")
@@ -153,28 +131,25 @@ def test_bytes_moved_are_told_by_part_and_pass() -> None:
     assert moved["parameters"]["optimizer"] > 0
 
 
-FEWER = tiers(
-    [
-        ("few", dict(shard=4, expert=2, zero=2), 5, (3,)),
-        ("dense", dict(pipeline=2, shard=2, zero=3), 8, (3,)),
-        ("dense", dict(pipeline=2, shard=2, zero=1, schedule="dualpipe-v"), 7, (0,)),
-    ],
-    [
-        ("mixture", dict(shard=4, expert=2, zero=2), 6, (3,)),
-        ("dense", dict(pipeline=2, tensor=2, shard=2, zero=1, schedule="interleaved", chunks=2), 12, (0, 7)),
-        ("dense", dict(shard=4, zero=3), 9, (0,)),
-        ("dense", dict(pipeline=2, shard=2, zero=3), 11, (0, 3)),
-        ("mixture", dict(pipeline=2, shard=2, zero=1, schedule="dualpipe-v"), 12, (0, 3)),
-        ("tied", dict(pipeline=4, tensor=2), 23, (0, 7)),
-        ("dense", dict(pipeline=4, shard=2, zero=3, schedule="interleaved", chunks=1), 24, (0, 7)),
-        ("dense", dict(pipeline=2, shard=2, zero=3, schedule="zb-h1"), 12, (0, 3)),
-        ("mixture", dict(pipeline=2, shard=2, zero=3, schedule="zb-v", recompute="full"), 12, (0, 3)),
-        ("dense", dict(pipeline=3, context=2, zero=1, schedule="zb-h1"), 16, (0, 5)),
-    ],
-)
+FEWER: list[tuple[str, Layout, int, tuple[int, ...]]] = [
+    ("few", dict(shard=4, expert=2, zero=2), 5, (3,)),
+    ("dense", dict(pipeline=2, shard=2, zero=3), 8, (3,)),
+    ("dense", dict(pipeline=2, shard=2, zero=1, schedule="dualpipe-v"), 7, (0,)),
+    ("mixture", dict(shard=4, expert=2, zero=2), 6, (3,)),
+    ("dense", dict(pipeline=2, tensor=2, shard=2, zero=1, schedule="interleaved", chunks=2), 12, (0, 7)),
+    ("dense", dict(shard=4, zero=3), 9, (0,)),
+    ("dense", dict(pipeline=2, shard=2, zero=3), 11, (0, 3)),
+    ("mixture", dict(pipeline=2, shard=2, zero=1, schedule="dualpipe-v"), 12, (0, 3)),
+    ("tied", dict(pipeline=4, tensor=2), 23, (0, 7)),
+    ("dense", dict(pipeline=4, shard=2, zero=3, schedule="interleaved", chunks=1), 24, (0, 7)),
+    ("dense", dict(pipeline=2, shard=2, zero=3, schedule="zb-h1"), 12, (0, 3)),
+    ("mixture", dict(pipeline=2, shard=2, zero=3, schedule="zb-v", recompute="full"), 12, (0, 3)),
+    ("dense", dict(pipeline=3, context=2, zero=1, schedule="zb-h1"), 16, (0, 5)),
+]
 
 
 @pytest.mark.parametrize(("model", "layout", "microbatches", "ranks"), FEWER, ids=str)
+@pytest.mark.drawn(1)
 def test_a_few_microbatches_say_what_all_of_them_do(
     model: str, layout: Layout, microbatches: int, ranks: tuple[int, ...]
 ) -> None:
@@ -312,6 +287,7 @@ def test_a_time_that_nobody_plans_is_not_compared(
 
 
 @pytest.mark.parametrize("more", [[], ["--train.dtype=bfloat16"]], ids=str)
+@pytest.mark.drawn(1)
 def test_a_run_meant_for_a_gpu_is_held_against_what_runs_here(
     more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -333,6 +309,7 @@ ROUTED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("model", "layout", "dtype"), ROUTED, ids=str)
+@pytest.mark.drawn(2)
 def test_a_mixture_moved_by_kernels_does_what_the_plan_says(
     monkeypatch: pytest.MonkeyPatch, model: str, layout: dict[str, Any], dtype: str
 ) -> None:

@@ -221,6 +221,7 @@ def test_one_input_of_several_matrices_is_quantised_once(scaling: str) -> None:
 
 
 @pytest.mark.parametrize("scaling", GEMMS)
+@pytest.mark.drawn(1)
 def test_compiled_it_is_one_graph_that_gives_the_same_and_quantises_once(scaling: str) -> None:
     from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd

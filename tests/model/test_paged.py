@@ -14,6 +14,7 @@ from shardwise.run.derive import derive_model
 
 
 @pytest.mark.parametrize("what", ["attention", "latent", "gemm", "cut"])
+@pytest.mark.drawn(1)
 def test_the_kernels(what: str, interpreter: Interpreter) -> None:
     interpreter.run(Path(__file__).with_name("serving_kernels.py"), what)
 

@@ -52,18 +52,15 @@ def alone(fp8: str, **train: Any) -> dict[str, Any]:
     return trained(0, make_run({}, fp8, **train))
 
 
-LARGE = pytest.mark.large(
-    "fp8 with each axis; the small tier has both ways of scaling, each way of sharding and a split backward"
-)
 SHARDED: list[Any] = [
     ("tensorwise", dict(shard=2), {}),
     ("rowwise", dict(shard=2, pipeline=2, schedule="zb-h1"), {}),
     ("tensorwise", dict(shard=3), dict(global_batch=6)),  # 16 rows over three ranks: the last one's are padded
     ("rowwise", dict(shard=3), dict(global_batch=6)),  # which scales by row cannot be, so 16 bits are gathered
     # Compiled on one rank it is in tests/model/test_fp8.py.
-    pytest.param("tensorwise", dict(shard=2), dict(compile=True), marks=LARGE),
+    ("tensorwise", dict(shard=2), dict(compile=True)),
     *(
-        pytest.param(*each, {}, marks=LARGE)
+        (*each, {})
         for each in (
             ("rowwise", dict(shard=2)),
             ("tensorwise", dict(shard=4, zero=1)),
@@ -77,6 +74,7 @@ SHARDED: list[Any] = [
 
 
 @pytest.mark.parametrize(("fp8", "layout", "train"), SHARDED, ids=str)
+@pytest.mark.drawn(2, "fp8")
 def test_shards_give_the_numbers_of_the_whole(ranks: RankPool, fp8: str, layout: Layout, train: dict[str, Any]) -> None:
     run = make_run(layout, fp8, **train)
     want = alone(fp8, **{key: value for key, value in train.items() if key != "compile"})
@@ -91,6 +89,7 @@ def test_shards_give_the_numbers_of_the_whole(ranks: RankPool, fp8: str, layout:
 
 
 @pytest.mark.parametrize("fp8", ["tensorwise", "rowwise"])
+@pytest.mark.drawn(1)
 def test_tensor_ranks_have_scales_of_their_own(ranks: RankPool, fp8: str) -> None:
     layout = dict(tensor=2, shard=2) if fp8 == "rowwise" else dict(tensor=4)  # four are more than the key/value heads
     for got in ranks.run(4, trained, make_run(layout, fp8)):
@@ -108,25 +107,21 @@ def verified(rank: int, run: Run) -> Verdict:
 PLANNED: list[Any] = [
     ("rowwise", "dense", dict(shard=2, pipeline=2, schedule="zb-h1")),
     ("tensorwise", "mixture", dict(shard=2, expert=2, recompute="full")),
-    *(
-        pytest.param(*each, marks=LARGE)
-        for each in (
-            ("tensorwise", "dense", {}),
-            ("rowwise", "dense", dict(shard=2)),
-            ("tensorwise", "tied", dict(shard=4, zero=1)),
-            ("tensorwise", "dense", dict(shard=2, recompute="full")),
-            ("tensorwise", "dense", dict(shard=2, tensor=2)),
-            ("rowwise", "dense", dict(tensor=4)),
-            ("tensorwise", "dense", dict(shard=2, pipeline=2, schedule="zb-h1")),
-            ("rowwise", "dense", dict(pipeline=2, schedule="zb-h1")),
-            ("tensorwise", "mixture", dict(shard=2, expert=2)),
-            ("tensorwise", "latent", dict(shard=2, replicate=2, zero=2)),
-        )
-    ),
+    ("tensorwise", "dense", {}),
+    ("rowwise", "dense", dict(shard=2)),
+    ("tensorwise", "tied", dict(shard=4, zero=1)),
+    ("tensorwise", "dense", dict(shard=2, recompute="full")),
+    ("tensorwise", "dense", dict(shard=2, tensor=2)),
+    ("rowwise", "dense", dict(tensor=4)),
+    ("tensorwise", "dense", dict(shard=2, pipeline=2, schedule="zb-h1")),
+    ("rowwise", "dense", dict(pipeline=2, schedule="zb-h1")),
+    ("tensorwise", "mixture", dict(shard=2, expert=2)),
+    ("tensorwise", "latent", dict(shard=2, replicate=2, zero=2)),
 ]
 
 
 @pytest.mark.parametrize(("fp8", "model", "layout"), PLANNED, ids=str)
+@pytest.mark.drawn(1)
 def test_plan_equals_run(ranks: RankPool, fp8: str, model: str, layout: Layout) -> None:
     run = make_run(layout, fp8, model)
     verdicts = ranks.run(run.layout.world, verified, run) if run.layout.world > 1 else [verified(0, run)]

@@ -67,6 +67,7 @@ def test_each_round_of_gloo_goes_there_and_back() -> None:
 
 
 @pytest.mark.parametrize("layout", [dict(compress="int4"), dict(sync_every=10), dict(compress_shards="int4")], ids=str)
+@pytest.mark.drawn(1)
 def test_a_search_keeps_to_what_replicas_send(layout: dict[str, Any]) -> None:
     run = run_from_dict(
         dict(

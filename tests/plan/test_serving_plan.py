@@ -55,6 +55,7 @@ class Noted:
     ("pages", "preemption", "prefix_cache"),
     [(200, "recompute", False), (14, "recompute", False), (14, "recompute", True), (14, "swap", True)],
 )
+@pytest.mark.drawn(4, "ahead", "preemption")
 def test_the_engine_executes_what_is_played(
     pages: int, preemption: Literal["recompute", "swap"], prefix_cache: bool, ahead: bool, stages: int
 ) -> None:

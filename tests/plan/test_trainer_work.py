@@ -130,22 +130,16 @@ REPEATED: list[tuple[str, dict[str, Any]]] = [
     ("dense", dict(tensor=2, recompute="full", async_tensor=True)),
     ("mixture", dict(tensor=2, recompute="full", expert_tensor=True)),
     ("tied", dict(pipeline=2, recompute="full", schedule="zb-v")),
-]
-MORE: list[tuple[str, dict[str, Any]]] = [
     *[(model, {}) for model in ("mixture", "latent", "tied", "softmax")],
     *[(model, dict(recompute="full")) for model in ("dense", "mixture", "tied", "softmax")],
     ("mixture", dict(recompute="operations", recompute_operations=("ffn",))),
     ("latent", dict(tensor=2, recompute="full")),
     ("tied", dict(pipeline=2, tensor=2, schedule="interleaved")),
 ]
-LARGE = pytest.mark.large(
-    "models by themselves; that the trainer computes as planned on any layout is in test_layouts.py"
-)
 
 
-@pytest.mark.parametrize(
-    ("model", "layout"), [*REPEATED, *(pytest.param(*each, marks=LARGE) for each in MORE)], ids=str
-)
+@pytest.mark.parametrize(("model", "layout"), REPEATED, ids=str)
+@pytest.mark.drawn(2)
 def test_operations_equal_those_pytorch_counts(ranks: RankPool, model: str, layout: dict[str, Any]) -> None:
     run = cases.make_run(model, layout, **cases.layers_for(layout))
     for rank, counted in enumerate(ranks.run(run.layout.world, counted_flops, run)):

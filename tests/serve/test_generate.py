@@ -19,11 +19,10 @@ from shardwise.serve.request import Request, Sampling
 from shardwise.train.loop import train
 
 PROMPTS = [(5, 9, 3, 7, 1, 2, 33, 60, 4, 4, 2), (4,), (8, 8, 1)]
-LARGE = pytest.mark.large("every architecture, of which the small tier has the most different")
-SMALL = ("gpt2", "llama3", "mixtral", "deepseek")
 
 
-@pytest.mark.parametrize("name", [*SMALL, *(pytest.param(name, marks=LARGE) for name in MODELS if name not in SMALL)])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.drawn(3)
 def test_greedy_tokens_and_logprobs_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model = save(tmp_path / "hf", *MODELS[name]).eval()
     from_hf(tmp_path / "hf", tmp_path / "ours")

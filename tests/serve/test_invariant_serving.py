@@ -102,6 +102,7 @@ def check(seed: str, family: str, dtype: torch.dtype, schedules: int) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.drawn(3)
 def test_an_answer_is_the_same_bits_whatever_the_schedule(family: str, request: pytest.FixtureRequest) -> None:
     check(f"{request.config.getoption('--seed')} {family}", family, torch.float32, 2)
 

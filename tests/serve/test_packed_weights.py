@@ -28,6 +28,7 @@ PROMPTS = [(1, 2, 3, 4, 5, 6, 7, 8, 9), (7,), (30, 31, 32, 33, 34)]
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("weights", [*FORMATS, "smoothed"])
+@pytest.mark.drawn(7, "family", "weights")
 def test_the_engine_equals_the_forward_pass(family: str, weights: str) -> None:
     model = copy.deepcopy(model_of(family))
     quantize_model(model, SMOOTHED if weights == "smoothed" else weights)

@@ -27,6 +27,7 @@ def batch_of(run: Run, number: int, documents: bool) -> Batch:
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("window", [0, 7])
 @pytest.mark.parametrize("recompute", ["none", "attention", "full"])
+@pytest.mark.drawn(4, "documents", "window", "recompute")
 def test_bounds_or_masks(documents: bool, window: int, recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = dict(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=60, sliding_window=window)
     train = dict(global_batch=4, microbatch=2, seq_len=32, dtype="float64", device="cpu")

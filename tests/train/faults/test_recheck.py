@@ -10,6 +10,7 @@ from parallel_pool import RankPool
 
 
 @pytest.mark.parametrize("layout", [{"replicate": 2}, {"shard": 2}, {"shard": 2, "zero": 3}], ids=str)
+@pytest.mark.drawn(1)
 def test_a_flipped_bit_is_blamed_on_its_rank(ranks: RankPool, layout: dict[str, int]) -> None:
     cache = os.environ["XDG_CACHE_HOME"]
     right = ranks.run(2, twice, layout, None, cache)

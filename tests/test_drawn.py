@@ -1,0 +1,39 @@
+"""What the small tier draws of a test's cases: some, others with another seed, each value that is asked for."""
+
+from __future__ import annotations
+
+from conftest import cases_not_drawn
+
+
+class Case:
+    """As much of a test as the draw asks for."""
+
+    def __init__(self, name: str, mark: tuple[object, ...] | None, **params: object) -> None:
+        self.nodeid, self.mark = f"file.py::{name}[{params}]", mark
+        self.callspec = type("Spec", (), {"params": params})
+
+    def get_closest_marker(self, name: str) -> object:
+        return type("Mark", (), {"args": self.mark}) if self.mark else None
+
+
+def drawn(cases: list[Case], seed: int) -> list[Case]:
+    left_out = cases_not_drawn(cases, seed)  # type: ignore[arg-type]
+    return [case for case in cases if case not in left_out]
+
+
+def test_some_are_drawn_and_all_come_up() -> None:
+    cases = [Case("a", (3,), number=n) for n in range(10)] + [Case("b", None, number=n) for n in range(4)]
+    taken = [drawn(cases, seed) for seed in range(40)]
+    assert all(len(each) == 3 + 4 for each in taken)
+    assert {case for each in taken for case in each} == set(cases)
+    assert taken[7] == drawn(cases, 7)
+
+
+def test_each_value_that_is_asked_for_is_among_them() -> None:
+    cases = [Case("a", (4, "family"), family=family, number=n) for family in "xyz" for n in range(5)]
+    for seed in range(20):
+        taken = drawn(cases, seed)
+        assert len(taken) == 4
+        assert {case.callspec.params["family"] for case in taken} == set("xyz")  # type: ignore[attr-defined]
+    more = [Case("a", (1, "family"), family=family) for family in "xyz"]
+    assert len(drawn(more, 0)) == 3
