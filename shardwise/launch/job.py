@@ -98,7 +98,11 @@ def estimate(run: Run) -> Estimate | None:
     found = plan(run)
     cost, train, account = found.cost, run.train, found.account
     # Forward passes alone, a third of a step's work.
-    each = account.step_seconds / 3 * train.eval_sequences / train.global_batch
+    sequences = train.eval_sequences
+    if train.samples:  # a pass of every rank's microbatch for each token of as many samples
+        rounds = -(-train.samples // max(1, train.microbatch)) * train.sample_tokens
+        sequences += rounds * max(1, train.microbatch) * run.layout.data_ranks
+    each = account.step_seconds / 3 * sequences / train.global_batch
     evaluations = each * (train.steps // train.eval_every + 1) if train.eval_every else 0.0
     slow = found.high / account.step_seconds
     whole = cost.days * 86400 + evaluations

@@ -68,6 +68,10 @@ class TrafficCounter(TorchDispatchMode):
                 operation, size = "all_to_all", _size(rows[kept:])
             case "send", (tensors, *_):
                 operation, size = "send", _total(tensors)
+            case "broadcast_", (tensors, _, root, *_):  # DDP agrees on its buckets so, once, in its second step
+                if root != group.rank():
+                    return None
+                operation, size = "broadcast", wire_bytes("broadcast", ranks, _total(tensors))
             case "recv_", _:
                 return None
             case _:

@@ -23,6 +23,7 @@ from shardwise.run.layout_config import LayoutConfig
 from shardwise.run.memory_rules import memory_rules
 from shardwise.run.problems import counted, nearest
 from shardwise.run.rule import Broken, Rule
+from shardwise.run.sample_rules import sample_rules
 from shardwise.run.teacher import teacher_layout_rules, teacher_rules
 
 MOST_ELEMENTS, MOST_TOKENS = 2**58, 2**48
@@ -199,6 +200,7 @@ def layout_rules(run: Run) -> Iterator[Rule]:
     yield from _recompute_rules(run)
     yield from invariant_rules(run)
     yield from memory_rules(run)
+    yield from sample_rules(run)
     yield from (Rule(*each) for each in adapter_layout_rules(run))
     yield from teacher_layout_rules(run, layout_rules)
     yield from compress_rules(run)

@@ -223,6 +223,15 @@ class TrainConfig:
     )
     eval_every: int = key(100, "steps between evaluations, and one at the end; 0: never", least=0)
     eval_sequences: int = key(64, "validation sequences an evaluation looks at", least=1)
+    samples: int = key(
+        0,
+        "texts that are continued at each evaluation and recorded; they begin as validation sequences do",
+        least=0,
+        most=64,
+    )
+    sample_tokens: int = key(
+        64, "samples: tokens that each is continued by, a forward pass of a microbatch for each", least=1
+    )
     checkpoint_every: int = key(0, "steps between checkpoints, besides the one at the end; 0: only that", least=0)
     keep: int = key(2, "checkpoints kept, newest first", least=1)
     keep_every: int = key(0, "checkpoints of steps that this divides are kept for good; 0: none", least=0)

@@ -13,6 +13,7 @@ from shardwise.data.batches import Batch, Samples
 from shardwise.data.open import Data, open_data
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.run import Run
+from shardwise.train.samples import sample_texts
 from shardwise.train.step import TrainState
 
 Note = Callable[[int], None]
@@ -37,7 +38,7 @@ class Source(Protocol):
     def figures(self) -> dict[str, Any]:
         """What is known of the batch that was given last."""
 
-    def evaluate(self) -> tuple[dict[str, float], str]:
+    def evaluate(self) -> tuple[dict[str, Any], str]:
         """What a validation set says, as records and in words."""
 
     def before_saving(self) -> None:
@@ -63,10 +64,13 @@ class TokenSource:
     def figures(self) -> dict[str, Any]:
         return {}
 
-    def evaluate(self) -> tuple[dict[str, float], str]:
+    def evaluate(self) -> tuple[dict[str, Any], str]:
         samples = evenly_spaced(self.data.validation.count, self.state.run.train.eval_sequences)
         loss = self.state.evaluate(self.data.validation.take, samples)
-        return {"eval_loss": loss}, f"validation loss {loss:.4f}"
+        found: dict[str, Any] = {"eval_loss": loss}
+        if self.state.run.train.samples:
+            found["samples"] = sample_texts(self.state, self.data.validation, self.tokenizer)
+        return found, f"validation loss {loss:.4f}"
 
     def before_saving(self) -> None:
         pass

@@ -21,6 +21,8 @@ from shardwise.workbench.columns import Series
 CHUNK = 4 * 2**20
 """Bytes read at a time, so that a page sees the beginning of a long file while the rest is read."""
 MOST_EVENTS = 2000
+MOST_SAMPLES, MOST_TEXTS = 50, 8
+"""Evaluations whose samples of text are kept, the last ones, and texts of each."""
 REMEMBERED = 64
 """Bytes before the place that was read to, by which a file is known to be the same."""
 
@@ -78,6 +80,7 @@ class FollowedRun:
     def _forget(self) -> None:
         self.series: dict[str, Series] = {}
         self.ranks: deque[tuple[float, list[float]]] = deque(maxlen=512)
+        self.samples: deque[dict[str, Any]] = deque(maxlen=MOST_SAMPLES)
         self.useful = self.skipped = 0.0
 
     def look(self) -> bool:
@@ -113,6 +116,8 @@ class FollowedRun:
                 if isinstance(value, list):
                     if key == "compute_seconds" and all(isinstance(each, int | float) for each in value):
                         self.ranks.append((step, value))
+                    if key == "samples" and (texts := _texts(value)):
+                        self.samples.append({"step": step, "texts": texts})
                     continue
                 number = _number(value)
                 if number is not None:
@@ -175,6 +180,15 @@ def _records(lines: list[bytes]) -> list[dict[str, Any]]:
         return [record for record in found if isinstance(record, dict)]
     except (ValueError, RecursionError):
         return [record for line in lines if (record := parse_record(line))]
+
+
+def _texts(samples: list[Any]) -> list[dict[str, str]]:
+    """Samples of text, as far as they are some."""
+    return [
+        {"prompt": each["prompt"], "text": each["text"]}
+        for each in samples[:MOST_TEXTS]
+        if isinstance(each, dict) and isinstance(each.get("prompt"), str) and isinstance(each.get("text"), str)
+    ]
 
 
 def _number(value: Any) -> float | None:

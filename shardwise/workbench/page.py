@@ -95,6 +95,8 @@ def watch_page(name: str, nonce: str) -> str:
         '<section id="latest" aria-label="Now"><div class="body"></div></section>'
         '<section id="charts" aria-label="Charts"><div class="body"></div></section>'
         '<section id="ranks" aria-label="Ranks"><h2>Ranks</h2><p class="remark"></p><div class="body"></div></section>'
+        '<section id="samples" aria-label="Samples" hidden><h2>Samples of text</h2><p class="remark"></p>'
+        '<div class="body"></div></section>'
         '<section id="events" aria-label="Events"><h2>Events</h2><div class="body"></div></section>'
     )
     body = (

@@ -73,6 +73,7 @@
     drawLatest();
     drawCharts();
     drawRanks();
+    drawSamples();
     drawEvents();
     const points = last.runs.reduce((sum, run) => sum + run.points, 0);
     document.getElementById("headline").textContent = last.runs.length === 0 ? "no run is here yet"
@@ -276,6 +277,28 @@
       track.append(bar);
       row.append(element("span", "rank " + rank), track, element("span", digits(taken) + " s"));
       return row;
+    }));
+  }
+
+  // What the network makes of the same beginnings, evaluation by evaluation, the newest first.
+  function drawSamples() {
+    const section = document.getElementById("samples");
+    const run = shownRuns().find((each) => (last.samples[each.name] || []).length);
+    section.hidden = !run;
+    if (!run) return;
+    const told = last.samples[run.name], newest = told[told.length - 1].step, now = run.name + " " + newest;
+    if (section.dataset.now === now) return; // what someone opened stays open
+    section.dataset.now = now;
+    section.querySelector(".remark").textContent = run.name + ": beginnings from the validation set, in grey, and how it goes on.";
+    section.querySelector(".body").replaceChildren(...told.toReversed().map(({ step, texts }) => {
+      const box = element("details"), rows = texts.map(({ prompt, text }) => {
+        const row = element("pre", undefined, { class: "sample", tabindex: "0" });
+        row.append(element("span", prompt, { class: "quiet" }), element("span", text));
+        return row;
+      });
+      box.open = step === newest;
+      box.append(element("summary", "step " + digits(step)), ...rows);
+      return box;
     }));
   }
 

@@ -16,6 +16,8 @@ from shardwise.workbench.follow import FollowedRun, run_folders
 
 MOST_RUNS = 64
 MOST_COLUMNS = 4000
+SHOWN_SAMPLES = 12
+"""Evaluations whose samples of text a page shows."""
 RESCAN = 3.0
 """Seconds between looks for new runs."""
 PATIENCE = 0.25
@@ -67,6 +69,7 @@ class Watch:
                 "runs": [run.summary(now) for run in self.runs.values()],
                 "series": {run.name: self._pictures(run, asked) for run in chosen},
                 "ranks": {run.name: _ranks(run) for run in chosen},
+                "samples": {run.name: list(run.samples)[-SHOWN_SAMPLES:] for run in chosen},
                 "events": {run.name: list(run.events)[-200:] for run in chosen},
                 "planned": {run.name: self.planned(run) for run in chosen},
             }

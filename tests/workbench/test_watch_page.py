@@ -63,6 +63,17 @@ def test_runs_are_shown_and_followed(tmp_path: Path) -> None:
         for kind, at in (("mousePressed", x), ("mouseMoved", x + 80), ("mouseReleased", x + 80)):
             page.call("Input.dispatchMouseEvent", type=kind, x=at, y=y, button="left", buttons=1, clickCount=1)
         page.click("[data-action=whole]")
+        # Samples of text appear with the evaluation that made them; what they say is text, whatever it looks like.
+        assert page.js("document.getElementById('samples').hidden")
+        with open(tmp_path / "two" / "metrics.jsonl", "a") as file:
+            for step in (400, 401):
+                texts = [dict(prompt="def ", text=f"<b>main</b>() {step}")]
+                file.write(json.dumps(dict(step=step, eval_loss=2.5, samples=texts)) + "\n")
+        page.until("document.querySelectorAll('#samples details').length === 2")
+        assert page.js("document.querySelector('#samples details[open] pre').textContent") == "def <b>main</b>() 401"
+        page.js("document.querySelectorAll('#samples summary')[1].focus(); 0")
+        page.press("Enter", 13, "\r")
+        page.until("document.querySelectorAll('#samples details[open]').length === 2")
         # The plan of a run is one click away, and the way back.
         page.open(page.js("document.querySelector('.run a').href"))
         assert page.js("document.querySelector('[data-quantity=\"run.model.preset\"]').textContent") == "llama3-8b"
