@@ -12,10 +12,10 @@ from functools import partial
 
 import torch
 from decode_gemms import microseconds
-from torch import Tensor
 
 from shardwise.model.kernels.latent_attention import Tile, latent_attention, latent_scratch, tile_of
-from shardwise.model.kernels.paged_attention import paged_attention, tile_rows, tiles_of
+from shardwise.model.kernels.paged_attention import paged_attention, tiles_of
+from shardwise.model.kernels.tiles import prompt_tile
 from shardwise.model.paged import PagedBatch, paged_attention_reference
 
 RANK, ROPE, PAGE = 512, 64, 64
@@ -53,18 +53,14 @@ def main() -> None:
         scale = (RANK + ROPE) ** -0.5
         wanted = paged_attention_reference(q, keys[0], keys[0][..., :RANK], batch, scale)
         where = (batch.table, batch.slots, batch.starts)
-        rows, out = tile_rows(1, RANK + ROPE), q.new_empty(sequences, heads, RANK)
-        tiles = torch.tensor(tiles_of((1,) * sequences, rows), dtype=torch.int32, device="cuda")
+        shape, out = prompt_tile(1, RANK + ROPE, q.device), q.new_empty(sequences, heads, RANK)
+        tiles = torch.tensor(tiles_of((1,) * sequences, shape.rows), dtype=torch.int32, device="cuda")
 
-        def by_head(k: Tensor, out: Tensor = out, q: Tensor = q, batch: PagedBatch = batch, tiles: Tensor = tiles, rows: int = rows,
-                    scale: float = scale) -> None:  # fmt: skip
-            paged_attention(
-                q, k, k[..., :RANK], batch.table, batch.slots, batch.starts, batch.cu_seqlens, tiles, rows, out, scale
-            )
-
-        print(
-            f"{heads} heads, {sequences} x {kept}: by head {microseconds([partial(by_head, k) for k in keys]):.1f} us"
-        )
+        by_head = [
+            partial(paged_attention, q, k, k[..., :RANK], *where, batch.cu_seqlens, tiles, shape, out, scale)
+            for k in keys
+        ]
+        print(f"{heads} heads, {sequences} x {kept}: by head {microseconds(by_head):.1f} us")
         for tile in SHAPES:
             if tile.heads > max(16, heads) or time.monotonic() > ends:
                 continue

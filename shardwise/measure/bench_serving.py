@@ -27,6 +27,7 @@ from shardwise.hardware.profile import LAYER, dump_profile
 from shardwise.measure.bench import Progress, empty_profile
 from shardwise.measure.bench_kernels import Point, Stopwatch
 from shardwise.measure.serve_load import own_runner, random_model, verify_load
+from shardwise.measure.tune_attention import tune_attention
 from shardwise.run import Run, run_from_dict
 from shardwise.serve.engine import Engine, engine_of
 from shardwise.serve.request import Request, Sampling
@@ -61,6 +62,8 @@ class Grid:
     check_input: str
     check_output: str
     check_gib: float
+    check_requests: int
+    """So many that they take some seconds: a kernel that is loaded late is then no large part of it."""
     many: int = 256
     """By which the host is timed: sequences of a step, tokens of two prompts, and how many steps."""
     prompts: tuple[int, int] = (512, 2048)
@@ -73,12 +76,12 @@ GPU = Grid(
      ((1024, 3072, 16, 8, 128), 32768)),
     4, (1, 2, 4, 8, 16, 32, 64, 128, 256, 512), (FEW, 512, 2048, 8192), (128, 512, 2048, 8192),
     (16, 32, 128, 512, 1024, 2048, 4096, 8192), ((512, 2048), (2048, 6144)), 2**20, 64, 64,
-    ((3072, 8192, 24, 8, 128), 28, 128256), "U(50,600)", "U(20,120)", 8.0,  # as Llama 3.2 of 3B
+    ((3072, 8192, 24, 8, 128), 28, 128256), "U(50,600)", "U(20,120)", 8.0, 240,  # as Llama 3.2 of 3B
 )  # fmt: skip
 CPU = Grid(
     (((256, 768, 8, 4, 32), 4096), ((64, 128, 4, 2, 16), 256), ((512, 1536, 8, 4, 64), 4096)),
     3, (1, 4, 16, 64), (FEW, 128, 512), (64, 256, 1024), (16, 64, 256, 1024), ((64, 448), (256, 256)), 2**15, 16, 16,
-    ((128, 384, 4, 2, 32), 4, 512), "U(5,120)", "U(2,30)", 0.25, 64, (16, 256), 12,
+    ((128, 384, 4, 2, 32), 4, 512), "U(5,120)", "U(2,30)", 0.25, 60, 64, (16, 256), 12,
 )  # fmt: skip
 
 
@@ -324,6 +327,9 @@ def measure_serving(
     grid, gpu = grid or (CPU if device.type == "cpu" else GPU), device.type == "cuda"
     found: dict[str, list[Point]] = {"decode": [], "prompt": [], "pick": []}
     watch = DeviceWatch(device)
+    if gpu:
+        progress("attention", 0.0)
+        tune_attention([(shape[2], shape[3], shape[4]) for shape, _ in grid.shapes[:2]], device)
     facts = Host(device, grid).facts()
     for n, (shape, vocab) in enumerate(grid.shapes):
         took = time.perf_counter()
@@ -351,8 +357,8 @@ def checked(profile: Profile, grid: Grid, device: torch.device) -> Profile:
         path = Path(folder) / "profile.json"
         path.write_text(json.dumps(dump_profile(profile)))
         run = serving_run(
-            shape, layers, vocab, device, concurrency=24, requests=60, input_tokens=grid.check_input, memory_gib=grid.check_gib,
-            output_tokens=grid.check_output, page_tokens=grid.page_tokens,
+            shape, layers, vocab, device, concurrency=24, requests=grid.check_requests, input_tokens=grid.check_input,
+            memory_gib=grid.check_gib, output_tokens=grid.check_output, page_tokens=grid.page_tokens,
         )  # fmt: skip
         verdict = verify_load(replace(run, cluster=replace(run.cluster, chip=profile.chip, profile=str(path))))
     judged = ("output tokens/s", "tpot p50")  # the share is one of speeds

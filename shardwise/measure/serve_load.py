@@ -4,6 +4,7 @@ and where memory went. The engine runs in this process, without a server.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -32,6 +33,8 @@ from shardwise.serve.request import Request, Sampling
 from shardwise.serve.runner import Runner
 from shardwise.serve.speculate.draft import DraftModel
 
+WARM = 32
+"""Requests before those that are measured."""
 TEMPERATURE = 0.6
 """Of the answers, so that tokens are drawn as most clients have them drawn."""
 
@@ -57,6 +60,8 @@ def ready_engine(run: Run) -> Engine:
     draft = draft_run(run)
     engine = engine_of(random_model(run), run, draft=random_model(draft) if draft is not None else None)
     engine.warm()
+    gc.collect()
+    gc.freeze()  # as the server does: what is here stays, and looking through it again would hold steps up
     return engine
 
 
@@ -154,8 +159,9 @@ def measure_load(
 
 
 def _warm_up(engine: Engine, asked: Sequence[Asked]) -> None:
-    """Some requests of such lengths, of other tokens: kernels are compiled for what they meet first."""
-    for number, each in enumerate(asked[:8]):
+    """Some requests of such lengths, of other tokens, so many that prompts come beside sequences that decode: kernels are compiled
+    or loaded for what they meet first."""
+    for number, each in enumerate(asked[:WARM]):
         prompt = tuple(prompt_tokens(-1, number, each.input, engine.vocab))
         if not engine.scheduler.reasons(len(prompt), min(each.output, 4)):
             engine.add(Request(f"warm {number}", prompt, min(each.output, 4), Sampling(TEMPERATURE), ignore_end=True))

@@ -107,8 +107,15 @@ class FusedBlock:
             if not len(x):  # the beginning of a prompt, of which nothing is sampled yet
                 return x[None], None
         x = self._sum(self.multiply(attended, self.out, residual=x))
+        return self._sum(self.feed_forward(x))[None], None
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """What is behind the attention, added to the residual stream."""
+        if isinstance(self.gate_up, QuantizedMatrix) and isinstance(self.down, QuantizedMatrix):
+            residual = x if self.first else None
+            return self.gemm.feed_forward(x, self.gate_up, self.down, self.ffn_norm, residual, self.activation)
         inner = self.multiply(x, self.gate_up, self.ffn_norm, gated=self.activation)
-        return self._sum(self.multiply(inner, self.down, residual=x))[None], None
+        return self.multiply(inner, self.down, residual=x)
 
     def multiply(
         self,

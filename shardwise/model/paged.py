@@ -223,15 +223,16 @@ class PagedLayerCache(LayerCache):
 
     def _attend_tiles(self, q: Tensor, out: Tensor, batch: PagedBatch, first: int, scale: float) -> None:
         """New tokens whose keys are in their pages, from the sequence `first` on."""
-        from shardwise.model.kernels.paged_attention import paged_attention, tile_rows, tiles_of
+        from shardwise.model.kernels.paged_attention import paged_attention, tiles_of
+        from shardwise.model.kernels.tiles import prompt_tile
 
         counts = (1,) * batch.decodes + batch.counts
-        rows = tile_rows(max(counts[first:]), q.shape[-1])
+        tile = prompt_tile(max(counts[first:]), q.shape[-1], q.device)
         if first not in batch.tiles:
-            made = torch.tensor(tiles_of(counts[first:], rows, first), dtype=torch.int32)
+            made = torch.tensor(tiles_of(counts[first:], tile.rows, first), dtype=torch.int32)
             batch.tiles[first] = made.pin_memory().to(q.device, non_blocking=True)
         where = (batch.table, batch.slots, batch.starts, batch.cu_seqlens, batch.tiles[first])
-        paged_attention(q, self.keys, self.values, *where, rows, out, scale, self.window)
+        paged_attention(q, self.keys, self.values, *where, tile, out, scale, self.window)
 
 
 def _has_kernels(q: Tensor) -> bool:

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 SHORT = (2, 15, 31, 63, 127, 255)
 """Tokens of prompts beside a token of another sequence, for which packed matrices have kernels of their own."""
 
+BESIDE = 40
+"""Sequences that decode beside prompts in a step that is run to compile what such steps use."""
+
 Recorded = tuple[Callable[[], None], Tensor, Tensor, Tensor, Tensor]
 """A step to replay: how, its inputs, and the logits and tokens that it makes, each in its own memory."""
 PICKED = -1
@@ -129,20 +132,12 @@ class Runner:
         )
         self.unembed = partial(model.gemm, bias=None) if model.invariant else partial(unembed, gemms=self.gemms)
         heads = peers.place.kv_heads(model.config) if peers is not None else 0
+        rows = sequences * (1 + drafts)
         self.cache = PagedCache(
-            model.config,
-            len(model.layers),
-            pages,
-            page_tokens,
-            kv_dtype,
-            self.device,
-            sequences * (1 + drafts),
-            heads,
-            model.invariant,
+            model.config, len(model.layers), pages, page_tokens, kv_dtype, self.device, rows, heads, model.invariant
         )
         wide = -(-longest // page_tokens)
         self.table = torch.zeros(sequences + 1, wide, dtype=torch.int32, device=self.device)
-        rows = sequences * (1 + drafts)
         self.sampler = Sampler(sequences + 1, model.config.vocab, self.device, model.invariant, rows)
         self.host: list[Tensor] = []
         self.drafts, self.sizes, self.shared_sizes = drafts, graph_sizes(sequences), shared_sizes(sequences, drafts)
@@ -307,6 +302,10 @@ class Runner:
             self._mixed(prompts, 0, False)
             for count in (count for count in SHORT if count <= most):
                 self._mixed([Row(0, 1, [0], 1, 1), Row(0, 0, [0] * count, count, 1)], 1, False)
+            # And prompts beside sequences that decode, as most steps have them; what they write belongs to no one yet.
+            beside = [Row(slot, 1, None, 1, 1) for slot in range(1, min(BESIDE, self.sequences) + 1)]
+            each = min(most, max(1, step_tokens // 16))
+            self.launch([*beside, *[Row(0, 0, [0] * each, each, 1)] * max(1, (step_tokens - len(beside)) // each)])
             torch.cuda.synchronize()
 
     def _recorded(self, rows: list[Row]) -> tuple[int, bool] | None:

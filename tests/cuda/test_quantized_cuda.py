@@ -61,3 +61,38 @@ def test_any_rows_times_any_format(kind: str, rows: int) -> None:
     matrix, gemm = matrix_of(kind, 1536, 1024), QuantizedGemm()
     x = torch.randn(rows, 1024, device=DEVICE, dtype=torch.bfloat16)
     assert error(gemm(x, matrix, None), wanted(x, matrix, None, None, "")) < 5e-2
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("rows", [1, 40, 130])
+def test_a_feed_forward_layer_is_its_two_gemms(kind: str, rows: int) -> None:
+    torch.manual_seed(2)
+    gate_up, down, gemm = matrix_of(kind, 2 * 1024, 512), matrix_of(kind, 512, 1024), QuantizedGemm()
+    x = torch.randn(rows, 512, device=DEVICE, dtype=torch.bfloat16)
+    norm = (torch.rand(512, device=DEVICE, dtype=torch.bfloat16) + 0.5, 1e-5)
+    inner = wanted(x, gate_up, norm, None, "silu").bfloat16()
+    want = wanted(inner, down, None, x, "")
+    assert error(gemm.feed_forward(x.clone(), gate_up, down, norm, x, "silu"), want) < 5e-2
+
+
+def test_kernels_that_begin_early_see_what_those_before_them_made() -> None:
+    """A chain of short GEMMs, each on what the one before gave, replayed many times: the same bits as one by one."""
+    torch.manual_seed(3)
+    matrices = [matrix_of("int4", 1024, 1024) for _ in range(12)]
+    x = torch.randn(1, 1024, device=DEVICE, dtype=torch.bfloat16)
+
+    def chain(wait: bool) -> torch.Tensor:
+        made = x
+        for matrix in matrices:
+            made = int4_rows(made, matrix.packed, matrix.scale, matrix.zero, None, made)
+            if wait:
+                torch.cuda.synchronize()
+        return made
+
+    one_by_one, graph = chain(True), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = chain(False)
+    for _ in range(50):
+        made.zero_()
+        graph.replay()
+        assert torch.equal(made, one_by_one)

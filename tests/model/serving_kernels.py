@@ -19,10 +19,11 @@ from shardwise.model.gemm.decoding import DecodingGemms
 from shardwise.model.kernels.decode_attention import Scratch, decode_attention
 from shardwise.model.kernels.gated import gated_product
 from shardwise.model.kernels.latent_attention import Tile, latent_attention, latent_scratch
-from shardwise.model.kernels.paged_attention import paged_attention, rope_write, tile_rows, tiles_of
+from shardwise.model.kernels.paged_attention import paged_attention, rope_write, tiles_of
 from shardwise.model.kernels.rms_norm import rms_norm
 from shardwise.model.kernels.sample import Picking, find_threshold, pick, token_logprob
 from shardwise.model.kernels.skinny_gemm import skinny_gemm, skinny_gemm_reference
+from shardwise.model.kernels.tiles import DecodeTile, PromptTile, prompt_tile
 from shardwise.model.paged import PagedBatch, PagedCache, paged_attention_reference
 from shardwise.model.rope import apply_rope, rope_cos_sin
 from shardwise.run import LayoutConfig, ModelConfig
@@ -36,7 +37,7 @@ CPU = torch.device("cpu")
 
 def attention(
     heads: int, kv_heads: int, width: int, page: int, window: int, norms: bool, starts: list[int], counts: list[int],
-    guesses: bool = False,
+    guesses: bool = False, decoding: DecodeTile | None = None, prompts: PromptTile | None = None,
 ) -> None:  # fmt: skip
     pages, sequences, tokens = 80, len(starts), sum(counts)
     keys = torch.randn(pages, kv_heads, page, width)
@@ -81,15 +82,15 @@ def attention(
         assert not scratch.arrived.any()
     elif decodes == sequences:
         scratch = Scratch(sequences, heads, kv_heads, width, CPU)
-        found = decode_attention(qkv, *arguments, table, slots, old, scratch, heads, width**-0.5, window)
+        found = decode_attention(qkv, *arguments, table, slots, old, scratch, heads, width**-0.5, window, tile=decoding)
         assert not scratch.arrived.any()
     else:
         rope_write(qkv, *arguments, places, positions, heads)
         found = torch.empty(tokens, heads, width)
-        rows = tile_rows(max(counts), width)
-        tiles = torch.tensor(tiles_of(tuple(counts), rows), dtype=torch.int32)
+        tile = prompts or prompt_tile(max(counts), width, CPU)
+        tiles = torch.tensor(tiles_of(tuple(counts), tile.rows), dtype=torch.int32)
         turned = qkv[:, : heads * width].unflatten(1, (-1, width))
-        paged_attention(turned, keys, values, table, slots, old, begins, tiles, rows, found, width**-0.5, window)
+        paged_attention(turned, keys, values, table, slots, old, begins, tiles, tile, found, width**-0.5, window)
     torch.testing.assert_close(found.view_as(wanted), wanted, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(keys, wanted_keys, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(values, wanted_values)
@@ -106,6 +107,11 @@ def attentions() -> None:
     attention(4, 1, 32, 128, 90, True, [0, 200], [70, 140])
     attention(8, 2, 32, 16, 0, True, [5, 0, 300, 126], [1, 4, 3, 5], guesses=True)
     attention(4, 1, 32, 8, 20, False, [230, 37, 14], [1, 3, 5], guesses=True)
+    attention(
+        4, 2, 32, 64, 0, False, [0, 63, 64, 200, 500], [1] * 5, decoding=DecodeTile(32, 4, 2)
+    )  # tiles within a page
+    attention(4, 2, 32, 64, 70, True, [5, 300], [1] * 2, decoding=DecodeTile(64, 4, 2))
+    attention(4, 2, 32, 64, 0, False, [0, 100], [150, 40], prompts=PromptTile(128, 128, 8, 2))
     for _ in range(2):
         counts = sorted(draw.choices([1, 1, 2, 9, 40], k=3))
         starts = [draw.choice([0, 3, 16, 33, 90]) for _ in counts]

@@ -125,3 +125,15 @@ def test_matrices_that_are_packed_already_are_left_alone() -> None:
     quantize_model(model, "int4")
     kinds = {matrix.form.kind for _, matrix in layer_matrices(model) if isinstance(matrix, QuantizedMatrix)}
     assert kinds == {"int8", "int4"}
+
+
+@pytest.mark.parametrize("name", ["int4", "fp8"])
+def test_a_feed_forward_layer_is_its_two_gemms(name: str) -> None:
+    torch.manual_seed(0)
+    gate_up, down = (round_matrix(torch.randn(n, k) * 0.1, FORMATS[name]) for n, k in ((512, 128), (128, 256)))
+    assert gate_up is not None
+    assert down is not None
+    x, norm, gemm = torch.randn(3, 128), (torch.rand(128), 1e-5), QuantizedGemm()
+    gate, up = gemm.fused(x, gate_up, norm).chunk(2, dim=-1)
+    wanted = x + gemm.fused(torch.nn.functional.silu(gate) * up, down)
+    torch.testing.assert_close(gemm.feed_forward(x, gate_up, down, norm, x, "silu"), wanted)

@@ -93,7 +93,7 @@ def fastest(kind: Kind, rows: int, shape: Shape, pool: Any) -> Algorithm | None:
     matrices = [kind.matrices[n % len(kind.matrices)] for n in range(count)]
     x = torch.randn(rows, first.shape[1], device=first.device).to(first.dtype)
     out = torch.zeros(rows, len(first), dtype=first.dtype, device=first.device)
-    best, least = None, _seconds([partial(_usual, x, matrix, out, kind.adds) for matrix in matrices], pool)
+    best, least = None, replayed_seconds([partial(_usual, x, matrix, out, kind.adds) for matrix in matrices], pool)
     try:
         multiplication = Multiplication(shape, first.device.index)
         proposed = multiplication.proposed()
@@ -103,7 +103,7 @@ def fastest(kind: Kind, rows: int, shape: Shape, pool: Any) -> Algorithm | None:
         base = out if kind.adds else None
         try:
             works = [partial(multiplication.run, x, matrix.t(), out, algorithm, base) for matrix in matrices]
-            seconds = _seconds(works, pool)
+            seconds = replayed_seconds(works, pool)
         except (LibraryError, RuntimeError):
             continue
         if seconds < least:
@@ -118,7 +118,7 @@ def _usual(x: Tensor, matrix: Tensor, out: Tensor, adds: bool) -> None:
         torch.mm(x, matrix.t(), out=out)
 
 
-def _seconds(works: Sequence[Callable[[], Any]], pool: Any) -> float:
+def replayed_seconds(works: Sequence[Callable[[], Any]], pool: Any = None) -> float:
     """Of all of it, replayed, since launching it one by one may take longer."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

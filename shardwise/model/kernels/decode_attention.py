@@ -13,13 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from shardwise.model.kernels.early import can_launch_early
+from shardwise.model.kernels.tiles import DecodeTile, decode_tile
+
 LOG2E = 1.4426950408889634
-KEYS = 128
-"""Of a tile. Between 33 and 128 sequences half as many leave less to the last of them."""
 PROGRAMS = 128
 """How many programs keep the memory of a large GPU busy, one on each of its processors: sequences with fewer are split."""
 ALONE = 384
 """So many keys one program attends to sooner than several do and merge their parts."""
+EARLY = 8
+"""Sequences up to which a step is made of kernels so short that each begins before the one before it has ended (`early.py`)."""
 INDICES = ["SLOTS", "STARTS"]
 """Integers that are parts of one message to the device: kernels are compiled once for all places where they may lie."""
 
@@ -37,8 +40,11 @@ def _decode(  # type: ignore[no-untyped-def]
     QKV, COS, SIN, Q_NORM, K_NORM, K, V, TABLE, SLOTS, STARTS, OUT, PART, HIGHEST, TOTAL, ARRIVED, kv_scale,
     row, pages, scale, eps, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     PAGE: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, ROPE: tl.constexpr, QK_NORM: tl.constexpr,
-    FP8: tl.constexpr, N: tl.constexpr, ALONE: tl.constexpr,
+    FP8: tl.constexpr, N: tl.constexpr, ALONE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:  # what comes next may load its weights; what came before has to have ended
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     split, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(SLOTS + sequence).to(tl.int64)
     start = tl.load(STARTS + sequence)
@@ -106,15 +112,24 @@ def _decode(  # type: ignore[no-untyped-def]
         out = tl.zeros((G, D), tl.float32) + v.to(tl.float32)[None, :]
     begin = (first_tile + split * share) * N
     end = tl.minimum(begin + share * N, start)
+    TABLE += slot * pages
+    following = tl.load(TABLE + begin // PAGE, mask=begin < end, other=0)
     for first in range(begin, end, N):
         n = first + tl.arange(0, N)
         seen = n < end
         if WINDOW:
             seen = seen & (n >= low)
-        page = tl.load(TABLE + slot * pages + n // PAGE, mask=n < end, other=0).to(tl.int64)
-        if WINDOW:
-            page = tl.maximum(page, 0)  # given back
-        place = ((page * KV_HEADS + head) * PAGE + n % PAGE) * D
+        if PAGE % N == 0:  # one page, which was looked up a tile before
+            page = following.to(tl.int64)
+            following = tl.load(TABLE + (first + N) // PAGE, mask=first + N < end, other=0)
+            if WINDOW:
+                page = tl.maximum(page, 0)  # given back
+            place = (page * KV_HEADS + head) * (PAGE * D) + (first % PAGE + tl.arange(0, N)) * D
+        else:
+            each = tl.load(TABLE + n // PAGE, mask=n < end, other=0).to(tl.int64)
+            if WINDOW:
+                each = tl.maximum(each, 0)
+            place = ((each * KV_HEADS + head) * PAGE + n % PAGE) * D
         keys1 = tl.load(K + place[None, :] + half[:, None])
         keys2 = tl.load(K + place[None, :] + HALF + half[:, None])
         # What is not seen may be anything, also no number, and nothing times that is not nothing.
@@ -177,7 +192,7 @@ class Scratch:
 def decode_attention(
     qkv: Tensor, rope: tuple[Tensor, Tensor] | None, norms: tuple[Tensor, Tensor, float] | None, keys: Tensor, values: Tensor,
     table: Tensor, slots: Tensor, starts: Tensor, scratch: Scratch, heads: int, scale: float, window: int = 0,
-    kv_scale: float = 1.0,
+    kv_scale: float = 1.0, tile: DecodeTile | None = None,
 ) -> Tensor:  # fmt: skip
     """New tokens' queries, keys and values [sequences, all heads x width], as a matrix gives them, to attention's result
     [sequences, heads x width]. `rope` are float32 tables [positions, width / 2]; `norms` the weights of query and key norms, and
@@ -185,7 +200,8 @@ def decode_attention(
     sequences = qkv.shape[0]
     _, kv_heads, page, width = keys.shape
     out = qkv.new_empty(sequences, heads * width)
-    splits, tile = scratch.splits(sequences), KEYS // 2 if 32 < sequences <= 128 else KEYS
+    splits, tile = scratch.splits(sequences), tile or decode_tile(sequences, width, keys.device)
+    early = sequences <= EARLY and qkv.is_cuda and can_launch_early(qkv.device)
     cos, sin = rope if rope is not None else (qkv, qkv)
     q_norm, k_norm, eps = norms if norms is not None else (qkv, qkv, 0.0)
     _decode[splits, kv_heads, sequences](
@@ -193,6 +209,7 @@ def decode_attention(
         scratch.part, scratch.highest, scratch.total, scratch.arrived, kv_scale, qkv.stride(0), table.stride(0), scale * LOG2E, eps,
         HEADS=heads, KV_HEADS=kv_heads, G=max(16, triton.next_power_of_2(heads // kv_heads)), GROUP=heads // kv_heads, D=width,
         PAGE=page, SPLITS=splits, WINDOW=window, ROPE=rope is not None, QK_NORM=norms is not None,
-        FP8=keys.dtype == torch.float8_e4m3fn, N=tile, ALONE=ALONE // tile, num_warps=4, num_stages=2,
+        FP8=keys.dtype == torch.float8_e4m3fn, N=tile.keys, ALONE=ALONE // tile.keys,
+        EARLY=early, num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out

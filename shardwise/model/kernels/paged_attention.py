@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shardwise.model.kernels.decode_attention import INDICES, LOG2E, _rotated
+from shardwise.model.kernels.tiles import PromptTile
 
 ROTATED = 16
 """New tokens that one program rotates, of one head."""
@@ -173,11 +174,6 @@ def _attend(  # type: ignore[no-untyped-def]
     )
 
 
-def tile_rows(longest: int, width: int) -> int:
-    """New tokens of a tile, where no sequence has more of them than `longest`."""
-    return 16 if longest <= 16 or width > 256 else 64
-
-
 def tiles_of(counts: tuple[int, ...], rows: int, first: int = 0) -> list[int]:
     """Pairs of a sequence and the first of its new tokens, one for each tile: what `paged_attention` runs over. Of each sequence
     the last comes first, since it takes longest."""
@@ -186,16 +182,16 @@ def tiles_of(counts: tuple[int, ...], rows: int, first: int = 0) -> list[int]:
 
 def paged_attention(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, slots: Tensor, starts: Tensor, cu_seqlens: Tensor, tiles: Tensor,
-    rows: int, out: Tensor, scale: float, window: int = 0, kv_scale: float = 1.0,
+    tile: PromptTile, out: Tensor, scale: float, window: int = 0, kv_scale: float = 1.0,
 ) -> None:  # fmt: skip
-    """Attention of new tokens [tokens, heads, width] whose keys are in their pages, to `out` [tokens, heads, value width], in tiles
-    of so many `rows`."""
+    """Attention of new tokens [tokens, heads, width] whose keys are in their pages, to `out` [tokens, heads, value width]. `tiles`:
+    those of all new tokens, by `tiles_of`, with the rows of `tile`."""
     heads, width, v_width = q.shape[1], q.shape[2], out.shape[2]
     wide = triton.next_power_of_2(width)
     _attend[heads, len(tiles) // 2](
         q, keys, values, table, slots, starts, cu_seqlens, tiles, out, q.stride(0), q.stride(1), *keys.stride()[:3],
         *values.stride()[:3], table.stride(0), scale * LOG2E, kv_scale, GROUP=heads // keys.shape[1], HEADS=heads, WIDTH=width,
         V_WIDTH=v_width, D=wide, DV=triton.next_power_of_2(v_width), PAGE=keys.shape[2], WINDOW=window,
-        FP8=keys.dtype == torch.float8_e4m3fn, M=rows, N=64 if wide <= 128 else 32,
-        num_warps=4 if wide <= 128 else 8, num_stages=3 if wide <= 128 else 2,
+        FP8=keys.dtype == torch.float8_e4m3fn, M=tile.rows, N=tile.keys,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -115,11 +115,29 @@ class QuantizedGemm(Gemm):
         from shardwise.model.kernels.weight_only_tiles import tiled_gemm
 
         values, scale = fp8_rows(x, norm)
-        if len(x) <= MOST_TILED["fp8"] or any(size % 16 for size in matrix.shape):
+        if not _multiplies_fp8(len(x), matrix):
             parts = matrix.packed, matrix.scale, None, "fp8"
             return tiled_gemm(values, *parts, self._room(x), residual, gated, x_scale=scale, dtype=x.dtype)
-        sides = values, matrix.packed.t(), scale, matrix.scale.t()
-        return _finished(scaled_mm(*sides, out_dtype=x.dtype, use_fast_accum=True), residual, gated)
+        return _finished(_fp8_gemm(values, scale, matrix, x.dtype), residual, gated)
+
+    def feed_forward(
+        self,
+        x: Tensor,
+        gate_up: QuantizedMatrix,
+        down: QuantizedMatrix,
+        norm: tuple[Tensor, float],
+        residual: Tensor | None,
+        gated: str,
+    ) -> Tensor:
+        """The two GEMMs of a feed-forward layer, one after the other. Many rows in fp8 are rounded for the second as they are
+        gated, so that what is between them is written in 8 bits alone."""
+        many = all(each.form.activations == "fp8" and _multiplies_fp8(len(x), each) for each in (gate_up, down))
+        if not (many and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)):
+            return self.fused(self.fused(x, gate_up, norm, None, gated), down, None, residual)
+        from shardwise.model.kernels.fp8_rows import fp8_rows
+
+        made = _fp8_gemm(*fp8_rows(x, norm), gate_up, x.dtype)
+        return _finished(_fp8_gemm(*fp8_rows(made, gated=gated), down, x.dtype), residual, "")
 
     def _room(self, x: Tensor) -> TileScratch:
         from shardwise.model.kernels.weight_only_tiles import TileScratch
@@ -127,6 +145,16 @@ class QuantizedGemm(Gemm):
         if self._scratch is None:
             self._scratch = TileScratch(x.device)
         return self._scratch
+
+
+def _multiplies_fp8(rows: int, matrix: QuantizedMatrix) -> bool:
+    """Whether so many rows in fp8 are multiplied as such, and not by tiles."""
+    return rows > MOST_TILED["fp8"] and not any(size % 16 for size in matrix.shape)
+
+
+def _fp8_gemm(values: Tensor, scale: Tensor, matrix: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
+    sides = values, matrix.packed.t(), scale, matrix.scale.t()
+    return scaled_mm(*sides, out_dtype=dtype, use_fast_accum=True)
 
 
 def _normed(x: Tensor, norm: tuple[Tensor, float] | None) -> Tensor:
