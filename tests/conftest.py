@@ -5,9 +5,8 @@
 grows with history; pytest says the seed at its end, and `--seed` repeats it. Property tests draw the same examples every time
 (`--hypothesis-profile=default` draws others), the large tier three times as many.
 
-Of the cases of a test marked `drawn(n)` the small tier takes n, others with every commit; with `drawn(n, "family")` so that each
-value of the parameter `family` is among them, n or more. The large tier takes them all, and so does a test that is asked for by
-name (`file::test`, `-k`).
+Of the cases of a test marked `drawn(n)` the small tier takes n, others with every commit (`drawing.py`). The large tier takes them
+all, and so does a test that is asked for by name (`file::test`, `-k`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drawing import cases_not_drawn
 from hypothesis import settings
 from interpreted_kernels import Interpreter
 from parallel_pool import RankPool
@@ -128,28 +127,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return file_of(item) + ".py" == SPREAD, early
 
     items.sort(key=order)
-
-
-def cases_not_drawn(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
-    """What the small tier leaves out of the cases of tests marked `drawn`."""
-    tests: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("drawn"):
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    left_out: set[pytest.Item] = set()
-    for name, cases in tests.items():
-        mark = cases[0].get_closest_marker("drawn")
-        assert mark is not None
-        count, *each = mark.args
-        random.Random(f"{seed} {name}").shuffle(cases)
-        seen: set[tuple[str, str]] = set()
-        first, more = [], []
-        for case in cases:
-            values = {(key, repr(case.callspec.params[key])) for key in each}  # type: ignore[attr-defined]
-            (more if values <= seen else first).append(case)
-            seen |= values
-        left_out |= set(more[max(0, count - len(first)) :])
-    return left_out
 
 
 @pytest.hookimpl(trylast=True)

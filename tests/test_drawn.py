@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from conftest import cases_not_drawn
+from drawing import cases_not_drawn
 
 
 class Case:
     """As much of a test as the draw asks for."""
 
-    def __init__(self, name: str, mark: tuple[object, ...] | None, **params: object) -> None:
-        self.nodeid, self.mark = f"file.py::{name}[{params}]", mark
+    def __init__(self, name: str, mark: tuple[object, ...] | None, group: str = "", **params: object) -> None:
+        self.nodeid, self.mark, self.group = f"file.py::{name}[{params}]", mark, group
         self.callspec = type("Spec", (), {"params": params})
 
     def get_closest_marker(self, name: str) -> object:
-        return type("Mark", (), {"args": self.mark}) if self.mark else None
+        return type("Mark", (), {"args": self.mark, "kwargs": {"group": self.group}}) if self.mark else None
 
 
 def drawn(cases: list[Case], seed: int) -> list[Case]:
@@ -37,3 +37,8 @@ def test_each_value_that_is_asked_for_is_among_them() -> None:
         assert {case.callspec.params["family"] for case in taken} == set("xyz")  # type: ignore[attr-defined]
     more = [Case("a", (1, "family"), family=family) for family in "xyz"]
     assert len(drawn(more, 0)) == 3
+
+
+def test_tests_of_a_group_are_drawn_together() -> None:
+    cases = [Case(name, (2,), group="kernels", number=n) for name in "ab" for n in range(3)]
+    assert {len(drawn(cases, seed)) for seed in range(10)} == {2}

@@ -18,7 +18,6 @@ from shardwise.run import Run, read_run
 from shardwise.train.step import TrainState
 
 MOST = 1.3
-LARGE = pytest.mark.large("the other end of each pipeline, and each way to train by itself")
 LARGE_MODELS = {
     # Grattafiori et al. 2024, table 4: 8 x 16 x 128 GPUs.
     "llama3-405b": dict(tensor=8, pipeline=16, shard=128, zero=2, schedule="interleaved", chunks=8),
@@ -58,10 +57,11 @@ def large_run(preset: str, **train: Any) -> Run:
     [
         ("llama3-405b", 0),
         ("deepseek-v3", -1),
-        pytest.param("llama3-405b", -1, marks=LARGE),
-        pytest.param("deepseek-v3", 0, marks=LARGE),
+        ("llama3-405b", -1),
+        ("deepseek-v3", 0),
     ],
 )
+@pytest.mark.drawn(1)
 def test_large_models_start_in_the_memory_of_their_shards(preset: str, rank: int) -> None:
     run = large_run(preset)
     memory = start_memory(run, rank % run.layout.world)
@@ -73,12 +73,13 @@ def test_large_models_start_in_the_memory_of_their_shards(preset: str, rank: int
     ("layout", "train"),
     [
         (dict(zero=3, offload=True), dict(optimizer="muon")),
-        pytest.param(dict(zero=3), dict(fp8="rowwise"), marks=LARGE),
-        pytest.param(dict(zero=3), dict(optimizer="muon"), marks=LARGE),
-        pytest.param(dict(offload=True), dict(), marks=LARGE),
+        (dict(zero=3), dict(fp8="rowwise")),
+        (dict(zero=3), dict(optimizer="muon")),
+        (dict(offload=True), dict()),
     ],
     ids=str,
 )
+@pytest.mark.drawn(1)
 def test_so_do_other_ways_to_train_them(layout: dict[str, Any], train: dict[str, Any]) -> None:
     run = large_run("llama3-405b", **train)
     memory = start_memory(replace(run, layout=replace(run.layout, **layout)), 200)
@@ -92,6 +93,7 @@ def started(rank: int, run: Run, block: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("model", "layout"), [("mixture", dict(shard=2, expert=2)), ("tied", dict(tensor=2))], ids=str)
+@pytest.mark.drawn(1)
 def test_real_ranks_need_what_is_counted(
     ranks: RankPool, monkeypatch: pytest.MonkeyPatch, model: str, layout: dict[str, Any]
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreted_kernels import Interpreter
+from interpreted_kernels import DRAWN_KERNELS, Interpreter
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -165,6 +165,7 @@ def test_sides_that_are_no_multiples_of_16_stay_in_16_bits(scaling: str, rows: i
     assert torch.equal(GEMMS[scaling]()(x, weight, bias), wide)
 
 
+@pytest.mark.drawn(DRAWN_KERNELS, group="kernels")
 def test_the_kernels_do_what_plain_operations_do(interpreter: Interpreter) -> None:
     interpreter.run(Path(__file__).with_name("fp8_kernels.py"))
 

@@ -67,6 +67,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("weights", [*FORMATS, "bfloat16"])
+@pytest.mark.drawn(2)
 def test_a_checkpoint_is_rounded_as_it_is_read(checkpoint: Path, weights: str) -> None:
     run = read_run(checkpoint / "run.toml", [f"serve.weights={weights}", "serve.max_sequences=4"])
     engine = make_engine(checkpoint, run)

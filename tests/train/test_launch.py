@@ -35,28 +35,37 @@ def shardwise(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=folder, stdout=pipe, stderr=pipe, text=True, env=environment)
 
 
-def test_the_command_starts_its_ranks_and_the_curve_is_that_of_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1,2")  # which OpenMP takes, and PyTorch must not be told
-    process = shardwise(tmp_path, "--out", "several", "--layout.tensor=2")
-    train(tiny_run(**KEYS), tmp_path / "alone")
-    out, err = process.communicate(timeout=120)
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks that the command has started."""
+    folder = tmp_path_factory.mktemp("several")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1,2")  # which OpenMP takes, and PyTorch must not be told
+        process = shardwise(folder, "--out", "several", "--layout.tensor=2")
+        out, err = process.communicate(timeout=120)
     assert process.returncode == 0, out + err
-    for log in (tmp_path / "several" / "logs").glob("rank-*.log"):
+    return folder
+
+
+def test_the_command_starts_its_ranks_and_the_curve_is_that_of_one(several: Path) -> None:
+    train(tiny_run(**KEYS), several / "alone")
+    for log in (several / "several" / "logs").glob("rank-*.log"):
         assert "Warning" not in log.read_text()  # such as those of PyTorch's own future
-    a, b = read_metrics(tmp_path / "alone"), read_metrics(tmp_path / "several")
+    a, b = read_metrics(several / "alone"), read_metrics(several / "several")
     for one, other in zip(a, b, strict=True):
         assert one["step"] == other["step"]
         for key in ("loss", "grad_norm", "eval_loss", "tokens"):
             assert one.get(key, 0) == pytest.approx(other.get(key, 0), rel=1e-9)
-    # And it goes on, on another layout.
+
+
+@pytest.mark.large("that ranks started by the command go on with another layout; other ranks do in tests/checkpoint")
+def test_it_goes_on_with_another_layout(several: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "")
-    more = shardwise(tmp_path, "--out", "several", "--layout.pipeline=2", "--train.steps=5")
+    more = shardwise(several, "--out", "several", "--layout.pipeline=2", "--train.steps=5")
     out, err = more.communicate(timeout=120)
     assert more.returncode == 0, out + err
     assert "going on from step 4" in out
-    assert read_metrics(tmp_path / "several")[-2]["step"] == 5
+    assert read_metrics(several / "several")[-2]["step"] == 5
 
 
 def heartbeats(folder: Path, world: int) -> list[Heartbeat]:

@@ -274,6 +274,7 @@ def test_auxiliary_losses_weigh_the_same_however_much_is_masked() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dpo", "kto", "reward"])
+@pytest.mark.drawn(1)
 def test_a_run_goes_on_as_if_it_had_never_stopped(kind: str, tmp_path: Path) -> None:
     pairs = [{"prompt": f"{n}?", "chosen": "yes" * n, "rejected": "no"} for n in range(1, 9)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))

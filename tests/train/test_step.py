@@ -130,6 +130,7 @@ def test_twenty_float64_steps_equal_a_plain_loop_over_the_model() -> None:
 
 @pytest.mark.parametrize("model", [{}, MIXTURE], ids=["dense", "mixture"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.drawn(2)
 def test_accumulating_small_batches_equals_one_large_batch(model: dict[str, Any], optimizer: str) -> None:
     losses = {}
     for microbatch in (8, 4, 1):
@@ -150,6 +151,7 @@ def test_two_runs_are_identical_to_the_bit(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.drawn(1)
 def test_narrow_arithmetic_follows_float64(dtype: str) -> None:
     exact, _, _ = train(make_run(lr=1e-3), batches(1) * 15)
     narrow, _, _ = train(make_run(lr=1e-3, dtype=dtype), batches(1) * 15)

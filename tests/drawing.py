@@ -1,0 +1,33 @@
+"""Which cases of a test marked `drawn` the small tier takes: as the seed of the commit has it, so that each comes up in time.
+
+`drawn(n)` takes n of its cases. `drawn(n, "family")` takes n or more, so that each value of the parameter `family` is among them.
+`drawn(n, group="kernels")` takes n of all cases of all tests of that group.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+
+def cases_not_drawn(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
+    """What the small tier leaves out."""
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if mark := item.get_closest_marker("drawn"):
+            groups.setdefault(mark.kwargs.get("group") or item.nodeid.partition("[")[0], []).append(item)
+    left_out: set[pytest.Item] = set()
+    for name, cases in groups.items():
+        mark = cases[0].get_closest_marker("drawn")
+        assert mark is not None
+        count, *each = mark.args
+        random.Random(f"{seed} {name}").shuffle(cases)
+        seen: set[tuple[str, str]] = set()
+        first, more = [], []
+        for case in cases:
+            values = {(key, repr(case.callspec.params[key])) for key in each}  # type: ignore[attr-defined]
+            (more if values <= seen else first).append(case)
+            seen |= values
+        left_out |= set(more[max(0, count - len(first)) :])
+    return left_out
