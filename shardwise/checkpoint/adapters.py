@@ -19,7 +19,7 @@ from shardwise.model.adapters import row_lengths
 from shardwise.model.nf4 import dequantize_reference, quantize
 from shardwise.run import Problem, Run, UserError, read_run
 from shardwise.run.adapter_config import NF4_BLOCK
-from shardwise.run.parameters import HEAD, find_parameter, last_parameters, layer_parameters
+from shardwise.run.parameters import HEAD, factors_of, find_parameter, last_parameters, layer_parameters, magnitude_of
 
 BASE = "base"
 """Of a checkpoint's counters: where the base lies, and what it holds."""
@@ -87,7 +87,7 @@ class MergedReader(Reader):
         if name in self.adapters:
             self.adapters.read_into(values, name, offset)
             return
-        found = factor_names(name)
+        found = factors_of(name)
         if found[0] not in self.adapters:
             self._read_base(values, name, offset)
             return
@@ -104,38 +104,25 @@ class MergedReader(Reader):
         b = self.adapters.read(found[1], (*stack, row, 0), (*count, rows, rank)).to(dtype)
         merged.add_(b @ a, alpha=self.adapter.scale)
         if self.adapter.kind == "dora":
-            magnitude = self.adapters.read(magnitude_name(name), (row,), (rows,)).to(dtype)
-            merged = merged.mul_((magnitude / row_lengths(merged))[:, None])[:, box]
+            magnitude = self.adapters.read(magnitude_of(name), (*stack, row), (*count, rows)).to(dtype)
+            merged = merged.mul_((magnitude / row_lengths(merged))[..., None])[..., box]
         values.copy_(merged)
 
     def _read_base(self, values: Tensor, name: str, offset: Sequence[int]) -> None:
         """A box of the base as the adapters met it: of a matrix that was kept in 4 bits, what those stand for."""
-        entry = find_parameter(self.run.model, name, self.adapter) if name.endswith(".weight") else None
+        known = name.endswith(".weight") or ".experts." in name  # no buffer
+        entry = find_parameter(self.run.model, name, self.adapter) if known else None
         if entry is None or not entry.dtype:
             self.base.read_into(values, name, offset)
             return
         if name != self.made[0]:
             matrix = self.base.get(name).to(getattr(torch, self.run.train.dtype))
             whole = dequantize_reference(
-                *quantize(matrix, self.adapter.double_quantization), 0, matrix.shape[1] // NF4_BLOCK, matrix.dtype
+                *quantize(matrix, self.adapter.double_quantization), 0, matrix.shape[-1] // NF4_BLOCK, matrix.dtype
             )
             self.made = name, whole
         box = tuple(slice(start, start + size) for start, size in zip(offset, values.shape, strict=True))
         values.copy_(self.made[1][box])
-
-
-def factor_names(name: str) -> tuple[str, str]:
-    """The names of A and B of a matrix (`run/parameters.py`)."""
-    if name.endswith(".weight"):
-        matrix = name.removesuffix(".weight")
-        return f"{matrix}.lora.A.weight", f"{matrix}.lora.B.weight"
-    stack, _, part = name.rpartition(".")
-    return f"{stack}.lora.{part}_A", f"{stack}.lora.{part}_B"
-
-
-def magnitude_name(name: str) -> str:
-    """The name of the magnitude of a matrix."""
-    return name.replace(".weight", ".lora.magnitude")
 
 
 def is_adapter(folder: Path) -> bool:

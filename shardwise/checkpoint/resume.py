@@ -33,12 +33,13 @@ from shardwise.checkpoint.replicas import load_outer, load_unsent, prefix_read
 from shardwise.checkpoint.state import State, buffers, random_states
 from shardwise.checkpoint.weights import begins_anew, open_weights
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
-from shardwise.model.adapters import matrix_of, row_lengths
+from shardwise.model.adapters import row_lengths
 from shardwise.model.nf4 import Quantizer
 from shardwise.parallel.apply import Parallel
 from shardwise.parallel.local_parameter import local, local_box, local_slice
 from shardwise.parallel.mesh import Mesh
 from shardwise.run import Problem, Run, UserError, read_run
+from shardwise.run.parameters import matrix_of
 
 
 @dataclass(frozen=True)

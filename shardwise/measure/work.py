@@ -77,7 +77,8 @@ GEMMS: dict[Any, tuple[int, int]] = {  # operator to the argument positions of i
     torch.ops.shardwise.fp8_gemm_onto.default: (0, 1),
 }
 BATCHED_GEMMS: dict[Any, tuple[int, int]] = {aten.bmm.default: (0, 1), aten.baddbmm.default: (1, 2)}
-"""Batched GEMMs, which Muon uses for experts; in the network they are attention's, which is counted by pairs."""
+"""Batched GEMMs, which Muon uses for experts, and DoRA for the lengths of their rows; elsewhere in the network they are
+attention's, which is counted by pairs."""
 UNKNOWN = "unknown"
 
 
@@ -207,7 +208,8 @@ class WorkCounter(TorchDispatchMode, Observer):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = operator(*args, **(kwargs or {}))
-        places = GEMMS.get(operator) or (BATCHED_GEMMS.get(operator) if self.updating else None)
+        batched = self.updating or self.inside[-1:] == ["experts"]
+        places = GEMMS.get(operator) or (BATCHED_GEMMS.get(operator) if batched else None)
         if places is not None:
             first, second = (args[place] for place in places)
             share = _rows_taken(*args) if operator is aten._grouped_mm.default else 1.0

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.model.layers import Linear, at_least_float32
-from shardwise.model.moe import Experts
+from shardwise.model.moe import Experts, RowsOfExperts, ScaledRows, experts_of
 from shardwise.model.normal import mix64
 from shardwise.model.transformer import Transformer
 from shardwise.run import AdapterConfig
@@ -29,6 +29,18 @@ class TokenKeys:
     the seed, the step, the sample and the place in it, so every layout drops the same, and so does recomputation."""
 
     keys: Tensor | None = None
+
+
+def key_of(name: str) -> int:
+    """A random number of 64 bits, by a name."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def without_a_share(x: Tensor, keys: Tensor, columns: Tensor, share: float) -> Tensor:
+    """Vectors, each with a random number, without a share of their elements, drawn by the numbers of these; the others larger."""
+    drawn = mix64(keys[..., None] ^ mix64(columns))
+    kept = drawn >= int((2 * share - 1) * 2**63)  # of 64 bits with a sign, the share lies below this
+    return x * (kept * (1 / (1 - share))).to(x.dtype)
 
 
 class LowRank(nn.Module):
@@ -50,7 +62,7 @@ class LowRank(nn.Module):
         self.B = Linear(adapter.rank, rows, bias=False)
         self.scale, self.dropout = adapter.scale, adapter.dropout
         self.tokens = tokens or TokenKeys()
-        self.key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
+        self.key = key_of(name)
 
     def forward(self, x: Tensor) -> Tensor | None:
         """What it adds to the output; nothing where it is switched off."""
@@ -74,32 +86,68 @@ class LowRank(nn.Module):
         """The input [batch, sequence, columns] without a share of its elements, the others larger by it."""
         assert self.tokens.keys is not None
         columns = torch.arange(self.first, self.first + x.shape[-1], device=x.device)
-        drawn = mix64(self.tokens.keys[..., None] ^ mix64(columns + self.key))
-        # Of 64 bits with a sign, a share of `dropout` lies below this.
-        kept = drawn >= int((2 * self.dropout - 1) * 2**63)
-        return x * (kept * (1 / (1 - self.dropout))).to(x.dtype)
+        return without_a_share(x, self.tokens.keys, columns + self.key, self.dropout)
 
 
 class LowRankExperts(nn.Module):
-    """The adapters of stacked experts: for each of some of their matrices a stack of A and one of B."""
+    """The adapters of stacked experts: for each of some of their matrices a stack of A and one of B. `first` is the first column of
+    each matrix that this rank has, `first_expert` the first of its experts."""
 
     enabled = True
+    first_expert = 0
+    over_columns: Callable[[Tensor], Tensor] = staticmethod(lambda squares: squares)
+    """Adds up sums over this rank's columns of the last matrix over all of them."""
 
-    def __init__(self, experts: Experts, parts: list[str], adapter: AdapterConfig) -> None:
+    def __init__(
+        self,
+        experts: Experts,
+        parts: list[str],
+        adapter: AdapterConfig,
+        name: str = "",
+        tokens: TokenKeys | None = None,
+    ) -> None:
         super().__init__()
+        self.rescales = adapter.kind == "dora"
         for part in parts:
             count, rows, columns = getattr(experts, part).shape
+            if self.rescales:
+                self.register_parameter(f"{part}_magnitude", nn.Parameter(torch.empty(count, rows)))
             self.register_parameter(f"{part}_A", nn.Parameter(torch.empty(count, adapter.rank, columns)))
             self.register_parameter(f"{part}_B", nn.Parameter(torch.empty(count, rows, adapter.rank)))
         self.parts = frozenset(parts)
-        self.scale = adapter.scale
+        self.scale, self.dropout = adapter.scale, adapter.dropout
+        self.tokens = tokens or TokenKeys()
+        self.keys = {part: key_of(f"{name}.{part}") for part in parts}
+        self.first = dict.fromkeys(parts, 0)
 
-    def forward(self, part: str, x: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:
+    def forward(
+        self, part: str, x: Tensor, multiply: Callable[[Tensor, Tensor], Tensor], rows: RowsOfExperts
+    ) -> Tensor | None:
         """What they add to the product of one matrix of each expert with its rows; `multiply` takes rows and a stack."""
         if part not in self.parts or not self.enabled:
             return None
         down, up = getattr(self, f"{part}_A"), getattr(self, f"{part}_B")
+        x = self.dropped(part, x, rows) if self.dropout and self.training else x
         return multiply(multiply(x, down) * self.scale, up)
+
+    def join(self, part: str, out: Tensor, low_rank: Tensor, weight: Tensor, rows: RowsOfExperts) -> Tensor:
+        """The product of the matrices with that of the adapters, of which DoRA gives each row of each expert a length."""
+        out = out + low_rank
+        if not self.rescales:
+            return out
+        with torch.no_grad():
+            down, up = (at_least_float32(getattr(self, f"{part}_{letter}")) for letter in "AB")
+            squares = (at_least_float32(weight) + (up @ down) * self.scale).square().sum(dim=2)
+            length = (self.over_columns(squares) if part == "down" else squares).sqrt()
+        return ScaledRows.apply(out, (getattr(self, f"{part}_magnitude") / length).to(out.dtype), rows.counts)
+
+    def dropped(self, part: str, x: Tensor, rows: RowsOfExperts) -> Tensor:
+        """Rows without a share of their elements, by the token that each is of and the expert that it is sent to."""
+        assert rows.keys is not None
+        expert = self.first_expert + experts_of(rows.counts, len(x))
+        keys = mix64(rows.keys ^ mix64(expert + self.keys[part]))
+        columns = torch.arange(self.first[part], self.first[part] + x.shape[-1], device=x.device)
+        return without_a_share(x, keys, columns, self.dropout)
 
 
 def put_on_adapters(model: Transformer, adapter: AdapterConfig) -> None:
@@ -111,7 +159,7 @@ def put_on_adapters(model: Transformer, adapter: AdapterConfig) -> None:
         if isinstance(module, Experts):
             parts = [part for part in ("gate", "up", "down") if adapter.adapts(part)]
             with torch.device(module.gate.device):
-                module.lora = LowRankExperts(module, parts, adapter) if parts else None
+                module.lora = LowRankExperts(module, parts, adapter, f"layers.{name}", tokens) if parts else None
         elif isinstance(module, Linear) and adapter.adapts(name):
             with torch.device(module.weight.device):
                 module.lora = LowRank(module.in_features, module.out_features, adapter, f"layers.{name}", tokens)
@@ -119,7 +167,8 @@ def put_on_adapters(model: Transformer, adapter: AdapterConfig) -> None:
 
 def token_keys(model: nn.Module) -> TokenKeys | None:
     """What the adapters of a model draw dropout by, where they have any."""
-    return next((module.tokens for module in model.modules() if isinstance(module, LowRank) and module.dropout), None)
+    adapters = (module for module in model.modules() if isinstance(module, LowRank | LowRankExperts))
+    return next((module.tokens for module in adapters if module.dropout), None)
 
 
 @contextlib.contextmanager
@@ -135,11 +184,6 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             each.enabled = True
 
 
-def matrix_of(name: str) -> str:
-    """The name of the matrix that a magnitude belongs to."""
-    return name.replace(".lora.magnitude", ".weight")
-
-
 def row_lengths(matrix: Tensor) -> Tensor:
     """The length of each row: what a magnitude starts as, so that training begins with the network as it was."""
-    return at_least_float32(matrix).square().sum(dim=1).sqrt()
+    return at_least_float32(matrix).square().sum(dim=-1).sqrt()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -156,6 +157,36 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, read: ReadCounts =
     return torch.cat([F.linear(rows, matrix) for rows, matrix in by_expert])
 
 
+class RowsOfExperts(NamedTuple):
+    """What is known of rows in the order of their experts: how many each has, and where dropout is drawn, the numbers of tokens."""
+
+    counts: Tensor
+    keys: Tensor | None = None
+
+
+def experts_of(counts: Tensor, rows: int) -> Tensor:
+    """The expert of each row; rows beyond those counted are given to the last."""
+    places = torch.arange(rows, device=counts.device)
+    return torch.searchsorted(counts.cumsum(0), places, right=True).clamp_(max=len(counts) - 1)
+
+
+class ScaledRows(torch.autograd.Function):
+    """Rows in the order of their experts, each times a vector of its expert's, [expert, width]. The gradient of the vectors is a
+    sum over the rows of each expert in their order, so that two runs are identical to the bit."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factors: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(x, factors, counts)
+        return x * factors[experts_of(counts, len(x))]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, factors, counts = ctx.saved_tensors
+        expert = experts_of(counts, len(x))
+        sums = torch.segment_reduce(at_least_float32(grads[0]) * x, "sum", lengths=counts, unsafe=True)
+        return grads[0] * factors[expert], sums.to(factors.dtype), None
+
+
 class Experts(nn.Module):
     """The routed experts' matrices, stacked [expert, out, in]. `read_counts` brings counts to the host; a dry run, which has no
     data to read, gives another. `multiply`, where there is one, takes the place of `grouped_linear`; `gated` may be replaced."""
@@ -163,6 +194,8 @@ class Experts(nn.Module):
     read_counts: ReadCounts = staticmethod(read_counts)
     multiply: Callable[[Tensor, Tensor, Tensor, ReadCounts], Tensor] | None = None
     gated: Callable[[Callable[[Tensor], Tensor], Tensor, Tensor], Tensor] = staticmethod(gated)
+    frozen_multiply: Callable[[str, Tensor, Tensor], Tensor] | None = None
+    """Where the matrices are kept in another form (`nf4.py`): rows times those of a part, by its name and the counts."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -170,22 +203,29 @@ class Experts(nn.Module):
         self.gate = nn.Parameter(torch.empty(shape))
         self.up = nn.Parameter(torch.empty(shape))
         self.down = nn.Parameter(torch.empty(config.experts, config.hidden, config.expert_ffn))
-        self.lora: nn.Module | None = None
+        self.lora: Any = None
         """Adapters of these matrices, whose output is added."""
 
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """Rows in the order of their experts, `counts` of them for each."""
-        if self.lora is None and self.multiply is None and uses_grouped_gemm(x, self.gate):
+    def forward(self, x: Tensor, counts: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Rows in the order of their experts, `counts` of them for each; `keys` are those of their tokens, for dropout."""
+        plain = self.lora is None and self.multiply is None and self.frozen_multiply is None
+        if plain and uses_grouped_gemm(x, self.gate):
             return self._grouped(x, counts.cumsum(0, dtype=torch.int32))
-        inner = self.gated(F.silu, self._product("gate", x, counts), self._product("up", x, counts))
-        return self._product("down", inner, counts)
+        rows = RowsOfExperts(counts, keys)
+        inner = self.gated(F.silu, self._product("gate", x, rows), self._product("up", x, rows))
+        return self._product("down", inner, rows)
 
-    def _product(self, part: str, x: Tensor, counts: Tensor) -> Tensor:
+    def _product(self, part: str, x: Tensor, rows: RowsOfExperts) -> Tensor:
         """Rows times one of each expert's matrices, with its adapter."""
         read, multiply = self.read_counts, self.multiply or grouped_linear
-        low_rank = None if self.lora is None else self.lora(part, x, lambda rows, w: multiply(rows, w, counts, read))
-        out = multiply(x, getattr(self, part), counts, read)
-        return out if low_rank is None else out + low_rank
+        low_rank = None
+        if self.lora is not None:
+            low_rank = self.lora(part, x, lambda these, stack: multiply(these, stack, rows.counts, read), rows)
+        if self.frozen_multiply is not None:
+            out = self.frozen_multiply(part, x, rows.counts)
+        else:
+            out = multiply(x, getattr(self, part), rows.counts, read)
+        return out if low_rank is None else self.lora.join(part, out, low_rank, getattr(self, part), rows)
 
     def _grouped(self, x: Tensor, ends: Tensor) -> Tensor:
         if self.gate.dtype == x.dtype:
@@ -195,6 +235,13 @@ class Experts(nn.Module):
             both = torch.cat((self.gate.to(x.dtype), self.up.to(x.dtype)), dim=1)
             gate, up = grouped_gemm(x, both, ends).chunk(2, dim=-1)
         return grouped_gemm(F.silu(gate) * up, self.down, ends)
+
+
+def dispatched_keys(keys: Tensor, places: Tensor, rows: int) -> Tensor:
+    """Numbers of tokens in the order of their experts, by the place of each choice [tokens, k]."""
+    spread = keys[:, None].expand_as(places).flatten()
+    sent = torch.where(places < 0, rows, places).flatten().long()  # choices without a place behind all others
+    return keys.new_zeros(rows + 1).scatter_(0, sent, spread)[:rows]
 
 
 def combine_reference(rows: Tensor, weights: Tensor) -> Tensor:
@@ -220,36 +267,54 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         weights, chosen, auxiliary = self.router(x)
-        out = self.forward_routed(x.flatten(0, 1), weights.flatten(0, 1), chosen.flatten(0, 1)).view_as(x)
+        flat = weights.flatten(0, 1), chosen.flatten(0, 1)
+        out = self.forward_routed(x.flatten(0, 1), *flat, self.token_keys()).view_as(x)
         if self.shared is not None:
             out = out + self.shared(x)
         return out, auxiliary
 
-    def forward_routed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    def token_keys(self) -> Tensor | None:
+        """The numbers of this rank's tokens that the adapters of experts draw dropout by, [tokens], where they do."""
+        lora = self.experts.lora
+        if lora is None or not lora.dropout or not lora.enabled or not self.training:
+            return None
+        return self.own_tokens(lora.tokens.keys).flatten()
+
+    def own_tokens(self, keys: Tensor) -> Tensor:
+        """Of numbers of tokens [batch, sequence], those that this rank routes."""
+        return keys
+
+    def forward_routed(self, x: Tensor, weights: Tensor, chosen: Tensor, keys: Tensor | None = None) -> Tensor:
         """Each token [tokens, hidden] through its k experts, added up by weight."""
         if not has_fused_kernels(x):
-            return self.forward_routed_reference(x, weights, chosen)
+            return self.forward_routed_reference(x, weights, chosen, keys)
         experts = self.router.config.experts
         if self.router.config.expert_capacity:  # choices without weight are not sent: to an expert that does not exist
             chosen = chosen.masked_fill(weights.detach() == 0, experts)
         places, counts = sort_by_expert(chosen, experts)
-        return combine_weighted(self.run_experts(dispatch(x, places, chosen.numel()), counts), places, weights)
+        rows = dispatch(x, places, chosen.numel())
+        if keys is not None:
+            keys = dispatched_keys(keys, places, len(rows))
+        return combine_weighted(self.run_experts(rows, counts, keys), places, weights)
 
-    def forward_routed_reference(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    def forward_routed_reference(
+        self, x: Tensor, weights: Tensor, chosen: Tensor, keys: Tensor | None = None
+    ) -> Tensor:
         """The same, one operation after the other."""
         (tokens, k), experts = chosen.shape, self.router.config.experts
         flat = chosen.flatten()
         if self.router.config.expert_capacity:
-            return self._forward_within_capacity(x, weights, flat)
+            return self._forward_within_capacity(x, weights, flat, keys)
         order = flat.argsort(stable=True)
         counts = torch.zeros(experts, dtype=flat.dtype, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
         # Copies first, then a permutation: its gradient is a permutation too, and the sum over copies is in a fixed order.
         copies = x[:, None].expand(-1, k, -1).reshape(tokens * k, -1)
-        done = self.run_experts(copies.index_select(0, order), counts)
+        keys = None if keys is None else keys[order // k]
+        done = self.run_experts(copies.index_select(0, order), counts, keys)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(tokens * k, device=x.device))
         return self.combine(done.index_select(0, back).view(tokens, k, -1), weights)
 
-    def _forward_within_capacity(self, x: Tensor, weights: Tensor, flat: Tensor) -> Tensor:
+    def _forward_within_capacity(self, x: Tensor, weights: Tensor, flat: Tensor, keys: Tensor | None = None) -> Tensor:
         """The same when experts have a capacity: choices without weight are not sent at all."""
         tokens, k = weights.shape
         accepted = self.accepted(weights.detach().flatten())
@@ -257,9 +322,10 @@ class MoE(nn.Module):
         counts = torch.zeros(self.router.config.experts, dtype=flat.dtype, device=flat.device)
         counts = counts.scatter_add_(0, flat[accepted], torch.ones_like(accepted))
         copies = x[:, None].expand(-1, k, -1).reshape(tokens * k, -1)
-        done = self.run_experts(copies.index_select(0, order), counts)
+        keys = None if keys is None else keys[order // k]
+        done = self.run_experts(copies.index_select(0, order), counts, keys)
         return self.combine(torch.zeros_like(copies).index_copy(0, order, done).view(tokens, k, -1), weights)
 
-    def run_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def run_experts(self, rows: Tensor, counts: Tensor, keys: Tensor | None = None) -> Tensor:
         """Rows in the order of their experts, `counts` of them for each, through those experts; rows beyond belong to none."""
-        return self.experts(rows, counts)
+        return self.experts(rows, counts, keys)

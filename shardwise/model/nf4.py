@@ -3,13 +3,15 @@
 Neighbours in a row come in blocks of 64, whose largest magnitude, `absmax`, is their scale; a weight is the nearest of 16 values
 that split a normal distribution evenly. The scales themselves, less their mean, come in blocks of 256 and are the nearest of 256
 values of a dynamic tree (Dettmers et al. 2022, "8-bit Optimizers", section 1.3) times the largest magnitude of those: 4.127 bits a
-weight. Blocks follow the order of memory of the whole matrix, so a rank that holds a slice of it dequantises the same numbers.
+weight. Blocks follow the order of memory of the whole matrix, so a rank that holds a slice of it dequantises the same numbers. Of
+stacked experts each is a matrix of its own.
 
 A GEMM makes the matrix of 16 bits for as long as it multiplies, and once more in the backward pass; nothing of it is saved.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -18,8 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.model.layers import Gemm, Linear
+from shardwise.model.moe import Experts, grouped_linear
 from shardwise.run.adapter_config import NF4_BLOCK as BLOCK
 from shardwise.run.adapter_config import NF4_SCALES as SCALES
+from shardwise.run.parameters import scales_of
+
+Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Rows times a stack of matrices, with how many rows each has."""
 
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -64,7 +71,9 @@ def nearest(x: Tensor, values: Tensor) -> Tensor:
 
 @torch.no_grad()
 def quantize(matrix: Tensor, double: bool = True) -> Quantized:
-    """A matrix [rows, columns] whose rows are whole blocks."""
+    """A matrix [rows, columns] whose rows are whole blocks, or a stack of them."""
+    if matrix.ndim > 2:
+        return Quantized(*(torch.stack(each) for each in zip(*(quantize(one, double) for one in matrix), strict=True)))
     rows, columns = matrix.shape
     blocks = matrix.float().reshape(-1, BLOCK)
     absmax = blocks.abs().amax(dim=1)
@@ -84,15 +93,15 @@ def quantize(matrix: Tensor, double: bool = True) -> Quantized:
 def dequantize_reference(
     codes: Tensor, absmax: Tensor, scales: Tensor, first: int, stride: int, dtype: torch.dtype
 ) -> Tensor:
-    """The matrix that a slice of codes stands for. Its first block is number `first` of the whole matrix, and one row further are
-    `stride` blocks more."""
+    """The matrix, or the stack of them, that a slice of codes stands for. Its first block is number `first` of the whole matrix,
+    and one row further are `stride` blocks more."""
     if scales.numel():
-        rows, blocks = absmax.shape
+        rows, blocks = absmax.shape[-2:]
         row = torch.arange(rows, device=codes.device)[:, None] * stride
         number = first + row + torch.arange(blocks, device=codes.device)
-        absmax = tree_values(codes.device)[absmax.int()] * scales[number // SCALES] + scales[-1]
-    values = nf4_values(codes.device)[torch.stack((codes >> 4, codes & 15), dim=-1).flatten(1).int()]
-    return (values.unflatten(1, (-1, BLOCK)) * absmax[..., None]).flatten(1).to(dtype)
+        absmax = tree_values(codes.device)[absmax.int()] * scales[..., number // SCALES] + scales[..., -1:, None]
+    values = nf4_values(codes.device)[torch.stack((codes >> 4, codes & 15), dim=-1).flatten(-2).int()]
+    return (values.unflatten(-1, (-1, BLOCK)) * absmax[..., None]).flatten(-2).to(dtype)
 
 
 @torch.library.custom_op(
@@ -111,7 +120,7 @@ def dequantize(codes: Tensor, absmax: Tensor, scales: Tensor, first: int, stride
 
 @dequantize.register_fake
 def _(codes: Tensor, absmax: Tensor, scales: Tensor, first: int, stride: int, dtype: torch.dtype) -> Tensor:
-    return codes.new_empty((codes.shape[0], 2 * codes.shape[1]), dtype=dtype)
+    return codes.new_empty((*codes.shape[:-1], 2 * codes.shape[-1]), dtype=dtype)
 
 
 class _Multiply(torch.autograd.Function):
@@ -157,7 +166,7 @@ def _numbers(absmax: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
 def whole_matrix(codes: Tensor, absmax: Tensor | None, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The matrix that whole parameters stand for."""
     assert absmax is not None
-    return dequantize(codes, *_numbers(absmax, scales), 0, 2 * codes.shape[1] // BLOCK, dtype)
+    return dequantize(codes, *_numbers(absmax, scales), 0, 2 * codes.shape[-1] // BLOCK, dtype)
 
 
 def keep_in_4_bits(layer: Linear, place: tuple[int, int], double: bool) -> None:
@@ -166,6 +175,46 @@ def keep_in_4_bits(layer: Linear, place: tuple[int, int], double: bool) -> None:
         values = torch.empty(0, dtype=torch.uint8, device="meta")
         layer.register_parameter(name, nn.Parameter(values, requires_grad=False))
     layer.gemm = NF4Gemm(layer, place)
+
+
+class _MultiplyStack(torch.autograd.Function):
+    """The GEMMs of rows in the order of their experts with matrices that are made for them, forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, codes: Tensor, absmax: Tensor, scales: Tensor, counts: Tensor, place: tuple[int, int], by: Multiply
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(codes, absmax, scales, counts)
+        ctx.place, ctx.by, ctx.rows = place, by, len(x)
+        return by(x, dequantize(codes, absmax, scales, *place, x.dtype), counts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
+        *kept, counts = ctx.saved_tensors
+        stack = dequantize(*kept, *ctx.place, grads[0].dtype)
+        grad = ctx.by(grads[0], stack.mT, counts)
+        missing = ctx.rows - len(grad)  # rows of no expert
+        grad = torch.nn.functional.pad(grad, (0, 0, 0, missing)) if missing else grad
+        return grad, None, None, None, None, None, None
+
+
+def keep_experts_in_4_bits(experts: Experts, places: dict[str, tuple[int, int]], double: bool) -> None:
+    """Let the matrices of stacked experts be of 4 bits: their parameters, still without values, and their GEMMs. `places` says of
+    each matrix where its slice lies."""
+    for part in places:
+        for name in (part, *scales_of(part)[: 2 if double else 1]):
+            values = torch.empty(0, dtype=torch.uint8, device="meta")
+            experts.register_parameter(name, nn.Parameter(values, requires_grad=False))
+
+    def grouped(x: Tensor, stack: Tensor, counts: Tensor) -> Tensor:
+        return (experts.multiply or grouped_linear)(x, stack, counts, experts.read_counts)
+
+    def multiply(part: str, x: Tensor, counts: Tensor) -> Tensor:
+        first, second = scales_of(part)
+        absmax, scales = _numbers(getattr(experts, first), getattr(experts, second, None))
+        return _MultiplyStack.apply(x, getattr(experts, part), absmax, scales, counts, places[part], grouped)
+
+    experts.frozen_multiply = multiply
 
 
 class Quantizer:
@@ -177,12 +226,13 @@ class Quantizer:
 
     def part(self, name: str) -> Tensor:
         """All of one parameter."""
-        matrix, _, kept = name.rpartition(".")
+        stacked = not name.endswith((".weight", ".absmax", ".absmax_scales"))
+        matrix = re.sub("_absmax(_scales)?$", "", name) if stacked else f"{name.rpartition('.')[0]}.weight"
         if matrix != self.name:
-            self.name, self.quantized = matrix, quantize(self.whole(f"{matrix}.weight"), self.double)
+            self.name, self.quantized = matrix, quantize(self.whole(matrix), self.double)
         codes, absmax, scales = self.quantized
-        if kept == "weight":
+        if name == matrix:
             return codes
-        return (
-            scales.view(torch.int32) if kept == "absmax_scales" else absmax if self.double else absmax.view(torch.int32)
-        )
+        if name.endswith("absmax_scales"):
+            return scales.view(torch.int32)
+        return absmax if self.double else absmax.view(torch.int32)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise.model.adapters import LowRank, matrix_of, put_on_adapters, row_lengths, token_keys
+from shardwise.model.adapters import LowRank, LowRankExperts, put_on_adapters, row_lengths, token_keys
 from shardwise.model.attention import MaskBuilder
 from shardwise.model.compute_copy import ComputeCopy, keep_compute_copies
 from shardwise.model.fp8 import check_fp8, scaled_mm, use_fp8
@@ -20,7 +20,8 @@ from shardwise.model.initialize import draw
 from shardwise.model.invariant import check_invariant, make_invariant
 from shardwise.model.layers import Gemm, Linear
 from shardwise.model.loss import ChunkedCrossEntropy
-from shardwise.model.nf4 import Quantizer, keep_in_4_bits
+from shardwise.model.moe import Experts
+from shardwise.model.nf4 import Quantizer, keep_experts_in_4_bits, keep_in_4_bits
 from shardwise.model.score import ScoreHead
 from shardwise.model.transformer import Block, Transformer, make_stage
 from shardwise.model.varlen import has_flash
@@ -44,7 +45,7 @@ from shardwise.run.derive import (
     tunes_gemms,
     uses_varlen_attention,
 )
-from shardwise.run.parameters import Cut, Parameter, find_parameter
+from shardwise.run.parameters import Cut, Parameter, find_parameter, matrix_of
 from shardwise.run.parametrization import initial_factor
 from shardwise.schedules import make_schedule
 from shardwise.torch_private import cache_custom_autograd_functions, is_persistent, sharded_parameters
@@ -202,19 +203,27 @@ def _place_adapters(model: nn.Module, run: Run, mesh: Mesh) -> None:
         if isinstance(module, LowRank):
             entry = find_parameter(run.model, f"{name}.A.weight", run.adapter)
             module.first = box_of(entry.shape, entry.cuts(run.layout), mesh).offset[1]
+        elif isinstance(module, LowRankExperts):
+            for part in module.parts:
+                entry = find_parameter(run.model, f"{name}.{part}_A", run.adapter)
+                module.first_expert, _, module.first[part] = box_of(entry.shape, entry.cuts(run.layout), mesh).offset
 
 
 def _keep_in_4_bits(model: nn.Module, run: Run, mesh: Mesh) -> None:
     """Let the matrices that are kept so be of 4 bits, each a slice of blocks of the whole one."""
+    double = run.adapter.double_quantization
+
+    def place(name: str) -> tuple[int, int]:
+        entry = find_parameter(run.model, name, run.adapter)
+        *_, row, column = box_of(entry.shape, entry.cuts(run.layout), mesh).offset
+        stride = 2 * entry.shape[-1] // NF4_BLOCK
+        return row * stride + 2 * column // NF4_BLOCK, stride
+
     for name, module in list(model.named_modules()) if run.adapter.kind == "qlora" else ():
-        if isinstance(module, Linear) and name.startswith("layers."):
-            entry = find_parameter(run.model, f"{name}.weight", run.adapter)
-            if entry.dtype:
-                row, column = box_of(entry.shape, entry.cuts(run.layout), mesh).offset
-                stride = 2 * entry.shape[1] // NF4_BLOCK
-                keep_in_4_bits(
-                    module, (row * stride + 2 * column // NF4_BLOCK, stride), run.adapter.double_quantization
-                )
+        if isinstance(module, Experts):
+            keep_experts_in_4_bits(module, {part: place(f"{name}.{part}") for part in ("gate", "up", "down")}, double)
+        elif isinstance(module, Linear) and name.startswith("layers.") and ".lora." not in name:
+            keep_in_4_bits(module, place(f"{name}.weight"), double)
 
 
 def _shard(entry: Parameter, parameter: Tensor) -> Cut | None:

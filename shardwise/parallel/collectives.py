@@ -210,3 +210,9 @@ def all_to_all(x: Tensor, group: Group, received: list[int], sent: list[int]) ->
     if group is not None and torch.compiler.is_compiling():
         return _all_to_all_op(x, group.group_name, received, sent)
     return x if group is None else _AllToAll.apply(x, group, received, sent)
+
+
+def all_reduced(x: Tensor, group: Group) -> Tensor:
+    """A sum over the ranks of a group, which takes no gradient; in the memory of this rank's part."""
+    dist.all_reduce(x, group=group)
+    return x

@@ -11,6 +11,9 @@ and reduce-scattered after, as for dense layers and besides what shared experts 
 of each token; the weights' gradients are reduce-scattered. Without it each tensor rank sends the tokens of its shard of the
 sequence and holds its experts whole; their gradients are all-reduced over the tensor ranks once a step (`gradients.py`).
 
+Where adapters of experts draw dropout, the number of each row's token (int64) travels with it, forward. DoRA's lengths of the rows
+of the experts' last matrix, where its columns are cut over the tensor ranks, are all-reduced there.
+
 Balance statistics are those of whole sequences, so 2 x batch x experts elements are all-reduced over the ranks that share one
 (context x tensor) for each MoE layer and microbatch; with a capacity the k choices (int64) of its tokens are all-gathered too.
 Once a step the loads, MoE layers x experts in float32, are all-reduced over replicate, shard x context, and tensor.
@@ -18,11 +21,14 @@ Once a step the loads, MoE layers x experts in float32, are all-reduced over rep
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.model.moe import MoE, Router
+from shardwise.model.adapters import LowRankExperts
+from shardwise.model.moe import MoE, Router, dispatched_keys
 from shardwise.model.moe_ops import combine, dispatch, has_fused_kernels, sort_by_expert
 from shardwise.model.transformer import Block, Transformer
 from shardwise.parallel.collectives import (
@@ -30,6 +36,7 @@ from shardwise.parallel.collectives import (
     all_gather,
     all_gather_sequence,
     all_reduce_replicated,
+    all_reduced,
     all_to_all,
     reduce_scatter_sequence,
 )
@@ -68,30 +75,39 @@ class SequenceParallelRouter(Router):
 class ExpertParallelMoE(MoE):
     """An MoE layer whose experts live on several ranks."""
 
-    def __init__(self, moe: MoE, group: Group, tensor: Group) -> None:
-        """In the place of a one-device layer, of its modules; `group` divides the experts, `tensor` the width of each."""
+    def __init__(self, moe: MoE, group: Group, tensor: Group, sequence: tuple[int, int]) -> None:
+        """In the place of a one-device layer, of its modules; `group` divides the experts, `tensor` the width of each. Of each
+        sequence that a context rank has, this rank has one of several parts: `sequence` says which, and of how many."""
         nn.Module.__init__(self)
         self.router, self.experts, self.shared = moe.router, moe.experts, moe.shared
         self.group = group
         self.tensor = tensor
+        self.sequence = sequence
+        if tensor is not None and isinstance(self.experts.lora, LowRankExperts):
+            self.experts.lora.over_columns = partial(all_reduced, group=tensor)
+
+    def own_tokens(self, keys: Tensor) -> Tensor:
+        index, ranks = self.sequence
+        return keys if self.tensor is not None else keys.chunk(ranks, dim=1)[index]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         weights, chosen, auxiliary = self.router(x)
         routed = all_gather_sequence(x, self.tensor)
         if self.tensor is not None:
             weights, chosen = all_gather_sequence(weights, self.tensor, again=False), all_gather(chosen, self.tensor, 1)
-        out = self.forward_routed(routed.flatten(0, 1), weights.flatten(0, 1), chosen.flatten(0, 1)).view_as(routed)
+        flat = weights.flatten(0, 1), chosen.flatten(0, 1)
+        out = self.forward_routed(routed.flatten(0, 1), *flat, self.token_keys()).view_as(routed)
         out = reduce_scatter_sequence(out, self.tensor)
         if self.shared is not None:
             out = out + self.shared(x if self.tensor is None else routed)
         return out, auxiliary
 
-    def run_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def run_experts(self, rows: Tensor, counts: Tensor, keys: Tensor | None = None) -> Tensor:
         """Rows sorted by expert, through the experts wherever they are."""
-        return self.experts(rows, counts) if self.group is None else self._exchanged(rows, counts)
+        return self.experts(rows, counts, keys) if self.group is None else self._exchanged(rows, counts, keys)
 
     @torch.compiler.disable  # the host reads counts here
-    def _exchanged(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def _exchanged(self, rows: Tensor, counts: Tensor, keys: Tensor | None) -> Tensor:
         ranks = dist.get_world_size(self.group)
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts, group=self.group)
@@ -99,21 +115,24 @@ class ExpertParallelMoE(MoE):
         both = torch.stack((counts, theirs)).view(2, ranks, -1).sum(dim=2)
         sent, received = self.experts.read_counts(both, len(rows))
         if sum(sent) < len(rows):  # the rest belongs to no expert
-            rows = rows[: sum(sent)]
+            rows, keys = rows[: sum(sent)], None if keys is None else keys[: sum(sent)]
         arrived = all_to_all(rows, self.group, received, sent)
+        if keys is not None:
+            keys = all_to_all(keys, self.group, received, sent)
         # They arrive by rank and then expert; the experts want them by expert.
         owner = torch.arange(theirs.numel() // ranks, device=rows.device).repeat(ranks)
         owner = owner.repeat_interleave(theirs, output_size=len(arrived))
-        done = self._by_expert(arrived, owner, theirs.view(ranks, -1).sum(dim=0))
+        done = self._by_expert(arrived, owner, theirs.view(ranks, -1).sum(dim=0), keys)
         return all_to_all(done, self.group, sent, received)
 
-    def _by_expert(self, rows: Tensor, owner: Tensor, counts: Tensor) -> Tensor:
+    def _by_expert(self, rows: Tensor, owner: Tensor, counts: Tensor, keys: Tensor | None) -> Tensor:
         """Rows through the expert that each belongs to, `counts` for each; results in the order of the rows."""
         if has_fused_kernels(rows):
             places, counts = sort_by_expert(owner[:, None], len(counts))
-            return combine(self.experts(dispatch(rows, places, len(rows)), counts), places)
+            keys = None if keys is None else dispatched_keys(keys, places, len(rows))
+            return combine(self.experts(dispatch(rows, places, len(rows)), counts, keys), places)
         order = owner.argsort(stable=True)
-        done = self.experts(rows.index_select(0, order), counts)
+        done = self.experts(rows.index_select(0, order), counts, None if keys is None else keys[order])
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=rows.device))
         return done.index_select(0, back)
 
@@ -129,4 +148,5 @@ def apply_expert(model: Transformer, mesh: Mesh, expert_tensor: bool, seq_len: i
             ranks = mesh.size("context")
             places = torch.cat([zigzag(seq_len, ranks, rank) for rank in range(ranks)])
             moe.router = SequenceParallelRouter(moe.router, mesh.group("sequence"), places)
-        block.ffn = ExpertParallelMoE(moe, mesh.group("expert"), mesh.group("tensor") if expert_tensor else None)
+        tensor, sequence = mesh.group("tensor") if expert_tensor else None, (mesh.index("tensor"), mesh.size("tensor"))
+        block.ffn = ExpertParallelMoE(moe, mesh.group("expert"), tensor, sequence)

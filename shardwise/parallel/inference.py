@@ -152,7 +152,7 @@ class ExpertShareMoE(MoE):
             out = out + self.shared(x)
         return self.add_up(out), auxiliary
 
-    def forward_routed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    def forward_routed(self, x: Tensor, weights: Tensor, chosen: Tensor, keys: Tensor | None = None) -> Tensor:
         """Each token [tokens, hidden] through those of its experts that are here, added up by weight."""
         experts, local = self.experts.gate.shape[0], chosen - self.start
         here = (local >= 0) & (local < experts) & (weights != 0)

@@ -13,6 +13,7 @@ once more by `fully_shard`, is a layout DTensor does not have, and activations n
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -28,7 +29,7 @@ from shardwise.model.loss import ChunkedCrossEntropy
 from shardwise.model.moe import MoE
 from shardwise.model.score import ScoreHead
 from shardwise.model.transformer import Block, Transformer
-from shardwise.parallel.collectives import Group, all_gather, all_gather_sequence, reduce_scatter_sequence
+from shardwise.parallel.collectives import Group, all_gather, all_gather_sequence, all_reduced, reduce_scatter_sequence
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.overlap import GatheredLinear, all_gather_into_gemm, first_matrix, gemm_reduce_scatter
 from shardwise.run.parameters import shard_bounds
@@ -45,7 +46,7 @@ class RowParallelLinear(Linear):
         made = cls.taking_over(linear)
         made.group = group
         if isinstance(made.lora, LowRank):
-            made.lora.over_columns = lambda squares: _added(squares, group)
+            made.lora.over_columns = partial(all_reduced, group=group)
         return made
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,12 +62,6 @@ class OverlappedRowParallelLinear(RowParallelLinear):
         low_rank = self.low_rank(x)
         out = gemm_reduce_scatter(x, self.weight.to(x.dtype), self.group, low_rank)
         return out if self.bias is None else out + self.bias.to(x.dtype)
-
-
-def _added(x: Tensor, group: Group) -> Tensor:
-    """A sum over the ranks of a group, which takes no gradient; in the memory of this rank's part."""
-    dist.all_reduce(x, group=group)
-    return x
 
 
 class ReplicatedKVLinear(Linear):

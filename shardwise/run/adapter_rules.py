@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from shardwise.run.adapter_config import MATRICES, NF4_BLOCK
-from shardwise.run.config import Run
-from shardwise.run.parameters import layer_parameters
+from shardwise.run.config import ModelConfig, Run
+from shardwise.run.parameters import Parameter, layer_parameters
 from shardwise.run.problems import nearest
 
 Rule = tuple[Any, str, tuple[str, ...], Callable[[], str]]
@@ -34,10 +34,6 @@ def adapter_rules(run: Run) -> Iterator[Rule]:
     narrow = min((min(entry.shape[-2:]) for entry in adapted), default=adapter.rank)
     yield (adapter.rank > narrow, "adapter.rank", ("adapter.targets",),
            lambda: f"{adapter.rank} is more than the {narrow} rows or columns of a matrix that it adapts")
-    yield (adapter.dropout > 0 and any(entry.routed for entry in adapted), "adapter.dropout", ("adapter.targets",),
-           lambda: "rows travel to experts without their places, by which they would be dropped; leave it at 0 or adapt others")
-    yield (adapter.kind == "dora" and any(entry.routed for entry in adapted), "adapter.kind", ("adapter.targets",),
-           lambda: "dora has no magnitudes of stacked experts; use lora, or name attention's matrices as targets")
     if adapter.kind == "qlora":
         yield from _qlora_rules(run)
     yield (train.optimizer != "adamw", "train.optimizer", ("adapter.kind",),
@@ -52,15 +48,19 @@ def adapter_rules(run: Run) -> Iterator[Rule]:
 
 def _qlora_rules(run: Run) -> Iterator[Rule]:
     """What matrices in 4 bits go with."""
-    model = run.model
-    yield (bool(model.experts), "adapter.kind", ("model.experts",),
-           lambda: "qlora keeps no stacked experts in 4 bits; use lora")
-    wrong = [entry.name for entry in layer_parameters(model, False) if entry.is_linear and entry.shape[1] % NF4_BLOCK]
-    yield (bool(wrong), "adapter.kind", ("model.hidden", "model.ffn"), lambda: (
+    wrong = [entry.name for entry in _matrices(run.model) if entry.shape[-1] % NF4_BLOCK]
+    yield (bool(wrong), "adapter.kind", ("model.hidden", "model.ffn", "model.expert_ffn"), lambda: (
         f"qlora keeps blocks of {NF4_BLOCK} weights of a row, and the rows of {', '.join(wrong)} are no multiple of that"
     ))
     yield (run.train.compile is True, "train.compile", ("adapter.kind",),
            lambda: "qlora makes its matrices for each GEMM, which is not compiled; use auto")
+
+
+def _matrices(model: ModelConfig) -> list[Parameter]:
+    """The matrices of a network's layers that qlora keeps in 4 bits."""
+    kinds = {model.is_moe(layer) for layer in (0, model.layers - 1)}
+    found = {entry.name: entry for moe in kinds for entry in layer_parameters(model, moe)}
+    return [entry for entry in found.values() if entry.is_linear or entry.routed]
 
 
 def adapter_layout_rules(run: Run) -> Iterator[Rule]:
@@ -69,12 +69,12 @@ def adapter_layout_rules(run: Run) -> Iterator[Rule]:
     kind = run.adapter.kind
     if kind not in ("dora", "qlora"):
         return
-    cut = [entry for entry in layer_parameters(model, False) if entry.is_linear and entry.tensor_dim == 1]
-    for entry in cut if kind == "qlora" and not model.experts else ():
-        uneven = (lay.tensor > 1) & (entry.shape[1] % (NF4_BLOCK * lay.tensor) > 0)
-        yield (uneven, "layout.tensor", ("adapter.kind",), partial(
+    cut = [entry for entry in _matrices(model) if entry.tensor_dim == len(entry.shape) - 1]
+    for entry in cut if kind == "qlora" else ():
+        uneven = (lay.tensor > 1) & (entry.shape[-1] % (NF4_BLOCK * lay.tensor) > 0)
+        yield (uneven & lay.expert_tensor if entry.routed else uneven, "layout.tensor", ("adapter.kind",), partial(
             "{} ranks cut the rows of {}, {} long, and qlora keeps blocks of {} weights of a row whole".format,
-            lay.tensor, entry.name, entry.shape[1], NF4_BLOCK
+            lay.tensor, entry.name, entry.shape[-1], NF4_BLOCK
         ))
     yield (lay.async_tensor, "layout.async_tensor", ("adapter.kind",),
            lambda: f"multiplies slices as they arrive, and {kind} has no such GEMM; leave it out")

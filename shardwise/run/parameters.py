@@ -170,7 +170,8 @@ def _with_adapters(
     """Parameters frozen, but for those `learned` whole, and with the two factors of each adapter behind its matrix and bias: A from
     the matrix's columns to the rank, B from there to its rows. What cuts the columns cuts A, what cuts the rows cuts B; the other
     factor is whole."""
-    waiting: list[Parameter] = []
+    scales: list[Parameter] = []
+    factors: list[Parameter] = []
     entries = list(entries)
     for entry, following in zip(entries, [*entries[1:], None], strict=True):
         if not adapter.used or entry.name in learned:
@@ -179,54 +180,77 @@ def _with_adapters(
         matrix = entry.name.removesuffix(".weight")
         adapted = (entry.is_linear or entry.routed) and adapter.adapts(matrix)
         frozen = replace(entry, frozen=True, adapted=adapted)
-        if adapter.kind == "qlora" and entry.is_linear:
-            rows, columns = entry.shape
-            waiting += _scales(frozen, matrix, adapter.double_quantization)
-            frozen = replace(frozen, shape=(rows, columns // 2), dtype="uint8", packed=2)
+        if adapter.kind == "qlora" and (entry.is_linear or entry.routed):
+            scales += _scales(frozen, adapter.double_quantization)
+            *rows, columns = entry.shape
+            frozen = replace(frozen, shape=(*rows, columns // 2), dtype="uint8", packed=2)
         yield frozen
         if adapted:
-            waiting += _factors(entry, matrix, adapter)
+            factors += _factors(entry, adapter)
         together = following is not None and (
             following.name == f"{matrix}.bias" if not entry.routed else following.routed
         )
         if not together:
-            yield from waiting
-            waiting = []
+            yield from (*scales, *factors)
+            scales, factors = [], []
 
 
-def _scales(entry: Parameter, matrix: str, double: bool) -> Iterator[Parameter]:
-    """The scales of a matrix in 4 bits (`model/nf4.py`): of its blocks; where these are in 8 bits, of their blocks, and a mean."""
-    rows, columns = entry.shape
+def scales_of(matrix: str) -> tuple[str, str]:
+    """The names of the scales of a matrix in 4 bits, by its own: those of its blocks, and those of these."""
+    name = f"{matrix.removesuffix('.weight')}." if matrix.endswith(".weight") else f"{matrix}_"
+    return f"{name}absmax", f"{name}absmax_scales"
+
+
+def factors_of(matrix: str) -> tuple[str, str]:
+    """The names of the factors A and B of an adapter, by its matrix's."""
+    if matrix.endswith(".weight"):
+        name = matrix.removesuffix(".weight")
+        return f"{name}.lora.A.weight", f"{name}.lora.B.weight"
+    stack, _, part = matrix.rpartition(".")
+    return f"{stack}.lora.{part}_A", f"{stack}.lora.{part}_B"
+
+
+def magnitude_of(matrix: str) -> str:
+    """The name of DoRA's magnitude of a matrix, by its own."""
+    if matrix.endswith(".weight"):
+        return f"{matrix.removesuffix('.weight')}.lora.magnitude"
+    stack, _, part = matrix.rpartition(".")
+    return f"{stack}.lora.{part}_magnitude"
+
+
+def matrix_of(magnitude: str) -> str:
+    """The name of the matrix that a magnitude belongs to."""
+    if magnitude.endswith(".lora.magnitude"):
+        return magnitude.replace(".lora.magnitude", ".weight")
+    return magnitude.replace(".lora.", ".").removesuffix("_magnitude")
+
+
+def _scales(entry: Parameter, double: bool) -> Iterator[Parameter]:
+    """The scales of a matrix in 4 bits (`model/nf4.py`): of its blocks; where these are in 8 bits, of their blocks, and a mean.
+    Each expert of a stack is a matrix of its own."""
+    *stack, rows, columns = entry.shape
     blocks = (rows, columns // NF4_BLOCK)
-    scale = replace(entry, name=f"{matrix}.absmax", shape=blocks, multiplied=False, adapted=False, init="zeros")
+    first, second = scales_of(entry.name)
+    scale = replace(entry, name=first, shape=(*stack, *blocks), multiplied=False, adapted=False, init="zeros")
     yield replace(scale, dtype="uint8" if double else "int32")
     if double:
         count = -(-prod(blocks) // NF4_SCALES) + 1
-        yield replace(scale, name=f"{matrix}.absmax_scales", shape=(count,), dtype="int32", tensor_dim=None, kv_heads=0)
+        yield replace(scale, name=second, shape=(*stack, count), dtype="int32", tensor_dim=None, kv_heads=0)
 
 
-def _factors(entry: Parameter, matrix: str, adapter: AdapterConfig) -> Iterator[Parameter]:
+def _factors(entry: Parameter, adapter: AdapterConfig) -> Iterator[Parameter]:
     """A and B of a matrix, or of a stack of them, and before them the magnitude of DoRA."""
     *stack, rows, columns = entry.shape
     rank = adapter.rank
-    first, name = len(stack), matrix.replace("experts.", "experts.lora.") if entry.routed else f"{matrix}.lora."
-    end = "" if entry.routed else ".weight"
+    first = len(stack)
     cut = None if entry.tensor_dim is None else entry.tensor_dim - first
-    a, b = (f"{name}_A", f"{name}_B") if entry.routed else (f"{name}A", f"{name}B")
+    a, b = factors_of(entry.name)
     if adapter.kind == "dora":
-        yield Parameter(
-            f"{matrix}.lora.magnitude",
-            (rows,),
-            entry.owner,
-            "magnitude",
-            False,
-            0 if cut == 0 else None,
-            entry.kv_heads,
-        )
-    yield Parameter(f"{a}{end}", (*stack, rank, columns), entry.owner, "adapter", True, first + 1 if cut == 1 else None)
-    yield Parameter(
-        f"{b}{end}", (*stack, rows, rank), entry.owner, "zeros", True, first if cut == 0 else None, entry.kv_heads
-    )
+        by_rows = first if cut == 0 else None
+        shape, heads = (*stack, rows), entry.kv_heads
+        yield Parameter(magnitude_of(entry.name), shape, entry.owner, "magnitude", False, by_rows, heads)
+    yield Parameter(a, (*stack, rank, columns), entry.owner, "adapter", True, first + 1 if cut == 1 else None)
+    yield Parameter(b, (*stack, rows, rank), entry.owner, "zeros", True, first if cut == 0 else None, entry.kv_heads)
 
 
 def _norm(model: ModelConfig, name: str) -> Iterator[Parameter]:

@@ -203,12 +203,16 @@ def _groups(
     """Parameters with the same decay and the same factor of the learning rate, in the order in which they are first met; matrices
     before vectors, which are not decayed."""
     found: dict[tuple[bool, float], list[Tensor]] = {}
-    for p, h in sorted(pairs, key=lambda pair: len(pair[1].whole) == 1):
+
+    def decays(h: LocalParameter) -> bool:
+        return len(h.whole) > 1 and h.entry.init != "magnitude"  # of stacked experts a vector each
+
+    for p, h in sorted(pairs, key=lambda pair: not decays(pair[1])):
         rate = rate_factor(h.entry, model, train) if model is not None else 1.0
-        found.setdefault((len(h.whole) > 1, rate), []).append(p)
+        found.setdefault((decays(h), rate), []).append(p)
     return [
-        dict(params=shards, weight_decay=train.weight_decay / rate if decays else 0.0, rate=rate)
-        for (decays, rate), shards in found.items()
+        dict(params=shards, weight_decay=train.weight_decay / rate if decay else 0.0, rate=rate)
+        for (decay, rate), shards in found.items()
     ]
 
 

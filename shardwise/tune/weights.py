@@ -29,7 +29,7 @@ from shardwise.plan.cost.flops import layers_of_stages
 from shardwise.run import AdapterConfig, ModelConfig, Run
 from shardwise.run.coordinates import RankCoordinates
 from shardwise.run.derive import shard_dim
-from shardwise.run.parameters import Cut, find_parameter
+from shardwise.run.parameters import Cut, factors_of, find_parameter, magnitude_of, scales_of
 from shardwise.torch_private import is_persistent
 from shardwise.train.step import TrainState
 
@@ -165,7 +165,7 @@ class RolloutWeights:
             return base
         merged = base.to(a.dtype).add_(b @ a, alpha=adapter.scale)
         magnitude = parts.get(magnitude_of(name))
-        return merged if magnitude is None else merged.mul_((magnitude / row_lengths(merged))[:, None])
+        return merged if magnitude is None else merged.mul_((magnitude / row_lengths(merged))[..., None])
 
     def _update_buffers(self, group: dist.ProcessGroup | None) -> None:
         found = {full: b for model in self.state.parallel.models for full, _, _, b in _buffers(model)}
@@ -227,26 +227,6 @@ def parts_of(matrix: str, model: ModelConfig, adapter: AdapterConfig) -> list[st
     if entry.dtype:
         found += [matrix, *scales_of(matrix)[: 2 if adapter.double_quantization else 1]]
     return found
-
-
-def scales_of(matrix: str) -> tuple[str, str]:
-    """The names of the scales of a matrix in 4 bits, by its own."""
-    name = matrix.removesuffix(".weight")
-    return f"{name}.absmax", f"{name}.absmax_scales"
-
-
-def magnitude_of(matrix: str) -> str:
-    """The name of DoRA's magnitude of a matrix, by its own."""
-    return f"{matrix.removesuffix('.weight')}.lora.magnitude"
-
-
-def factors_of(matrix: str) -> tuple[str, str]:
-    """The names of the factors of an adapter, by its matrix's."""
-    if ".experts." in matrix:
-        name = matrix.replace(".experts.", ".experts.lora.")
-        return f"{name}_A", f"{name}_B"
-    name = matrix.removesuffix(".weight")
-    return f"{name}.lora.A.weight", f"{name}.lora.B.weight"
 
 
 def _leaves(model: nn.Module) -> list[tuple[str, nn.Module, str, Tensor]]:

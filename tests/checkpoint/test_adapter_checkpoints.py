@@ -74,7 +74,7 @@ def test_it_resumes_bit_for_bit_and_on_another_layout(ranks: RankPool, tmp_path:
             np.testing.assert_allclose(value, want["parameters"][name][1][where], atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("kind", ["lora", "dora all"])
 def test_it_holds_adapters_alone_and_loads_merged(tmp_path: Path, base: Path, kind: str) -> None:
     run = tuned(base, kind=kind, microbatch=2)
     state = begin(run)
@@ -126,11 +126,14 @@ def test_other_weights_are_refused(tmp_path: Path, base: Path) -> None:
         load_model(tmp_path / "run")
 
 
-def test_weights_in_4_bits_are_merged_as_they_were_met(ranks: RankPool, tmp_path: Path) -> None:
-    start = cases.make_run("wide", {}, layers=1, microbatch=1)
+@pytest.mark.parametrize(("model", "layers"), [("wide", 1), ("wide mixture", 2)])
+def test_weights_in_4_bits_are_merged_as_they_were_met(
+    ranks: RankPool, tmp_path: Path, model: str, layers: int
+) -> None:
+    start = cases.make_run(model, {}, layers=layers, microbatch=1)
     checkpoint_cases.train_and_save(0, start, tmp_path / "base", 1)
     run = cases.make_run(
-        "wide", {}, layers=1, microbatch=2, adapter="qlora", weights=str(tmp_path / "base"), steps=LAST
+        model, {}, layers=layers, microbatch=2, adapter="qlora", weights=str(tmp_path / "base"), steps=LAST
     )
     state = begin(run)
     cases.steps(state, 0, 2, True)
@@ -144,7 +147,7 @@ def test_weights_in_4_bits_are_merged_as_they_were_met(ranks: RankPool, tmp_path
         assert (merged(tokens).result - want).abs().max() < 1e-6  # 4-bit values are float32 numbers
     losses, _ = cases.steps(state, 2, LAST, True)
     other = cases.make_run(
-        "wide", dict(shard=2), layers=1, microbatch=2, adapter="qlora", weights=str(tmp_path / "base"), steps=LAST
+        model, dict(shard=2), layers=layers, microbatch=2, adapter="qlora", weights=str(tmp_path / "base"), steps=LAST
     )
     for part in ranks.run(2, checkpoint_cases.resume_and_train, other, tmp_path / "run", LAST):
         np.testing.assert_allclose(part["losses"], losses, rtol=1e-9)

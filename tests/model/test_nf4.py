@@ -84,6 +84,22 @@ def test_codes_are_those_of_bitsandbytes(dtype: torch.dtype) -> None:
         assert (state.absmax.flatten() != ours.absmax.flatten()).float().mean() < 0.01
 
 
+@pytest.mark.parametrize("double", [True, False])
+def test_each_expert_of_a_stack_is_a_matrix_of_its_own(double: bool) -> None:
+    stack = torch.stack([matrix(32, 128) * (n + 1) for n in range(3)])
+    kept = quantize(stack, double)
+    whole = dequantize_reference(*kept, 0, 2, torch.float32)
+    for n, one in enumerate(stack):
+        own = quantize(one, double)
+        assert all(torch.equal(part[n], other) for part, other in zip(kept, own, strict=True))
+        assert torch.equal(whole[n], dequantize_reference(*own, 0, 2, torch.float32))
+    # Rows 8 to 24 and the second half of the columns.
+    codes, absmax = kept.codes[:, 8:24, 32:], kept.absmax[:, 8:24, 1:]
+    assert torch.equal(
+        dequantize_reference(codes, absmax, kept.scales, 8 * 2 + 1, 2, torch.float32), whole[:, 8:24, 64:]
+    )
+
+
 def test_a_layer_multiplies_with_what_it_keeps() -> None:
     whole, layer = matrix(32, 128).double(), Linear(128, 32, dtype=torch.float64)
     bias = layer.bias

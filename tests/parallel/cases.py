@@ -44,14 +44,15 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
 }
 """Parts that any of the models may have beside its own, each with what its keys may be."""
 WIDE = dict(layers=4, hidden=128, heads=4, kv_heads=2, ffn=256, vocab=61, qk_norm=True)
-"""A model whose rows are whole blocks of 4-bit weights, also on two tensor ranks."""
+WIDE_MIXTURE = MIXTURE | dict(hidden=128, ffn=256, expert_ffn=128)
+"""Models whose rows are whole blocks of 4-bit weights, also on two tensor ranks."""
 ADAPTERS: dict[str, dict[str, Any]] = {
     "": {},
     "lora": dict(kind="lora", rank=4),
     "lora first": dict(kind="lora", rank=3, targets=["q", "kv_down", "up"], rank_stabilized=True),
     "qlora": dict(kind="qlora", rank=4, targets=["q", "v", "up", "down"]),
     "qlora single": dict(kind="qlora", rank=4, double_quantization=False),
-    "lora dropout": dict(kind="lora", rank=4, targets=["q", "k", "out", "kv_down"], dropout=0.3),
+    "lora dropout": dict(kind="lora", rank=4, targets=["q", "k", "out", "kv_down", "up", "down"], dropout=0.3),
     "dora": dict(kind="dora", rank=4, targets=["q", "v", "kv", "out"]),
     "dora all": dict(kind="dora", rank=3),
     "lora last": dict(kind="lora", rank=4, targets=["v", "kv", "out", "down"]),
@@ -87,7 +88,7 @@ def make_run(
 def model_of(name: str) -> dict[str, Any]:
     """The keys of a model and of the variants that its name adds to it, each with the number of what it chooses."""
     base, *variants = name.split(" + ")
-    keys = dict((MODELS | {"wide": WIDE})[base])
+    keys = dict((MODELS | {"wide": WIDE, "wide mixture": WIDE_MIXTURE})[base])
     for word in variants:
         variant, _, number = word.partition(" #")
         keys |= VARIANTS[variant][int(number or 0)]

@@ -23,11 +23,8 @@ CANDIDATES = 600
 """Drawn to choose a covering array from; most combinations of an axis and a variant come up in them several times."""
 SOME = "some microbatches"
 OBJECTIVES = ("dpo", "dpo ipo", "dpo margins", "kto", "orpo", "simpo", "reward")
-NOT_EXPERTS = ("dora all",)
-"""Adapters that a model with experts may not have."""
 KINDS = [name for name in cases.ADAPTERS if name.startswith(("lora", "dora"))]
 """Adapters of any model; those in 4 bits need one that is wide."""
-OF_EXPERTS = [name for name in KINDS if name not in NOT_EXPERTS]
 MOST = 80
 """More layouts than a covering array takes."""
 VARIANTS: set[str] = {
@@ -191,6 +188,7 @@ SMALL_EDGES: list[Drawn] = [
     # Deferred gradients that are not added up yet.
     ("dense", dict(pipeline=2, shard=2, schedule="zb-h1"), LOW_PRECISION | dict(layers=2, global_batch=4, microbatch=1)),
     ("wide", dict(shard=2, tensor=2), dict(adapter="qlora", layers=1)),
+    ("wide mixture", dict(shard=2, expert=2), dict(adapter="qlora", layers=2, global_batch=4)),
     # A teacher of other sizes, which has experts.
     ("dense", dict(tensor=2, shard=2), dict(objective="distill", global_batch=4)),
     ("tied", dict(pipeline=2, context=2, stages=(1, 3)), dict(objective="distill reverse", global_batch=4)),
@@ -223,14 +221,16 @@ ADAPTER_EDGES: list[Drawn] = [
         for model in ("dense", "mixture")
         for axis in AXES
         for kind in KINDS
-        if (model, axis) != ("dense", "expert") and not (model == "mixture" and kind in NOT_EXPERTS)
+        if (model, axis) != ("dense", "expert")
     ],
     *[
-        ("mixture", ONE_AXIS[one] | ONE_AXIS[other], dict(adapter=OF_EXPERTS[number % len(OF_EXPERTS)]))
+        ("mixture", ONE_AXIS[one] | ONE_AXIS[other], dict(adapter=KINDS[number % len(KINDS)]))
         for number, (one, other) in enumerate((a, b) for a in AXES for b in AXES if a < b)
     ],
-    *[(model, {}, more | dict(adapter=kind)) for model in cases.MODELS for kind in OF_EXPERTS for more in ({}, LOW_PRECISION)],
+    *[(model, {}, more | dict(adapter=kind)) for model in cases.MODELS for kind in KINDS for more in ({}, LOW_PRECISION)],
     *[("wide", {axis: 2}, dict(adapter="qlora", layers=2)) for axis in AXES if axis != "expert"],
+    *[("wide mixture", layout, dict(adapter="qlora", layers=2)) for layout in ONE_AXIS.values()],
+    ("wide mixture", dict(shard=2, tensor=2, expert=2, expert_tensor=True), dict(adapter="qlora single", layers=2)),
     *[("wide", {a: 2, b: 2}, dict(adapter="qlora single", layers=2)) for a, b in itertools.combinations(AXES[:5], 2)],
     ("wide", dict(shard=2, recompute="full"), LOW_PRECISION | dict(adapter="qlora", layers=2)),
     ("wide", dict(tensor=2, pipeline=2, schedule="zb-h1"), LOW_PRECISION | dict(adapter="qlora")),

@@ -127,9 +127,9 @@ def note_rows(train_state: TrainState) -> Routed:
     def follow(layer: int, moe: MoE) -> None:
         run_experts, sent = moe.run_experts, [0]
 
-        def noted(rows: Tensor, counts: Tensor) -> Tensor:
+        def noted(rows: Tensor, counts: Tensor, keys: Tensor | None = None) -> Tensor:
             sent[0] = len(rows)
-            return run_experts(rows, counts)
+            return run_experts(rows, counts, keys)
 
         def arrived(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
             if moe.router.counting:
@@ -271,10 +271,10 @@ def saves_as_planned(run: Run, rank: int, record: Record) -> bool:
     return True
 
 
-def moved_rows(place: PlannedRank, choices: list[Choices]) -> dict[int, int]:
+def moved_rows(place: PlannedRank, choices: list[Choices]) -> dict[int, tuple[int, int]]:
     """Rows that a rank sends to other expert ranks in each layer, forward: its own there, and theirs back."""
     m, lay = place.run.model, place.run.layout
-    moved: dict[int, int] = {}
+    moved: dict[int, tuple[int, int]] = {}
     mine = place.index("expert")
     first = place.rank - mine * lay.tensor - place.index("tensor")  # of the ranks that the experts are dealt out over
     for layer in choices[place.rank]:
@@ -284,8 +284,11 @@ def moved_rows(place: PlannedRank, choices: list[Choices]) -> dict[int, int]:
             owners = np.concatenate([c.ravel() for s in senders for c in choices[s][layer]]) // (
                 m.experts // lay.expert
             )
-            away = owners != mine if expert == mine else owners == mine
-            moved[layer] = moved.get(layer, 0) + int(away.sum())
+            there, back = moved.get(layer, (0, 0))
+            if expert == mine:
+                moved[layer] = there + int((owners != mine).sum()), back
+            else:
+                moved[layer] = there, back + int((owners == mine).sum())
     return moved
 
 

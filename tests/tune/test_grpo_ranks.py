@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from grpo_runs import grpo_run
+from grpo_runs import assert_learns_as_one_process, grpo_run, steps
 from parallel_pool import RankPool
 
 from shardwise.plan.serving.rollouts import own_weight_bytes
@@ -27,40 +26,6 @@ AXES: list[dict[str, Any]] = [
 ]
 MODEL = dict(layers=2, hidden=32, heads=4, kv_heads=2, vocab=260)
 EXPERTS = MODEL | dict(experts=4, experts_per_token=2, router="sigmoid", shared_experts=1)
-SAME = (
-    "loss",
-    "grad_norm",
-    "reward",
-    "reward_std",
-    "completion_tokens",
-    "kl",
-    "mismatch",
-    "clip_fraction",
-    "filtered_groups",
-)
-
-
-def train_rank(rank: int, run: Run, out: Path) -> None:
-    train(run, out, open_source=source_of)
-
-
-def steps(out: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: line[k] for k in SAME if k in line} for line in lines if "loss" in line]
-
-
-def compare(ranks: RankPool, run: Any, layout: dict[str, Any], folder: Path) -> None:
-    """A run on a layout is that of one process."""
-    alone, spread = run({}), run(layout)
-    if not (folder / "alone").exists():
-        train(alone, folder / "alone", open_source=source_of)
-    out = folder / "-".join(f"{k}{v}" for k, v in layout.items())
-    ranks.run(spread.layout.world, train_rank, spread, out)
-    expected, found = steps(folder / "alone"), steps(out)
-    assert len(expected) == len(found) > 1
-    assert all(step["grad_norm"] > 1e-6 and step["reward"] > 0 for step in expected)
-    for one, other in zip(expected, found, strict=True):
-        assert other == pytest.approx(one, rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.parametrize("layout", AXES, ids=lambda layout: "-".join(layout))
@@ -68,7 +33,9 @@ def test_every_axis_learns_the_same(ranks: RankPool, task: Path, tmp_path: Path,
     """Two steps of each round, so that log-probabilities of before are needed; groups without a difference left out."""
     objective = dict(variant="dapo", iterations=2, filter_rounds=2)
     train_keys = dict(steps=3, microbatch=2)
-    compare(ranks, lambda lay: grpo_run(task, layout=lay, train=train_keys, objective=objective), layout, tmp_path)
+    assert_learns_as_one_process(
+        ranks, lambda lay: grpo_run(task, layout=lay, train=train_keys, objective=objective), layout, tmp_path
+    )
 
 
 def test_a_reference_is_the_same_on_shards(ranks: RankPool, task: Path, tmp_path: Path) -> None:
@@ -78,7 +45,7 @@ def test_a_reference_is_the_same_on_shards(ranks: RankPool, task: Path, tmp_path
         train_keys = dict(steps=3, weights=str(tmp_path / "first"))
         return grpo_run(task, layout=layout, train=train_keys, objective=dict(kl_beta=0.1))
 
-    compare(ranks, run, dict(shard=2, zero=1), tmp_path)
+    assert_learns_as_one_process(ranks, run, dict(shard=2, zero=1), tmp_path)
     found = steps(tmp_path / "alone")
     assert found[0]["kl"] == pytest.approx(0, abs=1e-12)
     assert found[-1]["kl"] > 1e-6
@@ -110,7 +77,7 @@ def test_adapters_are_merged_for_the_engine(
             task, layout=layout, train=train_keys, objective=dict(kl_beta=0.1), adapter=adapter, model=model
         )
 
-    compare(ranks, run, layout, tmp_path)
+    assert_learns_as_one_process(ranks, run, layout, tmp_path)
     found = steps(tmp_path / "alone")
     assert all(step["mismatch"] < 1e-11 for step in found)
     assert found[0]["kl"] == pytest.approx(0, abs=1e-12)
@@ -149,7 +116,7 @@ def test_drawn_layouts_learn_the_same(ranks: RankPool, task: Path, tmp_path: Pat
     layout |= dict(zero=draw.choice([1, 2, 3])) if layout["shard"] * layout["context"] > 1 else {}
     objective = dict(variant=draw.choice(["grpo", "dr_grpo", "dapo"]), minibatches=draw.choice([1, 2]))
     size = dict(model=EXPERTS if experts else MODEL)
-    compare(
+    assert_learns_as_one_process(
         ranks,
         lambda lay: grpo_run(task, layout=lay, train=dict(steps=3, microbatch=1), objective=objective, **size),
         layout,

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from shardwise.checkpoint.adapters import adapter_shapes, base_of, factor_names, fingerprint, is_adapter, magnitude_name
+from shardwise.checkpoint.adapters import adapter_shapes, base_of, fingerprint, is_adapter
 from shardwise.checkpoint.folder import checkpoint_folder, is_checkpoint
 from shardwise.checkpoint.format import RUN_FILE, read_header, read_json
 from shardwise.checkpoint.huggingface.convert import Conversion, check_free, from_hf, new_folder, write_json
@@ -29,7 +29,7 @@ from shardwise.checkpoint.writer import Entry, write_weights
 from shardwise.files import write_atomically
 from shardwise.run import AdapterConfig, ModelConfig, Problem, Run, UserError, read_run, run_from_dict, to_dict
 from shardwise.run.adapter_config import MATRICES
-from shardwise.run.parameters import HEAD, layer_parameters
+from shardwise.run.parameters import HEAD, factors_of, layer_parameters, magnitude_of
 from shardwise.run.write import sections_to_toml
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -147,10 +147,10 @@ def _links(run: Run, where: str) -> Iterator[Link]:
 def _tensors(link: Link, adapter: AdapterConfig) -> Iterator[tuple[str, str]]:
     """The names of an adapter's tensors, ours and theirs."""
     module = link.theirs[0].removesuffix(".weight")
-    for ours, letter in zip(factor_names(link.ours[0]), "AB", strict=True):
+    for ours, letter in zip(factors_of(link.ours[0]), "AB", strict=True):
         yield ours, f"{module}.lora_{letter}.weight"
     if adapter.kind == "dora":
-        yield magnitude_name(link.ours[0]), f"{module}.lora_magnitude_vector"
+        yield magnitude_of(link.ours[0]), f"{module}.lora_magnitude_vector"
 
 
 def _theirs(link: Link, reader: Reader, name: str, ours: str) -> Iterator[Tensor]:

@@ -13,16 +13,19 @@ from shardwise.run.adapter_config import NF4_BLOCK, NF4_SCALES
 
 @triton.jit
 def _dequantize(  # type: ignore[no-untyped-def]
-    CODES, ABSMAX, SCALE, VALUES, TREE, OUT, n, blocks, first, stride, last,
+    CODES, ABSMAX, SCALE, VALUES, TREE, OUT, n, rows, blocks, first, stride, count,
     DOUBLE: tl.constexpr, SCALES: tl.constexpr, HALF: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)  # blocks of this slice
     inside = at < n
     if DOUBLE:
-        number = first + (at // blocks) * stride + at % blocks
+        row = at // blocks
+        number = first + (row % rows) * stride + at % blocks
         code = tl.load(ABSMAX + at, mask=inside, other=0).to(tl.int32)
-        scale = tl.load(SCALE + number // SCALES, mask=inside, other=0.0)
-        absmax = tl.load(TREE + code, mask=inside, other=0.0) * scale + tl.load(SCALE + last)
+        of_matrix = SCALE + (row // rows) * count  # `count` numbers of each matrix, the last of them a mean
+        scale = tl.load(of_matrix + number // SCALES, mask=inside, other=0.0)
+        mean = tl.load(of_matrix + count - 1, mask=inside, other=0.0)
+        absmax = tl.load(TREE + code, mask=inside, other=0.0) * scale + mean
     else:
         absmax = tl.load(ABSMAX + at, mask=inside, other=0.0)
     byte = tl.arange(0, HALF)
@@ -37,12 +40,14 @@ def _dequantize(  # type: ignore[no-untyped-def]
 def dequantize_nf4(
     codes: Tensor, absmax: Tensor, scales: Tensor, first: int, stride: int, dtype: torch.dtype, values: Tensor, tree: Tensor
 ) -> Tensor:  # fmt: skip
-    """The matrix that a slice of codes stands for; `values` are those of the codes, `tree` those of the second level."""
-    out = torch.empty(codes.shape[0], 2 * codes.shape[1], dtype=dtype, device=codes.device)
+    """The matrix, or the stack of them, that a slice of codes stands for; `values` are those of the codes, `tree` those of the
+    second level."""
+    out = torch.empty(*codes.shape[:-1], 2 * codes.shape[-1], dtype=dtype, device=codes.device)
     n, double = absmax.numel(), scales.numel() > 0
     _dequantize[(triton.cdiv(n, 64),)](
         codes, absmax, scales if double else absmax, values, tree, out, n,
-        absmax.shape[1], first, stride, scales.numel() - 1, DOUBLE=double, SCALES=NF4_SCALES, HALF=NF4_BLOCK // 2, N=64,
-        num_warps=4, enable_fp_fusion=False,  # the bits of the reference
+        absmax.shape[-2], absmax.shape[-1], first, stride, scales.shape[-1],
+        DOUBLE=double, SCALES=NF4_SCALES, HALF=NF4_BLOCK // 2, N=64, num_warps=4,
+        enable_fp_fusion=False,  # the bits of the reference
     )  # fmt: skip
     return out

@@ -146,10 +146,8 @@ class OpList(list[Op]):
             every, once, seconds = (flops, flops, 0.0), (each, each, 0.0), (seconds[0], seconds[1], 0.0)
             early_stop = early_stop and job.adapter.kind != "qlora"
             self.append(Op(name, part, "matmul", seconds, every, NOTHING, saved, 0.0, once, early_stop=early_stop))
-            if job.adapter.kind == "qlora" and part in (
-                "attention",
-                "ffn",
-            ):  # read in 4 bits and written, for both passes
+            if job.adapter.kind == "qlora" and part in ("attention", "ffn", "experts"):
+                # Read in 4 bits and written, for both passes.
                 size = numel * (0.52 + job.width)
                 self.elementwise(f"{name} of 4 bits", part, size, size, early_stop=early_stop)
             return

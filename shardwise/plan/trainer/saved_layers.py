@@ -368,9 +368,11 @@ def router(tape: Tape, x: str) -> None:
 def experts(tape: Tape, dispatched: int | Fraction, arrived: int | Fraction) -> None:
     """Rows to the experts and through them."""
     planned, lay, fused = tape.planned, tape.planned.run.layout, tape.fused_dispatch
-    weights = [p for p in tape.parameters.values() if p.entry.routed]
-    learning = {p.entry.name.removeprefix("ffn.experts.") for p in weights if p.learns}
-    count, width, hidden = weights[0].shape
+    adapter = planned.run.adapter
+    weights = {name.removeprefix("ffn.experts."): p for name, p in tape.parameters.items() if p.entry.routed}
+    learned = sum(p.numel for p in weights.values() if p.learns and p.entry.multiplied)
+    count, width, hidden = weights["gate"].shape
+    hidden *= weights["gate"].entry.packed
     if not fused:
         tape.save_new("expert order", dispatched, INTEGER)
     if lay.expert > 1:
@@ -378,13 +380,25 @@ def experts(tape: Tape, dispatched: int | Fraction, arrived: int | Fraction) -> 
     # Experts that no other rank has a share of are not gathered, so not cast by that either.
     alone = planned.size("expert_shard") == planned.sharding_replicas == 1 and not lay.offload
     if tape.low_precision and (alone or not planned.is_sharded):
-        tape.save_new("expert weights", sum(p.numel for p in weights if p.learns))
+        tape.save_new("expert weights", learned)
     if tape.fused_gemms and hidden % 8 == width % 8 == 0:  # one kernel, which reads where each expert's rows end
         tape.save_new("expert ends", count, INDEX)
-    if learning & {"gate", "up", "lora.gate_A", "lora.up_A"}:
-        tape.save_new("expert rows", arrived * hidden)
     tape.save_new("expert gate, up and function", 3 * arrived * width)
-    if learning & {"down", "lora.down_A"}:
-        tape.save_new("expert inner", arrived * width)
-    low_rank = sum(p.shape[1] for p in weights if p.entry.name.endswith("_A"))
-    tape.save_new("expert low rank", arrived * low_rank)
+    inputs = dict(gate=("expert rows", hidden), up=("expert rows", hidden), down=("expert inner", width))
+    for part, (name, inner) in inputs.items():
+        low_rank = weights.get(f"lora.{part}_A")
+        if weights[part].learns or (low_rank is not None and not adapter.dropout):
+            tape.save_new(name, arrived * inner)
+        if low_rank is None:
+            continue
+        if adapter.dropout:  # what is multiplied with, and the product
+            tape.save_new(f"expert {part} dropout", 2 * arrived * inner)
+        tape.save_new(f"expert {part} low rank", arrived * low_rank.shape[1])
+        if adapter.kind == "dora":  # the sum and its factors, and the lengths that are divided by
+            magnitude = weights[f"lora.{part}_magnitude"]
+            tape.save_new(f"expert {part} sum", arrived * magnitude.shape[1])
+            tape.save_new(f"expert {part} factors", magnitude.numel)
+            tape.save_new(f"expert {part} lengths", magnitude.numel, planned.high_width)
+    rescaled = adapter.kind == "dora" and any(p.entry.adapted for p in weights.values())
+    if adapter.kind == "qlora" or rescaled:  # by which the rows of each expert are found again
+        tape.save_new("expert counts", count, INTEGER)

@@ -30,9 +30,12 @@ from shardwise.plan.trainer.wire import Groups, Times, Wire
 from shardwise.run import Run
 from shardwise.run.compression import block_bytes, blocks_of
 from shardwise.run.derive import accepted_choices, forward_passes, uses_fp8_gemm
+from shardwise.run.parameters import magnitude_of
 
 INTEGER = 8
 """Bytes of an index: of a token, or of an expert."""
+Moved = tuple[int, int]
+"""Rows that a rank sends to other expert ranks forward: its own there, and theirs back."""
 LOAD = 4
 """Bytes of an expert's load, which stays float32."""
 FIRST_MATRICES = ("q_down", "q", "k", "v", "kv_down", "gate", "up")
@@ -41,7 +44,7 @@ CHUNKS = 2
 """Messages that a tensor collective is cut into where it overlaps with GEMMs (`parallel/overlap.py`)."""
 
 
-def traffic(run: Run, rank: int | None = None, moved: Mapping[int, int] | None = None) -> Traffic:
+def traffic(run: Run, rank: int | None = None, moved: Mapping[int, Moved] | None = None) -> Traffic:
     """Bytes and messages of a rank in one step; without one, of the rank that sends most.
 
     `moved` gives, for each MoE layer of the rank, the rows it sends to other expert ranks in the forward passes of a step,
@@ -70,7 +73,7 @@ def ledger(groups: Groups) -> Traffic:
     return Traffic(size, messages)
 
 
-def by_group(run: Run, rank: int, moved: Mapping[int, int] | None = None) -> Groups:
+def by_group(run: Run, rank: int, moved: Mapping[int, Moved] | None = None) -> Groups:
     """The same by process group, to the byte."""
     wire = Wire(PlannedRank(run, rank), {})
     _passes(wire, moved)
@@ -94,7 +97,7 @@ def by_group(run: Run, rank: int, moved: Mapping[int, int] | None = None) -> Gro
     return wire.sent
 
 
-def _passes(wire: Wire, moved: Mapping[int, int] | None) -> None:
+def _passes(wire: Wire, moved: Mapping[int, Moved] | None) -> None:
     data(wire)
     layers(wire, moved)
     ends(wire)
@@ -197,7 +200,7 @@ def buckets(sizes: Iterable[int]) -> int:
     return count + (held > 0)
 
 
-def layers(wire: Wire, moved: Mapping[int, int] | None) -> None:
+def layers(wire: Wire, moved: Mapping[int, Moved] | None) -> None:
     """The traffic inside of the layers, forward, backward and recomputed. Like layers are added up together."""
     planned, m = wire.planned, wire.planned.run.model
     counts: dict[tuple[bool, frozenset[str]], list[int]] = {}
@@ -210,7 +213,7 @@ def layers(wire: Wire, moved: Mapping[int, int] | None) -> None:
         block = twice if "block" in recomputed else once
         core = twice if recomputed & {"block", "attention"} else once
         tensor(wire, block, block, overlapped=m.attention == "grouped")
-        row_lengths(wire, moe, "attention.out", block)
+        row_lengths(wire, moe, "attention.out.weight", block)
         if block == once:
             gathered_again(wire, calls, moe, "attention.")
         context(wire, core, block)
@@ -218,7 +221,9 @@ def layers(wire: Wire, moved: Mapping[int, int] | None) -> None:
         # so what follows is not sent once more; where it overlaps it is, since the GEMM is made while it is sent.
         ffn = twice if recomputed & {"block", "ffn"} else once
         end = ffn if planned.run.layout.async_tensor else once
-        row_lengths(wire, moe, "ffn.shared.down" if moe else "ffn.down", ffn)
+        row_lengths(wire, moe, "ffn.shared.down.weight" if moe else "ffn.down.weight", ffn)
+        if planned.run.layout.expert_tensor:
+            row_lengths(wire, moe, "ffn.experts.down", ffn)
         if not moe:
             tensor(wire, block, end)
             if block == once:
@@ -231,9 +236,10 @@ def layers(wire: Wire, moved: Mapping[int, int] | None) -> None:
             if ffn == once:
                 gathered_again(wire, calls, moe, "ffn.shared.")
         if moved is None:
-            rows = len(alike) * even_rows(planned)
+            away, back = even_rows(planned)
+            rows = len(alike) * away, len(alike) * back
         else:
-            rows = sum(moved[layer] for layer in alike)
+            rows = sum(moved[layer][0] for layer in alike), sum(moved[layer][1] for layer in alike)
         dispatch(wire, ffn, rows, calls)
 
 
@@ -252,7 +258,7 @@ def tensor(wire: Wire, entering: Times, leaving: Times, overlapped: bool = True)
 
 def row_lengths(wire: Wire, moe: bool, name: str, times: Times) -> None:
     """`model/adapters.py`: the squares of the rows of a matrix that is cut by columns and rescaled, over all of them."""
-    magnitude = wire.planned.layer_table(moe).get(f"{name}.lora.magnitude")
+    magnitude = wire.planned.layer_table(moe).get(magnitude_of(name))
     if magnitude is not None and wire.adapted:
         wire.all_reduce("tensor", magnitude.numel * wire.planned.high_width, times.forward)
 
@@ -333,19 +339,24 @@ def rows_to_experts(planned: PlannedRank) -> tuple[int, int]:
     return accepted * slices, mine * lay.expert * slices
 
 
-def even_rows(planned: PlannedRank) -> int:
-    """Rows that a rank sends to others in a step's forward passes of one MoE layer, dispatch and combine."""
-    dispatched, arrived = rows_to_experts(planned)
-    return planned.run.accumulation * (dispatched + arrived - 2 * arrived // planned.run.layout.expert)
+def even_rows(planned: PlannedRank) -> Moved:
+    """Rows that a rank sends to others in a step's forward passes of one MoE layer."""
+    (dispatched, arrived), n = rows_to_experts(planned), planned.run.accumulation
+    stay = arrived // planned.run.layout.expert
+    return n * (dispatched - stay), n * (arrived - stay)
 
 
-def dispatch(wire: Wire, ffn: Times, rows: int, calls: int) -> None:
-    """`expert.py`: rows dispatched to the ranks of their experts and combined, and the counts before."""
+def dispatch(wire: Wire, ffn: Times, rows: Moved, calls: int) -> None:
+    """`expert.py`: rows dispatched to the ranks of their experts and combined, and the counts before; where the experts' adapters
+    draw dropout, with the numbers of their tokens."""
     planned = wire.planned
     wire.all_to_all("expert", planned.run.model.experts * INTEGER, ffn.forward)
     passes = Fraction(ffn.forward + ffn.backward, calls)
-    size = passes * rows * planned.run.model.hidden * planned.width
+    size = passes * sum(rows) * planned.run.model.hidden * planned.width
     wire.moved("expert", size, 2 * (ffn.forward + ffn.backward))
+    adapted = any(p.entry.routed and p.entry.adapted for p in planned.layer_table(True).values())
+    if planned.run.adapter.dropout and adapted and not wire.forward_only:
+        wire.moved("expert", Fraction(ffn.forward, calls) * rows[0] * INTEGER, ffn.forward)
 
 
 def uncut_gradients(wire: Wire) -> None:

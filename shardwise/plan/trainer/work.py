@@ -25,6 +25,7 @@ from shardwise.plan.trainer.rank import PlannedParameter, PlannedRank, reference
 from shardwise.plan.trainer.traffic import first_ranks, rows_to_experts
 from shardwise.run import Run
 from shardwise.run.derive import uses_fp8_gemm
+from shardwise.run.parameters import matrix_of
 
 CONVENTION = (
     "hardware FLOPs: causal attention (backward twice the forward), head in, embedding lookup out, recomputation in, "
@@ -123,10 +124,10 @@ def _gemm(planned: PlannedRank, parameter: PlannedParameter) -> GemmFlops:
 
 def _lengths(planned: PlannedRank, moe: bool, magnitude: PlannedParameter) -> GemmFlops:
     """B times A, for the lengths of the rows of an adapted matrix (`model/adapters.py`)."""
-    matrix = planned.layer_table(moe)[magnitude.entry.name.replace(".lora.magnitude", ".weight")]
-    attention = magnitude.entry.owner == "attention"
-    flops = 2.0 * planned.run.adapter.rank * matrix.multiplied_numel
-    return GemmFlops("attention" if attention else "ffn", flops, BLOCK if attention else FFN, constant=True)
+    matrix = planned.layer_table(moe)[matrix_of(magnitude.entry.name)]
+    flops, owner = 2.0 * planned.run.adapter.rank * matrix.multiplied_numel, magnitude.entry.owner
+    part = "ffn" if owner == "shared_experts" else owner
+    return GemmFlops(part, flops, BLOCK if owner == "attention" else FFN, constant=True)
 
 
 def _recomputes_last(planned: PlannedRank, parameter: PlannedParameter) -> bool:
