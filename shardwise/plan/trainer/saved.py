@@ -44,7 +44,8 @@ from fractions import Fraction
 from itertools import groupby
 
 from shardwise.plan.trainer.rank import PlannedRank, Stage
-from shardwise.plan.trainer.saved_layers import INDEX, Tape, attention, feed_forward, gathered, linear, moe, norm
+from shardwise.plan.trainer.saved_experts import moe
+from shardwise.plan.trainer.saved_layers import INDEX, Tape, attention, feed_forward, gathered, linear, norm
 from shardwise.plan.trainer.traffic import INTEGER
 from shardwise.run.derive import uses_varlen_attention
 
