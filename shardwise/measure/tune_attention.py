@@ -21,6 +21,7 @@ from shardwise.model.kernels.tiles import (
     PromptTile,
     crowd,
     decode_name,
+    is_kept,
     keep_tiles,
     prompt_name,
 )
@@ -101,17 +102,18 @@ def _times(works: Mapping[Any, Callable[[], Any]], pool: Any) -> dict[Tile, floa
 def tune_attention(
     shapes: Iterable[tuple[int, int, int]], device: torch.device, say: Say = lambda text: None
 ) -> dict[str, Tile]:
-    """Find and keep the fastest shapes for layers of so many heads, heads of keys, and their width; those that differ from what is
-    taken otherwise."""
+    """Find and keep the fastest shapes for layers of so many heads, heads of keys, and their width, where none are kept yet."""
     chosen: dict[str, Tile] = {}
     pool = torch.cuda.graph_pool_handle()
     for heads, kv_heads, width in shapes:
         cases: list[tuple[str, Tile, dict[Tile, float]]] = []
         for sequences in SEQUENCES:
+            if is_kept(decode_name(sequences, width), device):
+                continue
             plain = DECODE[crowd(sequences)]
             times = decode_times(heads, kv_heads, width, sequences, dict.fromkeys((plain, *MORE_DECODE)), device, pool)
             cases.append((decode_name(sequences, width), plain, times))
-        if width <= 128:
+        if width <= 128 and not is_kept(prompt_name(width), device):
             cases.append(
                 (prompt_name(width), PROMPT, prompt_times(heads, kv_heads, width, (PROMPT, *MORE_PROMPT), device, pool))
             )
@@ -119,6 +121,7 @@ def tune_attention(
             say(f"{name}: " + ", ".join(f"{tile} {seconds * 1e6:.1f} us" for tile, seconds in times.items()))
             best = min(times, key=lambda tile: times[tile])
             chosen[name] = best if times[best] < BETTER * times.get(usual, float("inf")) else usual
-    keep_tiles(chosen, device)
+    if chosen:
+        keep_tiles(chosen, device)
     torch.cuda.empty_cache()
     return chosen

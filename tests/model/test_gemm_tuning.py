@@ -15,6 +15,7 @@ from shardwise.model.gemm import fp8, tuned
 from shardwise.model.gemm.cublaslt import Algorithm, LibraryError, Shape, lies_well
 from shardwise.model.gemm.decoding import DecodingGemms
 from shardwise.model.gemm.experiment import Experiment
+from shardwise.model.kernels import tiles
 from shardwise.model.layers import Gemm, Linear
 from shardwise.model.quantize import E4M3, E5M2
 from shardwise.run import run_from_dict
@@ -301,3 +302,25 @@ def test_steps_of_known_sizes_take_their_algorithm_and_others_are_left_to_pytorc
     assert gemms(x, matrix, stream, adds=False) is stream  # a rank that adds nothing but its part
     torch.testing.assert_close(stream, x @ matrix.t())
     assert ran.given == [(4, False), (4, True), (4, False)]
+
+
+def test_shapes_of_attention_are_kept_for_the_next_process_and_wrong_ones_are_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, path = torch.device("cuda", 0), tmp_path / "made" / "tiles.json"
+    monkeypatch.setattr(tiles, "_path", lambda device: path)
+    tiles._kept.cache_clear()
+    assert tiles.decode_tile(300, 128, device) == tiles.DECODE["many"]
+    assert tiles.decode_tile(100, 128, device) == tiles.DECODE["some"]
+    tiles.keep_tiles({tiles.decode_name(256, 128): tiles.DecodeTile(64, 2, 3)}, device)
+    tiles.keep_tiles({tiles.prompt_name(128): tiles.PromptTile(128, 64, 8, 3)}, device)
+    tiles._kept.cache_clear()
+    assert tiles.decode_tile(300, 128, device) == tiles.DecodeTile(64, 2, 3)
+    assert tiles.decode_tile(300, 64, device) == tiles.DECODE["many"]
+    assert tiles.prompt_tile(500, 128, device) == tiles.PromptTile(128, 64, 8, 3)
+    assert tiles.prompt_tile(9, 128, device).rows == 16
+    for wrong in ('{"decode many 128": [64, "4"]}', '{"decode many 128": [64, 4, 0]}', "[1]", "{"):
+        path.write_text(wrong)
+        tiles._kept.cache_clear()
+        assert tiles.decode_tile(300, 128, device) == tiles.DECODE["many"]
+    tiles._kept.cache_clear()

@@ -70,7 +70,7 @@ def _path(device: torch.device) -> Path:
 def _kept(device: torch.device) -> dict[str, list[int]]:
     if device.type != "cuda":
         return {}
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         found = json.loads(_path(device).read_bytes())
         return {name: sizes for name, sizes in found.items() if isinstance(sizes, list)}
     return {}
@@ -83,6 +83,11 @@ def keep_tiles(found: dict[str, DecodeTile | PromptTile], device: torch.device) 
         _path(device).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(_path(device), (json.dumps(content, indent=1) + "\n").encode())
     _kept.cache_clear()
+
+
+def is_kept(name: str, device: torch.device) -> bool:
+    """Whether there is a shape for this machine."""
+    return name in _kept(device)
 
 
 def decode_name(sequences: int, width: int) -> str:
