@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardwise.model.attention import GroupedAttention
 from shardwise.model.layers import FeedForward, Linear
 from shardwise.parallel.collectives import Group, all_gather
-from shardwise.parallel.regather import note_gathered
+from shardwise.parallel.saving import note
 
 CHUNKS = 2
 
@@ -66,7 +66,7 @@ class _AllGatherGemm(torch.autograd.Function):
         for number, chunks, arrived in _arriving(x, group):
             _in_chunks(whole, ranks, chunks)[:, :, number] = arrived.transpose(0, 1)
             _in_chunks(out, ranks, chunks)[:, :, number] = _times(arrived, weight.mT).transpose(0, 1)
-        note_gathered(whole, x, lambda shard: all_gather(shard, group, 1))
+        note(whole, (x,), lambda shard: all_gather(shard, group, 1))
         learns = ctx.needs_input_grad[1]  # a frozen matrix does not need its input again
         ctx.save_for_backward(whole if learns else None, weight)
         ctx.group = group

@@ -29,7 +29,7 @@ from shardwise.parallel.fp8_all_gather import Scales
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.objective import Microbatch, Objective
 from shardwise.parallel.observer import Observers
-from shardwise.parallel.regather import regathering
+from shardwise.parallel.saving import saving
 from shardwise.parallel.shard import reduce_deferred_gradients
 from shardwise.schedules import Action, Message, Schedule, message_of, transfers
 
@@ -300,8 +300,9 @@ class Pipeline:
         return contextlib.nullcontext()
 
     def _saving(self, training: bool) -> Any:
-        """Tensor ranks save their shards of sequences."""
-        return regathering() if training and self.mesh.size("tensor") > 1 else contextlib.nullcontext()
+        """Tensor ranks save their shards of sequences, and some tensors are made again."""
+        replaces = self.mesh.size("tensor") > 1 or self.mesh.layout.recompute == "optimal"
+        return saving() if training and replaces else contextlib.nullcontext()
 
     def _put(self, action: Action, x: Tensor) -> None:
         sent = message_of(action, self.schedule.placement)

@@ -2,7 +2,8 @@
 
 `full` saves a block's input alone, at the price of a third more work; `attention` recomputes only the part whose memory grows with
 the square of the sequence (Korthikanti et al. 2022); `operations` recomputes the named parts; `budget` recomputes as few whole
-blocks as the memory allows, by the planner's count of what a block saves. The first three may be limited to every n-th layer.
+blocks as the memory allows, by the planner's count of what a block saves; `optimal` makes single tensors again, those that take the
+least time for the memory that must be spared (`made_again.py`). The first three may be limited to every n-th layer.
 Traffic inside a recomputed part happens once more, except what comes after the last tensor that its backward pass needs. Routers
 do not count a recomputed token twice.
 """
@@ -22,6 +23,7 @@ from shardwise.model.attention import GroupedAttention, LatentAttention
 from shardwise.model.layers import Norm
 from shardwise.model.moe import Router
 from shardwise.model.transformer import Block, Transformer
+from shardwise.parallel.made_again import make_again
 from shardwise.parallel.observer import Observers
 from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.run import Run
@@ -72,11 +74,13 @@ def apply_recompute(model: Transformer, run: Run, rank: int, observers: Observer
     """Let the modules of the layout's mode be recomputed in the backward pass."""
     layout = run.layout
     blocks = [block for block in model.layers.values() if isinstance(block, Block)]
-    if layout.recompute == "budget":
-        recomputed = {str(layer) for layer, operations in PlannedRank(run, rank).layers() if operations}
+    if layout.recompute in ("budget", "optimal"):
+        planned = PlannedRank(run, rank).recomputed
         for name, block in model.layers.items():
-            if name in recomputed:
+            if "block" in planned[int(name)]:
                 checkpoint_module(block, observers)
+            elif isinstance(block, Block):
+                make_again(block, planned[int(name)])
         return
     for block in blocks[:: layout.recompute_every]:
         if layout.recompute == "full":

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from shardwise.plan.cost.flops import CONVENTION, parameters
 from shardwise.plan.cost.job import GIB
 from shardwise.plan.plan import Plan, mfu_peak
+from shardwise.plan.trainer.budgeted import beside_greedy
+from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.report import words
 from shardwise.report.pick import Column
 from shardwise.run import AXES, counted
@@ -41,11 +43,13 @@ def figures(best: Plan) -> list[tuple[str, str, str]]:
     if not run.train.checkpoint_every:
         steps = max(1, round(cost.checkpoint_every_s / account.step_seconds))
         saved = f"with {saved} (train.checkpoint_every = {steps})"
+    again = [("again", *_made_again(best))] if lay.recompute == "optimal" else []
     return [
         ("model", run.model.preset or "custom", size),
         ("devices", f"{lay.world} {chip}", f"{memory.capacity / GIB:.1f} GiB usable on each{_unfilled(best)}"),
         ("layout", sizes, ", ".join(extra)),
         ("memory", f"{memory.peak / GIB:.1f} GiB", f"on the fullest rank: {fits}"),
+        *again,
         ("step", words.seconds(account.step_seconds), f"80% interval: {words.seconds(best.low)} to {words.seconds(best.high)}"),
         ("speed", words.rate(account.tokens_per_second, "tokens"), f"{words.count(account.tokens)} tokens a step"),
         ("MFU", words.percent(best.mfu), f"{CONVENTION}; of {peak[0]} of {words.flops(peak[1], 'FLOP/s')}"),
@@ -55,6 +59,15 @@ def figures(best: Plan) -> list[tuple[str, str, str]]:
          f"goodput {words.percent(cost.goodput)}, {cost.failures:.1f} failures expected"),
         ("cost", words.price(cost.usd), f"{hourly}; {words.count(cost.kwh)} kWh; {saved}"),
     ]  # fmt: skip
+
+
+def _made_again(best: Plan) -> tuple[str, str]:
+    """What is made again on the first rank, and how long whole layers would take in its place."""
+    planned = PlannedRank(best.run, 0)
+    found, layers = beside_greedy(*planned.of_budget), sum(len(stage.layers) for stage in planned.stages)
+    which = ", ".join(f"{word} {count}" for word, count in found.layers.items()) or "nothing"
+    whole = f"whole layers within the same budget take {words.seconds(found.greedy)}"
+    return words.seconds(found.seconds), f"a microbatch, of {counted(layers, 'layer')}: {which}; {whole}"
 
 
 def _unfilled(best: Plan) -> str:

@@ -16,12 +16,13 @@ from shardwise.run.adapter_rules import adapter_layout_rules, adapter_rules
 from shardwise.run.axes import RANK_AXES
 from shardwise.run.compress_rules import compress_rules
 from shardwise.run.config import Run
-from shardwise.run.derive import REPEATS_PARTS, must_launch, splits_backward, tunes_gemms
+from shardwise.run.derive import must_launch, tunes_gemms
 from shardwise.run.draft import speculation_rules
 from shardwise.run.grpo_rules import grpo_rules
 from shardwise.run.layout_config import LayoutConfig
 from shardwise.run.memory_rules import memory_rules
 from shardwise.run.problems import counted, nearest
+from shardwise.run.recompute_rules import recompute_rules
 from shardwise.run.rule import Broken, Rule
 from shardwise.run.sample_rules import sample_rules
 from shardwise.run.teacher import teacher_layout_rules, teacher_rules
@@ -197,7 +198,7 @@ def layout_rules(run: Run) -> Iterator[Rule]:
     """What network and layout ask of each other. The sizes of the layout may be arrays."""
     yield from _tensor_rules(run)
     yield from _pipeline_rules(run)
-    yield from _recompute_rules(run)
+    yield from recompute_rules(run)
     yield from invariant_rules(run)
     yield from memory_rules(run)
     yield from sample_rules(run)
@@ -329,27 +330,6 @@ def _pipeline_rules(run: Run) -> Iterator[Rule]:
             f"model.heads = {m.heads} is not a multiple of layout.tensor x layout.context = {t * c}: ulysses deals whole heads "
             f"out; ring and gather do not"
         ))
-
-
-def _recompute_rules(run: Run) -> Iterator[Rule]:
-    lay, mode, parts = run.layout, run.layout.recompute, run.layout.recompute_operations
-    wrong = (mode == "operations") != bool(parts) or any(word not in ("attention", "norm", "ffn") for word in parts)
-    yield Rule(wrong, "layout.recompute_operations", ("layout.recompute",), lambda: (
-        'names parts of a layer ("attention", "norm", "ffn") when layout.recompute is "operations", and nothing otherwise'
-    ))
-    alone = lay.async_tensor and mode == "operations" and "ffn" in parts
-    yield Rule(alone, "layout.async_tensor", ("layout.recompute", "layout.recompute_operations"), lambda: (
-        'gathers the sequence outside of the feed-forward layer, which recompute_operations = "ffn" recomputes alone; use '
-        'recompute = "full", or leave "ffn" out'
-    ))
-    yield Rule(run.train.compile is True and mode in REPEATS_PARTS, "train.compile", ("layout.recompute",), lambda: (
-        f'compiles whole layers, and layout.recompute = "{mode}" recomputes a part of one; use "full" or "none"'
-    ))
-    yield Rule(splits_backward(run) & (run.train.compile is True), "train.compile", ("layout.schedule",), lambda: (
-        f'compiles whole layers, and layout.schedule = "{lay.schedule}" defers their weight gradients; use another schedule'
-    ))
-    yield Rule((mode == "budget") != (lay.recompute_budget > 0), "layout.recompute_budget", ("layout.recompute",),
-               lambda: 'is above 0 when layout.recompute is "budget", and 0 otherwise')
 
 
 def batch_rules(run: Run) -> Iterator[Rule]:

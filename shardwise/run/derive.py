@@ -32,7 +32,7 @@ def derive_model(model: ModelConfig, seq_len: int) -> ModelConfig:
     )
 
 
-REPEATS_PARTS = ("attention", "operations")
+REPEATS_PARTS = ("attention", "operations", "optimal")
 """Ways to recompute a part of a layer; a compiled layer is recomputed as a whole."""
 
 CHUNK_BYTES = 2**31

@@ -41,14 +41,16 @@ class LayoutConfig:
     stages: tuple[int, ...] = key(
         (), "layers of each pipeline stage; the first and last may have 0. Empty: balanced by their work"
     )
-    recompute: Literal["none", "attention", "full", "operations", "budget"] = key(
+    recompute: Literal["none", "attention", "full", "operations", "budget", "optimal"] = key(
         "none", "what is recomputed in the backward pass instead of saved (activation checkpointing)"
     )
     recompute_every: int = key(1, "attention, full, operations: every how many layers", least=1)
     recompute_operations: tuple[str, ...] = key(
         (), 'operations: parts of a layer to recompute, of "attention", "norm", "ffn"'
     )
-    recompute_budget: float = key(0.0, "budget: GiB of saved activations a microbatch may keep on a rank", least=0)
+    recompute_budget: float = key(
+        0.0, "budget, optimal: GiB of saved activations a microbatch may keep on a rank", least=0
+    )
 
     compress: Literal["none", "int8", "fp8", "int4", "onebit", "powersgd", "topk"] = key(
         "none",

@@ -24,7 +24,7 @@ from shardwise.measure.rounds import microbatches_to_run
 from shardwise.measure.verify import TOLERANCE, Verdict, verify_dry
 from shardwise.model import moe
 from shardwise.parallel import expert
-from shardwise.plan.trainer.saved_layers import Tape
+from shardwise.plan.trainer.tape import Tape
 from shardwise.run import Run, UserError
 from shardwise.run.axes import V_SHAPED
 

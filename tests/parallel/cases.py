@@ -38,6 +38,7 @@ LATENT = {name: MODELS["latent"][name] for name in ("attention", "q_rank", "kv_r
 VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     "tied embeddings": (dict(tied_embeddings=True),),
     "parallel block": (dict(parallel_block=True),),
+    "no query norm": (dict(qk_norm=False),),
     "latent attention": (LATENT | dict(qk_norm=False),),
     "window": tuple(dict(sliding_window=size) for size in (3, 16, 20)),
     "capacity": tuple(dict(expert_capacity=share) for share in (0.5, 1.0, 1.5)),

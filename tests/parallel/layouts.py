@@ -29,7 +29,7 @@ MOST = 80
 """More layouts than a covering array takes."""
 VARIANTS: set[str] = {
     *cases.MODELS, *cases.SCHEDULES, *cases.METHODS, *(f"zero {n}" for n in (1, 2, 3)), *cases.VARIANTS,
-    *(f"recompute {how}" for how in ("none", "attention", "full", "operations", "budget")),
+    *(f"recompute {how}" for how in ("none", "attention", "full", "operations", "budget", "optimal")),
     "async_tensor", "expert_tensor", "muon", "loss chunked", "uneven stages", "odd batch", "a budget of chunks",
     "a stage without layers", "bfloat16", *OBJECTIVES, *KINDS,
 }  # fmt: skip
@@ -63,10 +63,10 @@ def draw(generator: random.Random, world: int, axes: int = 2) -> Drawn:
         for name, choices in cases.VARIANTS.items():
             if generator.random() < 0.3 and (name != "capacity" or cases.model_of(model).get("experts")):
                 model += f" + {name} #{generator.randrange(len(choices))}"
-        layout["recompute"] = generator.choice(["none", "attention", "full", "operations", "budget"])
+        layout["recompute"] = generator.choice(["none", "attention", "full", "operations", "budget", "optimal"])
         if layout["recompute"] == "operations":
             layout["recompute_operations"] = tuple(generator.sample(["norm", "attention", "ffn"], 2))
-        if layout["recompute"] == "budget":
+        if layout["recompute"] in ("budget", "optimal"):
             layout["recompute_budget"] = generator.choice([3e-5, 1e-4, 2e-4, 5e-4])
         if layout["recompute"] == "full":
             layout["recompute_every"] = generator.choice([1, 2])

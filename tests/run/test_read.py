@@ -46,6 +46,7 @@ def test_all_mistakes_are_reported_at_once_with_file_and_key(tmp_path: Path) -> 
 LATENT = ("model.attention=latent", "model.kv_rank=8", "model.nope_dim=8", "model.v_dim=8")
 MIXTURE = ("model.experts=4", "model.experts_per_token=1")
 TOPK = ("layout.compress=topk", "layout.replicate=2")
+OPTIMAL = ("layout.recompute=optimal", "layout.recompute_budget=1")
 RARELY = ("layout.replicate=2", "layout.sync_every=4")
 QUANTIZED = ("layout.compress_weights=int8", "layout.shard=2")
 ONEBIT = ("layout.compress=onebit", "layout.replicate=2", "layout.compress_warmup=2")
@@ -106,6 +107,9 @@ ONEBIT = ("layout.compress=onebit", "layout.replicate=2", "layout.compress_warmu
         (["layout.recompute=operations", "layout.recompute_operations=nrom"], "layout.recompute_operations", "names parts"),
         (["layout.recompute=budget"], "layout.recompute_budget", "above 0"),
         (["layout.recompute_budget=1"], "layout.recompute_budget", "0 otherwise"),
+        ([*OPTIMAL, "train.fp8=rowwise", "cluster.chip=h100"], "train.fp8", "another form"),
+        ([*OPTIMAL, "adapter.kind=lora"], "adapter.kind", "does not know"),
+        ([*OPTIMAL, "layout.pipeline=2", "layout.schedule=zb-h1"], "layout.schedule", "deferred weight gradients"),
         (["layout.offload=true", "train.device=cpu"], "layout.offload", "there already"),
         (["layout.compress=int8"], "layout.compress", "layout.replicate is 1"),
         (["layout.compress=onebit", "layout.replicate=2"], "layout.compress_warmup", "there is none"),

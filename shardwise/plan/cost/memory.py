@@ -12,6 +12,7 @@ import numpy as np
 
 from shardwise.ledger import Memory
 from shardwise.plan.cost.job import GIB, Job, Number
+from shardwise.plan.cost.kept import within_budget
 from shardwise.plan.cost.operations import chunked_loss, embedding, layer, residual_bytes
 from shardwise.plan.cost.parameters import LocalNumel, cast_copies, layer_parameters, stage_parameters, zero_groups
 from shardwise.plan.cost.passes import recomputed_layers, recomputed_share
@@ -126,6 +127,9 @@ def layer_activations(job: Job, *, routed: bool) -> tuple[Number, Number]:
     whole = sum(op.saved for op in ops)
     if job.layout.recompute == "none":
         return whole, 0.0
+    if job.layout.recompute == "optimal":
+        taken = within_budget(job, ops, float(whole + cast_copies(job, layer_parameters(job, routed=routed))))
+        return whole - sum(c.spared for c in taken) / len(taken), max(c.spared for c in taken)
     if job.layout.recompute in ("full", "budget"):
         saved, recomputed = residual_bytes(job), whole
     elif job.layout.recompute == "attention" and job.framework.recompute_saves:

@@ -14,6 +14,7 @@ import numpy as np
 
 from shardwise.plan.cost.constants import Constants
 from shardwise.plan.cost.job import GIB, Job, Number
+from shardwise.plan.cost.kept import shares
 from shardwise.plan.cost.operations import embedding, head, layer, residual_bytes
 from shardwise.plan.cost.ops import FORWARD, INPUT, WEIGHT, Op, OpList
 from shardwise.plan.cost.parameters import cast_copies, layer_parameters
@@ -38,13 +39,25 @@ def recomputed_share(job: Job, op: Op) -> float:
     return float(lay.recompute == "operations" and op.part in lay.recompute_operations)
 
 
+def recomputed_shares(job: Job, ops: OpList) -> list[float]:
+    """The same of each op of a layer; where single tensors are made again, in the mean of layers."""
+    if job.layout.recompute != "optimal" or not any(op.name == "out" for op in ops):
+        return [recomputed_share(job, op) for op in ops]
+    return shares(job, ops, float(_saved(job, ops)))
+
+
+def _saved(job: Job, ops: OpList) -> Number:
+    """Bytes that a layer saves where nothing is recomputed, with the copies of its weights that were cast for it."""
+    cast = cast_copies(job, layer_parameters(job, routed=bool(job.model.experts)))
+    return sum(op.saved for op in ops) + cast
+
+
 def recomputed_layers(job: Job, ops: OpList) -> Number:
     """Which share of the layers like this one is recomputed."""
     lay = job.layout
     if lay.recompute != "budget":
         return 1.0 / lay.recompute_every
-    saved = sum(op.saved for op in ops)
-    saved = saved + cast_copies(job, layer_parameters(job, routed=bool(job.model.experts)))
+    saved = _saved(job, ops)
     spared = saved - residual_bytes(job)
     layers = job.model.layers / lay.pipeline
     return np.clip((layers * saved - lay.recompute_budget * GIB) / (layers * spared), 0.0, 1.0)
@@ -64,12 +77,12 @@ class ModuleCost:
         launches: list[Number] = [0.0] * 4
         job = ops.job
         layers = recomputed_layers(job, ops)
-        for op in ops:
+        for op, again in zip(ops, recomputed_shares(job, ops), strict=True):
             column = CATEGORIES.index(op.category)
             for to, source in ((FORWARDS, FORWARD), (INPUTS, INPUT), (WEIGHTS, WEIGHT)):
                 seconds[to][column] = seconds[to][column] + op.seconds[source]
                 launches[to] = launches[to] + op.launches[source]
-            share = layers * recomputed_share(job, op) if recomputes else 0.0
+            share = layers * again if recomputes else 0.0
             if np.any(share):
                 seconds[RECOMPUTE][column] = seconds[RECOMPUTE][column] + share * op.seconds[FORWARD]
                 launches[RECOMPUTE] = launches[RECOMPUTE] + share * op.launches[FORWARD]

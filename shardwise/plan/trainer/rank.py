@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from shardwise.plan.cost.flops import layers_of_stages
-from shardwise.plan.cost.job import job_of
-from shardwise.plan.cost.memory import layer_saved
+from shardwise.plan.trainer.budgeted import recomputed
 from shardwise.run import Run
 from shardwise.run.adapter_config import AdapterConfig
 from shardwise.run.axes import SPLIT_BACKWARD, V_SHAPED
@@ -288,42 +287,31 @@ class PlannedRank:
     @cached_property
     def recomputed(self) -> dict[int, frozenset[str]]:
         """The layers of this rank, each with the parts of it that are recomputed in the backward pass: of `block`, `attention` and
-        `ffn`. Every n-th counts within a stage, as in the trainer; a budget is the rank's, of all its stages together."""
-        lay, over = self.run.layout, self._over_budget
+        `ffn`, or tensors that are made again (`cost/kept.py`). Every n-th counts within a stage, as in the trainer; a budget is the
+        rank's, of all its stages together."""
+        lay = self.run.layout
+        budgeted = recomputed(*self.of_budget)
         parts = {
             "full": frozenset({"block"}),
             "attention": frozenset({"attention"}),
             "operations": frozenset(lay.recompute_operations) - {"norm"},
         }.get(lay.recompute, frozenset())
-        whole, none = frozenset({"block"}), frozenset[str]()
+        none = frozenset[str]()
         return {
-            layer: whole if layer in over else parts if n % lay.recompute_every == 0 else none
+            layer: budgeted[layer] if budgeted else parts if n % lay.recompute_every == 0 else none
             for stage in self.stages
             for n, layer in enumerate(stage.layers)
         }
 
+    @property
+    def of_budget(self) -> tuple[Run, list[int], float]:
+        """What a budget is for: the rank's layers, and the bytes that enter each."""
+        entering = self.tokens * self.run.model.hidden * self.width / self.run.layout.tensor
+        return self.run, [layer for stage in self.stages for layer in stage.layers], entering
+
     def layers(self) -> Iterable[tuple[int, frozenset[str]]]:
         """The same, one by one."""
         return self.recomputed.items()
-
-    @cached_property
-    def _over_budget(self) -> frozenset[int]:
-        """Layers recomputed to keep within the budget, by what the cost model says a layer saves; the trainer asks here too."""
-        run, is_moe = self.run, self.run.model.is_moe
-        if run.layout.recompute != "budget":
-            return frozenset()
-        layers = [layer for stage in self.stages for layer in stage.layers]
-        saves_all = replace(run, layout=replace(run.layout, recompute="none", recompute_budget=0.0))
-        saved = {moe: _layer_saved(saves_all, moe) for moe in {is_moe(n) for n in layers}}
-        entering = self.tokens * run.model.hidden * self.width / run.layout.tensor
-        total = sum(saved[is_moe(n)] for n in layers)
-        recomputed = set()
-        for layer in sorted(layers, key=lambda n: -saved[is_moe(n)]):
-            if total <= run.layout.recompute_budget * 2**30:
-                break
-            total += entering - saved[is_moe(layer)]
-            recomputed.add(layer)
-        return frozenset(recomputed)
 
     def local(self, entries: tuple[Parameter, ...]) -> tuple[PlannedParameter, ...]:
         """Parameters of the table as this rank holds them."""
@@ -386,9 +374,3 @@ class PlannedRank:
 def planned_rank(run: Run, rank: int) -> PlannedRank:
     """The same, remembered for the many questions about one rank: what it derives is derived once."""
     return PlannedRank(run, rank)
-
-
-@lru_cache(maxsize=64)
-def _layer_saved(run: Run, moe: bool) -> float:
-    """Bytes that a layer saves by the cost model, remembered: every stage of every rank asks, for every budget tried."""
-    return layer_saved(job_of(run), routed=moe)

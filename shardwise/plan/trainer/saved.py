@@ -1,8 +1,8 @@
 """What a stage of this project's trainer saves in the forward pass of a microbatch for the backward pass, tensor by tensor.
 
 The rule is PyTorch's: an operation saves those of its inputs and results that its gradient needs, a tensor that several operations
-save counts once, and a part that is recomputed saves its inputs instead. What the modules of `model/` save, for n rows; w is the
-width of the arithmetic, W that of high precision (w, or 4 bytes):
+save counts once, and a part that is recomputed, or a tensor that is made again, saves its inputs instead. What the modules
+of `model/` save, for n rows; w is the width of the arithmetic, W that of high precision (w, or 4 bytes):
 
     linear       its input, gathered over the tensor ranks where it is; and the cast copy of its weight, where parameters are
                  held in high precision and `fully_shard` has not cast them as it gathered them. In fp8 its weight
@@ -45,7 +45,8 @@ from itertools import groupby
 
 from shardwise.plan.trainer.rank import PlannedRank, Stage
 from shardwise.plan.trainer.saved_experts import moe
-from shardwise.plan.trainer.saved_layers import INDEX, Tape, attention, feed_forward, gathered, linear, norm
+from shardwise.plan.trainer.saved_layers import INDEX, attention, feed_forward, gathered, linear, norm
+from shardwise.plan.trainer.tape import Tape
 from shardwise.plan.trainer.traffic import INTEGER
 from shardwise.run.derive import uses_varlen_attention
 
@@ -75,9 +76,13 @@ def block(tape: Tape, x: str, layer: int, rows: Rows | None) -> str:
     tape.parameters = planned.layer_table(m.is_moe(layer))
     with tape.part("block", x):
         normed = norm(tape, x, "attention_norm", tokens)
-        attention(tape, gathered(tape, normed, "attention input"))
+        tape.again("attention_norm", normed, x)
+        attended = attention(tape, gathered(tape, normed, "attention input"))
         if not m.parallel_block:
-            normed = norm(tape, tape.make("middle", tokens * m.hidden), "ffn_norm", tokens)
+            middle = tape.make("middle", tokens * m.hidden)
+            tape.again("middle", middle, x, attended)
+            normed = norm(tape, middle, "ffn_norm", tokens)
+            tape.again("ffn_norm", normed, middle)
         if m.is_moe(layer):
             with tape.part("ffn", normed):
                 moe(tape, normed, rows[layer] if rows else None)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from shardwise.plan.trainer.saved_layers import INDEX, Tape, feed_forward, gathered
+from shardwise.plan.trainer.saved_layers import INDEX, feed_forward, gathered
+from shardwise.plan.trainer.tape import Tape
 from shardwise.plan.trainer.traffic import INTEGER, rows_to_experts
 
 

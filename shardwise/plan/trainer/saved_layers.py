@@ -4,94 +4,15 @@ heading of `saved.py`."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from fractions import Fraction
+from dataclasses import dataclass, replace
 
-from shardwise.plan.trainer.rank import SCALE, PlannedParameter, PlannedRank
+from shardwise.plan.trainer.rank import SCALE
+from shardwise.plan.trainer.tape import Tape
 from shardwise.plan.trainer.traffic import INTEGER
 from shardwise.run.derive import uses_fp8_all_gather, uses_fp8_gemm, uses_varlen_attention
 
 INDEX = 4
 """Bytes of an index into a batch of rows: where an expert's rows end, where a choice lies."""
-
-
-@dataclass
-class Tape:
-    """Tensors of a stage by name, and which of them are saved."""
-
-    planned: PlannedRank
-    sizes: dict[str, int | Fraction] = field(default_factory=dict)
-    saved: set[str] = field(default_factory=set)
-    deferred: dict[str, int | Fraction] = field(default_factory=dict)
-    """Bytes of what the GEMMs need whose weight gradients can be deferred, by name: inputs and output gradients."""
-    parameters: Mapping[str, PlannedParameter] = field(default_factory=dict)
-    """Of the present layer."""
-    quantized: tuple[str, int] = ("", 0)
-    """The tensor that was quantised last, and how many were before: GEMMs in a row quantise their input once (`model/fp8.py`)."""
-    recomputed: frozenset[str] = frozenset()
-    """Parts of the present layer that are recomputed in the backward pass."""
-    shards: dict[str, str] = field(default_factory=dict)
-    """Of sequences gathered from tensor ranks, what is saved in their place (`parallel/regather.py`)."""
-    prefix: str = ""
-    discarding: bool = False
-
-    @property
-    def low_precision(self) -> bool:
-        """Whether the arithmetic has 16 bits."""
-        return self.planned.width < 4
-
-    @property
-    def fused_dispatch(self) -> bool:
-        """Whether kernels put rows in the order of their experts (`model/moe_ops.py`)."""
-        return self.planned.fused and self.planned.width < 8
-
-    @property
-    def fused_gemms(self) -> bool:
-        """Whether routers have their own GEMM, and experts a grouped one (`model/router_gemm.py`, `model/moe.py`)."""
-        return self.planned.fused and self.planned.run.train.dtype == "bfloat16"
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether GEMMs at the edges of a part overlap with the tensor collectives beside them (`overlap.py`)."""
-        return self.planned.size("tensor") > 1 and self.planned.run.layout.async_tensor
-
-    def make(self, name: str, numel: int | Fraction, width: int = 0) -> str:
-        """A tensor of the present layer; gives its name."""
-        name = f"{self.prefix}{name}"
-        self.sizes[name] = numel * (width or self.planned.width)
-        return name
-
-    def save(self, *names: str) -> None:
-        """Save some tensors for the backward pass."""
-        if not self.discarding:
-            self.saved.update(self.shards.get(name, name) for name in names)
-
-    def save_new(self, name: str, numel: int | Fraction, width: int = 0) -> None:
-        """Save a tensor that nothing else uses."""
-        self.save(self.make(name, numel, width))
-
-    def defer(self, source: str, result: str, size: int | Fraction) -> None:
-        """What a deferred weight gradient needs: the GEMM's input, and the gradient of its result, of so many bytes."""
-        self.deferred[source] = self.sizes[source]
-        self.deferred[f"{self.prefix}gradient of {result}"] = size
-
-    @contextlib.contextmanager
-    def part(self, kind: str, *inputs: str) -> Iterator[None]:
-        """A part that may be recomputed: then its inputs are saved, and nothing inside of it."""
-        if self.discarding or kind not in self.recomputed:
-            yield
-            return
-        self.save(*inputs)
-        self.discarding = True
-        yield
-        self.discarding = False
-
-    @property
-    def total(self) -> int | Fraction:
-        """Bytes of all that is saved."""
-        return sum(self.sizes[name] for name in self.saved)
 
 
 def linear(tape: Tape, x: str, name: str, *, edge: bool = False, added: bool = False, joins: str = "") -> str:
@@ -184,12 +105,13 @@ class Heads:
     v: str
 
 
-def attention(tape: Tape, x: str) -> None:
-    """From a whole sequence to the input of the output projection."""
+def attention(tape: Tape, x: str) -> str:
+    """From a whole sequence to the input of the output projection, whose name it gives."""
     heads = _latent(tape, x) if tape.planned.run.model.attention == "latent" else _grouped(tape, x)
     with tape.part("attention", heads.q, heads.k, heads.v):
         out = core(tape, heads)
     linear(tape, out, "attention.out", edge=True, added=True)
+    return out
 
 
 def _grouped(tape: Tape, x: str) -> Heads:
@@ -204,6 +126,8 @@ def _grouped(tape: Tape, x: str) -> Heads:
             made = tape.make(f"{name} with rope", tokens * count * m.head_dim)
         projected.append(made)
     v = linear(tape, x, "attention.v")
+    for head in (*projected, v):
+        tape.again("heads", head, x)
     lay, train = tape.planned.run.layout, tape.planned.run.train
     gathers = tape.planned.size("context") > 1 and lay.context_method == "gather" and train.fp8 != "tensorwise"
     if gathers and keys == 1 and (m.qk_norm or m.position == "rotary"):
@@ -257,6 +181,7 @@ def core(tape: Tape, heads: Heads) -> str:
 def fused_attention(tape: Tape, heads: Heads, out: str, queries: int, keys: int) -> str:
     """One call of PyTorch's attention over so many tokens of each row; gives the name of its output."""
     m, batch, high = tape.planned.run.model, tape.planned.run.train.microbatch, tape.planned.high_width
+    tape.again("attended", out, heads.q, heads.k, heads.v)
     if _composes(tape, heads):
         _composed_attention(tape, heads, queries, keys)
         return out
@@ -301,9 +226,16 @@ def feed_forward(tape: Tape, x: str, name: str) -> None:
     numel = tape.planned.tokens * tape.parameters[f"{name}.up.weight"].shape[0]
     if m.gated:
         gate, up = linear(tape, x, f"{name}.gate", edge=True), linear(tape, x, f"{name}.up")
-        tape.save(gate, up, tape.make(f"{name} function", numel))
+        tape.again("gate", gate, x)
+        tape.again("up", up, x)
+        function = tape.make(f"{name} function", numel)
+        tape.again("function", function, gate)
+        tape.again("inner", tape.make(f"{name} inner", numel), function, up)
+        tape.save(gate, up, function)
     else:
         up = linear(tape, x, f"{name}.up", edge=True)
+        tape.again("up", up, x)
+        tape.again("inner", tape.make(f"{name} inner", numel), up)
         if m.activation == "gelu":
             tape.save(up)
         elif m.activation == "relu2":

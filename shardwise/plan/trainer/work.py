@@ -31,7 +31,9 @@ CONVENTION = (
     "hardware FLOPs: causal attention (backward twice the forward), head in, embedding lookup out, recomputation in, "
     "Muon's products in"
 )
-BLOCK, ATTENTION, FFN = frozenset({"block"}), frozenset({"block", "attention"}), frozenset({"block", "ffn"})
+BLOCK, FFN = frozenset({"block"}), frozenset({"block", "ffn"})
+ATTENTION = frozenset({"block", "attention", "attended"})
+HEADS, MIDDLE = BLOCK | {"heads"}, BLOCK | {"middle"}
 NEVER: frozenset[str] = frozenset()
 PASSES = ("forward", "recompute", "backward_input", "backward_weight")
 
@@ -112,12 +114,15 @@ def _gemm(planned: PlannedRank, parameter: PlannedParameter) -> GemmFlops:
     numel, learns = parameter.multiplied_numel, parameter.learns
     match parameter.entry.owner:
         case "attention":
-            return GemmFlops("attention", 2.0 * planned.tokens * numel, BLOCK, learns)
+            ends = MIDDLE if parameter.entry.init == "residual" else HEADS
+            return GemmFlops("attention", 2.0 * planned.tokens * numel, ends, learns)
         case "router":  # sees its own slice of the sequence, also where the experts are cut over the tensor ranks
             return GemmFlops("router", 2.0 * planned.tokens / planned.run.layout.tensor * numel, FFN, learns)
         case "experts":
             each = numel // parameter.shape[0]
             return GemmFlops("experts", 2.0 * rows_to_experts(planned)[1] * each, FFN, learns)
+    if parameter.entry.name in ("ffn.gate.weight", "ffn.up.weight"):
+        return GemmFlops("ffn", 2.0 * planned.tokens * numel, FFN | {parameter.entry.name.split(".")[1]}, learns)
     inside = FFN if parameter.entry.init != "residual" or _recomputes_last(planned, parameter) else NEVER
     return GemmFlops("ffn", 2.0 * planned.tokens * numel, inside, learns)
 

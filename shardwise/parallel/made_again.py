@@ -1,0 +1,136 @@
+"""Tensors of a layer that are made again in the backward pass instead of saved, each by its own operation (`layout.recompute =
+optimal`; which ones, `plan/cost/kept.py` decides).
+
+The modules of a layer are wrapped so that what they give is known to `saving.py` with what it was made of. Nothing else changes:
+autograd records the same operations, and what is made again has the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.model.attention import GroupedAttention
+from shardwise.model.layers import FeedForward
+from shardwise.model.rope import Rope, apply_rope
+from shardwise.model.transformer import Block
+from shardwise.parallel.saving import note, noted_afterwards
+
+
+def make_again(block: Block, words: Iterable[str]) -> None:
+    """Let these tensors of a layer be made again."""
+    words = frozenset(words)
+    if "attention_norm" in words:
+        _note_output(block.attention_norm)
+    if words & {"heads", "attended", "middle"}:
+        assert isinstance(block.attention, GroupedAttention)
+        _Attention(block, block.attention, words).watch()
+    if "ffn_norm" in words:
+        assert block.ffn_norm is not None
+        _note_output(block.ffn_norm)
+    if isinstance(block.ffn, FeedForward):
+        _feed_forward(block.ffn, words)
+
+
+def _wrapped(module: nn.Module, around: Callable[..., Any]) -> None:
+    """Put a function around a module's forward, which it gets first."""
+    module.forward = functools.wraps(module.forward)(functools.partial(around, module.forward))
+
+
+def _note_output(module: nn.Module) -> None:
+    def noting(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        out = forward(x)
+        note(out, (x,), module)
+        return out
+
+    _wrapped(module, noting)
+
+
+def _feed_forward(ffn: FeedForward, words: frozenset[str]) -> None:
+    for word, matrix in (("gate", ffn.gate), ("up", ffn.up)):
+        if word in words and matrix is not None:
+            _note_output(matrix)
+    function, gated = ffn.function, ffn.gated
+    if ffn.gate is None:
+        if "inner" in words:
+            ffn.function = _noting(function)
+        return
+
+    def product(function: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+        made: list[Tensor] = []
+
+        def noting(x: Tensor) -> Tensor:
+            made.append(_noting(function)(x) if "function" in words else function(x))
+            return made[-1]
+
+        out = gated(noting, gate, up)
+        if "inner" in words:
+            note(out, (*made, up), lambda f, up: f * up)
+        return out
+
+    if words & {"function", "inner"}:
+        ffn.gated = product
+
+
+def _noting(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def noting(x: Tensor) -> Tensor:
+        out = function(x)
+        note(out, (x,), function)
+        return out
+
+    return noting
+
+
+class _Attention:
+    """What of a layer's attention is made again; during a forward pass, what that is made of."""
+
+    def __init__(self, block: Block, attention: GroupedAttention, words: frozenset[str]) -> None:
+        self.block, self.attention, self.words = block, attention, words
+        self.stream: Tensor | None = None
+        self.normed: Tensor | None = None
+        self.rope: Rope | None = None
+        self.attended: Tensor | None = None
+
+    def watch(self) -> None:
+        """Wrap the modules."""
+        _wrapped(self.block, self._block)
+        _wrapped(self.attention, self._attention)
+        _wrapped(self.attention.core, self._core)
+        if "middle" in self.words:
+            assert self.block.ffn_norm is not None
+            _wrapped(self.block.ffn_norm, self._ffn_norm)
+
+    def _block(self, forward: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.stream = x
+        try:
+            return forward(x, *args, **kwargs)
+        finally:
+            self.stream = self.normed = self.rope = self.attended = None
+
+    def _attention(self, forward: Callable[..., Any], x: Tensor, rope: Rope | None, *args: Any) -> Any:
+        self.normed, self.rope = x, rope
+        return forward(x, rope, *args)
+
+    def _core(self, forward: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+        if self.normed is not None and "heads" in self.words:
+            for x, matrix, rope in ((q, "q", self.rope), (k, "k", self.rope), (v, "v", None)):
+                note(x, (self.normed,), functools.partial(self._heads, getattr(self.attention, matrix), rope))
+        if "attended" not in self.words:
+            self.attended = forward(q, k, v, mask)
+            return self.attended
+        with noted_afterwards():
+            self.attended = forward(q, k, v, mask)
+            note(self.attended, (q, k, v), lambda q, k, v: self.attention.core(q, k, v, mask))
+        return self.attended
+
+    def _heads(self, matrix: nn.Module, rope: Rope | None, x: Tensor) -> Tensor:
+        heads = matrix(x).view(*x.shape[:2], -1, self.attention.head_dim)
+        return heads if rope is None else apply_rope(heads, rope)
+
+    def _ffn_norm(self, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if self.stream is not None and self.attended is not None:
+            note(x, (self.stream, self.attended), lambda x, attended: x + self.attention.out(attended.flatten(2)))
+        return forward(x)

@@ -1,0 +1,135 @@
+"""What autograd saves for the backward pass, replaced by something smaller that it can be made of again.
+
+Autograd saves what its operators were given. While `saving` is open, a saved tensor that is known here, or a view of one, is
+replaced: who needs it first in the backward pass makes it, and the last one lets it go. It is made of others, which may be known
+too. Two kinds are: sequences gathered over tensor ranks, of which each rank saves its own shard (Korthikanti et al. 2022), and
+tensors of a layer that cost less time than memory (`made_again.py`). Inside of a recomputed block nothing is replaced: there it
+lives for that block's backward pass alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.torch_private import storage_key
+
+
+@dataclass
+class Known:
+    """A tensor that can be made again of others."""
+
+    inputs: tuple[Tensor | _View, ...]
+    make: Callable[..., Tensor]
+    users: int = 0
+    whole: Tensor | None = None
+
+    def used(self) -> None:
+        """One more will want it; the first one's wish is also for what it is made of."""
+        self.users += 1
+        if self.users == 1:
+            for each in self.inputs:
+                if isinstance(each, _View):
+                    each.of.used()
+
+    def take(self) -> Tensor:
+        """The whole, for one of its users."""
+        if self.whole is None:
+            with torch.no_grad():
+                self.whole = self.make(*map(_unpack, self.inputs))
+        whole = self.whole
+        self.users -= 1
+        if not self.users:
+            self.whole = None
+        return whole
+
+
+@dataclass(frozen=True)
+class _View:
+    of: Known
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: Any
+
+
+@dataclass
+class _Slot:
+    """What an operator saved before it was known what that is."""
+
+    packed: Tensor | _View
+
+
+_SLOTS: list[_Slot] | None = None
+_KNOWN: dict[int, tuple[weakref.ref[Any], Known]] = {}
+_OPEN = 0
+
+
+def note(x: Tensor, inputs: Sequence[Tensor], make: Callable[..., Tensor]) -> None:
+    """Remember what a tensor can be made of again, while it is alive."""
+    if _OPEN:
+        storage = x.untyped_storage()
+        key = storage_key(storage)
+        known = Known(tuple(_view(each) for each in inputs), make)
+        _KNOWN[key] = (weakref.ref(storage, lambda _: _KNOWN.pop(key, None)), known)
+
+
+def _view(x: Tensor) -> Tensor | _View:
+    """A tensor, or how it is a view of one that is known."""
+    known = _KNOWN.get(storage_key(x.untyped_storage())) if x.layout == torch.strided else None
+    return x.detach() if known is None else _View(known[1], x.shape, x.stride(), x.storage_offset())
+
+
+@contextlib.contextmanager
+def noted_afterwards() -> Iterator[None]:
+    """What is saved inside is looked at when it closes: an operator saves its own result before that can be noted."""
+    global _SLOTS
+    slots: list[_Slot] = []
+    _SLOTS = slots
+    try:
+        yield
+    finally:
+        _SLOTS = None
+        for slot in slots:
+            assert isinstance(slot.packed, Tensor)
+            slot.packed = _packed(slot.packed)
+
+
+def _pack(x: Tensor) -> Tensor | _View | _Slot:
+    if _SLOTS is None:
+        return _packed(x)
+    _SLOTS.append(_Slot(x))
+    return _SLOTS[-1]
+
+
+def _packed(x: Tensor) -> Tensor | _View:
+    found = _view(x)
+    if isinstance(found, Tensor):
+        return x
+    found.of.used()
+    return found
+
+
+def _unpack(packed: Tensor | _View | _Slot) -> Tensor:
+    if isinstance(packed, _Slot):
+        packed = packed.packed
+    if isinstance(packed, Tensor):
+        return packed
+    return packed.of.take().as_strided(packed.shape, packed.stride, packed.offset)
+
+
+@contextlib.contextmanager
+def saving() -> Iterator[None]:
+    """While it is open, forward passes save what tensors are made of again."""
+    global _OPEN
+    _OPEN += 1
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
+            yield
+    finally:
+        _OPEN -= 1

@@ -1,0 +1,207 @@
+"""Which tensors of a layer are kept for the backward pass, and which are made again there: Checkmate's question (Jain et al. 2020),
+for one layer's small graph.
+
+Every tensor that a layer's backward pass reads is either kept, or dropped and made again from those before it, once. Keeping costs
+its bytes, making it again the seconds of its operation:
+
+    x -> attention norm -> heads -> attended -> middle -> ffn norm -> gate, up -> function -> inner
+    '----------------------------------------------^  (the residual stream)
+
+What enters a layer is always kept, and the backward pass reads all the others too, so each dropped one is made once, from tensors
+that are kept or have been made by then: bytes and seconds of a set add up. There are few enough sets of dropped tensors to try them
+all; those that no other beats in both bytes and seconds are the layer's choices. Of the layers of a rank each takes one of these:
+`fewest_seconds` finds the assignment that takes least time within a budget, exactly, by dynamic programming with a bound from the
+Lagrangian relaxation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+
+from shardwise.plan.cost.job import GIB, Job
+from shardwise.plan.cost.operations import layer, residual_bytes
+from shardwise.plan.cost.ops import FORWARD, OpList
+
+WORDS = ("attention_norm", "heads", "attended", "middle", "ffn_norm", "gate", "up", "function", "inner")
+"""Tensors of a layer that can be made again, in their order."""
+ROUNDS = 90
+"""Halvings of the interval that the Lagrangian's multiplier is searched in."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a layer: its bytes, the seconds of the operations that make it, and their places in the list of the layer's
+    operations, each with the share of it that this is."""
+
+    size: float
+    seconds: float
+    made_by: tuple[tuple[int, float], ...]
+
+
+class Choice(NamedTuple):
+    """A set of dropped tensors of a layer: bytes it spares, and seconds it costs."""
+
+    spared: float
+    seconds: float
+    dropped: frozenset[str]
+
+    def cost(self, price: float) -> float:
+        """Seconds, less what the spared bytes are worth at so many seconds each."""
+        return self.seconds - price * self.spared
+
+
+def graph(job: Job, *, routed: bool) -> dict[str, Tensor]:
+    """The tensors of a layer that can be made again, by name. Where ranks cut the sequence or the matrices, only those that need
+    no other rank; of an MoE layer those before its experts."""
+    m, lay, ops = job.model, job.layout, layer(job, routed=routed)
+    places: dict[str, list[int]] = {}
+    for place, op in enumerate(ops):
+        places.setdefault(op.name, []).append(place)
+    found: dict[str, Tensor] = {}
+
+    def add(word: str, size: float, *made_by: tuple[int, float]) -> None:
+        seconds = sum(float(ops[place].seconds[FORWARD]) * share for place, share in made_by)
+        found[word] = Tensor(float(size), seconds, made_by)
+
+    alone = lay.tensor == lay.context == 1
+    stream, width = residual_bytes(job), job.rows * job.width
+    norms = [place for place in places["norm"] if ops[place].saved == ops[places["norm"][0]].saved]
+    add("attention_norm", stream, (places["norm"][0], 1.0))
+    if alone and m.attention != "latent" and not m.qk_norm and not 0 < m.sliding_window < job.seq_len:
+        rotated = [(place, 1.0) for name in ("rotary", "heads apart") for place in places.get(name, ())]
+        core = [(place, 1.0) for place, op in enumerate(ops) if op.core]
+        add("heads", width * (m.heads + 2 * m.kv_heads) * m.head_dim, (places["qkv"][0], 1.0), *rotated)
+        add("attended", width * m.heads * m.head_dim, *core)
+        if not m.parallel_block:
+            add("middle", stream, (places["out"][0], 1.0), (places["residual"][0], 1.0))
+    if routed:
+        return found
+    if not m.parallel_block:
+        add("ffn_norm", stream, (norms[-1], 1.0))
+    inner, up, function = width * m.ffn / lay.tensor, places["up"][0], places["activation"][0]
+    if m.gated:
+        if alone:
+            add("gate", inner, (up, 0.5))
+            add("up", inner, (up, 0.5))
+        add("function", inner, (function, 0.4))
+        add("inner", inner, (function, 0.6))
+    elif m.activation == "gelu":
+        if alone:
+            add("up", inner, (up, 1.0))
+        add("inner", inner, (function, 1.0))
+    return found
+
+
+Choices = tuple[Choice, ...]
+
+
+def choices(tensors: dict[str, Tensor]) -> Choices:
+    """The sets of dropped tensors that no other beats in both bytes and seconds: the least first, none."""
+    words = list(tensors)
+    every = [
+        Choice(sum(tensors[w].size for w in some), sum(tensors[w].seconds for w in some), frozenset(some))
+        for count in range(len(words) + 1)
+        for some in combinations(words, count)
+    ]
+    best: list[Choice] = []
+    for choice in sorted(every, key=lambda c: (c.seconds, -c.spared)):
+        if not best or choice.spared > best[-1].spared:
+            best.append(choice)
+    return tuple(best)
+
+
+@lru_cache(maxsize=256)
+def fewest_seconds(layers: tuple[Choices, ...], spare: float) -> list[Choice]:
+    """A choice of each layer, so that all together spare so many bytes in the least time; where they can't, all that they can."""
+    most = sum(max(c.spared for c in each) for each in layers)
+    if spare <= 0:
+        return [each[0] for each in layers]
+    if spare >= most:
+        return [max(each, key=lambda c: (c.spared, -c.seconds)) for each in layers]
+    prices = _prices(layers, spare)
+    best, price = _first(layers, prices, spare), prices[1]
+    limit = sum(c.seconds for c in best) * (1 - 1e-9)
+    # What the layers behind one cost at least, at this price of a byte, and spare at most.
+    least = np.cumsum([0.0, *(_taken(each, price).cost(price) for each in reversed(layers))])[::-1]
+    rest = np.cumsum([0.0, *(max(c.spared for c in each) for each in reversed(layers))])[::-1]
+    spared, seconds = np.zeros(1), np.zeros(1)
+    ways: list[tuple[np.ndarray, np.ndarray]] = []
+    for n, each in enumerate(layers):
+        more = (np.array([getattr(c, name) for c in each]) for name in ("spared", "seconds"))
+        spared, seconds = (np.add.outer(a, b).ravel() for a, b in zip((spared, seconds), more, strict=True))
+        bound = seconds + least[n + 1] + price * (spare - spared)
+        useful = np.flatnonzero((spared + rest[n + 1] >= spare) & (np.maximum(bound, seconds) < limit))
+        useful = useful[np.lexsort((seconds[useful], -spared[useful]))]
+        # Those that another has spared as much as, in no more time, are of no use.
+        before = np.minimum.accumulate(np.append(np.inf, seconds[useful]))[:-1]
+        useful = useful[seconds[useful] < before]
+        spared, seconds = spared[useful], seconds[useful]
+        ways.append((useful // len(each), useful % len(each)))
+    if not len(seconds):
+        return best
+    place, found = int(np.argmin(seconds)), []
+    for (parents, taken), each in zip(reversed(ways), reversed(layers), strict=True):
+        found.append(each[taken[place]])
+        place = parents[place]
+    return found[::-1]
+
+
+def _prices(layers: Sequence[Choices], spare: float) -> tuple[float, float]:
+    """Seconds of a byte at which layers by themselves spare just too little, and just enough."""
+    low, high = 0.0, 1.0
+    while sum(_taken(each, high).spared for each in layers) < spare:
+        high *= 2.0
+    for _ in range(ROUNDS):
+        middle = (low + high) / 2
+        enough = sum(_taken(each, middle).spared for each in layers) >= spare
+        low, high = (low, middle) if enough else (middle, high)
+    return low, high
+
+
+def _taken(each: Choices, price: float) -> Choice:
+    return min(each, key=lambda c: c.cost(price))
+
+
+def _first(layers: Sequence[Choices], prices: tuple[float, float], spare: float) -> list[Choice]:
+    """Some solution to begin with: all at the higher price, then as many as may at the lower one, then what is left over."""
+    low, high = prices
+    found = [_taken(each, high) for each in layers]
+    left = sum(c.spared for c in found) - spare
+    for n, each in enumerate(layers):
+        less = _taken(each, low)
+        if 0 < found[n].spared - less.spared <= left:
+            left -= found[n].spared - less.spared
+            found[n] = less
+    for n, each in enumerate(layers):
+        other = min((c for c in each if c.spared >= found[n].spared - left), key=lambda c: c.seconds)
+        left += other.spared - found[n].spared
+        found[n] = other
+    return found
+
+
+def within_budget(job: Job, ops: OpList, saved: float) -> list[Choice]:
+    """Choices of a rank's layers, as if all were like this one, which would save so many bytes."""
+    count = max(1, round(job.model.layers / job.layout.pipeline))
+    each = choices(graph(job, routed=_is_routed(ops)))
+    return fewest_seconds((each,) * count, count * saved - job.layout.recompute_budget * GIB)
+
+
+def _is_routed(ops: OpList) -> bool:
+    return any(op.part == "experts" for op in ops)
+
+
+def shares(job: Job, ops: OpList, saved: float) -> list[float]:
+    """Of each operation of such a layer, the share that is made again, in the mean."""
+    found, taken = [0.0] * len(ops), within_budget(job, ops, saved)
+    tensors = graph(job, routed=_is_routed(ops))
+    for choice in taken:
+        for word in choice.dropped:
+            for place, share in tensors[word].made_by:
+                found[place] += share / len(taken)
+    return found

@@ -1,0 +1,83 @@
+"""What a rank recomputes to keep within a budget: whole layers, the largest first (`budget`), or of each layer the tensors that
+together take least time to make again for the bytes they spare (`optimal`, `cost/kept.py`). By what the cost model says that a
+layer saves; the trainer asks here too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from shardwise.plan.cost.job import GIB, job_of
+from shardwise.plan.cost.kept import WORDS, choices, fewest_seconds, graph
+from shardwise.plan.cost.memory import layer_saved
+from shardwise.plan.cost.operations import layer
+from shardwise.plan.cost.ops import FORWARD
+from shardwise.run import Run
+
+WHOLE, NOTHING = frozenset({"block"}), frozenset[str]()
+
+
+def recomputed(run: Run, layers: Sequence[int], entering: float) -> Mapping[int, frozenset[str]]:
+    """What is recomputed of these layers, all those of a rank, where so many bytes enter each."""
+    if run.layout.recompute not in ("budget", "optimal"):
+        return {}
+    kinds = tuple(run.model.is_moe(n) for n in layers)
+    if run.layout.recompute == "optimal":
+        return dict(zip(layers, _optimal(run, kinds), strict=True))
+    saved = {moe: _layer_saved(_saves_all(run), moe) for moe in set(kinds)}
+    total, found = sum(saved[moe] for moe in kinds), dict.fromkeys(layers, NOTHING)
+    for number in sorted(layers, key=lambda n: -saved[run.model.is_moe(n)]):
+        if total <= run.layout.recompute_budget * GIB:
+            break
+        total += entering - saved[run.model.is_moe(number)]
+        found[number] = WHOLE
+    return found
+
+
+class Beside(NamedTuple):
+    """What a rank makes again, beside whole layers."""
+
+    layers: dict[str, int]
+    """How many layers make a tensor again, by its name."""
+    seconds: float
+    """That this takes for a microbatch."""
+    greedy: float
+    """That the recomputation of as many whole layers as the same budget asks for takes."""
+
+
+def beside_greedy(run: Run, layers: Sequence[int], entering: float) -> Beside:
+    """What `optimal` takes for these layers of a rank, and what `budget` would, by the forward passes of their operations."""
+    job, m = job_of(run), run.model
+    tensors = {moe: graph(job, routed=moe) for moe in {m.is_moe(n) for n in layers}}
+    chosen = recomputed(run, layers, entering)
+    greedy = recomputed(replace(run, layout=replace(run.layout, recompute="budget")), layers, entering)
+    ops = {moe: layer(job, routed=moe) for moe in tensors}
+    whole = {moe: sum(float(op.seconds[FORWARD]) for op in some if not op.early_stop) for moe, some in ops.items()}
+    return Beside(
+        {word: count for word in WORDS if (count := sum(word in words for words in chosen.values()))},
+        sum(tensors[m.is_moe(n)][word].seconds for n, words in chosen.items() for word in words),
+        sum(whole[m.is_moe(n)] for n, parts in greedy.items() if parts),
+    )
+
+
+@lru_cache(maxsize=16)
+def _optimal(run: Run, kinds: tuple[bool, ...]) -> tuple[frozenset[str], ...]:
+    """The dropped tensors of layers of these kinds. The device that the run is computed on does not change them, only the chip that
+    it is planned for; nor is it compiled."""
+    plain = _saves_all(run)
+    known = {moe: choices(graph(job_of(plain), routed=moe)) for moe in set(kinds)}
+    spare = sum(_layer_saved(plain, moe) for moe in kinds) - run.layout.recompute_budget * GIB
+    return tuple(choice.dropped for choice in fewest_seconds(tuple(known[moe] for moe in kinds), spare))
+
+
+def _saves_all(run: Run) -> Run:
+    train = replace(run.train, device="auto", compile=False) if run.layout.recompute == "optimal" else run.train
+    return replace(run, layout=replace(run.layout, recompute="none", recompute_budget=0.0), train=train)
+
+
+@lru_cache(maxsize=64)
+def _layer_saved(run: Run, moe: bool) -> float:
+    """Bytes that a layer saves by the cost model, remembered: every stage of every rank asks, for every budget tried."""
+    return layer_saved(job_of(run), routed=moe)

@@ -1,0 +1,98 @@
+"""The tensors of a stage by name and size, and which of them are saved for the backward pass: what `saved.py` writes down."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from shardwise.plan.trainer.rank import PlannedParameter, PlannedRank
+
+
+@dataclass
+class Tape:
+    """Tensors of a stage by name, and which of them are saved."""
+
+    planned: PlannedRank
+    sizes: dict[str, int | Fraction] = field(default_factory=dict)
+    saved: set[str] = field(default_factory=set)
+    deferred: dict[str, int | Fraction] = field(default_factory=dict)
+    """Bytes of what the GEMMs need whose weight gradients can be deferred, by name: inputs and output gradients."""
+    parameters: Mapping[str, PlannedParameter] = field(default_factory=dict)
+    """Of the present layer."""
+    quantized: tuple[str, int] = ("", 0)
+    """The tensor that was quantised last, and how many were before: GEMMs in a row quantise their input once (`model/fp8.py`)."""
+    recomputed: frozenset[str] = frozenset()
+    """Parts of the present layer that are recomputed in the backward pass."""
+    shards: dict[str, str] = field(default_factory=dict)
+    """Of sequences gathered from tensor ranks, what is saved in their place (`parallel/saving.py`)."""
+    made: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Of tensors that are made again in the backward pass, what of (`parallel/made_again.py`)."""
+    prefix: str = ""
+    discarding: bool = False
+
+    @property
+    def low_precision(self) -> bool:
+        """Whether the arithmetic has 16 bits."""
+        return self.planned.width < 4
+
+    @property
+    def fused_dispatch(self) -> bool:
+        """Whether kernels put rows in the order of their experts (`model/moe_ops.py`)."""
+        return self.planned.fused and self.planned.width < 8
+
+    @property
+    def fused_gemms(self) -> bool:
+        """Whether routers have their own GEMM, and experts a grouped one (`model/router_gemm.py`, `model/moe.py`)."""
+        return self.planned.fused and self.planned.run.train.dtype == "bfloat16"
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether GEMMs at the edges of a part overlap with the tensor collectives beside them (`overlap.py`)."""
+        return self.planned.size("tensor") > 1 and self.planned.run.layout.async_tensor
+
+    def make(self, name: str, numel: int | Fraction, width: int = 0) -> str:
+        """A tensor of the present layer; gives its name."""
+        name = f"{self.prefix}{name}"
+        self.sizes[name] = numel * (width or self.planned.width)
+        return name
+
+    def save(self, *names: str) -> None:
+        """Save some tensors for the backward pass."""
+        if not self.discarding:
+            for name in (self.shards.get(name, name) for name in names):
+                if name in self.made:
+                    self.save(*self.made[name])
+                else:
+                    self.saved.add(name)
+
+    def again(self, word: str, name: str, *inputs: str) -> None:
+        """A tensor that may be made again of others."""
+        if word in self.recomputed:
+            self.made[name] = inputs
+
+    def save_new(self, name: str, numel: int | Fraction, width: int = 0) -> None:
+        """Save a tensor that nothing else uses."""
+        self.save(self.make(name, numel, width))
+
+    def defer(self, source: str, result: str, size: int | Fraction) -> None:
+        """What a deferred weight gradient needs: the GEMM's input, and the gradient of its result, of so many bytes."""
+        self.deferred[source] = self.sizes[source]
+        self.deferred[f"{self.prefix}gradient of {result}"] = size
+
+    @contextlib.contextmanager
+    def part(self, kind: str, *inputs: str) -> Iterator[None]:
+        """A part that may be recomputed: then its inputs are saved, and nothing inside of it."""
+        if self.discarding or kind not in self.recomputed:
+            yield
+            return
+        self.save(*inputs)
+        self.discarding = True
+        yield
+        self.discarding = False
+
+    @property
+    def total(self) -> int | Fraction:
+        """Bytes of all that is saved."""
+        return sum(self.sizes[name] for name in self.saved)

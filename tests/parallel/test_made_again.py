@@ -1,0 +1,95 @@
+"""Tensors that are made again in the backward pass: the same bits as saved ones, and the bytes and FLOPs of the plan."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import cases
+import numpy as np
+import pytest
+import torch
+
+from shardwise.measure.verify import TOLERANCE, verify_rank
+from shardwise.plan.cost.job import job_of
+from shardwise.plan.cost.kept import WORDS, Choice, choices, fewest_seconds, graph
+from shardwise.plan.trainer.rank import PlannedRank
+from shardwise.run import Run
+from shardwise.train.step import TrainState
+
+PLAIN = "dense + no query norm"
+NOTHING = 1e-9
+"""GiB that no layer keeps within."""
+
+
+def run_of(model: str, budget: float, **train: Any) -> Run:
+    layout = dict(recompute="optimal", recompute_budget=budget) if budget else {}
+    return cases.make_run(model, layout, layers=2, **train)
+
+
+def trained(run: Run) -> list[torch.Tensor]:
+    """Losses of some steps, and the parameters behind them."""
+    train_state = TrainState(run)
+    losses = [train_state.train_step(cases.batch(step, True)).loss for step in range(2)]
+    return [*losses, *(h.parameter.detach() for h in train_state.parallel.parameters)]
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [
+        (PLAIN, "float32"),
+        (PLAIN, "bfloat16"),
+        ("dense", "float32"),
+        ("tied", "float64"),
+        ("mixture", "float32"),
+        ("latent", "float32"),
+    ],
+)
+def test_made_again_it_is_the_same_bits_and_the_bytes_of_the_plan(model: str, dtype: str) -> None:
+    run = run_of(model, NOTHING, dtype=dtype)
+    for one, other in zip(trained(run), trained(run_of(model, 0.0, dtype=dtype)), strict=True):
+        assert torch.equal(one, other)
+    verdict = verify_rank(run, steps=1)
+    assert not verdict.beyond(TOLERANCE), verdict.beyond(TOLERANCE)
+    plan, measured = (memory.ranks[0]["activations"] for memory in (verdict.planned.memory, verdict.measured.memory))
+    assert plan == measured
+
+
+def test_a_budget_between_is_kept_with_some_of_them() -> None:
+    whole = PlannedRank(run_of(PLAIN, 1e-3, dtype="float32"), 0).recomputed
+    assert not any(whole.values())
+    least = PlannedRank(run_of(PLAIN, NOTHING, dtype="float32"), 0).recomputed
+    assert set(least[0]) == set(WORDS)
+    between = run_of(PLAIN, 4e-4, dtype="float32")
+    chosen = PlannedRank(between, 0).recomputed
+    assert 0 < sum(map(len, chosen.values())) < sum(map(len, least.values()))
+    assert not verify_rank(between, steps=1).beyond(TOLERANCE)
+
+
+def test_no_other_assignment_is_faster() -> None:
+    generator = np.random.default_rng(0)
+    for _ in range(30):
+        layers = tuple(
+            (Choice(0.0, 0.0, frozenset()), *(Choice(*generator.integers(1, 40, 2).astype(float), frozenset({str(n)}))
+             for n in range(4)))
+            for _ in range(4)
+        )  # fmt: skip
+        spare = float(generator.integers(1, 140))
+        found = fewest_seconds(layers, spare)
+        every = [some for some in product(*layers) if sum(c.spared for c in some) >= spare]
+        if every:
+            assert sum(c.spared for c in found) >= spare
+            assert sum(c.seconds for c in found) == min(sum(c.seconds for c in some) for some in every)
+        else:
+            assert sum(c.spared for c in found) == sum(max(c.spared for c in each) for each in layers)
+
+
+def test_the_choices_of_a_layer_are_those_that_no_set_beats() -> None:
+    tensors = graph(job_of(run_of(PLAIN, 0.0)), routed=False)
+    assert set(tensors) == set(WORDS)
+    best = choices(tensors)
+    for word in WORDS:  # one more or one less of any set is a set too
+        for choice in best:
+            other = choice.dropped ^ {word}
+            spared, seconds = (sum(getattr(tensors[w], name) for w in other) for name in ("size", "seconds"))
+            assert any(c.spared >= spared * (1 - 1e-12) and c.seconds <= seconds * (1 + 1e-12) for c in best)
