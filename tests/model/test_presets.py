@@ -26,6 +26,7 @@ DEFAULTS = {
 
 
 @pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.drawn(8)
 def test_parameters_equal_those_of_transformers(preset: str, tmp_path: Path) -> None:
     config = run_from_dict({"model": {"preset": preset}}).model
     architecture, values = config_from_model(config)

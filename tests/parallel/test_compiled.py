@@ -1,8 +1,10 @@
 """Compiled layers compute what one process computes that compiles nothing, on every axis: in float64, where code that was generated
-wrongly, or memory that it used twice, cannot hide behind rounding."""
+wrongly, or memory that it used twice, cannot hide behind rounding. The small tier runs the captured graphs, the large one the code
+that Inductor generates for them, which takes a C++ compiler a minute."""
 
 from __future__ import annotations
 
+import functools
 import shutil
 from typing import Any
 
@@ -15,30 +17,37 @@ from parallel_pool import RankPool
 
 from shardwise.run import Run
 
-pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
-LARGE = pytest.mark.large("generates code for each layout")
+LARGE = pytest.mark.large("code that Inductor generates for each layout; the graphs are PyTorch's own to translate")
+COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
 
 
-def train_anew(rank: int, run: Run) -> dict[str, Any]:
+def train_anew(rank: int, run: Run, backend: str) -> dict[str, Any]:
     torch._dynamo.reset()  # a process compiles a function for eight cases and then runs it as written
-    return cases.train(rank, run)
+    real = torch.compile
+    torch.compile = functools.partial(real, backend=backend)  # type: ignore[assignment]
+    try:
+        return cases.train(rank, run)
+    finally:
+        torch.compile = real
 
 
-def check(ranks: RankPool, drawn: layouts.Drawn, **more: Any) -> None:
+def check(ranks: RankPool, drawn: layouts.Drawn, backend: str = "inductor", **more: Any) -> None:
     model, layout, train = drawn
     train = cases.layers_for(layout) | train
     want = cases.train(0, cases.make_run(model, {}, **train))
     run = cases.make_run(model, layout, **train | dict(compile=True), **more)
-    for got in ranks.run(run.layout.world, train_anew, run):
+    for got in ranks.run(run.layout.world, train_anew, run, backend):
         np.testing.assert_allclose(got["losses"], want["losses"], rtol=1e-9)
         np.testing.assert_allclose(got["norms"], want["norms"], rtol=1e-9)
 
 
-def test_tensor_ranks(ranks: RankPool) -> None:
-    check(ranks, ("dense", dict(tensor=2), dict(layers=1, steps=2)))
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[LARGE, COMPILER])])
+def test_tensor_ranks(ranks: RankPool, backend: str) -> None:
+    check(ranks, ("dense", dict(tensor=2), dict(layers=1, steps=2)), backend)
 
 
 @LARGE
+@COMPILER
 @pytest.mark.parametrize("number", range(12))
 def test_drawn_layouts(ranks: RankPool, number: int, request: pytest.FixtureRequest) -> None:
     check(ranks, layouts.compiled_layout(request.config.getoption("--seed"), number))

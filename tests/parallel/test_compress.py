@@ -32,9 +32,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "topk momentum": dict(compress_density=0.1, compress_momentum=0.7),
 }
 STEPS = 4
-LARGE = pytest.mark.large(
-    "the same on other numbers of ranks and axes; the small tier has each method, and every axis but context"
-)
 
 
 def gradients(replica: int, step: int) -> list[np.ndarray]:
@@ -68,7 +65,8 @@ def unsent(state: dict[str, Any]) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("replicas", [3, pytest.param(2, marks=LARGE), pytest.param(4, marks=LARGE)])
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+@pytest.mark.drawn(7, "method")
 def test_each_method_is_that_of_one_process(ranks: RankPool, method: str, replicas: int) -> None:
     settings = METHODS[method]
     layout = LayoutConfig(replicate=replicas, compress=method.partition(" ")[0], **settings)  # type: ignore[arg-type]
@@ -119,15 +117,10 @@ LAYOUTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("latent", dict(replicate=2, shard=2, zero=1, compress="topk", compress_momentum=0.5), {}),
     ("dense", dict(replicate=2, compress="topk", compress_warmup=1, compress_frozen=True), {}),
 ]
-SMALL = (1, 3, 4, 6, 9)
-"""Of those, what the small tier has: everything sent beside shards and experts, a tensor and a pipeline rank, PowerSGD, ZeRO++."""
 
 
-def marked(number: int) -> Any:
-    return LAYOUTS[number] if number in SMALL else pytest.param(LAYOUTS[number], marks=LARGE)
-
-
-@pytest.mark.parametrize("drawn", map(marked, range(len(LAYOUTS))), ids=lambda drawn: f"{drawn[0]} {drawn[1]}")
+@pytest.mark.parametrize("drawn", LAYOUTS, ids=lambda drawn: f"{drawn[0]} {drawn[1]}")
+@pytest.mark.drawn(2)
 def test_layouts_send_and_keep_what_the_plan_says(
     ranks: RankPool, drawn: tuple[str, dict[str, Any], dict[str, Any]]
 ) -> None:

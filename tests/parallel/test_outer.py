@@ -38,16 +38,8 @@ def train(rank: int, run: Run) -> dict[str, Any]:
     return dict(losses=losses, parameters=cases.held_parameters(train_state))
 
 
-LARGE = pytest.mark.large(
-    "other outer optimizers and axes; the small tier has fragments, overlap, fewer bits and a pipeline"
-)
-
-
-@pytest.mark.parametrize(
-    ("model", "layout"),
-    [each if n in (2, 4, 5) else pytest.param(*each, marks=LARGE) for n, each in enumerate(LAYOUTS)],
-    ids=str,
-)
+@pytest.mark.parametrize(("model", "layout"), LAYOUTS, ids=str)
+@pytest.mark.drawn(1)
 def test_replicas_train_as_a_loop_over_them(ranks: RankPool, model: str, layout: dict[str, Any]) -> None:
     run = make(model, layout)
     losses, weights = outer_reference.simulated(run)
@@ -60,9 +52,8 @@ def test_replicas_train_as_a_loop_over_them(ranks: RankPool, model: str, layout:
             assert worst < 1e-9, f"{name} {worst}"
 
 
-@pytest.mark.parametrize(
-    ("model", "layout"), [LAYOUTS[2], *(pytest.param(*LAYOUTS[n], marks=LARGE) for n in (0, 4))], ids=str
-)
+@pytest.mark.parametrize(("model", "layout"), [LAYOUTS[n] for n in (0, 2, 4)], ids=str)
+@pytest.mark.drawn(1)
 def test_they_send_and_keep_what_the_plan_says(ranks: RankPool, model: str, layout: dict[str, Any]) -> None:
     """In the mean of a round."""
     run = make(model, layout)
@@ -75,7 +66,7 @@ def measured(rank: int, run: Run) -> Any:
     return verify_rank(run, steps=1)
 
 
-@LARGE
+@pytest.mark.large("a dry rank's mean round; real ranks are held to the plan above")
 def test_a_dry_rank_agrees() -> None:
     run = make("dense", dict(replicate=2, shard=2, sync_every=3, sync_fragments=2, compress="int4"))
     assert verify_dry(run, 1).agrees(TOLERANCE)
@@ -85,7 +76,8 @@ def resumed(rank: int, run: Run, out: Path) -> dict[str, Any]:
     return checkpoint_cases.resume_and_train(rank, run, out, STEPS)
 
 
-@pytest.mark.parametrize("stop", [3, pytest.param(2, marks=LARGE)])
+@pytest.mark.parametrize("stop", [2, 3])
+@pytest.mark.drawn(1)
 def test_each_replica_goes_on_with_its_own(ranks: RankPool, tmp_path: Path, stop: int) -> None:
     """Between two exchanges, and while one is underway."""
     run = make("dense", dict(replicate=2, sync_every=2, sync_fragments=2, sync_overlap=1, compress="int8"), layers=2)
