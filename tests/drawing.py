@@ -10,6 +10,10 @@ import random
 
 import pytest
 
+COMMANDS = 3
+"""So many tests that start ranks by the command and disturb them the small tier draws. A run that suffers every kind of fault is
+always in it (tests/chaos)."""
+
 
 def cases_not_drawn(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
     """What the small tier leaves out."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawing import COMMANDS
 from tiny_run import tiny_run
 
 from shardwise.checkpoint.reader import open_checkpoint
@@ -220,9 +221,10 @@ def test_durations_and_curves_read_well() -> None:
     "where",
     [
         "| head -1",
-        pytest.param("> /dev/full", marks=pytest.mark.large("another error of the same stream, at the same places")),
+        "> /dev/full",
     ],
 )
+@pytest.mark.drawn(COMMANDS, group="commands")
 def test_a_run_goes_on_where_nobody_reads(where: str, tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text(to_toml(make_run()))
     command = f"{sys.executable} -m shardwise train r.toml --out out {where}; exit ${{PIPESTATUS[0]}}"

@@ -29,6 +29,7 @@ EXPERTS = MODEL | dict(experts=4, experts_per_token=2, router="sigmoid", shared_
 
 
 @pytest.mark.parametrize("layout", AXES, ids=lambda layout: "-".join(layout))
+@pytest.mark.drawn(2)
 def test_every_axis_learns_the_same(ranks: RankPool, task: Path, tmp_path: Path, layout: dict[str, Any]) -> None:
     """Two steps of each round, so that log-probabilities of before are needed; groups without a difference left out."""
     objective = dict(variant="dapo", iterations=2, filter_rounds=2)
@@ -64,6 +65,7 @@ WIDE = MODEL | dict(hidden=128, ffn=256)
     ],
     ids=["lora", "dora", "qlora"],
 )
+@pytest.mark.drawn(1)
 def test_adapters_are_merged_for_the_engine(
     ranks: RankPool, task: Path, tmp_path: Path, layout: dict[str, Any], adapter: dict[str, Any], model: dict[str, Any]
 ) -> None:
@@ -92,6 +94,7 @@ def held_bytes(rank: int, run: Run) -> int:
 
 @pytest.mark.parametrize("layout", [dict(replicate=2), dict(shard=2)], ids=lambda layout: "-".join(layout))
 @pytest.mark.parametrize("kind", ["lora", "dora", "qlora"])
+@pytest.mark.drawn(2)
 def test_the_engine_holds_of_adapted_matrices_what_the_plan_says(
     ranks: RankPool, task: Path, kind: str, layout: dict[str, Any]
 ) -> None:

@@ -80,6 +80,7 @@ def test_a_run_learns_its_task(task: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "dapo", "ahead"])
+@pytest.mark.drawn(2)
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(task: Path, tmp_path: Path, kind: str) -> None:
     """Also where the stop falls between the steps of one round of answers."""
     more: dict[str, Any] = dict(minibatches=2, iterations=2) if kind == "dr_grpo" else {}

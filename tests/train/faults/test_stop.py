@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import stops
+from drawing import COMMANDS
 from test_guard import losses, make_run
 
 from shardwise.checkpoint.folder import complete
@@ -36,6 +37,7 @@ def send_before_step(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, st
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.drawn(1)
 def test_a_signal_saves_the_next_step_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
@@ -110,6 +112,7 @@ def catches(process: int, number: signal.Signals) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("group", [False, True])
+@pytest.mark.drawn(COMMANDS, group="commands")
 def test_a_stop_while_modules_are_imported_is_one_sentence(tmp_path: Path, number: signal.Signals, group: bool) -> None:
     process = started(tmp_path, "--layout.shard=2")
     deadline = time.monotonic() + 60
@@ -122,13 +125,8 @@ def test_a_stop_while_modules_are_imported_is_one_sentence(tmp_path: Path, numbe
     assert (process.returncode, said) == (PREEMPTED, "told to stop before the first step: there is nothing to save\n")
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGTERM,
-        pytest.param(signal.SIGUSR1, marks=pytest.mark.large("the other signal at that moment; both have one handler")),
-    ],
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.drawn(COMMANDS, group="commands")
 def test_a_stop_while_ranks_start_is_not_lost(tmp_path: Path, number: signal.Signals) -> None:
     """Ranks exist, and none has come to its first step: some are in the middle of joining a process group."""
     process = started(tmp_path, "--layout.shard=2")
