@@ -174,8 +174,14 @@ class InvariantBlock(FusedBlock):
         return invariant_gemm(gated_product(gate, up, self.activation), self.down, residual=x)[None], None
 
 
+PACKED = QuantizedGemm()
+"""Multiplies a packed head."""
+
+
 def unembed(x: Tensor, weight: Tensor, gemms: DecodingGemms) -> Tensor:
     """Normed hidden states [rows, hidden] to logits."""
+    if isinstance(weight, QuantizedMatrix):
+        return PACKED.fused(x, weight)
     if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
         from shardwise.model.kernels.skinny_gemm import MOST_ROWS, skinny_gemm
 
@@ -197,7 +203,8 @@ def tune(model: Transformer, gemms: DecodingGemms, sizes: Sequence[int]) -> None
             if not isinstance(matrix, QuantizedMatrix):
                 by_use.setdefault((name, adds, matrix.shape), []).append(matrix)
     head = model.head if model.head is not None else model.embed
-    if blocks and model.last and head is not None and head.weight.dtype == model.dtype:
+    packed = head is not None and isinstance(head.weight, QuantizedMatrix)
+    if blocks and model.last and head is not None and not packed and head.weight.dtype == model.dtype:
         by_use["head", False, head.weight.shape] = [head.weight.detach()]
     kinds = [Kind(matrices, adds) for (_, adds, _), matrices in by_use.items()]
     if kinds:

@@ -26,6 +26,7 @@ from shardwise.run.recompute_rules import recompute_rules
 from shardwise.run.rule import Broken, Rule
 from shardwise.run.sample_rules import sample_rules
 from shardwise.run.teacher import teacher_layout_rules, teacher_rules
+from shardwise.run.weights import head_rule
 
 MOST_ELEMENTS, MOST_TOKENS = 2**58, 2**48
 """What a tensor may hold, so that its bytes can be counted in 64 bits; and a step."""
@@ -236,6 +237,7 @@ def serving_rules(run: Run) -> Iterator[Rule]:
     yield from _width_rules(run)
     yield from _stage_rules(run)
     yield from speculation_rules(run)
+    yield head_rule(run)
     data, ranks = lay.shard * lay.context, lay.shard * lay.context * lay.tensor
     yield Rule(run.serve.invariant and ranks > 1, "serve.invariant", ("layout.tensor", "layout.shard", "layout.context"), lambda: (
         f"gives the bits of one device, and {ranks} ranks add up parts of a sum here; replicas and stages of a pipeline go with it"

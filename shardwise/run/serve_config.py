@@ -28,6 +28,10 @@ class ServeConfig:
     weights: Literal["auto", "bfloat16", "fp8", "int8", "int4"] = key(
         "auto", "what matrices are kept in; auto: the dtype of the arithmetic, or what the folder holds"
     )
+    head: Literal["auto", "int8"] = key(
+        "auto",
+        "what the head is kept in; auto: the dtype of the arithmetic; int8: half the bytes that a token by itself reads of it",
+    )
     prefix_cache: bool = key(True, "keep pages of prompts that may come again, as long as there is room")
     preemption: Literal["recompute", "swap"] = key(
         "recompute",

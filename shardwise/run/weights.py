@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
-from shardwise.run.config import ModelConfig
-from shardwise.run.parameters import Parameter, layer_parameters
+from shardwise.run.config import ModelConfig, Run
+from shardwise.run.parameters import HEAD, Parameter, layer_parameters
+from shardwise.run.rule import Rule
 
 Kind = Literal["fp8", "int8", "int4"]
 Activations = Literal["", "fp8", "int8"]
@@ -72,11 +73,15 @@ def form_of(name: str, form: WeightFormat) -> WeightFormat:
     return replace(form, activations="") if name.endswith("attention.kv.weight") else form
 
 
-def parameter_bytes(entry: Parameter, weights: str, dtype: str, shape: tuple[int, ...] | None = None) -> int:
+def parameter_bytes(
+    entry: Parameter, weights: str, dtype: str, shape: tuple[int, ...] | None = None, head: str = "auto"
+) -> int:
     """Of a parameter, or of a share of this shape, of a model that computes in `dtype` and keeps its matrices as `serve.weights`
-    says."""
+    and `serve.head` say."""
     shape = tuple(shape or entry.shape)
     whole = prod(shape) * BYTES[dtype]
+    if head in FORMATS and entry.name == HEAD:
+        return FORMATS[head].bytes(*shape)
     if weights == "auto" or not is_reduced(entry):
         return whole
     if weights not in FORMATS:
@@ -90,3 +95,12 @@ def bytes_a_weight(model: ModelConfig, weights: str, dtype: str) -> float:
     layers = (layer_parameters(model, model.is_moe(layer)) for layer in range(model.layers))
     entries = [entry for layer in layers for entry in layer if is_reduced(entry)]
     return sum(parameter_bytes(e, weights, dtype) for e in entries) / sum(e.numel for e in entries)
+
+
+def head_rule(run: Run) -> Rule:
+    """What a head in fewer bits asks of the model."""
+    head = run.serve.head
+    return Rule(
+        head != "auto" and run.model.tied_embeddings, "serve.head", ("model.tied_embeddings",),
+        lambda: f"{head} keeps the head apart, and here it is the embedding as well; use auto",
+    )  # fmt: skip

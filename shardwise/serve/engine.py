@@ -352,7 +352,7 @@ def engine_of(
 ) -> Engine:
     """An engine for a model in the memory of one device, and one that guesses, with as many pages as the plan leaves room for."""
     run = replace(run, layout=LayoutConfig())
-    kept = keep_weights(model, run.serve.weights)
+    kept = keep_weights(model, run.serve.weights, run.serve.head)
     memory = memory_of(run, next(model.parameters()).device, weights=kept)
     runner = runner_of(model, run, memory.pages, longest)
     guessing = draft_runner_of(draft, run, memory.pages, longest)

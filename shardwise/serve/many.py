@@ -46,7 +46,8 @@ def engine_of_ranks(
     model = load_share(folder, dtype, device, served_layers(run), peers, exact)
     # Only over gloo do ranks share a GPU; those of a machine share its memory.
     devices = 1 if device.type == "cpu" else here if peers.recordable else torch.cuda.device_count()
-    memory = memory_of(run, device, -(-here // devices), keep_weights(model, run.serve.weights))
+    kept = keep_weights(model, run.serve.weights, run.serve.head)
+    memory = memory_of(run, device, -(-here // devices), kept)
     pages, swapped = lowest((memory.pages, host_pages(run, memory)))
     runner = runner_of(model, run, pages, longest, peers)
     leads = peers.place.rank == peers.place.leader

@@ -13,6 +13,7 @@ from shardwise.model.transformer import Transformer
 from shardwise.plan.serving.pool import ServingMemory, device_bytes, draft_run, kv_dtype, serving_memory
 from shardwise.run import PRESETS, Problem, Run, UserError
 from shardwise.run.draft import drafts, speculation_rules
+from shardwise.run.weights import head_rule
 from shardwise.serve.runner import Runner
 
 if TYPE_CHECKING:
@@ -27,10 +28,13 @@ def check_served(run: Run) -> None:
     if run.serve.invariant and run.serve.weights not in ("auto", run.train.dtype):
         reason = "goes with weights as they were trained: their bits would not be those of training; use auto"
         problems.append(Problem(reason, "serve.weights"))
+    if run.serve.invariant and run.serve.head != "auto":
+        problems.append(Problem("goes with a head as it was trained; use auto", "serve.head"))
     if run.serve.invariant and kv_dtype(run) != run.train.dtype:
         reason = "goes with keys and values as they are computed: training never rounds them; use auto"
         problems.append(Problem(reason, "serve.kv_dtype"))
-    problems += [Problem(rule.reason(), rule.key) for rule in speculation_rules(run) if rule.broken]
+    rules = (*speculation_rules(run), head_rule(run))
+    problems += [Problem(rule.reason(), rule.key) for rule in rules if rule.broken]
     if problems:
         raise UserError(*problems)
 

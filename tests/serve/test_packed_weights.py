@@ -14,6 +14,7 @@ from shardwise.checkpoint.weights import load_model
 from shardwise.model.quantized.matrix import QuantizedMatrix
 from shardwise.model.quantized.model import held_bytes, keep_weights, layer_matrices, quantize_model
 from shardwise.model.quantized.rounding import round_matrix
+from shardwise.plan.serving.plan import plan_serving
 from shardwise.plan.serving.pool import weight_bytes
 from shardwise.run import UserError, read_run
 from shardwise.run.serve_config import ServeConfig
@@ -83,6 +84,32 @@ def test_a_checkpoint_is_rounded_as_it_is_read(checkpoint: Path, weights: str) -
         assert wanted is not None
         assert torch.equal(made.dequantized(), wanted.dequantized())
     assert tokens_of(answers(engine, [Request("a", (1, 2, 3), 4, Sampling(0.0))])["a", 0])
+
+
+@pytest.mark.parametrize("weights", ["auto", "int4"])
+def test_a_head_in_8_bits_is_rounded_by_row_and_counted(checkpoint: Path, weights: str) -> None:
+    run = read_run(checkpoint / "run.toml", [f"serve.weights={weights}", "serve.head=int8", "serve.max_sequences=4"])
+    engine = make_engine(checkpoint, run)
+    model = engine.runner.model
+    assert isinstance(model.head.weight, QuantizedMatrix)
+    assert held_bytes(model) == weight_bytes(run) < weight_bytes(replace(run, serve=replace(run.serve, head="auto")))
+    plain, _ = load_model(checkpoint, torch.float32)
+    wanted = round_matrix(plain.head.weight.detach(), FORMATS["int8"])
+    assert torch.equal(model.head.weight.dequantized(), wanted.dequantized())
+    found = tokens_of(answers(engine, [Request("a", (1, 2, 3), 6, Sampling(0.0))])["a", 0])
+    text = [1, 2, 3]
+    with torch.inference_mode():
+        for _ in range(6):
+            text.append(int(model(torch.tensor([text])).result[0, -1].argmax()))
+    assert found == text[3:]
+
+
+def test_a_head_that_is_the_embedding_stays(checkpoint: Path) -> None:
+    run = read_run(checkpoint / "run.toml", ["serve.head=int8", "model.tied_embeddings=true"])
+    with pytest.raises(UserError, match=r"serve\.head.*the embedding as well"):
+        make_engine(checkpoint, run)
+    with pytest.raises(UserError, match=r"serve\.head.*the embedding as well"):
+        plan_serving(replace(run, serve=replace(run.serve, rate=1.0)))
 
 
 def test_what_is_kept_as_it_is_takes_what_the_plan_says() -> None:

@@ -1,5 +1,5 @@
-"""A network whose matrices are packed: those of its layers, experts included. Embedding, head, norms and routers are
-not."""
+"""A network whose matrices are packed: those of its layers, experts included, and where it is asked for the head's. Embedding,
+norms and routers are not."""
 
 from __future__ import annotations
 
@@ -65,11 +65,15 @@ def quantized_grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, read: Re
     return grouped_linear(x, weight, counts, read)
 
 
-def keep_weights(model: Transformer, weights: str) -> int:
-    """Keep a model's matrices as `serve.weights` says. The bytes that all parameters take where some are packed,
+def keep_weights(model: Transformer, weights: str, head: str = "auto") -> int:
+    """Keep a model's matrices as `serve.weights` and `serve.head` say. The bytes that all parameters take where some are packed,
     otherwise 0."""
     if weights != "auto":
         quantize_model(model, weights)
+    if head != "auto" and model.head is not None and not isinstance(model.head.weight, QuantizedMatrix):
+        made = round_matrix(model.head.weight.detach(), FORMATS[head], model.dtype or model.head.weight.dtype)
+        assert made is not None
+        put_matrix(model, "head.weight", made)
     return held_bytes(model) if use_quantized_gemms(model) else 0
 
 

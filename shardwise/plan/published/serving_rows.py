@@ -54,6 +54,7 @@ def serving_of_row(row: Row) -> tuple[Serving, Load, tuple[str, ...]]:
         attention_weights=FORMATS["bf16" if _bf16_attention(model, precision) else precision],
         cache_bytes=_cache_bytes(row, precision),
         windowed=windowed,
+        head=None,
         **ranks,
     )
     return serving, _load(row, note), tuple(assumed)

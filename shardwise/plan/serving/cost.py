@@ -49,6 +49,8 @@ class Serving:
     expert_tensor: int = 1
     windowed: tuple[float, int] = (0.0, 0)
     """Share of the layers that see only so many latest positions."""
+    head: Format | None = None
+    """What the head is kept in, where that is said."""
 
     @property
     def chip(self) -> Chip:
@@ -58,6 +60,8 @@ class Serving:
     @property
     def head_weights(self) -> Format:
         """How embedding and head are stored."""
+        if self.head is not None:
+            return self.head
         return FORMATS["bf16"] if self.engine.bf16_head and self.weights.bytes < 2 else self.weights
 
     @property

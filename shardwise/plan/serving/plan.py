@@ -119,6 +119,7 @@ def plan_serving(run: Run, over_http: bool = True) -> ServingPlan:
         model, cluster, OURS, form, form, BYTES[kv_dtype(run)], layout.tensor, layout.pipeline,
         expert=layout.expert, expert_tensor=ranks // layout.expert,
         windowed=(1.0, model.sliding_window) if model.sliding_window else (0.0, 0),
+        head=FORMATS[STORED[serve.head]] if serve.head in REDUCED else None,
     )  # fmt: skip
     memory = serving_memory(run, cluster.chip)
     if memory.pages < 2:

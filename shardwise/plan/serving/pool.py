@@ -69,7 +69,8 @@ def weight_bytes(run: Run, stage: int = 0) -> int:
     rank = ServingRank(layout, (stages - 1 - stage) * (layout.world // stages))
 
     def held(entries: Iterable[Parameter]) -> int:
-        return sum(parameter_bytes(entry, run.serve.weights, run.train.dtype, rank.box(entry)[1]) for entry in entries)
+        kept = (run.serve.weights, run.train.dtype)
+        return sum(parameter_bytes(entry, *kept, rank.box(entry)[1], run.serve.head) for entry in entries)
 
     total = sum(held(layer_parameters(model, model.is_moe(layer))) for layer in served_layers(run)[stage])
     if stage == 0:
@@ -101,6 +102,8 @@ def activation_bytes(run: Run, stage: int = 0, packed: bool = False) -> int:
         kinds = {model.is_moe(layer) for layer in range(model.layers)}
         entries = [entry for moe in kinds for entry in layer_parameters(model, moe) if is_reduced(entry)]
         unpacked = max(entry.numel for entry in entries) * each / tensor * (2 if model.gated else 1)
+    if serve.head in FORMATS and stage == layout.pipeline - 1:
+        unpacked = max(unpacked, model.vocab * model.hidden * each / tensor)
     return int(layer + (logits if stage == layout.pipeline - 1 else 0) + unpacked)
 
 
@@ -110,7 +113,9 @@ def draft_run(run: Run) -> Run | None:
     model = draft_model(run)
     if model is None:
         return None
-    serve = replace(run.serve, weights="auto", speculate="none", draft="", invariant=False)  # it only guesses
+    serve = replace(
+        run.serve, weights="auto", head="auto", speculate="none", draft="", invariant=False
+    )  # it only guesses
     return replace(run, model=model, layout=LayoutConfig(), serve=serve)
 
 
