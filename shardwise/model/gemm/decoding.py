@@ -91,7 +91,9 @@ def fastest(kind: Kind, rows: int, shape: Shape, pool: Any) -> Algorithm | None:
     first = kind.matrices[0]
     count = max(2, -(-READ_BYTES // (first.numel() * first.itemsize)))
     matrices = [kind.matrices[n % len(kind.matrices)] for n in range(count)]
-    x = torch.randn(rows, first.shape[1], device=first.device).to(first.dtype)
+    # Numbers of its own generator: PyTorch's stays in its recording where an algorithm could not be recorded.
+    numbers = torch.Generator(first.device).manual_seed(0)
+    x = torch.randn(rows, first.shape[1], device=first.device, generator=numbers).to(first.dtype)
     out = torch.zeros(rows, len(first), dtype=first.dtype, device=first.device)
     best, least = None, replayed_seconds([partial(_usual, x, matrix, out, kind.adds) for matrix in matrices], pool)
     try:
