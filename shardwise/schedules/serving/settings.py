@@ -62,5 +62,5 @@ def shared_sizes(sequences: int, drafts: int) -> list[int]:
 
 def graph_sizes(most: int) -> list[int]:
     """Batch sizes for which the steps of a GPU are recorded; others are padded to the next."""
-    sizes = [1, 2, 4, 8, 16, 24, 32, *range(48, 128, 16), *range(128, 256, 32), *range(256, 1025, 64)]
+    sizes = [1, 2, 4, 8, 16, 24, 32, *range(48, 256, 16), *range(256, 1025, 64)]
     return [size for size in sizes if size < most] + [most]
