@@ -10,6 +10,8 @@ import random
 
 import pytest
 
+SEARCHES = 4
+"""So many tests that search the layouts of a large job the small tier draws."""
 COMMANDS = 3
 """So many tests that start ranks by the command and disturb them the small tier draws. A run that suffers every kind of fault is
 always in it (tests/chaos)."""
