@@ -40,6 +40,8 @@ METHODS: dict[str, tuple[dict[str, Any], float]] = {
     "fp8": (dict(compress="fp8"), 0.01),
     "int4": (dict(compress="int4"), 0.02),
     "ZeRO++": (dict(compress_weights="int8", compress_shards="int4"), 0.01),
+    "activations in 4 bits": (dict(activation_bits=4), 0.005),
+    "activations in 2 bits": (dict(activation_bits=2), 0.005),
     "onebit": (dict(compress="onebit", compress_warmup=0.2), 0.01),
     "powersgd 4": (dict(compress="powersgd", compress_rank=4, compress_warmup=0.2), 0.01),
     "powersgd 4, frozen": (dict(compress="powersgd", compress_warmup=0.2, compress_frozen=True), 0.01),
@@ -67,7 +69,8 @@ SHARDED = ("ZeRO++", "none, again")
 
 def make_run(method: str, seed: int, steps: int, replicas: int) -> Run:
     """The run of a method."""
-    layout = METHODS[method][0]
+    layout = dict(METHODS[method][0])
+    memory = {name: layout.pop(name) for name in ("activation_bits",) if name in layout}
     if "compress_warmup" in layout:
         layout = layout | dict(compress_warmup=int(layout["compress_warmup"] * steps))
     train = dict(
@@ -83,6 +86,7 @@ def make_run(method: str, seed: int, steps: int, replicas: int) -> Run:
     return run_from_dict(
         dict(
             model=dict(layers=2, hidden=64, heads=4),
+            memory=memory,
             layout=layout | ({"shard": replicas} if method in SHARDED else {"replicate": replicas}),
             train=train | dict(device="cpu", eval_sequences=512, guard="none"),
         )

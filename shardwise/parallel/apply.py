@@ -125,6 +125,7 @@ def apply(run: Run, mesh: Mesh, device: torch.device, frozen: bool = False) -> P
                 LocalParameter(name, parameter, entry, entry.cuts(layout), shard, copy, compute_copy.get(parameter))
             )
     pipeline = Pipeline(stages, schedule, mesh, layout.zero, sharder.scales, observers)
+    pipeline.replaces_saved = layout.recompute == "optimal" or run.memory.activation_bits > 0
     if not frozen:
         _add_tied_group(run, mesh, schedule.placement)
     return Parallel(mesh, [stage.model for stage in stages.values()], pipeline, parameters)

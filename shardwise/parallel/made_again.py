@@ -1,5 +1,5 @@
 """Tensors of a layer that are made again in the backward pass instead of saved, each by its own operation (`layout.recompute =
-optimal`; which ones, `plan/cost/kept.py` decides).
+optimal`; which ones, `plan/cost/kept.py` decides), or that are kept in another form (`memory.activation_bits`).
 
 The modules of a layer are wrapped so that what they give is known to `saving.py` with what it was made of. Nothing else changes:
 autograd records the same operations, and what is made again has the same bits.
@@ -8,7 +8,7 @@ autograd records the same operations, and what is made again has the same bits.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,22 +17,42 @@ from shardwise.model.attention import GroupedAttention
 from shardwise.model.layers import FeedForward
 from shardwise.model.rope import Rope, apply_rope
 from shardwise.model.transformer import Block
-from shardwise.parallel.saving import note, noted_afterwards
+from shardwise.parallel.saving import Form, note, note_form, noted_afterwards
+
+Note = Callable[[Tensor, Sequence[Tensor], Callable[..., Tensor]], None]
+"""Takes note of a tensor, of what it was made, and by what."""
 
 
-def make_again(block: Block, words: Iterable[str]) -> None:
-    """Let these tensors of a layer be made again."""
+def keep_in_form(block: Block, words: Iterable[str], form: Form) -> None:
+    """Let these tensors of a layer be kept in another form."""
+
+    def instead(x: Tensor, inputs: Sequence[Tensor], make: Callable[..., Tensor]) -> None:
+        note_form(x, form)
+
+    words = frozenset(words)
+    if "middle" in words and block.ffn_norm is not None:
+
+        def noting(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+            note_form(x, form)
+            return forward(x)
+
+        _wrapped(block.ffn_norm, noting)
+    make_again(block, words - {"middle"}, instead)
+
+
+def make_again(block: Block, words: Iterable[str], note: Note = note) -> None:
+    """Let these tensors of a layer be made again, or noted otherwise."""
     words = frozenset(words)
     if "attention_norm" in words:
-        _note_output(block.attention_norm)
+        _note_output(block.attention_norm, note)
     if words & {"heads", "attended", "middle"}:
         assert isinstance(block.attention, GroupedAttention)
-        _Attention(block, block.attention, words).watch()
+        _Attention(block, block.attention, words, note).watch()
     if "ffn_norm" in words:
         assert block.ffn_norm is not None
-        _note_output(block.ffn_norm)
+        _note_output(block.ffn_norm, note)
     if isinstance(block.ffn, FeedForward):
-        _feed_forward(block.ffn, words)
+        _feed_forward(block.ffn, words, note)
 
 
 def _wrapped(module: nn.Module, around: Callable[..., Any]) -> None:
@@ -40,7 +60,7 @@ def _wrapped(module: nn.Module, around: Callable[..., Any]) -> None:
     module.forward = functools.wraps(module.forward)(functools.partial(around, module.forward))
 
 
-def _note_output(module: nn.Module) -> None:
+def _note_output(module: nn.Module, note: Note) -> None:
     def noting(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         out = forward(x)
         note(out, (x,), module)
@@ -49,21 +69,21 @@ def _note_output(module: nn.Module) -> None:
     _wrapped(module, noting)
 
 
-def _feed_forward(ffn: FeedForward, words: frozenset[str]) -> None:
+def _feed_forward(ffn: FeedForward, words: frozenset[str], note: Note) -> None:
     for word, matrix in (("gate", ffn.gate), ("up", ffn.up)):
         if word in words and matrix is not None:
-            _note_output(matrix)
+            _note_output(matrix, note)
     function, gated = ffn.function, ffn.gated
     if ffn.gate is None:
         if "inner" in words:
-            ffn.function = _noting(function)
+            ffn.function = _noting(function, note)
         return
 
     def product(function: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
         made: list[Tensor] = []
 
         def noting(x: Tensor) -> Tensor:
-            made.append(_noting(function)(x) if "function" in words else function(x))
+            made.append(_noting(function, note)(x) if "function" in words else function(x))
             return made[-1]
 
         out = gated(noting, gate, up)
@@ -75,7 +95,7 @@ def _feed_forward(ffn: FeedForward, words: frozenset[str]) -> None:
         ffn.gated = product
 
 
-def _noting(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _noting(function: Callable[[Tensor], Tensor], note: Note) -> Callable[[Tensor], Tensor]:
     def noting(x: Tensor) -> Tensor:
         out = function(x)
         note(out, (x,), function)
@@ -87,8 +107,8 @@ def _noting(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 class _Attention:
     """What of a layer's attention is made again; during a forward pass, what that is made of."""
 
-    def __init__(self, block: Block, attention: GroupedAttention, words: frozenset[str]) -> None:
-        self.block, self.attention, self.words = block, attention, words
+    def __init__(self, block: Block, attention: GroupedAttention, words: frozenset[str], note: Note) -> None:
+        self.block, self.attention, self.words, self.note = block, attention, words, note
         self.stream: Tensor | None = None
         self.normed: Tensor | None = None
         self.rope: Rope | None = None
@@ -117,13 +137,13 @@ class _Attention:
     def _core(self, forward: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         if self.normed is not None and "heads" in self.words:
             for x, matrix, rope in ((q, "q", self.rope), (k, "k", self.rope), (v, "v", None)):
-                note(x, (self.normed,), functools.partial(self._heads, getattr(self.attention, matrix), rope))
+                self.note(x, (self.normed,), functools.partial(self._heads, getattr(self.attention, matrix), rope))
         if "attended" not in self.words:
             self.attended = forward(q, k, v, mask)
             return self.attended
         with noted_afterwards():
             self.attended = forward(q, k, v, mask)
-            note(self.attended, (q, k, v), lambda q, k, v: self.attention.core(q, k, v, mask))
+            self.note(self.attended, (q, k, v), lambda q, k, v: self.attention.core(q, k, v, mask))
         return self.attended
 
     def _heads(self, matrix: nn.Module, rope: Rope | None, x: Tensor) -> Tensor:
@@ -132,5 +152,5 @@ class _Attention:
 
     def _ffn_norm(self, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         if self.stream is not None and self.attended is not None:
-            note(x, (self.stream, self.attended), lambda x, attended: x + self.attention.out(attended.flatten(2)))
+            self.note(x, (self.stream, self.attended), lambda x, attended: x + self.attention.out(attended.flatten(2)))
         return forward(x)

@@ -160,6 +160,9 @@ class Stage:
 class Pipeline:
     """Runs this rank's part of a schedule."""
 
+    replaces_saved = False
+    """Whether layers let some of what is saved be replaced."""
+
     def __init__(
         self, stages: dict[int, Stage], schedule: Schedule, mesh: Mesh, zero: int, scales: Scales, observers: Observers
     ) -> None:
@@ -301,7 +304,7 @@ class Pipeline:
 
     def _saving(self, training: bool) -> Any:
         """Tensor ranks save their shards of sequences, and some tensors are made again."""
-        replaces = self.mesh.size("tensor") > 1 or self.mesh.layout.recompute == "optimal"
+        replaces = self.mesh.size("tensor") > 1 or self.replaces_saved
         return saving() if training and replaces else contextlib.nullcontext()
 
     def _put(self, action: Action, x: Tensor) -> None:

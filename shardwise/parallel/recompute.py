@@ -23,10 +23,12 @@ from shardwise.model.attention import GroupedAttention, LatentAttention
 from shardwise.model.layers import Norm
 from shardwise.model.moe import Router
 from shardwise.model.transformer import Block, Transformer
-from shardwise.parallel.made_again import make_again
+from shardwise.parallel.made_again import keep_in_form, make_again
 from shardwise.parallel.observer import Observers
+from shardwise.parallel.packed import packed_in
 from shardwise.plan.trainer.rank import PlannedRank
 from shardwise.run import Run
+from shardwise.run.packing import packed_words
 
 
 @contextlib.contextmanager
@@ -74,6 +76,14 @@ def apply_recompute(model: Transformer, run: Run, rank: int, observers: Observer
     """Let the modules of the layout's mode be recomputed in the backward pass."""
     layout = run.layout
     blocks = [block for block in model.layers.values() if isinstance(block, Block)]
+    if run.memory.activation_bits:
+        m = run.model
+        for name, block in model.layers.items():
+            assert isinstance(block, Block)
+            words = packed_words(
+                routed=m.is_moe(int(name)), parallel_block=m.parallel_block, gated=m.gated, activation=m.activation
+            )
+            keep_in_form(block, words, packed_in(run.memory.activation_bits))
     if layout.recompute in ("budget", "optimal"):
         planned = PlannedRank(run, rank).recomputed
         for name, block in model.layers.items():

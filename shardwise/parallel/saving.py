@@ -2,9 +2,9 @@
 
 Autograd saves what its operators were given. While `saving` is open, a saved tensor that is known here, or a view of one, is
 replaced: who needs it first in the backward pass makes it, and the last one lets it go. It is made of others, which may be known
-too. Two kinds are: sequences gathered over tensor ranks, of which each rank saves its own shard (Korthikanti et al. 2022), and
-tensors of a layer that cost less time than memory (`made_again.py`). Inside of a recomputed block nothing is replaced: there it
-lives for that block's backward pass alone.
+too. Three kinds are: sequences gathered over tensor ranks, of which each saves its own shard (Korthikanti et al. 2022); tensors
+of a layer that cost less time than memory (`made_again.py`); and tensors that are kept in another form (`packed.py`). Inside of a
+recomputed block nothing is replaced: there it lives for that block's backward pass alone.
 """
 
 from __future__ import annotations
@@ -20,13 +20,18 @@ from torch import Tensor
 
 from shardwise.torch_private import storage_key
 
+Form = Callable[[Tensor], tuple[tuple[Tensor, ...], Callable[..., Tensor]]]
+"""Of a flat tensor: what is kept in its place, and the function that makes it of that again."""
+
 
 @dataclass
 class Known:
     """A tensor that can be made again of others."""
 
-    inputs: tuple[Tensor | _View, ...]
-    make: Callable[..., Tensor]
+    inputs: tuple[Tensor | _View, ...] = ()
+    make: Callable[..., Tensor] | None = None
+    form: Form | None = None
+    """In which another form the tensor itself is kept, if it is saved."""
     users: int = 0
     whole: Tensor | None = None
 
@@ -38,9 +43,16 @@ class Known:
                 if isinstance(each, _View):
                     each.of.used()
 
+    def keep(self, x: Tensor) -> None:
+        """Keep the tensor that a view is of in its other form."""
+        if self.form is not None and self.make is None:
+            flat = x.detach().as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+            self.inputs, self.make = self.form(flat)
+
     def take(self) -> Tensor:
         """The whole, for one of its users."""
         if self.whole is None:
+            assert self.make is not None
             with torch.no_grad():
                 self.whole = self.make(*map(_unpack, self.inputs))
         whole = self.whole
@@ -70,13 +82,26 @@ _KNOWN: dict[int, tuple[weakref.ref[Any], Known]] = {}
 _OPEN = 0
 
 
+def note_form(x: Tensor, form: Form) -> None:
+    """Let a tensor be kept in another form, if it is saved."""
+    if _OPEN:
+        _remember(x, Known(form=form))
+
+
 def note(x: Tensor, inputs: Sequence[Tensor], make: Callable[..., Tensor]) -> None:
     """Remember what a tensor can be made of again, while it is alive."""
     if _OPEN:
-        storage = x.untyped_storage()
-        key = storage_key(storage)
-        known = Known(tuple(_view(each) for each in inputs), make)
-        _KNOWN[key] = (weakref.ref(storage, lambda _: _KNOWN.pop(key, None)), known)
+        views = tuple(_view(each) for each in inputs)
+        for each, view in zip(inputs, views, strict=True):
+            if isinstance(view, _View):
+                view.of.keep(each)
+        _remember(x, Known(views, make))
+
+
+def _remember(x: Tensor, known: Known) -> None:
+    storage = x.untyped_storage()
+    key = storage_key(storage)
+    _KNOWN[key] = (weakref.ref(storage, lambda _: _KNOWN.pop(key, None)), known)
 
 
 def _view(x: Tensor) -> Tensor | _View:
@@ -111,6 +136,7 @@ def _packed(x: Tensor) -> Tensor | _View:
     found = _view(x)
     if isinstance(found, Tensor):
         return x
+    found.of.keep(x)
     found.of.used()
     return found
 

@@ -87,6 +87,8 @@ def compiles(run: Run, *, gpu: bool) -> bool:
         return False
     if run.train.compile != "auto":
         return run.train.compile
+    if run.memory.activation_bits:  # what a compiled layer saves is its compiler's
+        return False
     if run.adapter.kind == "qlora":  # its matrices are made for each GEMM, which leaves little to fuse
         return False
     low = run.train.dtype in ("bfloat16", "float16")

@@ -18,6 +18,10 @@ class MemoryConfig:
         "threads, and the device holds the layers' matrices in the dtype of the arithmetic; disk: the same, with the moments in "
         "files of memory.folder",
     )
+    activation_bits: Literal[0, 8, 4, 2] = key(
+        0,
+        "bits of what layers save for the backward pass, in groups with a range and rounded at random (ActNN); 0: as it is",
+    )
     folder: str = key(
         "", "disk: an existing folder on a fast disk of the machine; its files are the run's while it trains"
     )

@@ -5,14 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardwise.run.config import Run
+from shardwise.run.derive import splits_backward
 from shardwise.run.rule import Rule
 
 # fmt: off
 
 
+def _bits_rules(run: Run) -> Iterator[Rule]:
+    """What `memory.activation_bits` asks of the rest."""
+    where = "memory.activation_bits"
+    yield Rule(run.layout.recompute != "none", where, ("layout.recompute",), lambda: (
+        f'is of what layers save, and layout.recompute = "{run.layout.recompute}" saves little of it; use one of the two'
+    ))
+    yield Rule(run.train.compile is True, where, ("train.compile",),
+               lambda: "is of tensors that compiled layers do not show; leave train.compile at auto")
+    yield Rule(run.train.fp8 != "none", where, ("train.fp8",),
+               lambda: "is of inputs as they are, and train.fp8 saves them in 8 bits already")
+    yield Rule(run.adapter.used, where, ("adapter.kind",),
+               lambda: "is of what full training saves; an adapter leaves most of that out")
+    yield Rule(splits_backward(run), where, ("layout.schedule",), lambda: (
+        f"is unpacked for a layer's backward pass, and {run.layout.schedule} would keep that for its deferred weight gradients"
+    ))
+
+
 def memory_rules(run: Run) -> Iterator[Rule]:
     """What must hold of a run that holds less on the device."""
     lay, train = run.layout, run.train
+    if run.memory.activation_bits:
+        yield from _bits_rules(run)
     if not run.memory.hosts_optimizer:
         return
     where = "memory.optimizer"

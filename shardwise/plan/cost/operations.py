@@ -22,7 +22,10 @@ from shardwise.hardware import Collective, alignment, attention_seconds, collect
 from shardwise.plan.cost.flops import keys_seen
 from shardwise.plan.cost.job import Job, Number
 from shardwise.plan.cost.ops import ByPass, Op, OpList, regroups_tensor, span
+from shardwise.run.packing import GROUP, packed_bytes, packed_words
 
+PACK, UNPACK = 150.0, 30.0
+"""Bytes read and written for each value that is packed and unpacked, about, as `parallel/packed.py` is written."""
 CHUNKED_BYTES = 6.0
 """Moved for each 16-bit logit of a chunked loss besides its GEMMs: read for the sum, read and written as a gradient."""
 
@@ -252,9 +255,21 @@ def _moe(ops: OpList) -> None:
         _feed_forward(ops, m.expert_ffn * m.shared_experts)
 
 
+def packed_values(job: Job, *, routed: bool) -> Number:
+    """Values of a layer's saved tensors that are kept in few bits."""
+    m = job.model
+    words = packed_words(routed=routed, parallel_block=m.parallel_block, gated=m.gated, activation=m.activation)
+    wide = len(words & {"gate", "up", "function", "inner"})
+    return (len(words) - wide) * residual_tokens(job) * m.hidden + wide * job.rows * m.ffn / job.layout.tensor
+
+
 def layer(job: Job, *, routed: bool) -> OpList:
     """One decoder layer, MoE or dense."""
     ops = OpList(job)
+    if job.memory.activation_bits:
+        values = packed_values(job, routed=routed)
+        spared = values * (job.width - packed_bytes(GROUP, job.memory.activation_bits) / GROUP)
+        ops.elementwise("packed", "norm", values * PACK, values * UNPACK, saved=-spared, launches=(30.0, 8.0))
     _attention(ops)
     if not job.model.parallel_block:
         _norm(ops, residual_tokens(job))

@@ -49,6 +49,7 @@ from shardwise.plan.trainer.saved_layers import INDEX, attention, feed_forward, 
 from shardwise.plan.trainer.tape import Tape
 from shardwise.plan.trainer.traffic import INTEGER
 from shardwise.run.derive import uses_varlen_attention
+from shardwise.run.packing import packed_words
 
 Rows = Mapping[int, tuple[int, int]]
 """By MoE layer: rows that a rank has for the experts in a microbatch, and rows that reach the experts it holds."""
@@ -74,6 +75,10 @@ def block(tape: Tape, x: str, layer: int, rows: Rows | None) -> str:
     planned, m = tape.planned, tape.planned.run.model
     tokens = planned.local_tokens
     tape.parameters = planned.layer_table(m.is_moe(layer))
+    if planned.run.memory.activation_bits:
+        tape.packed = packed_words(
+            routed=m.is_moe(layer), parallel_block=m.parallel_block, gated=m.gated, activation=m.activation
+        )
     with tape.part("block", x):
         normed = norm(tape, x, "attention_norm", tokens)
         tape.again("attention_norm", normed, x)

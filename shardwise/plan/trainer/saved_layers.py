@@ -224,22 +224,23 @@ def feed_forward(tape: Tape, x: str, name: str) -> None:
     """Two matrices and the function between them, or three."""
     m = tape.planned.run.model
     numel = tape.planned.tokens * tape.parameters[f"{name}.up.weight"].shape[0]
+    inner = tape.make(f"{name} inner", numel)
     if m.gated:
         gate, up = linear(tape, x, f"{name}.gate", edge=True), linear(tape, x, f"{name}.up")
         tape.again("gate", gate, x)
         tape.again("up", up, x)
         function = tape.make(f"{name} function", numel)
         tape.again("function", function, gate)
-        tape.again("inner", tape.make(f"{name} inner", numel), function, up)
+        tape.again("inner", inner, function, up)
         tape.save(gate, up, function)
     else:
         up = linear(tape, x, f"{name}.up", edge=True)
         tape.again("up", up, x)
-        tape.again("inner", tape.make(f"{name} inner", numel), up)
+        tape.again("inner", inner, up)
         if m.activation == "gelu":
             tape.save(up)
         elif m.activation == "relu2":
             tape.save_new(f"{name} positive", numel)
         elif m.activation == "relu":
-            tape.save(tape.make(f"{name} inner", numel))
-    linear(tape, tape.make(f"{name} inner", numel), f"{name}.down", edge=True, added=True)
+            tape.save(inner)
+    linear(tape, inner, f"{name}.down", edge=True, added=True)

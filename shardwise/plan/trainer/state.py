@@ -141,6 +141,7 @@ def _saved(planned: PlannedRank) -> dict[int, Saved]:
         lay.recompute_operations,
         lay.recompute_every,
         lay.offload,
+        run.memory.activation_bits,
         planned.keeps_compute_copies,
         planned.is_sharded,
     )

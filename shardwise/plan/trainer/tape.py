@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from shardwise.plan.trainer.rank import PlannedParameter, PlannedRank
+from shardwise.run.packing import packed_bytes
 
 
 @dataclass
@@ -29,6 +30,8 @@ class Tape:
     """Of sequences gathered from tensor ranks, what is saved in their place (`parallel/saving.py`)."""
     made: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Of tensors that are made again in the backward pass, what of (`parallel/made_again.py`)."""
+    packed: frozenset[str] = frozenset()
+    """Tensors of the present layer that are kept in few bits (`parallel/packed.py`)."""
     prefix: str = ""
     discarding: bool = False
 
@@ -68,9 +71,12 @@ class Tape:
                     self.saved.add(name)
 
     def again(self, word: str, name: str, *inputs: str) -> None:
-        """A tensor that may be made again of others."""
+        """A tensor that may be made again of others, or packed."""
         if word in self.recomputed:
             self.made[name] = inputs
+        elif word in self.packed:
+            numel = int(self.sizes[name] // self.planned.width)
+            self.sizes[name] = packed_bytes(numel, self.planned.run.memory.activation_bits)
 
     def save_new(self, name: str, numel: int | Fraction, width: int = 0) -> None:
         """Save a tensor that nothing else uses."""
