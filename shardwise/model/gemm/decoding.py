@@ -58,11 +58,10 @@ class DecodingGemms:
         name = torch.cuda.get_device_name(device).replace(" ", "-")
         choices = Choices(device.index, cache_folder("products") / f"serving-{name}-{version()}.json")
         found: dict[Shape, Algorithm | None] = {}
-        pool = torch.cuda.graph_pool_handle()
         asked = [(kind, rows, shape) for kind in kinds for rows in sizes if (shape := _shape(kind, rows)) is not None]
         for kind, rows, shape in asked:
             if shape.name not in choices.known and shape not in found:
-                found[shape] = fastest(kind, rows, shape, pool)
+                found[shape] = fastest(kind, rows, shape)
         if found:
             choices.keep(found)
             torch.cuda.empty_cache()
@@ -86,7 +85,7 @@ def _shape(kind: Kind, rows: int) -> Shape | None:
     return Shape.of(matrix.new_empty(rows, matrix.shape[1]), matrix.t(), matrix.dtype, kind.adds)
 
 
-def fastest(kind: Kind, rows: int, shape: Shape, pool: Any) -> Algorithm | None:
+def fastest(kind: Kind, rows: int, shape: Shape) -> Algorithm | None:
     """The algorithm that takes the least time; nothing where that is the one PyTorch takes."""
     first = kind.matrices[0]
     count = max(2, -(-READ_BYTES // (first.numel() * first.itemsize)))
@@ -95,7 +94,7 @@ def fastest(kind: Kind, rows: int, shape: Shape, pool: Any) -> Algorithm | None:
     numbers = torch.Generator(first.device).manual_seed(0)
     x = torch.randn(rows, first.shape[1], device=first.device, generator=numbers).to(first.dtype)
     out = torch.zeros(rows, len(first), dtype=first.dtype, device=first.device)
-    best, least = None, replayed_seconds([partial(_usual, x, matrix, out, kind.adds) for matrix in matrices], pool)
+    best, least = None, replayed_seconds([partial(_usual, x, matrix, out, kind.adds) for matrix in matrices])
     try:
         multiplication = Multiplication(shape, first.device.index)
         proposed = multiplication.proposed()
@@ -105,7 +104,7 @@ def fastest(kind: Kind, rows: int, shape: Shape, pool: Any) -> Algorithm | None:
         base = out if kind.adds else None
         try:
             works = [partial(multiplication.run, x, matrix.t(), out, algorithm, base) for matrix in matrices]
-            seconds = replayed_seconds(works, pool)
+            seconds = replayed_seconds(works)
         except (LibraryError, RuntimeError):
             continue
         if seconds < least:
