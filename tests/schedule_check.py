@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from shardwise.schedules.actions import KINDS, Action, Schedule, saved_activations
+from shardwise.schedules.actions import KINDS, Action, Kind, Schedule, saved_activations
+
+HANDED: tuple[Kind, ...] = ("E", "L")
+WAITS = {"E": "F", "L": "E", "A": "E", "R": "A", "a": "A", "r": "R"}
+"""What each part of a transfer between partners comes after."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +78,20 @@ def _counts(schedule: Schedule) -> Iterator[str]:
     """Actions on another rank than their stage, and actions missing or listed more than once."""
     for rank, actions in enumerate(schedule.ranks):
         for action in actions:
-            if schedule.placement[action.stage] != rank:
+            home = schedule.placement[action.stage]
+            partner = schedule.partners and action.kind in HANDED and rank == len(schedule.ranks) - 1 - home
+            if home != rank and not partner:
                 yield f"rank {rank} lists {action}, but stage {action.stage} stands on rank {schedule.placement[action.stage]}"
     times = Counter(action for actions in schedule.ranks for action in actions)
     for stage in range(schedule.stages):
         for microbatch in range(schedule.microbatches):
-            forward, whole, grad_input, grad_weight = (times[Action(kind, stage, microbatch)] for kind in KINDS)
+            forward, whole, grad_input, grad_weight = (times[Action(kind, stage, microbatch)] for kind in "FBIW")
+            evicted, loaded = (times[Action(kind, stage, microbatch)] for kind in HANDED)
+            if (evicted, loaded) not in ((0, 0), (2, 2)):
+                yield (
+                    f"microbatch {microbatch} of stage {stage} is evicted {_often(evicted)} and loaded {_often(loaded)}: both "
+                    f"stand in the lists of two ranks, or in none"
+                )
             if forward != 1:
                 yield f"F{stage}.{microbatch} is listed {_often(forward)}"
             if (whole, grad_input, grad_weight) not in ((1, 0, 0), (0, 1, 1)):
@@ -105,6 +117,9 @@ def _deadlock(schedule: Schedule, listed: dict[Action, tuple[int, int]]) -> Iter
     Only what comes from another rank can block. What is in no list is reported as missing, and what is listed too late on
     the same rank as out of order; neither is waited for, so that a deadlock is told from these.
     """
+    if schedule.partners:
+        schedule = _spelt_out(schedule)
+        listed = {action: (rank, n) for rank, own in enumerate(schedule.ranks) for n, action in enumerate(own)}
     done: set[Action] = set()
     at = [0] * len(schedule.ranks)
     waiting: dict[Action, list[int]] = {}
@@ -135,6 +150,30 @@ def _deadlock(schedule: Schedule, listed: dict[Action, tuple[int, int]]) -> Iter
         yield f"deadlock: {'; '.join(waits)}"
 
 
+def _spelt_out(schedule: Schedule) -> Schedule:
+    """The lists with what ranks do for their partners apart: A accepts what is evicted, R returns it; before the next forward the
+    evicting rank waits for A (as "a"), before the backward for R (as "r")."""
+    lists = []
+    for rank, actions in enumerate(schedule.ranks):
+        out: list[Action] = []
+        gone: list[Action] = []
+        for action in actions:
+            own = schedule.placement[action.stage] == rank
+            if action.kind in HANDED and not own:
+                out.append(action._replace(kind="A" if action.kind == "E" else "R"))  # type: ignore[arg-type]
+                continue
+            if action.kind == "F":
+                out += [one._replace(kind="a") for one in gone]  # type: ignore[arg-type]
+                gone = []
+            elif action.kind == "E":
+                gone.append(action)
+            elif action.kind == "B" and action._replace(kind="E") in actions:
+                out.append(action._replace(kind="r"))  # type: ignore[arg-type]
+            out.append(action)
+        lists.append(tuple(out))
+    return replace(schedule, ranks=tuple(lists))
+
+
 def _needs(action: Action, stages: int) -> Iterator[Action]:
     """What an action reads; of a backward in one piece or split, whichever is listed."""
     kind, stage, microbatch = action
@@ -143,7 +182,10 @@ def _needs(action: Action, stages: int) -> Iterator[Action]:
             yield Action("F", stage - 1, microbatch)
     elif kind == "W":
         yield Action("I", stage, microbatch)
+    elif kind in WAITS:
+        yield Action(WAITS[kind], stage, microbatch)  # type: ignore[arg-type]
     else:
+        yield Action("L", stage, microbatch)
         yield Action("F", stage, microbatch)
         if stage < stages - 1:
             yield Action("B", stage + 1, microbatch)

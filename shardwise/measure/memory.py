@@ -256,12 +256,18 @@ class StepMemory(Observer):
         if deferred:
             deferred -= numbers((*parameters_of(self.train_state), *gathered_of(self.train_state)))
         ends = numbers(x for stage in stages for xs in (*stage.roots.values(), stage.inputs.values()) for x in xs)
-        sent = numbers(x for x, _ in pipeline.channel.sending) - ends
+        handover = pipeline.handover
+        sending = (*pipeline.channel.sending, *(handover.sending if handover is not None else ()))
+        sent = numbers(x for x, _ in sending) - ends
+        # What a partner handed over, or gave back, is saved activations in one piece.
+        handed = numbers(x for x, _ in handover.arriving.values()) if handover is not None else set()
         arrived = numbers(x for x, _ in pipeline.channel.arriving.values())
         # A gradient computed ahead of its backward pass counts as an activation until then, and as a gradient afterwards.
         gradients = (*gradients_of(self.train_state), *unreduced_of(self.train_state))
         self.activations &= set(self.storages.alive) - numbers(g for g in gradients if g is not None)
-        self.peak_activations = max(self.peak_activations, self.storages.bytes((self.activations | deferred) - sent))
+        self.peak_activations = max(
+            self.peak_activations, self.storages.bytes((self.activations | deferred | handed) - sent)
+        )
         self.buffers = max(self.buffers, self.storages.bytes(sent | arrived))
         self.gathered = max(self.gathered, unique_bytes(gathered_of(self.train_state)))
         self._sample_gradients()

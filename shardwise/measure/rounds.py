@@ -39,7 +39,8 @@ def microbatches_to_run(run: Run, rank: int) -> tuple[int, range]:
     if facts_of(run.objective).reference:  # whose passes come before all others
         return whole, range(0)
     unit = lay.pipeline if lay.zero == 3 else 1
-    uneven = lay.schedule == "interleaved" and whole % lay.pipeline  # then the last round moves every round before it
+    # In the first the last round moves every round before it; in the second not every microbatch is handed over.
+    uneven = (lay.schedule == "interleaved" and whole % lay.pipeline) or lay.schedule == "bpipe"
     peak = activations(run, rank)
     for rounds in range(1, 1 if uneven else 1 + MOST_ROUNDS):
         count = fewer_rounds(lay.pipeline, whole, rounds)

@@ -104,6 +104,7 @@ class WorkCounter(TorchDispatchMode, Observer):
         self.weights: dict[int, tuple[StorageWeakRef, str]] = {}
         self.parameters: dict[int, tuple[StorageWeakRef, str]] = {}
         self.node: tuple[Any, str] | None = None  # that computed the last input gradient, and its part
+        self.unseen: dict[Any, tuple[str, int]] = {}  # of those nodes, the part and how many GEMMs
         self.waiting: dict[Any, float] = {}  # FLOPs of weight gradients, by nodes without their input gradient yet
         self.deferred = ""  # the part whose deferred weight gradient is computed
         self.open = contextlib.ExitStack()
@@ -127,8 +128,15 @@ class WorkCounter(TorchDispatchMode, Observer):
     @property
     def work(self) -> Work:
         """What was counted."""
-        for flops in self.waiting.values():
-            self._add(UNKNOWN, "backward_weight", flops)
+        for here, flops in self.waiting.items():
+            part, gemms = self.unseen[here]
+            if (
+                gemms == 2 and part != "network"
+            ):  # a cast weight that was handed to a partner came back in another storage
+                self._add(part, "backward_input", flops / 2)
+                self._add(part, "backward_weight", flops / 2)
+            else:
+                self._add(UNKNOWN, "backward_weight", flops)
         self.waiting = {}
         return Work(self.flops, self.bytes, CONVENTION)
 
@@ -271,6 +279,7 @@ class WorkCounter(TorchDispatchMode, Observer):
             self._add(self.node[1], "backward_weight", flops)
         elif here is not None:
             self.waiting[here] = self.waiting.get(here, 0.0) + flops
+            self.unseen[here] = self._part_of_node(), self.unseen.get(here, ("", 0))[1] + 1
         else:
             self._add(UNKNOWN, "backward_weight", flops)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from shardwise.parallel.recompute import apply_recompute
 from shardwise.parallel.shard import Sharder, sharded_modules, uses_ddp, wrap_ddp
 from shardwise.parallel.tensor import apply_tensor
 from shardwise.plan.cost.flops import layers_of_stages
+from shardwise.plan.trainer.handed import handed_bytes
 from shardwise.run import Run
 from shardwise.run.adapter_config import NF4_BLOCK
 from shardwise.run.derive import (
@@ -116,7 +118,8 @@ def apply(run: Run, mesh: Mesh, device: torch.device, frozen: bool = False) -> P
             )
         splits = not frozen and any(a.kind == "I" for a in schedule.ranks[0])
         split = split_backward(model) if splits else None
-        stages[number] = Stage(module, model, split, token_keys(model))
+        copies = tuple(copy.tensor for copy in compute_copy.values())
+        stages[number] = Stage(module, model, split, token_keys(model), copies)
         copied = run.model.tied_embeddings and not model.first and schedule.stages > 1
         for name, parameter in model.named_parameters():
             entry, copy = find_parameter(run.model, name, run.adapter), copied and name == "embed.weight"
@@ -124,7 +127,8 @@ def apply(run: Run, mesh: Mesh, device: torch.device, frozen: bool = False) -> P
             parameters.append(
                 LocalParameter(name, parameter, entry, entry.cuts(layout), shard, copy, compute_copy.get(parameter))
             )
-    pipeline = Pipeline(stages, schedule, mesh, layout.zero, sharder.scales, observers)
+    planned = partial(handed_bytes, run, mesh.rank)
+    pipeline = Pipeline(stages, schedule, mesh, layout.zero, sharder.scales, observers, planned)
     pipeline.replaces_saved = layout.recompute == "optimal" or run.memory.activation_bits > 0
     if not frozen:
         _add_tied_group(run, mesh, schedule.placement)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,12 +27,14 @@ from shardwise.model.adapters import TokenKeys
 from shardwise.model.layers import Gemm, Linear
 from shardwise.model.transformer import Transformer
 from shardwise.parallel.fp8_all_gather import Scales
+from shardwise.parallel.handover import Handover
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.objective import Microbatch, Objective
 from shardwise.parallel.observer import Observers
 from shardwise.parallel.saving import saving
 from shardwise.parallel.shard import reduce_deferred_gradients
-from shardwise.schedules import Action, Message, Schedule, message_of, transfers
+from shardwise.schedules import PASSES, Action, Message, Schedule, message_of, transfers
+from shardwise.torch_private import gathered_tensors, local_shard, sharded_groups
 
 
 class DeferredGradient(NamedTuple):
@@ -152,6 +155,8 @@ class Stage:
     model: Transformer
     split: DeferredGradients | None = None
     tokens: TokenKeys | None = None
+    copies: tuple[Tensor, ...] = ()
+    """Compute copies of its matrices."""
     inputs: dict[int, Tensor] = field(default_factory=dict)
     roots: dict[int, list[Tensor]] = field(default_factory=dict)
     deferred: dict[int, list[DeferredGradient]] = field(default_factory=dict)
@@ -164,8 +169,16 @@ class Pipeline:
     """Whether layers let some of what is saved be replaced."""
 
     def __init__(
-        self, stages: dict[int, Stage], schedule: Schedule, mesh: Mesh, zero: int, scales: Scales, observers: Observers
+        self,
+        stages: dict[int, Stage],
+        schedule: Schedule,
+        mesh: Mesh,
+        zero: int,
+        scales: Scales,
+        observers: Observers,
+        planned: Callable[[int], int] = lambda stage: 0,
     ) -> None:
+        """`planned` says how many bytes a stage hands to its partner of a microbatch, where no data says it."""
         self.stages = stages
         self.observers = observers
         self.scales = scales
@@ -175,6 +188,9 @@ class Pipeline:
         self.mesh = mesh
         self.sync_every, self.shards_parameters = zero > 1, zero == 3
         self.waiting: tuple[Message, int] | None = None  # what this rank waits for, and the rank that owes it
+        self.planned = planned
+        self.handed_sizes: dict[Any, int] = {}  # of microbatches handed to a partner, as they were found
+        self.handover: Handover | None = None
         self.executed: list[Action] = []
         self.times: list[tuple[float, float]] = []  # when the host began and ended each of them
 
@@ -194,6 +210,8 @@ class Pipeline:
         schedule = self.schedule if factor is not None else self.forward_only
         self.channel = P2PChannel(schedule, self.mesh, like)
         self.local: dict[Message, Tensor] = {}
+        hands = schedule.partners and factor is not None
+        self.handover = Handover(schedule, self.mesh, self.handed_sizes, self.planned, like.device) if hands else None
         self.executed, self.times = [], []
         actions = schedule.ranks[self.mesh.index("pipeline")]
         remaining = Counter((a.stage, a.kind) for a in actions)
@@ -202,6 +220,8 @@ class Pipeline:
             remaining[action.stage, action.kind] -= 1
             with self.observers.action(action):
                 self.channel.let_go()
+                if self.handover is not None:
+                    self.handover.let_go()
                 # What the next action waits for travels while this one computes; a CPU's messages travel in any case.
                 ahead = actions[number : number + 2] if like.is_cuda else ()
                 for needed in filter(None, map(self._needs, ahead)):
@@ -210,6 +230,8 @@ class Pipeline:
             self.executed.append(action)
             self.times.append((start, time.perf_counter()))
         self.channel.close()
+        if self.handover is not None:
+            self.handover.finish_evictions()
         if factor is not None:
             for stage in self.stages.values():
                 if stage.split is not None:
@@ -220,7 +242,7 @@ class Pipeline:
     def _needs(self, action: Action) -> Message | None:
         """The message from another rank that an action begins with."""
         ends = self.schedule.stages - 1
-        if action.kind == "W" or action.stage == (0 if action.kind == "F" else ends):
+        if action.kind not in PASSES or action.stage == (0 if action.kind == "F" else ends):
             return None
         kind, sender = ("activation", action.stage - 1) if action.kind == "F" else ("gradient", action.stage + 1)
         home = self.schedule.placement
@@ -231,8 +253,26 @@ class Pipeline:
             self._forward(action)
         elif action.kind == "W":
             self._weight_gradients(self.stages[action.stage].deferred.pop(action.microbatch))
+        elif action.kind in ("E", "L"):
+            self._hand(action)
         else:
             self._backward(action, last)
+
+    def _hand(self, action: Action) -> None:
+        """This rank's part of a transfer of saved activations between partners."""
+        assert self.handover is not None
+        key, batch = (action.stage, action.microbatch), self.microbatches[action.microbatch]
+        stage = self.stages.get(action.stage)
+        if stage is None and action.kind == "E":
+            self.handover.accept(key, batch)
+        elif stage is None:
+            self.handover.give_back(key)
+        elif action.kind == "L":
+            self.handover.load(key, batch)
+        else:
+            received = [stage.inputs[action.microbatch]] if action.stage else []
+            stays = (*_lasting(stage), *(x for x in batch.values() if isinstance(x, Tensor)))
+            self.handover.evict(key, batch, stays, (*received, stage.roots[action.microbatch][0]))
 
     def _forward(self, action: Action) -> None:
         stage, batch = self.stages[action.stage], self.microbatches[action.microbatch]
@@ -244,7 +284,9 @@ class Pipeline:
             x.requires_grad_()
         finish = partial(self.objective.loss, batch, stage.model.loss) if last else None
         self._draw_for(stage, batch)
-        with self._gradients_wait(stage, action) if training else torch.no_grad(), self._saving(training):
+        if self.handover is not None:
+            self.handover.finish_evictions()
+        with self._gradients_wait(stage, action) if training else torch.no_grad(), self._saving(action, training):
             result, auxiliary = stage.module(
                 x, positions=batch["positions"], documents=batch["documents"], finish=finish
             )
@@ -264,6 +306,8 @@ class Pipeline:
         ends = action.stage == self.schedule.stages - 1
         grad = None if ends else self._get(Message("gradient", action.stage + 1, action.microbatch))
         roots = stage.roots.pop(action.microbatch)
+        if self.handover is not None:
+            self.handover.finish_load((action.stage, action.microbatch))
         if isinstance(stage.model, FSDPModule):
             # Without gradient sync a stage's gradients stay whole until the last microbatch (or until `reduce_deferred_gradients`).
             stage.model.set_requires_gradient_sync(stage.split is None and (self.sync_every or last))
@@ -302,8 +346,11 @@ class Pipeline:
             return stage.module.no_sync()
         return contextlib.nullcontext()
 
-    def _saving(self, training: bool) -> Any:
-        """Tensor ranks save their shards of sequences, and some tensors are made again."""
+    def _saving(self, action: Action, training: bool) -> Any:
+        """Tensor ranks save their shards of sequences, some tensors are made again, and what will be evicted is saved so that it
+        can be."""
+        if self.handover is not None and self.handover.will_evict(action):
+            return saving(self.handover.keeper(action))
         replaces = self.mesh.size("tensor") > 1 or self.replaces_saved
         return saving() if training and replaces else contextlib.nullcontext()
 
@@ -324,3 +371,12 @@ class Pipeline:
         arrived = self.channel.receive(message, sender)
         self.waiting = None
         return arrived
+
+
+def _lasting(stage: Stage) -> Iterator[Tensor]:
+    """What a stage has whatever microbatch passes: parameters, sharded and gathered, their copies, and buffers."""
+    yield from map(local_shard, stage.model.parameters())
+    yield from stage.model.buffers()
+    yield from stage.copies
+    for _, group in sharded_groups(stage.model):
+        yield from gathered_tensors(group)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -56,7 +57,15 @@ def checkpoint_module(module: nn.Module, observers: Observers) -> None:
         def contexts() -> tuple[Any, Any]:
             return contextlib.nullcontext(), _recomputing(module, observers)
 
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, preserve_rng_state=False, **kwargs)
+        # Tensors inside of a tuple, rope's, are arguments of their own: so autograd saves them as it saves the others.
+        lengths = [len(arg) if isinstance(arg, tuple) else 0 for arg in args]
+        flat = [x for arg in args for x in (arg if isinstance(arg, tuple) else (arg,))]
+
+        def together(*flat: Any, **kwargs: Any) -> Any:
+            rest = iter(flat)
+            return forward(*(tuple(islice(rest, n)) if n else next(rest) for n in lengths), **kwargs)
+
+        return checkpoint(together, *flat, use_reentrant=False, context_fn=contexts, preserve_rng_state=False, **kwargs)
 
     module.forward = checkpointed
 

@@ -13,7 +13,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,13 @@ class Known:
     """In which another form the tensor itself is kept, if it is saved."""
     users: int = 0
     whole: Tensor | None = None
+
+    def made_of(self) -> Iterator[Known]:
+        """It, and those of which what it is made of is made."""
+        yield self
+        for each in self.inputs:
+            if isinstance(each, _View):
+                yield from each.of.made_of()
 
     def used(self) -> None:
         """One more will want it; the first one's wish is also for what it is made of."""
@@ -74,10 +81,27 @@ class _View:
 class _Slot:
     """What an operator saved before it was known what that is."""
 
-    packed: Tensor | _View
+    packed: Tensor | _View | Kept
+
+
+class Kept(Protocol):
+    """What stands for a tensor that is saved."""
+
+    def take(self) -> Tensor: ...
+
+
+class Keeper(Protocol):
+    """Who wants to know what is saved, to put it elsewhere for a while."""
+
+    def keep(self, x: Tensor) -> Tensor | Kept:
+        """A tensor is saved; gives what is saved in its place."""
+
+    def note(self, known: Known) -> None:
+        """What a tensor can be made of again is saved."""
 
 
 _SLOTS: list[_Slot] | None = None
+_KEEPER: Keeper | None = None
 _KNOWN: dict[int, tuple[weakref.ref[Any], Known]] = {}
 _OPEN = 0
 
@@ -125,37 +149,43 @@ def noted_afterwards() -> Iterator[None]:
             slot.packed = _packed(slot.packed)
 
 
-def _pack(x: Tensor) -> Tensor | _View | _Slot:
+def _pack(x: Tensor) -> Tensor | _View | _Slot | Kept:
     if _SLOTS is None:
         return _packed(x)
     _SLOTS.append(_Slot(x))
     return _SLOTS[-1]
 
 
-def _packed(x: Tensor) -> Tensor | _View:
+def _packed(x: Tensor) -> Tensor | _View | Kept:
     found = _view(x)
     if isinstance(found, Tensor):
-        return x
+        return x if _KEEPER is None else _KEEPER.keep(x)
     found.of.keep(x)
     found.of.used()
+    if _KEEPER is not None:
+        _KEEPER.note(found.of)
     return found
 
 
-def _unpack(packed: Tensor | _View | _Slot) -> Tensor:
+def _unpack(packed: Tensor | _View | _Slot | Kept) -> Tensor:
     if isinstance(packed, _Slot):
         packed = packed.packed
     if isinstance(packed, Tensor):
         return packed
-    return packed.of.take().as_strided(packed.shape, packed.stride, packed.offset)
+    if isinstance(packed, _View):
+        return packed.of.take().as_strided(packed.shape, packed.stride, packed.offset)
+    return packed.take()
 
 
 @contextlib.contextmanager
-def saving() -> Iterator[None]:
-    """While it is open, forward passes save what tensors are made of again."""
-    global _OPEN
+def saving(keeper: Keeper | None = None) -> Iterator[None]:
+    """While it is open, forward passes save what tensors are made of again; the rest a `keeper` may keep."""
+    global _OPEN, _KEEPER
     _OPEN += 1
+    _KEEPER, before = keeper, _KEEPER
     try:
         with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
             yield
     finally:
         _OPEN -= 1
+        _KEEPER = before

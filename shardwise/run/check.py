@@ -25,6 +25,7 @@ from shardwise.run.problems import counted, nearest
 from shardwise.run.recompute_rules import recompute_rules
 from shardwise.run.rule import Broken, Rule
 from shardwise.run.sample_rules import sample_rules
+from shardwise.run.schedule_rules import schedule_rules
 from shardwise.run.teacher import teacher_layout_rules, teacher_rules
 from shardwise.run.weights import head_rule
 
@@ -199,6 +200,7 @@ def layout_rules(run: Run) -> Iterator[Rule]:
     """What network and layout ask of each other. The sizes of the layout may be arrays."""
     yield from _tensor_rules(run)
     yield from _pipeline_rules(run)
+    yield from schedule_rules(run)
     yield from recompute_rules(run)
     yield from invariant_rules(run)
     yield from memory_rules(run)

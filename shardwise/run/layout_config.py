@@ -34,9 +34,9 @@ class LayoutConfig:
     )
     async_tensor: bool = key(False, "overlap tensor collectives with the GEMMs beside them, in chunks")
     expert_tensor: bool = key(False, "cut each expert's width over the tensor ranks too")
-    schedule: Literal["gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-2p", "zb-v", "dualpipe-v"] = key(
-        "1f1b", "order of the pipeline's microbatches"
-    )
+    schedule: Literal[
+        "gpipe", "1f1b", "bpipe", "interleaved", "breadth-first", "zb-h1", "zb-2p", "zb-v", "dualpipe-v"
+    ] = key("1f1b", "order of the pipeline's microbatches")
     chunks: int = key(2, "interleaved, breadth-first: stages on each pipeline rank (the V-shaped ones have 2)", least=1)
     stages: tuple[int, ...] = key(
         (), "layers of each pipeline stage; the first and last may have 0. Empty: balanced by their work"

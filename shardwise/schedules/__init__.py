@@ -1,12 +1,24 @@
 """Pipeline schedules as lists of actions: made by name and timed, without torch."""
 
-from shardwise.schedules.actions import KINDS, Action, Kind, Message, Schedule, message_of, peak_activations, transfers
+from shardwise.schedules.actions import (
+    KINDS,
+    PASSES,
+    Action,
+    Kind,
+    Message,
+    Schedule,
+    message_of,
+    peak_activations,
+    transfers,
+)
+from shardwise.schedules.bpipe import evictions
 from shardwise.schedules.make import SCHEDULES, cached_schedule, fewer_rounds, legal, make_schedule, rounds_to_play
 from shardwise.schedules.stages import split_layers
 from shardwise.schedules.timing import Cost, Deadlock, Timing, play, time
 
 __all__ = [
     "KINDS",
+    "PASSES",
     "SCHEDULES",
     "Action",
     "Cost",
@@ -16,6 +28,7 @@ __all__ = [
     "Schedule",
     "Timing",
     "cached_schedule",
+    "evictions",
     "fewer_rounds",
     "legal",
     "make_schedule",

@@ -2,7 +2,8 @@
 
 An action names what is computed, for which stage and microbatch. Communication is not listed, because it follows from the
 placement of the stages: a forward sends its output to the next stage, a backward sends its gradient to the stage before, and
-nothing is sent between two stages of one rank.
+nothing is sent between two stages of one rank. Where ranks have partners, E and L hand saved activations over and take them back;
+these stand in the lists of both.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ from functools import partial
 from itertools import accumulate, repeat
 from typing import Literal, NamedTuple
 
-Kind = Literal["F", "B", "I", "W"]
+Kind = Literal["F", "B", "I", "W", "E", "L"]
 
 FORWARD: Kind = "F"
 BACKWARD: Kind = "B"  # for the input and the weights together
 BACKWARD_INPUT: Kind = "I"
 BACKWARD_WEIGHT: Kind = "W"
-KINDS: tuple[Kind, ...] = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+EVICT: Kind = "E"  # saved activations go to the rank's partner
+LOAD: Kind = "L"  # … and come back
+KINDS: tuple[Kind, ...] = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, EVICT, LOAD)
+PASSES: tuple[Kind, ...] = (FORWARD, BACKWARD, BACKWARD_INPUT)
+"""Those that a microbatch goes through a stage by, and that send something to the next."""
 
 
 class Action(NamedTuple):
@@ -49,6 +54,8 @@ class Schedule:
     ranks: tuple[tuple[Action, ...], ...]
     placement: tuple[int, ...]
     microbatches: int
+    partners: bool = False
+    """Whether ranks hand saved activations to the rank that is as far from the other end."""
 
     @property
     def stages(self) -> int:
@@ -73,7 +80,7 @@ def message_of(action: Action, placement: Sequence[int]) -> tuple[int, Message] 
     kind, stage, microbatch = action
     if kind == FORWARD:
         receiver, what = stage + 1, Message("activation", stage, microbatch)
-    elif kind in (BACKWARD, BACKWARD_INPUT):
+    elif kind in PASSES:
         receiver, what = stage - 1, Message("gradient", stage, microbatch)
     else:
         return None
@@ -117,16 +124,22 @@ def keep_microbatches(lists: Iterable[Iterable[Action]], microbatches: int) -> t
 
 
 def saved_activations(
-    schedule: Schedule, whole: Sequence[float] | None = None, after_input: Sequence[float] | None = None
+    schedule: Schedule,
+    whole: Sequence[float] | None = None,
+    after_input: Sequence[float] | None = None,
+    handed: Sequence[float] | None = None,
 ) -> tuple[tuple[float, ...], ...]:
     """Saved activations of each rank after each of its actions: they live from F until the backward no longer needs them.
 
     `whole[stage]` is what one microbatch keeps between F and B or I, and `after_input[stage]` what is left of it between
     I and W (by default all). By default each counts 1, and the result is a number of microbatch-stages. A split backward
-    costs something between two counts: everything kept until W, and nothing kept after I.
+    costs something between two counts: everything kept until W, and nothing kept after I. `handed[stage]` is what is evicted
+    of it, and loaded again (by default all): the partner holds that much.
     """
     whole = [1] * schedule.stages if whole is None else whole
     after_input = whole if after_input is None else after_input
+    if schedule.partners:
+        return tuple(_with_partner(actions, whole, whole if handed is None else handed) for actions in schedule.ranks)
     change = {
         "F": list(whole),
         "B": [-size for size in whole],
@@ -136,8 +149,29 @@ def saved_activations(
     return tuple(tuple(accumulate([change[kind][stage] for kind, stage, _ in actions])) for actions in schedule.ranks)
 
 
+def _with_partner(actions: Sequence[Action], whole: Sequence[float], handed: Sequence[float]) -> tuple[float, ...]:
+    """The same of one rank that has a partner."""
+    own = {stage for kind, stage, _ in actions if kind == FORWARD}
+    away: set[tuple[int, int]] = set()
+    changes = []
+    for kind, stage, microbatch in actions:
+        if kind == FORWARD:
+            changes.append(whole[stage])
+        elif kind == EVICT:
+            away.add((stage, microbatch))
+            changes.append(-whole[stage] if stage in own else handed[stage])
+        elif kind == LOAD:
+            changes.append(handed[stage] if stage in own else -handed[stage])
+        else:
+            changes.append(-(handed if (stage, microbatch) in away else whole)[stage])
+    return tuple(accumulate(changes))
+
+
 def peak_activations(
-    schedule: Schedule, whole: Sequence[float] | None = None, after_input: Sequence[float] | None = None
+    schedule: Schedule,
+    whole: Sequence[float] | None = None,
+    after_input: Sequence[float] | None = None,
+    handed: Sequence[float] | None = None,
 ) -> tuple[float, ...]:
     """The peak of each rank's saved activations; arguments as for `saved_activations`."""
-    return tuple(max(levels, default=0) for levels in saved_activations(schedule, whole, after_input))
+    return tuple(max(levels, default=0) for levels in saved_activations(schedule, whole, after_input, handed))

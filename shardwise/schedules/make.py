@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from shardwise.schedules.actions import Schedule
 from shardwise.schedules.all_forward_all_backward import breadth_first, gpipe
+from shardwise.schedules.bpipe import bpipe
 from shardwise.schedules.one_forward_one_backward import interleaved, one_forward_one_backward
 from shardwise.schedules.split_backward import dualpipe_v, zb_h1, zb_v
 from shardwise.schedules.zero_bubble_2p import zb_2p
@@ -26,6 +27,7 @@ class _Family(NamedTuple):
 _FAMILIES: dict[str, _Family] = {
     "gpipe": _Family(lambda ranks, microbatches, _: gpipe(ranks, microbatches), 1),
     "1f1b": _Family(lambda ranks, microbatches, _: one_forward_one_backward(ranks, microbatches), 1),
+    "bpipe": _Family(lambda ranks, microbatches, _: bpipe(ranks, microbatches), 1),
     "interleaved": _Family(interleaved, 2, any_chunks=True),
     "breadth-first": _Family(breadth_first, 2, any_chunks=True),
     "zb-h1": _Family(lambda ranks, microbatches, _: zb_h1(ranks, microbatches), 1),

@@ -1,7 +1,9 @@
 """How long a schedule takes: the lists played with a duration for each kind of action and stage.
 
 A rank does its actions in order and waits when an input has not arrived; sends do not hold up the sender. Each action
-is visited once and a waiting rank is woken by the one action it waits for, so the time is linear in the actions.
+is visited once and a waiting rank is woken by the one action it waits for, so the time is linear in the actions. Saved activations
+that a rank evicts to its partner are gone, and those that it loads are there, a latency later; the rank goes on meanwhile, but its
+next forward waits for the one and their backward for the other. Partners are taken to be in time.
 
 This is the one player. A schedule under planned costs (`time`) and one that was executed and profiled (`trace/pipeline.py`) are
 both played by `play`. `plan/time/waves.py` plays many costs at once; tests/plan/test_waves.py holds it to this one bit for bit.
@@ -39,6 +41,8 @@ class Cost:
             return self.backward_input
         if kind == "W":
             return self.backward_weight
+        if kind in ("E", "L"):
+            return [0.0] * len(self.forward)
         if self.backward is not None:
             return self.backward
         return [a + b for a, b in zip(self.backward_input, self.backward_weight, strict=True)]
@@ -80,10 +84,10 @@ class Deadlock(ValueError):
         super().__init__("; ".join(f"rank {rank} waits before {action}" for rank, action in waiting.items()))
 
 
-def time(schedule: Schedule, cost: Cost, latency: float | Sequence[float] = 0) -> Timing:
+def time(schedule: Schedule, cost: Cost, latency: float | Sequence[float] = 0, handing: float = 0) -> Timing:
     """Plays the lists. `latency` is the time of a transfer between two ranks, or one for each boundary: `latency[s]`
-    between stages s and s + 1, in both directions. The schedule is one that `check` passes; of a mistake in another
-    this sees only that the lists cannot be played to the end, and raises `Deadlock`."""
+    between stages s and s + 1, in both directions; `handing` that of saved activations between partners. The schedule is one that
+    `check` passes; of a mistake in another this sees only that the lists cannot be played to the end, and raises `Deadlock`."""
     stages, microbatches, placement = schedule.stages, schedule.microbatches, schedule.placement
     # Plain floats, since arithmetic on array scalars is several times slower.
     durations = {kind: [float(duration) for duration in cost.of(kind)] for kind in KINDS}
@@ -94,7 +98,7 @@ def time(schedule: Schedule, cost: Cost, latency: float | Sequence[float] = 0) -
     works = [[durations[kind][stage] for kind, stage, _ in actions] for actions in schedule.ranks]
     forward = [seconds for seconds in (*hop, 0.0) for _ in range(microbatches)]
     backward = [seconds for seconds in (0.0, *hop) for _ in range(microbatches)]
-    return play(schedule.ranks, stages, microbatches, works, forward, backward)
+    return play(schedule.ranks, stages, microbatches, works, forward, backward, handing)
 
 
 def play(
@@ -104,6 +108,7 @@ def play(
     works: Sequence[Sequence[float]],
     forward: Sequence[float],
     backward: Sequence[float],
+    handing: float = 0.0,
 ) -> Timing:
     """Plays lists of actions, each with a duration of its own in `works`. `forward` and `backward` are the latencies of what the
     forward and the backward of each stage and microbatch send, at stage * microbatches + microbatch. Raises `Deadlock`."""
@@ -118,6 +123,9 @@ def play(
     starts: list[list[float]] = [[] for _ in ranks]
     ends: list[list[float]] = [[] for _ in ranks]
     clock = [0.0] * len(ranks)
+    emptied = [0.0] * len(ranks)  # when the last eviction of each rank is over
+    loaded: dict[int, float] = {}
+    own: dict[int, set[int]] = {}  # stages of ranks that hand something over
     ready = list(reversed(range(len(ranks))))
     while ready:
         rank = ready.pop()
@@ -134,6 +142,8 @@ def play(
                     break
                 if arrival > now:
                     now = arrival
+                if emptied[rank] > now:
+                    now = emptied[rank]
                 start.append(now)
                 now += work[at]
                 activation[after] = now + forward[here]
@@ -141,6 +151,17 @@ def play(
             elif kind == "W":
                 start.append(now)
                 now += work[at]
+            elif kind in ("E", "L"):
+                start.append(now)
+                now += work[at]
+                if rank not in own:
+                    own[rank] = {held for one, held, _ in actions if one == "F"}
+                if stage not in own[rank]:
+                    pass  # the partner's part
+                elif kind == "E":
+                    emptied[rank] = now + handing
+                else:
+                    loaded[here] = now + handing
             else:
                 arrival = gradient[after]
                 if arrival is None:
@@ -148,6 +169,8 @@ def play(
                     break
                 if arrival > now:
                     now = arrival
+                if loaded and loaded.get(here, 0.0) > now:
+                    now = loaded[here]
                 start.append(now)
                 now += work[at]
                 gradient[here] = now + backward[here]

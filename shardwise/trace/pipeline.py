@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from shardwise.labels import read_label
-from shardwise.schedules import KINDS, SCHEDULES, Action, Deadlock, legal, make_schedule, play
+from shardwise.schedules import KINDS, PASSES, SCHEDULES, Action, Deadlock, legal, make_schedule, play
 from shardwise.trace.answers import PipelineRank, PipelineStep
 from shardwise.trace.comms.describe import POINT_TO_POINT, UNKNOWN, axis_of
 from shardwise.trace.comms.events import CollectiveEvents
@@ -208,7 +208,7 @@ def _latencies(ranks: Sequence[Executed]) -> dict[Action, int]:
     found: dict[Action, int] = {}
     for one in ranks:
         for (kind, stage, microbatch), begin, waited in zip(one.actions, one.edges, one.waited, strict=False):
-            if kind == "W":
+            if kind not in PASSES:
                 continue
             needs = Action("F", stage - 1, microbatch) if kind == "F" else Action("B", stage + 1, microbatch)
             if needs in ended:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import pipeline_pictures
 import plan_picture
+import pytest
 
 
 def test_the_picture_of_a_plan_shows_the_present_output() -> None:
     shown = plan_picture.words(plan_picture.PICTURE.read_text(encoding="utf-8"))
     assert len(shown) > 50
     assert shown == plan_picture.words(plan_picture.drawn()), "python tests/docs/plan_picture.py draws it anew"
+
+
+@pytest.mark.parametrize("name", pipeline_pictures.PICTURES)
+def test_the_pictures_of_pipelines_are_the_present_lists(name: str) -> None:
+    shown = (pipeline_pictures.DOCS / f"{name}.svg").read_text(encoding="utf-8")
+    assert shown == pipeline_pictures.drawn(name), "python tests/docs/pipeline_pictures.py draws it anew"

@@ -193,8 +193,16 @@ SMALL_EDGES: list[Drawn] = [
     ("dense", dict(tensor=2, shard=2), dict(objective="distill", global_batch=4)),
     ("tied", dict(pipeline=2, context=2, stages=(1, 3)), dict(objective="distill reverse", global_batch=4)),
     ("dense", dict(context=2), dict(objective="reward", adapter="lora")),  # whose head of scores is learned beside
+    ("tied", dict(pipeline=4, schedule="bpipe"), dict(global_batch=6, microbatch=1)),  # with enough ranks to even out
 ]  # fmt: skip
 """What the covering array does not draw, one of each kind."""
+NO_EXPERTS = ("bpipe",)
+"""Schedules that do not take models with experts."""
+BPIPE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (dict(tensor=2), {}), (dict(shard=2, recompute="full"), {}), (dict(context=2, zero=1), {}), (dict(replicate=2, zero=2), {}),
+    (dict(recompute="attention"), LOW_PRECISION), (dict(tensor=2, recompute="attention"), dict(adapter="lora")),
+]  # fmt: skip
+"""What BPipe hands over, with other axes beside."""
 FEWER_EXPERTS_THAN_RANKS: list[Drawn] = [
     *[("few", dict(shard=4, expert=2, zero=zero), {}) for zero in (1, 2, 3)],
     ("few", dict(shard=4), {}),
@@ -325,7 +333,8 @@ LARGE_EDGES: list[Drawn] = [
     # Pipeline: each schedule with more stages and microbatches, and with fewer microbatches than stages.
     *[("dense", dict(pipeline=2, schedule=schedule), dict(layers=8, microbatch=1)) for schedule in cases.SCHEDULES],
     *[("mixture", dict(pipeline=2, shard=2, expert=2, recompute="full", schedule=schedule), dict(microbatch=1))
-      for schedule in cases.SCHEDULES],
+      for schedule in cases.SCHEDULES if schedule not in NO_EXPERTS],
+    *[("dense", dict(pipeline=4, schedule="bpipe") | axes, dict(global_batch=12, microbatch=1) | more) for axes, more in BPIPE],
     *[("dense", dict(pipeline=2, schedule=schedule), dict(global_batch=batch, microbatch=1))
       for schedule in cases.SCHEDULES for batch in (1, 3, 5)],
     *[("dense", dict(pipeline=4, schedule=schedule), dict(layers=8)) for schedule in ("1f1b", "interleaved")],

@@ -81,6 +81,8 @@ def observe(rank: int, run: Run, documents: bool = True) -> Record:
         with measured_memory(train_state) as seen["memory"]:
             yield seen["memory"]
 
+    if run.layout.schedule == "bpipe":  # where the first of a batch of new shapes goes after its size
+        train_state.train_step(random_batch(run, train_state.mesh.data_index))
     with mock.patch.multiple(verify, TrafficCounter=Counting, measured_memory=measured):
         account, same, actions = counted(train_state, random_batch(run, train_state.mesh.data_index))
     verdict = Verdict(rank, planned(run, rank), account, same, actions)

@@ -23,7 +23,7 @@ def run(schedule: str, ranks: int, chunks: int, microbatches: int) -> Run:
 def ever_empty(schedule: Schedule, rank: int, stage: int) -> bool:
     depth, empty = 0, []
     for kind, number, _ in schedule.ranks[rank]:
-        if number == stage and kind != "W":
+        if number == stage and kind in "FBI":
             depth += 1 if kind == "F" else -1
             empty.append(depth == 0)
     return any(empty[:-1])

@@ -76,5 +76,5 @@ def test_a_layer_saves_about_what_its_operations_say(seed: int, layout: dict[str
 
 def test_the_search_knows_every_schedule_and_every_context_method() -> None:
     words = get_type_hints(LayoutConfig)
-    assert set(space.SCHEDULES) == set(bubbles._BUBBLES) == set(get_args(words["schedule"]))
+    assert {*space.SCHEDULES, *space.ASKED} == set(bubbles._BUBBLES) == set(get_args(words["schedule"]))
     assert set(space.METHODS) == set(get_args(words["context_method"]))

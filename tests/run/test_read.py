@@ -99,6 +99,7 @@ ONEBIT = ("layout.compress=onebit", "layout.replicate=2", "layout.compress_warmu
         (["layout.context=3"], "train.seq_len", "2 x layout.context = 6"),
         (["layout.pipeline=7"], "layout.pipeline", "least one layer"),
         (["layout.pipeline=4", "layout.schedule=zb-v"], "layout.pipeline", "4 ranks with 2 stages each"),
+        (["layout.pipeline=2", "layout.schedule=bpipe", "train.fp8=rowwise"], "layout.schedule", "fp8 layers keep more beside it"),
         (["layout.pipeline=2", "layout.stages=1,2"], "layout.stages", "add up to model.layers = 4"),
         (["layout.pipeline=3", "layout.stages=2,0,2"], "layout.stages", "above 0"),
         (["layout.pipeline=2", "layout.stages=5,-1"], "layout.stages", "above 0"),

@@ -9,11 +9,15 @@ bubble. tests/plan/test_search.py holds both to the played schedule: the time to
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardwise.schedules import cached_schedule, peak_activations
+
 Number = Any
+_bpipe = partial(cached_schedule, "bpipe", chunks=1)
 
 
 class Pace(NamedTuple):
@@ -110,6 +114,7 @@ def _dualpipe_v(pace: Pace, m: Number) -> tuple[Number, Number]:
 
 _BUBBLES = {
     "1f1b": _one_forward_one_backward,
+    "bpipe": _one_forward_one_backward,
     "gpipe": _all_forward,
     "interleaved": _looped,
     "breadth-first": _breadth_first,
@@ -129,6 +134,10 @@ def in_flight(schedule: str, ranks: int, chunks: int, rank: int, microbatches: N
         return m
     if schedule == "1f1b" or (schedule == "interleaved" and v == 1):
         return np.minimum(m, p - rank)
+    if schedule == "bpipe":
+        return np.vectorize(lambda count: peak_activations(_bpipe(p, count))[rank], otypes=[float])(
+            np.minimum(m, 4 * p)
+        )
     if schedule == "interleaved":
         rounds = np.maximum(m // p, 1)
         group = np.minimum(np.maximum(-(-m // rounds), p), m)

@@ -23,6 +23,8 @@ from shardwise.run.rule import Rule
 Array = Any  # of whole numbers, one entry a layout
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-2p", "zb-v", "dualpipe-v", "gpipe", "breadth-first")
+ASKED = ("bpipe",)
+"""Schedules that a search takes where a run names them: their time depends on transfers that screening does not know."""
 RECOMPUTE = ("none", "attention", "full")
 METHODS = ("ring", "ulysses", "gather")
 SOME_CHUNKS = 8

@@ -27,11 +27,12 @@ from shardwise.plan.cost.job import Job, Number
 from shardwise.plan.cost.ops import span
 from shardwise.plan.cost.parameters import LocalNumel, stage_parameters, zero_groups
 from shardwise.plan.cost.passes import ModuleCost, NetworkCost, Passes, exposed, host_seconds, passes
+from shardwise.plan.time.handing import handing_seconds
 from shardwise.plan.time.host import exposed_update
 from shardwise.plan.time.waves import Waves
 from shardwise.plan.trainer.muon import seconds as muon_seconds
 from shardwise.run import LayoutConfig
-from shardwise.schedules import Cost, cached_schedule, rounds_to_play
+from shardwise.schedules import Cost, cached_schedule, rounds_to_play, time
 
 OPTIMIZER_BYTES = 40.0
 """Read and written for each parameter by AdamW: gradient, master copy and moments in float32, the norm's pass over the
@@ -198,6 +199,8 @@ class _Costed(NamedTuple):
     hop: float
     blocks: float
     """Of a transfer, what the stages themselves wait for."""
+    handing: float
+    """Seconds in which a microbatch's saved activations go to a partner, or come back."""
 
     @property
     def wire(self) -> float:
@@ -215,7 +218,8 @@ def _costed(prepared: Prepared, constants: Constants | None = None) -> _Costed:
     forward = [float(zero[k].forward) + blocks for k in kinds]
     inputs = [float(zero[k].backward_input) + blocks for k in kinds]
     weights = [float(zero[k].backward_weight) for k in kinds]
-    return _Costed(prepared, constants, own, zero, Cost(forward, inputs, weights), hop, blocks)
+    handing = constants["pipeline"] * handing_seconds(job)
+    return _Costed(prepared, constants, own, zero, Cost(forward, inputs, weights), hop, blocks, handing)
 
 
 @lru_cache(maxsize=192)
@@ -225,18 +229,29 @@ def waves_of(name: str, ranks: int, microbatches: int, chunks: int) -> Waves:
 
 
 def play(
-    layout: LayoutConfig, microbatches: Sequence[int], costs: Sequence[Cost], wires: Sequence[float]
+    layout: LayoutConfig,
+    microbatches: Sequence[int],
+    costs: Sequence[Cost],
+    wires: Sequence[float],
+    handings: Sequence[float] = (),
 ) -> list[float]:
     """From the first forward to the last backward of a layout's schedule, or of enough of it, under each of the costs. Their
-    microbatches may differ where `rounds_to_play` does not."""
+    microbatches may differ where `rounds_to_play` does not. `handings` are seconds in which partners hand a microbatch over."""
     if layout.pipeline == 1:
         each = [sum(map(sum, (cost.forward, cost.backward_input, cost.backward_weight))) for cost in costs]
         return [many * one for many, one in zip(microbatches, each, strict=True)]
     name, ranks, chunks = layout.schedule, layout.pipeline, layout.stages_per_rank
     count, fewer = rounds_to_play(ranks, microbatches[0])
-    spans = waves_of(name, ranks, count, chunks).makespans(costs, wires)
+
+    def played(number: int) -> np.ndarray:
+        if not any(handings):
+            return waves_of(name, ranks, number, chunks).makespans(costs, wires)
+        schedule = cached_schedule(name, ranks, number, chunks)
+        return np.array([time(schedule, *each).makespan for each in zip(costs, wires, handings, strict=True)])
+
+    spans = played(count)
     if fewer:
-        before = waves_of(name, ranks, count - fewer, chunks).makespans(costs, wires)
+        before = played(count - fewer)
         spans += (spans - before) / fewer * (np.array(microbatches) - count)
     return spans.tolist()
 
@@ -248,7 +263,7 @@ def step_time(
     one, job = _costed(prepared, constants), prepared.job
     if play_one is not None:
         return _combined(one, play_one(job, one.cost, one.wire))
-    return _combined(one, *play(job.layout, [job.microbatches], [one.cost], [one.wire]))
+    return _combined(one, *play(job.layout, [job.microbatches], [one.cost], [one.wire], [one.handing]))
 
 
 def step_times(many: Sequence[Prepared]) -> list[Step]:
@@ -264,7 +279,8 @@ def step_times(many: Sequence[Prepared]) -> list[Step]:
     for ours in alike.values():
         jobs = [one.prepared.job for one in ours]
         counts = [job.microbatches for job in jobs]
-        spans = play(jobs[0].layout, counts, [one.cost for one in ours], [one.wire for one in ours])
+        wires, handings = [one.wire for one in ours], [one.handing for one in ours]
+        spans = play(jobs[0].layout, counts, [one.cost for one in ours], wires, handings)
         steps |= {id(one): _combined(one, makespan) for one, makespan in zip(ours, spans, strict=True)}
     return [steps[id(one)] for one in every]
 
@@ -284,11 +300,13 @@ class Step:
     """The pipeline rank with the most work."""
     tail: float
     optimizer: float
+    handing: float = 0.0
+    """Seconds in which a microbatch's saved activations go to a partner, or come back."""
 
 
 def _combined(one: _Costed, makespan: float) -> Step:
     """The step whose schedule takes so long."""
-    prepared, constants, own, _, cost, hop, blocks = one
+    prepared, constants, own, _, cost, hop, blocks, handing = one
     job, kinds = prepared.job, prepared.kinds
     lay, microbatches = job.layout, job.microbatches
     placement = placement_of(job, len(kinds))
@@ -327,7 +345,7 @@ def _combined(one: _Costed, makespan: float) -> Step:
     breakdown["tensor"] += tensor_tail
     breakdown["optimizer"] = optimizer
     breakdown["other"] = constants["overhead"] + seconds - whole
-    return Step(seconds, breakdown, cost, placement, hop, slowest, tail, optimizer)
+    return Step(seconds, breakdown, cost, placement, hop, slowest, tail, optimizer, handing)
 
 
 def _forward_seconds(cost: Cost, placement: tuple[int, ...], microbatches: int, ranks: int) -> float:

@@ -15,7 +15,7 @@ from shardwise.plan.cost.passes import passes
 from shardwise.plan.time.step import Prepared, Step, prepare, step_time
 from shardwise.schedules import Cost, cached_schedule, time
 
-NAMES = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
+NAMES = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight", "E": "evict", "L": "load"}
 TRAFFIC = ("tensor", "context", "expert", "shard")
 
 
@@ -48,11 +48,15 @@ def _actions(prepared: Prepared, step: Step, count: int) -> Iterator[Span]:
         cost = Cost([sum(cost.forward)], [sum(cost.backward_input)], [sum(cost.backward_weight)])
     name, chunks = (lay.schedule, lay.stages_per_rank) if lay.pipeline > 1 else ("1f1b", 1)
     schedule = cached_schedule(name, lay.pipeline, count, chunks)
-    timing = time(schedule, cost, 0.0 if job.framework.pipeline_blocks else step.hop)
+    timing = time(schedule, cost, 0.0 if job.framework.pipeline_blocks else step.hop, step.handing)
     shares = _traffic_shares(prepared)
     for rank, actions in enumerate(schedule.ranks):
         for action, start, end in zip(actions, timing.start[rank], timing.end[rank], strict=True):
             of = (action.microbatch, action.stage)
+            if action.kind in ("E", "L"):
+                if schedule.placement[action.stage] == rank and step.handing:
+                    yield Span(rank, "pipeline", NAMES[action.kind], "pipeline", start, step.handing, *of)
+                continue
             category = "matmul" if action.kind == "F" else "attention"
             yield Span(rank, "compute", NAMES[action.kind], category, start, end - start, *of)
             for axis, share in shares[action.stage].items():

@@ -14,7 +14,7 @@ import numpy as np
 
 from shardwise.schedules import Cost, Deadlock, Kind, Schedule
 
-_ROWS: dict[Kind, int] = {"F": 0, "I": 1, "W": 2, "B": 3}
+_ROWS: dict[Kind, int] = {"F": 0, "I": 1, "W": 2, "B": 3, "E": 4, "L": 5}
 NOBODY, UNPLAYED = -2, -2
 _KINDS = np.zeros(128, np.int64)
 _KINDS[[ord(kind) for kind in _ROWS]] = list(_ROWS.values())
@@ -31,7 +31,8 @@ class Waves:
         kind = _KINDS[np.frombuffer("".join(kinds).encode(), np.uint8)]
         stage = np.array(numbers, np.int64)
         slot = stage * m + np.array(microbatches, np.int64)
-        forward, weight = kind == _ROWS["F"], kind == _ROWS["W"]
+        # What sends nothing to another stage: neither weight gradients nor what partners hand each other, here without delay.
+        forward, weight = kind == _ROWS["F"], (kind == _ROWS["W"]) | (kind >= _ROWS["E"])
         hop = np.where(forward, np.array([*near, stages])[stage], np.array([stages, *near])[stage])
         hop[weight] = stages
         # The action that each waits for: slots of activations, then those of gradients. Number `nothing` is always done.
@@ -69,7 +70,8 @@ class Waves:
     def spans(self, stages: np.ndarray, wire: np.ndarray) -> np.ndarray:
         """The same of costs that are arrays of [forward, for the input, for the weights; stage; layout]."""
         forward, inputs, weights = stages
-        return self._played(np.concatenate([forward, inputs, weights, inputs + weights]), wire)
+        nothing = [np.zeros_like(forward)] * (2 if self.schedule.partners else 0)
+        return self._played(np.concatenate([forward, inputs, weights, inputs + weights, *nothing]), wire)
 
     def _played(self, lengths: np.ndarray, latencies: np.ndarray) -> np.ndarray:
         """`lengths` are of [kind of action and stage, layout]."""

@@ -3,6 +3,7 @@ part of `traffic.py`."""
 
 from __future__ import annotations
 
+from shardwise.plan.trainer.handed import handed
 from shardwise.plan.trainer.rank import PlannedParameter, PlannedRank
 from shardwise.plan.trainer.wire import Wire
 from shardwise.run.derive import chunk_bytes, chunk_rows
@@ -65,12 +66,13 @@ def pipeline(wire: Wire) -> None:
     """`pipeline.py`: the residual stream to the next stage and its gradient to the one before, where they are on other ranks; and
     the sum of a tied embedding's gradients in `gradients.py`."""
     planned, m, home = wire.planned, wire.planned.run.model, wire.planned.placement
-    residual = planned.local_tokens * m.hidden * planned.width
     for stage in planned.stages:
         sides = (stage.number + 1,) if wire.forward_only else (stage.number - 1, stage.number + 1)
         near = (n for n in sides if 0 <= n < len(home))
         away = sum(home[n] != home[stage.number] for n in near)
-        wire.send("pipeline", residual, planned.run.accumulation * away)
+        wire.send("pipeline", planned.residual, planned.run.accumulation * away)
+    if planned.run.layout.schedule == "bpipe" and not wire.forward_only:
+        handed(wire)
     learns = not planned.run.adapter.used and not wire.forward_only
     if learns and m.tied_embeddings and home[0] != home[-1] and planned.index("pipeline") in (home[0], home[-1]):
         end = planned.stages[0] if planned.stages[0].first else planned.stages[-1]

@@ -19,7 +19,7 @@ from shardwise.run.derive import chunks_loss, keeps_compute_copies, planned_on_g
 from shardwise.run.objective_config import FACTS, ObjectiveFacts, facts_of, targets_of
 from shardwise.run.parameters import Parameter, first_parameters, last_parameters, layer_parameters, shard_length
 from shardwise.run.teacher import teacher_run
-from shardwise.schedules import Schedule, cached_schedule, fewer_rounds
+from shardwise.schedules import PASSES, Schedule, cached_schedule, fewer_rounds
 
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "uint8": 1}
 """Bytes of an element."""
@@ -139,6 +139,11 @@ class PlannedRank:
     def local_tokens(self) -> int:
         """Of those, on a tensor rank between the matrices, where the sequence is cut too."""
         return self.tokens // self.run.layout.tensor
+
+    @property
+    def residual(self) -> int:
+        """Bytes of the residual stream of a microbatch between two stages."""
+        return self.local_tokens * self.run.model.hidden * self.width
 
     @cached_property
     def width(self) -> int:
@@ -271,7 +276,7 @@ class PlannedRank:
         for kind, stage, _ in self.schedule.ranks[self.index("pipeline")]:
             if kind == "F":
                 depth[stage] += 1
-            elif kind != "W":
+            elif kind in PASSES:
                 depth[stage] -= 1
                 if stage in empty:  # and here comes another
                     dry.add(stage)

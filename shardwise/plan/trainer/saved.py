@@ -44,10 +44,10 @@ from fractions import Fraction
 from itertools import groupby
 
 from shardwise.plan.trainer.rank import PlannedRank, Stage
+from shardwise.plan.trainer.rows import INTEGER
 from shardwise.plan.trainer.saved_experts import moe
 from shardwise.plan.trainer.saved_layers import INDEX, attention, feed_forward, gathered, linear, norm
 from shardwise.plan.trainer.tape import Tape
-from shardwise.plan.trainer.traffic import INTEGER
 from shardwise.run.derive import uses_varlen_attention
 from shardwise.run.packing import packed_words
 

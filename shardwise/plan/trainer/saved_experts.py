@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from shardwise.plan.trainer.rows import INTEGER, rows_to_experts
 from shardwise.plan.trainer.saved_layers import INDEX, feed_forward, gathered
 from shardwise.plan.trainer.tape import Tape
-from shardwise.plan.trainer.traffic import INTEGER, rows_to_experts
 
 
 def moe(tape: Tape, x: str, rows: tuple[int, int] | None) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shardwise.plan.trainer.rank import SCALE
+from shardwise.plan.trainer.rows import INTEGER
 from shardwise.plan.trainer.tape import Tape
-from shardwise.plan.trainer.traffic import INTEGER
 from shardwise.run.derive import uses_fp8_all_gather, uses_fp8_gemm, uses_varlen_attention
 
 INDEX = 4

@@ -8,12 +8,13 @@ from dataclasses import replace
 
 from shardwise.plan.cost.host import STEP_COUNT, HostBytes, device_width, gradients_in_flight, host_bytes
 from shardwise.plan.trainer import compression
+from shardwise.plan.trainer.handed import handed_bytes
 from shardwise.plan.trainer.rank import WIDTHS, PlannedRank, planned_rank, reference_run
+from shardwise.plan.trainer.rows import INTEGER
 from shardwise.plan.trainer.saved import Rows, Saved, recomputed_parts, saved
-from shardwise.plan.trainer.traffic import INTEGER
 from shardwise.run import Run
 from shardwise.run.derive import chunk_bytes, chunk_rows, compiles, forward_passes, planned_on_gpu
-from shardwise.schedules import Schedule, cached_schedule, fewer_rounds, peak_activations
+from shardwise.schedules import PASSES, Schedule, cached_schedule, fewer_rounds, peak_activations
 
 
 def state_bytes(run: Run, rank: int) -> dict[str, int]:
@@ -170,15 +171,17 @@ def activations_at(planned: PlannedRank) -> int:
     saves = _saved(planned)
     if len(planned.placement) == 1:
         return saves[0].whole
-    whole, deferred = ([0] * len(planned.placement) for _ in range(2))
-    residual = planned.local_tokens * run.model.hidden * planned.width
+    whole, deferred, handed = ([0] * len(planned.placement) for _ in range(3))
+    residual = planned.residual
     for number, stage in saves.items():
         # What a stage on this rank gives to the next one here is one tensor, which the first saves for longer.
         whole[number] = stage.whole - (residual if number - 1 in saves else 0)
         deferred[number] = stage.deferred
     schedule, longer = _short_schedule(run)
     own = replace(schedule, ranks=(schedule.ranks[planned.index("pipeline")],))
-    return round(peak_activations(own, whole, deferred)[0] * longer)
+    for number in {action.stage for action in own.ranks[0] if action.kind in ("E", "L")}:
+        handed[number] = handed_bytes(run, planned.rank, number)
+    return round(peak_activations(own, whole, deferred, handed)[0] * longer)
 
 
 def _short_schedule(run: Run) -> tuple[Schedule, float]:
@@ -217,7 +220,7 @@ def _prefetched(planned: PlannedRank) -> int:
     sizes = {s.number: planned.prefetched_shard(s) * planned.size("zero") for s in planned.stages}
     forwards: dict[int, list[int]] = {number: [] for number in sizes}
     seen, held, peak = dict.fromkeys(sizes, 0), dict.fromkeys(sizes, 0), 0
-    actions = [a for a in planned.schedule.ranks[planned.index("pipeline")] if a.kind != "W"]
+    actions = [a for a in planned.schedule.ranks[planned.index("pipeline")] if a.kind in PASSES]
     microbatches, splits, total = planned.schedule.microbatches, planned.splits_backward, 0
     for kind, stage, _ in actions:
         if kind == "F":

@@ -26,14 +26,13 @@ from shardwise.plan.cost.compression import BUCKET, FIRST_BUCKET, SUM
 from shardwise.plan.trainer.compression import exchange
 from shardwise.plan.trainer.ends import ends, own_numel, pipeline
 from shardwise.plan.trainer.rank import SCALE, PlannedParameter, PlannedRank, Stage, reference_run
+from shardwise.plan.trainer.rows import INTEGER, rows_to_experts
 from shardwise.plan.trainer.wire import Groups, Times, Wire
 from shardwise.run import Run
 from shardwise.run.compression import block_bytes, blocks_of
-from shardwise.run.derive import accepted_choices, forward_passes, uses_fp8_gemm
+from shardwise.run.derive import forward_passes, uses_fp8_gemm
 from shardwise.run.parameters import magnitude_of
 
-INTEGER = 8
-"""Bytes of an index: of a token, or of an expert."""
 Moved = tuple[int, int]
 """Rows that a rank sends to other expert ranks forward: its own there, and theirs back."""
 LOAD = 4
@@ -325,18 +324,6 @@ def router(wire: Wire, ffn: Times, once: Times) -> None:
         leaving = ffn if m.shared_experts else once
         wire.all_gather("tensor", shard, ffn.forward + leaving.backward)
         wire.reduce_scatter("tensor", shard, ffn.backward + leaving.forward)
-
-
-def rows_to_experts(planned: PlannedRank) -> tuple[int, int]:
-    """The rows a rank has for the experts, and those it gets for its own, when routers choose all experts alike: the choices that
-    are accepted go to the ranks of the experts in turn. Where these do not divide them, the first ranks get one more."""
-    m, lay, length = planned.run.model, planned.run.layout, planned.run.train.seq_len
-    choices = planned.local_tokens * m.experts_per_token
-    accepted = choices * accepted_choices(m, length) // (length * m.experts_per_token)
-    mine = -((planned.index("expert") - accepted) // lay.expert)
-    # With expert tensor parallelism each tensor rank has the rows of all of them.
-    slices = lay.tensor if lay.expert_tensor else 1
-    return accepted * slices, mine * lay.expert * slices
 
 
 def even_rows(planned: PlannedRank) -> Moved:

@@ -1,0 +1,30 @@
+"""What a rank of a BPipe pipeline hands to its partner and gives back to it (`parallel/handover.py`)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from shardwise.plan.trainer.rank import planned_rank
+from shardwise.plan.trainer.saved import saved
+from shardwise.plan.trainer.wire import Wire
+from shardwise.run import Run
+from shardwise.schedules import evictions
+
+
+@lru_cache(maxsize=256)
+def handed_bytes(run: Run, rank: int, stage: int) -> int:
+    """Bytes that a stage of this rank, or of its partner, hands over of a microbatch: what it saved, without what went on to the
+    next stage."""
+    planned = planned_rank(run, rank)
+    away = planned.placement[stage] - planned.index("pipeline")
+    home = planned_rank(run, rank + away * run.layout.world // run.layout.pipeline)
+    return next(saved(home, one).whole for one in home.stages if one.number == stage) - home.residual
+
+
+def handed(wire: Wire) -> None:
+    """Microbatches that the rank evicts to its partner, and those of the partner that it gives back."""
+    planned, run = wire.planned, wire.planned.run
+    ranks, mine = run.layout.pipeline, planned.index("pipeline")
+    for rank in {mine, ranks - 1 - mine}:
+        if 2 * rank < ranks and (count := evictions(ranks, rank, run.accumulation)):
+            wire.send("pipeline", handed_bytes(run, planned.rank, rank), count)
