@@ -206,7 +206,8 @@ class Sampler:
         most = max(each.logprobs for each in asked if each.logprobs is not None)
         divided = [each.temperature if each.drawn_logprobs and each.temperature else 1.0 for each in asked]
         divides = any(temperature != 1 for temperature in divided)
-        if most == 0 and self.picking is not None and not self.invariant:
+        # The kernel computes in float32: no less than what the logits are, unless they are wider.
+        if most == 0 and self.picking is not None and not self.invariant and logits.dtype != torch.float64:
             from shardwise.model.kernels.sample import token_logprob
 
             ones = torch.ones(len(divided), device=self.device)

@@ -15,7 +15,7 @@ from shardwise.measure.verify import random_batch
 from shardwise.model.varlen import VarlenMask, cu_seqlens_of, varlen_attention, varlen_attention_reference
 from shardwise.parallel import apply
 from shardwise.run import Run, run_from_dict
-from shardwise.train import cuda_graph, step
+from shardwise.train import cuda_graph, microbatches
 from shardwise.train.step import TrainState
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -64,7 +64,7 @@ def batch_of(run: Run, number: int) -> Batch:
 def test_steps_are_those_of_masks(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     run, results = run_of(compile=compiled), []
     for bounds in (True, False):
-        for place in (apply, step):
+        for place in (apply, microbatches):
             monkeypatch.setattr(place, "uses_varlen_attention", lambda run, gpu, bounds=bounds: bounds)
         train_state = TrainState(run)
         results.append([train_state.train_step(batch_of(run, number)).read()[:2] for number in range(5)])
@@ -111,7 +111,7 @@ def test_no_mask_is_held() -> None:
         train_state.train_step(batch_of(run, number)).read()
     most = torch.cuda.max_memory_allocated()
     with pytest.MonkeyPatch.context() as patch:
-        for place in (apply, step):
+        for place in (apply, microbatches):
             patch.setattr(place, "uses_varlen_attention", lambda run, gpu: False)
         del train_state
         gc.collect()
