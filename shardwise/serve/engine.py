@@ -80,7 +80,7 @@ class Engine:
     def reasons(self, request: Request) -> list[str]:
         """Why a request can never run, a sentence each; empty when it can."""
         problems = self.scheduler.reasons(len(request.prompt), request.max_tokens)
-        if any(not 0 <= token < self.vocab for token in request.prompt):
+        if request.prompt and not 0 <= min(request.prompt) <= max(request.prompt) < self.vocab:
             problems.append(f"the prompt has tokens that are not below the vocabulary's {self.vocab}")
         return problems
 
